@@ -145,16 +145,16 @@ docs: setup ## build/site: the documentation, to be read in a browser without a 
 	@$(py) -m tools.docs_site
 
 .PHONY: wheel
-wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl, for every Python from 3.11 on
+wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl: both commands in one wheel, for machines like this one
 	@rm -rf build/lib* build/bdist* build/temp*
 	@LDFLAGS=-s $(py) -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir dist .
 
 .PHONY: release
-release: setup ## dist/: a manylinux wheel below 1 MiB, and what it consists of as CycloneDX (needs a package index)
+release: setup ## dist/: two manylinux wheels below 1 MiB, triggerkv and triggerkv-sim, and their contents as CycloneDX (needs a package index)
 	@$(py) -m tools.release
 
 .PHONY: test-ends
-test-ends: release ## the wheel with the oldest and the newest dependencies, on each Python that is here (minutes)
+test-ends: release ## the wheels with the oldest and the newest dependencies, on each Python that is here (minutes)
 	@tools/test_ends.sh
 
 .PHONY: clean

@@ -1,6 +1,6 @@
 """First put: a block goes to a node, and comes back.
 
-What comes behind `$` is to be copied, and the lines below it are what it prints.
+What follows `$` is to be copied, and the lines below it are what it prints.
 
     $ kvstore serve --data ./node &
     $ python examples/first_put.py
@@ -9,8 +9,7 @@ What comes behind `$` is to be copied, and the lines below it are what it prints
     a block that nobody put: MISS(unknown)
 """
 
-from kvstore.client import Block, Client
-from kvstore.names import block_key
+from kvstore import Block, Client, block_key
 
 kv_of_a_page = b"the KV of sixteen tokens " * 4096
 memory = bytearray(kv_of_a_page)

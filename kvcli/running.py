@@ -27,6 +27,7 @@ class Status(enum.IntEnum):
     FAILED = 1
     USAGE = 2  # argparse's own
     NO = 3
+    BUG = 70  # of a node, which ends at an error that nobody expected
     INTERRUPTED = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
 

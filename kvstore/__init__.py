@@ -4,13 +4,43 @@
 
     kvstore serve --data ./node --http 127.0.0.1:9100 --ui
 
+What most programs need can be imported from here: `from kvstore import Block, Client, FlagWords, block_key`. It is
+loaded when it is first used, so `import kvstore` is fast and needs no fabric library.
+
 `kvstore --help` lists the commands: `put`, `get`, `sessions`, `explain`, `doctor`, and others. `kvstore.names` makes
 keys, `kvstore.errors` has the errors, `kvstore.testing` starts a node for tests, `kvstore.engines` has adapters for
 vLLM, transformers, SGLang and LMCache. The other modules are the service's own.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvcli.version import package_version
 
-__all__: list[str] = []
+if TYPE_CHECKING:
+    from kvstore.client import Block, Client, ClusterClient, Hit
+    from kvstore.miss import Miss
+    from kvstore.names import block_key
+    from nic_offload.flags import FlagWords
+
+__all__ = ["Block", "Client", "ClusterClient", "FlagWords", "Hit", "Miss", "block_key"]
 
 __version__ = package_version()
+
+_HOMES = {
+    "Block": "kvstore.client",
+    "Client": "kvstore.client",
+    "ClusterClient": "kvstore.client",
+    "FlagWords": "nic_offload.flags",
+    "Hit": "kvstore.client",
+    "Miss": "kvstore.miss",
+    "block_key": "kvstore.names",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load one of `__all__` when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvstore.cluster.reach import EtcdReach
+from kvstore.cluster.etcd_options import EtcdReach
 from kvstore.errors import ConfigError
 from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_DEFAULT,

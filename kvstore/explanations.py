@@ -22,8 +22,8 @@ __all__ = ["ASKED", "Placed", "advice", "lookup_document", "numbered", "placed",
 
 ASKED = {
     Kind.UNSPECIFIED: "look-up of {}",
-    Kind.EXISTS: "asked whether {} are there",
-    Kind.PREFIX: "asked how many of {} are there without a gap",
+    Kind.EXISTS: "asked about {}: stored or not",
+    Kind.PREFIX: "asked how many of {} are stored without a gap",
     Kind.FETCH: "fetched {}",
     Kind.GET: "got {} inside gRPC",
     Kind.SESSION: "asked which blocks the session has: {}",

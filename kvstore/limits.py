@@ -300,6 +300,7 @@ HTTP_TIMEOUT_MS = 5_000  # for a handshake, for a request to come, and for an an
 HTTP_REQUESTS_PER_S = 50  # of one tenant, and of all strangers together; health left out
 UI_SESSIONS_MAX = 50  # in one page of the node's web page
 UI_TENANTS_MAX = 256  # that an observer can choose from there
+UI_MEMBERS_MAX = 64  # of the node's cluster, and as many absent ones
 UI_LOOKUPS_MAX = 20  # with a miss, explained there at a time
 UI_LOOKUPS_SCANNED_MAX = 1024  # to find these
 UI_HISTORY_MS = 10_000  # between two points of its history

@@ -24,7 +24,6 @@ from kvstore.config import (
     parse_drive,
     parse_listen,
     parse_size,
-    show_size,
     variables,
 )
 from kvstore.endpoints import Ports
@@ -391,9 +390,8 @@ def check_machine(config: NodeConfig) -> None:
     """Refuse, before a drive is made, what this machine can't give."""
     has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if config.hot_bytes > has_bytes:
-        raise ConfigError(
-            f"--hot {show_size(config.hot_bytes)} exceeds this machine's memory, {show_size(has_bytes)}."
-        )
+        hot, has = (f"{size_bytes / (1 << 30):.6g} GiB" for size_bytes in (config.hot_bytes, has_bytes))
+        raise ConfigError(f"--hot {hot} exceeds this machine's memory, {has}.")
 
 
 def defaults_shown() -> str:

@@ -1,5 +1,5 @@
 /*
- * Calls over the fabric as they lie in memory, at either end; `kvstore/wire/fabric_call.py` says the same in Python.
+ * The memory layout of calls over the fabric, at both ends; `kvstore/wire/fabric_call.py` has the same in Python.
  */
 #ifndef TRIGGERKV_CALL_H
 #define TRIGGERKV_CALL_H
@@ -37,7 +37,7 @@ struct call_fetch_row {
 	uint64_t ack_generation, target, target_key;
 };
 
-/* Of a block of `length`, so many bytes behind the first are wanted; a `part` of 0: all. */
+/* The part of a block of `length` that is wanted, from this offset on; a `part` of 0: all. */
 struct call_part_row {
 	struct call_fetch_row row;
 	uint32_t skip, part;

@@ -1,21 +1,22 @@
 /*
- * The caller: makes calls of one client to its node over the fabric, in one step: the watches for the words that will answer
- * it, and the put that brings it into a place of ours and into the same place at the node.
+ * The caller: makes a client's calls to its node over the fabric. One step sets up the watches for the words that
+ * will answer the call, and the put that brings the call into one of our places and into the same place on the node.
  *
- * A call finds its place on the progress thread. With all of them in use it waits, its bytes in a copy and all work for it
- * taken, so that nothing can refuse it later; an answer that frees a place lets the next one go.
+ * A call gets its place on the progress thread. If all places are in use it waits; its bytes have been copied and
+ * everything it needs is allocated, so nothing can refuse it later. An answer that frees a place lets the next call
+ * go out.
  *
- * What always holds: a place is used again only after its answer: DONE, which has nothing more to say, or BYTES, and then
- * when its reader has said so. Calls go out in their order, and those of a place carry rising generations. One that its
- * deadline finds not gone out ends, and never goes out: it has used up no generation, and its place serves the next. A call
- * is begun whole or not at all; with more to say than a place holds, or with too many that wait, it is not, and goes another
- * way.
+ * What always holds: a place is reused only after its answer: after DONE, or after BYTES once the reader has
+ * confirmed that it has read them. Calls go out in order, and the generations of a place only rise. A call whose
+ * deadline passes before it goes out ends and never goes out; it has used no generation, and its place serves the
+ * next call. A call begins whole or not at all: if it is larger than a place, or too many calls are waiting, it is
+ * not begun, and the application uses gRPC.
  *
- * What it doesn't do: read answers, or decide what a call's failure means. Both are told by the words, or as events.
+ * What it doesn't do: read answers, or decide what a failed call means. The application gets both as words or events.
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -55,7 +56,7 @@ struct tk_caller {
 
 	struct tk_shared shared; /* of a length of 0: the node's memory is not mapped here */
 	int shares;		 /* atomic: blocks may be read from there */
-	uint64_t shared_blocks;	 /* atomic: so many were */
+	uint64_t shared_blocks;	 /* atomic: number of blocks read from there */
 };
 
 static int add_caller(struct tk_fabric *fabric, void *argument)
@@ -220,7 +221,7 @@ static struct called *write_call(struct tk_caller *caller, const struct tk_call 
 	return called;
 }
 
-/* The words in which the node says of each block that it has come, or why not. */
+/* The words in which the node reports each block's arrival, or why it did not come. */
 static void watch_blocks(const struct tk_caller *caller, const struct tk_call *call, const char *rows,
 			 struct shared_fetch *fetch)
 {
@@ -243,15 +244,15 @@ static void watch_blocks(const struct tk_caller *caller, const struct tk_call *c
 	}
 }
 
-/* Until when it may wait to go out: no longer than its blocks are waited for. */
+/* Its deadline for going out: not later than its blocks' deadline. */
 static uint64_t goes_out_until(const struct tk_call *call)
 {
 	uint64_t blocks_ns = call->blocks_deadline_ns, answer_ns = call->deadline_ns;
 	return blocks_ns && (!answer_ns || blocks_ns < answer_ns) ? blocks_ns : answer_ns;
 }
 
-/* Behind the watches of its blocks: deadlines that are over at the same time are told of what came last first, so whoever
- * hears that a block did not come has heard that the call never went out. */
+/* Queued after the watches of its blocks: of deadlines that end together the last one queued is reported first, so the
+ * application learns that the call never went out before it learns that a block did not arrive. */
 static void queue_call(const struct tk_caller *caller, const struct tk_call *call, struct called *called,
 		       struct shared_fetch *fetch)
 {
@@ -476,7 +477,7 @@ uint32_t caller_answered(struct tk_fabric *fabric, struct work *watch, uint32_t 
 	return is_read ? CALL_DONE : code;
 }
 
-/* The put's own end. What was never posted leaves its place, and the generation, to the next. */
+/* The end of the put itself. A call that was never posted leaves its place and generation to the next one. */
 void caller_put_over(struct tk_fabric *fabric, struct work *work)
 {
 	struct called *called = work->called;

@@ -1,11 +1,11 @@
 /*
  * The progress thread.
  *
- * One round: take the inbox, drain completions, look at flag words and watched words, make a bounded
- * piece of CRC, post what is ready, report. A round that found nothing to do rests (rest.c).
+ * One round: take the inbox, drain completions, check flag words and watched words, compute a bounded piece of CRC,
+ * post what is ready, report. After a round that found nothing to do, the thread idles (idle.c).
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -65,7 +65,7 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 		return 1;
 	case WORK_HELD:
 		return nic_withdraw(fabric, work);
-	case WORK_READING: /* the drive may go on with it, and nobody looks at what it reads */
+	case WORK_READING: /* the drive may still be reading it; the result is ignored */
 		reader_let_go(work);
 		return 1;
 	case WORK_SUMMING:
@@ -94,7 +94,7 @@ static int is_wanted(const struct cancellation *wanted, const struct work *work)
 	return first < wanted->count && wanted->tags[first] == tag;
 }
 
-/* What a NIC with counters of its own holds is taken back by a flush alone, and that takes back all of it. */
+/* From a NIC with counters of its own, operations can only be taken back by a flush, which takes back all of them. */
 static void flush_if_held(struct tk_fabric *fabric, const struct cancellation *wanted)
 {
 	if (!fabric->nic.own_counters || !fabric->nic.held)
@@ -106,7 +106,7 @@ static void flush_if_held(struct tk_fabric *fabric, const struct cancellation *w
 		}
 }
 
-/* Taking one back from the NIC may end another, whose chain has failed: it stays in the walk, and is over. */
+/* Taking one back may end another whose chain has failed: it stays in the list that is walked, as ended. */
 static int cancel_all(struct tk_fabric *fabric, const struct cancellation *wanted)
 {
 	int cancelled = 0;
@@ -144,7 +144,7 @@ static void withdraw_all(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 			continue;
 		if (work->kind == WORK_LANDING && work->state == WORK_SUMMING) {
 			work->landing.endpoint = NULL;
-			work->acked = 1; /* or nobody is there to be told */
+			work->acked = 1; /* or there is no peer to notify */
 		} else if (work->kind == WORK_LANDING && work->state == WORK_READY) {
 			landed(fabric, work);
 		} else if (work->state == WORK_FLAG_READY) {
@@ -177,9 +177,9 @@ static void unlist_ready(struct tk_fabric *fabric, const struct tk_endpoint *end
 	}
 }
 
-/* What is on the wire gets a moment to arrive. Not every provider takes back what it was given when its endpoint
- * is closed: a peer of shm may read it later, and crashes if it can't find who introduced himself; one of sockets
- * is left with half a message; and rxm, which gives back what is unfinished, crashes now and then as it does. */
+/* Messages on the wire get a moment to arrive. Not every provider takes them back when its endpoint is closed: a peer of
+ * shm may read one later, and crashes if it can't find its sender; a peer of sockets is left with half a message; and rxm,
+ * which returns unfinished ones, sometimes crashes in doing so. */
 static void drain_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	uint64_t until_ns = tk_now_ns() + DRAIN_NS;
@@ -189,7 +189,7 @@ static void drain_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoin
 	}
 }
 
-/* Where memory is bound to endpoints its rights end before the endpoint does. */
+/* Memory that is bound to the endpoint loses its access rights before the endpoint is closed. */
 static void close_regions_of(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
 {
 	pthread_mutex_lock(&fabric->handle_lock);
@@ -202,7 +202,7 @@ static void close_regions_of(struct tk_fabric *fabric, const struct tk_endpoint 
 	pthread_mutex_unlock(&fabric->handle_lock);
 }
 
-/* Of the endpoint's operations nothing is reported: who closes it knows that all of them are over. The provider may have
+/* The endpoint's operations are not reported: its owner, which closes it, knows that all are over. The provider may have
  * put completions into the queue before the endpoint went, and those are taken before the items go; one whose
  * completions may come later still (it has a thread of its own) keeps the items until they come. */
 static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
@@ -249,8 +249,8 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 	return close_endpoint(fabric, *(struct tk_endpoint **)argument);
 }
 
-/* Bytes on the wire can't be called back, and landed bytes are only being summed. What a NIC with counters of its own
- * holds could be, but a flush for each deadline would hold up everybody else for a second. */
+/* Bytes on the wire can't be recalled, and landed bytes are only being checksummed. Operations at a NIC with counters of
+ * its own could be, but a flush for each deadline would delay everything else by a second. */
 static int may_expire(const struct work *work)
 {
 	return work->state == WORK_WAITING || work->state == WORK_UNGRANTED || work->state == WORK_HELD ||
@@ -353,7 +353,7 @@ void *core_progress(void *argument)
 			break;
 		int moved = progress_wire(fabric);
 		if (__atomic_load_n(&fabric->stuck, __ATOMIC_ACQUIRE))
-			break; /* it was given up meanwhile: what it was to do, its owner counts as lost */
+			break; /* the fabric was given up meanwhile: the caller counts this command as lost */
 		moved |= poll_landings(fabric);
 		moved |= poll_receivers(fabric);
 		moved |= poll_lanes(fabric);

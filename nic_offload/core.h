@@ -1,41 +1,37 @@
 /*
- * The C core: one progress thread that moves blocks without asking the application.
+ * The C core: one progress thread that moves blocks without the application.
  *
- * A `tk_fabric` is one libfabric domain with its progress thread; a `tk_endpoint` is what one connection
- * sends and receives with; a `tk_counter` is what operations wait for and what they move when they are done.
- * The application queues operations in batches and goes away. An operation does up to three things, in this
- * order: it moves bytes (a put or a get), puts an 8-byte flag, moves a counter; a chain is an operation that
- * waits for the counter which another one moves.
+ * A `tk_fabric` is one libfabric domain with its progress thread; a `tk_endpoint` is what one connection sends and
+ * receives with; a `tk_counter` is what operations wait for and what they move when they end. The application queues
+ * operations in batches and returns. An operation does up to three things, in this order: it moves bytes (a put or a
+ * get), puts an 8-byte flag, moves a counter. A chain is an operation that waits for the counter of another one.
  *
- * Who fires an operation is the backend's affair. The agent is the progress thread: it polls counters and posts
- * what is due. Where libfabric has deferred work (FI_QUEUE_WORK: sockets, cxi), as many operations as fit are
- * handed to it beforehand, lowest threshold first, and fire with no call of ours; the agent fires the rest, so a
- * NIC that is full slows nothing down.
+ * The backend fires operations. The agent is the progress thread: it polls counters and posts operations that are due.
+ * Where libfabric has deferred work (FI_QUEUE_WORK: sockets, cxi), as many operations as fit are handed to it in advance,
+ * lowest threshold first, and fire without a call of ours; the agent fires the rest, so a full NIC slows nothing down.
  *
- * The thread also watches words of local memory: for landed blocks (then it checks the generation, acknowledges
- * and makes the CRC) and for acknowledgements; and it reports what happened in batches: events in a queue, one
- * eventfd to wake the reader.
+ * The thread also watches words of local memory: for landed blocks (it checks the generation, acknowledges, and computes
+ * the CRC) and for acknowledgements. It reports in batches: events in a queue, and one eventfd that wakes the reader.
  *
  * What always holds, on every backend:
  *   - an operation never fires before its counter reaches its threshold, and at most once;
- *   - there is no order between operations; a chain is the only order. A flag put never arrives unless the bytes
- *     before it did, and what waits for a counter never fires after an operation that was to move it failed:
- *     it fails with -EPIPE instead;
+ *   - operations have no order, except in a chain. A flag put never arrives without the bytes before it. If an operation
+ *     that was to move a counter fails, whatever waits for the counter doesn't fire: it fails with -EPIPE;
  *   - every operation and every watch ends with exactly one final event, unless it was queued as quiet or, for
  *     operations and ack watches, its endpoint was closed; a landing always ends with one, and a block whose
  *     flag had come before the endpoint was closed ends as landed;
- *   - what its deadline finds not gone out ends, and never goes out. What is past recall is reported as late,
- *     once, and its owner closes the endpoint;
- *   - once an endpoint is closed, no byte comes in through it any more and none of its operations touches
- *     memory: this, and not a revoked key alone, is what makes memory safe to use again after a peer misbehaved
- *     (a message whose key was checked before may still be arriving when the key is revoked);
- *   - a call that has to wait for the progress thread waits for `answer_ns` at most. If that is not enough the
- *     provider hangs inside (one on shm does when a peer died with its lock), and the fabric is given up: this call and
- *     all later ones return TK_STUCK, and what the thread might still touch is never freed;
+ *   - an operation that has not gone out by its deadline ends, and never goes out. One that can't be recalled any more is
+ *     reported as late, once, and its owner closes the endpoint;
+ *   - once an endpoint is closed, no byte comes in through it and none of its operations touches memory: this, and
+ *     not a revoked key alone, makes memory safe to reuse after a peer misbehaved (a message whose key was checked before
+ *     may still be arriving when the key is revoked);
+ *   - a call that has to wait for the progress thread waits for `answer_ns` at most. If that is exceeded the provider hangs
+ *     (shm does if a peer died with its lock), and the fabric is given up: this call and all later ones return TK_STUCK,
+ *     and memory that the thread might still touch is never freed;
  *   - nothing queued is unbounded: `work_max` is fixed when the fabric is opened; past it, -EAGAIN.
  *
- * What it does not do: memory other than the host's. All functions return 0 (or a count) or a negative errno.
- * libfabric is loaded by dlopen, so the module imports on a machine that has none.
+ * What it does not do: use memory other than the host's. All functions return 0 (or a count) or a negative errno.
+ * libfabric is loaded by dlopen, so the module imports on a machine without it.
  */
 #ifndef TRIGGERKV_CORE_H
 #define TRIGGERKV_CORE_H
@@ -67,31 +63,31 @@ struct tk_pieces;
 enum tk_event_kind {
 	TK_FIRED,	/* value: the nanosecond at which the threshold was seen reached; only with TK_REPORT_FIRED,
 			 * and never of a NIC that keeps its counters to itself */
-	TK_DONE,	/* it is all there, at the peer; value: the nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
-	TK_SENT,	/* the same with TK_SENT_PUT, but for this: whether it came, or was refused, is not known */
+	TK_DONE,	/* all of it has arrived at the peer; value: the nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
+	TK_SENT,	/* the same with TK_SENT_PUT, but it is not known whether it arrived or was refused */
 	TK_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EPIPE (one before it in the chain failed), -EBADMSG
 			 * (a put's CRC differs), -ENODATA (its record was not read): nothing went out, nor will; any other
 			 * is the provider's, and bytes may have moved, in whole or in part. value: of -EPIPE, the errno of
 			 * the one that failed first */
-	TK_LATE,	/* not final: the deadline is over and the operation is past recall. Closing its endpoint ends it */
+	TK_LATE,	/* not final: the deadline is over and the operation can't be recalled. Closing its endpoint ends it */
 	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload; at a desk:
 			 * the generation */
 	TK_ACKED,	/* value: the acknowledgement word; final once its code is not below the one asked for */
 	TK_WATCH_FAILED, /* status: -ETIMEDOUT, or -ECANCELED */
-	TK_OVER,	 /* the last row of a group is over, and nobody waited for it */
-	TK_CAME,	 /* a receiver has something for its owner; tag: the receiver's */
-	TK_READ		 /* the drive is done with the memory of all records that were read together; tag: theirs */
+	TK_OVER,	 /* the last row of a group is over, and no caller was waiting for it */
+	TK_CAME,	 /* a receiver has blocks for its owner; tag: the receiver's */
+	TK_READ		 /* the drive no longer uses the memory of a batch of records; tag: the batch's */
 };
 
 /* Flags of an operation. */
-#define TK_VERIFY_CRC 1   /* put only bytes whose CRC32C is the expected one; take only such from a get */
+#define TK_VERIFY_CRC 1   /* a put or a get fails unless its bytes have the expected CRC32C */
 #define TK_QUIET 2        /* report nothing, not even a failure */
 #define TK_REPORT_FIRED 4 /* one more event when the threshold was seen reached */
 #define TK_FLAG_PUT 8     /* an 8-byte flag put follows the bytes, or stands alone if length is 0 */
-#define TK_ACKED_PUT 16   /* its end, if it is a good one, is seen from an ack watch; only failures are reported */
+#define TK_ACKED_PUT 16   /* an ack watch reports its success; only failures are reported here */
 #define TK_GET 32         /* the bytes come from the peer */
-#define TK_SENT_PUT 128	  /* it is over once local memory may be used again: its end, if it is a good one, is TK_SENT */
-#define TK_SHARED_PUT 256 /* the peer can read these bytes itself, where it shares our memory: see shared_reads.c */
+#define TK_SENT_PUT 128	  /* it ends when local memory may be reused: on success with TK_SENT */
+#define TK_SHARED_PUT 256 /* a peer that shares our memory can read these bytes itself: see shared_reads.c */
 #define TK_SET_COUNTER 64 /* `completion` is set to `step`, not moved by it */
 
 /* How a fabric is opened. */
@@ -128,19 +124,19 @@ struct tk_operation {
 	uint64_t step;
 	uint64_t deadline_ns;
 	struct tk_region *region; /* holds the local bytes; NULL when length is 0 */
-	struct tk_group *group;	  /* NULL, or where it is noted when it fired */
-	struct tk_sender *sender; /* NULL, or who finds it a slot when it fires; then `remote` and the flag are its affair, */
-	const struct tk_put_head *head; /* and this, the metadata before it, is what is said of the block. Read when it fires */
-	struct tk_pieces *pieces; /* NULL, or where the bytes are, that are put together at `local` when it fires */
+	struct tk_group *group;	  /* NULL, or where the time of its firing is noted */
+	struct tk_sender *sender; /* NULL, or the sender that assigns a slot when it fires, and sets `remote` and the flag; */
+	const struct tk_put_head *head; /* then this is the block's head, with the metadata before it. Read when it fires */
+	struct tk_pieces *pieces; /* NULL, or the pieces that are gathered at `local` when it fires */
 	uint32_t length;
 	uint32_t crc32c;
 	uint32_t flags;
 	uint32_t row; /* of the group */
-	uint32_t skip, part; /* with TK_VERIFY_CRC: of what was summed, so many bytes behind these are put; 0: all */
+	uint32_t skip, part; /* with TK_VERIFY_CRC: of the checksummed bytes, this many after these are put; 0: all */
 };
 
-/* What a put says of its block. It lies right before the payload, in the last bytes of the slot's first page; what is
- * asked for the block's session or trace lies before it. */
+/* The head of a put: it describes the block. It lies right before the payload, in the last bytes of the slot's first page;
+ * metadata about the block's session or trace lies before it. */
 #define TK_KEY_BYTES 32
 #define TK_FINGERPRINT_BYTES 16
 #define TK_OWNER_BYTES 16
@@ -149,7 +145,7 @@ struct tk_operation {
 #define TK_HEAD_PAGE 4096 /* the room for both */
 #define TK_PUT_HAS_CRC 1
 struct tk_put_head {
-	uint32_t head_crc32c; /* of the metadata and of all that follows here, with a tag of 0; this and what is marked the sender fills in */
+	uint32_t head_crc32c; /* of the metadata and all following fields, with a tag of 0; the sender sets this, and others */
 	uint32_t metadata_bytes;
 	uint64_t generation;	 /* of the slot; the sender */
 	uint64_t ack_generation; /* the sender */
@@ -163,7 +159,7 @@ struct tk_put_head {
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 	uint8_t more_zeros[24];
-	uint64_t tag; /* where the connection is sealed, of the metadata and of all before it; otherwise 0. The sender */
+	uint64_t tag; /* on a sealed connection, of the metadata and all fields before it; otherwise 0. The sender */
 };
 
 struct tk_landing {
@@ -178,8 +174,8 @@ struct tk_landing {
 	uint64_t ack_value;
 	uint64_t deadline_ns;
 	uint32_t length;
-	uint32_t quiet;	      /* the peer is told nothing: what came was no block, and is answered otherwise */
-	struct tk_desk *desk; /* NULL, or what comes here is a call that the desk may answer: then no event comes,
+	uint32_t quiet;	      /* no acknowledgement: this is not a block, and is answered otherwise */
+	struct tk_desk *desk; /* NULL, or calls come in here, which the desk may answer: then there is no event,
 			       * and the next generation is waited for */
 	struct tk_region *region; /* has the flag word; NULL only where the connection is not sealed */
 };
@@ -190,7 +186,7 @@ struct tk_ack_watch {
 	uint64_t word; /* holds generation << 8 | code */
 	uint64_t generation;
 	uint64_t deadline_ns;
-	struct tk_group *group; /* NULL, or where codes up to `good_max` are noted instead of reported */
+	struct tk_group *group; /* NULL, or the row that notes codes up to `good_max`, which are then not reported */
 	uint32_t final_code; /* a code of at least this ends the watch; lower ones are reported once each */
 	uint32_t good_max;
 	uint32_t row; /* of the group */
@@ -208,7 +204,7 @@ struct tk_statistics {
 	uint64_t armed, fired, done, failed, cancelled, expired, late;
 	uint64_t put_bytes, got_bytes;
 	uint64_t landed, stale_words, acks_sent;
-	uint64_t served;	/* blocks sent from the shelf, for calls that the application did not see */
+	uint64_t served;	/* blocks sent from the shelf, for calls that the desk answered */
 	uint64_t handed;	/* to the NIC, in all */
 	uint64_t taken_back;	/* from it, unfired, to be cancelled or handed over once more */
 	uint64_t waiting;	/* now, in our own queue */
@@ -241,14 +237,14 @@ void tk_write_tagged(const void *key, const void *name, const struct tk_tagged *
 
 uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);
-/* What lies behind a set of flag words, in the same memory. A store to one rings it: if a thread sleeps, a byte is written
- * to a pipe, which each process has as a descriptor of its own. */
+/* The bell after a set of flag words, in the same memory. A store to a word rings it: if a thread sleeps, a byte is written
+ * to a pipe, for which each process has its own descriptor. */
 #define TK_BELL_MAGIC 0x6c6c65622d6b7476
 struct tk_bell {
 	uint64_t magic;
 	uint32_t words;
 	uint32_t sleepers; /* atomic: threads that a store is to wake */
-	int32_t maker_fd;  /* the pipe, as the process that made the words has it */
+	int32_t maker_fd;  /* the pipe's descriptor in the process that made the words */
 	uint32_t zero;
 };
 void tk_word_ring(void *address, uint64_t value, struct tk_bell *bell, int pipe_fd);
@@ -273,7 +269,7 @@ struct tk_scattered {
 int tk_pieces_open(struct tk_region *const *regions, uint32_t regions_count, const struct tk_piece *pieces,
 		   uint32_t count, struct tk_pieces **out);
 uint64_t tk_pieces_bytes(const struct tk_pieces *pieces);
-void tk_pieces_close(struct tk_pieces *pieces); /* it goes when no operation has it any more */
+void tk_pieces_close(struct tk_pieces *pieces); /* it is freed when no operation uses it any more */
 void tk_scatter(const struct tk_scattered *blocks, uint32_t count);
 
 int tk_library_load(const char *path, char *message);
@@ -297,12 +293,12 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 		     char *message);
 int tk_endpoint_close(struct tk_endpoint *endpoint);
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out);
-/* Once, before anything goes through it: from now on each word, head, call and answer has a tag, made with one key, and
- * is believed only with one that was made with the other; see seal.c. `words` is where acknowledgements come in; or NULL. */
+/* Called once, before anything goes through it: from now on each word, head, call and answer is sent with a tag made with
+ * one key, and accepted only with a tag made with the other; see seal.c. `words`: where acknowledgements come in, or NULL. */
 #define TK_SEAL_BYTES 16
 #define TK_TAG_BYTES 8
 int tk_endpoint_seal(struct tk_endpoint *endpoint, const uint8_t *out, const uint8_t *in, struct tk_region *words);
-/* Of bytes that are to lie in this place of the peer's memory, or lie in this one of ours. */
+/* The tag of bytes that will lie at this address of the peer's memory, or that lie at this one of ours. */
 uint64_t tk_endpoint_tag(struct tk_endpoint *endpoint, uint64_t address, uint64_t key, uint64_t generation,
 			 const void *data, size_t length);
 int tk_endpoint_believes(struct tk_endpoint *endpoint, struct tk_region *region, uint64_t address, uint64_t generation,
@@ -311,8 +307,8 @@ int tk_endpoint_believes(struct tk_endpoint *endpoint, struct tk_region *region,
 int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, uint64_t *out);
 int tk_peer_remove(struct tk_fabric *fabric, uint64_t peer);
 
-/* `access`: what peers may do. Where the provider binds memory to endpoints, what they may do they may do only
- * through `endpoint`, and the memory's rights end with it. */
+/* `access`: what peers may do. If the provider binds memory to endpoints, they may do it only through `endpoint`, and
+ * the access ends with it. */
 #define TK_REMOTE_WRITE 1
 #define TK_REMOTE_READ 2
 int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void *address, size_t length,
@@ -322,8 +318,8 @@ uint64_t tk_region_key(struct tk_region *region);
 uint64_t tk_region_base(struct tk_region *region);
 uint64_t tk_region_uses(struct tk_region *region); /* operations that are queued or under way */
 
-/* With a `word`, the counter's value is that word's, which anybody may store to who can map it, and it only grows;
- * without one it is the NIC's own where there is deferred work with doorbells, and else a word of ours. */
+/* With a `word`, the counter's value is that word, which any process that maps it may store to, and which only grows;
+ * without one it is the NIC's own if there is deferred work with doorbells, and otherwise a word of ours. */
 int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, int pipe_fd,
 		    struct tk_counter **out);
 int tk_counter_close(struct tk_counter *counter);
@@ -333,7 +329,7 @@ int tk_counter_set(struct tk_counter *counter, uint64_t value);
 int tk_counter_reset(struct tk_counter *counter);
 int tk_counter_read(struct tk_counter *counter, uint64_t *value);
 int tk_counter_failed(struct tk_counter *counter);
-/* Where to store to move it, and whether a store adds to it (a NIC's doorbell) or sets it (a word). */
+/* The address whose store moves it; does a store add (a NIC's doorbell) or set (a word)? */
 int tk_counter_doorbell(struct tk_counter *counter, uint64_t *address, int *adds);
 
 int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int count);
@@ -346,20 +342,20 @@ int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct
 int tk_group_land(struct tk_group *group, uint32_t row, uint64_t now_ns); /* as a first word does */
 int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code); /* 0 leaves the code; returns the open rows */
 int tk_group_open_rows(struct tk_group *group);
-/* Waits until the first so many rows are over, or until all have landed; returns whether it is so. */
+/* Waits until the first `rows` rows are over, or until all have landed; returns whether they are. */
 int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t timeout_ns);
 void tk_group_close(struct tk_group *group);
 
 int tk_flush(struct tk_fabric *fabric);
 
-/* Blocks that the progress thread may send to whoever asks for them at a desk; see shelf.c and desk.c. All lie in one
- * region, and go with the fabric. */
+/* Blocks that the progress thread may send to peers that ask at a desk; see shelf.c and desk.c. All lie in one region, and
+ * are freed with the fabric. */
 #define TK_CALL_BYTES 73728
 #define TK_CALL_BLOCKS 1024
 #define TK_CALL_PLACES 4
 #define TK_CALLS_WAITING 1024	       /* of a caller, for a place, */
 #define TK_CALLS_WAITING_BYTES 8388608 /* and bytes of theirs */
-#define TK_HELD_NS 2000000000 /* a desk keeps so long what it told the place of */
+#define TK_HELD_NS 2000000000 /* how long a desk keeps a block whose location it gave */
 #define TK_CALL_AREA_HEAD 4096 /* before the places of a node's area are their flags */
 struct tk_shelved {
 	uint8_t owner[TK_OWNER_BYTES];
@@ -371,7 +367,7 @@ struct tk_shelved {
 };
 struct tk_desk_setup {
 	struct tk_endpoint *endpoint;
-	uint64_t tag; /* told with what was served */
+	uint64_t tag; /* reported with what was served */
 	uint64_t peer;
 	uint64_t ack_base; /* the peer's acknowledgement words */
 	uint64_t ack_key;
@@ -379,8 +375,8 @@ struct tk_desk_setup {
 	uint64_t flags;	    /* those of the places that calls come in at, our own memory */
 	uint64_t answers;   /* where the peer reads what answers them */
 	uint32_t ack_words;
-	uint32_t served_code, corrupt_code; /* what a word says of a block that came, and of one that was found broken */
-	uint32_t shares; /* the peer may be told where blocks are in the shelf's region, which it can map */
+	uint32_t served_code, corrupt_code; /* the codes for a block that was sent, and for one that was found damaged */
+	uint32_t shares; /* the peer can map the shelf's region, and may get locations in it */
 	uint8_t owner[TK_OWNER_BYTES]; /* whose blocks may be asked for here */
 };
 struct tk_served {
@@ -390,8 +386,8 @@ struct tk_served {
 	uint32_t bytes; /* of this, of the ids of its blocks and of the call's metadata, which follow it */
 	uint32_t blocks;
 	uint32_t metadata_bytes;
-	uint32_t corrupt; /* blocks found broken: their callers were told that they are missed */
-	uint32_t failed;  /* blocks of which is not known whether they came */
+	uint32_t corrupt; /* blocks found damaged: their callers got a miss */
+	uint32_t failed;  /* blocks of which it is not known whether they arrived */
 	uint32_t zero;
 };
 int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out);
@@ -400,11 +396,11 @@ int tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t 
 int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
 int tk_shelf_count(struct tk_shelf *shelf);
 uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have for the application, ever */
-/* Names, owner and key of each, under which something is stored from now on, or nothing. */
+/* Names (owner and key of each) that are stored from now on, or no longer. */
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored);
 int tk_shelf_rename(struct tk_shelf *shelf, uint64_t id, uint64_t new_id); /* -ENOENT: it is not known any more; -EEXIST */
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
-void tk_desk_answers(struct tk_desk *desk, int answers); /* from the beginning it leaves all calls to the application */
+void tk_desk_answers(struct tk_desk *desk, int answers); /* at first it leaves all calls to the application */
 void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
 int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes); /* returns the bytes of whole records */
 
@@ -418,10 +414,10 @@ struct tk_caller_setup {
 	uint64_t first_generation;
 	uint32_t ack_words[TK_CALL_PLACES]; /* of the calls themselves */
 };
-/* The node's memory where it is mapped here, to be read, and what a group's row says of a block that was read from there. */
+/* The node's memory, mapped here to be read, and a group row's code for a block that was read from there. */
 struct tk_shared {
 	uint64_t address, length;
-	uint64_t hold_ns; /* so long after a call the node keeps what it names */
+	uint64_t hold_ns; /* how long after a call the node keeps the blocks whose locations it gave */
 	uint64_t rows; /* a row for each word, where the node says of a single block where it is; 0: it doesn't */
 	uint32_t served_code, scattered_code, corrupt_code, late_code;
 };
@@ -432,7 +428,7 @@ struct tk_wanted {
 };
 struct tk_call {
 	uint64_t tag; /* block i is watched with this and 2i, the call put with 2 `blocks` more, its answer with one more */
-	uint64_t deadline_ns; /* it goes out by then, and by that of its blocks; from then on it has as long again for its answer */
+	uint64_t deadline_ns; /* it goes out by then, and by its blocks' deadline; then it has as long again for its answer */
 	uint64_t blocks_deadline_ns;
 	uint64_t expires_unix_ms;
 	struct tk_group *group; /* a fetch's blocks are its first rows */
@@ -444,18 +440,18 @@ struct tk_call {
 int tk_caller_open(const struct tk_caller_setup *setup, struct tk_caller **out);
 /* `wanted`: for each block of a fetch, which may be read from the node's memory then; or NULL.
  * -EBUSY, -EMSGSIZE, -EAGAIN, -ENOMEM: it can't be made this way now. Of one that did not go out in its time a TK_FAILED
- * with -ETIMEDOUT is told, before anything is of its blocks. */
+ * with -ETIMEDOUT is reported, before any report about its blocks. */
 int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
 		   size_t rows_bytes, const struct tk_wanted *wanted);
 void tk_caller_share(struct tk_caller *caller, const struct tk_shared *shared); /* before the first call */
 uint64_t tk_caller_shared(const struct tk_caller *caller); /* blocks that were read from the node's memory */
-int tk_caller_free(struct tk_caller *caller); /* how many calls would go out at once */
-/* The place in which the bytes are that answer the call of this tag, and the generation that they have; -ENOENT: there are none. */
+int tk_caller_free(struct tk_caller *caller); /* how many calls could go out now */
+/* The place with the answer to the call of this tag, and its generation; -ENOENT: there is none. */
 int tk_caller_answer(struct tk_caller *caller, uint64_t tag, uint64_t *generation);
 void tk_caller_read(struct tk_caller *caller, uint64_t tag); /* these bytes: the place is free */
 int tk_caller_close(struct tk_caller *caller); /* its endpoint is closed */
 
-/* Puts of a client to its node by grants: slots that it may write into without asking; see sender.c. */
+/* A client's puts to its node by grants: slots that it may write to without a call; see sender.c. */
 struct tk_sender_setup {
 	struct tk_endpoint *endpoint;
 	struct tk_region *region; /* has `words` and `heads`, our own memory */
@@ -465,7 +461,7 @@ struct tk_sender_setup {
 	uint64_t heads;		   /* and a page for each slot */
 	uint64_t first_generation; /* of every slot */
 	uint64_t first_ack_generation;
-	uint64_t grace_ns;     /* a put is answered so long after its own deadline, or its watch fails */
+	uint64_t grace_ns;     /* a put is answered within this time of its deadline, or its watch fails */
 	uint32_t first_word;   /* which of the client's words `words` is, as the node counts them */
 	uint32_t words_count;  /* puts that are not over at a time */
 	uint32_t slots_count;  /* puts that have not landed at a time; of more, the others wait */
@@ -474,16 +470,16 @@ struct tk_sender_setup {
 	uint64_t shared_flags, shared_slots; /* 0, or where the node's are mapped here, and `words` with them */
 };
 int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out);
-/* Where puts of pieces are put together: so many bytes for each slot. Before the first of them is armed. */
+/* Where puts of pieces are gathered, this many bytes per slot. Called before the first of them is armed. */
 int tk_sender_gather(struct tk_sender *sender, struct tk_region *region, uint64_t address, uint64_t slot_bytes);
 int tk_sender_close(struct tk_sender *sender); /* its endpoint is closed */
 uint64_t tk_sender_shared(const struct tk_sender *sender); /* how many puts went through shared memory */
 
 /* What the two ends of a connection on one machine share; see shared_puts.c. */
-/* That somebody writes to an eventfd, or into a pipe, wakes the progress thread, which reads the pipe and not the eventfd. */
+/* A write to this eventfd or pipe wakes the progress thread, which reads the pipe and not the eventfd. */
 int tk_fabric_hear(struct tk_fabric *fabric, int doorbell, int is_pipe);
 int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell);
-/* The peer watches some of its words there, in memory of ours that it has mapped. So they are stored, and its doorbell rung. */
+/* The peer watches some of its words in memory of ours that it has mapped. So they are stored, and its doorbell is rung. */
 int tk_endpoint_share_words(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t words, uint32_t count,
 			    int doorbell);
 
@@ -509,30 +505,30 @@ struct tk_receiver_setup {
 	uint32_t written_code; /* it is on the drive, which a lane says */
 	uint8_t owner[TK_OWNER_BYTES];
 };
-/* How blocks that have landed get onto a drive without the application; see lane.c. */
+/* Writes landed blocks to a drive without the application; see lane.c. */
 struct tk_lane_setup {
 	uint64_t tag; /* of its events */
 	int32_t fd;   /* the drive, open for direct I/O */
 	uint32_t depth; /* writes at a time */
 	uint8_t magic[8]; /* of a record's header, */
 	uint16_t version, kind; /* and what follows that */
-	uint32_t bytes_max; /* under way, and one block more: of others the application has to make turns */
+	uint32_t bytes_max; /* bytes under way, plus one block; beyond that the application schedules writes */
 	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* what headers are tagged with */
 };
-/* Pages that lie one behind the other, and as many generations as records may stand there. */
+/* Consecutive pages, and a generation for each record that may be written there. */
 struct tk_ground {
 	uint64_t page, generation;
 	uint32_t pages, records;
 };
-/* A record that is on the drive, or never will be. */
+/* A record that has been written, or never will be. */
 struct tk_written {
 	uint64_t id; /* as the receiver told of it, which has this tag: */
 	uint64_t tag;
 	uint64_t generation, offset, ended_ns;
 	int32_t result; /* 0, or an errno */
-	uint32_t is_answered; /* its peer hears of it from here, if it asked for that */
+	uint32_t is_answered; /* the lane acknowledges it to its peer, if that asked for it */
 };
-/* The lanes of a store's drives, and whose home a name is: that of its lot, CRC-32 of owner and key by its upper bits. */
+/* The lanes of a store's drives, and which drive a name belongs to: that of its lot, the upper bits of CRC-32 of owner and key. */
 struct tk_lanes {
 	struct tk_lane *lanes[TK_DRIVES_MAX]; /* NULL: the drive has none */
 	uint8_t homes[TK_LOTS];
@@ -540,13 +536,13 @@ struct tk_lanes {
 int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, struct tk_lane **out); /* ends with the fabric */
 int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground); /* -EBUSY: it has some */
 uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left); /* takes it back; how many records stand on it */
-/* All that are not its own and have a lower generation are on the drive. */
+/* All other records with a lower generation are on the drive. */
 void tk_lane_clear(struct tk_lane *lane, uint64_t generation);
-void tk_lane_fail(struct tk_lane *lane); /* it begins nothing more, and answers nobody */
+void tk_lane_fail(struct tk_lane *lane); /* it begins no more writes, and acknowledges nothing */
 uint64_t tk_lane_begun(struct tk_lane *lane); /* how many records it has begun */
 int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max);
 
-/* How blocks go from a drive to peers without the application; see reader.c. */
+/* Sends blocks from a drive to peers without the application; see reader.c. */
 struct tk_reader_setup {
 	int32_t fd;	/* the drive, open for direct I/O */
 	uint32_t depth; /* reads at a time */
@@ -555,7 +551,7 @@ struct tk_reader_setup {
 	uint32_t zero;
 	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* what headers are tagged with */
 };
-/* A record, whose header says all of this, and where its payload goes. */
+/* A record: what its header must contain, and where its payload goes. */
 struct tk_reading {
 	uint64_t tag;
 	struct tk_endpoint *endpoint;
@@ -565,7 +561,7 @@ struct tk_reading {
 	uint64_t flag_target, flag_key, flag_value;
 	uint64_t offset, generation;
 	uint32_t length, crc32c;
-	uint32_t skip, part; /* of the payload so many bytes are put, behind these; 0: all */
+	uint32_t skip, part; /* the part of the payload that is put, and the bytes before it; 0: all */
 	uint32_t shares, zero; /* TK_SHARED_PUT, or 0 */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t owner[TK_OWNER_BYTES];
@@ -583,15 +579,15 @@ struct tk_room {
 	uint64_t address;
 	uint32_t pages, number; /* the application's name for it */
 };
-/* A block that has come, whole, in a room. The metadata lies in the room's first page, right before its end. */
+/* A block that has arrived whole, in a room. Its metadata lies at the end of the room's first page. */
 struct tk_came {
 	uint64_t id; /* on the shelf, if it is listed there */
 	uint64_t address;
 	uint64_t ack_generation, expires_unix_ms, landed_ns;
 	uint32_t ack_word, room, length, crc32c, metadata_bytes;
 	uint8_t durability, listed;
-	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and a peer that asked for
-			      no more than `landed` has not been answered */
+	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and a peer that asked
+			      only for `landed` has not been answered */
 	uint8_t under_way; /* to a drive, by the lane of this number in `tk_lanes`, from 1 on; 0: by none */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
@@ -599,9 +595,9 @@ struct tk_came {
 struct tk_receiver_state {
 	uint32_t rooms;	       /* of the size that was wanted last */
 	uint32_t wanted_pages; /* that size; 0: nothing has come yet */
-	uint32_t starved;      /* how often there was no room; since this was last asked, like */
+	uint32_t starved;      /* how often there was no room, since the last call; likewise */
 	uint32_t differed, taken, expired; /* how many were answered so */
-	int32_t broken;	       /* the peer has put what is no put: an errno */
+	int32_t broken;	       /* the peer's put was invalid: an errno */
 };
 int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out);
 void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes); /* for what comes from now on; NULL: none */

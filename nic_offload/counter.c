@@ -1,11 +1,11 @@
 /*
  * Counters, and the agent: operations that wait for a counter, lowest threshold first.
  *
- * What always holds: an operation leaves its heap once, and is fired only when the counter has reached its
- * threshold; for a counter that an operation failed to move nothing is fired any more.
+ * What always holds: an operation leaves its heap once, and fires only when the counter has reached its threshold.
+ * After an operation failed to move a counter, nothing that waits for this counter fires any more.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -15,7 +15,7 @@ static int fires_before(const struct waiting *a, const struct waiting *b)
 	return a->threshold != b->threshold ? a->threshold < b->threshold : a->sequence < b->sequence;
 }
 
-/* Who lies in the heap knows where, so that it is found again however many there are. */
+/* Each item in the heap knows its position, so removing one takes O(log n). */
 static void put_at(struct tk_counter *counter, uint32_t at, struct waiting waiting)
 {
 	counter->heap[at] = waiting;
@@ -133,7 +133,7 @@ uint64_t counter_value(struct tk_counter *counter)
 	return counter->word ? tk_word_load(counter->word) : fi_cntr_read(counter->nic);
 }
 
-/* Whoever else moves the word meanwhile may have been faster: it does not go back for this. */
+/* Another store may have moved the word further meanwhile: it must not go backwards. */
 static void raise_word(uint64_t *word, uint64_t value)
 {
 	uint64_t before = __atomic_load_n(word, __ATOMIC_RELAXED);
@@ -154,7 +154,7 @@ void counter_move(struct tk_counter *counter, uint64_t step, int set)
 		fi_cntr_set(counter->nic, step);
 }
 
-/* The first failure is the cause of all that follows. */
+/* The first failure is the cause of all later ones, and is kept. */
 void counter_fail(struct tk_fabric *fabric, struct tk_counter *counter, int status)
 {
 	if (!counter->failed)
@@ -210,7 +210,7 @@ static void deactivate(struct tk_fabric *fabric, uint32_t at)
 	fabric->active[at] = fabric->active[--fabric->active_count];
 }
 
-/* A word for which nothing waits is not even read: its owner may have unmapped it. */
+/* A word that nothing waits for is not read: its owner may have unmapped it. */
 int poll_counters(struct tk_fabric *fabric)
 {
 	int busy = 0;
@@ -235,7 +235,7 @@ void free_counter(struct tk_counter *counter)
 	free(counter);
 }
 
-/* Those that are in use, or listed still, have their time in a later round. */
+/* Counters that are in use, or still listed, are freed in a later round. */
 void free_closed_counters(struct tk_fabric *fabric)
 {
 	if (!__atomic_load_n(&fabric->closing, __ATOMIC_RELAXED))
@@ -253,8 +253,8 @@ void free_closed_counters(struct tk_fabric *fabric)
 	pthread_mutex_unlock(&fabric->handle_lock);
 }
 
-/* Back to nothing, and unfailed: only while nothing waits for it and nothing is to move it. What a NIC keeps of
- * operations that failed is in the way as well, and a flush takes it out. */
+/* Resets it to zero, without a failure: only while nothing waits for it and nothing is to move it. Failed operations that a
+ * NIC still holds prevent it too; a flush removes them. */
 int core_reset_counter(struct tk_fabric *fabric, void *argument)
 {
 	struct tk_counter *counter = *(struct tk_counter **)argument;

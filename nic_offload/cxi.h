@@ -1,7 +1,6 @@
 /*
- * What the cxi provider (HPE Slingshot's Cassini NIC) offers beyond libfabric's own interface, as far as it is used
- * here. Its header is in no distribution's libfabric, so the tables are declared by hand: the order of their members
- * is the interface.
+ * The part of the cxi provider's own interface (HPE Slingshot's Cassini NIC) that is used here. No distribution of
+ * libfabric ships its header, so the tables are declared by hand: the order of their members is the interface.
  */
 #ifndef TRIGGERKV_CXI_H
 #define TRIGGERKV_CXI_H

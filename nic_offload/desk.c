@@ -1,28 +1,28 @@
 /*
- * The desk: where calls of one peer come in, and the progress thread answers those for which the shelf has all.
+ * The desk: receives the calls of one peer. The progress thread answers those that the shelf can serve completely.
  *
- * A call is what `kvstore/wire/fabric_call.py` says. It is copied before it is looked at, because its caller can still
- * write where it lies. If it is a fetch, whole, with nothing to tell but the blocks it wants, and every one of them is on
- * the shelf, each goes out as any put with a checksum does, its acknowledgement behind it, and the desk waits for the
- * next call; what it did is noted, to be taken by who keeps the books. Anything else is an ordinary landing, and the
- * application's. A peer on this machine that has the shelf's region mapped is told where the blocks are instead, if it
- * asked for that (shared.c).
+ * `kvstore/wire/fabric_call.py` describes a call. It is copied before it is examined, because the caller can still
+ * write to it. If it is a complete fetch that asks for nothing but blocks, and all of these are on the shelf, each
+ * block goes out like any put with a checksum, followed by its acknowledgement, and the desk waits for the next call.
+ * A record of what was served is kept for the application. Any other call becomes an ordinary landing, and the
+ * application answers it. A peer on this machine that has mapped the shelf's region may ask for the blocks' locations
+ * instead of their bytes (shared.c).
  *
- * What always holds: a call is answered here whole or not at all; a block whose checksum differs is not sent: its
- * caller is told that it is missed, and nobody finds it on the shelf any more; no more than `bytes_max` of one desk are
- * under way; where the connection is sealed, only its other end's calls are answered; a block whose place was told counts
- * as being sent until the peer's next call comes in at the same place, but no longer than TK_HELD_NS.
+ * What always holds: a call is answered here completely or not at all. A block whose checksum differs is not sent:
+ * its caller gets a miss, and the block leaves the shelf. At most `bytes_max` of one desk are under way. On a sealed
+ * connection only calls with a valid tag are answered. A block whose location was given to a peer counts as being
+ * sent until the peer's next call in the same place, but no longer than TK_HELD_NS.
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 #include "shelf.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define SERVED_BYTES_MAX (1u << 20) /* of what was answered here and nobody has taken note of */
+#define SERVED_BYTES_MAX (1u << 20) /* of answered calls that the application has not fetched yet */
 
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out)
 {
@@ -44,7 +44,7 @@ int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, stru
 	return 0;
 }
 
-/* Under the shelf's lock: its peer has read what it was told of. */
+/* Under the shelf's lock: its peer has read the blocks whose locations it got. */
 static void let_go_held(struct tk_desk *desk, uint32_t place)
 {
 	struct held *held = &desk->held[place];
@@ -168,7 +168,7 @@ static uint64_t find_all(struct tk_desk *desk, const struct call_head *head, uin
 	return 0;
 }
 
-/* Under the shelf's lock: what is told of the call once it is over. */
+/* Under the shelf's lock: makes the report about a call, to be given once it is over. */
 static struct served *note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes)
 {
 	size_t ids_bytes = head->blocks * sizeof(uint64_t);
@@ -265,7 +265,7 @@ static int hold(struct tk_fabric *fabric, struct tk_desk *desk, uint32_t place, 
 	return 1;
 }
 
-/* Over the call, which was copied; its peer hurts itself alone if it writes there meanwhile. */
+/* Overwrites the call, which was copied; a peer that writes there meanwhile harms only itself. */
 static uint32_t write_where(const struct tk_desk *desk, const struct tk_landing *landing, const struct call_head *call,
 			    uint64_t target)
 {
@@ -319,7 +319,7 @@ static void list_served(struct tk_shelf *shelf, struct served *served)
 	shelf->last = served;
 }
 
-/* Its peer reads the blocks itself: it is told where they are. */
+/* The peer reads the blocks itself: it gets their locations. */
 static int answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const struct tk_landing *landing,
 			const struct call_head *head)
 {
@@ -346,7 +346,7 @@ static int answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const st
 	return 1;
 }
 
-/* What peers were told of, and have not called again since. */
+/* Blocks whose locations peers have, and which they have not released by another call. */
 void poll_desks(struct tk_fabric *fabric)
 {
 	if (fabric->now_ns < fabric->held_until_ns)
@@ -368,7 +368,7 @@ void poll_desks(struct tk_fabric *fabric)
 	}
 }
 
-/* Its last call there was answered, and what that answer told has been read. */
+/* The last call in this place was answered, and its answer has been read. */
 static void called_again(struct tk_desk *desk, const struct tk_landing *landing)
 {
 	uint32_t place = place_of(desk, landing);
@@ -417,7 +417,7 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 	return 1;
 }
 
-/* The bytes on the shelf are not what they were: instead of them goes the word that they are missed. */
+/* The bytes on the shelf have changed: a miss is sent instead. */
 void miss_at_desk(struct work *work)
 {
 	struct tk_shelf *shelf = work->desk->shelf;
@@ -430,7 +430,7 @@ void miss_at_desk(struct work *work)
 	work->op.length = 0;
 }
 
-/* A block of an answer is over, however it went. */
+/* A block of an answer has ended, successfully or not. */
 void over_at_desk(struct work *work, int status)
 {
 	struct tk_desk *desk = work->desk;

@@ -1,8 +1,8 @@
 /*
- * Opening and closing a fabric, and asking its thread to do something. Any thread.
+ * Opens and closes a fabric, and sends commands to its thread. Any thread.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -27,7 +27,7 @@ int fabric_is_ours(const struct tk_fabric *fabric)
 	return fabric->pid == getpid();
 }
 
-/* Why nothing is done for a caller, if so. */
+/* The error if nothing can be done for a caller, or 0. */
 int fabric_refusal(const struct tk_fabric *fabric)
 {
 	if (!fabric_is_ours(fabric))
@@ -206,7 +206,7 @@ static int waited(struct tk_fabric *fabric, uint64_t until_ns)
 	return pthread_cond_timedwait(&fabric->command_done, &fabric->inbox_lock, &until) != ETIMEDOUT;
 }
 
-/* The same for an answer, which nobody waits for any more when it did not come in time once. */
+/* The same for an answer; after the first one that did not come in time, no caller waits again. */
 static int answered(struct tk_fabric *fabric, uint64_t until_ns)
 {
 	if (!fabric->stuck && !waited(fabric, until_ns))
@@ -250,7 +250,7 @@ int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name)
 	       (fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT ? TK_BINDS_MEMORY : 0);
 }
 
-/* Of a thread that does not answer nobody knows what it will still do, so nothing that it was given is freed. */
+/* A thread that does not answer may still use what it was given, so none of that is freed. */
 int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *, void *), void *argument,
 		  size_t argument_bytes)
 {

@@ -1,9 +1,10 @@
 /*
- * What the calls of any thread (fabric.c, handles.c, inbox.c) and the progress thread (the rest) share.
+ * What is shared between calls from any thread (fabric.c, handles.c, inbox.c) and the progress thread (all other
+ * files).
  *
- * Work travels one way: a caller fills free items under `inbox_lock` and links them into the inbox; the
- * progress thread takes the whole inbox at once and owns each item until it is final; then it goes back
- * to the free list. Nothing but the inbox, the free list and the events is shared.
+ * Work travels one way: a caller fills free items under `inbox_lock` and links them into the inbox; the progress
+ * thread takes the whole inbox at once and owns each item until it is final; then the item goes back to the free
+ * list. Nothing but the inbox, the free list and the events is shared.
  */
 #ifndef TRIGGERKV_FABRIC_H
 #define TRIGGERKV_FABRIC_H
@@ -160,7 +161,7 @@ struct shared_words {
 	uint32_t count; /* 0: none */
 };
 
-/* What a peer can read of ours, and where it is told. */
+/* Memory of ours that a peer can read, and the rows that give it locations there. */
 struct shared_reads {
 	struct spot first; /* of its words */
 	uint64_t rows, memory, bytes;

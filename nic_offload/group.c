@@ -1,16 +1,16 @@
 /*
- * A group: what one caller waits for, a row for each of its operations.
+ * A group: what one caller waits for, with a row for each of its operations.
  *
- * The progress thread writes into the rows when a put fired, and what the peer's acknowledgements said; who waits sleeps
- * in here until enough of them are over, and is woken at once. So a batch that goes well costs no event, whatever the
- * number of its blocks: one, TK_OVER, if nobody waits when its last row is over. What a peer says beyond `good_max` of
- * the row's watch is reported as an event, as is every failure; the application decides, and ends the row by itself.
+ * The progress thread writes into the rows when puts fire and when the peer acknowledges them. A caller sleeps in
+ * here until enough rows are over, and is woken at once. So a successful batch costs no event, whatever its number of
+ * blocks, or one (TK_OVER) if nobody is waiting when its last row ends. An acknowledgement above `good_max` of the
+ * row's watch, and every failure, is reported as an event; the application decides, and ends the row itself.
  *
- * What always holds: a row is over once, and then stays as it is; a group is freed when its owner has closed it and no
- * work of the thread's knows it any more; rows are read and written under the lock, and so never torn.
+ * What always holds: a row ends once and doesn't change afterwards. A group is freed when its owner has closed it and
+ * no work item refers to it. Rows are read and written under the lock, so a reader never sees half of an update.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -25,7 +25,7 @@ struct tk_group {
 	uint32_t users; /* atomic: its owner, and each work that knows it */
 	uint32_t open;	/* rows that are not over */
 	uint32_t unlanded; /* of these, and nothing was said of them yet */
-	uint32_t prefix; /* so many of the first are over */
+	uint32_t prefix; /* number of leading rows that are over */
 	uint32_t waiters;
 	uint32_t wanted_prefix; /* the least that one of the waiters wants */
 	int told;	/* TK_OVER was reported, or a waiter knows */

@@ -1,12 +1,12 @@
 /*
- * Endpoints, peers, regions and counters: opening and closing them. Any thread.
+ * Opens and closes endpoints, peers, regions and counters. Any thread.
  *
- * What always holds: whatever changes what the progress thread reads from is done by that thread; a child of fork is
- * refused everything.
+ * What always holds: everything that changes what the progress thread reads is done by that thread. In a child after
+ * fork every call is refused.
  */
 #define _GNU_SOURCE
 #include "cxi.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <rdma/fi_cm.h>
@@ -130,7 +130,7 @@ int tk_endpoint_close(struct tk_endpoint *endpoint)
 }
 
 struct peer {
-	char address[TK_ADDRESS_BYTES]; /* padded: a peer's word is not trusted to be as long as its kind */
+	char address[TK_ADDRESS_BYTES]; /* padded: the peer may give fewer bytes than its address family needs */
 	fi_addr_t number;
 };
 
@@ -141,7 +141,7 @@ static int add_peer(struct tk_fabric *fabric, void *argument)
 	return added == 1 ? 0 : added < 0 ? added : -EINVAL;
 }
 
-/* Of one that can't be remembered, or is forgotten, only the thread's sleep is worse. */
+/* If one can't be remembered, the thread only sleeps less well. */
 static void remember_peer(struct tk_fabric *fabric, const struct peer *peer)
 {
 	pthread_mutex_lock(&fabric->handle_lock);
@@ -192,7 +192,7 @@ int tk_peer_remove(struct tk_fabric *fabric, uint64_t number)
 	return on_the_thread(fabric, remove_peer, &peer, sizeof peer);
 }
 
-/* Keys are random so that nobody can guess the key of a region that was not given to them. */
+/* Keys are random, so a peer can't guess the key of a region that it was not given. */
 static int register_with_random_key(struct tk_fabric *fabric, void *address, size_t length, uint64_t access,
 				    struct fid_mr **mr)
 {
@@ -342,7 +342,7 @@ int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, 
 	return 0;
 }
 
-/* The thread lets it go once nothing waits for it and nothing is to move it, and nobody waits for that. */
+/* The thread frees it once nothing waits for it and nothing is to move it; the caller doesn't wait for that. */
 int tk_counter_close(struct tk_counter *counter)
 {
 	struct tk_fabric *fabric = counter->fabric;

@@ -1,5 +1,5 @@
 /*
- * How a record begins on a drive, for lanes, which write it, and readers.
+ * The start of a record on a drive, for lanes, which write it, and for readers.
  */
 #ifndef TRIGGERKV_HEADER_H
 #define TRIGGERKV_HEADER_H

@@ -1,8 +1,8 @@
 /*
- * Queueing work and taking events. Any thread.
+ * Queues work and takes events. Any thread.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -61,8 +61,8 @@ static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
 	return work;
 }
 
-/* Operations of the progress thread's own, linked by `next`; NULL if there is no room for so many. Half of all room
- * is left to the application, whose own work must not be refused because of what it did not ask for. */
+/* The progress thread's own operations, linked by `next`; NULL if there is no room for them. Half of the room is left to the
+ * application, whose work must not be refused because of these. */
 struct work *take_free_work(struct tk_fabric *fabric, uint32_t count)
 {
 	struct work *first = NULL;

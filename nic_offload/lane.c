@@ -1,24 +1,24 @@
 /*
- * The lane: how blocks that have landed get onto a drive, and their peers are told so, without the application.
+ * The lane: writes landed blocks to a drive and acknowledges them to their peers, without the application.
  *
- * The application lends it ground: pages of the drive, and as many generations as records may stand there. Each block that
- * a receiver hands over takes the next pages and the next generation, and goes out with a header page of the lane's own,
- * through an io_uring of the lane's own. The progress thread does all of it: to start a write costs it a few microseconds,
- * and the kernel does the rest.
+ * The application lends it ground: pages of the drive, and a generation for each record that may be written there.
+ * Each block that a receiver hands over gets the next pages and the next generation, and is written with a header
+ * page made here, through the lane's own io_uring. The progress thread does all of it: it takes some microseconds to
+ * start a write, and the kernel does the rest.
  *
- * What always holds: records are told of, to the application and then to their peers, in the order of their generations,
- * and only when all with a lower one are on the drive: those before the ground are when the application has said so
- * (`tk_lane_clear`). After a write that failed none is told to a peer, and no other begins. What lay in a room behind a
- * payload does not reach the drive. A room is not touched by a write any more once its record was told.
+ * What always holds: records are reported, to the application and then to their peers, in the order of their
+ * generations, and only when all lower generations are on the drive; the application confirms those before the ground
+ * (`tk_lane_clear`). After a failed write no record is acknowledged to a peer and no write begins. Bytes in a room
+ * beyond the payload don't reach the drive. No write touches a room after its record was reported.
  *
- * It doesn't know which blocks may be written this way, which the receiver does, nor what becomes of those that were: the
- * application puts them into its index. Until then a crash would leave them to whoever scans the ground that was lent.
+ * What it doesn't do: decide which blocks may be written this way (the receiver does), or put them into the index
+ * (the application does). A crash before that leaves it to recovery, which scans the ground.
  */
 #define _GNU_SOURCE
 #include "lane.h"
 
 #include "header.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -34,7 +34,7 @@
 #define DIRECT_ALIGN 512u
 #define UNHURRIED_COUNT 16u  /* writes that are submitted together where no peer waits for one, */
 #define UNHURRIED_NS 500000u /* or after so long */
-#define TOLD_COUNT 64u	     /* records that the application is told of together, */
+#define TOLD_COUNT 64u	     /* records reported to the application together, */
 #define TOLD_NS 1000000u     /* or after so long */
 
 /* A record on its way. */
@@ -336,7 +336,7 @@ static int reap(struct tk_lane *lane)
 	return busy;
 }
 
-/* What no peer waits for goes together, and not between a peer that was told `landed` and its next put. The kernel may not
+/* Writes that no peer waits for are submitted together, and not between a peer's `landed` and its next put. The kernel may not
  * take what there is now; then it is offered again in the next round. */
 static void submit(struct tk_lane *lane)
 {
@@ -352,7 +352,7 @@ static void submit(struct tk_lane *lane)
 	lane->submit_at_ns = 0;
 }
 
-/* Says whether the peer has been told as far as it is to be. */
+/* Whether the peer has had every acknowledgement that it is to have. */
 static int tell_peer(struct tk_lane *lane, struct record *record)
 {
 	const struct lane_word *word = &record->word;
@@ -435,7 +435,7 @@ int poll_lanes(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The endpoint is about to be closed: nobody there is told any more. */
+/* The endpoint is about to be closed: no more acknowledgements go there. */
 void lanes_forget(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
 {
 	for (struct tk_lane *lane = fabric->lanes; lane; lane = lane->next)
@@ -444,7 +444,7 @@ void lanes_forget(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
 				lane->records[i].word.endpoint = NULL;
 }
 
-/* The thread ends: what the kernel has of the application's memory is over when this returns. */
+/* The thread ends: when this returns the kernel no longer uses the application's memory. */
 void lanes_end(struct tk_fabric *fabric)
 {
 	for (struct tk_lane *lane = fabric->lanes; lane; lane = lane->next)

@@ -1,12 +1,12 @@
 /*
- * What receivers and the progress thread ask of lanes.
+ * What receivers and the progress thread use of lanes.
  */
 #ifndef TRIGGERKV_LANE_H
 #define TRIGGERKV_LANE_H
 
 #include "fabric.h"
 
-/* What a peer is told when its record is on the drive. */
+/* The acknowledgement that a peer gets when its record is on the drive. */
 struct lane_word {
 	struct tk_endpoint *endpoint;
 	uint64_t peer, target, key;

@@ -1,5 +1,5 @@
 /*
- * Loading libfabric, and what its providers can do.
+ * Loads libfabric, and finds out what its providers can do.
  */
 #define _GNU_SOURCE
 #include "library.h"
@@ -37,9 +37,9 @@ int tk_library_load(const char *path, char *message)
 	setenv("IPATH_NO_BACKTRACE", "1", 0);
 	/* The sockets provider would spin for 10 ms at a time in its own thread. */
 	setenv("FI_SOCKETS_PE_WAITTIME", "0", 0);
-	/* Without it a Cassini whose slots are taken, be it by other processes, would hang who queues one more. */
+	/* Without it, queueing on a Cassini whose slots are taken, even by other processes, would hang. */
 	setenv("FI_CXI_ENABLE_TRIG_OP_LIMIT", "1", 0);
-	/* With it a key of Cassini's names all memory of the process, whatever was registered, and goes on doing so. */
+	/* With it a key of a Cassini gives access to all memory of the process, whatever was registered, for ever. */
 	setenv("FI_CXI_PROV_KEY_CACHE", "0", 0);
 	void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
 	if (!handle) {

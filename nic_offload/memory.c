@@ -1,5 +1,5 @@
 /*
- * Memory for blocks: there before it is needed, and pieces of it copied.
+ * Memory for blocks: page-aligned, faulted in before it is needed, and copied in pieces.
  */
 #define _GNU_SOURCE
 #include "core.h"

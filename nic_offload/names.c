@@ -1,9 +1,10 @@
 /*
- * Which names are stored: a set of keyed hashes, so that the receiver knows without Python whose bytes it can't judge.
+ * The set of stored names, as keyed hashes. With it the receiver knows, without Python, which blocks it can't judge
+ * itself.
  *
- * What always holds: a name that was added is found until it is taken out; one that was not may be found all the same, by
- * chance (one in 2^64 for each that is there) or for want of memory. So what is not found is not stored, and what is
- * found is to be asked about. To grow never takes longer than a 256th of the set does.
+ * What always holds: a name that was added is found until it is removed. A name that was not added may be found too,
+ * by collision (one in 2^64 for each stored name) or when memory runs out. So a name that is not found is not stored,
+ * and one that is found has to be looked up. To grow the set never takes longer than moving a 256th of it.
  */
 #define _GNU_SOURCE
 #include "names.h"
@@ -67,7 +68,7 @@ static void take_out(struct names *names, uint64_t hash)
 	if (!part->slots || !part->hashes[hole])
 		return;
 	part->used--;
-	/* What stands behind it moves up, unless that were before its own place. */
+	/* Later entries move up, unless that were before their own slot. */
 	for (uint32_t at = (hole + 1) & last; part->hashes[at]; at = (at + 1) & last) {
 		uint32_t own = (uint32_t)part->hashes[at] & last;
 		if (((at - own) & last) >= ((at - hole) & last)) {

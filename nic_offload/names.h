@@ -1,5 +1,5 @@
 /*
- * The set of stored names: may there be a block under this one? Its owner holds a lock for it.
+ * The set of stored names: may a block be stored under this name? The caller holds a lock for it.
  */
 #ifndef TRIGGERKV_NAMES_H
 #define TRIGGERKV_NAMES_H

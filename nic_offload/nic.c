@@ -1,19 +1,19 @@
 /*
- * libfabric's deferred work: operations that the NIC holds and fires with no call of ours.
+ * libfabric's deferred work: operations that the NIC holds and fires by itself.
  *
- * An operation becomes one or two steps at the NIC: its bytes wait for the operation's own counter, its flag waits for
- * a counter that the bytes move when they have been delivered; the last of them moves the counter that the operation is
- * to move. The steps are queued last first, so that a NIC which takes only some of them has taken none that could fire.
+ * An operation becomes one or two steps at the NIC: its bytes wait for the operation's own counter, its flag waits
+ * for a counter that moves when the bytes have been delivered, and the last of them moves the operation's completion
+ * counter. The steps are queued last first, so a NIC that takes only some of them has taken none that could fire.
  *
- * What always holds: an operation is either in our own queue or at the NIC, never in both; a place is given to
- * another operation only when nothing unfinished can be tied to it any more, and is counted as lost until then;
- * what a NIC has no room for, the agent fires.
+ * What always holds: an operation is either in our own queue or at the NIC, never in both. A slot at the NIC is
+ * reused only when nothing unfinished can refer to it, and counts as lost until then. Operations for which the NIC
+ * has no room are fired by the agent.
  *
- * Two kinds of NIC. `sockets` moves none of our counters: they are words, and the NIC's counter is made to follow
- * the word here, so it is known which operations have fired; one that has not is taken back by closing the counter
- * that it waits for. It tells of no completions, loses operations whose peer is dead, and stalls when its ring is
- * full until it is kicked. `cxi` moves counters itself, and a GPU moves them through its doorbells; what has fired is
- * seen from completions, and unfired operations are taken back by a flush of the whole domain: see nic_flush.c.
+ * There are two kinds of NIC. `sockets` moves none of our counters: they are words, and the NIC's counter is made to
+ * follow the word here, so it is known which operations have fired; an unfired operation is taken back by closing its
+ * counter. `sockets` reports no completions, loses operations whose peer is dead, and stalls with a full ring until
+ * it is kicked. `cxi` moves counters itself, and a GPU moves them through doorbells; completions show what has fired,
+ * and unfired operations are taken back by a flush of the whole domain (nic_flush.c).
  */
 #define _GNU_SOURCE
 #include "cxi.h"
@@ -181,7 +181,7 @@ void nic_settle(struct tk_fabric *fabric, struct slot *slot)
 static void settle_failed(struct tk_fabric *fabric, struct slot *slot, int status)
 {
 	struct work *work = slot->work;
-	/* What was to follow waits, and goes with the counter it waits for. */
+	/* Chained steps are still waiting, and are dropped with the counter that they wait for. */
 	int waiting = slot->steps_count > 1 && !slot->cut;
 	if (!slot->fired)
 		fabric->statistics.fired++;
@@ -236,7 +236,7 @@ static struct slot *slot_of(struct nic *nic, const void *context)
 	return &nic->slots[at / sizeof *nic->slots];
 }
 
-/* Whether the completion was of one of the NIC's steps. */
+/* Whether the completion is of one of the NIC's steps. */
 int nic_completed(struct tk_fabric *fabric, void *context, int status)
 {
 	struct slot *slot = slot_of(&fabric->nic, context);
@@ -252,14 +252,14 @@ int nic_completed(struct tk_fabric *fabric, void *context, int status)
 	return 1;
 }
 
-/* When the ring was full, what should have fired waits for the next movement of its counter. */
+/* After a full ring, operations that should have fired wait for the next movement of their counter. */
 static void kick(struct slot *slot)
 {
 	fi_cntr_add(slot->work->op.trigger->nic, 0);
 	fi_cntr_add(slot->moved, 0);
 }
 
-/* Completions that no queue tells of. */
+/* Completions that no queue reports. */
 int nic_poll(struct tk_fabric *fabric)
 {
 	struct nic *nic = &fabric->nic;
@@ -343,7 +343,7 @@ int nic_withdraw(struct tk_fabric *fabric, struct work *work)
 	return 1;
 }
 
-/* The work goes, and what the NIC holds for it stays. */
+/* The work item is freed; the NIC's steps for it stay. */
 void nic_give_up(struct tk_fabric *fabric, struct work *work)
 {
 	nic_leave(fabric, work->slot, 1);

@@ -1,11 +1,11 @@
 /*
- * What the parts that deal with libfabric's deferred work share: nic.c (slots, firing, taking back), nic_hand.c (handing
- * over), and whatever else looks into a slot.
+ * What the files about libfabric's deferred work share: nic.c (slots, firing, taking back), nic_submit.c (handing
+ * operations to the NIC), and other readers of slots.
  */
 #ifndef TRIGGERKV_NIC_H
 #define TRIGGERKV_NIC_H
 
-#include "parts.h"
+#include "progress.h"
 
 static inline int has_bytes(const struct tk_operation *op)
 {

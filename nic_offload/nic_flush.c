@@ -1,17 +1,17 @@
 /*
- * Taking operations back from a NIC with counters of its own (cxi), which is a flush of its whole domain: everything
- * that has not fired is gone without a trace, and what has fired goes on, for as long as its peer lets it.
+ * Takes operations back from a NIC with counters of its own (cxi), by a flush of its whole domain: everything that
+ * has not fired is dropped without a report; what has fired continues for as long as its peer lets it.
  *
- * What always holds: what is known to have fired is not taken back, so it is not sent twice; what comes back waits in
- * our own queue, and is handed over again or cancelled there. A flag whose bytes were under way went with the flush,
- * and is put by the agent once they have arrived.
+ * What always holds: an operation that is known to have fired is not taken back, so it is not sent twice. Operations
+ * that come back wait in our own queue, and are handed over again or cancelled there. If the bytes of an operation
+ * were under way its flag was dropped by the flush, and the agent puts it once they have arrived.
  *
  * What can't be known: whether an operation whose counter reached its threshold during the flush had fired before it.
- * It had at least most of a second to complete. If it did not, it has not gone out; unless something else that went to
+ * It had most of a second to complete. If it did not complete it has not gone out, unless something else that went to
  * the same peer is stuck as well.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 
@@ -31,7 +31,7 @@ static int have_moved(const struct slot *slot)
 	return is_pair(slot) && fi_cntr_read(slot->moved) > slot->moved_before;
 }
 
-/* The flag is the agent's now. The one that the NIC held is gone, but that is known for certain only later. */
+/* The agent puts the flag now. The NIC's own was dropped, but that is certain only later. */
 static void put_flag(struct tk_fabric *fabric, struct slot *slot, int lost)
 {
 	struct work *work = slot->work;
@@ -80,7 +80,7 @@ static void settle_flushed(struct tk_fabric *fabric, struct slot *slot)
 		else
 			nic_taken_back(fabric, slot, 0);
 	} else if (slot->cut) {
-		/* An earlier flush has seen to it. */
+		/* An earlier flush has done it. */
 	} else if (slot->moved_by_then) {
 		goes_on(fabric, slot, 0);
 	} else if (have_moved(slot)) {
@@ -112,8 +112,8 @@ int nic_flush(struct tk_fabric *fabric)
 	return 0;
 }
 
-/* The counter has failed, and what waits for it fails as it comes back: a NIC that kept it might fire it yet, as whoever
- * can ring moves the counter. */
+/* The counter has failed, and operations that wait for it fail as they come back: if a NIC kept them they might still fire,
+ * since any process with the doorbell can move the counter. */
 void nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	if (!counter->held)

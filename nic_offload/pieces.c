@@ -1,14 +1,15 @@
 /*
- * Bytes that lie in pieces: gathered into one run when a put of them fires, scattered when a get of them has come.
+ * Blocks whose bytes lie in pieces: gathered into one run when a put of them fires, scattered when a get of them has
+ * arrived.
  *
- * Why copies, and not a message for each piece: a page of KV is a few KiB, and a message costs more than to copy it does
- * (docs/performance.md). The copy of a put is made together with the checksum, in one pass.
+ * Why copies, and not a message for each piece: a page of KV is a few KiB, and a message costs more than copying it
+ * (docs/performance.md). The copy of a put and its checksum are made in one pass.
  *
- * What always holds: each piece lies in one region, which can't be closed while a put that has the pieces is queued; what
- * the pieces are never changes, and their memory goes when neither their owner nor an operation has them.
+ * What always holds: each piece lies in one region, which can't be closed while a put of the pieces is queued. The
+ * list of pieces never changes, and is freed when neither its owner nor an operation uses it.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -1,27 +1,28 @@
 /*
- * The reader: how blocks go from a drive to peers without the application.
+ * The reader: sends blocks from a drive to peers without the application.
  *
- * The application says of each block where its record lies, what its header has to say, into which pages it is to be read
- * and where its payload goes; whose turn it is, and how much may be under way, it has seen to before. From there on a block
- * is an operation like any other (`tk_operation`), whose bytes are not there yet: the progress thread reads header and
- * payload through an io_uring of the reader's own, in pieces, into memory of its own in huge pages, which drives read into
- * up to half as fast again as into the small pages of memory that is shared. As pieces come it compares the header, and
- * copies the payload to where it stays, making the CRC on the way; then it fires the operation, which sends the bytes with
- * the flag behind. So a block is read, copied and sent at the same time as others are.
+ * For each block the application says where its record lies, what its header must contain, into which pages to read
+ * it and where its payload goes; it has already decided on the order and on how much may be under way. From there on
+ * the block is an operation like any other (`tk_operation`) whose bytes have not arrived yet. The progress thread
+ * reads header and payload through the reader's own io_uring, in pieces, into memory of the reader's own in huge
+ * pages: drives read into these up to half as fast again as into the small pages of shared memory. As pieces arrive
+ * it compares the header, and copies the payload to its final place, computing the CRC on the way; then it fires the
+ * operation, which sends the bytes followed by the flag. So one block is read while others are copied and sent.
  *
- * What always holds: no byte goes out of a record whose header is not to the last bit the one that was asked for, its tag
- * of this place on this drive included (but for its expiry, which may have been put off), or whose payload has another CRC.
- * An operation that is cancelled, too late, or whose endpoint is closed ends at once, as it would without a reader, and
- * nothing is copied for it any more; but the drive may be at its extent still. So records are read in batches, and pages
- * and extents of a batch are free to be used again when it was said to be over (TK_READ), which is said once and whatever
- * became of the operations. The pieces of a record are copied in their order; those of different ones as they come.
+ * What always holds: nothing of a record is sent unless its header is the expected one, bit by bit, including its tag
+ * for this place on this drive (except its expiry, which may have been extended), and its payload has the expected
+ * CRC. An operation that is cancelled, late, or whose endpoint is closed ends at once, as it would without a reader,
+ * and nothing more is copied for it; but the drive may still be reading its extent. So records are read in batches,
+ * and the pages and extents of a batch may be reused after its TK_READ, which is reported once, whatever became of
+ * the operations. The pieces of one record are copied in order; those of different records as they arrive.
  *
- * It doesn't read anything twice: what could not be read, or is another record, fails with -ENODATA, and the application
- * looks for the cause. It keeps no extent alive: that is the application's affair, from before the call until TK_READ.
+ * What it doesn't do: read anything twice. If a read failed or found another record, the operation fails with
+ * -ENODATA, and the application finds out why. It doesn't keep extents from being freed: the application does, from
+ * before the call until TK_READ.
  */
 #define _GNU_SOURCE
 #include "header.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <liburing.h>
@@ -46,7 +47,7 @@
 struct reading {
 	struct reading *next; /* waits for places */
 	struct batch *batch;
-	struct work *work; /* NULL: nobody wants the bytes any more */
+	struct work *work; /* NULL: the bytes are no longer wanted */
 	uint32_t size, begun, over; /* bytes: in all; of pieces that were begun; of those that are over */
 	int failed;
 	uint64_t offset;
@@ -65,7 +66,7 @@ struct piece {
 	int is_listed; /* among those that were read: so it is not used again */
 };
 
-/* Those that were given together. It goes when both of its ends were told. */
+/* A batch: records that were submitted together. It is freed when both of its ends have been reported. */
 struct batch {
 	struct batch *next; /* that were read and have not told so */
 	struct tk_reader *reader;
@@ -298,7 +299,7 @@ void reader_let_go(struct work *work)
 	work->reading = NULL;
 }
 
-/* Takes a batch out of those that wait to tell that they were read. */
+/* Takes a batch off the list of those whose TK_READ is to be reported. */
 static void unlist(struct tk_reader *reader, struct batch *batch)
 {
 	struct batch **link = &reader->read_first;
@@ -320,7 +321,7 @@ static void free_if_over(struct batch *batch)
 		free(batch);
 }
 
-/* The drive is done with it. */
+/* The drive no longer uses its memory. */
 static void over(struct tk_reader *reader, struct reading *reading)
 {
 	struct batch *batch = reading->batch;
@@ -606,7 +607,7 @@ int poll_readers(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The thread ends, and all endpoints are closed: what the kernel has of the application's memory is over when this returns. */
+/* The thread ends, and all endpoints are closed: when this returns the kernel no longer uses the application's memory. */
 void readers_end(struct tk_fabric *fabric)
 {
 	for (struct tk_reader *reader = fabric->readers; reader; reader = reader->next) {

@@ -1,22 +1,24 @@
 /*
- * The receiver: where the blocks of one peer come in by grants, and are read once, out of its slots into memory of our own.
+ * The receiver: takes the blocks that one peer puts by grants. Each is read once, from its slot into memory of our
+ * own.
  *
- * All slots are the peer's to write into, one put between two generations. When a slot's flag has the generation that is
- * due, the head is copied and checked, and the payload copied into a room that the application has given beforehand, while
- * its checksum is made from the copy. Then the block is listed on the shelf, so that it can be read at once, the peer is
- * told that it landed, and the slot waits for its next put.
+ * The peer may write to all slots, one put per generation. When a slot's flag has the expected generation, the head
+ * is copied and checked, and the payload is copied into a room that the application has provided, with its checksum
+ * computed from the copy. Then the block is listed on the shelf, where it can be read at once, the peer gets
+ * `landed`, and the slot waits for its next put.
  *
- * What always holds: nothing that the peer writes into a slot after its flag counts, because nothing there is read twice;
- * a block is on the shelf before its peer hears of it, and only if its bytes have the checksum that its head says, if it
- * says one; one under whose name something may be stored is not listed, and is answered by the application, which knows
- * those bytes; a room holds one block; what is no put ends all: nothing more is taken from that peer. Without a room a put
- * waits where it is, and its peer with it.
+ * What always holds: nothing that the peer writes into a slot after its flag has any effect, because nothing there is
+ * read twice. A block is on the shelf before its peer gets `landed`, and only if its bytes have the checksum in its
+ * head, if there is one. If something may be stored under its name already, it is not listed, and the application,
+ * which knows the stored bytes, answers. A room holds one block. An invalid put ends the connection: nothing more is
+ * taken from that peer. Without a free room a put waits in its slot.
  *
- * Whether a block may stay is for the application to decide, which is told of each by `tk_receiver_take`.
+ * What it doesn't do: decide whether a block may stay. The application does, which gets each block from
+ * `tk_receiver_take`.
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 #include "shelf.h"
 
 #include <errno.h>
@@ -27,7 +29,7 @@
 #define BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting */
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
 #define LANDED_ID (UINT64_C(1) << 63)
-#define TOLD_COUNT 64u /* blocks that the application is told of together, */
+#define TOLD_COUNT 64u /* blocks reported to the application together, */
 #define TOLD_NS 1000000u /* or after so long, where nobody waits for a word, */
 #define TOLD_AWAITED_NS 300000u /* and where somebody does, so long after the last time */
 
@@ -43,7 +45,7 @@ struct reading {
 	uint64_t began_ns;
 };
 
-/* A slot's: for which put, the one that is to come or is being read; what it is when that comes, 0 once it has; what it was. */
+/* A slot: the generation of its next or current put; the flag's value when that comes, 0 once it has; its last value. */
 struct flag {
 	uint64_t generation, due, before;
 };
@@ -55,7 +57,7 @@ struct tk_receiver {
 
 	/* The progress thread's own. */
 	struct tk_receiver *next;
-	struct tk_endpoint *endpoint; /* NULL: it is closed, or the peer has done what it may not */
+	struct tk_endpoint *endpoint; /* NULL: it is closed, or the peer has broken the protocol */
 	struct flag *awaited; /* by slot */
 	uint32_t *queue; /* slots whose flags have come, a ring */
 	uint32_t queue_first, queue_count;
@@ -70,9 +72,9 @@ struct tk_receiver {
 	uint32_t wanted_pages, starved;
 	uint32_t differed, taken, expired;
 	int broken;
-	int told;	     /* that there is something to take */
+	int told;	     /* reported: there is something to take */
 	uint64_t told_ns;    /* when it last was */
-	uint64_t tell_at_ns; /* when it is to be, atomic: it is looked at without the lock; 0: there is nothing, or it was */
+	uint64_t tell_at_ns; /* when to report it; atomic, because it is read without the lock; 0: nothing to report */
 };
 
 static void free_receiver(struct tk_receiver *receiver)
@@ -232,8 +234,8 @@ static void tell(struct tk_receiver *receiver)
 	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, receiver->told_ns);
 }
 
-/* Under the lock. The application is not woken for each block: it would take the core from the wire, and does many with
- * little more than one. After a quiet time it is told at once of a block whose peer waits for more than that it is here. */
+/* Under the lock. The application is not woken for each block: that would take the core from the wire, and many blocks cost
+ * it little more than one. After a quiet time a block whose peer waits for more than `landed` is reported at once. */
 static void tell_of(struct tk_receiver *receiver, const struct tk_came *came)
 {
 	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
@@ -333,7 +335,7 @@ static uint32_t pages_of(uint32_t length)
 	return 1 + (length + TK_HEAD_PAGE - 1) / TK_HEAD_PAGE;
 }
 
-/* Begins with the first in the queue. 0: it has to wait for a room; -1: it is no put. */
+/* Begins the first put in the queue. 0: it has to wait for a room; -1: it is invalid. */
 static int begin(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;
@@ -374,8 +376,7 @@ static void copy(struct tk_receiver *receiver, uint32_t *budget)
 	}
 }
 
-/* Lists it, unless another block has the name, or may have it, or its life is counted. Returns what its peer is to hear;
- * 0: nothing yet. */
+/* Lists it, unless another block has or may have the name, or it expires. Returns the code for its peer; 0: none yet. */
 static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 {
 	const struct tk_receiver_setup *setup = &receiver->setup;
@@ -400,11 +401,11 @@ static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 		names_change(&shelf->stored, name, 1, 1);
 	pthread_mutex_unlock(&shelf->lock);
 	if (came->durability > setup->landed_code)
-		return setup->landed_code; /* it hears the rest from the application */
+		return setup->landed_code; /* the application sends the other codes */
 	return is_other ? setup->taken_code : came->is_stored ? 0 : setup->landed_code;
 }
 
-/* A peer that asked for no more than `landed` could not be told afterwards that it was too late. */
+/* A peer that asked only for `landed` could not be told afterwards that it was too late. */
 static int is_expired(const struct tk_receiver *receiver, const struct tk_put_head *head)
 {
 	if (!head->expires_unix_ms || head->durability != receiver->setup.landed_code)
@@ -453,7 +454,7 @@ static void hand_over(struct tk_receiver *receiver, struct tk_came *came)
 	came->under_way = receiver->reading.record ? (uint8_t)(home + 1) : 0;
 }
 
-/* It has been read to its end: keep it, or the room. */
+/* It has been read completely: keep the block, or reuse the room. */
 static int settle(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;
@@ -498,7 +499,7 @@ static int settle(struct tk_receiver *receiver)
 	return 0;
 }
 
-/* Tells the peer. One that is gone, or gave a word that is none, hears nothing. */
+/* Acknowledges to the peer. One that is gone, or gave an invalid word, gets nothing. */
 static int tell_peer(struct tk_receiver *receiver)
 {
 	const struct tk_put_head *head = &receiver->reading.head;
@@ -518,7 +519,7 @@ static void over(struct reading *reading)
 		lane_landed(reading->record);
 }
 
-/* Is done with the slot, which is the peer's again when that has a word, now or from the application. */
+/* Releases the slot, which is the peer's again once it has had a word, now or from the application. */
 static int answer(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;
@@ -530,7 +531,7 @@ static int answer(struct tk_receiver *receiver)
 	return 1;
 }
 
-/* Goes on with one receiver; returns whether it got any further. */
+/* Advances one receiver; returns whether it made progress. */
 static int go_on(struct tk_receiver *receiver, uint32_t *budget)
 {
 	int busy = 0;
@@ -580,7 +581,7 @@ int poll_receivers(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The application is about to hear of a call: it is to know of all that came before. */
+/* The application is about to get a call: it must first know of all blocks that came before. */
 void receivers_tell(struct tk_fabric *fabric)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {
@@ -592,7 +593,7 @@ void receivers_tell(struct tk_fabric *fabric)
 	}
 }
 
-/* The endpoint is about to be closed. What has come, as far as there are rooms, is taken; nobody is told. */
+/* The endpoint is about to be closed. Blocks that have come are taken if there are rooms; nothing is acknowledged. */
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {

@@ -1,20 +1,21 @@
 /*
- * Seals: what one end of a connection puts into the other's memory to be believed has a tag that only these two can make.
+ * Seals: everything that one end of a connection puts into the other's memory has a tag that only these two can make.
  *
- * Each end has two keys, one for what it puts and one for what it hears, which its application was told where nobody else
- * listens. A tag is SipHash-2-4, of where the thing lies, by the address and the key that peers name it with, of its
- * generation, and of what it says. So it is worth nothing in another place, in another use of the same place, in the other
- * direction, or on another connection.
+ * Each end has two keys, one for what it puts and one for what it receives; the applications exchanged them inside
+ * TLS. A tag is SipHash-2-4 of the location (the address and key by which peers name it), the generation and the
+ * contents. So a tag is invalid in another location, for another use of the same location, in the other direction,
+ * and on another connection.
  *
- * A word (a flag, an acknowledgement) is 56 bits of its tag, and its lowest byte in the clear, which is the code of an
- * acknowledgement. Its generation is not in it: its reader knows that. Heads of puts, calls and answers have a
- * tag of 64 bits.
+ * A word (a flag, an acknowledgement) has 56 bits of its tag; its lowest byte is in the clear, and is the code of an
+ * acknowledgement. It doesn't contain its generation, which its reader knows. Heads of puts, calls and answers have
+ * tags of 64 bits.
  *
- * What it doesn't do: payloads. Their CRC32C is in the head, and whoever can write to a slot can make bytes that have it.
+ * What it doesn't do: protect payloads. Their CRC32C is in the head, and a process that can write to a slot can make
+ * bytes that match it.
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stddef.h>

@@ -1,5 +1,5 @@
 /*
- * What says that something came from the other end of a connection.
+ * Tags that prove that something came from the other end of a connection.
  */
 #ifndef TRIGGERKV_SEAL_H
 #define TRIGGERKV_SEAL_H

@@ -1,24 +1,25 @@
 /*
- * The sender: puts of one client by grants, slots of the node that it may write into without asking.
+ * The sender: a client's puts by grants, into slots of the node that it may write to without a call.
  *
- * A put finds its slot when it fires, not when it is armed: so any number may be armed, and a few slots serve them all. What
- * is said of the block goes in front of its payload, in one message where the provider carries one as a stream, and the
- * flag behind it. The first word of the node's, whatever it says, means that the slot was read, and gives it back with its
- * next generation; the last one gives back the word. Both sides count generations, so nothing is asked or told of them.
+ * A put gets its slot when it fires, not when it is armed: so any number may be armed, and a few slots serve them
+ * all. The head of the block goes before its payload, in one message where the provider carries messages as a stream,
+ * and the flag follows. The node's first word, whatever it says, means that the slot was read; it frees the slot for
+ * its next generation. The last word frees the acknowledgement word. Both sides count generations, so none are sent.
  *
- * What always holds: a slot is written by one put between two generations; a put that was taken back before it was posted
- * has used up none, and its slot serves the next; the slot of one that was posted and never answered is not used again:
- * whoever waits for its word in vain ends the link. Payloads are summed when they go out, so what comes is what was there
- * then, or is refused. Where the connection is sealed, the head has a tag, for its slot and generation alone.
+ * What always holds: a slot is written by one put per generation. A put that was taken back before it was posted has
+ * used no generation, and its slot serves the next. The slot of a put that was posted and never answered is not used
+ * again; a caller that waits for its word in vain closes the link. Payloads are checksummed when they go out, so the
+ * node receives the bytes of that moment or refuses them. On a sealed connection the head has a tag for its slot and
+ * generation.
  *
- * Where the node is on the same machine and its slots are mapped here, the same is copied into them, with no message at all:
- * payload, head, flag, in this order, and its doorbell is rung (shared_puts.c). The head is made in memory of our own, since
- * the node can write to a slot at any time.
+ * If the node is on the same machine and its slots are mapped here, payload, head and flag are copied into them, in
+ * this order, without a message, and the node's doorbell is rung (shared_puts.c). The head is made in memory of our
+ * own, since the node can write to a slot at any time.
  *
  * What it doesn't do: hand puts to a NIC's deferred work; the agent fires them.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stddef.h>
@@ -220,7 +221,7 @@ void *sender_head_desc(const struct work *work)
 	return work->op.sender->setup.region->desc;
 }
 
-/* The words in which the node says what became of it. */
+/* The words in which the node reports its outcome. */
 static int watch_words(struct tk_fabric *fabric, struct work *work, struct work *watch)
 {
 	const struct tk_operation *op = &work->op;
@@ -279,7 +280,7 @@ static int may_be_sent(const struct tk_operation *op)
 	return is_named && metadata_bytes <= TK_HEAD_PAGE - sizeof *op->head && metadata_bytes % 8 == 0;
 }
 
-/* Gives the put a slot and a word, if there are any; its bytes are to be summed next. */
+/* Gives the put a slot and a word, if any are free; next its bytes are checksummed. */
 static int grant(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_sender *sender = work->op.sender;
@@ -355,7 +356,7 @@ void sender_summed(struct work *work)
 	head->tag = head_out(work->op.endpoint, (struct spot){work->op.flag_target, work->op.flag_key}, metadata, head);
 }
 
-/* The put's own end. What was never posted leaves slot and word to the next. */
+/* The end of the put itself. One that was never posted leaves its slot and word to the next. */
 void sender_put_over(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_sender *sender = work->op.sender;

@@ -1,24 +1,24 @@
 /*
- * Blocks of a node on the same machine, which a client reads from the node's memory, where it is mapped.
+ * The client's side of reading blocks from the memory of a node on the same machine, where that is mapped.
  *
- * The client asks for blocks as ever, and adds that it would rather hear where they are. A node whose desk finds them all
- * on the shelf answers with their places and checksums (desk.c), and keeps them there until the place of the call is used
- * again, or for `hold_ns`. Each block is then copied from there to where it is wanted, a bounded piece a round, and its
- * checksum is made from the copy. A node that has to do anything else for a call answers it as any other.
+ * The client requests blocks as usual, and adds that it prefers their locations. A node whose desk finds all of them
+ * on the shelf answers with locations and checksums (desk.c), and keeps the blocks there until the place of the call
+ * is reused, or for `hold_ns`. Each block is then copied to its destination, a bounded piece per round, with its
+ * checksum computed from the copy. A node that can't answer so answers as it would any other client.
  *
- * What has to be read from a drive first, or is sent by the application, is told block by block instead: a block's word says
- * that its place is in a row of memory that both ends have mapped (shared_reads.c).
+ * Blocks that must first be read from a drive, or are sent by the application, are reported one by one: a block's
+ * word says that its location is in a row of memory that both ends have mapped (shared_reads.c).
  *
- * What always holds: a row of the group ends once its block's bytes are all there, and are those that the node named,
- * or as a miss; nothing is written for a row that is over; a copy that took so long that the node may have used the memory for
- * something else is a miss, whatever its checksum; after one wrong checksum this client reads over the fabric, where the
- * node looks at its memory itself. The place of a call is used again after the last copy.
+ * What always holds: a row of the group ends when all of its block's bytes have arrived with the checksum that the
+ * node gave, or as a miss. Nothing is written for a row that is over. If a copy took so long that the node may have
+ * reused the memory, it is a miss whatever its checksum. After one wrong checksum this client reads over the fabric,
+ * where the node checks its memory itself. The place of a call is reused after the last copy.
  *
- * What it doesn't do: write to the node's memory, which is mapped to be read.
+ * What it doesn't do: write to the node's memory, which is mapped read-only.
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -193,7 +193,8 @@ static int is_answer(const struct work *watch, struct tk_region *region, uint64_
 	return tk_crc32c(there + sizeof head.crc32c, head.length - sizeof head.crc32c, 0) == head.crc32c;
 }
 
-/* One whose watch is over was given up, and its caller waits for a word that nothing more of it comes. The node puts none. */
+/* A block whose watch is over was given up, and its caller waits for a word that confirms that nothing more of it will
+ * come. The node sends none. */
 static void give_up(struct tk_fabric *fabric, const struct work *call, uint32_t row)
 {
 	struct tk_ack_watch watch = call->ack;
@@ -271,7 +272,7 @@ uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes
 		return copied;
 	uint32_t code = code_of(fetch, block, work);
 	queue_remove(&fabric->summing, work);
-	shared_over(work); /* before its caller hears of it, who may want the place */
+	shared_over(work); /* before its caller is notified, which may reuse the place */
 	group_acked(fabric, &work->ack, code);
 	release(fabric, work);
 	return copied;

@@ -1,20 +1,19 @@
 /*
- * What two ends of a connection on one machine say to each other through memory that both have mapped.
+ * Memory that both ends of a connection on one machine have mapped, and their doorbells.
  *
- * A client that is on its node's machine maps the slots that it was granted. It copies each put into a slot and stores the
- * flag (sender.c); the node reads the slot as if the fabric had brought it (receiver.c), and stores what becomes of the put in
- * a word of the same memory. Nothing goes over the fabric. Each end has a doorbell that wakes its progress thread, which the
- * other rings once a round in which it has stored something. The node's is an eventfd, which it neither reads nor writes;
- * the client's is a pipe, whose other end nobody but the node has. So whatever a client does with its descriptors, no call
- * on the node's blocks.
+ * A client on its node's machine maps the slots that it was granted. It copies each put into a slot and stores the
+ * flag (sender.c). The node reads the slot as if the fabric had brought it (receiver.c), and stores the outcome in a
+ * word of the same memory. Nothing goes over the fabric. Each end has a doorbell that wakes its progress thread; the
+ * other end rings it once in each round in which it has stored something. The node's doorbell is an eventfd, which it
+ * neither reads nor writes; the client's is a pipe, whose other end only the node has. So whatever a client does with
+ * its descriptors, no call of the node blocks.
  *
- * What always holds: the memory is the node's, which lets nobody change the memory's size; it has one
- * connection's slots and words and nothing else. The node reads nothing there twice, and the client builds nothing on what
- * it reads there but its words, of which only the generation that is due counts. A ring that is lost costs the sleep of
- * an idle thread, and no more.
+ * What always holds: the memory belongs to the node, which lets nobody change its size; it holds the slots and words
+ * of one connection and nothing else. The node reads nothing there twice. The client relies on nothing there but its
+ * words, and of these only on the expected generation. A lost ring costs the sleep of an idle thread, and no more.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <unistd.h>
@@ -29,7 +28,7 @@ static int ignore(struct tk_fabric *fabric, void *doorbell)
 	return rest_ignore(fabric, *(const int *)doorbell);
 }
 
-/* On the thread, which may have been told of a ring and be about to read it: when this returns, it is past that, and the
+/* On the thread, which may have noticed a ring and be about to read it: when this returns it has done so, and the
  * descriptor can be closed. Otherwise it might read from whatever is opened next under the same number. */
 int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell)
 {
@@ -45,7 +44,7 @@ void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 	fabric->due = endpoint;
 }
 
-/* One that has no room for another ring has woken its owner, or will. */
+/* A pipe without room for another ring has woken its owner, or will. */
 void ring_doorbells(struct tk_fabric *fabric)
 {
 	static const uint64_t once = 1;

@@ -1,19 +1,21 @@
 /*
- * Blocks that a client on the same machine reads from our memory, told one by one: those that a reader has read from a drive,
- * or that the application sends.
+ * The node's side of reads through shared memory, block by block: for blocks that a reader has read from a drive or
+ * that the application sends, to a client on the same machine.
  *
- * What would be a put of a block's bytes becomes a row in memory that both ends have mapped, and a word that says so. The
- * block stays where it is until the client has noted in the row that it has read it, or for TK_HELD_NS; then the put is over
- * like any other. (What the shelf has is told call by call, see desk.c.)
+ * What would be a put of a block's bytes becomes a row in memory that both ends have mapped, and a word that refers
+ * to it. The block stays where it is until the client has noted in the row that it has read it, or for TK_HELD_NS;
+ * then the put is over like any other. (Blocks on the shelf are reported for a whole call, see desk.c.)
  *
- * What always holds: a row is of the word with its generation, and says until when the bytes stay; half of that time is the
- * client's, so that one that was stopped does not take other bytes for them. Whether a payload has its checksum was looked at before.
+ * What always holds: a row belongs to the word with its generation, and says until when the bytes stay. The client
+ * may use half of that time, so a client that was suspended does not read other bytes instead. The payload's checksum
+ * was checked before.
  *
- * What it doesn't do: believe anything that the client writes there but that it is done with a generation, which harms nobody else.
+ * What it doesn't do: trust anything that the client writes there, except that it is done with a generation, which
+ * can harm only that client.
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 

@@ -1,16 +1,17 @@
 /*
- * The shelf: blocks in registered memory that the progress thread may send to whoever asks at a desk, by name.
+ * The shelf: blocks in registered memory that the progress thread may send, by name, to a peer that asks at a desk.
  *
- * What always holds: a block that is not listed is not found any more; one that is being sent is known until that is
- * over, and `tk_shelf_take` says so, so that nobody uses its memory for something else; a name is listed once. Names
- * are spread by a keyed hash, so that who chooses them can't put them all into one chain.
+ * What always holds: a block that is not listed is not found. A block that is being sent stays known until that is
+ * over, and `tk_shelf_take` says so, so its memory is not reused meanwhile. A name is listed once. Names are spread
+ * by a keyed hash, so a peer that chooses names can't put them all into one chain.
  *
- * Whether a block may be sent is for its owner to know, who unlists it the moment that it may not.
+ * What it doesn't do: decide whether a block may be sent. Its owner does, and unlists the block when it may no longer
+ * be.
  */
 #define _GNU_SOURCE
 #include "shelf.h"
 
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -128,7 +129,7 @@ static int is_inside(const struct tk_region *region, const struct tk_shelved *bl
 int shelf_list(struct tk_shelf *shelf, const struct tk_shelved *block)
 {
 	if (find_id(shelf, block->id))
-		return 0; /* it is there, or was unlisted while it is being sent, and comes back another time */
+		return 0; /* it is listed, or is still being sent after it was unlisted; it can be listed again later */
 	struct shelved *kept = calloc(1, sizeof *kept);
 	if (!kept)
 		return -ENOMEM;

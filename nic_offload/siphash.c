@@ -1,5 +1,5 @@
 /*
- * SipHash-2-4: a keyed hash that stands names chosen to collide, whoever chooses them, as long as the key is not known.
+ * SipHash-2-4: a keyed hash. Without the key nobody can choose names that collide.
  */
 #include "seal.h"
 

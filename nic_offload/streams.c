@@ -1,16 +1,17 @@
 /*
- * What providers over TCP leave behind when an endpoint is closed.
+ * Cleans up what providers over TCP leave behind when an endpoint is closed.
  *
- * A peer that has connected, and has not yet said who it is, is known to the provider as a half-open request that
- * points to the endpoint's listener. libfabric 1.17 frees the listener and keeps the request (its source says so), and a
- * client died in one close of five when its node stood still meanwhile and then went on. So before an endpoint is closed
- * its listener and all that came in through it are shut down, and the provider is let to see that while the endpoint
- * still stands.
+ * A peer that has connected but not yet identified itself is known to the provider as a half-open request that points
+ * to the endpoint's listener. libfabric 1.17 frees the listener and keeps the request (see its source): one close in
+ * five killed a client whose node had been suspended and then resumed. So before an endpoint is closed its listener
+ * and all connections that came in through it are shut down, and the provider is given time to notice while the
+ * endpoint still exists.
  *
- * What always holds: only sockets with exactly the endpoint's own local address are touched; nobody else can have it.
+ * What always holds: only sockets with exactly the endpoint's own local address are touched; no other socket can have
+ * it.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <dirent.h>
 #include <rdma/fi_cm.h>

@@ -1,12 +1,12 @@
 /*
- * Watched words: flags of landing slots, acknowledgements; and the checksums of what landed or is to be sent.
+ * Watched words: flags of landing slots, and acknowledgements; and checksums of blocks that landed or are to be sent.
  *
- * What always holds: a landing is taken at exactly the expected generation, and `landed` is sent before the
- * checksum is made; a word that is not the peer's, or not of this use, changes nothing.
+ * What always holds: a landing is accepted at exactly the expected generation, and `landed` is sent before the
+ * checksum is computed. A word that is not the peer's, or is for another use of its place, changes nothing.
  */
 #define _GNU_SOURCE
 #include "call.h"
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 
@@ -95,7 +95,7 @@ int poll_acks(struct tk_fabric *fabric)
 		}
 		if (work->caller)
 			code = caller_answered(fabric, work, code);
-		if (code >= work->ack.final_code) /* before its caller hears of it, who may want the place, or the memory */
+		if (code >= work->ack.final_code) /* before its caller is notified, which may reuse the place or the memory */
 			shared_over(work);
 		if (work->ack.group && code <= work->ack.good_max)
 			group_acked(fabric, &work->ack, code);

@@ -1,11 +1,11 @@
 /*
- * An item of work, its queues, its end, and the reports about it.
+ * A work item: its queues, its end, and the reports about it.
  *
- * What always holds: an item is in one place at a time (one queue, one heap, one watch, or on the wire), and
- * after its end it is not used again before the round is over.
+ * What always holds: an item is in one place at a time (a queue, a heap, a watch, or on the wire), and after its end
+ * it is not reused before the round is over.
  */
 #define _GNU_SOURCE
-#include "parts.h"
+#include "progress.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -15,7 +15,7 @@
 
 #define EVENTS_A_BATCH 64
 #define EVENTS_PACE_NS 1000000u
-#define EVENTS_STREAM 8u /* with fewer things under way somebody may be waiting for just this one */
+#define EVENTS_STREAM 8u /* with fewer items under way a caller may be waiting for just this one */
 
 void queue_push(struct queue *queue, struct work *work)
 {
@@ -85,7 +85,7 @@ void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uin
 		(struct tk_event){.tag = tag, .value = value, .time_ns = time_ns, .kind = kind, .status = status};
 }
 
-/* Word by word, so that readers need no lock; before the events, so that who has one finds it counted. */
+/* Word by word, so that readers need no lock; before the events, so that an event is already counted when it is taken. */
 static void show_statistics(struct tk_fabric *fabric)
 {
 	fabric->statistics.in_flight = fabric->in_flight;
@@ -261,7 +261,7 @@ void release(struct tk_fabric *fabric, struct work *work)
 	recycle(fabric, work);
 }
 
-/* Its end without a word to anybody but those who wait for it. */
+/* Ends it without an event; only its waiters are notified. */
 void drop(struct tk_fabric *fabric, struct work *work)
 {
 	work->failed = -ECANCELED;
@@ -288,7 +288,7 @@ static void count_end(struct tk_fabric *fabric, const struct tk_operation *op, i
 	}
 }
 
-/* What waits for the operation's counter sees it moved, or fails, before anybody is told. */
+/* Operations that wait for its counter see it moved, or fail, before the end is reported. */
 void finish(struct tk_fabric *fabric, struct work *work, int status)
 {
 	const struct tk_operation *op = &work->op;

@@ -1,1 +1,1 @@
-"""What it would cost on hardware that is not here: the latency model behind `kvsim`."""
+"""The simulator behind `kvsim`: what KV-cache offload costs on other hardware."""

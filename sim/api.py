@@ -1,4 +1,4 @@
-"""What a notebook or a script needs of the simulator, in one place.
+"""The simulator's interface for notebooks and scripts.
 
     import pandas
     from sim import api
@@ -9,10 +9,9 @@
     pandas.DataFrame(api.result_rows(results))
     plan = api.make_plan(api.model("llama-3-8b"), api.Cluster(), api.Demand(users=100), "triggered")
 
-What always holds: rows are plain dictionaries with the same keys in each, numbers in full, units last in names; the
-same arguments give the same rows. What is out of range is an `OutOfRange`, which is a `ValueError`.
-
-What it doesn't do: need pandas, or anything beyond the base install.
+What always holds: rows are plain dictionaries with the same keys, unrounded numbers, and names that end with the unit;
+the same arguments give the same rows. A value out of range raises `OutOfRange`, which is a `ValueError`. Only the base
+installation is needed; pandas is not.
 """
 
 from __future__ import annotations

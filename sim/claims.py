@@ -1,8 +1,8 @@
-"""The paper's claims about its Figs. 1 and 5 to 7, as tests that a preset passes or fails.
+"""The paper's claims about its Figs. 1 and 5 to 7, as checks that a preset passes or fails.
 
-What always holds: a claim is judged from the closed form with no setting changed, and its verdict names the
-figure that decided. What makes a claim pass without being supported by the tables stands in the preset's
-`extras`, which `kvsim explain` prints beside the verdicts.
+What always holds: a claim is checked with the closed form and unchanged settings, and its verdict names the figure that
+decided. Anything that makes a claim pass without support in the tables is listed in the preset's `extras`, which
+`kvsim explain` prints beside the verdicts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What it costs to hold KV in GPUs, as the paper's Table I adds it up, and as it adds up.
+"""The cost of holding KV in GPUs: the totals that the paper's Table I prints, and the correct ones.
 
-A table comes as a file, because a printed total can only be checked against what was printed. What always
-holds: the right total is count times price, in whole cents, and stands beside the printed one.
+The table is read from a file, because a printed total can only be checked against its print. What always holds: the
+correct total is count times price, in whole cents, and is shown beside the printed one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The speeds of the parts that KV passes: one set of numbers for `kvsim curve`, `replay` and `plan`, with their ranges.
+"""The speeds of the parts on KV's way: one set of numbers for `kvsim curve`, `replay` and `plan`, with their ranges.
 
-What always holds: the preset `fair` and the default cluster are made of these numbers and of no others, so a single
-message takes as long in the closed form as it does in the event model when nothing else is under way. A number's name
-ends with its unit. Its range is what such a part may have elsewhere; where the number comes from stands beside it.
+What always holds: the preset `fair` and the default cluster use these numbers only, so a single message takes as long
+in the closed form as in the event model with nothing else under way. A number's name ends with its unit. Its range
+covers such parts elsewhere; its source is given beside it.
 
 What it doesn't do: know your machine. `kvsim calibrate` measures one.
 """

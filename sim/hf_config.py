@@ -1,13 +1,13 @@
-"""A model's shape out of the `config.json` that Hugging Face keeps beside its weights.
+"""A model's shape, from the `config.json` that Hugging Face keeps beside its weights.
 
-What always holds: a config that does not say enough, or that says something about its layers which is not
-understood, is refused with the name of it; nothing is guessed. Understood are the usual names of the counts, falcon's
+What always holds: a config in which something is missing, or with a setting about its layers that is not supported, is
+refused with the name of the setting; nothing is guessed. Supported are the usual names of the counts, falcon's
 and bigcode's flags for one KV head, MLA's latent, widths that differ by layer, layers that share KV or have no
 attention (by `layer_types`, `layers_block_type`, `attn_layer_indices`, `attn_layer_period`, `full_attention_interval`
 or `hybrid_override_pattern`), sliding windows and chunks, and KV in 8 bits.
 
-What it doesn't do: count parameters. A config names none, so KV/model is left open. State that is not KV (of mamba or
-linear attention) is not counted: it is the same for any number of tokens.
+What it doesn't do: count parameters. A config doesn't contain their number, so KV/model is left out. State other than
+KV (of mamba or linear attention) is not counted: its size doesn't depend on the number of tokens.
 """
 
 from __future__ import annotations

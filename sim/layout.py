@@ -1,8 +1,8 @@
-"""What a layer keeps of a token: the widths of its keys and values, and how far back it looks.
+"""The KV of one token in one layer: the widths of its keys and values, and the layer's window.
 
-What always holds: bytes follow from the widths alone. Multi-head (MHA), grouped (GQA), multi-query (MQA) and
-ragged layouts differ in the widths; multi-head latent attention (MLA) keeps one vector for both, so its value
-width is 0; a layer that shares another's KV, or has no attention, keeps nothing.
+What always holds: bytes depend on the widths alone. Multi-head (MHA), grouped (GQA), multi-query (MQA) and
+ragged layouts differ in the widths; multi-head latent attention (MLA) stores one vector for both, so its value
+width is 0; a layer that shares another's KV, or has no attention, stores nothing.
 
 What it doesn't do: block padding, quantisation scales, tensor-parallel copies of KV heads, draft models.
 """

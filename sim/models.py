@@ -1,7 +1,7 @@
 """KV bytes of the models of the paper's Fig. 1, from their architecture.
 
-What always holds: nothing here is a stored result; bytes follow from the layout (`sim.layout`). Weights are
-counted at 16 bits.
+What always holds: nothing here is a stored result; bytes are computed from the layout (`sim.layout`). Weights count
+with 16 bits.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The paper, line by line: every table, figure and sentence with a number in it that we know, ours beside theirs.
+"""The paper, line by line: each table, figure and sentence with a number that we know, and our number beside it.
 
-What always holds: what stands under `theirs` is quoted from the paper; all that stands under `ours` is computed here,
-from its printed tables or, where that is said, with what a preset adds to them. A verdict says whether the printed
-numbers give what the paper says; "only with additions" is not a pass.
+What always holds: everything under `theirs` is quoted from the paper; all under `ours` is computed here, from its
+printed tables or, where stated, with the additions of a preset. A verdict says whether the printed numbers give the
+paper's result; "only with additions" is not a pass.
 
-What it doesn't do: judge what we don't have. The cells of Table I come as a file (`--gpu-cost`), and Fig. 4 is known by
-the fits of Table III alone; both are said to be not judged, rather than left out.
+What it doesn't do: judge data that we don't have. The cells of Table I are read from a file (`--gpu-cost`), and of
+Fig. 4 only the fits of Table III are known; both are listed as not judged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every number of a preset by its name, so that a person can put in their own: `--set NAME=VALUE`.
+"""All numbers of a preset by name, so that a user can replace them: `--set NAME=VALUE`.
 
-What always holds: a name ends with its unit, a value outside its range is refused with both, and a preset
-that was changed says so among its caveats, with the value that stood there before.
+What always holds: a name ends with its unit; a value outside its range is refused with both; a changed preset lists
+the change among its caveats, with the original value.
 
 What it doesn't do: the settings of a run (size, chunk, drives, direction); those have options of their own.
 """

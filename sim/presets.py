@@ -1,11 +1,11 @@
-"""The paper's Tables II and III, and the readings of them that `kvsim curve` can charge.
+"""The paper's Tables II and III, and the readings of them that `kvsim curve` can use.
 
-A preset says which stages a transfer pays for on each path. What always holds: the stage costs below are
-the printed ones, verbatim; what a preset adds to them is a named field with its value beside it, and its
-`caveats` are printed with every result. `fair` takes nothing from the tables but the drive's intercepts: it charges
+A preset lists the stages that a transfer passes on each path. What always holds: the stage costs below are
+the printed ones, verbatim; anything that a preset adds to them is a named field with its value, and its
+`caveats` are printed with every result. `fair` takes only the drive's intercepts from the tables: it uses
 the stops of the event model, at the speeds of `sim.hardware`.
 
-How the equations were settled. `paper` is given in full. Of `two-param`, `no-nvme` and `literal-ms` the
+How the equations were determined. `paper` is given in full. Of `two-param`, `no-nvme` and `literal-ms` the
 stages of the host copy were left open (how often DRAM and the CPU are charged). Of one to three DRAM passes
 with one to four CPU copies, two pairs reproduce all three tables to their printed digits: 2 with 1, and 1
 with 4. The first is taken because it describes something that happens (the bounce buffer is written, read,

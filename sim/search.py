@@ -1,4 +1,4 @@
-"""Is there a reading of Tables II and III that gives the paper's curves? Every one is tried.
+"""Searches all readings of Tables II and III for one that gives the paper's curves.
 
 Three searches. `literal` takes each of the eleven table entries any number of times: on the CPU path each
 of the eight inverse bandwidths 0 to 3 times, on the triggered path 0 or 1 times, each of the three latencies
@@ -7,8 +7,8 @@ paths through the same NIC stages, at least one pass over PCIe, the drive on bot
 one to eight NICs and one to eight drives. `with_one_extra` gives each coherent reading one free
 parameter and solves for its interval.
 
-What always holds: a reading matches if S lies in the bands of `sim.claims` at every size there, so whatever
-is said to match can be put into `kvsim curve` and looked at.
+What always holds: a reading matches if S lies in the bands of `sim.claims` at every size there, so each match can be
+entered into `kvsim curve` and examined.
 
 How 2^30 readings are tried in a second: S(32 KB) has to be within 2 % of 23, so of the CPU readings, sorted by their
 time at 32 KB, each triggered reading is compared with a thin slice only.
@@ -157,7 +157,7 @@ class Coherent:
 
 
 def readings(nics: int = 1, drives: int = 1) -> list[Coherent]:
-    """All coherent readings with so many NICs and drives."""
+    """All coherent readings with these numbers of NICs and drives."""
     directions: tuple[Direction, ...] = ("put", "get")
     return [
         Coherent(direction, *nvme, inner, dram, copies, pcie, latencies, nics, drives)

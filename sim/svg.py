@@ -1,7 +1,7 @@
 """Plots as SVG text, for a browser, a page or an editor.
 
-What always holds: the text stands alone (no script, no font, no address of anything else), the same data give
-the same bytes, every axis says its unit, and a panel with no data says so instead of standing empty.
+What always holds: the text is self-contained (no script, no font, no link), the same data give the same bytes, each
+axis has its unit, and a panel without data says so.
 
 What it doesn't do: anything interactive, or any format but SVG. It is small on purpose: a plotting library
 would be twenty times the rest of the simulator, to install and to start.

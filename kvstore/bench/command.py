@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.progress import bars
 from kvstore.bench.measure import PARTS, measure
-from kvstore.demo.show import say, table
+from kvstore.demo.terminal import say, table
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -31,10 +31,10 @@ from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
 from kvstore.client.cluster import ClusterClient, ClusterPin, ClusterPuts
 from kvstore.client.cluster_blocks import ClusterBlock
-from kvstore.client.lookups import as_request
 from kvstore.client.nodes import Everywhere, Nodes
 from kvstore.client.observing import Happened
 from kvstore.client.puts import ArmedPuts
+from kvstore.client.request_ids import as_request
 from kvstore.client.reserved import Reservation
 from kvstore.client.resuming import Resumed, Resuming
 from kvstore.client.sessions import ListedSession, Session, SessionInfo, TurnInfo

@@ -31,7 +31,7 @@ from kvstore.client.blocks import Hit
 from kvstore.client.checks import check_memory
 from kvstore.client.fetcher import Fetcher, Placing
 from kvstore.client.resuming import Manifest, Resumed
-from kvstore.client.watch import within
+from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.errors import Closed, DeadlineExceeded, InvalidArgument, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import (
@@ -49,8 +49,8 @@ from kvstore.steps import Step
 from nic_offload.handle import Handle
 from nic_offload.match_action import ActionKind, perform
 from nic_offload.requester import KvRequester
-from nic_offload.requester_at import At
 from nic_offload.requester_catalogue import Extent, User
+from nic_offload.requester_hits import At
 from nic_offload.requester_terms import Limits, Outcome
 
 if TYPE_CHECKING:

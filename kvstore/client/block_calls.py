@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from kvstore.client.lookups import ClientLookups
+    from kvstore.client.request_ids import ClientLookups
     from kvstore.reach import Reach
 
 __all__ = ["BlockCalls", "Deleted", "Explained", "Pin", "Prefix", "Stored", "durability_message"]

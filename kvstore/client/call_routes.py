@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.block_calls import durability_message
-from kvstore.client.watch import metadata_of, within
+from kvstore.client.transfer_watch import metadata_of, within
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.gets import Get
     from kvstore.client.link import Host, Link
-    from kvstore.client.lookups import ClientLookups
+    from kvstore.client.request_ids import ClientLookups
     from kvstore.client.spans import GetSpan, PutSpan
-    from kvstore.client.watch import Watch
+    from kvstore.client.transfer_watch import Watch
     from kvstore.durability import Durability
     from kvstore.wire.fabric_call import Metadata
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub

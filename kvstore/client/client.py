@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from kvstore.client.gets import Ended, Get, NoGet
     from kvstore.client.inline import Data
     from kvstore.client.observing import Happened, LookedUp
-    from kvstore.client.portable import Progress
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.reserved import Reservation
+    from kvstore.client.session_export import Progress
     from kvstore.client.sessions import ListedSession, Session
     from kvstore.client.step_calls import ReadAhead
     from kvstore.client.trace import Follower
-    from kvstore.client.watch import Watch
+    from kvstore.client.transfer_watch import Watch
     from kvstore.layout import Layout
     from kvstore.miss import Miss
     from kvstore.wire.kvstore_pb2 import StatusResponse

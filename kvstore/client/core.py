@@ -23,8 +23,8 @@ from kvstore.client.call_routes import Asking
 from kvstore.client.channel import close_channel, open_channel
 from kvstore.client.contact import broken_step
 from kvstore.client.link import TAGS_OF_ONE, Link
-from kvstore.client.lookups import ClientLookups
 from kvstore.client.own_address import OwnSide, say_first_word
+from kvstore.client.request_ids import ClientLookups
 from kvstore.client.slabs import Slabs
 from kvstore.clock import SystemClock
 from kvstore.errors import AddressRefused, Closed, DeadlineExceeded, KvError, NodeUnavailable

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from threading import Condition
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.client.watch import within
+from kvstore.client.transfer_watch import within
 from kvstore.errors import KvError
 from kvstore.limits import GET_THREADS, PREFETCH_THREADS, RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss, MissReason

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
-from kvstore.client.watch import within
+from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError, UsageError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import grpc
     from typing_extensions import Buffer
 
-    from kvstore.client.lookups import ClientLookups, Metadata
+    from kvstore.client.request_ids import ClientLookups, Metadata
     from kvstore.client.spans import ClientSpans, InlineSpan
     from kvstore.reach import Reach
 

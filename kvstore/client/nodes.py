@@ -23,7 +23,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.client import Client, session_calls_of
-from kvstore.client.following import Following
+from kvstore.client.map_follower import Following
 from kvstore.client.sessions import AnyHome, Session
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member

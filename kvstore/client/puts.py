@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
     from kvstore.client.spans import PutSpan
-    from kvstore.client.watch import Watch
+    from kvstore.client.transfer_watch import Watch
     from nic_offload.counter import Counter
     from nic_offload.fabric import Event
     from nic_offload.group import Row

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvstore.client.link import Host, Link
     from kvstore.client.slabs import Slab
     from kvstore.client.spans import PutSpan
-    from kvstore.client.watch import Watch
+    from kvstore.client.transfer_watch import Watch
     from kvstore.wire.fabric_call import Leased
     from nic_offload.counter import Counter
     from nic_offload.fabric import Event

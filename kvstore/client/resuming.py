@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Hit
-from kvstore.client.lookups import as_request, current_request
-from kvstore.client.watch import within
+from kvstore.client.request_ids import as_request, current_request
+from kvstore.client.transfer_watch import within
 from kvstore.errors import Closed, InvalidArgument, KvError
 from kvstore.limits import RESUME_AHEAD_BATCHES, RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss

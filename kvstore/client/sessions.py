@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from kvstore.client.block_calls import durability_message
-from kvstore.client.lookups import as_request
-from kvstore.client.portable import export_session, import_session
+from kvstore.client.request_ids import as_request
 from kvstore.client.resuming import Manifest, Resuming
+from kvstore.client.session_export import export_session, import_session
 from kvstore.client.trace import Notes
-from kvstore.client.watch import within
+from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
     from kvstore.client.core import Core
-    from kvstore.client.portable import Progress
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.reserved import Reservation
     from kvstore.client.resuming import Resumed
+    from kvstore.client.session_export import Progress
     from kvstore.client.spans import ResumeSpan
     from kvstore.client.step_calls import StepCalls
     from kvstore.client.trace import Follower, Trace

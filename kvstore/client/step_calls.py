@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.trace import Trace
-from kvstore.client.watch import metadata_of
+from kvstore.client.transfer_watch import metadata_of
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import steps_pb2 as pb
 from kvstore.wire import steps_pb2_grpc
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import grpc
 
     from kvstore.client.trace import Notes
-    from kvstore.client.watch import Watch
+    from kvstore.client.transfer_watch import Watch
     from kvstore.reach import Reach
 
 __all__ = ["ReadAhead", "StepCalls"]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block, PutResult
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.resuming import Resumed
-    from kvstore.client.watch import Metadata
+    from kvstore.client.transfer_watch import Metadata
     from kvstore.clock import Clock
     from nic_offload.fabric import Region
 

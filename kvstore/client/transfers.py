@@ -16,8 +16,8 @@ from kvstore.client.call_routes import Reserving
 from kvstore.client.checks import check_armed, check_gets, check_lease, check_reserved
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import ARMED_BLOCKS_MAX
-from kvstore.client.lookups import current_request
 from kvstore.client.puts import ArmedPuts
+from kvstore.client.request_ids import current_request
 from kvstore.client.reserved import Reservation, lease_deadline_ns
 from kvstore.client.windows import get_in_windows, needs_windows
 from kvstore.errors import InvalidArgument, KvError, Overloaded
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvstore.client.core import Core
     from kvstore.client.gets import Ended
     from kvstore.client.spans import PutSpan
-    from kvstore.client.watch import Watch
+    from kvstore.client.transfer_watch import Watch
     from kvstore.durability import Durability
     from kvstore.layout import Layout
     from nic_offload.counter import Counter

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from kvstore.cluster.reach import EtcdReach
+    from kvstore.cluster.etcd_options import EtcdReach
 
 __all__ = ["Etcd", "EtcdAway", "Found", "Listed"]
 

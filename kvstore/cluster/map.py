@@ -2,7 +2,7 @@
 
 What always holds: a map is a value; equal members have equal homes, in whatever order they were found and whoever tells
 of them; a member that can't be read is left out, and the others stay.
-What it doesn't do: ask anybody. `kvstore.cluster.membership` follows etcd, `kvstore.client.following` a node.
+What it doesn't do: ask anybody. `kvstore.cluster.membership` follows etcd, `kvstore.client.map_follower` a node.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.cluster.etcd import Found, Listed
-    from kvstore.cluster.reach import EtcdReach
+    from kvstore.cluster.etcd_options import EtcdReach
 
 __all__ = ["Membership", "digest_of"]
 

@@ -36,8 +36,8 @@ from kvstore.placement import lot_of
 if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.cluster.etcd import Found
+    from kvstore.cluster.etcd_options import EtcdReach
     from kvstore.cluster.map import Map
-    from kvstore.cluster.reach import EtcdReach
 
 __all__ = ["Primacy", "Term"]
 

@@ -85,10 +85,14 @@ def _get(arguments: argparse.Namespace) -> int:
         fingerprint = client.fingerprint_of(key) or client.fingerprint
     with _client(arguments, KnownLayout(fingerprint)) as client:
         (found,) = client.exists([key])
-        outcome = found if isinstance(found, Miss) else client.get_inline(key, found.length)
-    if isinstance(outcome, Miss):
-        print(f"kvstore: {key.hex()}: {outcome}", file=sys.stderr)
-        return Status.NO
+        # A miss is got too, so that the node counts it among its misses.
+        outcome = client.get_inline(key, 1 if isinstance(found, Miss) else found.length)
+        if isinstance(outcome, Miss):
+            why = found if isinstance(found, Miss) else outcome
+            if not why.detail:
+                why = Miss(why.reason, str(client.explain([key])[0]))
+            print(f"kvstore: {arguments.block}: {why}", file=sys.stderr)
+            return Status.NO
     if arguments.out is None:
         sys.stdout.buffer.write(outcome)
     else:

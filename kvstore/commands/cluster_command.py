@@ -11,7 +11,7 @@ import grpc
 
 from kvcli.running import Status
 from kvstore.client.channel import open_channel
-from kvstore.client.following import map_of
+from kvstore.client.map_follower import map_of
 from kvstore.cluster.planning import Plan, with_change
 from kvstore.limits import CLUSTER_CALLS_AT_ONCE, UPKEEP_BYTES_PER_S
 from kvstore.wire import cluster_pb2 as pb

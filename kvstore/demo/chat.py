@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.demo.node_process import NodeProcess
-from kvstore.demo.show import say, table
+from kvstore.demo.terminal import say, table
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:

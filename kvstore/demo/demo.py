@@ -22,7 +22,7 @@ from kvstore.client import Block, Client, Hit
 from kvstore.commands.trace_command import table as trace_table
 from kvstore.config import show_size
 from kvstore.demo.node_process import NodeProcess
-from kvstore.demo.show import Progress, say, table
+from kvstore.demo.terminal import Progress, say, table
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvstore.client import ArmedPuts, ClusterPin, ClusterPuts, Everywhere, Pin, Prefix, PutResult
-    from kvstore.engines.settings import EngineSettings
+    from kvstore.engines.common_settings import EngineSettings
     from kvstore.miss import Miss
     from nic_offload.fabric import Region
 

@@ -41,8 +41,8 @@ from nic_offload.checksum import crc32c_at
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.gate import Gate
     from kvstore.node.hot import Piece
     from kvstore.node.inline import InlineBlocks, InlineRead, PendingRead
     from kvstore.node.node import Node

@@ -22,8 +22,8 @@ from kvstore.wire.record import record_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.gate import Gate
     from kvstore.node.node import Node
     from kvstore.storage.eviction_events import Explanation
     from kvstore.storage.items import DeleteDone

@@ -13,8 +13,8 @@ from kvstore.wire import cluster_pb2_grpc
 
 if TYPE_CHECKING:
     from kvstore.cluster.membership import Membership
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.gate import Gate
     from kvstore.node.node import Node
     from kvstore.node.upkeep import Upkeep
 

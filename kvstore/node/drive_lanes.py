@@ -6,7 +6,7 @@ something else to do, for that took the ground back, and take it back from one t
 What always holds: whatever a lane has begun is counted at once, so `is_ahead` says whether there is a record of which
 nobody here has heard.
 
-It doesn't know what the blocks are: `granted` does, and tells the drives.
+It doesn't know what the blocks are: `granted_puts` does, and reports them to the drives.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from kvstore.node.calls import durability_of
 from kvstore.node.connection import BlockRequest
 from kvstore.node.connection_calls import fetch, lease_told, reserve
 from kvstore.node.fair import FairQueue
-from kvstore.node.turns import Again
+from kvstore.node.time_slices import Again
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import (
     ANSWER_BYTES,

@@ -16,6 +16,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+from kvcli.running import Status
 from kvstore.errors import KvError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ __all__ = ["EXIT_STATUS", "arm", "or_stop"]
 
 log = logging.getLogger(__name__)
 
-EXIT_STATUS: Final = os.EX_SOFTWARE
+EXIT_STATUS: Final = Status.BUG
 _armed = False
 
 

@@ -39,7 +39,7 @@ from kvstore.node.cancelling import Noted
 from kvstore.node.fair import FairQueue, Places
 from kvstore.node.fetch import Fetch
 from kvstore.node.readers import Readers
-from kvstore.node.turns import Again
+from kvstore.node.time_slices import Again
 from kvstore.storage.gets import mismatch
 from kvstore.storage.items import GetItem
 from kvstore.wire.ack import AckCode, ack_word, code_of_miss
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.node.connection import Connection
     from kvstore.node.fetch import FetchRequest
-    from kvstore.node.granted import Granted
+    from kvstore.node.granted_puts import Granted
     from kvstore.node.hot import HotMemory
     from kvstore.node.lookup_progress import Looking
     from kvstore.node.statistics import Counters
+    from kvstore.node.time_slices import Turns
     from kvstore.node.timings import Timings
-    from kvstore.node.turns import Turns
     from kvstore.storage.drive import Drive
     from kvstore.storage.index import Entry
     from kvstore.storage.items import GetDone

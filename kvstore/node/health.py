@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.gate import Gate
 
 __all__ = ["Health", "add_standard_services"]
 

@@ -36,7 +36,7 @@ from kvstore.limits import (
     HTTP_REQUESTS_PER_S,
     HTTP_TIMEOUT_MS,
 )
-from kvstore.node.doorkeeper import source_of
+from kvstore.node.connection_guard import source_of
 from kvstore.node.rates import Rate
 from nic_offload.sockaddr import ip_of
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from kvstore.clock import Clock
-    from kvstore.node.gate import Gate
+    from kvstore.node.authorization import Gate
     from kvstore.node.listening import Certificates
     from kvstore.node.tenants import Tenant
 

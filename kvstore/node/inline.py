@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.node.fair import Holder
-    from kvstore.node.granted import Granted
+    from kvstore.node.granted_puts import Granted
     from kvstore.node.hot import HotMemory, Piece
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import ProtocolError
 from kvstore.node.calls import refusals
-from kvstore.node.names import name_of
+from kvstore.node.session_names import name_of
 from kvstore.wire import lookups_pb2_grpc
 
 if TYPE_CHECKING:
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.gate import Gate
     from kvstore.node.node import Node
     from kvstore.wire import lookups_pb2 as pb
 

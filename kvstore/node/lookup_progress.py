@@ -18,7 +18,7 @@ from kvstore.storage.eviction.items import Reason
 if TYPE_CHECKING:
     from kvstore.lookups import Kind
     from kvstore.node.inline import InlineRead
-    from kvstore.node.lookups import Lookups
+    from kvstore.node.lookup_history import Lookups
     from kvstore.wire.traceparent import TraceParent
 
 __all__ = ["Looking"]

@@ -39,11 +39,11 @@ from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fail_stop import or_stop
 from kvstore.node.fair import Places
 from kvstore.node.fetching import Fetches
-from kvstore.node.granted import Granted
+from kvstore.node.granted_puts import Granted
 from kvstore.node.hot import HotMemory
 from kvstore.node.inline import InlineBlocks
 from kvstore.node.landing import LandingLayout, SlotState
-from kvstore.node.lookups import Lookups
+from kvstore.node.lookup_history import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
 from kvstore.node.readiness import Readiness
@@ -51,8 +51,8 @@ from kvstore.node.session_traces import Traces
 from kvstore.node.span_notes import End
 from kvstore.node.statistics import Counters
 from kvstore.node.ticks import Ticks
+from kvstore.node.time_slices import Turns
 from kvstore.node.timings import Timings
-from kvstore.node.turns import Turns
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
 from kvstore.storage.items import PutDone, PutItem
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
-    from kvstore.node.sharing import Sharing
+    from kvstore.node.same_machine import Sharing
     from kvstore.node.spans import NodeSpans
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.node.upkeep import Upkeep

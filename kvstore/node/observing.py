@@ -17,8 +17,8 @@ from kvstore.wire import observing_pb2 as pb
 from kvstore.wire import observing_pb2_grpc
 
 if TYPE_CHECKING:
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.gate import Gate
     from kvstore.node.node import Node
 
 __all__ = ["ObservingService"]

@@ -19,15 +19,15 @@ from kvcli.version import package_version
 from kvstore.errors import ProtocolError
 from kvstore.limits import HEALTH_STILL_MS, SESSION_BYTES, TENANT_BYTES, USER_BYTES
 from kvstore.miss import MissReason
-from kvstore.node.history import History
 from kvstore.node.http import Answer, HttpServer
 from kvstore.node.metrics import CONTENT_TYPE, gathered, rendered
+from kvstore.node.rate_history import History
 from kvstore.node.ui_state import misses, state, trace, whose
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from kvstore.node.gate import Gate
+    from kvstore.node.authorization import Gate
     from kvstore.node.http import Question
     from kvstore.node.listening import Certificates
     from kvstore.node.node import Node

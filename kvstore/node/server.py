@@ -33,14 +33,14 @@ from kvstore.limits import (
 )
 from kvstore.node import fail_stop
 from kvstore.node.audit import Audit
+from kvstore.node.authentication import Door
+from kvstore.node.authorization import Gate
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.cluster_calls import ClusterService
+from kvstore.node.connection_guard import Doorkeeper
 from kvstore.node.core_dumps import keep_out_of_dumps
-from kvstore.node.door import Door
-from kvstore.node.doorkeeper import Doorkeeper
 from kvstore.node.fabric_address import FabricAddress
-from kvstore.node.gate import Gate
 from kvstore.node.health import add_standard_services
 from kvstore.node.listening import Certificates, listen
 from kvstore.node.logs import begin_logging
@@ -49,9 +49,9 @@ from kvstore.node.lookup_log import LookupLog
 from kvstore.node.node import Node
 from kvstore.node.observing import ObservingService
 from kvstore.node.readiness import reach_itself
+from kvstore.node.same_machine import Sharing
 from kvstore.node.service import KvStoreService
 from kvstore.node.session_calls import SessionsService
-from kvstore.node.sharing import Sharing
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.upkeep_calls import UpkeepService

@@ -21,9 +21,9 @@ from kvstore.wire.status import code_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
     from kvstore.node.connection import Connection
-    from kvstore.node.gate import Gate
     from kvstore.node.landing import Lease
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant

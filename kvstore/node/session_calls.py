@@ -28,7 +28,7 @@ from kvstore.limits import (
 from kvstore.lookups import Kind, Outcome
 from kvstore.names import user_name
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
-from kvstore.node.names import check_text, name_of
+from kvstore.node.session_names import check_text, name_of
 from kvstore.steps import Step
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.wire import sessions_pb2 as pb
@@ -37,11 +37,11 @@ from kvstore.wire import sessions_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.gate import Gate
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
-    from kvstore.node.turns import Turn
+    from kvstore.node.time_slices import Turn
     from kvstore.storage.items import SessionDone
     from kvstore.storage.manifests import Listed, SessionName, Stored
     from kvstore.wire.manifest import Manifest

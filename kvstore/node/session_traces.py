@@ -24,7 +24,7 @@ from kvstore.limits import (
     TRACE_STEPS_MAX,
     TRACES_MAX,
 )
-from kvstore.node.names import name_of
+from kvstore.node.session_names import name_of
 from kvstore.steps import Seen, Step
 from kvstore.wire import steps_pb2 as pb
 from kvstore.wire.step_messages import STEPS_HEADER, machine_clock, seen_of

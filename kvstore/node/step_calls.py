@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvstore.errors import NoSession
 from kvstore.limits import RPC_TIMEOUT_MS
 from kvstore.node.calls import check_keys, miss_message, refusals
-from kvstore.node.names import name_of
+from kvstore.node.session_names import name_of
 from kvstore.steps import Step
 from kvstore.wire import steps_pb2 as pb
 from kvstore.wire import steps_pb2_grpc
@@ -23,8 +23,8 @@ from kvstore.wire.step_messages import seen_message
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.gate import Gate
     from kvstore.node.node import Node
     from kvstore.node.prefetch import Prefetched
 

@@ -8,23 +8,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvstore.cluster.map import DRAINING
 from kvstore.errors import ProtocolError, TenantDenied
 from kvstore.explanations import ASKED, advice, lookup_document, placed, said
-from kvstore.limits import LANDING_BYTES_MAX, TENANT_BYTES, UI_SESSIONS_MAX, UI_TENANTS_MAX, USER_BYTES
+from kvstore.limits import (
+    LANDING_BYTES_MAX,
+    TENANT_BYTES,
+    UI_MEMBERS_MAX,
+    UI_SESSIONS_MAX,
+    UI_TENANTS_MAX,
+    USER_BYTES,
+)
 from kvstore.lookups import HITS, Outcome, outcome_of_miss
 from kvstore.miss import MissReason
-from kvstore.node.history import FIELDS
+from kvstore.node.rate_history import FIELDS
 from kvstore.node.statistics import collected
 from kvstore.storage.manifests import SessionName
 from kvstore.wire.lookup_messages import lookup_of
 
 if TYPE_CHECKING:
-    from kvstore.node.history import History
+    from kvstore.cluster.membership import Membership
     from kvstore.node.node import Node
+    from kvstore.node.rate_history import History
     from kvstore.node.tenants import Tenant, Tenants
     from kvstore.node.timings import Histogram, PutSeen
+    from kvstore.node.upkeep import Upkeep
 
-__all__ = ["misses", "state", "trace", "whose"]
+__all__ = ["cluster", "misses", "state", "trace", "whose"]
 
 _NS_PER_MS = 1_000_000
 # One reason on the wire covers several outcomes.
@@ -127,6 +137,32 @@ def state(
         },
         "puts": _puts(node, tenant),
         "sessions": _sessions(node, tenant, after),
+        "cluster": node.membership and cluster(node.membership, node.upkeep, node.store.name),
+    }
+
+
+def cluster(membership: Membership, upkeep: Upkeep | None, name: str) -> dict[str, Any]:
+    """The members of the cluster as this node has them, which ones are absent, and its own blocks with one copy."""
+    now = membership.map
+    members = [
+        {
+            "name": one.name,
+            "node": one.node,
+            "weight": one.weight,
+            "version": one.version,
+            "draining": one.state == DRAINING,
+            "share": share,
+            "is_this": one.name == name,
+        }
+        for one, share in zip(now.members, now.shares(), strict=True)
+    ]
+    return {
+        "total": len(members),
+        "members": members[:UI_MEMBERS_MAX],
+        "absent": [{"name": one.name, "node": one.node} for one in now.absent[:UI_MEMBERS_MAX]],
+        "outside": membership.outside,
+        "etcd_away_ms": membership.away_ms,
+        "one_copy": 0 if upkeep is None else upkeep.found.one_copy,
     }
 
 

@@ -38,8 +38,8 @@ from kvstore.limits import (
     UPKEEP_RETRY_MS,
     UPKEEP_SETTLE_MS,
 )
+from kvstore.node.copy_eligibility import Sureness
 from kvstore.node.landing import pages_of
-from kvstore.node.sureness import Sureness
 from kvstore.node.upkeep_calls import UPKEEP, Waited
 from kvstore.storage.items import GetItem
 from kvstore.wire import kvstore_pb2, upkeep_pb2_grpc

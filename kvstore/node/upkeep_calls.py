@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     from kvstore.clock import Clock
+    from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.gate import Gate
     from kvstore.node.node import Node
     from kvstore.storage.index import Name
     from kvstore.storage.items import PutItem

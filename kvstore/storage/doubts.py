@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import StorageError
 from kvstore.limits import BATCH_BLOCKS_MAX
-from kvstore.storage.rows import checked
+from kvstore.storage.row_check import checked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

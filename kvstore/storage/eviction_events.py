@@ -28,9 +28,9 @@ from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES, PROTE
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
 from kvstore.storage.eviction.ground import Ground
-from kvstore.storage.eviction.history import History
 from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.policies import new_policy
+from kvstore.storage.eviction.removals import History
 from kvstore.wire.record import record_bytes, records_begin
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import FolderLocked, StorageError
 from kvstore.limits import DRIVES_MAX, LENT_MAX, PAGE_BYTES
-from kvstore.storage.rows import CHECK_BYTES, checked, is_whole
+from kvstore.storage.row_check import CHECK_BYTES, checked, is_whole
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -42,7 +42,7 @@ from kvstore.limits import HEADER_BYTES, INDEX_GROWTHS_MAX, KEY_BYTES, PAGE_BYTE
 from kvstore.storage.folder import CommitNote
 from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, seal, unseal
 from kvstore.storage.index_rows import check_order, rows_of
-from kvstore.storage.rows import CHECK_BYTES, checked, is_whole
+from kvstore.storage.row_check import CHECK_BYTES, checked, is_whole
 from kvstore.wire.record import Header, Kind
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from kvstore.limits import (
     TENANT_BYTES,
     USER_BYTES,
 )
-from kvstore.storage.rows import CHECK_BYTES, crc32_of_each, is_whole
+from kvstore.storage.row_check import CHECK_BYTES, crc32_of_each, is_whole
 from kvstore.wire.record import HEADER_USED_BYTES, Flaw, HeaderCodec, Kind, record_bytes
 
 if TYPE_CHECKING:

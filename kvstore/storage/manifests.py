@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import StorageError
 from kvstore.limits import SESSION_BYTES, SESSION_CHUNK_BLOCKS, TENANT_BYTES, USER_BYTES
-from kvstore.storage.rows import CHECK_BYTES, checked
+from kvstore.storage.row_check import CHECK_BYTES, checked
 from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, parse_manifest, split_keys
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
-from kvstore.storage.ahead import Ahead
 from kvstore.storage.extents import Extents
 from kvstore.storage.index import Entry
 from kvstore.storage.live_roll import Roll
 from kvstore.storage.manifests import Manifests, Place, SessionName, Stored
+from kvstore.storage.read_ahead import Ahead
 from kvstore.wire.manifest import CHUNK_PAYLOAD_BYTES, chunk_key, parse_manifest, session_key
 from kvstore.wire.record import RECORD_MAGIC, Flaw, Header, HeaderCodec, Kind, record_bytes, records_begin
 from nic_offload.checksum import crc32c

@@ -42,8 +42,8 @@ from kvstore.limits import (
 )
 from kvstore.storage.deadlines import Deadlines
 from kvstore.storage.eviction.items import Reason
-from kvstore.storage.growth import appended, longer, refuse_longer
 from kvstore.storage.items import SessionDone, SessionItem, SessionStep
+from kvstore.storage.manifest_growth import appended, longer, refuse_longer
 from kvstore.storage.manifests import Changed, Place, Stored
 from kvstore.storage.outbox import Outbox
 from kvstore.storage.slices import Slices

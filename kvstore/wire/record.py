@@ -29,7 +29,7 @@ from kvstore.limits import (
     TENANT_BYTES,
 )
 from nic_offload.checksum import crc32c
-from nic_offload.tagged import FIXED_BYTES, row_of, write_tagged
+from nic_offload.header_pages import FIXED_BYTES, row_of, write_tagged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

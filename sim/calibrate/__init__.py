@@ -1,1 +1,1 @@
-"""What this machine does: measured, fitted to a profile, and held against what is predicted from it."""
+"""Measures this machine, fits a profile to the measurements, and compares its predictions with the product."""

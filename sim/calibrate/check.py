@@ -1,8 +1,8 @@
 """Compares a profile's predictions with measurements through a running node, at sizes it was not fitted at.
 
-A shared machine is twice as fast in one minute as in the next. So the bare link and drive are measured in turns with
-the path, and a prediction is what they took, put together as the model says, and what the profile says that the
-node adds. What the profile alone would have said, its own link and drive included, is told as well.
+A shared machine may be twice as fast in one minute as in the next. So the bare link and drive are measured in turns
+with the path. A prediction combines their times as the model does, and adds what the node adds according to the
+profile. The prediction from the profile alone, with its own link and drive, is shown as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sweeps a drive with fio: direct, io_uring, time-based; sizes in steps of four, depths 1, 8, 32, four ways.
 
-What always holds: the file it works in is its own and removed; what is left out (too much memory at once, a size
-that the drive refuses) is noted with its reason.
+What always holds: it works in a file of its own, and removes it. A point that is left out (too much memory at once, a
+size that the drive refuses) is noted with the reason.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Fits `seconds = a + m * b` to measurements, weighted by relative error.
 
-Plain least squares looks at the largest messages only, and is wrong by a factor of ten at small ones; here every
-point counts by how far off it is in per cent. What always holds: neither number is negative; the range that was
-measured and the errors stay with the fit; outside the range it is not extrapolated: smaller messages take what
-the smallest took, larger ones go at the largest one's rate.
+Plain least squares would fit the largest messages only, and be wrong by a factor of ten at small ones; here each
+point counts by its relative error. What always holds: neither number is negative; the measured range and the errors
+are stored with the fit; it is not extrapolated: smaller messages take as long as the smallest one measured, larger
+ones go at the rate of the largest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A machine's profile: every fit by name, in a TOML file; and what it says to `curve` and to `replay`.
+"""A machine's profile: all fits by name, in a TOML file; and the parameters that `curve` and `replay` take from it.
 
 A name is part.what.count: `memory.copy.1`, `link.put.1` (one message alone), `link.put.train` (each of many),
 `drive.read.8` (one with eight under way), `beside.link.1` (the bare link, measured in turns with the product),

@@ -1,7 +1,7 @@
-"""Measurements, as a JSON file that can be kept, sent, and fitted again.
+"""Measurements in a JSON file, to be kept, shared and fitted again.
 
-What always holds: seconds are those of one run of `count` messages (of a drive: of one message with `count` under
-way); a file that says less than that is refused by name.
+What always holds: seconds are those of one run of `count` messages (for a drive: of one message with `count` under
+way). A file in which something is missing is refused with the name of the missing part.
 """
 
 from __future__ import annotations

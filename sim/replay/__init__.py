@@ -1,1 +1,1 @@
-"""The discrete-event half of the simulator: a cluster, what it is asked, and what comes of it."""
+"""The discrete-event part of the simulator: a cluster, its load, and the results."""

@@ -1,13 +1,13 @@
-"""Which blocks a tier holds, and which go when it is full; in an order that a policy keeps.
+"""Which blocks a tier holds, and which ones are evicted when it is full, in the order of a policy.
 
-The policy is the store's own object (`lru`, `s3fifo`, or `package.module:Class`), because a simulator with an eviction
-of its own would only tell of itself. It is asked through the same calls as in the store: `admitted`, `inherited`,
-`touched`, `evicted`, `candidate`. `Lru` here stands in for the store's where the store is not installed.
+The policy is the store's own object (`lru`, `s3fifo`, or `package.module:Class`), because a simulator with its own
+eviction would only describe itself. It gets the same calls as in the store: `admitted`, `inherited`, `touched`,
+`evicted`, `candidate`. `Lru` here replaces the store's where the store is not installed.
 
-What always holds: no more blocks than the capacity, each in one row; a sequence is used from its tail to its
-head, and what new blocks follow on was used with them, so what goes first is the tail.
+What always holds: there are never more blocks than the capacity, each in one row. A sequence is used from its tail to
+its head, and the blocks before new ones count as used with them, so the tail is evicted first.
 
-What it doesn't do: pins. A block that is being fetched was touched a moment ago, so no policy takes it in practice.
+What it doesn't do: pins. A block that is being fetched was just touched, so in practice no policy evicts it.
 """
 
 from __future__ import annotations

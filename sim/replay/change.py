@@ -1,16 +1,16 @@
-"""What it costs a cluster when nodes are lost or join: blocks with one copy and for how long, and the load of the rest.
+"""The cost of a cluster's change when nodes are lost or join: which blocks have one copy, for how long, and the load.
 
-Blocks lie where the product puts them: in 8,192 lots, each on the first nodes of its order. When the members change, a
-node that has a lot's blocks sends them to the owners that lack them, by the product's rule, at the product's rate. The
-loss is tried several times, each time of other nodes.
+Blocks are placed as in the product: in 8,192 lots, each on the first nodes of its order. When the members change, a
+node with a lot's blocks sends them to the owners that lack them, by the product's rule and at the product's rate. The
+loss is repeated several times, each time with other nodes.
 
-What always holds: owners are the product's placement, which a test compares with it lot by lot; what is moved agrees
-with `kvstore cluster plan`. The same terms give the same result.
+What always holds: owners follow the product's placement, which a test compares lot by lot; the bytes that are moved
+agree with `kvstore cluster plan`. The same arguments give the same result.
 
-What it assumes: each lot has as many bytes, and is asked for as often, as any other, apart from the popular prefix. All
+What it assumes: each lot has as many bytes, and is requested as often, as any other, except for the popular prefix. All
 nodes have the same weight. A sender copies one lot after the other at the full rate, and a receiver takes what its
-drives and links take; so times are the least possible. Not modelled: going through the index, copies that fail and are
-tried again, calls that slow copies down (or are slowed down by them), a node without room for its copies.
+drives and links can take; so times are lower bounds. Not modelled: the walk through the index, copies that fail and are
+repeated, calls and copies that slow each other down, a node without room for its copies.
 """
 
 from __future__ import annotations

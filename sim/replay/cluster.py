@@ -1,13 +1,13 @@
-"""A cluster: what it consists of, how fast each part is, and the routes that KV takes through it.
+"""A cluster: its parts, the speed of each, and the routes that KV takes through it.
 
 GPUs sit in engines (one model each, spread over its GPUs) and under PCIe roots, each with a NIC of its own;
 storage nodes have links, memory and drives. What always holds: both paths go through the same NICs, links, nodes
-and drives. The CPU's way has a second pass over PCIe, a copy in the host's memory and a cost a message beside;
-the triggered one has the cost of a trigger. All of that is a number here, with its unit in its name.
+and drives. The CPU's path also has a second pass over PCIe, a copy in the host's memory and a cost per message;
+the triggered path has the cost of a trigger. All of these are numbers here, with the unit in the name.
 
-Where KV lies is the product's placement (`sim.replay.placement`): a user's on one node, each page of it on one of that
+KV is placed as in the product (`sim.replay.placement`): a user's KV on one node, each page of it on one of that
 node's drives. A page is a block's KV of one layer and one GPU. A byte passes the NIC and the node's link at once; at
-every other stop a message has arrived as a whole before it goes on.
+every other stop a message must have arrived whole before it goes on.
 """
 
 from __future__ import annotations

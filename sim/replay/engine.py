@@ -1,15 +1,14 @@
-"""An engine as it works: in steps, each of which makes a token of every answer and computes a part of some prompts.
+"""An engine that works in steps: each makes one token of every answer under way, and computes a part of some prompts.
 
-A step takes in at most `step_tokens`: one of each answer under way, the rest are prompts', first come first served. So
-a long prompt is computed in chunks, and answers are slower meanwhile: continuous batching with chunked prefill, as in
-vLLM. What a step takes is a roofline (`Speeds`). The engine's memory holds the KV of what is under way; what is left of
-it keeps blocks of earlier prompts, of which the one used longest ago goes first, tails before heads.
+A step takes at most `step_tokens`: one for each answer under way; the rest are tokens of prompts, first come first
+served. So a long prompt is computed in chunks, and answers are slower meanwhile: continuous batching with chunked
+prefill, as in vLLM. The time of a step is a roofline (`Speeds`). The engine's memory holds the KV of running requests;
+the remainder keeps blocks of earlier prompts, evicted least recently used first, tails before heads.
 
-What always holds: a block in use stays; what is held and what is kept never exceed the memory; steps of
-nothing but answers, which are all alike but for the growing contexts, are taken as one stretch, to the same ends as one
-by one.
+What always holds: a block in use is not evicted; running and kept blocks never exceed the memory. Steps with answers
+only, which differ only by the growing contexts, are computed together, with the same result as one by one.
 
-What it doesn't do: know the time except as given, or the network; take a request back that was admitted.
+What it doesn't do: know the time except as an argument, or the network; drop a request that was admitted.
 """
 
 from __future__ import annotations

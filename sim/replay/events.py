@@ -1,8 +1,8 @@
 """The discrete-event core: trains of messages through resources that queue (`events.h` says what holds).
 
 A resource has servers; a route is a list of stops at resources, each with what a message costs there; a train
-is a number of messages at regular intervals, or a list of them. The driver runs the core to the next train that
-is through and adds what follows from it.
+is a number of messages at regular intervals, or a list of them. The driver runs the core until the next train has
+finished, and adds the trains that follow from it.
 """
 
 from __future__ import annotations

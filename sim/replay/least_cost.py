@@ -1,14 +1,14 @@
-"""A plan: the cheapest cluster that was found to keep the time to the first token, for each way of serving.
+"""A plan: the cheapest cluster found that meets the deadline for the first token, for each way of serving.
 
-The ways are: compute everything again, keep KV by the CPU's path, by the triggered one, and by the triggered one with
-a DRAM tier in the nodes. For each the search begins at the fewest parts that can do it on average
-(`sim.replay.plan`), and goes on in the event model: engines first, for they cost most, then nodes, links, drives, each
-as few as hold while the others are ample. So what is found can't be made cheaper by taking away one part; another mix
-may still be cheaper.
+The ways are: recompute everything; store KV by the CPU's path; by the triggered path; and by the triggered path with
+a DRAM tier in the nodes. For each way the search begins with the fewest parts that suffice on average
+(`sim.replay.plan`), and continues in the event model: engines first, since they cost most, then nodes, links, drives,
+each as few as suffice while the others are ample. So no single part can be removed from the result; another mix may
+still be cheaper.
 
-What always holds: a plan has kept the deadline for all but `_SHARE_MAX` of the turns in each of several trials that it
-was not searched with. So it has some room to the 99 % that it promises. Where no cluster within the bounds does, that
-is said, with the reason, and no plan is given.
+What always holds: a plan met the deadline for all but `_SHARE_MAX` of the turns in each of several trials that the
+search had not used. So it has some margin to the promised p99. If no cluster within the bounds meets it, the result is
+the reason, and no plan.
 
 What it doesn't do: mix ways, or parts of different speeds.
 """

@@ -1,15 +1,15 @@
-"""What the loss of nodes and drives does to many nodes and millions of gets, and how long it is felt.
+"""The effect of lost nodes and drives on a large cluster under millions of gets, and how long it lasts.
 
-Users ask at random; a get fetches all of a user's KV from the home. Its pages are spread over the node's drives, so
-these are as one that is faster, and the loss of one takes a page of nearly every block: whoever has KV there has to
-compute it again, as if the node were lost, though the node goes on with the drives that are left. KV of a lost node is
-a MISS at a deadline's cost until the node is taken off the list; then its users have new homes, and each computes and
-puts the KV once more. That is all the repair there is: nothing is copied between nodes.
+Users make requests at random; a get fetches all of a user's KV from the home node. Its pages are spread over the
+node's drives, so these act as one faster drive, and the loss of one takes a page of nearly every block: users with KV
+there recompute it, as after the loss of the node, though the node continues with the other drives. A get from a lost
+node is a MISS after a deadline, until the node is removed from the map; then its users have new homes, and each
+recomputes and puts the KV once. This is the only repair: nothing is copied between nodes.
 
-What always holds: homes are the product's placement; every get and every put queues at the home's drives and links in
-the event core. The same terms give the same result.
+What always holds: homes follow the product's placement; each get and put queues at the home's drives and links in
+the event core. The same arguments give the same result.
 
-What it doesn't do: the GPUs' side. How long a prompt that missed is computed is told as work, not queued.
+What it doesn't do: the GPUs' side. The time to recompute a missed prompt is reported as work, not queued.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Losses:
     nodes: int = 1  # that are lost
     drives: int = 0  # that are lost, each of another node
     slow_nodes: int = 0
-    slow_factor: float = 4.0  # so many times longer
+    slow_factor: float = 4.0  # how many times longer their operations take
     noticed_s: float = 30.0  # until the nodes that are lost are off the list
     deadline_s: float = 1.0  # what a get from a lost node costs
     seed: int = 1

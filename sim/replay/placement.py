@@ -1,11 +1,11 @@
-"""Which node a user's KV lies on, and which drive of it a page: weighted rendezvous hashing, as the product does it.
+"""Which node stores a user's KV, and which of its drives a page: weighted rendezvous hashing, as in the product.
 
-It is `kvstore.placement` over again, because the simulator imports nothing of the store; a test holds the two
-against each other, key by key. Names fall into 8,192 lots; each node, or drive, arrives at each lot at a time that is
-drawn from its own name, and the first one is the lot's home.
+It repeats `kvstore.placement`, because the simulator imports nothing of the store; a test compares the two key by
+key. Names fall into 8,192 lots; each node, or drive, gets for each lot a time drawn from its own name, and the first
+one is the lot's home.
 
-What always holds: all of a user's KV lies on one node, the user's home; a page (a block's KV of one layer and one GPU)
-lies on one drive of it; a node or a drive that is gone moves only what it had.
+What always holds: all of a user's KV is on one node, the user's home; a page (a block's KV of one layer and one GPU)
+is on one of its drives; the loss of a node or a drive moves only what it had.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def home_of_user(user: int, nodes: int) -> int:
 
 
 def orders(places: Sequence[tuple[bytes, int]], depth: int) -> npt.NDArray[np.int64]:
-    """Of each lot the first places in its order, so many of them."""
+    """The first `depth` places of each lot, in its order."""
     arrival = np.empty((LOTS, len(places)))
     for number, (name, weight) in enumerate(places):
         arrival[:, number] = _arrivals(name, weight)

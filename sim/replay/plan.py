@@ -1,8 +1,8 @@
-"""What users ask of a cluster, and the fewest engines, drives, links and nodes that can give it on average.
+"""The load of users on a cluster, and the fewest engines, drives, links and nodes that can serve it on average.
 
-What always holds: every count names the reason that asked for it, and with these counts no part is busier than
-`utilisation_max`. They are means and closed form, so they are where the search for a plan begins
-(`sim.replay.least_cost`), not a plan: whether the time to the first token is kept is for the event model to say.
+What always holds: each count has its reason, and with these counts no part is busier than `utilisation_max`. They are
+means in closed form, so they are the start of the search for a plan (`sim.replay.least_cost`), not a plan: the event
+model decides whether the deadline for the first token is met.
 
 What it doesn't do: failures, growth, or users that come in waves. Plan for the busiest hour.
 """
@@ -45,7 +45,7 @@ class BreakEven(NamedTuple):
     bytes_per_s: float  # for each GPU
 
     def of(self, gpus: int) -> float:
-        """Bytes a second for an engine of so many GPUs."""
+        """Bytes per second for an engine with this number of GPUs."""
         return self.bytes_per_s * gpus
 
 
@@ -100,7 +100,7 @@ class Demand:
 
 
 class Need(NamedTuple):
-    """How many of something, and why so many."""
+    """A count of parts, and the reason for it."""
 
     what: str
     number: int

@@ -1,7 +1,7 @@
-"""What came of a replay, for people: a table, plots, and one page of HTML that needs nothing else.
+"""The results of a replay for people: a table, plots, and one page of HTML that needs no other file.
 
-What always holds: paths that were run over the same requests stand side by side, and what the model leaves out
-stands under them.
+What always holds: paths that were run over the same requests are shown side by side, with the limits of the model
+below.
 """
 
 from __future__ import annotations

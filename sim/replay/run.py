@@ -1,24 +1,24 @@
-"""Requests on their way through a cluster: what is found, fetched, computed and put, and when.
+"""A run of requests through a cluster: what is found, fetched, computed and put, and when.
 
-A request goes to the engine that is free first of those that have room for its KV until the answer is written; if none
-has, it waits. What of its prefix is stored is fetched, or computed again; then the rest is prefilled, first come first
-served. While it is, each layer's KV is put as soon as that layer is done; while the answer is written, the KV of every
-few tokens. A block may be found by others once all of its put is on a drive, and no earlier.
+A request goes to the engine that is free first among those with room for its KV until its answer ends; if there is
+none, it waits. The stored part of its prefix is fetched or recomputed; then the rest is prefilled, first come first
+served. Each layer's KV is put as soon as that layer is computed; during the answer, the KV of every few tokens is put.
+Other requests find a block only once all of its put is on a drive.
 
-Here an engine computes one prompt at a time, and a token of an answer always takes as long; `sim.replay.stepped` has
+Here an engine computes one prompt at a time, and each token of an answer takes the same time; `sim.replay.stepped` has
 engines that work in steps.
 
-Prefetch: some time before a prompt the user is seen, as by the product's match-action table, and what is stored of the
-user's last prompt is read into the node's memory.
+Prefetch: some time before a prompt the user is recognised, as by the product's match-action table, and the stored
+blocks of the user's last prompt are read into the node's memory.
 
 What always holds: the same requests, cluster and settings give the same results. The path `recompute` stores
-nothing: it is what keeping only the text would cost.
+nothing: it is the cost of keeping only the text.
 
 How messages stand for pages: the product moves one page at a time. Here the pages of a request that go between the same
-GPU and the same drive, for one part of the layers, are one message, which pays for each of them.
+GPU and the same drive, for one part of the layers, are one message, which pays the cost of each.
 
-What it doesn't do: failures. KV of answers is put, and costs what it costs; whether a later prompt finds it is for its
-trace to say, which names blocks of prompts only.
+What it doesn't do: failures. KV of answers is put, and costs time; only the trace decides whether a later prompt uses
+it, and it names blocks of prompts only.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ ENGINES: tuple[EngineName, ...] = ("whole", "steps")
 class Terms:
     """What a run may change beside the cluster and the path."""
 
-    decode_put_tokens: int = 16  # KV of an answer goes out every so many of its tokens
+    decode_put_tokens: int = 16  # tokens of an answer after which its KV is put
     policy: str = "lru"
     always_get: bool = False  # else what is faster on an idle cluster: fetching or computing
     overlap: bool = False  # a layer is computed while the KV of later ones is fetched

@@ -1,4 +1,4 @@
-"""One run of the event model, and what came of it."""
+"""One run of the event model, and its results."""
 
 from __future__ import annotations
 

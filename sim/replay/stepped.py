@@ -1,13 +1,13 @@
 """A run whose engines work in steps (`sim.replay.engine`): batches, chunks of prompts, a prefix cache in the GPUs.
 
-A request goes to the engine where the fewest tokens have to be computed before its first one: those that wait there,
-and what of its own prompt is not in that engine's memory. The rest is looked for in the store. With `prefill_engines`
-these compute prompts only, and the KV goes over the NICs to one of the others, which write answers.
+A request goes to the engine with the fewest tokens to compute before its first one: those waiting there, plus those of
+its own prompt that are not in that engine's memory. The rest is looked up in the store. With `prefill_engines` these
+compute prompts only, and the KV goes over the NICs to one of the others, which generate answers.
 
-What always holds: what `sim.replay.run` says; a request is admitted to an engine with room for its prompt and answer
-and a place among `decode_slots`, first come first served.
+What always holds: the same as in `sim.replay.run`; a request is admitted to an engine with room for its prompt and
+answer and a place among `decode_slots`, first come first served.
 
-What it doesn't do: preempt; keep KV of answers findable in the GPUs, for a trace names blocks of prompts only.
+What it doesn't do: preempt; let prompts reuse KV of answers in the GPUs, since a trace names blocks of prompts only.
 """
 
 from __future__ import annotations

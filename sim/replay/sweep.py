@@ -1,7 +1,7 @@
-"""`--sweep NAME=a,b,c`: a command over several values of one number, and which of what comes out is worth its money.
+"""`--sweep NAME=a,b,c`: run a command with several values of one number, and show which results are worth their cost.
 
-What always holds: a name is an option of the command or a number of its cluster, and what is no value of it is refused
-as it would be alone. The values are taken in the order in which they are given.
+What always holds: a name is an option of the command or a number of its cluster, and an invalid value is refused as it
+is without a sweep. The values are used in the order given.
 """
 
 from __future__ import annotations

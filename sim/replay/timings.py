@@ -1,11 +1,11 @@
-"""Prefill times that were measured on an engine, instead of the roofline.
+"""Prefill times measured on an engine, instead of the roofline.
 
 A table is a CSV file with the columns `new_tokens`, `context_tokens` and `prefill_s`: how long an engine took to
-prefill so many new tokens behind a context whose KV it had. It has every pair of the counts that it names.
+prefill this many new tokens after a context whose KV it had. It has every pair of the counts in it.
 
-What always holds: between the counts times are interpolated in straight lines, beyond them nothing is guessed: a prompt
-outside the table is refused with the range that was measured. Times below the smallest count of new tokens, which is
-what a step takes at least, are the smallest's.
+What always holds: between the counts times are interpolated linearly; beyond them nothing is guessed: a prompt outside
+the table is refused with the measured range. Below the smallest count of new tokens the time is the smallest's, which
+is the minimum of a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Timings:
     prefill_s: tuple[tuple[float, ...], ...]  # by new tokens, then by context
 
     def of(self, new_tokens: float, context_tokens: float) -> float:
-        """How long the engine prefills so many tokens behind such a context."""
+        """The time to prefill new tokens after a context of this length."""
         require("a prompt's new tokens", new_tokens, "tokens that were measured", 0, self.new_tokens[-1])
         require("a prompt's context", context_tokens, "tokens that were measured", 0, self.context_tokens[-1])
         row, up = _place(self.new_tokens, new_tokens)

@@ -1,15 +1,15 @@
-"""The twin of a real node and its clients on one machine: what a profile says of a load that it was not taken with.
+"""A twin of a real node and its clients on one machine: predicts a load from a profile that was taken with others.
 
-Each client sends its requests one after the other: it gets all blocks, puts those that were missing, and does some work
-of its own between. What these take is drawn from the profile: the times of a kind of operation, at some numbers of
-blocks, sizes, and clients that were at it at a time, between which they are interpolated. So whatever the machine is
-short of, cores, the node's thread, memory or the drive, a profile with several clients has it in it. Slow operations
-come in bursts, so a replay draws from a stretch of the profile that is about as long as itself; the seed says which.
+Each client sends its requests one after the other: it gets all blocks, puts the missing ones, and does some work of
+its own between. The times are drawn from the profile: those of a kind of operation, at some numbers of blocks, sizes,
+and active clients, interpolated between these. So a shortage of cores, of the node's thread, of memory or of the drive
+is contained in a profile with several clients. Slow operations come in bursts, so a replay draws from a stretch of the
+profile about as long as itself; the seed selects it.
 
-What always holds: which blocks are there is asked of the simulator's catalogue, under the store's own policy, and where
-they lie of the simulator's placement. The same profile and load give the same result.
+What always holds: the simulator's catalogue decides, with the store's own policy, which blocks are stored, and the
+simulator's placement where. The same profile and load give the same result.
 
-What it doesn't do: extrapolate. More clients than were measured are refused, as are sizes beyond them.
+What it doesn't do: extrapolate. More clients than were measured are refused, as are sizes beyond the measured ones.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MachineProfile:
         return sorted(clients for one, clients in self._medians if one == kind)
 
     def median_s(self, kind: str, clients: float, blocks: int, block_bytes: int) -> float:
-        """The median time of an operation while so many clients are under way."""
+        """The median time of an operation with this number of active clients."""
         known = self.clients(kind)
         if not known or not known[0] <= clients <= known[-1]:
             raise OutOfRange("clients", clients, "clients that were measured", f"one of {known} for {kind}")

@@ -1,16 +1,16 @@
-"""What a cluster is asked: requests with their prefix blocks, read from a trace or made up.
+"""The load of a cluster: requests with their prefix blocks, read from a trace or generated.
 
-What always holds: requests are in the order of their time, which begins at 0; a request has a block for every
-`block_tokens` of its prompt, the last one perhaps not full; equal numbers mean equal prefixes. The generator
-gives the same chats for the same seed.
+What always holds: requests are ordered by time, which begins at 0; a request has a block for each `block_tokens` of its
+prompt, the last one perhaps not full; equal numbers mean equal prefixes. The generator gives the same chats for the
+same seed.
 
-Formats: Mooncake's (JSON lines: timestamp in ms, input_length, output_length, hash_ids, and if it is there user),
-BurstGPT's (CSV: Timestamp in s, Request tokens, Response tokens; with a Session ID, a follow-up begins with all that
-its session has said so far; without one, no request shares anything), and Azure's of 2023 and 2024 (CSV: TIMESTAMP as a
+Formats: Mooncake's (JSON lines: timestamp in ms, input_length, output_length, hash_ids, and optionally user),
+BurstGPT's (CSV: Timestamp in s, Request tokens, Response tokens; with a Session ID, a follow-up begins with the whole
+session so far; without one, no request shares anything), and Azure's of 2023 and 2024 (CSV: TIMESTAMP as a
 date and time, ContextTokens, GeneratedTokens; no request shares anything).
 
-Whose a request is decides which node keeps its KV. Where a trace doesn't say, who goes on where a prompt of at least
-two whole blocks ended is the same user; everybody else is a new one.
+The user of a request decides which node keeps its KV. If a trace has no users, a request that continues an earlier
+prompt of at least two whole blocks belongs to the same user; any other belongs to a new one.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from kvstore.cli import main
 from kvstore.client import Client
 from kvstore.limits import HOT_BYTES_MIN
 from nic_offload.flags import FlagWords
+from sim.calibrate.calibrate_command import _kvstore_bench
 from sim.calibrate.profile import fit_profile
 from sim.calibrate.samples import parse
-from sim.calibrate.show import _kvstore_bench
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from kvstore.client.shared import MappedMemory, map_shared
 from kvstore.durability import Durability
 from kvstore.errors import Corrupt, FabricError, KvError
 from kvstore.limits import GRANTED_PUTS, GRANTED_SLOTS, PAGE_BYTES, SHARE_REST_MS
-from kvstore.node import sharing
+from kvstore.node import same_machine
 from kvstore.node.shared_slots import SharedSlots
 from kvstore.wire.ack import ack_word
 from kvstore.wire.sharing import HAS_SLOTS
@@ -336,7 +336,7 @@ def test_clients_put_the_same_names_at_the_same_time(tmp_path: Path, *, deletes:
 
 
 def test_a_pass_is_void_after_its_time(inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "SHARE_PASS_MS", 30)
+    monkeypatch.setattr(same_machine, "SHARE_PASS_MS", 30)
 
     def late(told: pb.SharedMemory, puts: pb.PutArea) -> MappedMemory:
         time.sleep(0.3)
@@ -385,7 +385,7 @@ def test_a_size_that_does_not_fit_what_was_granted_is_not_used(
 def test_so_many_connections_share_and_others_go_over_the_fabric(
     inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "SHARE_SLOTS_MAX", 2)
+    monkeypatch.setattr(same_machine, "SHARE_SLOTS_MAX", 2)
     with ExitStack() as stack:
         rigs = [stack.enter_context(rig_of(inner)) for _ in range(3)]
         for number, rig in enumerate(rigs):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import SystemClock
 from kvstore.cluster.etcd import EtcdAway, Found, Listed
-from kvstore.cluster.reach import EtcdReach
+from kvstore.cluster.etcd_options import EtcdReach
 
 if TYPE_CHECKING:
     import random

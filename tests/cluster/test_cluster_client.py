@@ -19,7 +19,7 @@ from kvstore.client.inline import InlineCalls
 from kvstore.cluster.map import Map
 from kvstore.durability import Durability
 from kvstore.engines.carrier import Carrier, Place
-from kvstore.engines.settings import EngineSettings
+from kvstore.engines.common_settings import EngineSettings
 from kvstore.engines.vllm.settings import Settings
 from kvstore.errors import Closed, ConfigError, Expired, InvalidArgument, KvError, NodeUnavailable
 from kvstore.miss import Miss, MissReason

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.cluster.etcd import Etcd, EtcdAway
-from kvstore.cluster.reach import EtcdReach
+from kvstore.cluster.etcd_options import EtcdReach
 from tests.cluster.real_etcd import RealEtcd
 
 if TYPE_CHECKING:

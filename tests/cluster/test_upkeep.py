@@ -19,12 +19,12 @@ from kvstore.client.block_calls import BlockCalls, Deleted, Stored
 from kvstore.client.blocks import fingerprint_of
 from kvstore.clock import SystemClock
 from kvstore.cluster.etcd import Etcd
+from kvstore.cluster.etcd_options import EtcdReach
 from kvstore.cluster.map import DRAINING, Map, Member
-from kvstore.cluster.reach import EtcdReach
 from kvstore.errors import Closed, KvError, NodeUnavailable, TenantDenied
 from kvstore.limits import UPKEEP_ASKED_BLOCKS, UPKEEP_WAITED_BLOCKS_MAX, UPKEEP_WAITED_MS
 from kvstore.names import block_key
-from kvstore.node.sureness import Sureness
+from kvstore.node.copy_eligibility import Sureness
 from kvstore.node.tenants import token_digest
 from kvstore.node.upkeep import Block, Pace, Upkeep, lacking
 from kvstore.node.upkeep_calls import Waited

@@ -56,8 +56,17 @@ def test_a_block_is_put_got_and_deleted(
     ]
     assert main(["get", "name:hello", "--out", str(tmp_path / "none"), *ours]) == Status.NO
     out_, err = capfdbinary.readouterr()
-    assert (out_, err) == (b"", f"kvstore: {KEY.hex()}: MISS(unknown): it was deleted\n".encode())
+    assert (out_, err) == (b"", b"kvstore: name:hello: MISS(unknown): it was deleted\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "page"]
+    assert main(["get", "name:never", *ours]) == Status.NO
+    assert capfdbinary.readouterr().err.startswith(b"kvstore: name:never: MISS(unknown): ")
+
+
+def test_a_get_that_misses_is_among_the_misses_of_the_node(ours: list[str], shared_node: NodeProcess) -> None:
+    with small_client(shared_node.target) as client:
+        before = sum(one.blocks for one in client.statistics().misses)
+        assert main(["get", "name:never put", *ours]) == Status.NO
+        assert sum(one.blocks for one in client.statistics().misses) > before
 
 
 def test_a_program_reads_json(ours: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> None:

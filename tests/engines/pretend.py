@@ -46,7 +46,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvstore.engines.vllm import loading, lookup, saving, scheduling, working
+from kvstore.engines.vllm import loading, lookup, saving, scheduler, worker
 from kvstore.engines.vllm.chain import Chain
 from kvstore.engines.vllm.connector import TriggerKvConnector
 from kvstore.engines.vllm.saving import Copied, Saves, staging
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from kvstore.engines.vllm.memory import KvMemory
+    from kvstore.engines.vllm.kv_memory import KvMemory
     from kvstore.engines.vllm.transport import Object
 
 __all__ = [
@@ -263,8 +263,8 @@ class Pretend:
     ) -> None:
         for module in (loading, lookup, saving):
             monkeypatch.setattr(module, "ThreadPoolExecutor", Immediately)
-        monkeypatch.setattr(scheduling, "open_client", lambda *_: node)
-        monkeypatch.setattr(working, "open_transport", lambda *given: FakeTransport(node, given[-1]))
+        monkeypatch.setattr(scheduler, "open_client", lambda *_: node)
+        monkeypatch.setattr(worker, "open_transport", lambda *given: FakeTransport(node, given[-1]))
         ours = OURS | {
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {
@@ -336,7 +336,7 @@ class Pretend:
     @property
     def saves(self) -> Any:
         working_side = self.ours._working
-        assert isinstance(working_side, working.Working)
+        assert isinstance(working_side, worker.Working)
         return working_side._saves
 
     def count(self, name: str) -> int:

@@ -14,7 +14,7 @@ from kvstore.engines.vllm.connector import TriggerKvConnector
 from kvstore.engines.vllm.offloading import TriggerKvOffloadingSpec
 from kvstore.engines.vllm.plan import Plan
 from kvstore.engines.vllm.tier import TriggerKvTier
-from kvstore.engines.vllm.working import Working
+from kvstore.engines.vllm.worker import Working
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -215,7 +215,7 @@ def test_a_killed_node_costs_misses_and_no_memory(tmp_path: Path, monkeypatch: p
 
 
 def test_a_wrong_configuration_is_refused_when_it_starts(node: Node) -> None:
-    from kvstore.engines.settings import EngineSettings
+    from kvstore.engines.common_settings import EngineSettings
     from kvstore.errors import ConfigError
 
     with pytest.raises(ConfigError, match="has no nod"):

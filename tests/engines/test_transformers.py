@@ -24,7 +24,7 @@ from transformers import (  # noqa: E402
 from kvstore.client import Client  # noqa: E402
 from kvstore.demo.node_process import NodeProcess  # noqa: E402
 from kvstore.engines.transformers import CacheStore, moving  # noqa: E402
-from kvstore.engines.transformers.pieces import Piece, pieces  # noqa: E402
+from kvstore.engines.transformers.token_blocks import Piece, pieces  # noqa: E402
 from kvstore.errors import FabricError, InvalidArgument, KvError, LayoutError  # noqa: E402
 from kvstore.miss import MissReason  # noqa: E402
 from kvstore.names import block_key  # noqa: E402

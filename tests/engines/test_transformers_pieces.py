@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is in .venv-engines only: make test-engines")
 
 from kvstore.engines.transformers.copies import Gathered, scatter  # noqa: E402
-from kvstore.engines.transformers.pieces import pieces, usable  # noqa: E402
 from kvstore.engines.transformers.shapes import LayerShape, Shapes  # noqa: E402
+from kvstore.engines.transformers.token_blocks import pieces, usable  # noqa: E402
 
 _RNG_ROUNDS = 60
 

@@ -10,8 +10,8 @@ import torch
 
 from kvstore.engines.vllm import identity
 from kvstore.engines.vllm.identity import Group
+from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.loading import Loads
-from kvstore.engines.vllm.memory import KvMemory
 from kvstore.engines.vllm.plan import Load, Wanted
 from kvstore.layout import Layer, Layout, Order
 

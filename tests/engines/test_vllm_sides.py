@@ -24,11 +24,11 @@ from kvstore.engines.vllm import plugin
 from kvstore.engines.vllm.identity import Group, Identity
 from kvstore.engines.vllm.offloading import Engine, TriggerKvOffloadingSpec, _Manager
 from kvstore.engines.vllm.plan import Load, Plan, Wanted
-from kvstore.engines.vllm.scheduling import Scheduling
+from kvstore.engines.vllm.scheduler import Scheduling
 from kvstore.engines.vllm.settings import ENGINE, Settings
 from kvstore.reach import Reach
-from kvstore.engines.vllm.turns import Turns
-from kvstore.engines.vllm.working import Absent
+from kvstore.engines.vllm.session_turns import Turns
+from kvstore.engines.vllm.worker import Absent
 from kvstore.errors import ConfigError
 from kvstore.layout import Layer, Layout, Order
 

@@ -23,10 +23,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvstore.client import Client
 from kvstore.engines.vllm import tiering_connector
+from kvstore.engines.vllm.model_hints import Engine, tell_adapter
 from kvstore.engines.vllm.settings import ENGINE
 from kvstore.engines.vllm.tier import TriggerKvTier
 from kvstore.engines.vllm.tiering_connector import TriggerKvTieringConnector
-from kvstore.engines.vllm.told import Engine, tell_adapter
 from kvstore.errors import Closed, ConfigError
 from tests.engines.node import Node, until
 

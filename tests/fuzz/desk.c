@@ -8,7 +8,7 @@
  */
 #define _GNU_SOURCE
 #include "../../nic_offload/call.h"
-#include "../../nic_offload/parts.h"
+#include "../../nic_offload/progress.h"
 #include "../../nic_offload/shelf.h"
 
 #include <stdlib.h>

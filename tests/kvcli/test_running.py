@@ -137,7 +137,11 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["serve", "--data", "{}/node", "--hot", "9999GiB"], 2, "exceeds this machine's memory"),
+        (
+            ["serve", "--data", "{}/node", "--hot", "9999GiB"],
+            2,
+            "--hot 9999 GiB exceeds this machine's memory",
+        ),
         (["serve", "--data", "/proc/x"], 1, "/proc/x cannot be used"),
         (["demo", "--data", "/proc/x"], 1, "/proc/x"),
         (["fsck", "{}/none"], 2, "There is no data folder"),

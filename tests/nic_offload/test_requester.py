@@ -8,8 +8,8 @@ import pytest
 
 from nic_offload.errors import KvError
 from nic_offload.match_action import Action, ActionKind, Table, perform
-from nic_offload.requester_at import At
 from nic_offload.requester_catalogue import Change, User
+from nic_offload.requester_hits import At
 from nic_offload.requester_terms import Answer, Ended, Ending, Limits, Outcome, Placement
 from tests.nic_offload.matching import request, rule
 from tests.nic_offload.requesting import ALICE, BOB, EVE, SMALL, RequesterRig, extent

@@ -11,11 +11,11 @@ import grpc.aio
 from kvstore.clock import SystemClock
 from kvstore.config import DriveSpec
 from kvstore.node.audit import Audit
+from kvstore.node.authorization import Gate
 from kvstore.node.fabric_address import FabricAddress
-from kvstore.node.gate import Gate
 from kvstore.node.node import Node
+from kvstore.node.same_machine import Sharing
 from kvstore.node.server import add_services
-from kvstore.node.sharing import Sharing
 from kvstore.node.spans import NodeSpans
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store

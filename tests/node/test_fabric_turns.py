@@ -13,7 +13,7 @@ from kvstore.clock import SystemClock
 from kvstore.limits import FABRIC_REST
 from kvstore.node import fabric_calls
 from kvstore.node.fabric_calls import FabricCalls
-from kvstore.node.turns import Turns
+from kvstore.node.time_slices import Turns
 
 
 class Of:

@@ -25,7 +25,7 @@ PAGE = 4096
 BUGGY = """
 import sys, time
 from kvstore.cli import main
-from kvstore.node.granted import Granted
+from kvstore.node.granted_puts import Granted
 settle, settled = Granted._settle, []
 def buggy(self, landed):
     if settled:

@@ -36,7 +36,7 @@ from kvstore.limits import (
 )
 from kvstore.names import block_key
 from kvstore.node.audit import Audit
-from kvstore.node.gate import Gate
+from kvstore.node.authorization import Gate
 from kvstore.node.http import HttpServer, _Asked, _Bad
 from kvstore.node.listening import Certificates
 from kvstore.node.pages import _health

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstore.cluster.map import Map, Member
 from kvstore.errors import KeyTaken
-from kvstore.limits import UI_SESSIONS_MAX
+from kvstore.limits import UI_MEMBERS_MAX, UI_SESSIONS_MAX
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
+from kvstore.node.ui_state import cluster
 from tests.conftest import Rig, small_client, small_node
 from tests.node.browser import BROWSER, Browser
 from tests.node.test_http import ask, bearer, http_url
@@ -122,6 +125,33 @@ def test_an_observer_chooses_a_tenant_and_a_failed_put_has_a_row(node: NodeProce
     browser.wait("document.querySelectorAll('#sessions button').length === 1")
     assert "of acme" in browser.text("#sessions")
     assert browser.text("#puts").count("1 block failed: KeyTaken") == 1
+
+
+def test_the_page_of_a_node_in_a_cluster_lists_its_members() -> None:
+    members = [Member("a", "10.0.0.1:7070", 3), Member("b", "10.0.0.2:7070", state="draining")]
+    now = Map.of(7, members, absent=[Member("c", "10.0.0.3:7070")])
+    membership: Any = SimpleNamespace(map=now, away_ms=1500, outside="")
+    upkeep: Any = SimpleNamespace(found=SimpleNamespace(one_copy=5))
+    told = cluster(membership, upkeep, "a")
+    assert [(one["node"], one["draining"], one["share"], one["is_this"]) for one in told["members"]] == [
+        ("10.0.0.1:7070", False, 1.0, True),
+        ("10.0.0.2:7070", True, 0.0, False),
+    ]
+    assert told["absent"] == [{"name": "c", "node": "10.0.0.3:7070"}]
+    assert (told["total"], told["etcd_away_ms"], told["one_copy"]) == (2, 1500, 5)
+
+
+def test_a_large_cluster_is_listed_in_part() -> None:
+    members = [Member(f"n{number}", f"10.0.0.1:{7000 + number}") for number in range(UI_MEMBERS_MAX + 9)]
+    membership: Any = SimpleNamespace(map=Map.of(7, members), away_ms=0, outside="")
+    told = cluster(membership, None, "n0")
+    assert (told["total"], len(told["members"])) == (UI_MEMBERS_MAX + 9, UI_MEMBERS_MAX)
+
+
+@in_a_browser
+def test_a_node_without_a_cluster_shows_none(node: NodeProcess, browser: Browser) -> None:
+    browser.open(http_url(node))
+    assert browser.run("document.querySelector('#cluster-section').hidden") is True
 
 
 def test_a_tenant_sees_its_own_and_an_observer_chooses(tmp_path: Path) -> None:

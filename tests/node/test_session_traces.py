@@ -18,7 +18,7 @@ from kvstore.limits import (
     TRACES_MAX,
 )
 from kvstore.names import block_key
-from kvstore.node.names import name_of
+from kvstore.node.session_names import name_of
 from kvstore.node.session_traces import SeenGet, Traces
 from kvstore.steps import Step
 from kvstore.wire import steps_pb2 as pb

@@ -8,7 +8,7 @@ from typing import Any
 from kvstore.durability import Durability
 from kvstore.errors import NoSpace
 from kvstore.limits import RPC_TIMEOUT_MS, TRACE_STEPS_MAX
-from kvstore.node.names import name_of
+from kvstore.node.session_names import name_of
 from kvstore.node.session_traces import SessionTrace
 from kvstore.node.timings import PutSeen, Timings
 from kvstore.steps import Seen, Step

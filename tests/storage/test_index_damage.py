@@ -19,7 +19,7 @@ from kvstore.storage.drive_set import SET_NAME, read_set
 from kvstore.storage.folder import FolderLock
 from kvstore.storage.fsck import check
 from kvstore.storage.index import Index
-from kvstore.storage.rows import checked
+from kvstore.storage.row_check import checked
 from kvstore.storage.superblock import find_superblock
 from tests.storage.fakes import FakeBay, FakeDisk
 from tests.storage.rig import TENANT, StoreRig, key, name

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.errors import Corrupt
 from kvstore.storage.index_rows import check_order, rows_of
-from kvstore.storage.rows import crc32_of_each
+from kvstore.storage.row_check import crc32_of_each
 
 if TYPE_CHECKING:
     from pathlib import Path

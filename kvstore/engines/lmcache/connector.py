@@ -31,8 +31,8 @@ from lmcache.v1.storage_backend.connector import (
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvstore.engines.carrier import Carrier, part_keys
+from kvstore.engines.common_settings import EngineSettings
 from kvstore.engines.lmcache.objects import chunk_key, place
-from kvstore.engines.settings import EngineSettings
 from kvstore.errors import FabricError
 
 if TYPE_CHECKING:

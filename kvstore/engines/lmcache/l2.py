@@ -26,9 +26,9 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from kvstore.engines.carrier import Carrier, part_keys
+from kvstore.engines.common_settings import EngineSettings
 from kvstore.engines.lmcache.locks import LOCK_MS, Locks
 from kvstore.engines.lmcache.objects import formats, formats_of, object_key, place
-from kvstore.engines.settings import EngineSettings
 from kvstore.errors import FabricError, LayoutError
 from kvstore.limits import LMCACHE_FORMATS_MAX, LMCACHE_TASKS_MAX
 

@@ -24,7 +24,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from kvstore.engines.carrier import Carrier, Place, part_keys
-from kvstore.engines.settings import EngineSettings
+from kvstore.engines.common_settings import EngineSettings
 from kvstore.engines.sglang.hits import Found, usable
 from kvstore.engines.sglang.pools import Pool, anchor_layout
 from kvstore.engines.sglang.stats import Moved

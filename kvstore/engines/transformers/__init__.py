@@ -1,5 +1,5 @@
 """KV caches of Hugging Face transformers as sessions of a node: saved after a turn, resumed in any process."""
 
-from kvstore.engines.transformers.store import CacheStore, ChatSession, Resumed, Saved
+from kvstore.engines.transformers.conversations import CacheStore, ChatSession, Resumed, Saved
 
 __all__ = ["CacheStore", "ChatSession", "Resumed", "Saved"]

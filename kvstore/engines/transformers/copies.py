@@ -10,8 +10,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvstore.engines.transformers.pieces import Piece
     from kvstore.engines.transformers.shapes import LayerShape, Shapes
+    from kvstore.engines.transformers.token_blocks import Piece
 
 __all__ = ["Gathered", "scatter"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Iterator, Sequence
 
-    from kvstore.engines.transformers.pieces import Piece
+    from kvstore.engines.transformers.token_blocks import Piece
     from nic_offload.fabric import Region
 
 __all__ = ["Mover", "batches"]

@@ -29,10 +29,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.engines.vllm.identity import Identity, identify
 from kvstore.engines.vllm.plan import Plan, Told
-from kvstore.engines.vllm.scheduling import Scheduling
+from kvstore.engines.vllm.scheduler import Scheduling
 from kvstore.engines.vllm.settings import Settings
 from kvstore.engines.vllm.stats import PromMetrics, Stats
-from kvstore.engines.vllm.working import Absent, Working
+from kvstore.engines.vllm.worker import Absent, Working
 from kvstore.errors import KvError
 
 if TYPE_CHECKING:

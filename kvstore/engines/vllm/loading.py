@@ -20,7 +20,7 @@ from kvstore.engines.vllm.transport import Object
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.engines.vllm.memory import KvMemory
+    from kvstore.engines.vllm.kv_memory import KvMemory
     from kvstore.engines.vllm.plan import Load, Wanted
     from kvstore.engines.vllm.transport import Transport
 

@@ -37,8 +37,8 @@ from vllm.v1.kv_offload.base import (
 
 from kvstore.client import Client
 from kvstore.engines.vllm.host import HostMemory, State
+from kvstore.engines.vllm.model_hints import Adapter, Engine
 from kvstore.engines.vllm.settings import ENGINE, Settings
-from kvstore.engines.vllm.told import Adapter, Engine
 from kvstore.errors import ConfigError
 from kvstore.limits import BLOCK_BYTES_MAX
 from kvstore.names import block_key

@@ -20,8 +20,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from kvstore.engines.vllm.model_hints import engine_of, tell_adapter
 from kvstore.engines.vllm.settings import ENGINE, Settings
-from kvstore.engines.vllm.told import engine_of, tell_adapter
 
 __all__ = ["TriggerKvOffloadingConnector"]
 

@@ -29,7 +29,7 @@ from kvstore.limits import SAVE_BATCH_PAGES_MAX, VLLM_ACK_SLICE_MS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.engines.vllm.memory import KvMemory
+    from kvstore.engines.vllm.kv_memory import KvMemory
     from kvstore.engines.vllm.plan import Wanted
 
 __all__ = ["Copied", "Saved", "Saves", "Sender", "Sent", "staging"]

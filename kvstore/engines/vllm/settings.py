@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from kvstore.engines.settings import EngineSettings
+from kvstore.engines.common_settings import EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

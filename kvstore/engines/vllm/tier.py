@@ -38,8 +38,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvstore.client import as_request
 from kvstore.clock import SystemClock
 from kvstore.engines.carrier import Carrier, Place
+from kvstore.engines.vllm.model_hints import Adapter, Engine
 from kvstore.engines.vllm.settings import ENGINE, TierSettings
-from kvstore.engines.vllm.told import Adapter, Engine
 from kvstore.errors import ConfigError, DeadlineExceeded
 from kvstore.limits import VLLM_SHUTDOWN_MS
 from kvstore.names import block_key

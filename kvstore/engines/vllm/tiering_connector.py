@@ -5,7 +5,7 @@
             "secondary_tiers": [{"type": "triggerkv", "node": "127.0.0.1:7070"}]}}'
 
 It is vLLM's connector with vLLM's `TieringOffloadingSpec`. What is added: each tier of ours is told what the chunks are
-and which adapter a request has (`told`), and that the cache was reset, for the weights may be others then.
+and which adapter a request has (`model_hints`), and that the cache was reset, for the weights may be others then.
 
 What always holds: nothing that was stored before a reset is found after it.
 What it doesn't do: anything else; pool, copies and scheduling are vLLM's, and other tiers may stand beside ours.
@@ -22,9 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+from kvstore.engines.vllm.model_hints import Engine, engine_of, tell_adapter
 from kvstore.engines.vllm.settings import ENGINE
 from kvstore.engines.vllm.tier import TriggerKvTier
-from kvstore.engines.vllm.told import Engine, engine_of, tell_adapter
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:

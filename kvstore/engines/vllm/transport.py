@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from kvstore.engines.vllm.identity import Identity
-    from kvstore.engines.vllm.memory import KvMemory
+    from kvstore.engines.vllm.kv_memory import KvMemory
     from kvstore.engines.vllm.settings import Settings
 
 __all__ = ["Object", "Transport", "open_client", "open_transport"]

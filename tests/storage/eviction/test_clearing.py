@@ -10,9 +10,9 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.storage.eviction.clearing import Clearing, clearings
 from kvstore.storage.eviction.ground import Ground, Standing
-from kvstore.storage.eviction.history import History
 from kvstore.storage.eviction.items import Eviction, Reason
 from kvstore.storage.eviction.policies import POLICY_NAMES, new_policy
+from kvstore.storage.eviction.removals import History
 from kvstore.storage.extents import Extents
 
 if TYPE_CHECKING:

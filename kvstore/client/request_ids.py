@@ -1,0 +1,163 @@
+"""The request that a look-up belongs to, and this process's own record of look-ups that the node doesn't see.
+
+    with as_request("cmpl-7"):
+        client.prefix(keys)
+        client.get(blocks)
+
+Look-ups carry the request's id, which the caller gives or this module makes. Those that did not reach the node,
+or that it refused, wait here and ride to it on a later one.
+
+What always holds: at most `LOOKUPS_WAITING_MAX` wait, the oldest go first; a call carries at most
+`LOOKUPS_TOLD_BYTES_MAX` of them; they cost no call of their own. What rode on a call that failed waits again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections import deque
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded
+from kvstore.limits import LOOKUP_RUNS_TOLD_MAX, LOOKUPS_TOLD_BYTES_MAX, LOOKUPS_WAITING_MAX
+from kvstore.lookups import Lookup, Outcome, Run, clean_id, outcome_of_miss, runs_of
+from kvstore.miss import Miss
+from kvstore.wire import lookups_pb2 as pb
+from kvstore.wire.lookup_messages import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.clock import Clock
+    from kvstore.lookups import Kind
+
+__all__ = ["Asked", "ClientLookups", "Metadata", "as_request", "current_request"]
+
+Metadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
+
+_request: ContextVar[str] = ContextVar("kvstore_request", default="")
+_process = secrets.token_hex(4)
+_numbers = itertools.count(1)
+
+
+def current_request() -> str:
+    """The id of the request that this thread or task works for; a generated one if none was given."""
+    return _request.get() or f"{_process}-{next(_numbers)}"
+
+
+@contextmanager
+def as_request(request_id: str = "") -> Iterator[str]:
+    """Record all look-ups of this thread or task under this request's id, which is generated if not given.
+
+    An id is printable ASCII, at most 128 characters; others become question marks.
+    """
+    request_id = clean_id(request_id) or current_request()
+    token = _request.set(request_id)
+    try:
+        yield request_id
+    finally:
+        _request.reset(token)
+
+
+class Asked:
+    """A look-up that is being made."""
+
+    def __init__(
+        self,
+        lookups: ClientLookups,
+        kind: Kind,
+        blocks: int,
+        request_id: str,
+        told: pb.LookupsByCaller | None,
+    ) -> None:
+        self._lookups = lookups
+        self._kind, self._blocks, self._request_id, self._told = kind, blocks, request_id, told
+        self._began_ns = lookups.clock.monotonic_ns()
+        self.metadata: Metadata = ((REQUEST_HEADER, request_id),)
+        if told is not None:
+            self.metadata = (*self.metadata, (LOOKUPS_HEADER, told.SerializeToString()))
+
+    def failed(self, error: KvError) -> None:
+        """It was not answered, or was refused."""
+        self._lookups.failed(self._request_id, self._kind, self._blocks, self._began_ns, error)
+        if self._told is not None:
+            self._lookups.again(self._told)
+
+
+class ClientLookups:
+    """Of one client. Any thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._waiting: deque[pb.Lookup] = deque(maxlen=LOOKUPS_WAITING_MAX)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, kind: Kind, blocks: int, request_id: str = "") -> Asked:
+        """A look-up is about to be made, with the metadata that this has."""
+        return Asked(self, kind, blocks, request_id or current_request(), self._take())
+
+    @contextmanager
+    def looking(self, kind: Kind, blocks: int, request_id: str = "") -> Iterator[Metadata]:
+        """Make a look-up with this metadata; if it fails for want of the node, that is noted."""
+        asked = self.begin(kind, blocks, request_id)
+        try:
+            yield asked.metadata
+        except KvError as error:
+            asked.failed(error)
+            raise
+
+    def failed(self, request_id: str, kind: Kind, blocks: int, began_ns: int, error: KvError) -> None:
+        """A look-up failed; if that was for want of the node, it is noted."""
+        if isinstance(error, (NodeUnavailable, DeadlineExceeded, Overloaded)):
+            outcome = Outcome.BUSY if isinstance(error, Overloaded) else Outcome.NODE_AWAY
+            self._note(request_id, kind, began_ns, [Run(blocks, outcome)], error)
+
+    def again(self, told: pb.LookupsByCaller) -> None:
+        """What rode on a call that failed waits for the next."""
+        with self._lock:
+            left = LOOKUPS_WAITING_MAX - len(self._waiting)
+            self._waiting.extendleft(reversed(told.lookups[max(0, len(told.lookups) - left) :]))
+
+    def lost(
+        self,
+        request_id: str,
+        kind: Kind,
+        began_ns: int,
+        outcomes: Sequence[object | Miss],
+        error: KvError,
+    ) -> None:
+        """The node went away while it sent blocks, or did not send them in time; the outcomes say which."""
+        codes = bytes(
+            outcome_of_miss(one.reason) if isinstance(one, Miss) else Outcome.MEMORY for one in outcomes
+        )
+        self._note(request_id, kind, began_ns, runs_of(codes), error)
+
+    def _note(self, request_id: str, kind: Kind, began_ns: int, runs: list[Run], error: KvError) -> None:
+        blocks = sum(run.blocks for run in runs)
+        if len(runs) > LOOKUP_RUNS_TOLD_MAX:
+            rest = sum(run.blocks for run in runs[LOOKUP_RUNS_TOLD_MAX - 1 :])
+            runs[LOOKUP_RUNS_TOLD_MAX - 1 :] = [Run(rest, Outcome.UNSPECIFIED)]
+        took_us = max(0, self.clock.monotonic_ns() - began_ns) // 1000
+        at_ms = self.clock.wall_ms() - took_us // 1000
+        lookup = Lookup(
+            clean_id(request_id), kind, at_ms, took_us, blocks, runs, by_caller=True, detail=str(error)
+        )
+        with self._lock:
+            self._waiting.append(lookup_message(lookup))
+
+    def _take(self) -> pb.LookupsByCaller | None:
+        """As many of those that wait as one call carries."""
+        if not self._waiting:  # without the lock: a call that misses one reports it next time
+            return None
+        with self._lock:
+            told = pb.LookupsByCaller(sent_unix_ms=self.clock.wall_ms())
+            left_bytes = LOOKUPS_TOLD_BYTES_MAX - told.ByteSize()
+            while self._waiting and (left_bytes := left_bytes - self._waiting[0].ByteSize() - 4) >= 0:
+                told.lookups.append(self._waiting.popleft())
+        return told

@@ -1,0 +1,48 @@
+"""Watches of transfers: a session learns the outcomes of its blocks, and adds its name to each call.
+
+What always holds: a watch is notified of each put's end once, with the client's lock held, so it must not wait.
+What it doesn't do: change transfers or their timing.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from kvstore.client.blocks import Block, PutResult
+    from kvstore.client.puts import ArmedPuts
+    from kvstore.client.spans import GetSpan, InlineSpan, PutSpan, ResumeSpan
+
+__all__ = ["Metadata", "Watch", "metadata_of", "within"]
+
+Metadata: TypeAlias = "tuple[tuple[str, bytes], ...]"
+
+
+class Watch(Protocol):
+    """What a client tells of transfers that are watched."""
+
+    def metadata(self) -> Metadata:
+        """What goes along with a call that is made for them."""
+        ...
+
+    def armed(self, blocks: Sequence[Block], puts: ArmedPuts) -> None:
+        """These have been armed."""
+        ...
+
+    def put_ended(self, block: Block, result: PutResult) -> None:
+        """A put has ended, one way or the other."""
+        ...
+
+
+def metadata_of(watch: Watch | None) -> Metadata:
+    """The metadata of a call; none without a watch."""
+    return () if watch is None else watch.metadata()
+
+
+def within(span: PutSpan | GetSpan | InlineSpan | ResumeSpan | None) -> AbstractContextManager[object]:
+    """Add this span's context to calls; unchanged without tracing."""
+    return nullcontext() if span is None else span.current()

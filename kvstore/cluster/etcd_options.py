@@ -1,0 +1,89 @@
+"""How etcd is reached and with which credentials, read from the node's settings; it needs no etcd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.errors import ConfigError
+from kvstore.limits import ETCD_ENDPOINTS_MAX
+from kvstore.reach import split_target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["EtcdReach"]
+
+_CLUSTER_NAME_MAX: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdReach:
+    """Where etcd is, and as whom it is asked; and the cluster's name there."""
+
+    endpoints: tuple[str, ...]
+    cluster: str
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    user: str | None = None
+    password: Path | None = None  # a file
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be."""
+        if not 1 <= len(self.endpoints) <= ETCD_ENDPOINTS_MAX:
+            raise ConfigError(f"etcd has 1 to {ETCD_ENDPOINTS_MAX} endpoints, not {len(self.endpoints)}.")
+        for endpoint in self.endpoints:
+            split_target(endpoint)
+        is_word = self.cluster.replace("-", "").replace("_", "").isalnum() and self.cluster.isascii()
+        if not is_word or len(self.cluster) > _CLUSTER_NAME_MAX:
+            raise ConfigError(f"A cluster's name has letters, digits, - and _, {_CLUSTER_NAME_MAX} at most.")
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("A certificate for etcd and its key come together.")
+        if self.certificate is not None and self.ca is None:
+            raise ConfigError("A certificate for etcd is shown over TLS: give --cluster-ca as well.")
+        if (self.user is None) != (self.password is None):
+            raise ConfigError("A user of etcd and the file with its password come together.")
+
+    @classmethod
+    def of(cls, text: str, **more: Any) -> EtcdReach:
+        """`HOST:PORT[,HOST:PORT]/NAME`."""
+        endpoints, slash, name = text.removeprefix("etcd://").partition("/")
+        if not slash or not name:
+            raise ConfigError(
+                f"{text!r} names no cluster; write HOST:PORT[,HOST:PORT]/NAME, etcd's and its own."
+            )
+        return cls(tuple(one.strip() for one in endpoints.split(",")), name, **more)
+
+    @property
+    def folder(self) -> bytes:
+        """Under which all of the cluster's records are."""
+        return b"/triggerkv/%s/" % self.cluster.encode()
+
+    @property
+    def lots(self) -> bytes:
+        """Under which is who orders which sessions; it is not below `folder`, which every node follows."""
+        return b"/triggerkv/%s.sessions/" % self.cluster.encode()
+
+    @property
+    def gone(self) -> bytes:
+        """Under which are the nodes that have left for good, by their folders' names; not below `folder` either."""
+        return b"/triggerkv/%s.gone/" % self.cluster.encode()
+
+    def pem(self) -> tuple[bytes | None, bytes | None, bytes | None] | None:
+        """Who signed etcd's certificate, our key and our certificate; None without TLS."""
+        if self.ca is None:
+            return None
+        key = None if self.key is None else _read(self.key)
+        return _read(self.ca), key, None if self.certificate is None else _read(self.certificate)
+
+    def secret(self) -> str:
+        """The password."""
+        return "" if self.password is None else _read(self.password).decode(errors="replace").strip()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error

@@ -1,0 +1,270 @@
+"""Conversations of one model, stored on a node.
+
+`resume` gives a cache to go on with: as many of the given tokens as the session has KV for. `save` stores what a cache
+has beyond that, as one more turn. Nothing of a session whose tokens are other ones is ever used, so a prompt that was
+edited costs what follows the edit and no more.
+
+What always holds: a cache that `resume` gives is what a cache of these tokens was when it was saved, bit for bit, and
+leaves one token at least to be computed. No failure of the node's is raised: `resume` gives less, or nothing, and
+says why; `save` says what was not stored. What the caller got wrong is raised.
+
+What it doesn't do: batches (a session is one sequence), caches that are quantised or of fixed size, layers with a
+recurrent state. On a GPU the CPU copies through host memory: for the path without that see the vLLM connector.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+from transformers import DynamicCache
+
+from kvstore.client import Client
+from kvstore.engines.transformers.copies import Gathered, scatter
+from kvstore.engines.transformers.moving import MEMORY_BYTES, Mover, batches
+from kvstore.engines.transformers.shapes import Shapes
+from kvstore.engines.transformers.token_blocks import Piece, pieces, usable
+from kvstore.engines.transformers.weights import weights_digest
+from kvstore.errors import InvalidArgument, KvError, LayoutError, NoSession, Overloaded
+from kvstore.limits import ENGINE_SLOTS_MAX
+from kvstore.miss import Miss, MissReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    import torch
+
+    from kvstore.client.sessions import Session
+    from kvstore.engines.transformers.shapes import LayerShape
+    from kvstore.reach import Reach
+
+__all__ = ["CacheStore", "ChatSession", "Resumed", "Saved"]
+
+log = logging.getLogger(__name__)
+
+_BLOCK_TOKENS: Final = 64
+
+
+class Resumed(NamedTuple):
+    """What there was."""
+
+    cache: DynamicCache  # empty if there was nothing
+    tokens: int  # whose KV it holds
+    miss: Miss | None  # why it is not all that the session has
+
+
+class Saved(NamedTuple):
+    """What is stored now."""
+
+    tokens: int  # of the conversation, from its first one on
+    sent_bytes: int
+    error: KvError | None  # why it is not all of them
+
+
+class _Known(NamedTuple):
+    """What a session has."""
+
+    pieces: list[Piece]  # the first of its blocks, as far as they are of the tokens in question
+    turn_ends: list[int]
+    blocks: int  # all of them
+
+
+class CacheStore:
+    """A node, for one model."""
+
+    def __init__(
+        self,
+        node: str | Reach | None,
+        model: Any,
+        *,
+        weights: str | None = None,
+        layers: Sequence[LayerShape] | None = None,
+        block_tokens: int = _BLOCK_TOKENS,
+    ) -> None:
+        """Open it. The node is not called yet; `kvstore.reach` describes how it is reached.
+
+        `weights` names the model's weights beyond doubt; by default all of them are digested, a second or so for each
+        gigabyte. `layers` say what each layer keeps where the model's configuration doesn't.
+        """
+        self._config = model.config
+        self._device = model.device
+        digest = weights_digest(model) if weights is None else weights
+        self.shapes = Shapes.of(
+            model.config, model.dtype, weights=digest, block_tokens=block_tokens, layers=layers
+        )
+        block_bytes = self.shapes.block_bytes(block_tokens, [block_tokens] * len(self.shapes.windows))
+        slots = max(1, min(ENGINE_SLOTS_MAX, MEMORY_BYTES // block_bytes))
+        client = Client(
+            node,
+            layout=self.shapes.canonical,
+            slots=slots,
+            block_bytes_max=block_bytes,
+        )
+        self._mover = Mover(client, block_bytes, slots)
+        self._lock = threading.Lock()
+
+    def session(self, user: str, name: str) -> ChatSession:
+        """Name a conversation of a user's. Nothing is called."""
+        return ChatSession(self, self._mover.client.session(user, name))
+
+    def fetched(self, wanted: Sequence[Piece]) -> tuple[DynamicCache, int, Miss | None]:
+        """Give a cache of blocks, how many tokens it has, and why not all."""
+        miss: Miss | None = None
+        with self._lock:
+            gathered, here = Gathered(self.shapes, self._device), 0
+            for some in batches(wanted, self._mover.capacity_bytes):
+                came, miss = self._mover.get(some)
+                gathered.add(self._mover.memory, some[:came])
+                here += came
+                if miss is not None:
+                    break
+        count = usable(self.shapes, wanted[:here])
+        if (
+            count < here
+        ):  # blocks in which a layer with a window lacks what it would need: rare, so fetched anew
+            cache, tokens, again = self.fetched(wanted[:count])
+            return cache, tokens, again or miss
+        return self._cache(gathered, wanted[:count]), wanted[count - 1].end if count else 0, miss
+
+    def _cache(self, gathered: Gathered, whole: Sequence[Piece]) -> DynamicCache:
+        cache = DynamicCache(config=self._config)
+        if not whole:
+            return cache
+        for number, (k, v) in enumerate(gathered.layers()):
+            cache.update(k, v, number)
+            if self.shapes.layers[number].window is not None:
+                cache.layers[number].cumulative_length = whole[-1].end
+        return cache
+
+    def put(self, cache: DynamicCache, cached_tokens: int, new: Sequence[Piece]) -> int:
+        """Store blocks out of a cache; how many bytes they have."""
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        with self._lock:
+            for some in batches(new, self._mover.capacity_bytes):
+                scatter(self.shapes, layers, cached_tokens, self._mover.memory, some)
+                self._mover.put(some)
+        return sum(piece.length for piece in new)
+
+    def check(self, cache: DynamicCache, cached_tokens: int) -> None:
+        """Refuse a cache that is not one sequence of this model's."""
+        if len(cache.layers) != len(self.shapes.layers):
+            raise LayoutError(
+                f"The cache has {len(cache.layers)} layers, the model {len(self.shapes.layers)}."
+            )
+        for number, (layer, shape) in enumerate(zip(cache.layers, self.shapes.layers, strict=True)):
+            kept = cached_tokens if shape.window is None else min(cached_tokens, shape.window - 1)
+            for tensor, numbers in ((layer.keys, shape.k_numbers), (layer.values, shape.v_numbers)):
+                _check_tensor(number, tensor, (1, shape.heads, kept, numbers), self.shapes.dtype)
+
+    def close(self) -> None:
+        """Let the node go."""
+        with self._lock:
+            self._mover.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ChatSession:
+    """One conversation."""
+
+    def __init__(self, store: CacheStore, session: Session) -> None:
+        self._store = store
+        self._session = session
+
+    def resume(self, tokens: Any) -> Resumed:
+        """Give the KV of the first of these tokens: as many as are saved, but for one at least."""
+        numbers = _numbers(tokens)
+        try:
+            saved = self._saved(numbers)
+        except KvError as error:
+            return Resumed(*self._store.fetched([])[:2], _miss(error))
+        wanted = [piece for piece in saved.pieces if piece.end < len(numbers)]
+        wanted = wanted[: usable(self._store.shapes, wanted)]
+        cache, here, miss = self._store.fetched(wanted)
+        if miss is None and len(wanted) < max(1, saved.blocks):
+            miss = Miss(MissReason.UNKNOWN, _why(saved, here))
+        return Resumed(cache, here, miss)
+
+    def prefetch(self) -> None:
+        """Have the node read the session into its memory while the user thinks."""
+        try:
+            self._session.prefetch()
+        except KvError as error:
+            log.debug("A session was not prefetched: %s", error)
+
+    def save(self, cache: DynamicCache, tokens: Any) -> Saved:
+        """Store the rest of the cache, as a turn. `tokens` are at least those it was computed from."""
+        numbers, cached = _numbers(tokens), cache.get_seq_length()
+        if len(numbers) < cached:
+            raise InvalidArgument(f"The cache has {cached} tokens, and {len(numbers)} were given.")
+        self._store.check(cache, cached)
+        known = 0
+        try:
+            saved = self._saved(numbers)
+            here = min(saved.pieces[-1].end, cached) if saved.pieces else 0
+            ends = [end for end in saved.turn_ends if end <= here]
+            known = ends[-1] if ends else 0
+            kept = sum(piece.end <= known for piece in saved.pieces)
+            if kept < saved.blocks:
+                self._session.truncate(kept)
+            if known == cached:
+                return Saved(known, 0, None)
+            whole = pieces(self._store.shapes, numbers, [*ends, cached])
+            new = [piece for piece in whole if piece.begin >= known]
+            sent_bytes = self._store.put(cache, cached, new)
+            self._session.append([piece.key for piece in new], tokens=cached - known)
+        except KvError as error:
+            log.warning("A conversation was not saved: %s", error)
+            return Saved(known, 0, error)
+        return Saved(cached, sent_bytes, None)
+
+    def _saved(self, numbers: Sequence[int]) -> _Known:
+        """Ask what the session has of these tokens."""
+        try:
+            info = self._session.info()
+        except NoSession:
+            return _Known([], [], 0)
+        ends = [turn.tokens.stop for turn in info.turns]
+        same = []
+        for piece, key in zip(pieces(self._store.shapes, numbers, ends), self._session.keys(), strict=False):
+            if piece.end > len(numbers) or piece.key != key:
+                break
+            same.append(piece)
+        return _Known(same, ends, info.blocks)
+
+
+def _numbers(tokens: Any) -> list[int]:
+    """Tokens as a list, whether they were one, or a tensor of one sequence."""
+    listed = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+    if listed and isinstance(listed[0], list):
+        if len(listed) != 1:
+            raise InvalidArgument(f"A session is one sequence of tokens, not {len(listed)}.")
+        listed = listed[0]
+    return [int(one) for one in listed]
+
+
+def _why(saved: _Known, tokens: int) -> str:
+    if not saved.blocks:
+        return "Nothing is saved under this name."
+    return f"The session differs after token {tokens}, or has more tokens than were given."
+
+
+def _miss(error: KvError) -> Miss:
+    reason = MissReason.BUSY if isinstance(error, Overloaded) else MissReason.NODE_AWAY
+    return Miss(reason, str(error))
+
+
+def _check_tensor(
+    number: int, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        found = "nothing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+        raise LayoutError(f"Layer {number} of the cache has {found}, and the model {shape} of {dtype}.")

@@ -1,0 +1,68 @@
+"""How a conversation's tokens are divided into blocks, and the blocks' names.
+
+Each turn is cut from where the last one ended, into blocks of the same number of tokens, of which the last may have
+fewer. So a block that is stored never changes, and a turn sends what is new and nothing else.
+
+What always holds: a block's key is made of all tokens up to its end, and of how many of them layers with a window had.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.names import block_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.engines.transformers.shapes import Shapes
+
+__all__ = ["Piece", "pieces", "usable"]
+
+
+class Piece(NamedTuple):
+    """One block: tokens from `begin` to `end`."""
+
+    key: bytes
+    begin: int
+    end: int
+    kept: tuple[int, ...]  # by layers with a window, for each window there is
+    length: int  # in bytes
+
+
+def pieces(shapes: Shapes, tokens: Sequence[int], turn_ends: Sequence[int]) -> Iterator[Piece]:
+    """Cut the tokens up to the last of the turns' ends."""
+    layout = shapes.layout
+    digest, begin = block_key(b"transformers"), 0
+    for turn_end in turn_ends:
+        while begin < turn_end:
+            end = min(begin + layout.block_tokens, turn_end)
+            digest = block_key(digest, array("q", tokens[begin:end]).tobytes())
+            kept = shapes.kept(begin, end, turn_end)
+            key = layout.key(block_key(digest, array("q", kept).tobytes()))
+            length = shapes.block_bytes(end - begin, kept)
+            if length:  # where all layers have windows, what none of them has any more is no block
+                yield Piece(key, begin, end, kept, length)
+            begin = end
+
+
+def usable(shapes: Shapes, run: Sequence[Piece]) -> int:
+    """How many of these blocks, from the first on, make up a KV that can be gone on with."""
+    for count in range(len(run), 0, -1):
+        end = run[count - 1].end
+        if all(_has(run[:count], at, end - window + 1) for at, window in enumerate(shapes.windows)):
+            return count
+    return 0
+
+
+def _has(run: Sequence[Piece], at: int, first: int) -> bool:
+    """Tell whether the layers of one window have every token from the first on."""
+    end = run[-1].end
+    for piece in reversed(run):
+        if end <= first:
+            return True
+        if piece.end != end or piece.end - piece.kept[at] > max(piece.begin, first):
+            return False
+        end = piece.begin
+    return end <= max(0, first)

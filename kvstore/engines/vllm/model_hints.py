@@ -1,0 +1,71 @@
+"""What our connectors pass to a spec or a tier because vLLM doesn't: the model served, and a request's adapter.
+
+vLLM tells them the model's name and little more; its block hashes know an adapter by its name and path. Here both are
+known by their content (`identity`, `weights`).
+
+What always holds: a model that can't be named is neither saved nor loaded, and the log says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from kvstore.engines.vllm.identity import identify_chunks
+from kvstore.engines.vllm.weights import adapter_name
+from kvstore.errors import KvError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Adapter", "Engine", "engine_of", "tell_adapter"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+_NAME_BYTES = 16
+
+
+@dataclass(slots=True)
+class Engine:
+    """What a connector knows of its engine."""
+
+    layout: bytes  # what its chunks are; b"": they can't be named, and none is kept
+    saves: bool = True
+    loads: bool = True
+    adapters: dict[str, bytes] = field(default_factory=dict)  # of requests on their way to the manager
+    epoch: bytes = b""  # of the weights: another one finds nothing of what was stored before
+
+    def reset(self) -> None:
+        """Find nothing that is stored until now: the weights may be others."""
+        self.epoch = secrets.token_bytes(_NAME_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A request's, by content: the engine's own hashes have its path."""
+
+    name: bytes
+
+
+def engine_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Engine:
+    """Name the engine's chunks, and say whether it saves and loads (`kv_role`)."""
+    transfer = vllm_config.kv_transfer_config
+    try:
+        layout = identify_chunks(vllm_config, kv_cache_config, weights)
+    except KvError as reason:
+        log.warning("KV is not stored: %s", reason)
+        return Engine(b"", saves=False, loads=False)
+    return Engine(layout, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
+
+
+def tell_adapter(engines: Iterable[Engine], request: Any) -> None:
+    """Say which adapter a new request is for."""
+    if request.lora_request is not None:
+        name = blake2b(
+            adapter_name(request.lora_request.lora_path).encode(), digest_size=_NAME_BYTES
+        ).digest()
+        for engine in engines:
+            engine.adapters[request.request_id] = name

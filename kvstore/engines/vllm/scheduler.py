@@ -1,0 +1,342 @@
+"""The scheduler's side: what is stored of a request, what to load of it, and which blocks to save when.
+
+What always holds: what is offered is less than the whole prompt, in blocks that every group has whole; what was offered
+and has not come is not offered again; a block is saved once, when all its tokens are known and computed, and nothing
+it depends on is missing; what is remembered of a request ends with it. No call waits while the engine has work.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvstore.clock import SystemClock
+from kvstore.engines.vllm.chain import Chain
+from kvstore.engines.vllm.lookup import Lookups
+from kvstore.engines.vllm.plan import Load, Plan, Told, Wanted
+from kvstore.engines.vllm.session_turns import Turns
+from kvstore.engines.vllm.stats import Stats
+from kvstore.engines.vllm.transport import open_client
+from kvstore.limits import VLLM_SAVING_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.engines.vllm.identity import Identity
+    from kvstore.engines.vllm.settings import Settings
+
+__all__ = ["Scheduling"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+# A look-up takes a millisecond or two; a scheduler that is told to ask again spins for as long.
+_FIRST_WAIT_S = 0.01
+_NEXT_WAIT_S = 0.001
+
+
+@dataclass(slots=True)
+class _Request:
+    request: Any
+    chains: dict[int, Chain]
+    lookup: Future[int] | None = None
+    lookup_until_ns: int = 0
+    asked: bool = False  # whether the answer was waited for
+    computed_tokens: int = 0  # what the engine had when it was offered more
+    told_tokens: int = 0  # those, and what was offered and taken: whatever else it has is another connector's
+    is_admitted: bool = False  # since the last step
+    is_spoilt: bool = False  # it goes on from blocks that did not come
+    offers: int = 0  # loads that were begun
+    known_tokens: int = 0  # stored on the node, from the first on
+    saved: list[int] = field(default_factory=list)  # blocks, group by group, that need not be saved
+
+
+class Scheduling:
+    """Of one engine."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        *,
+        with_events: bool,
+        loads: bool = True,
+        saves: bool = True,
+    ) -> None:
+        object_bytes = max(group.object_bytes_max for group in identity.groups)
+        self._client = open_client(settings, identity, object_bytes)
+        self._groups = identity.groups
+        self._may_load, self._may_save = loads, saves  # by the engine's `kv_role`
+        self._lookup_ns = settings.lookup_timeout_ms * 1_000_000
+        self._lookups = Lookups(self._client, identity, settings.lookup_timeout_ms / 1000)
+        self._turns = Turns(self._client, identity.groups)
+        self._is_async = settings.is_async(len(self._groups))
+        self._workers = len(identity.groups[0].shards)
+        self._requests: dict[str, _Request] = {}
+        self._epoch = b""
+        self._loads: list[Load] = []
+        self._awaited: set[bytes] = set()  # the digests of what this step will wait for
+        self._loading: list[list[int]] = []  # the blocks of each request that waits for them
+        self._is_idle = True  # whether the last step computed nothing
+        self._manager: Any = None
+        self._stored_by: dict[tuple[int, bytes], int] = {}
+        self._tokens_of: dict[tuple[int, bytes], Any] | None = {} if with_events else None
+        self._events: list[Any] = []
+        self._clock = SystemClock()
+        self.stats = Stats()
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """Learn who knows which blocks a request has."""
+        self._manager = kv_cache_manager
+
+    # --- a request comes
+
+    def new_request(self, request: Any) -> None:
+        """Ask what is stored of it, long before it is scheduled if the engine is busy."""
+        if self._may_load:
+            self._turns.arrived(request)
+        self._begin_lookup(self._known(request))
+
+    def _known(self, request: Any) -> _Request:
+        known = self._requests.get(request.request_id)
+        if known is None:
+            known = self._requests[request.request_id] = self._fresh(request)
+        return known
+
+    def _fresh(self, request: Any) -> _Request:
+        chains = {
+            group.block_tokens: Chain(request, group.block_tokens, self._epoch) for group in self._groups
+        }
+        return _Request(request, chains, saved=[0] * len(self._groups))
+
+    def _begin_lookup(self, known: _Request) -> None:
+        digests = [known.chains[group.block_tokens].grow() for group in self._groups]
+        if not self._may_load or not all(digests):
+            return  # a producer, or not one block is full
+        known.lookup = self._lookups.begin(digests, known.request.request_id)
+        known.lookup_until_ns = self._clock.monotonic_ns() + self._lookup_ns
+        known.asked = False
+
+    def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens behind those computed can be loaded; None: not known yet."""
+        known = self._known(request)
+        known.told_tokens = computed_tokens
+        if self._shares_awaited(known, computed_tokens):
+            return None, False
+        if known.offers > request.num_preemptions:
+            return 0, False  # what was offered has not come, and might not for ever
+        if known.lookup is None:
+            self._begin_lookup(known)
+        if known.lookup is None:
+            return 0, False
+        try:
+            known.known_tokens = known.lookup.result(self._patience_s(known))
+        except NotYet:
+            known.asked = True
+            if self._clock.monotonic_ns() < known.lookup_until_ns:
+                return None, False
+            known.known_tokens = 0
+            self.stats.add("lookups_late")
+        # One token at least is computed: the next one comes of it.
+        step = self._lookups.step_tokens
+        usable = min(known.known_tokens, (request.num_tokens - 1) // step * step)
+        known.computed_tokens = computed_tokens
+        if usable <= computed_tokens:
+            return 0, False
+        return usable - computed_tokens, self._is_async
+
+    def _patience_s(self, known: _Request) -> float:
+        """While others compute, nothing waits here; an idle engine that is told to ask again would spin."""
+        if not self._is_idle:
+            return 0.0
+        return _NEXT_WAIT_S if known.asked else _FIRST_WAIT_S
+
+    def _shares_awaited(self, known: _Request, computed_tokens: int) -> bool:
+        """Whether the engine's own cache would give it blocks that another request of this step has yet to load.
+
+        Should they not come, vLLM takes the other request back, and goes on with this one as if they had.
+        """
+        if not self._awaited or not computed_tokens:
+            return False
+        size = self._groups[0].block_tokens
+        return not self._awaited.isdisjoint(known.chains[size].grow()[: computed_tokens // size])
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """Plan the load of what was offered, into the blocks that it has got."""
+        known = self._known(request)
+        known.is_admitted = True
+        known.lookup = None  # whoever is scheduled again, after a preemption, looks again
+        for number, group in enumerate(self._groups):
+            known.saved[number] = max(known.saved[number], known.known_tokens // group.block_tokens)
+        if not external_tokens:
+            return
+        wanted = []
+        for number, group in enumerate(self._groups):
+            size = group.block_tokens
+            digests = known.chains[size].grow()
+            first = known.computed_tokens // size
+            last = (known.computed_tokens + external_tokens) // size
+            of_group = blocks.blocks[number]
+            wanted += [
+                Wanted(number, of_group[at].block_id, digests[at])
+                for at in range(first, last)
+                if not of_group[at].is_null  # outside of the window
+            ]
+        known.offers += 1
+        known.told_tokens += external_tokens
+        if not self._is_async:
+            self._awaited.update(one.digest for one in wanted)
+            self._loading.append([block.block_id for block in blocks.blocks[0]])
+        self._loads.append(Load(request.request_id, wanted))
+        self.stats.add("hit_tokens", external_tokens)
+
+    # --- a step
+
+    def plan(self, step: Any) -> Plan:
+        """Say what the workers load and save in this step."""
+        loads, self._loads = self._loads, []
+        self._awaited = set()
+        self._is_idle = not step.num_scheduled_tokens
+        saves: list[Wanted] = []
+        try:
+            of_step = [
+                (known, tokens)
+                for request_id, tokens in step.num_scheduled_tokens.items()
+                if (known := self._requests.get(request_id)) is not None
+            ]
+            if not self._has_others_loads([known for known, _ in of_step]):
+                for known, tokens in of_step:
+                    saves += self._full(known, known.request.num_computed_tokens, tokens)
+        except Exception:  # loads that were offered must be made whatever happens: requests wait for them
+            log.exception("Planning saves failed; this step saves nothing.")
+            saves = []
+        return Plan(loads, saves, is_idle=self._is_idle)
+
+    def _has_others_loads(self, requests: Sequence[_Request]) -> bool:
+        """Whether a request begins with tokens that another connector brings.
+
+        Of those it is known only after the step whether they have come. What the step computes is saved with the next.
+        """
+        has = False
+        for known in requests:
+            has |= known.is_admitted and known.request.num_computed_tokens > known.told_tokens
+            known.is_admitted = False
+        return has
+
+    def _full(self, known: _Request, before_tokens: int, new_tokens: int) -> list[Wanted]:
+        """The blocks of a request that are full after this step and not known to be stored."""
+        if known.is_spoilt:
+            return []
+        # Drafts and placeholders are no tokens yet.
+        tokens = min(before_tokens + new_tokens, len(known.request.all_token_ids))
+        full: list[Wanted] = []
+        ids: Sequence[Sequence[int]] = ()
+        for number, group in enumerate(self._groups):
+            # What is computed although it was said to be stored has not come: it is saved anew.
+            first = min(known.saved[number], before_tokens // group.block_tokens)
+            last = tokens // group.block_tokens
+            if last <= first or not self._may_save:
+                continue
+            digests = known.chains[group.block_tokens].grow()
+            ids = ids or self._manager.get_block_ids(known.request.request_id)
+            of_group = ids[number]
+            full += [
+                Wanted(number, of_group[at], digests[at])
+                for at in range(first, min(last, len(of_group)))
+                if of_group[at]  # 0 is nobody's: a block that has left the window
+            ]
+            known.saved[number] = last
+            if self._tokens_of is not None:
+                for at in range(first, last):
+                    before = digests[at - 1] if at else None
+                    _remember(self._tokens_of, (number, digests[at]), (known.request, at, before))
+        return full
+
+    def settled(self, missing: set[int]) -> None:
+        """A step is over, and these of its blocks did not come, whoever was to bring them: let nobody go on from them.
+
+        vLLM has taken their requests back by now. What it does not do is to take such blocks, and what was computed
+        behind them, out of its own cache, where the next request would find them.
+        """
+        loading, self._loading = self._loading, []
+        if not missing or len(self._groups) > 1:
+            return
+        size = self._groups[0].block_tokens
+        tables = list(loading)
+        for request_id, known in self._requests.items():
+            (blocks,) = self._manager.get_block_ids(request_id)
+            tables.append(blocks)
+            first = _first_of(missing, blocks)
+            known.is_spoilt |= known.request.num_computed_tokens > first * size
+        spoilt = {block for blocks in tables for block in blocks[_first_of(missing, blocks) :]}
+        self._manager.evict_blocks(spoilt | missing)
+
+    def told(self, told: Told | None) -> None:
+        """Take in what the workers have stored."""
+        for name, workers in (told.stored if told is not None else {}).items():
+            so_far = self._stored_by.pop(name, 0) + workers
+            if so_far < self._workers:
+                _remember(self._stored_by, name, so_far)
+                continue
+            self.stats.add("stored_blocks")
+            if self._tokens_of is not None and (about := self._tokens_of.pop(name, None)) is not None:
+                self._events.append(self._event(name, *about))
+
+    def _event(self, name: tuple[int, bytes], request: Any, at: int, before: bytes | None) -> Any:
+        from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored  # noqa: PLC0415  # only if wanted
+
+        number, digest = name
+        size = self._groups[number].block_tokens
+        adapter = request.lora_request
+        return BlockStored(
+            block_hashes=[digest],
+            parent_block_hash=before,
+            token_ids=list(request.all_token_ids[at * size : (at + 1) * size]),
+            block_size=size,
+            lora_id=adapter.lora_int_id if adapter else None,
+            medium=MEDIUM_STORAGE,
+            lora_name=adapter.lora_name if adapter else None,
+            group_idx=number,
+        )
+
+    def take_events(self) -> list[Any]:
+        """What has been stored since this was last asked."""
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> None:
+        """Find nothing of what is stored until now: the weights may be others.
+
+        Requests that are under way are named anew as well; they are computed again.
+        """
+        self._epoch = secrets.token_bytes(16)
+        self._requests = {name: self._fresh(known.request) for name, known in self._requests.items()}
+
+    # --- a request ends
+
+    def finished(self, request: Any) -> None:
+        """Forget it; if it is a turn of a session, its blocks become one there too."""
+        known = self._requests.pop(request.request_id, None)
+        if known is not None and self._may_save:
+            self._turns.finished(
+                request,
+                [
+                    known.chains[group.block_tokens].digests[: known.saved[number]]
+                    for number, group in enumerate(self._groups)
+                ],
+            )
+
+
+def _first_of(missing: set[int], blocks: Sequence[int]) -> int:
+    """Where the first of them stands in a request's blocks; behind all, if none does."""
+    return next((at for at, block in enumerate(blocks) if block in missing), len(blocks))
+
+
+def _remember(memory: dict[tuple[int, bytes], Any], name: tuple[int, bytes], what: Any) -> None:
+    """Keep a bounded number of things, the newest."""
+    memory[name] = what
+    if len(memory) > VLLM_SAVING_MAX:
+        del memory[next(iter(memory))]

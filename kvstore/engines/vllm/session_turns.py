@@ -1,0 +1,114 @@
+"""Requests that name their session: each becomes a turn of a session of the store.
+
+A request names its session in `kv_transfer_params` (`{"session": ..., "user": ...}`), or with the header X-Session-ID.
+That names no user; such sessions are those of one that is called `anonymous`.
+When it comes, the node reads what it has of the session into its memory; when it is over, its blocks are the session's.
+
+Of a cluster's blocks, which lie on all nodes, there are no sessions.
+
+What always holds: the engine waits for none of it, and none of it decides which bytes a request gets: that do the
+blocks' own names. A conversation that was changed in the past cuts the session back to what is common.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from kvstore.client import Client
+from kvstore.errors import KvError, NoSession, SessionRefused
+from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUED_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.client import ClusterClient, Session
+    from kvstore.engines.vllm.identity import Group
+
+__all__ = ["Turns"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+_ANONYMOUS = "anonymous"
+_TRY_WAIT_S = VLLM_TURN_AGAIN_MS / 1000
+
+
+class Turns:
+    """Of one engine's scheduler."""
+
+    def __init__(self, client: Client | ClusterClient, groups: Sequence[Group]) -> None:
+        self._client, self._groups = client, groups
+        self._thread = ThreadPoolExecutor(1, "kvstore-turns")
+        self._room = threading.BoundedSemaphore(VLLM_TURNS_QUEUED_MAX)
+        self._never = threading.Event()
+
+    def arrived(self, request: Any) -> None:
+        """Have its session's blocks read ahead."""
+        if (session := self._session(request)) is not None:
+            self._later(session.prefetch)
+
+    def finished(self, request: Any, digests: Sequence[Sequence[bytes]]) -> None:
+        """Append what its session does not have yet; the digests are of blocks that are saved, group by group."""
+        session = self._session(request)
+        if session is None or not all(digests):
+            return
+        tokens = min(
+            len(of_group) * group.block_tokens for of_group, group in zip(digests, self._groups, strict=True)
+        )
+        keys = [
+            key
+            for group, of_group in zip(self._groups, digests, strict=True)
+            for key in group.all_objects(of_group[: tokens // group.block_tokens])
+        ]
+        self._later(lambda: self._append(session, keys, tokens))
+
+    def _session(self, request: Any) -> Session | None:
+        if not isinstance(self._client, Client):
+            return None
+        given = request.kv_transfer_params or {}
+        name = given.get("session") or getattr(request, "session_id", None)
+        return self._client.session(str(given.get("user") or _ANONYMOUS), str(name)) if name else None
+
+    def _later(self, work: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            return
+
+        def run() -> None:
+            try:
+                work()
+            except KvError as error:
+                log.debug("A turn was not added to a session: %s", error)
+            except Exception:  # the engine goes on, whatever it was
+                log.exception("Adding a turn to a session failed.")
+            finally:
+                self._room.release()
+
+        self._thread.submit(run)
+
+    def _append(self, session: Session, keys: Sequence[bytes], tokens: int) -> None:
+        for _ in range(VLLM_TURN_TRIES):
+            try:
+                self._append_once(session, keys, tokens)
+            except SessionRefused as error:
+                log.debug("Retrying: %s", error)
+                self._never.wait(_TRY_WAIT_S)
+                continue
+            return
+
+    def _append_once(self, session: Session, keys: Sequence[bytes], tokens: int) -> None:
+        there: list[bytes] = []
+        there_tokens = 0
+        with suppress(NoSession):
+            there, there_tokens = session.keys(), session.info().tokens
+        common = next(
+            (at for at, (one, other) in enumerate(zip(there, keys, strict=False)) if one != other),
+            min(len(there), len(keys)),
+        )
+        if common < len(there):
+            session.truncate(common)
+            there_tokens = session.info().tokens
+        if common < len(keys):
+            session.append(keys[common:], max(0, tokens - there_tokens))

@@ -1,0 +1,165 @@
+"""The worker's side: executes a plan on the KV memory of its rank.
+
+What always holds: a block that was promised and did not come is told to the engine, which computes it; a step saves
+nothing unless every load that it waited for has succeeded; at the end of a step nothing reads blocks of the engine's,
+and only loads that it knows of write to them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvstore.engines.vllm.kv_memory import KvMemory
+from kvstore.engines.vllm.loading import Loaded, Loads
+from kvstore.engines.vllm.plan import Load, Plan, Told
+from kvstore.engines.vllm.stats import Stats
+from kvstore.engines.vllm.transport import open_transport
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from kvstore.engines.vllm.identity import Identity
+    from kvstore.engines.vllm.settings import Settings
+
+__all__ = ["Absent", "Working"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+
+class Working:
+    """Of one worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        shard: int,
+        blocks: int,
+        caches: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.memory = KvMemory(caches, identity.groups, shard, blocks)
+        transport = open_transport(settings, identity, self.memory)
+        self._saves = transport.saves
+        self._loads = Loads(transport, self.memory, settings.load_timeout_ms / 1000)
+        self._is_async = settings.is_async(len(identity.groups))
+        self._plan = Plan()
+        self._is_sound = True  # whether what this step computes can be relied on
+        self._failed_blocks: set[int] = set()
+        self._stored: dict[tuple[int, bytes], int] = {}
+        self.stats = Stats()
+        log.info(
+            "KV of %d groups is stored on %s, over %s.",
+            len(identity.groups),
+            settings.reach.node,
+            transport.name,
+        )
+
+    def begin_step(self, plan: Plan) -> None:
+        """Before anything is computed."""
+        self._plan = plan
+        self._is_sound = self._is_async or not plan.loads
+        self._saves.begin(plan.saves)
+
+    def load(self) -> None:
+        """Begin the plan's loads, or make them."""
+        loads, self._plan.loads = self._plan.loads, []
+        if self._is_async:
+            for load in loads:
+                self._loads.begin(load)
+            return
+        loaded = [self._loads.load(load) for load in loads]
+        for one in loaded:
+            self._take(one)
+        # What is computed from blocks that did not come must not be saved. Which requests share them is vLLM's affair,
+        # so the whole step counts as spoilt; vLLM computes anew what it needs of it, and that is saved.
+        self._is_sound = not any(one.missing for one in loaded)
+
+    def layer_done(self, name: str) -> None:
+        """A layer's KV of this step is written."""
+        self._saves.layer_done(name)
+
+    def end_step(self) -> None:
+        """All is computed; the blocks may be anybody's after this."""
+        self._saves.settle(is_sound=self._is_sound)
+        for saved in self._saves.ended():
+            for name in saved.stored:
+                self._stored[name] = 1
+            self.stats.add("saved_pages", saved.pages)
+            self.stats.add("saved_bytes", saved.bytes)
+            self.stats.add("unsaved_pages", saved.failed)
+            self.stats.add("skipped_pages", saved.skipped)
+            self.stats.add("withheld_pages", saved.withheld)
+
+    def finished_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended, and those of them that lack a block."""
+        ended = self._loads.ended(wait=self._plan.is_idle)
+        for loaded in ended:
+            self._take(loaded)
+        return (
+            {loaded.load.request for loaded in ended},
+            {loaded.load.request for loaded in ended if loaded.missing},
+        )
+
+    def _take(self, loaded: Loaded) -> None:
+        self._failed_blocks.update(wanted.block for wanted in loaded.missing)
+        self.stats.add("loaded_bytes", loaded.bytes)
+        self.stats.add("load_ns", loaded.ns)
+        self.stats.add("missing_blocks", len(loaded.missing))
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks that did not come, since this was last asked."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def told(self) -> Told | None:
+        """What is stored, since this was last asked."""
+        stored, self._stored = self._stored, {}
+        return Told(stored) if stored else None
+
+
+class Absent:
+    """The worker's side where blocks can't be moved: all that was promised is missing, and computed."""
+
+    def __init__(self, *, is_async: bool) -> None:
+        self.stats = Stats()
+        self._is_async = is_async
+        self._loads: list[Load] = []
+        self._ended: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    def begin_step(self, plan: Plan) -> None:
+        """Take the promises."""
+        self._loads = plan.loads
+
+    def load(self) -> None:
+        """Break them."""
+        loads, self._loads = self._loads, []
+        for load in loads:
+            # Of a load that a step waits for the engine is told no end: its scheduler takes that for a bug.
+            if self._is_async:
+                self._ended.add(load.request)
+            self._failed_blocks.update(wanted.block for wanted in load.blocks)
+            self.stats.add("missing_blocks", len(load.blocks))
+
+    def layer_done(self, name: str) -> None:
+        """Nothing goes."""
+
+    def end_step(self) -> None:
+        """Nothing is under way."""
+
+    def finished_loads(self) -> tuple[set[str], set[str]]:
+        """All have ended, and failed."""
+        ended, self._ended = self._ended, set()
+        return ended, ended
+
+    def failed_blocks(self) -> set[int]:
+        """All of them."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def told(self) -> Told | None:
+        """Nothing is stored."""
+        return None

@@ -1,0 +1,259 @@
+"""Authentication: the `Door` checks the caller before each call begins, and for as long as it lasts.
+
+It is an interceptor around all services of a server. A call with an unknown token is refused before its message is
+received, so nothing is stored for it. Each message of a call has a deadline, and a tenant may have only its share of
+messages pending. If a client does not take the answer of a unary call in time, its connection is closed. An open call
+ends as soon as its credentials are removed from the tenants file. Every refusal is in the audit log. The module also
+counts each call, its duration and its status.
+
+What always holds: only health's `Check` needs no credentials. A stream that ends because of its credentials ends like
+one that its client left: messages that had arrived whole are kept, and it counts as open until its status has been
+sent. Only names of calls that the server has are counted, so they are bounded. A tenant has its share of the memory
+for answers that have not been taken.
+What it doesn't do: check the tenant that a request names, which is in its message; `authorization` does that once the
+message has been read. Calls that stay open for as long as the client likes (`Attach`, `Watch`, reflection) have no
+duration, and are not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvstore.errors import DeadlineExceeded, NotAuthenticated, Overloaded, ProtocolError
+from kvstore.limits import (
+    DOOR_ANSWER_BYTES_MIN,
+    DOOR_ANSWERS_BYTES_MAX,
+    DOOR_FIRST_MESSAGE_MS,
+    INLINE_CHUNK_BYTES,
+    INLINE_TIMEOUT_MS,
+)
+from kvstore.node.admission import Entrance
+from kvstore.node.calls import refusals
+from kvstore.node.fair import Places
+from kvstore.node.messages import Messages
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+
+    from kvstore.node.admission import Begun
+    from kvstore.node.authorization import Gate
+    from kvstore.node.calls import Context
+    from kvstore.node.statistics import Counters
+    from kvstore.node.timings import Timings
+
+__all__ = ["Door"]
+
+_PUBLIC: Final = {"/grpc.health.v1.Health/Check"}
+_NOBODY: Final = ""  # no tenant's name
+_OPEN_ENDED: Final = {"Attach", "Watch", "ServerReflectionInfo"}
+# What the gate refuses it has written down itself; an error of the node's own is no refusal.
+_REFUSALS: Final = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """Of one server."""
+
+    def __init__(self, gate: Gate, counters: Counters, timings: Timings) -> None:
+        self._gate = gate
+        self._counters = counters
+        self._timings = timings
+        self._wrapped: dict[str, Any] = {}
+        self._entrance = Entrance(gate.tenants.known)
+        self._messages = Messages(gate.tenants.known)
+        self._answers = Places(DOOR_ANSWERS_BYTES_MAX, gate.tenants.known)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Give the call's handler as it is to be for this caller; made once for each call that there is."""
+        method = str(handler_call_details.method)
+        handler = self._wrapped.get(method)
+        if handler is None:
+            found = await continuation(handler_call_details)
+            if found is None:
+                return None
+            handler = self._wrapped[method] = self._guarded(method, found)
+        return handler
+
+    def _guarded(self, method: str, handler: Any) -> Any:
+        call, is_public = method.rpartition("/")[2], method in _PUBLIC
+        encode = handler.response_serializer
+        sides = handler.request_streaming, handler.response_streaming
+        behaviour = getattr(handler, "_".join("stream" if many else "unary" for many in sides))
+        takes = _as_it_is if handler.request_streaming else _only
+        if inspect.isasyncgenfunction(behaviour):
+            behaviour = _writing(behaviour)
+
+        async def answering(requests: Any, context: Any) -> Any:
+            async with self._noted(call, context):
+                who: str | None = _NOBODY
+                async with refusals(context, self._counters):
+                    if not is_public:
+                        who, begun = await self._enter(_said(call), context)
+                        self._refuse_more_answers(who, 1)
+                    request = await _only(_InTime(requests, self._messages, who))
+                made = behaviour(request, context)
+                answer = await (made if is_public else begun.of(made))
+                answer = answer if encode is None else encode(answer)
+                if is_public:  # its connection lasts for a moment, and nobody may use up what others ask
+                    return answer
+                async with refusals(context, self._counters):
+                    try:
+                        self._lend(who, len(answer), context)
+                    except Overloaded:
+                        answer = b""  # gRPC keeps what a call has that ends by an error until it is collected
+                        raise
+                return answer
+
+        async def staying(requests: Any, context: Any) -> Any:
+            async with self._noted(call, context):
+                async with refusals(context, self._counters):
+                    who, begun = await self._enter(_said(call), context)
+                if handler.response_streaming:
+                    # gRPC can't end a call whose first write was given up, unless the headers had gone before it.
+                    await context.send_initial_metadata(())
+                async with self._staying(_said(call), context):
+                    coming = _InTime(requests, self._messages, who)
+                    return await begun.of(behaviour(await takes(coming), context))
+
+        # One request is taken as a stream of one: gRPC would wait for it before it asked anybody here.
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        if any(sides):
+            return make(staying, handler.request_deserializer, encode)
+        return make(answering, handler.request_deserializer, None)
+
+    async def _enter(self, what: str, context: Context) -> tuple[str | None, Begun]:
+        """Authenticate the caller, and wait until their call may begin; say whose it is."""
+        who = self._gate.begins(what, context)
+        try:
+            begun = await self._entrance.enter(who)
+        except (Overloaded, asyncio.CancelledError):  # told to come later, or gone before their turn came
+            self._gate.presses(context.peer())
+            raise
+        context.add_done_callback(lambda _: begun.over())  # type: ignore[arg-type] # whatever takes a context, in truth
+        return who, begun
+
+    def _refuse_more_answers(self, who: str | None, size_bytes: int) -> None:
+        if size_bytes > self._answers.left(who) and self._answers.held(who):
+            raise Overloaded("The tenant's share of unread answers is used up; read them first.")
+
+    def _lend(self, who: str | None, length: int, context: Context) -> None:
+        """Let an answer lie here until its caller has taken it; Overloaded if it is large and too many do."""
+        if length > INLINE_CHUNK_BYTES:  # of a smaller one, what it says has been done
+            self._refuse_more_answers(who, length)
+        size_bytes = max(length, DOOR_ANSWER_BYTES_MIN)
+        self._answers.take(who, size_bytes)
+        # gRPC ends no call whose answer nobody reads, not even with an error: only its connection can be ended.
+        late = asyncio.get_running_loop().call_later(
+            INLINE_TIMEOUT_MS / 1000, self._gate.stands_still, context.peer()
+        )
+
+        def taken(_: Any) -> None:
+            late.cancel()
+            self._answers.give_back(who, size_bytes)
+
+        context.add_done_callback(taken)  # type: ignore[arg-type] # whatever takes a context, in truth
+
+    @asynccontextmanager
+    async def _noted(self, call: str, context: Context) -> AsyncIterator[None]:
+        """Count a call, and write down that it was refused, if it is."""
+        began_ns = self._timings.clock.monotonic_ns()
+        failure: str | None = "CANCELLED"
+        try:
+            yield
+            failure = None
+        except grpc.aio.AbortError:
+            code = context.code()
+            failure = code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN"
+            if code in _REFUSALS:
+                self._gate.refused(_said(call), context, str(context.details()))
+            raise
+        except Exception:
+            failure = "UNKNOWN"
+            raise
+        finally:
+            if call not in _OPEN_ENDED:
+                self._timings.called(call, began_ns, failure)
+
+    @asynccontextmanager
+    async def _staying(self, what: str, context: Context) -> AsyncIterator[None]:
+        """Authenticate the caller, and end the call when they are no longer to be here."""
+        async with refusals(context, self._counters):
+            with self._gate.staying(what, context) as scope:
+                async with refusals(context, self._counters):
+                    try:
+                        async with scope:
+                            yield
+                    except TimeoutError:
+                        if not scope.expired():
+                            raise
+                        raise NotAuthenticated(
+                            "The caller's token or certificate is no longer in the node's tenants file."
+                        ) from None
+
+
+def _writing(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
+    """A behaviour that yields its answers, as one that writes them: what ends a call then ends it in a write, too."""
+
+    async def written(request: Any, context: Any) -> None:
+        async with aclosing(behaviour(request, context)) as answers:
+            async for answer in answers:
+                await context.write(answer)
+
+    return written
+
+
+class _InTime:
+    """A call's messages, each of which must come within its time once it is awaited."""
+
+    def __init__(self, messages: AsyncIterator[Any], all_messages: Messages, who: str | None) -> None:
+        self._messages = messages
+        self._all = all_messages
+        self._who = who
+        self._began = False
+
+    def __aiter__(self) -> _InTime:
+        return self
+
+    async def __anext__(self) -> Any:
+        timeout_ms = INLINE_TIMEOUT_MS if self._began else DOOR_FIRST_MESSAGE_MS
+        which, self._began = "next" if self._began else "first", True
+        async with self._all.coming(self._who):
+            try:
+                async with asyncio.timeout(timeout_ms / 1000):
+                    return await anext(self._messages)
+            except DecodeError:
+                raise ProtocolError("A message of the call can't be read.") from None
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"A call's {which} message did not arrive within {timeout_ms} ms."
+                ) from None
+
+
+async def _as_it_is(requests: _InTime) -> _InTime:
+    return requests
+
+
+async def _only(requests: _InTime) -> Any:
+    """The message of a call that has one."""
+    async for request in requests:
+        return request
+    raise ProtocolError("The call's message did not arrive.")
+
+
+def _said(call: str) -> str:
+    """A call's name as the audit log has it: `PutBatch` is a put batch."""
+    return " ".join(re.findall("[A-Z][a-z]*", call)).lower()

@@ -1,0 +1,501 @@
+"""Guards the node's ports: the `Doorkeeper` watches the sockets that gRPC and libfabric accept, and closes some.
+
+Both libraries accept any connection and keep it for as long as the peer likes. The doorkeeper lists the process's
+sockets ten times a second while there are any, and closes these: a connection to the port for calls that has had no
+call admitted within its time, or within a short time of many bytes; one whose owner does not take an answer, or goes
+on calling when told to wait; those that exceed the limit of one source; and at a fabric endpoint all but the client's
+that it is for. A source that keeps connecting is barred for a time, by a filter on the listening socket that the
+kernel runs on each packet. While there is no connection it reads one kernel counter twice a second, which costs an
+idle node nothing. It also has the heap return memory after a load.
+
+What always holds: a connection that has had a call admitted is closed only if its source exceeds its limit, or if it
+does not take an answer or goes on calling. A socket is closed by `shutdown` on a duplicate of its descriptor, after a
+check that it is the same socket, so its library sees a normal end. A source is one IPv4 address, or the /64 of an
+IPv6 address. No source is barred for ever.
+What it doesn't do: look at the contents, only at amounts; or distinguish hosts behind one address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import ipaddress
+import logging
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from kvstore.limits import (
+    DOOR_BARRED_MS,
+    DOOR_BARRED_SOURCES_MAX,
+    DOOR_CONNECTIONS_OF_SOURCE_MAX,
+    DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
+    DOOR_GLANCE_MS,
+    DOOR_KNOCKS_OF_LOUD,
+    DOOR_KNOCKS_OF_PRESSING,
+    DOOR_KNOCKS_OF_SOURCE_MAX,
+    DOOR_LOOK_IDLE_MS,
+    DOOR_LOOK_MS,
+    DOOR_PRESSES_KEPT_MAX,
+    DOOR_PRESSES_MAX,
+    DOOR_TIMEOUT_MS,
+    DOOR_UNPROVED_BYTES_MAX,
+    DOOR_UNPROVED_BYTES_MS,
+    DOOR_UNPROVED_OF_SOURCE_MAX,
+    DOOR_WINDOW_MS,
+    HEAP_LOOK_MS,
+)
+from kvstore.node.fabric_address import ip_of_peer
+from kvstore.node.heap import Heap
+from nic_offload.sockaddr import ip_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvstore.clock import Clock
+    from kvstore.node.fabric_address import Network
+    from nic_offload.sockaddr import Ip
+
+__all__ = ["Doorkeeper", "packet_filter", "source_of"]
+
+log = logging.getLogger(__name__)
+
+_FOLDER: Final = "/proc/self/fd"
+_COUNTERS: Final = "/proc/self/net/snmp"
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_IPV4: Final = 4
+_NETWORK_HEADER: Final = 0xFFF00000  # SKF_NET_OFF: where the packet's IP header begins, whatever lies before
+_LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _JUMP, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x05, 0x06
+_TCP_INFO_BYTES: Final = 136  # of struct tcp_info, up to the end of tcpi_bytes_received
+_ALL: Final = 0xFFFFFFFF
+_MS: Final = 1_000_000
+
+T = TypeVar("T")
+
+
+def source_of(ip: Ip) -> str:
+    """What a caller can't change at no cost: its IPv4 address, or the /64 of its IPv6 one."""
+    return str(ip) if ip.version == _IPV4 else str(ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
+
+
+def packet_filter(sources: Iterable[str]) -> bytes:
+    """Instructions of classic BPF that let every packet through but those of these sources."""
+    v4 = [int(ipaddress.ip_address(one)) for one in sources if "/" not in one]
+    v6 = [int(ipaddress.ip_network(one).network_address) >> 64 for one in sources if "/" in one]
+    of_v4 = [(_LOAD_WORD, 0, 0, _NETWORK_HEADER + 12)]
+    for address in v4:
+        of_v4 += [(_IF_EQUAL, 0, 1, address), (_RETURN, 0, 0, 0)]
+    of_v4.append((_RETURN, 0, 0, _ALL))
+    of_v6 = []
+    for half in v6:
+        of_v6 += [
+            (_LOAD_WORD, 0, 0, _NETWORK_HEADER + 8),
+            (_IF_EQUAL, 0, 3, half >> 32),
+            (_LOAD_WORD, 0, 0, _NETWORK_HEADER + 12),
+            (_IF_EQUAL, 0, 1, half & _ALL),
+            (_RETURN, 0, 0, 0),
+        ]
+    of_v6.append((_RETURN, 0, 0, _ALL))
+    # A conditional jump has eight bits, which many sources go beyond; the other kind has 32.
+    head = [
+        (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
+        (_SHIFT_RIGHT, 0, 0, 4),
+        (_IF_EQUAL, 1, 0, _IPV4),
+        (_JUMP, 0, 0, len(of_v4)),
+    ]
+    return b"".join(struct.pack("=HBBI", *one) for one in (*head, *of_v4, *of_v6))
+
+
+class _Link(NamedTuple):
+    """One connection that somebody has to a port of ours."""
+
+    fd: int
+    name: str  # of the socket, as the kernel lists it
+    ip: Ip
+    port: int  # the other end's
+    own_port: int
+    since_ns: int
+
+    @property
+    def source(self) -> str:
+        """What it counts against."""
+        return source_of(self.ip)
+
+
+class Doorkeeper:
+    """Of one node. What it hears of peers and endpoints is called on its loop; the rest runs on a thread."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        port: int,
+        turned_away: Callable[[str, str, int], None],
+        clients: Sequence[Network] = (),
+    ) -> None:
+        """`turned_away` hears, on the doorkeeper's thread, of a source, why, and of how many connections.
+
+        `clients` are hosts of several addresses: of whichever of these they come to an endpoint, they may.
+        """
+        self._clients = clients
+        self._clock = clock
+        self._port = port
+        self._ports = {port}  # at which sources are counted and barred
+        self._turned_away = turned_away
+        self._proved: dict[
+            str, int
+        ] = {}  # peers, in gRPC's words, and when a call of theirs was let in first
+        self._fabric: dict[int, Ip] = {}  # the client that each endpoint's port is for
+        self._links: dict[str, _Link | None] = {}  # by name; None: a socket that is nothing to us
+        self._listening: dict[str, int] = {}  # the port of each socket that listens, by name
+        self._at: dict[str, int] = {}  # its descriptor
+        self._knocked: dict[str, list[int]] = {}  # by source: when it connected, or was refused a call
+        self._refused: deque[str] = deque(maxlen=DOOR_KNOCKS_OF_SOURCE_MAX)  # peers, since the last look
+        self._still: deque[str] = deque(maxlen=DOOR_CONNECTIONS_OF_SOURCE_MAX)  # peers that take no answer
+        self._pressing: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
+        self._pressed: dict[str, list[int]] = {}  # by peer: when its calls could not wait their turn
+        self._barred: dict[str, int] = {}  # until when
+        self._opened: int | None = None  # connections that came to the machine, when that was last read
+        self._much_since: dict[
+            str, int
+        ] = {}  # by socket: when it was seen to have brought much, and not let in
+        self._unproved = 0  # connections over which no call had been let in, at the last look
+        self._expects_more = False  # there is an endpoint that was not there then
+        self._filter_failed = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvstore-door", daemon=True)
+
+    def also_at(self, port: int) -> None:
+        """Count and bar sources at this port as well."""
+        self._ports.add(port)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def proved(self, peer: str) -> None:
+        """Note that a call of this peer was let in; again for each, as a port may be another connection's by now."""
+        self._proved[peer] = self._clock.monotonic_ns()
+
+    def refused(self, peer: str) -> None:
+        """Note that a call of this peer was not let in."""
+        self._refused.append(peer)
+
+    def stands_still(self, peer: str) -> None:
+        """Note that this peer has not taken an answer in its time: at the next look it is hung up on."""
+        self._still.append(peer)
+
+    def presses(self, peer: str) -> None:
+        """Note that a call of this peer could not wait its turn; one that goes on is hung up on."""
+        self._pressing.append(peer)
+
+    def expects(self, port: int, client: Ip) -> None:
+        """Let nobody but this client stay at an endpoint's port, until it is closed."""
+        self._fabric[port] = client
+        self._expects_more = True
+
+    def barred(self) -> list[str]:
+        """The sources that are barred now."""
+        return list(self._barred)
+
+    def _run(self) -> None:
+        heap = Heap()
+        looked_ns = trimmed_ns = 0
+        wait_ms = DOOR_LOOK_MS
+        while not self._stop.wait(wait_ms / 1000):
+            now_ns = self._clock.monotonic_ns()
+            if now_ns - trimmed_ns >= HEAP_LOOK_MS * _MS:
+                trimmed_ns = now_ns
+                heap.give_back()
+            must = self.must_look()
+            wait_ms = DOOR_LOOK_MS if must else DOOR_GLANCE_MS
+            if not must and now_ns - looked_ns < DOOR_LOOK_IDLE_MS * _MS:
+                continue
+            looked_ns = now_ns
+            try:
+                self.look()
+            except Exception:  # a door without its keeper would stay open, and nobody would know
+                log.exception("the connections could not be checked")
+
+    def must_look(self) -> bool:
+        """Whether there is something to see: somebody new, not let in yet, refused or barred, or a new endpoint.
+
+        A library may be late to accept, and is seen with it at the next look that comes without a reason.
+        """
+        before, self._opened = self._opened, _connections_opened()
+        if self._opened is None or self._opened != before:
+            return True
+        heard = self._refused or self._still or self._pressing
+        return bool(self._unproved or heard or self._barred or self._expects_more)
+
+    def look(self) -> None:
+        """Look at all sockets once, and hang up on those that are not to stay."""
+        now_ns = self._clock.monotonic_ns()
+        self._unproved, self._expects_more = 0, False
+        expected = list(self._fabric)
+        new = self._list(now_ns)
+        for port in expected:
+            if port not in self._listening.values():
+                self._fabric.pop(port, None)
+        self._much_since = {name: at for name, at in self._much_since.items() if name in self._links}
+        peers = self._peers()
+        knocked = [link.source for link in new if link.own_port in self._ports]
+        while self._refused:
+            ip = ip_of_peer(self._refused.popleft())
+            knocked += [] if ip is None else [source_of(ip)]
+        self._end_pressing(now_ns)
+        self._bar(knocked, now_ns)
+        self._end_still()
+        for source, links in self._grouped(lambda link: link.own_port == self._port, lambda one: one.source):
+            self._keep_calls(source, links, peers, now_ns)
+        for port, links in self._grouped(
+            lambda link: link.own_port in self._fabric, lambda one: one.own_port
+        ):
+            self._keep_fabric(port, links)
+        here = {(link.ip, link.port) for link in self._links.values() if link is not None}
+        for peer, since_ns in list(self._proved.items()):
+            if now_ns - since_ns > DOOR_TIMEOUT_MS * _MS and peers.get(peer) not in here:
+                self._proved.pop(peer, None)
+
+    def _end_still(self) -> None:
+        still = set()
+        while self._still:
+            still.add(_ip_and_port(self._still.popleft()))
+        ends = self._grouped(lambda link: (link.ip, link.port) in still, lambda one: one.source)
+        for source, links in ends if still else ():
+            self._hang_up(links)
+            self._turned_away(source, "connections whose client did not read an answer in time", len(links))
+
+    def _end_pressing(self, now_ns: int) -> None:
+        while self._pressing:
+            self._pressed.setdefault(self._pressing.popleft(), []).append(now_ns)
+        loud = set()
+        for peer, times in list(self._pressed.items()):
+            times[:] = [one for one in times if now_ns - one < DOOR_WINDOW_MS * _MS]
+            if len(times) > DOOR_PRESSES_MAX:
+                loud.add(_ip_and_port(peer))
+            if not times or len(times) > DOOR_PRESSES_MAX:
+                del self._pressed[peer]
+        ends = self._grouped(lambda link: (link.ip, link.port) in loud, lambda one: one.source)
+        for source, links in ends if loud else ():
+            self._hang_up(links)
+            self._knocks(source, len(links) * DOOR_KNOCKS_OF_PRESSING, now_ns)
+            self._turned_away(source, "connections that went on calling when told to wait", len(links))
+
+    def _grouped(
+        self, which: Callable[[_Link], bool], by: Callable[[_Link], T]
+    ) -> Iterable[tuple[T, list[_Link]]]:
+        groups: dict[T, list[_Link]] = {}
+        for link in self._links.values():
+            if link is not None and which(link):
+                groups.setdefault(by(link), []).append(link)
+        return groups.items()
+
+    def _peers(self) -> dict[str, tuple[Ip, int]]:
+        found = {}
+        for peer in list(self._proved):
+            place = _ip_and_port(peer)
+            if place is not None:
+                found[peer] = place
+        return found
+
+    def _list(self, now_ns: int) -> list[_Link]:
+        """Bring what is known up to date; give what is new."""
+        before, self._links, self._listening, self._at = self._links, {}, {}, {}
+        new = []
+        for name, fd in _sockets():
+            known = before.get(name)
+            if name in before and (known is None or known.fd == fd):
+                self._links[name] = known
+                continue
+            with _Copy(fd, name) as ours:
+                if ours is None:
+                    continue
+                link = _link(ours, fd, name, now_ns)
+            if isinstance(link, _Link):
+                new.append(link)
+                self._links[name] = link
+            elif link is not None:
+                self._listening[name], self._at[name] = link, fd  # looked at each time: they are few
+            else:
+                self._links[name] = None
+        return new
+
+    def _keep_calls(
+        self, source: str, links: list[_Link], peers: dict[str, tuple[Ip, int]], now_ns: int
+    ) -> None:
+        proved = set(peers.values())
+        unproved = sorted(
+            (link for link in links if (link.ip, link.port) not in proved), key=lambda one: one.since_ns
+        )
+        self._unproved += len(unproved)
+        timeout_ms = 0 if source in self._barred else DOOR_TIMEOUT_MS
+        late = [one for one in unproved if now_ns - one.since_ns >= timeout_ms * _MS]
+        loud = [one for one in unproved if self._is_loud(one, now_ns)]
+        self._knocks(source, len(loud) * DOOR_KNOCKS_OF_LOUD, now_ns)
+        # An honest client has made a call within a moment: the oldest go.
+        crowd = unproved[: max(0, len(unproved) - DOOR_UNPROVED_OF_SOURCE_MAX)]
+        gone = {one.name: one for one in (*late, *loud, *crowd)}
+        over = len(links) - len(gone) - DOOR_CONNECTIONS_OF_SOURCE_MAX
+        if over > 0:
+            newest = sorted((one for one in links if one.name not in gone), key=lambda one: one.since_ns)
+            gone |= {one.name: one for one in newest[-over:]}
+        if gone:
+            self._hang_up(gone.values())
+            self._turned_away(source, "connections without an accepted call, or too many", len(gone))
+
+    def _is_loud(self, link: _Link, now_ns: int) -> bool:
+        """Whether so much came that the call it belongs to should have been let in by now.
+
+        gRPC widens the window of a fresh connection by itself, and the thread that lets calls in may be behind.
+        """
+        if _received_bytes(link) <= DOOR_UNPROVED_BYTES_MAX:
+            return False
+        return now_ns - self._much_since.setdefault(link.name, now_ns) >= DOOR_UNPROVED_BYTES_MS * _MS
+
+    def _keep_fabric(self, port: int, links: list[_Link]) -> None:
+        client = self._fabric.get(port)
+        foreign = [
+            one for one in links if one.ip != client and not any(one.ip in many for many in self._clients)
+        ]
+        own = sorted((one for one in links if one not in foreign), key=lambda one: one.since_ns)
+        gone = [*foreign, *own[DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX:]]
+        if gone:
+            self._hang_up(gone)
+            self._turned_away(
+                gone[0].source, "connections to another client's endpoint, or too many", len(gone)
+            )
+
+    def _hang_up(self, links: Iterable[_Link]) -> None:
+        for link in links:
+            with _Copy(link.fd, link.name) as ours, suppress(OSError):
+                if ours is not None:
+                    ours.shutdown(socket.SHUT_RDWR)
+            self._links[link.name] = None  # its library closes it in its own time
+
+    def _knocks(self, source: str, times: int, now_ns: int) -> None:
+        if times:
+            self._knocked.setdefault(source, []).extend([now_ns] * times)
+
+    def _bar(self, knocked: list[str], now_ns: int) -> None:
+        since_ns = now_ns - DOOR_WINDOW_MS * _MS
+        for source in knocked:
+            self._knocks(source, 1, now_ns)
+        before = set(self._barred)
+        for source, times in list(self._knocked.items()):
+            times[:] = [one for one in times if one >= since_ns]
+            if not times:
+                del self._knocked[source]
+            elif (
+                len(times) > DOOR_KNOCKS_OF_SOURCE_MAX
+                and source not in self._barred
+                and len(self._barred) < DOOR_BARRED_SOURCES_MAX
+            ):
+                self._barred[source] = now_ns + DOOR_BARRED_MS * _MS
+                self._turned_away(
+                    source, f"barred for {DOOR_BARRED_MS} ms: it connects too often", len(times)
+                )
+        for source, until_ns in list(self._barred.items()):
+            if until_ns <= now_ns:
+                del self._barred[source]
+        if set(self._barred) != before:
+            self._filter()
+
+    def _filter(self) -> None:
+        program = packet_filter(self._barred)
+        code = ctypes.create_string_buffer(program, len(program))
+        told = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+        for name, port in self._listening.items():
+            with _Copy(self._at[name], name) as ours:
+                if ours is None or port not in self._ports:
+                    continue
+                try:
+                    if self._barred:
+                        ours.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
+                    else:
+                        ours.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+                except OSError as error:
+                    if not self._filter_failed and error.errno != errno.ENOENT:
+                        log.warning("No source can be barred on this kernel: %s.", error.strerror)
+                        self._filter_failed = True
+
+
+def _sockets() -> Iterator[tuple[str, int]]:
+    """Name and descriptor of each socket that this process has."""
+    for entry in os.listdir(_FOLDER):  # noqa: PTH208 - a few times a second, of thousands
+        with suppress(OSError):
+            name = os.readlink(f"{_FOLDER}/{entry}")  # noqa: PTH115 - the same
+            if name.startswith("socket:"):
+                yield name, int(entry)
+
+
+def _connections_opened() -> int | None:
+    """How many connections have come to this network namespace; None if the kernel does not say."""
+    try:
+        with open(_COUNTERS, "rb") as file:  # noqa: PTH123 - ten times a second
+            names, numbers = (line.split() for line in file if line.startswith(b"Tcp:"))
+        return int(numbers[names.index(b"PassiveOpens")])
+    except (OSError, ValueError):
+        return None
+
+
+class _Copy:
+    """A descriptor of our own for a socket, if it is still the one of this name; closed at the end."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self._fd, self._name = fd, name
+        self._ours: socket.socket | None = None
+
+    def __enter__(self) -> socket.socket | None:
+        with suppress(OSError):
+            copy = os.dup(self._fd)
+            if f"socket:[{os.fstat(copy).st_ino}]" != self._name:
+                os.close(copy)
+                return None
+            try:
+                self._ours = socket.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+        return self._ours
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours is not None:
+            self._ours.close()
+
+
+def _ip_and_port(peer: str) -> tuple[Ip, int] | None:
+    ip, port = ip_of_peer(peer), peer.rpartition(":")[2]
+    return (ip, int(port)) if ip is not None and port.isdecimal() else None
+
+
+def _received_bytes(link: _Link) -> int:
+    """What has come over a connection since it began."""
+    with _Copy(link.fd, link.name) as ours, suppress(OSError):
+        if ours is not None:
+            told = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            if len(told) == _TCP_INFO_BYTES:
+                return int.from_bytes(told[_TCP_INFO_BYTES - 8 :], "little")
+    return 0
+
+
+def _link(ours: socket.socket, fd: int, name: str, now_ns: int) -> _Link | int | None:
+    """A connection; the port, of one that listens; None for what is neither."""
+    if ours.family not in (socket.AF_INET, socket.AF_INET6) or ours.type != socket.SOCK_STREAM:
+        return None
+    try:
+        own_port = int(ours.getsockname()[1])
+        if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return own_port
+        host, port = ours.getpeername()[:2]
+    except OSError:  # not connected yet, or no longer
+        return None
+    return _Link(fd, name, ip_of(str(host).partition("%")[0]), int(port), own_port, now_ns)

@@ -1,0 +1,600 @@
+"""Puts by grants on the node: takes blocks from the C core's receivers, and brings them to the drives.
+
+A client writes into slots of its own without asking. The receiver (`nic_offload.receiver`) reads each block once,
+into a piece of the hot memory that was given to it beforehand, lists it on the shelf and says `landed`; all that
+happens here comes afterwards and in batches: the store writes the block from that piece, the client hears how durable
+it is, and the piece stays as the hot copy.
+
+What always holds: a block that has landed can be read from here until the store has it, and never after it was
+deleted; its piece is given back when nobody reads, sends or writes it any more; a receiver that has no room makes its
+client wait, and no other; what comes over a connection that is no put ends the connection.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from kvstore.durability import Durability
+from kvstore.errors import Corrupt, Expired, FabricError, KeyTaken, Overloaded, ProtocolError
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    GRANTED_BYTES_MAX,
+    GRANTED_SLOTS,
+    HEADER_BYTES,
+    PAGE_BYTES,
+    ROOMS_IDLE_TICKS,
+    ROOMS_MAX,
+    ROOMS_MIN,
+)
+from kvstore.node.call_headers import Told
+from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
+from kvstore.node.fair import Places
+from kvstore.node.landing import LandingLayout, Lease
+from kvstore.node.shared_slots import SharedSlots
+from kvstore.node.span_notes import End
+from kvstore.steps import Step
+from kvstore.storage.items import PutDone, PutItem
+from kvstore.wire.ack import AckCode, code_of_error
+from kvstore.wire.fabric_call import metadata_of
+from nic_offload.receiver import Receiver, Room
+from nic_offload.sender import HEAD_PAGE_BYTES, METADATA_BYTES_MAX, Area
+from nic_offload.trigger import put_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kvstore.errors import StorageError
+    from kvstore.node.connection import Connection
+    from kvstore.node.hot import HotMemory, Name, Piece
+    from kvstore.node.node import Node
+    from kvstore.storage.index import Entry
+    from kvstore.storage.items import GetItem
+    from nic_offload.receiver import Came, State
+    from nic_offload.trigger import WordPut
+
+__all__ = ["Granted", "Landed", "PutArea"]
+
+log = logging.getLogger(__name__)
+
+_RETRY_S: Final = 0.001
+_GATHERED_PAGES_MAX: Final = 65  # of a block: larger ones keep a drive at work by themselves
+_WRITTEN: Final = Durability.WRITTEN
+_SYNCED: Final = Durability.SYNCED
+_DURABILITIES: Final = {int(one): one for one in Durability}
+_ACKS: Final = {int(one): AckCode(one) for one in Durability}
+_TAKEN: Final = "Another block with this key is in memory."
+_DIFFERED: Final = "The bytes that arrived are not those that were sent."
+_EXPIRED: Final = "The block's time to live ended before it arrived."
+assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
+
+
+class Landed:
+    """A block that has landed and is not known to the store yet."""
+
+    __slots__ = (
+        "area",
+        "came",
+        "connection",
+        "ended_ns",
+        "is_answered",
+        "is_awaited",
+        "is_gone",
+        "lease",
+        "name",
+        "piece",
+    )
+
+    def __init__(self, area: PutArea, came: Came, piece: Piece, lease: Lease) -> None:
+        self.area = area  # which holds the piece's memory
+        self.connection = area.connection
+        self.came = came
+        self.piece = piece
+        self.lease = lease
+        self.name: Name = (area.connection.tenant, came.key)  # as the index would have it
+        self.is_gone = False  # nobody is to read it any more
+        self.is_answered = False  # by the lane,
+        self.ended_ns = 0  # which was done with it then
+        # Whether its client has not heard all that it asked for.
+        self.is_awaited = bool(came.is_stored) or lease.durability > Durability.LANDED
+
+
+class PutArea:
+    """Of one connection: the slots of its client, and the rooms that were given for what comes there."""
+
+    def __init__(self, connection: Connection, memory: HotMemory, *, shares: bool) -> None:
+        """`shares`: its client may be on this machine, and have its slots mapped."""
+        self.connection = connection
+        self.holder = (connection.tenant, self)
+        self.layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
+        self.shared: SharedSlots | None = None
+        if shares:
+            with suppress(FabricError):  # for want of a descriptor: then it goes on over the fabric
+                self.shared = SharedSlots(connection.fabric, self.layout.total_bytes)
+        self._memory = mmap.mmap(-1, self.layout.total_bytes) if self.shared is None else self.shared.memory
+        self._region = connection.fabric.register(self._memory, endpoint=connection.endpoint)
+        self.rooms: dict[int, Piece] = {}  # by number
+        self.unheard: list[Landed] = []  # of which the store has not heard
+        self.target = ROOMS_MIN  # rooms that it should have
+        self.idle_ticks = 0
+        self.area = self._area(self._region.address)
+        acks = connection.acks
+        self.receiver = Receiver(
+            connection.fabric,
+            memory.shelf,
+            connection.endpoint,
+            connection.number,
+            connection.peer,
+            self.area,
+            self.layout.block_bytes_max,
+            connection.tenant,
+            (acks.base, acks.key, acks.words),
+            (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN, AckCode.EXPIRED, AckCode.WRITTEN),
+            (self.told.flags, self.told.key),
+        )
+
+    def _area(self, base: int, first_generation: int = 0) -> Area:
+        layout = self.layout
+        return Area(
+            base + layout.flag(0),
+            base + layout.header(0),
+            layout.slot_bytes,
+            self._region.key,
+            layout.slots,
+            first_generation or secrets.randbits(48) + 1,
+        )
+
+    @property
+    def told(self) -> Area:
+        """As the client's fabric addresses it."""
+        return self._area(self._region.base, self.area.first_generation)
+
+    def close(self) -> None:
+        """The connection's endpoint is closed."""
+        self.receiver.close()
+        self._region.close()
+        if self.shared is not None:
+            self.shared.close()
+        else:
+            self._memory.close()
+
+
+class Granted:
+    """All of a node."""
+
+    def __init__(self, node: Node, tenants_known: Callable[[], int]) -> None:
+        self._node = node
+        self._slots = Places(GRANTED_BYTES_MAX, tenants_known)  # bytes
+        self._memory = node.hot
+        self._areas: dict[int, PutArea] = {}  # by number of the connection
+        self._landed: dict[Name, Landed] = {}
+        self._by_tag: dict[int, Landed] = {}  # that the store has
+        self._hungry: set[PutArea] = set()  # those that wait for room
+        self._gathering: set[PutArea] = set()  # whose small blocks wait for each other
+        self._store_at = 0  # as soon as so many writes have ended
+        self._heard = 0  # blocks that we have taken from receivers
+        self._lanes = DriveLanes(node.store, node.fabric)
+
+    def __len__(self) -> int:
+        return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values())
+
+    def open(self, connection: Connection, *, shares: bool) -> PutArea | None:
+        """Let a connection's client put by grants; None if it is not to. `shares`: it may have its slots mapped.
+
+        A tenant with a rate limit reserves each slot instead, and so does a client whose tenant's share of slots is
+        used up, or whose blocks are larger than the hot memory.
+        """
+        layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
+        if connection.owner.rate.is_limited or layout.slot_bytes > self._memory.size_bytes:
+            return None
+        if layout.total_bytes > self._slots.left(connection.tenant):
+            return None
+        area = self._areas[connection.number] = PutArea(connection, self._memory, shares=shares)
+        self._slots.take(connection.tenant, layout.total_bytes)
+        self._choose_way(area)
+        return area
+
+    def _choose_way(self, area: PutArea) -> None:
+        """Who has a quota has each block held against it."""
+        has_quota = self._node.store.quota(area.connection.tenant).bytes_max > 0
+        area.receiver.use(None if has_quota else self._lanes.handed)
+
+    def quotas_changed(self) -> None:
+        """Others may have one now."""
+        for area in self._areas.values():
+            self._choose_way(area)
+
+    def close(self, connection: Connection) -> None:
+        """The connection's endpoint is closed: keep what had come, and take the rest of the rooms back."""
+        area = self._areas.get(connection.number)
+        if area is None:
+            return
+        self._take(area)
+        self._store(area)
+        del self._areas[connection.number]
+        self._hungry.discard(area)
+        self._gathering.discard(area)
+        self._empty(area)
+        area.close()
+        self._slots.give_back(connection.tenant, area.layout.total_bytes)
+
+    # --- rooms
+
+    def _give_back(self, area: PutArea, number: int) -> None:
+        piece = area.rooms.pop(number)
+        self._memory.shares.release(area.holder, piece.pages * PAGE_BYTES)
+        self._memory.pages.release(piece)
+
+    def _empty(self, area: PutArea) -> None:
+        """Take back what a receiver has no use for now."""
+        for number in area.receiver.rooms():
+            self._give_back(area, number)
+
+    def _feed(self, area: PutArea, state: State) -> None:
+        """Give a receiver rooms of the size that it wants, as far as its client may hold memory."""
+        if state.starved:
+            area.idle_ticks = 0
+            area.target = min(ROOMS_MAX, area.target * 2)
+            self._empty(area)  # of rooms that were too small for what has come
+        is_idle = area.idle_ticks and not state.starved and area not in self._hungry
+        if is_idle or not state.wanted_pages or state.rooms > area.target // 2:
+            return
+        given: list[Room] = []
+        pages, shares = self._memory.pages, self._memory.shares
+        size_bytes = state.wanted_pages * PAGE_BYTES
+        while len(given) < area.target - state.rooms and shares.may_hold(area.holder, size_bytes):
+            piece = pages.take_unasked(state.wanted_pages)
+            if piece is None:
+                break
+            shares.hold(area.holder, size_bytes)
+            area.rooms[piece.start] = piece
+            given.append(Room(self._memory.address(piece), piece.pages, piece.start))
+        if given:
+            area.receiver.feed(given)
+        if given or state.rooms:
+            self._hungry.discard(area)
+        else:
+            self._hungry.add(area)
+
+    def tick(self) -> None:
+        """Take rooms back from those who put nothing; give some to those who wait."""
+        for area in self._areas.values():
+            area.idle_ticks += 1
+            if area.idle_ticks == ROOMS_IDLE_TICKS:
+                area.target = ROOMS_MIN
+                self._hungry.discard(area)
+                self._empty(area)
+        self._lanes.tick()
+        self.feed_hungry()
+        self._node.fetches.pump()
+
+    @property
+    def is_hungry(self) -> bool:
+        """Whether a client waits for memory."""
+        return bool(self._hungry)
+
+    def feed_hungry(self) -> None:
+        """Memory may have come free."""
+        for area in list(self._hungry):
+            self.came(area.connection.number)
+
+    # --- what has come
+
+    def told(self, number: int) -> None:
+        """A receiver has something, or a lane. Small blocks that come while a drive is at work go to it together."""
+        if number == LANE_TAG:
+            self._take_written()
+            return
+        area = self._areas.get(number)
+        if area is None:
+            return
+        state = self._take(area)
+        begun, ended = self._node.store.writes
+        if begun == ended or state.wanted_pages > _GATHERED_PAGES_MAX:
+            self._store(area)
+        else:
+            if not self._gathering:
+                self._store_at = (begun + ended + 1) // 2
+            self._gathering.add(area)
+        self._taken(area, state)
+
+    def store_gathered(self) -> None:
+        """A drive has ended something: with half of what it had to do, it gets what has come meanwhile."""
+        if self._gathering and self._node.store.writes[1] >= self._store_at:
+            self._store_all_gathered()
+
+    def _store_all_gathered(self) -> None:
+        gathering, self._gathering = self._gathering, set()
+        for area in gathering:
+            self._store(area)
+
+    def came(self, number: int) -> None:
+        """Take what a receiver has, and let the store hear of it."""
+        area = self._areas.get(number)
+        if area is None:
+            return
+        self._go_on(area, self._take(area))
+
+    def _taken(self, area: PutArea, state: State) -> None:
+        if state.broken:
+            log.warning(
+                "A slot received an invalid put. The connection is closed.", extra=area.connection.about()
+            )
+            self._node.detach(area.connection)
+        else:
+            self._feed(area, state)
+
+    def take_all(self) -> None:
+        """Process everything that has arrived, before a query or a change.
+
+        If nothing has arrived, no connection is examined: most of a thousand clients are idle at any moment.
+        """
+        if self._memory.shelf.came != self._heard:
+            for number in list(self._areas):
+                self.came(number)
+        self._store_all_gathered()
+        self._take_written()
+
+    def before_others(self, names: Sequence[Name]) -> None:
+        """These are going to be put another way: lanes take none of them, and what they have is known."""
+        self._memory.stored(names)
+        if self._lanes.is_ahead:
+            self.take_all()
+
+    def free_names(self, names: Sequence[Name]) -> None:
+        """These may be stored no more: where nothing is, and nothing is on its way there, a name is free again."""
+        store = self._node.store
+        idle = [name for name in names if name not in self._landed and not store.is_putting(name)]
+        entries = store.lookup(idle)
+        self._memory.gone(name for name, entry in zip(idle, entries, strict=True) if entry is None)
+
+    def _take_written(self) -> None:
+        """What lanes have written goes into the index; so does what else has come from the same clients."""
+        states: dict[PutArea, State] = {}
+        for drive, rows in self._lanes.take():
+            for number in {row.tag for row in rows}:
+                if (area := self._areas.get(number)) is not None:
+                    states[area] = self._take(area)  # of which the store has to know first
+            for row in rows:
+                one = self._by_tag[row.id]
+                one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
+            drive.written((row.id, row.generation, row.offset, row.result) for row in rows)
+        for area, state in states.items():
+            self._go_on(area, state)
+
+    def _take(self, area: PutArea) -> State:
+        while True:
+            came, state = area.receiver.take()
+            if came:
+                self._heard += len(came)
+                self._note(area, came)
+            self._count_refused(state)
+            if len(came) < BATCH_BLOCKS_MAX // 4:
+                return state
+
+    def _count_refused(self, state: State) -> None:
+        refused: list[StorageError] = [KeyTaken(_TAKEN)] * state.taken
+        refused += [Corrupt(_DIFFERED)] * state.differed
+        refused += [Expired(_EXPIRED)] * state.expired
+        if refused:
+            self._node.counters.kept((), refused)
+
+    def _note(self, area: PutArea, came: Sequence[Came]) -> None:
+        node, connection = self._node, area.connection
+        area.idle_ticks = 0
+        node.turns.heard(connection.tenant)
+        landed_ns = came[-1].landed_ns
+        leases: list[Lease] = []
+        on_lanes: dict[int, list[Landed]] = {}
+        told: dict[bytes, list[Lease]] = {}
+        for one in came:
+            lease = Lease(
+                -1,
+                one.ack_generation,
+                one.key,
+                one.fingerprint,
+                one.length,
+                _DURABILITIES[min(one.durability, _SYNCED)],
+                one.ack_word,
+                one.expires_unix_ms,
+                leased_ns=came[0].landed_ns,
+                landed_ns=landed_ns,
+            )
+            landed = Landed(area, one, area.rooms.pop(one.room), lease)
+            self._landed[landed.name] = landed
+            (on_lanes.setdefault(one.under_way, []) if one.under_way else area.unheard).append(landed)
+            leases.append(lease)
+            if one.metadata_bytes:
+                end = one.address + METADATA_BYTES_MAX
+                data = ctypes.string_at(end - one.metadata_bytes, one.metadata_bytes)
+                told.setdefault(data, []).append(lease)
+        if on_lanes:
+            self._by_tag.update({one.came.id: one for some in on_lanes.values() for one in some})
+            items = {lane: [self._item(one) for one in some] for lane, some in on_lanes.items()}
+            self._lanes.heard(items, self._kept)
+        node.counters.leased += len(came)
+        node.counters.landed += len(came)
+        for data, some in told.items():
+            self._hear(connection, data, some)
+        if node.spans is not None:
+            node.spans.landed(((lease, lease.leased_ns) for lease in leases), landed_ns)
+        node.traces.saw(Step.LANDED, leases, at_ns=landed_ns)
+
+    def _hear(self, connection: Connection, data: bytes, leases: Sequence[Lease]) -> None:
+        node = self._node
+        try:
+            told = Told(metadata_of(data))
+            trace = node.traces.hear(told, connection.tenant)
+        except ProtocolError:
+            return  # what was said of the blocks is nothing; they are kept all the same
+        node.traces.leased(trace, leases)
+        if node.spans is not None and (parent := node.spans.parent_of(told)) is not None:
+            node.spans.leased(parent, leases[0].leased_ns, leases, leases[0].durability)
+
+    def _store(self, area: PutArea) -> None:
+        """Hand on what has come, as far as the drives take it; what they don't take keeps its rooms."""
+        if not area.unheard:
+            return
+        self._memory.stored([one.name for one in area.unheard])  # no lane begins another of these names now,
+        if self._lanes.is_ahead:  # and those that one has begun have to be known
+            for other in [one for one in self._areas.values() if one is not area]:
+                self._node.later(0, self._go_on, other, self._take(other))
+        while area.unheard:
+            some = area.unheard[:BATCH_BLOCKS_MAX]
+            try:
+                self._node.store.put([self._item(one) for one in some], self._kept)
+            except Overloaded:
+                self._node.later(_RETRY_S, self._store, area)
+                return
+            del area.unheard[: len(some)]
+            self._by_tag.update({one.came.id: one for one in some})
+            self._lanes.lend()
+
+    def _go_on(self, area: PutArea, state: State) -> None:
+        if self._areas.get(area.connection.number) is area:
+            self._store(area)
+            self._taken(area, state)
+
+    @staticmethod
+    def _item(one: Landed) -> PutItem:
+        came = one.came
+        return PutItem(
+            one.connection.tenant,
+            came.key,
+            came.fingerprint,
+            came.length,
+            came.crc32c,
+            came.address,
+            came.expires_unix_ms,
+            max(one.lease.durability, _WRITTEN),
+            came.id,
+        )
+
+    # --- how it ended
+
+    def _kept(self, batch: Sequence[PutDone]) -> None:
+        node = self._node
+        landed = [self._by_tag.pop(done.tag) for done in batch]
+        if all(one.ended_ns for one in landed):  # by the lane, whose peers have heard of it before us
+            now_ns = max(max(one.ended_ns, one.lease.landed_ns) for one in landed)
+        else:
+            now_ns = node.clock.monotonic_ns()
+        if node.spans is not None:
+            ends = [End.FAILED if done.error else End.KEPT for done in batch]
+            node.spans.ended(((one.lease, end) for one, end in zip(landed, ends, strict=True)), now_ns)
+        words: list[WordPut] = []
+        kept: dict[tuple[bytes, int], list[Lease]] = {}
+        for one, done in zip(landed, batch, strict=True):
+            lease, connection = one.lease, one.connection
+            if done.error is None:
+                kept.setdefault((connection.tenant, +done.durability), []).append(lease)
+            code = self._code(one, done)
+            if code is not None and not connection.closed:
+                words.append(connection.word_put(lease.ack_word, lease.generation, code))
+        node.counters.kept(
+            [one.came.length for one, done in zip(landed, batch, strict=True) if done.error is None],
+            (done.error for done in batch),
+        )
+        if words:
+            put_words(node.fabric, words)
+        self._settle(landed)
+        for (tenant, number), leases in kept.items():
+            durability = _DURABILITIES[number]
+            node.timings.leases_kept(tenant, durability, leases, now_ns)
+            node.traces.saw(Step.KEPT, leases, durability.name.lower(), now_ns)
+
+    def _code(self, one: Landed, done: PutDone) -> AckCode | None:
+        """What its client is to hear now; None if it has heard all that it asked for."""
+        if done.error is not None:
+            self._note_failure(one, done.error)
+            return code_of_error(done.error) if one.is_awaited else None
+        if one.lease.durability is Durability.LANDED:
+            return AckCode.LANDED if one.is_awaited else None
+        if one.is_answered:
+            return None
+        return _ACKS[+done.durability]
+
+    def _note_failure(self, one: Landed, error: StorageError) -> None:
+        lease, connection = one.lease, one.connection
+        self._node.timings.lease_failed(connection.tenant, lease, error)
+        if not one.is_awaited:
+            self._node.counters.lost(error)
+            log.warning("a landed block could not be stored: %s", error, extra=connection.about())
+            return
+        level = logging.DEBUG if isinstance(error, KeyTaken) else logging.WARNING
+        log.log(level, "a block could not be stored: %s", error, extra=connection.about())
+        connection.failed(lease.generation, error)
+
+    def _settle(self, landed: Sequence[Landed]) -> None:
+        """The store is done with these: where it has the block, the piece stays as its hot copy."""
+        memory, pages = self._memory, self._memory.pages
+        entries = self._node.store.lookup([one.name for one in landed])
+        hot: list[tuple[bytes, bytes, Entry | None]] = []
+        gone: list[Name] = []
+        for one, entry in zip(landed, entries, strict=True):
+            came, piece = one.came, one.piece
+            if self._landed.get(one.name) is one:
+                del self._landed[one.name]
+            if entry is not None and not one.is_gone and self._stays(came, entry):
+                pages.keep(piece, entry.generation, one.name)
+                hot.append((*one.name, entry))
+            else:
+                pages.retire(piece, came.id)
+            pages.release(piece)
+            memory.shares.release(one.area.holder, piece.pages * PAGE_BYTES)
+            if entry is None:
+                gone.append(one.name)
+        memory.shelve(hot)
+        self.free_names(gone)
+        self._node.note_freed()
+        self.feed_hungry()
+        if self._node.fetches.waiting:  # the memory was held against them
+            self._node.later(0, self._node.fetches.pump)
+
+    def _stays(self, came: Came, entry: Entry) -> bool:
+        """Whether its piece becomes the hot copy of what the index names; then the shelf knows it as that."""
+        is_same = (entry.length, entry.crc32c, entry.fingerprint) == (
+            came.length,
+            came.crc32c,
+            came.fingerprint,
+        )
+        if not is_same or self._memory.pages.has(entry.generation):
+            return False
+        shelf = self._memory.shelf
+        return shelf.rename(came.id, entry.generation) or shelf.take(came.id)
+
+    # --- readers
+
+    def find(self, item: GetItem, now_ms: int) -> Landed | None:
+        """The block of this name that has landed and is not stored yet, as far as it is the one that is meant."""
+        one = self._landed.get((item.tenant, item.key))
+        if one is None or one.is_gone or one.came.is_stored:  # which the store is to compare first
+            return None
+        came = one.came
+        is_over = 0 < came.expires_unix_ms <= now_ms
+        is_same = came.fingerprint == item.fingerprint and item.length in (0, came.length)
+        return None if is_over or not is_same else one
+
+    def forget(self, names: Iterable[Name]) -> None:
+        """Nobody is to read these here any more: their bytes are not what they were."""
+        for name in names:
+            one = self._landed.get(name)
+            if one is not None:
+                one.is_gone = True
+                self._memory.stored([name])  # no lane takes one of that name until the store is done
+                self._memory.shelf.unlist(*name)
+
+    def delete(self, names: Iterable[Name]) -> None:
+        """These are being deleted. What the store has not heard of, it never will: it was put, and is gone again."""
+        gone = set(names)
+        self._memory.stored(gone & self._landed.keys())  # as when it is forgotten
+        for area in self._areas.values():
+            over = [one for one in area.unheard if one.name in gone]
+            if over:
+                area.unheard = [one for one in area.unheard if one.name not in gone]
+                self._by_tag.update({one.came.id: one for one in over})
+                self._kept([PutDone(one.came.id, None, max(one.lease.durability, _WRITTEN)) for one in over])

@@ -1,0 +1,195 @@
+"""Shares a node's memory with clients on the same machine: they map it, copy blocks out of it, and put blocks into it.
+
+An attach is answered with the name of a socket (of the abstract namespace) and a pass. A caller that shows the pass
+there is given descriptors: of the hot memory, to be read, and of the slots that the connection was granted, to be
+written (`shared_slots`). A client on another machine, or in another network namespace, finds no such socket, and goes
+on over the fabric. `nic_offload/desk.c` decides what such a client is told of blocks, and how long these stay where
+they are.
+
+Always holds: a pass is good once, for `SHARE_PASS_MS`, and until its connection is closed; nobody can write to the hot
+memory, or change the size of either, through a descriptor; a caller that says nothing is hung up on after
+`SHARE_CALL_MS`, and no more than `SHARE_CALLERS_MAX` are listened to at a time.
+What it doesn't do: keep tenants apart in the hot memory. All that it has can be read in it, so a node that has tenants
+shares no more than slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from typing import TYPE_CHECKING
+
+from kvstore.errors import FabricError
+from kvstore.limits import (
+    SHARE_CALL_MS,
+    SHARE_CALLERS_MAX,
+    SHARE_PASS_BYTES,
+    SHARE_PASS_MS,
+    SHARE_REST_MS,
+    SHARE_SLOTS_MAX,
+)
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.sharing import HAS_HOT, HAS_SLOTS, MAPPED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.node.connection import Connection
+    from kvstore.node.hot import HotMemory
+    from kvstore.node.shared_slots import SharedSlots
+
+__all__ = ["Sharing"]
+
+log = logging.getLogger(__name__)
+
+
+class _Offer:
+    """What one pass is good for."""
+
+    def __init__(
+        self, connection: Connection, slots: SharedSlots | None, expires: asyncio.TimerHandle
+    ) -> None:
+        self.connection = connection
+        self.slots = slots
+        self.expires = expires
+
+
+class Sharing:
+    """Of one node, in its loop's thread."""
+
+    def __init__(self, hot: HotMemory | None) -> None:
+        """Without the hot memory it shares slots alone."""
+        self._hot = hot
+        self._loop = asyncio.get_running_loop()
+        self._offers: dict[bytes, _Offer] = {}
+        self._mapped: set[Connection] = set()
+        self._slots: set[Connection] = set()  # that have theirs mapped, or may
+        self._callers: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._name = f"triggerkv-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._listener.bind(f"\0{self._name}")
+        self._listener.listen(SHARE_CALLERS_MAX)
+        self._listens_again: asyncio.TimerHandle | None = None
+        self._listen()
+
+    def __len__(self) -> int:
+        """How many connections have memory of the node mapped."""
+        return len(self._mapped)
+
+    @property
+    def shares_hot(self) -> bool:
+        """Whether blocks can be read out of the hot memory."""
+        return self._hot is not None
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether one more connection may have its slots mapped."""
+        return len(self._slots) < SHARE_SLOTS_MAX
+
+    def offer(self, connection: Connection, slots: SharedSlots | None) -> pb.SharedMemory | None:
+        """What a client is told that may map memory; None if there is nothing to map."""
+        if self._hot is None and slots is None:
+            return None
+        one = secrets.token_bytes(SHARE_PASS_BYTES)
+        expires = self._loop.call_later(SHARE_PASS_MS / 1000, self._expire, one)
+        self._offers[one] = _Offer(connection, slots, expires)
+        told = pb.SharedMemory(socket=self._name, pass_once=one)
+        if self._hot is not None:
+            told.size_bytes = self._hot.size_bytes
+        if slots is not None:
+            self._slots.add(connection)
+            told.slots_bytes, told.words_offset = slots.size_bytes, slots.words_offset
+            told.rows_offset = slots.rows_offset
+        return told
+
+    def _expire(self, one: bytes) -> None:
+        offer = self._offers.pop(one)
+        if offer.slots is not None:
+            offer.slots.withhold()
+            self._slots.discard(offer.connection)
+
+    def withdraw(self, connection: Connection) -> None:
+        """The connection is closed."""
+        for one in [one for one, offer in self._offers.items() if offer.connection is connection]:
+            self._offers.pop(one).expires.cancel()
+        self._mapped.discard(connection)
+        self._slots.discard(connection)
+
+    def _listen(self) -> None:
+        self._listens_again = None
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            caller, _ = self._listener.accept()
+        except OSError:  # it has left, or we have no descriptor for it, and would be told of it without end
+            self._loop.remove_reader(self._listener)
+            self._listens_again = self._loop.call_later(SHARE_REST_MS / 1000, self._listen)
+            return
+        if len(self._callers) >= SHARE_CALLERS_MAX:
+            caller.close()
+            return
+        caller.setblocking(False)
+        self._callers[caller] = self._loop.call_later(SHARE_CALL_MS / 1000, self._end, caller)
+        self._loop.add_reader(caller, self._hear, caller)
+
+    def _hear(self, caller: socket.socket) -> None:
+        """It shows its pass."""
+        try:
+            offer = self._offers.pop(caller.recv(SHARE_PASS_BYTES), None)
+            if offer is not None:
+                offer.expires.cancel()
+                self._hand_over(caller, offer)
+                return
+        except OSError:
+            pass  # it has left, or we have no descriptor for it: it goes on over the fabric
+        self._end(caller)
+
+    def _hand_over(self, caller: socket.socket, offer: _Offer) -> None:
+        has = HAS_HOT * self.shares_hot | HAS_SLOTS * (offer.slots is not None)
+        hot = [] if self._hot is None else [self._hot.fd]
+
+        def give(fds: Sequence[int]) -> None:
+            socket.send_fds(caller, [bytes([has])], [*hot, *fds])
+
+        if offer.slots is None:
+            give(())
+        else:
+            offer.slots.hand_over(give)
+        self._mapped.add(offer.connection)
+        log.info("maps the node's memory", extra=offer.connection.about())
+        if offer.slots is None:
+            self._end(caller)
+        else:
+            self._loop.add_reader(caller, self._hear_mapped, caller, offer.connection, offer.slots)
+
+    def _hear_mapped(self, caller: socket.socket, connection: Connection, slots: SharedSlots) -> None:
+        """It has its slots mapped, and puts nothing before it was answered."""
+        try:
+            if caller.recv(1) == MAPPED and not connection.closed:
+                slots.mapped(connection, None if self._hot is None else self._hot.region)
+                caller.send(MAPPED)
+            else:
+                slots.withhold()
+        except (OSError, FabricError):
+            pass  # it has left, or will
+        self._end(caller)
+
+    def _end(self, caller: socket.socket) -> None:
+        self._callers.pop(caller).cancel()
+        self._loop.remove_reader(caller)
+        caller.close()
+
+    def close(self) -> None:
+        """Nobody maps it any more; those that do keep it until they close it."""
+        if self._listens_again is not None:
+            self._listens_again.cancel()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        for caller in list(self._callers):
+            self._end(caller)
+        for offer in self._offers.values():
+            offer.expires.cancel()
+        self._offers.clear()

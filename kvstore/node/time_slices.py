@@ -1,0 +1,216 @@
+"""Time on the node's thread: calls that name many blocks run in slices, and tenants take turns by time used.
+
+What always holds: one step at a time; of the tenants that wait, the one that has had least goes next, and its calls in
+the order in which they came; one that has not waited for long has saved nothing up. While other tenants call, as
+much time as a step took, or more, is left to them before the next one: heavy calls take half of the thread at most.
+Of calls that carry a block, `MOVING_MAX` of a tenant move at a time while others call; the bytes of the rest wait in
+the network, and not between the others and the thread. One that takes longer than `MOVING_MS` is not counted any more,
+so that a client that stands still keeps nobody waiting.
+What can't be done in steps, such as a change of a large session, a tenant does one at a time; while others call, as
+long as it took is left to them before the tenant's next one.
+Calls over the fabric, and blocks that are fetched, don't wait here: they are done as they come. But a tenant for which
+more than `FABRIC_WORK_US` was done at a stretch rests: `FABRIC_REST` times as long none of its own is done while others
+call.
+What it doesn't do: interrupt a step; its caller makes it short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from kvstore.limits import FABRIC_REST, FABRIC_WORK_US, MOVING_MAX, MOVING_MS, TURNS_OTHERS_MS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from kvstore.clock import Clock
+
+__all__ = ["Again", "Turn", "Turns"]
+
+_NS = 1_000_000_000
+
+
+class Turn:
+    """One call's, while it may work."""
+
+    def __init__(self, turns: Turns, tenant: bytes, rest: int) -> None:
+        self._turns = turns
+        self._rest = rest
+        self._tenant = tenant
+        self._is_mine = False
+
+    async def next(self) -> None:
+        """Let others work, and come back when it is this one's turn again."""
+        self.end()
+        await self.begin()
+
+    async def begin(self) -> None:
+        """Wait until it is this one's turn."""
+        await self._turns.wait(self._tenant)
+        self._is_mine = True
+
+    def end(self) -> None:
+        """Let others work, if it was this one's turn."""
+        if self._is_mine:
+            self._is_mine = False
+            self._turns.over(self._tenant, self._rest)
+
+
+class Again:
+    """Something that is done once more, as early as anybody asked for."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
+        self._timer: asyncio.TimerHandle | None = None
+
+    def within(self, seconds: float) -> None:
+        """Have it done after so long, or before."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + seconds:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(seconds, self._come)
+
+    def _come(self) -> None:
+        self._timer = None
+        self._do()
+
+
+class Turns:
+    """Of one node's thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
+        self._spent_ns: dict[bytes, int] = {}  # of those who wait or work
+        self._moving: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
+        self._long: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
+        self._rests: dict[bytes, int] = {}  # until when, by tenant
+        self._is_given = False  # somebody works, or will in a moment
+        self._began_ns = 0
+        self._last = self._other = (b"", 0)  # who called last, and which other tenant before it, and when
+
+    def heard(self, tenant: bytes) -> None:
+        """Note that a tenant called, for whatever."""
+        if tenant != self._last[0]:
+            self._other = self._last
+        self._last = (tenant, self._clock.monotonic_ns())
+
+    @asynccontextmanager
+    async def of(self, tenant: bytes, rest: int = 1) -> AsyncIterator[Turn]:
+        """Work under this in steps, with `next` between them; `rest` times what each took is left to others."""
+        turn = Turn(self, tenant, rest)
+        await turn.begin()
+        try:
+            yield turn
+        finally:
+            turn.end()
+
+    async def wait(self, tenant: bytes) -> None:
+        """Wait until it is this tenant's turn."""
+        if tenant not in self._spent_ns:
+            self._spent_ns[tenant] = min(self._spent_ns.values(), default=0)
+        if not self._is_given:
+            self._begin()
+            return
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():
+                self.over(tenant)  # it had come to be its turn
+            raise
+
+    def over(self, tenant: bytes, rest: int = 0) -> None:
+        """End a step."""
+        now_ns = self._clock.monotonic_ns()
+        took_ns = now_ns - self._began_ns
+        self._spent_ns[tenant] += took_ns
+        asyncio.get_running_loop().call_later(
+            rest * took_ns / _NS if self._others_call(tenant, now_ns) else 0, self._give
+        )
+
+    @asynccontextmanager
+    async def moving(self, tenant: bytes) -> AsyncIterator[None]:
+        """Carry a block, when few enough of this tenant are on their way."""
+        if not self._others_call(tenant, self._clock.monotonic_ns()):
+            yield
+            return
+        places = self._moving.setdefault(tenant, asyncio.Semaphore(MOVING_MAX))
+        await places.acquire()
+        is_held = True
+
+        def leave() -> None:
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                places.release()
+
+        slow = asyncio.get_running_loop().call_later(MOVING_MS / 1000, leave)
+        try:
+            yield
+        finally:
+            slow.cancel()
+            leave()
+
+    async def long(self, tenant: bytes) -> Callable[[], None]:
+        """Wait until this tenant may do something long; what is given is to be called when that is over."""
+        place = self._long.setdefault(tenant, asyncio.Semaphore(1))
+        await place.acquire()
+        began_ns = self._clock.monotonic_ns()
+
+        def over() -> None:
+            now_ns = self._clock.monotonic_ns()
+            rest_s = (now_ns - began_ns) / _NS if self._others_call(tenant, now_ns) else 0
+            asyncio.get_running_loop().call_later(rest_s, place.release)
+
+        return over
+
+    def worked(self, tenant: bytes, took_ns: int) -> None:
+        """Note that something was done for a tenant, in one go: then it may have to rest."""
+        if took_ns > FABRIC_WORK_US * 1_000:
+            now_ns = self._clock.monotonic_ns()
+            if self._others_call(tenant, now_ns):
+                self._rests[tenant] = max(self._rests.get(tenant, 0), now_ns) + FABRIC_REST * took_ns
+
+    def rests(self, tenant: bytes) -> bool:
+        """Whether nothing is to be done for it now."""
+        until_ns = self._rests.get(tenant, 0)
+        if until_ns and until_ns <= self._clock.monotonic_ns():
+            del self._rests[tenant]
+            return False
+        return until_ns > 0
+
+    def rests_s(self) -> float:
+        """Seconds until the first who rests has rested; 0: nobody rests."""
+        until_ns = min(self._rests.values(), default=0)
+        return max(0, until_ns - self._clock.monotonic_ns()) / _NS if until_ns else 0
+
+    def _others_call(self, tenant: bytes, now_ns: int) -> bool:
+        whose, when_ns = self._other if self._last[0] == tenant else self._last
+        return whose != b"" and now_ns - when_ns < TURNS_OTHERS_MS * 1_000_000
+
+    def _begin(self) -> None:
+        self._is_given = True
+        self._began_ns = self._clock.monotonic_ns()
+
+    def _give(self) -> None:
+        """Let the next one work."""
+        self._is_given = False
+        for tenant in [one for one in self._spent_ns if one not in self._waiting]:
+            del self._spent_ns[tenant]
+        while self._waiting:
+            tenant = min(self._waiting, key=self._spent_ns.__getitem__)
+            mine = self._waiting[tenant].popleft()
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+            if not mine.done():
+                self._begin()
+                mine.set_result(None)
+                return

@@ -1,0 +1,65 @@
+"""How a session's manifest grows by a turn: its bounds, and when a chunk is full. Pure.
+
+What always holds: what can't be is SessionRefused, and nothing is changed by it; what comes out has a turn
+for every block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.errors import SessionRefused
+from kvstore.limits import (
+    SESSION_BLOCKS_MAX,
+    SESSION_CHUNK_BLOCKS,
+    SESSION_TURN_TOKENS_MAX,
+    SESSION_TURNS_MAX,
+)
+from kvstore.wire.manifest import Turn, chunk_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.storage.items import SessionItem
+    from kvstore.wire.manifest import Manifest
+
+__all__ = ["appended", "longer", "refuse_longer"]
+
+
+def appended(manifest: Manifest, item: SessionItem) -> tuple[Manifest, list[bytes]]:
+    """Append a turn, or the rest of one; what fills a chunk becomes one."""
+    if item.first_block is not None and item.first_block != manifest.blocks:
+        raise SessionRefused(
+            f"The session has {manifest.blocks} blocks, and these were to follow block {item.first_block}."
+        )
+    new, payloads = longer(manifest, item.keys)
+    turns = list(manifest.turns)
+    if item.continues and turns:
+        turns[-1] = turns[-1]._replace(tokens=turns[-1].tokens + item.tokens)
+    elif item.keys:
+        turns.append(Turn(manifest.blocks, item.tokens, item.at_ms))
+    if len(turns) > SESSION_TURNS_MAX:
+        raise SessionRefused(f"A session has at most {SESSION_TURNS_MAX} turns.")
+    if turns and not 0 <= turns[-1].tokens <= SESSION_TURN_TOKENS_MAX:
+        raise SessionRefused(f"A turn has 0 to {SESSION_TURN_TOKENS_MAX} tokens, not {turns[-1].tokens}.")
+    expires_ms = manifest.expires_ms if item.expires_ms is None else item.expires_ms
+    return new._replace(turns=tuple(turns), expires_ms=expires_ms), payloads
+
+
+def longer(manifest: Manifest, keys: Sequence[bytes]) -> tuple[Manifest, list[bytes]]:
+    """Append keys, and leave the turns as they are."""
+    if manifest.blocks + len(keys) > SESSION_BLOCKS_MAX:
+        raise SessionRefused(f"A session has at most {SESSION_BLOCKS_MAX} blocks.")
+    tail = [*manifest.tail, *keys]
+    payloads = []
+    while len(tail) >= SESSION_CHUNK_BLOCKS:
+        payloads.append(b"".join(tail[:SESSION_CHUNK_BLOCKS]))
+        del tail[:SESSION_CHUNK_BLOCKS]
+    chunks = (*manifest.chunks, *map(chunk_key, payloads))
+    return manifest._replace(chunks=chunks, tail=tuple(tail)), payloads
+
+
+def refuse_longer(wanted: int, blocks: int) -> None:
+    """Refuse to keep more of a session than it has."""
+    if not 0 <= wanted <= blocks:
+        raise SessionRefused(f"The session has {blocks} blocks, fewer than {wanted}.")

@@ -1,0 +1,191 @@
+/*
+ * What the files of the progress thread call in each other. All of it runs on that thread alone, unless marked.
+ */
+#ifndef TRIGGERKV_PROGRESS_H
+#define TRIGGERKV_PROGRESS_H
+
+#include "fabric.h"
+#include "lane.h"
+
+/* work.c: items, queues, reports */
+void queue_push(struct queue *queue, struct work *work);
+struct work *queue_pop(struct queue *queue);
+void queue_remove(struct queue *queue, struct work *work);
+int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes);
+/* For work that can't be refused any more. Without memory the thread blocks until there is some: callers get TK_STUCK at
+ * their deadline, and nothing is lost. */
+void grow_surely(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes);
+void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uint64_t value, int status, uint64_t time_ns);
+void publish(struct tk_fabric *fabric);
+void publish_soon(struct tk_fabric *fabric);
+uint64_t deadline_of(const struct work *work);
+uint64_t tag_of(const struct work *work);
+struct tk_endpoint *endpoint_of(const struct work *work);
+void adopt(struct tk_fabric *fabric, struct work *work);
+void disown(struct tk_fabric *fabric, struct work *work);
+void recycle(struct tk_fabric *fabric, struct work *work);
+void release(struct tk_fabric *fabric, struct work *work);
+void unpair(struct work *work); /* from its partner */
+void drop(struct tk_fabric *fabric, struct work *work);
+void finish(struct tk_fabric *fabric, struct work *work, int status);
+void fail(struct tk_fabric *fabric, struct work *work, int status);
+void landed(struct tk_fabric *fabric, struct work *work);
+void list_ready(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
+void get_ready(struct tk_fabric *fabric, struct work *work, enum work_state state);
+
+/* counter.c: operations that wait for counters */
+int wait_for_counter(struct tk_fabric *fabric, struct work *work);
+void stop_waiting(struct tk_fabric *fabric, struct work *work);
+struct work *next_waiting(struct tk_fabric *fabric, struct tk_counter *counter);
+void activate(struct tk_fabric *fabric, struct tk_counter *counter);
+void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns);
+uint64_t counter_value(struct tk_counter *counter);
+void counter_move(struct tk_counter *counter, uint64_t step, int set);
+void counter_fail(struct tk_fabric *fabric, struct tk_counter *counter, int status);
+int poll_counters(struct tk_fabric *fabric);
+void free_closed_counters(struct tk_fabric *fabric);
+void free_counter(struct tk_counter *counter);
+
+/* nic.c, nic_flush.c: what libfabric's deferred work holds */
+int nic_open(struct tk_fabric *fabric);
+void nic_close(struct tk_fabric *fabric);
+int nic_counter(struct tk_fabric *fabric, struct fid_cntr **out);
+int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter);
+void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint64_t value);
+int nic_completed(struct tk_fabric *fabric, void *context, int status);
+int nic_poll(struct tk_fabric *fabric);
+int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter);
+int nic_flush(struct tk_fabric *fabric);
+int nic_withdraw(struct tk_fabric *fabric, struct work *work);
+void nic_give_up(struct tk_fabric *fabric, struct work *work);
+int nic_is_tied_to(const struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
+void nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter);
+void nic_leave(struct tk_fabric *fabric, struct slot *slot, int lost);
+void nic_find_again(struct tk_fabric *fabric, struct slot *slot);
+void nic_settle(struct tk_fabric *fabric, struct slot *slot);
+void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns);
+void nic_taken_back(struct tk_fabric *fabric, struct slot *slot, int lost);
+int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot);
+
+/* inbox.c: work for the thread, under the inbox's lock; any thread */
+int reserve_work(struct tk_fabric *fabric, uint32_t count);
+struct work *take_free(struct tk_fabric *fabric, enum work_kind kind); /* of what was reserved */
+int check_operation(const struct tk_fabric *fabric, const struct tk_operation *op); /* without the lock */
+struct work *enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op);
+struct work *enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch);
+
+/* group.c: what callers wait for; the first two any thread */
+void group_use(struct tk_group *group);
+void group_let_go(struct tk_group *group);
+void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
+void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code);
+void group_copies(struct tk_group *group, uint32_t row, int copies); /* until it has, no word ends that row */
+
+/* posting.c: what is posted, what has completed */
+int status_of_provider(int error);
+int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
+	      uint64_t key); /* its end is not reported */
+int post_landed(struct tk_fabric *fabric, struct work *work);
+int post_ready(struct tk_fabric *fabric);
+int drain_completions(struct tk_fabric *fabric);
+int progress_wire(struct tk_fabric *fabric);
+
+/* streams.c: addresses of TCP, and what it leaves behind */
+int address_is_same(const union address *a, const union address *b);
+uint16_t address_port(const union address *address); /* 0: it is none of IP */
+void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
+
+/* idle.c: how the thread rests. But for `rest`, any thread. */
+int rest_open(struct tk_fabric *fabric);
+int rest_hear(struct tk_fabric *fabric, int pipe_fd);
+int rest_hear_writes(struct tk_fabric *fabric, int event_fd);
+int rest_ignore(struct tk_fabric *fabric, int event_fd);
+void rest_look_again(struct tk_fabric *fabric);
+int rest(struct tk_fabric *fabric, uint64_t idle_ns); /* returns whether something has woken it */
+
+/* watch.c: words that are watched, checksums that are made */
+uint64_t flag_awaited(const struct tk_landing *landing);
+int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, struct work *work);
+void watch_remove(struct watches *watches, const struct work *work);
+int poll_landings(struct tk_fabric *fabric);
+int poll_acks(struct tk_fabric *fabric);
+int make_checksums(struct tk_fabric *fabric);
+
+/* desk.c: calls that are answered here */
+int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing);
+void miss_at_desk(struct work *work);
+void over_at_desk(struct work *work, int status);
+void poll_desks(struct tk_fabric *fabric);
+
+/* sender.c: puts by grants, the client's side */
+void sender_fire(struct tk_fabric *fabric, struct work *work);
+void sender_summed(struct work *work);
+uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata); /* any thread */
+uint32_t sender_head(const struct work *work, const void **bytes); /* returns how many */
+void *sender_head_desc(const struct work *work);
+int sender_shares(const struct work *work); /* whether its slot is mapped here; then these: */
+uint32_t sender_copies(struct work *work, uint32_t bytes_max);
+void sender_put(struct tk_fabric *fabric, struct work *work);
+void sender_put_over(struct tk_fabric *fabric, struct work *work);
+void sender_acked(struct work *watch, int is_final);
+struct queue *sender_queue(const struct work *work); /* where it waits for a slot */
+int poll_senders(struct tk_fabric *fabric);
+
+uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region); /* so many bytes of a put there */
+
+/* caller.c: calls, the client's side */
+void caller_fire(struct tk_fabric *fabric, struct work *work);
+void caller_put_over(struct tk_fabric *fabric, struct work *work);
+uint32_t caller_answered(struct tk_fabric *fabric, struct work *watch, uint32_t code); /* what it comes to */
+struct queue *caller_queue(const struct work *work); /* where it waits for a place */
+int poll_callers(struct tk_fabric *fabric);
+
+uint64_t caller_word(const struct tk_caller *caller, uint64_t address); /* which of its words it is */
+void caller_read(struct tk_caller *caller, uint32_t place); /* the bytes of an answer have been read */
+void caller_shared(struct tk_caller *caller, int is_good); /* a block was read from the node's memory, and was as it should be */
+
+/* shared.c: blocks that are read from the node's memory, the client's side */
+struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shared *shared, uint32_t blocks,
+				  const void *rows, size_t row_bytes, const struct tk_wanted *wanted); /* any thread */
+void shared_fetch_free(struct shared_fetch *fetch); /* any thread; nothing watches for it */
+void shared_watches(struct shared_fetch *fetch, struct work *watch, uint32_t row); /* any thread */
+void shared_asked(struct shared_fetch *fetch, uint32_t place);
+int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address);
+uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max);
+void shared_over(struct work *watch);
+int shared_told(struct tk_fabric *fabric, struct work *watch); /* a word says where a single block is; 0: it is not to be read */
+
+/* shared_reads.c: the same, the node's side */
+int may_share(const struct work *work);
+int tell_where(struct tk_fabric *fabric, struct work *work); /* 0, or what posting gives */
+void was_told(struct tk_fabric *fabric, struct work *work); /* it is in no other queue any more */
+int poll_shared_reads(struct tk_fabric *fabric);
+
+/* shared_puts.c: puts and words between two ends on one machine */
+int put_shared_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, struct spot spot); /* 0: it has to be posted */
+void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
+void ring_doorbells(struct tk_fabric *fabric);
+
+/* pieces.c; all but the last any thread */
+void pieces_use(struct tk_pieces *pieces);
+void pieces_let_go(struct tk_pieces *pieces);
+void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, uint32_t *crc);
+uint32_t gather_some(struct work *work, uint32_t bytes_max);
+
+/* receiver.c: the node's side */
+int poll_receivers(struct tk_fabric *fabric);
+void receivers_tell(struct tk_fabric *fabric);
+void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
+
+/* reader.c: puts of what is read from a drive */
+void reader_begin(struct work *work);
+void reader_let_go(struct work *work); /* it does not want the bytes any more */
+void reader_put_over(struct work *work);
+int poll_readers(struct tk_fabric *fabric);
+void readers_end(struct tk_fabric *fabric);
+void free_readers(struct tk_fabric *fabric); /* with the fabric */
+
+/* shelf.c */
+void free_shelves(struct tk_fabric *fabric);
+
+#endif

@@ -1,0 +1,59 @@
+"""Output of results: aligned tables, CSV, JSON and files of plots."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+from sim.units import OutOfRange
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["as_csv", "as_json", "save", "save_plot", "table"]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = ()) -> str:
+    """Columns aligned to the right, those in `left` to the left."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def as_csv(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Comma-separated values with a head, numbers in full."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows(rows)
+    return out.getvalue().rstrip("\n")
+
+
+def as_json(document: Any) -> str:
+    """Indented for people, in full for programs."""
+    return json.dumps(document, indent=2)
+
+
+def save(parameter: str, path: Path, text: str) -> str:
+    """Write a file whole; give the line that says so."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutOfRange(parameter, str(path), "a file to write", f"and {error.strerror}") from error
+    return f"\nwritten: {path}"
+
+
+def save_plot(parameter: str, path: Path, svg: str) -> str:
+    """Write a plot. It is SVG, and a name that says otherwise is refused."""
+    if path.suffix.lower() != ".svg":
+        raise OutOfRange(parameter, str(path), "a file for a plot", "named *.svg: plots are SVG")
+    return save(parameter, path, svg)

@@ -1,0 +1,149 @@
+"""Following a map: nodes that tell it, tell nonsense, are silent, or know of no cluster."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from kvstore.client import map_follower
+from kvstore.client.map_follower import Following
+from kvstore.cluster.map import Map, Member
+from kvstore.reach import Reach
+from kvstore.wire import cluster_pb2 as pb
+from kvstore.wire import cluster_pb2_grpc
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WAIT_S = 10.0
+
+
+class Teller(cluster_pb2_grpc.ClusterServicer):
+    """A node that tells what the test has it tell."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.answers: list[pb.MapResponse] = []
+        self.goes_on = threading.Condition()
+        self.is_over = False
+        self.asked = 0
+        server = grpc.server(stack.enter_context(ThreadPoolExecutor(4)))
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        self.node = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        stack.callback(lambda: server.stop(None).wait())
+        stack.callback(self.end)
+
+    def tell(self, answer: pb.MapResponse) -> None:
+        with self.goes_on:
+            self.answers.append(answer)
+            self.goes_on.notify_all()
+
+    def end(self) -> None:
+        with self.goes_on:
+            self.is_over = True
+            self.goes_on.notify_all()
+
+    def Map(self, _: pb.MapRequest, context: Any) -> Iterator[pb.MapResponse]:  # noqa: N802 - named by the proto
+        self.asked += 1
+        told = 0
+        while not self.is_over and context.is_active():
+            with self.goes_on:
+                self.goes_on.wait(0.05)
+                new = self.answers[told:]
+            told += len(new)
+            yield from new
+
+
+class Recorded(Following):
+    """It keeps the revision of each map that it has ever gone by."""
+
+    revisions: list[int]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_map":
+            self.__dict__.setdefault("revisions", []).append(value.revision)
+        super().__setattr__(name, value)
+
+
+class World:
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        # In the order in which they are asked.
+        self.one, self.other = sorted((Teller(stack), Teller(stack)), key=lambda teller: teller.node)
+
+    def follow(self, call_timeout_ms: int = 10_000) -> Recorded:
+        nodes = self.one.node, self.other.node
+        given = Map.of(0, (Member(node, node) for node in nodes))
+        found = Recorded(Reach(nodes, call_timeout_ms=call_timeout_ms), given)
+        self._stack.callback(found.close)
+        return found
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(stack)
+
+
+def told(revision: int, *nodes: str) -> pb.MapResponse:
+    members = [pb.ClusterMember(name=f"of {node}", node=node, weight=1) for node in nodes]
+    return pb.MapResponse(clustered=True, revision=revision, members=members)
+
+
+def homes(following: Following) -> list[str]:
+    return [one.node for one in following.map.members]
+
+
+def test_the_map_is_that_of_the_node_that_tells_it(world: World) -> None:
+    world.one.tell(told(7, "a:1", "b:1"))
+    found = world.follow()
+    assert homes(found) == ["a:1", "b:1"]
+    world.one.tell(told(8, "b:1", "c:1"))
+    wait_until(lambda: homes(found) == ["b:1", "c:1"], "it follows", WAIT_S)
+
+
+def test_a_map_that_is_older_or_empty_or_no_map_is_not_taken(world: World) -> None:
+    world.one.tell(told(7, "a:1", "b:1"))
+    found = world.follow()
+    assert found.map.revision == 7
+    for answer in (told(6, "c:1"), told(9), told(10, "no address"), told(11, "d:1")):
+        world.one.tell(answer)
+    wait_until(lambda: found.map.revision == 11, "the one that can be is taken", WAIT_S)
+    for answer in (told(10, "e:1"), pb.MapResponse(clustered=True)):
+        world.one.tell(answer)
+    world.one.tell(told(12, "f:1"))
+    wait_until(lambda: found.map.revision == 12, "it follows on", WAIT_S)
+    assert found.revisions == [0, 7, 11, 12]
+
+
+def test_nodes_that_are_in_no_cluster_are_those_that_were_given(world: World) -> None:
+    world.one.tell(pb.MapResponse())
+    found = world.follow()
+    assert homes(found) == sorted((world.one.node, world.other.node))
+    assert found.map.revision == 0
+    found._thread.join(WAIT_S)
+    assert not found._thread.is_alive(), "there is nothing to follow"
+
+
+def test_without_an_answer_those_that_were_given_count_after_a_calls_time(world: World) -> None:
+    found = world.follow(500)  # neither says anything
+    assert homes(found) == sorted((world.one.node, world.other.node))
+    world.other.tell(told(7, "a:1"))
+    wait_until(lambda: homes(found) == ["a:1"], "the answer counts when it comes", WAIT_S)
+
+
+def test_a_node_that_falls_silent_is_left_for_the_next(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(map_follower, "WATCH_HEARTBEAT_MS", 200)
+    world.one.tell(told(7, "a:1"))
+    world.other.tell(told(9, "b:1"))
+    found = world.follow()
+    wait_until(lambda: homes(found) == ["b:1"], "the other was asked", WAIT_S)
+    world.other.end()
+    world.one.tell(told(11, "c:1"))
+    wait_until(lambda: homes(found) == ["c:1"], "and the first again", WAIT_S)

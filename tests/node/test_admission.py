@@ -1,0 +1,174 @@
+"""The entrance: whose call begins next, what counts as begun, and who has no more room outside."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from kvstore.errors import Overloaded
+from kvstore.limits import CALLS_BEGUN_MAX, CALLS_LINE_LONG, CALLS_REST_MS
+from kvstore.node import admission
+from kvstore.node.admission import Begun, Entrance
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_tenant_with_many_calls_has_one_begun_and_another_does_not_wait_for_them() -> None:
+    async def come() -> None:
+        at = Entrance(lambda: 2)
+        first = await at.enter("many")
+        rest = [asyncio.create_task(at.enter("many")) for _ in range(5)]
+        await settle()
+        assert not any(one.done() for one in rest)
+        async with asyncio.timeout(1):
+            (await at.enter("few")).over()
+        begun = first
+        for one in rest:  # in the order in which they came
+            begun.over()
+            begun.over()  # once counts
+            await settle()
+            assert [other.done() for other in rest].count(True) == 1 + rest.index(one)
+            begun = await one
+        begun.over()
+        assert not at._begun
+        assert not at._outside
+        assert not at._places.total
+
+    asyncio.run(come())
+
+
+def test_a_tenant_with_a_long_line_rests_between_two_calls_while_others_call() -> None:
+    async def come(other: str) -> float:
+        at = Entrance(lambda: 2)
+        (await at.enter(other)).over()
+        begun = await at.enter("many")
+        rest = [asyncio.create_task(at.enter("many")) for _ in range(CALLS_LINE_LONG + 21)]
+        await settle()
+        began = asyncio.get_running_loop().time()
+        for one in rest:
+            begun.over()
+            begun = await one
+        return asyncio.get_running_loop().time() - began
+
+    assert asyncio.run(come("few")) >= 20 * CALLS_REST_MS / 1000
+    assert asyncio.run(come("many")) < 20 * CALLS_REST_MS / 1000
+
+
+def test_where_there_is_one_tenant_several_calls_begin() -> None:
+    async def come() -> None:
+        at = Entrance(lambda: 1)
+        async with asyncio.timeout(1):
+            begun = [await at.enter(None) for _ in range(CALLS_BEGUN_MAX)]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await at.enter(None)
+        for one in begun:
+            one.over()
+        assert not at._begun
+
+    asyncio.run(come())
+
+
+def test_who_leaves_while_it_waits_or_at_its_turn_keeps_nobody_waiting() -> None:
+    async def come() -> None:
+        at = Entrance(lambda: 2)
+        first = await at.enter("a")
+        gone, called, last = (asyncio.create_task(at.enter("a")) for _ in range(3))
+        await settle()
+        gone.cancel()
+        await settle()
+        first.over()
+        called.cancel()  # it had come to be its turn, and does not know yet
+        with suppress(asyncio.CancelledError):
+            await called
+        (await asyncio.wait_for(last, 1)).over()
+        assert not at._begun
+        assert not at._places.total
+
+    asyncio.run(come())
+
+
+def test_of_the_places_outside_a_tenant_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "CALLS_OUTSIDE_MAX", 8)
+
+    async def come() -> None:
+        at = Entrance(lambda: 2)
+        begun = await at.enter("a")
+        waiting = [asyncio.create_task(at.enter("a")) for _ in range(4)]
+        await settle()
+        with pytest.raises(Overloaded, match="calls waiting"):
+            await at.enter("a")
+        (await at.enter("b")).over()
+        begun.over()
+        for one in waiting:
+            (await one).over()
+
+    asyncio.run(come())
+
+
+def test_a_call_that_waits_for_something_else_than_the_thread_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "CALLS_BEGUN_LOOKS_MAX", 1 << 30)
+
+    async def come() -> None:
+        over = asyncio.Event()
+        drive: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def reads() -> int:
+            return await drive
+
+        reading = Begun(over.set)
+        call = asyncio.ensure_future(_of(reading, reads()))
+        await asyncio.wait_for(over.wait(), 5)
+        drive.set_result(7)
+        assert await call == 7
+
+        async def works() -> None:
+            for _ in iter(lambda: working, False):
+                await asyncio.sleep(0)
+
+        over.clear()
+        working = True
+        call_of_works = asyncio.ensure_future(_of(Begun(over.set), works()))
+        await asyncio.sleep(0.1)
+        assert not over.is_set(), "it wants the thread all the time"
+        working = False
+        await call_of_works
+        await asyncio.wait_for(over.wait(), 5)
+
+    async def _of(begun: Begun, steps: object) -> object:
+        return await begun.of(steps)  # type: ignore[arg-type]
+
+    asyncio.run(come())
+
+
+def test_what_ends_a_call_from_outside_ends_it_inside() -> None:
+    async def come() -> None:
+        seen: list[str] = []
+
+        async def stands() -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                seen.append("ended")
+                await asyncio.sleep(0)
+                seen.append("cleaned up")
+                raise
+
+        async def call() -> None:
+            await Begun(lambda: None).of(stands())
+
+        task = asyncio.create_task(call())
+        await settle()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert seen == ["ended", "cleaned up"]
+
+    asyncio.run(come())

@@ -1,0 +1,249 @@
+"""The door: nothing is awaited from a caller that is not authenticated, or kept for it; a stream begins in its time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from kvstore.clock import SystemClock
+from kvstore.errors import Overloaded
+from kvstore.limits import DOOR_FIRST_MESSAGE_MS, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
+from kvstore.node import authentication
+from kvstore.node.audit import Audit
+from kvstore.node.authentication import Door
+from kvstore.node.authorization import Gate
+from kvstore.node.calls import refusals
+from kvstore.node.statistics import Counters
+from kvstore.node.tenants import Tenants, token_digest
+from kvstore.node.timings import Timings
+from kvstore.node.watching import Watchers
+from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
+from tests.conftest import small_node
+from tests.hostile import h2
+from tests.storage.fakes import FakeClock
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
+    from kvstore.node.calls import Context
+
+WAIT_S = 20.0
+PATHS = ("KvStore/Attach", "KvStore/Status", "Batches/PutBatch", "Observing/Watch", "Blocks/Exists")
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    folder = tmp_path_factory.mktemp("door")
+    (folder / "tenants.toml").write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\n')
+    with small_node(folder / "node", arguments=("--tenants", str(folder / "tenants.toml"))) as node:
+        yield node
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(100):
+        if condition():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("not within 5 s")
+
+
+def answered(link: socket.socket, within_s: float) -> bytes:
+    """What comes until there is a frame of headers, with which a call ends that is refused."""
+    link.settimeout(within_s)
+    said = b""
+    while b"grpc-status" not in said:
+        said += link.recv(1 << 16)
+    return said
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("token", [(), (("authorization", "Bearer nobody's"),)], ids=["none", "nobody's"])
+def test_a_caller_without_credentials_is_refused_before_its_message_is_awaited(
+    guarded: NodeProcess, path: str, token: Any
+) -> None:
+    with h2.connected("127.0.0.1", int(guarded.target.rpartition(":")[2])) as link:
+        link.sendall(h2.headers(1, f"/kvstore.v1.{path}", *token))
+        assert b"16" in answered(link, DOOR_FIRST_MESSAGE_MS / 2000)
+
+
+def test_a_stream_that_says_nothing_ends_in_its_time(guarded: NodeProcess) -> None:
+    def nothing() -> Iterator[Any]:
+        time.sleep(WAIT_S)
+        yield from ()
+
+    with grpc.insecure_channel(guarded.target) as channel:
+        stub = KvStoreStub(channel)  # type: ignore[no-untyped-call]
+        began = time.monotonic()
+        call = stub.Attach(nothing(), metadata=(("authorization", "Bearer acme"),), timeout=WAIT_S)
+        with pytest.raises(grpc.RpcError, match="first message did not arrive"):
+            next(call)
+        took = time.monotonic() - began
+    assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert DOOR_FIRST_MESSAGE_MS / 1000 <= took < DOOR_FIRST_MESSAGE_MS / 1000 + 5
+
+
+def test_a_call_whose_first_answer_is_not_read_ends_with_its_status_and_counts_until_then() -> None:
+    """Its headers go first: gRPC can't send a status behind headers whose write was given up."""
+    clock = SystemClock()
+    gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
+
+    async def standing(_: object, context: Context) -> None:
+        async with refusals(context):
+            try:
+                async with asyncio.timeout(0.2):
+                    await context.write(bytes(1 << 20))
+            except TimeoutError:
+                raise Overloaded("Nobody read.") from None
+
+    async def call_it() -> None:
+        server = grpc.aio.server(interceptors=(Door(gate, Counters(), timings),))
+        handler: Any = grpc.unary_stream_rpc_method_handler(standing)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Stand": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            with await asyncio.to_thread(h2.connected, "127.0.0.1", port) as link:
+                link.sendall(h2.headers(1, "/test/Stand") + h2.data(1, b"", ends=True))
+                await asyncio.sleep(0.5)
+                assert gate._open.total == 1
+                link.sendall(h2.window(0, 1 << 24) + h2.window(1, 1 << 24))
+                assert b"Nobody read" in await asyncio.to_thread(answered, link, 5)
+        finally:
+            await server.stop(None)
+
+    asyncio.run(call_it())
+    assert gate._open.total == 0
+    assert timings.calls_failed["Stand", "RESOURCE_EXHAUSTED"] == 1
+
+
+def test_a_caller_with_one_message_is_let_in_before_it_is_awaited_and_it_must_come_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the doorkeeper sees of a connection until then it takes for a stranger's."""
+    monkeypatch.setattr(authentication, "DOOR_FIRST_MESSAGE_MS", 700)
+    clock = SystemClock()
+    gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
+    let_in: list[str] = []
+    gate.let_in = let_in.append
+
+    async def echo(request: bytes, _: Context) -> bytes:
+        return request
+
+    async def call_it() -> None:
+        server = grpc.aio.server(interceptors=(Door(gate, Counters(), timings),))
+        handler: Any = grpc.unary_unary_rpc_method_handler(echo)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Echo": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            with await asyncio.to_thread(h2.connected, "127.0.0.1", port) as link:
+                link.sendall(h2.headers(1, "/test/Echo"))
+                await asyncio.sleep(0.3)
+                assert len(let_in) == 1
+                link.sendall(h2.data(1, b"spoken", ends=True))
+                assert b"spoken" in await asyncio.to_thread(answered, link, 5)
+                link.sendall(h2.headers(3, "/test/Echo"))
+                assert b"did not arrive within" in await asyncio.to_thread(answered, link, 5)
+        finally:
+            await server.stop(None)
+
+    asyncio.run(call_it())
+    assert timings.calls_failed["Echo", "DEADLINE_EXCEEDED"] == 1
+
+
+def test_who_takes_no_answer_is_told_of_and_has_its_share_of_them_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An answer stays in gRPC as long as its caller's connection does: hundreds of large ones were the node's end."""
+    monkeypatch.setattr(authentication, "INLINE_TIMEOUT_MS", 300)
+    monkeypatch.setattr(authentication, "DOOR_ANSWERS_BYTES_MAX", 3 << 20)
+    clock = SystemClock()
+    gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
+    still: list[str] = []
+    gate.stands_still = still.append
+
+    async def large(_: bytes, __: Context) -> bytes:
+        return bytes(1 << 20)
+
+    async def call_it() -> None:
+        keeps = Door(gate, Counters(), timings)
+        server = grpc.aio.server(interceptors=(keeps,))
+        handler: Any = grpc.unary_unary_rpc_method_handler(large)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Large": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            with await asyncio.to_thread(h2.connected, "127.0.0.1", port) as link:
+                for number in range(1, 9, 2):
+                    link.sendall(h2.headers(number, "/test/Large") + h2.data(number, b"", ends=True))
+                assert b"unread answers" in await asyncio.to_thread(answered, link, 5)
+                assert keeps._answers.total == 3 << 20
+                await until(lambda: len(still) == 3)
+                assert set(still) == {"ipv4:{}:{}".format(*link.getsockname())}
+            await until(lambda: not keeps._answers.total)
+        finally:
+            await server.stop(None)
+
+    asyncio.run(call_it())
+    assert timings.calls_failed["Large", "RESOURCE_EXHAUSTED"] == 1
+
+
+@pytest.mark.parametrize("path", ["Blocks/Exists", "Batches/GetBatch"])
+def test_a_message_that_cannot_be_read_is_the_callers_error(guarded: NodeProcess, path: str) -> None:
+    host, _, port = guarded.target.rpartition(":")
+    with h2.connected(host, int(port)) as link:
+        token = ("authorization", "Bearer acme")
+        link.sendall(h2.headers(1, f"/kvstore.v1.{path}", token) + h2.data(1, b"\xff" * 9, ends=True))
+        assert b"be read" in answered(link, WAIT_S)
+
+
+def test_a_tenant_has_no_more_calls_open_than_its_share(tmp_path: Path) -> None:
+    clock = FakeClock()
+    tenants = Tenants(bytes(16), clock)
+    (tmp_path / "t.toml").write_text(
+        "".join(f'[{name}]\ntokens_sha256 = ["{token_digest(name)}"]\n' for name in ("acme", "zeta"))
+    )
+    tenants.load(tmp_path / "t.toml")
+    gate = Gate(tenants, Audit(clock, None))
+    gate._open.capacity = 8
+
+    def coming(token: str) -> Any:
+        said = [("authorization", f"Bearer {token}")]
+        return SimpleNamespace(
+            invocation_metadata=lambda: said, auth_context=dict[str, Any], peer=lambda: "ipv4:127.0.0.1:1"
+        )
+
+    async def come() -> None:
+        with ExitStack() as undo:
+            for _ in range(4):
+                undo.enter_context(gate.staying("attach", coming("acme")))
+            with pytest.raises(Overloaded, match="as many calls open"):
+                undo.enter_context(gate.staying("attach", coming("acme")))
+            undo.enter_context(gate.staying("attach", coming("zeta")))
+
+    asyncio.run(come())
+    assert gate._open.total == 0
+
+
+def test_watchers_of_many_tenants_leave_each_tenant_its_own() -> None:
+    tenants = 64
+    watchers = Watchers(FakeClock(), lambda: tenants)
+    with ExitStack() as undo:
+        for tenant in range(tenants):
+            had = 0
+            while had < WATCHERS_OF_TENANT_MAX:
+                try:
+                    undo.enter_context(watchers.watching(bytes([tenant])))
+                except Overloaded:
+                    break
+                had += 1
+            assert had >= WATCHERS_MAX // (2 * tenants)

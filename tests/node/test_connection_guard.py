@@ -1,0 +1,315 @@
+"""The doorkeeper: who is hung up on, who stays, and what the kernel's filter lets through."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from contextlib import ExitStack
+from ipaddress import ip_address, ip_network
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.clock import SystemClock
+from kvstore.limits import (
+    DOOR_BARRED_MS,
+    DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
+    DOOR_KNOCKS_OF_PRESSING,
+    DOOR_KNOCKS_OF_SOURCE_MAX,
+    DOOR_PRESSES_MAX,
+    DOOR_TIMEOUT_MS,
+    DOOR_UNPROVED_BYTES_MAX,
+    DOOR_UNPROVED_BYTES_MS,
+    DOOR_UNPROVED_OF_SOURCE_MAX,
+    DOOR_WINDOW_MS,
+)
+from kvstore.node import connection_guard
+from kvstore.node.connection_guard import Doorkeeper, packet_filter, source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MS = 1_000_000
+HERE, THERE = "127.0.0.1", "127.0.0.7"
+
+
+class Clock(SystemClock):
+    now_ns = 1_000_000 * MS
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+
+class Door:
+    """A listener of this process, its keeper, and those who come."""
+
+    def __init__(self, undo: ExitStack) -> None:
+        self._undo = undo
+        self.clock = Clock()
+        self.listener = undo.enter_context(socket.create_server((HERE, 0), backlog=1024))
+        self.port = self.listener.getsockname()[1]
+        self.told: list[tuple[str, str, int]] = []
+        self.keeper = Doorkeeper(self.clock, self.port, lambda *one: self.told.append(one))
+
+    def come(self, source: str = HERE, timeout_s: float = 5.0) -> socket.socket:
+        ours = socket.create_connection((HERE, self.port), timeout_s, (source, 0))
+        self._undo.enter_context(ours)
+        self.theirs = self._undo.enter_context(self.listener.accept()[0])
+        return ours
+
+    def look(self, later_ms: int = 0) -> None:
+        self.clock.now_ns += later_ms * MS
+        self.keeper.look()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with ExitStack() as undo:
+        yield Door(undo)
+
+
+def stays(link: socket.socket) -> bool:
+    link.setblocking(False)
+    try:
+        return link.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def peer(link: socket.socket) -> str:
+    host, port = link.getsockname()
+    return f"ipv4:{host}:{port}"
+
+
+def test_a_connection_over_which_nothing_was_let_in_ends_in_its_time_and_one_that_was_stays(
+    door: Door,
+) -> None:
+    silent, honest = door.come(), door.come()
+    door.keeper.proved(peer(honest))
+    door.look()
+    door.look(DOOR_TIMEOUT_MS - 1)
+    assert stays(silent)
+    door.look(2)
+    assert not stays(silent)
+    door.look(100 * DOOR_TIMEOUT_MS)
+    assert stays(honest)
+    assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
+
+
+def test_who_takes_no_answer_is_hung_up_on_at_the_next_look_though_it_was_let_in(door: Door) -> None:
+    still, honest = door.come(), door.come()
+    for link in (still, honest):
+        door.keeper.proved(peer(link))
+    door.look()
+    door.keeper.stands_still(peer(still))
+    assert door.keeper.must_look()
+    door.look()
+    assert (stays(still), stays(honest)) == (False, True)
+    assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
+
+
+def test_who_goes_on_calling_when_told_to_wait_is_hung_up_on_and_a_source_that_does_it_again_is_barred(
+    door: Door,
+) -> None:
+    presses, waits = door.come(), door.come()
+    for link in (presses, waits):
+        door.keeper.proved(peer(link))
+        door.keeper.presses(peer(link))
+    door.look()
+    for _ in range(DOOR_PRESSES_MAX):
+        door.keeper.presses(peer(presses))
+    assert door.keeper.must_look()
+    door.look(1)
+    assert (stays(presses), stays(waits)) == (False, True)
+    for _ in range(DOOR_PRESSES_MAX):  # in a time in which it may
+        door.look(DOOR_WINDOW_MS // 4)
+        door.keeper.presses(peer(waits))
+    door.look()
+    assert stays(waits)
+    again = [door.come(THERE) for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX // DOOR_KNOCKS_OF_PRESSING + 1)]
+    for link in again:
+        door.keeper.proved(peer(link))
+        for _ in range(DOOR_PRESSES_MAX + 1):
+            door.keeper.presses(peer(link))
+    door.look()
+    assert not any(map(stays, again))
+    assert door.keeper.barred() == [THERE]
+
+
+def test_of_a_crowd_of_one_source_the_oldest_go_and_other_sources_stay(door: Door) -> None:
+    other = door.come(HERE)
+    crowd = []
+    for _ in range(DOOR_UNPROVED_OF_SOURCE_MAX + 3):
+        crowd.append(door.come(THERE))
+        door.look(1)
+    assert [stays(one) for one in crowd] == [False] * 3 + [True] * DOOR_UNPROVED_OF_SOURCE_MAX
+    assert stays(other)
+
+
+def test_who_says_much_and_proves_nothing_is_hung_up_on_a_moment_later(door: Door) -> None:
+    def loud_one() -> socket.socket:
+        link = door.come()
+        for _ in range(DOOR_UNPROVED_BYTES_MAX // 1024 + 1):
+            link.sendall(bytes(1024))
+            assert door.theirs.recv(1024, socket.MSG_WAITALL)
+        return link
+
+    loud, proved, late = loud_one(), loud_one(), loud_one()
+    door.keeper.proved(peer(proved))
+    door.look()
+    door.look(DOOR_UNPROVED_BYTES_MS - 1)
+    assert all(map(stays, (loud, proved, late)))
+    door.keeper.proved(peer(late))  # the node was busy
+    door.look(1)
+    assert not stays(loud)
+    assert stays(proved)
+    assert stays(late)
+
+
+def test_a_peer_that_comes_from_a_port_again_is_let_in_again(door: Door) -> None:
+    with socket.socket() as link:
+        link.bind((HERE, 0))
+        door.keeper.proved(peer(link))  # over a connection that has gone
+        door.look(DOOR_TIMEOUT_MS)
+        door.keeper.proved(peer(link))  # over one that no look has seen yet
+        door.look(1)
+        link.connect((HERE, door.port))
+        theirs, _ = door.listener.accept()
+        with theirs:
+            door.look()
+            door.look(2 * DOOR_TIMEOUT_MS)
+            assert stays(link)
+
+
+def test_who_knocks_too_often_is_barred_by_the_kernel_for_a_time_and_nobody_else(door: Door) -> None:
+    for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX + 1):
+        door.come(THERE)
+    door.look()
+    assert door.keeper.barred() == [THERE]
+    with pytest.raises(TimeoutError):
+        socket.create_connection((HERE, door.port), 0.3, (THERE, 0))
+    door.come(HERE)
+    door.look(DOOR_BARRED_MS + 1)
+    assert door.keeper.barred() == []
+    door.come(THERE)
+
+
+def test_calls_that_are_refused_are_knocks(door: Door) -> None:
+    link = door.come(THERE)
+    for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX + 1):
+        door.keeper.refused(peer(link))
+    door.look()
+    door.keeper.refused(peer(link))
+    door.look()
+    assert door.keeper.barred() == [THERE]
+    assert not stays(link)
+
+
+def test_at_an_endpoint_nobody_stays_but_its_client(door: Door) -> None:
+    with socket.create_server((HERE, 0)) as endpoint, ExitStack() as undo:
+        port = endpoint.getsockname()[1]
+        door.keeper.expects(port, ip_address(HERE))
+
+        def come(source: str) -> socket.socket:
+            ours = undo.enter_context(socket.create_connection((HERE, port), 5.0, (source, 0)))
+            theirs.append(undo.enter_context(endpoint.accept()[0]))
+            return ours
+
+        theirs: list[socket.socket] = []
+
+        foreign = come(THERE)
+        door.look()
+        assert not stays(foreign)
+        door.keeper._clients = (ip_network("127.0.0.0/28"),)  # of a host that has several
+        several = come(THERE)
+        door.look()
+        assert stays(several)
+        several.close()
+        theirs[-1].close()
+        own = []
+        for _ in range(DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX + 2):
+            own.append(come(HERE))
+            door.look(1)
+        assert [stays(one) for one in own] == [True] * DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX + [False] * 2
+        assert source_of(ip_address(THERE)) in {source for source, _, _ in door.told}
+
+
+@pytest.mark.parametrize("many", [1, 200])
+def test_the_filter_passes_all_but_the_sources_that_are_barred(many: int) -> None:
+    barred = [f"10.0.{at >> 8}.{at & 255}" for at in range(many)] + [
+        f"2001:db8:0:{at:x}::/64" for at in range(many)
+    ]
+    program = list(struct.iter_unpack("=HBBI", packet_filter(barred)))
+
+    def passes(text: str) -> bool:
+        ip = ip_address(text)
+        packet = bytearray(40)
+        packet[0] = ip.version << 4
+        start = 12 if ip.version == 4 else 8
+        packet[start : start + len(ip.packed)] = ip.packed
+        at = register = 0
+        while True:
+            code, if_so, if_not, value = program[at]
+            at += 1
+            if code == 0x30:
+                register = packet[value - 0xFFF00000]
+            elif code == 0x20:
+                register = int.from_bytes(packet[value - 0xFFF00000 :][:4], "big")
+            elif code == 0x74:
+                register >>= value
+            elif code == 0x15:
+                at += if_so if register == value else if_not
+            elif code == 0x05:
+                at += value
+            else:
+                return bool(value)
+
+    assert not passes(f"10.0.0.{many - 1}")
+    assert not passes(f"2001:db8:0:{many - 1:x}::77")
+    assert not passes("2001:db8::1")
+    assert passes("10.1.0.0")
+    assert passes("2001:db8:1::1")
+    assert passes("2001:db9::1")
+
+
+def test_a_source_is_an_address_or_the_network_that_an_address_of_ipv6_is_from() -> None:
+    assert source_of(ip_address("10.1.2.3")) == "10.1.2.3"
+    assert source_of(ip_address("2001:db8:1:2:3::4")) == "2001:db8:1:2::/64"
+
+
+def test_a_keeper_looks_while_somebody_is_new_not_let_in_refused_or_barred(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int | None] = [7]
+    monkeypatch.setattr(connection_guard, "_connections_opened", lambda: opened[0])
+    keeper = door.keeper
+    assert keeper.must_look()
+    door.look()
+    assert not keeper.must_look()
+    opened[0] = 8
+    assert keeper.must_look()
+    assert not keeper.must_look()
+    link = door.come()
+    door.look()
+    assert keeper.must_look(), "one who has not been let in is waited for"
+    keeper.proved(peer(link))
+    door.look()
+    assert not keeper.must_look()
+    keeper.refused("ipv4:127.0.0.7:9")
+    assert keeper.must_look()
+    door.look()
+    assert not keeper.must_look()
+    keeper.expects(9, ip_address(HERE))
+    assert keeper.must_look()
+    door.look()
+    for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX + 1):
+        keeper.refused("ipv4:127.0.0.7:9")
+        door.look()
+    assert keeper.barred() == ["127.0.0.7"]
+    assert keeper.must_look()
+    door.look(DOOR_BARRED_MS)
+    assert not keeper.must_look()
+    opened[0] = None
+    assert keeper.must_look(), "a kernel that doesn't tell of connections"

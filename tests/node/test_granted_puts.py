@@ -1,0 +1,150 @@
+"""Blocks that come by grants while a drive is at work."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.client import Hit, Stored
+from kvstore.durability import Durability
+from kvstore.miss import Miss
+from kvstore.node.drive_lanes import LANE_TAG
+from kvstore.node.granted_puts import Granted
+from kvstore.storage.uring import UringDisk
+from tests.conftest import Rig
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from kvstore.node.node import Node
+    from kvstore.storage.items import PutItem, PutsDone
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeInProcess]:
+    monkeypatch.setattr(UringDisk, "direct_fd", None)  # as with several drives: no lane
+    with NodeInProcess(tmp_path / "node") as process:
+        yield process
+
+
+class HeldWrites:
+    """A drive whose writes don't end until `let_go`, as far as the node knows; and no timer to help."""
+
+    def __init__(self, node: NodeInProcess) -> None:
+        self._node = node
+        self.put: list[int] = []  # blocks, of each call
+        node.call(self._hold)
+
+    def _hold(self, node: Node) -> None:
+        put: Any = node.store.put
+
+        def noted(items: Sequence[PutItem], done: PutsDone) -> None:
+            self.put.append(len(items))
+            put(items, done)
+
+        node.ticks.cancel()
+        node._loop.remove_reader(node.store.fileno())
+        vars(node.store)["put"] = noted
+
+    def let_go(self) -> None:
+        self._node.call(lambda node: node._loop.add_reader(node.store.fileno(), node._drive_events))
+
+
+def gathered(node: NodeInProcess) -> int:
+    count: int = node.call(lambda node: sum(len(one.unheard) for one in node.granted._areas.values()))
+    return count
+
+
+@pytest.mark.parametrize(("length", "calls"), [(10_000, 3), (600_000, 9)])
+def test_small_blocks_that_come_while_a_write_is_under_way_go_to_the_drive_together(
+    node: NodeInProcess, rig: Rig, length: int, calls: int
+) -> None:
+    blocks = [rig.block(number, length) for number in range(10)]
+    assert rig.client.put(blocks[:1])[0].durability is Durability.WRITTEN
+    drive = HeldWrites(node)
+    puts = []
+    for count, block in enumerate(blocks[1:], 1):
+        puts.append(rig.client.arm([block]))
+        assert puts[-1].wait_landed(WAIT_S)
+        together = calls < 9 and count > 1
+        wait_until(lambda: sum(drive.put) == (1 if together else count), "what is not gathered goes at once")  # noqa: B023
+    wait_until(lambda: sum(drive.put) + gathered(node) == 9, "the node has heard of all of them", WAIT_S)
+    drive.let_go()
+    assert all(one.durability is Durability.WRITTEN for put in puts for one in put.wait(WAIT_S))
+    assert (drive.put[0], sum(drive.put)) == (1, 9)
+    assert len(drive.put) <= calls
+
+
+@pytest.mark.parametrize("durability", [Durability.LANDED, Durability.WRITTEN])
+def test_what_was_acknowledged_is_found_beside_what_was_never_stored(
+    tmp_path: Path, durability: Durability
+) -> None:
+    """A get of which all is in memory is answered by the core; these by Python, which hears of puts in batches."""
+    with NodeInProcess(tmp_path / "laned") as node:
+        rig = Rig(node)
+        for number in range(200):
+            stored, unknown = rig.block(2 * number, 4096), rig.block(2 * number + 1, 4096)
+            (put,) = rig.client.arm([stored], durability=durability).wait(WAIT_S)
+            assert put.error is None
+            if number % 2:
+                assert isinstance(rig.client.exists([stored.key])[0], Stored), number
+            found, missed = rig.client.get([rig.wanted(stored), rig.wanted(unknown)], timeout_s=WAIT_S)
+            assert (number, isinstance(found, Hit), isinstance(missed, Miss)) == (number, True, True)
+            assert rig.is_exact(stored)
+        rig.close()
+
+
+def test_clients_that_put_nothing_cost_a_look_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    came = Granted.came
+
+    def noted(granted: Granted, number: int) -> None:
+        looked.append(number)
+        came(granted, number)
+
+    monkeypatch.setattr(Granted, "came", noted)
+    with NodeInProcess(tmp_path / "node") as node:
+        rigs = [Rig(node) for _ in range(4)]
+        for rig in rigs:
+            rig.client.attach()
+        block = rigs[0].block(0, 4096)
+        (put,) = rigs[0].client.arm([block], durability=Durability.LANDED).wait(WAIT_S)
+        assert put.error is None
+        wait_until(lambda: node.call(lambda one: one.counters.puts) == 1, "the store has it")
+        looked.clear()
+        assert isinstance(rigs[1].client.exists([block.key])[0], Stored)
+        assert looked == []
+        for rig in rigs:
+            rig.close()
+
+
+def test_what_comes_along_with_what_a_lane_has_written_is_stored_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A receiver tells of a block once, and not when it was taken before on behalf of a lane's."""
+    with NodeInProcess(tmp_path / "node") as node:
+        rig = Rig(node)
+        assert rig.client.arm([rig.block(0, 4096)]).wait(WAIT_S)[0].error is None
+        told = Granted.told
+
+        def only_lanes(granted: Granted, number: int) -> None:
+            if number == LANE_TAG:
+                told(granted, number)
+
+        monkeypatch.setattr(Granted, "told", only_lanes)
+        for number in range(1, 21, 2):
+            expiring, laned = rig.block(number, 4096), rig.block(number + 1, 4096)
+            puts = rig.client.arm([expiring], expires_unix_ms=time.time_ns() // 1_000_000 + 600_000)
+            assert puts.wait_landed(WAIT_S)
+            assert rig.client.arm([laned]).wait(WAIT_S)[0].error is None
+            assert puts.wait(WAIT_S)[0].error is None, "which no lane takes"
+        rig.close()

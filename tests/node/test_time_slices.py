@@ -1,0 +1,234 @@
+"""Heavy calls take turns: by the time that their tenants have had, and half of the thread at most beside others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.clock import SystemClock
+from kvstore.limits import FABRIC_REST, FABRIC_WORK_US, MOVING_MAX, MOVING_MS, TURNS_OTHERS_MS
+from kvstore.node.time_slices import Again, Turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+MS = 1_000_000
+WAIT_S = 20.0
+
+
+class Clock(SystemClock):
+    """Time stands still but for what steps take."""
+
+    now_ns = 1_000 * MS
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+
+def run(done: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await done()
+
+    asyncio.run(bounded())
+
+
+async def work(
+    turns: Turns, clock: Clock, tenant: bytes, steps: int, took_ms: int, order: list[bytes]
+) -> None:
+    async with turns.of(tenant) as turn:
+        for step in range(steps):
+            if step:
+                await turn.next()
+            order.append(tenant)
+            clock.now_ns += took_ms * MS
+
+
+def test_tenants_take_turns_by_the_time_they_have_had() -> None:
+    """One has four calls of long steps and one a single call of short ones: the second is not behind the first."""
+    clock, order = Clock(), list[bytes]()
+    turns = Turns(clock)
+
+    async def done() -> None:
+        greedy = [work(turns, clock, b"greedy", 10, 3, order) for _ in range(4)]
+        await asyncio.gather(*greedy, work(turns, clock, b"modest", 9, 1, order))
+
+    run(done)
+    assert len(order) == 49
+    assert max(at for at, tenant in enumerate(order) if tenant == b"modest") <= 15
+
+
+def test_beside_others_a_step_is_followed_by_as_much_time_for_them() -> None:
+    clock, paused = Clock(), list[float]()
+    turns = Turns(clock)
+
+    async def done() -> None:
+        loop = asyncio.get_running_loop()
+        real = loop.call_later
+
+        def noted(delay: float, *more: object) -> object:
+            paused.append(delay)
+            return real(0, *more)  # type: ignore[arg-type]
+
+        loop.call_later = noted  # type: ignore[method-assign, assignment]
+        turns.heard(b"heavy")
+        await work(turns, clock, b"heavy", 2, 5, [])
+        turns.heard(b"other")
+        turns.heard(b"heavy")
+        await work(turns, clock, b"heavy", 2, 5, [])
+        clock.now_ns += (TURNS_OTHERS_MS + 1) * MS
+        await work(turns, clock, b"heavy", 2, 5, [])
+        loop.call_later = real  # type: ignore[method-assign]
+
+    run(done)
+    assert [one for one in paused if one < 1] == [0, 0, 0.005, 0.005, 0, 0]
+
+
+def test_a_call_that_is_given_up_keeps_nobody_waiting() -> None:
+    clock, order = Clock(), list[bytes]()
+    turns = Turns(clock)
+
+    async def done() -> None:
+        async with turns.of(b"first"):
+            waiting = [asyncio.create_task(work(turns, clock, b"gone", 1, 1, order)) for _ in range(3)]
+            last = asyncio.create_task(work(turns, clock, b"last", 3, 1, order))
+            await asyncio.sleep(0)
+            for one in waiting:
+                one.cancel()
+        await last
+
+    run(done)
+    assert order == [b"last"] * 3
+
+
+async def carry(turns: Turns, tenant: bytes, moving: list[int], ended: asyncio.Event) -> None:
+    async with turns.moving(tenant):
+        moving[0] += 1
+        moving[1] = max(moving)
+        try:
+            await ended.wait()
+        finally:
+            moving[0] -= 1
+
+
+def test_while_others_call_few_blocks_of_a_tenant_move_at_a_time() -> None:
+    clock, moving = Clock(), [0, 0]
+    turns = Turns(clock)
+
+    async def done() -> None:
+        turns.heard(b"greedy")
+        turns.heard(b"modest")
+        ended = asyncio.Event()
+        calls = [asyncio.create_task(carry(turns, b"greedy", moving, ended)) for _ in range(20)]
+        await asyncio.sleep(MOVING_MS / 4000)
+        assert moving[0] == MOVING_MAX
+        async with turns.moving(b"modest"):
+            calls[0].cancel()  # one that moves,
+            calls[5].cancel()  # and one that waits
+        ended.set()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert moving == [0, MOVING_MAX]
+
+    run(done)
+
+
+def test_alone_or_slow_blocks_keep_nobody_waiting() -> None:
+    clock, moving = Clock(), [0, 0]
+    turns = Turns(clock)
+
+    async def done() -> None:
+        turns.heard(b"greedy")
+        ended = asyncio.Event()
+        calls = [asyncio.create_task(carry(turns, b"greedy", moving, ended)) for _ in range(20)]
+        await asyncio.sleep(0)
+        assert moving[0] == 20, "nobody else calls"
+        turns.heard(b"modest")
+        turns.heard(b"greedy")
+        more = [asyncio.create_task(carry(turns, b"greedy", moving, ended)) for _ in range(2 * MOVING_MAX)]
+        await asyncio.sleep(0)
+        assert moving[0] == 20 + MOVING_MAX
+        await asyncio.sleep(2 * MOVING_MS / 1000)
+        assert moving[0] == 20 + 2 * MOVING_MAX
+        ended.set()
+        await asyncio.gather(*calls, *more)
+
+    run(done)
+
+
+def test_what_is_long_a_tenant_does_one_at_a_time_and_rests_as_long_while_others_call() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+
+    async def done() -> None:
+        loop = asyncio.get_running_loop()
+        over = await turns.long(b"greedy")
+        second = asyncio.create_task(turns.long(b"greedy"))
+        other = await asyncio.wait_for(turns.long(b"other"), 1)
+        turns.heard(b"other")
+        clock.now_ns += 100 * MS
+        began_s = loop.time()
+        over()
+        await asyncio.sleep(0)
+        assert not second.done()
+        over = await second
+        assert loop.time() - began_s >= 0.09
+        clock.now_ns += 1000 * (TURNS_OTHERS_MS + 1) * MS
+        began_s = loop.time()
+        over()
+        (await turns.long(b"greedy"))()
+        assert loop.time() - began_s < 1
+        other()
+
+    run(done)
+
+
+def test_who_was_worked_for_at_length_rests_while_others_call() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    turns.heard(b"other")
+    turns.heard(b"long")
+    turns.worked(b"long", FABRIC_WORK_US * 1_000)
+    assert not turns.rests(b"long"), "no more than anybody may"
+    turns.worked(b"long", 5 * MS)
+    turns.worked(b"long", 1 * MS)
+    assert turns.rests(b"long")
+    assert not turns.rests(b"other")
+    assert turns.rests_s() == pytest.approx(FABRIC_REST * 6 / 1000)
+    clock.now_ns += FABRIC_REST * 6 * MS - 1
+    assert turns.rests(b"long")
+    clock.now_ns += 1
+    assert not turns.rests(b"long")
+    assert turns.rests_s() == 0
+
+
+def test_alone_nobody_rests() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    turns.heard(b"other")
+    clock.now_ns += (TURNS_OTHERS_MS + 1) * MS
+    turns.heard(b"long")
+    turns.worked(b"long", 5 * MS)
+    assert not turns.rests(b"long")
+
+
+def test_what_is_to_be_done_again_is_done_once_and_as_early_as_anybody_asked() -> None:
+    done: list[float] = []
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        again = Again(lambda: done.append(loop.time()))
+        began = loop.time()
+        for seconds in (WAIT_S, 0.01, WAIT_S):
+            again.within(seconds)
+        for _ in iter(lambda: not done, False):
+            await asyncio.sleep(0.001)
+        assert done[0] - began >= 0.01
+        await asyncio.sleep(0)
+        assert len(done) == 1
+        again.within(0)
+        for _ in iter(lambda: len(done) < 2, False):
+            await asyncio.sleep(0)
+
+    run(ask)
