@@ -18,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client import Client
+from kvstore.client import ClusterClient
 from kvstore.errors import KvError, NoSession, SessionRefused
 from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUED_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.client import ClusterClient, Session
+    from kvstore.client import Client, Session
     from kvstore.engines.vllm.identity import Group
 
 __all__ = ["Turns"]
@@ -66,7 +66,7 @@ class Turns:
         self._later(lambda: self._append(session, keys, tokens))
 
     def _session(self, request: Any) -> Session | None:
-        if not isinstance(self._client, Client):
+        if isinstance(self._client, ClusterClient):
             return None
         given = request.kv_transfer_params or {}
         name = given.get("session") or getattr(request, "session_id", None)
