@@ -29,7 +29,8 @@ from kvstore.client.arrivals import Arrival, Arrivals
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
-from kvstore.client.cluster import ClusterBlock, ClusterClient, ClusterPin, ClusterPuts
+from kvstore.client.cluster import ClusterClient, ClusterPin, ClusterPuts
+from kvstore.client.cluster_blocks import ClusterBlock, ClusterPieces
 from kvstore.client.lookups import as_request
 from kvstore.client.nodes import Everywhere, Nodes
 from kvstore.client.observing import Happened
@@ -49,6 +50,7 @@ __all__ = [
     "Client",
     "ClusterBlock",
     "ClusterClient",
+    "ClusterPieces",
     "ClusterPin",
     "ClusterPuts",
     "Everywhere",

@@ -24,12 +24,14 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvstore.client.block_calls import Prefix, Stored
-from kvstore.client.blocks import Block, PutResult
+from kvstore.client.blocks import PutResult
+from kvstore.client.cluster_blocks import blocks_on
 from kvstore.client.nodes import Nodes
 from kvstore.client.repairs import Repairs
 from kvstore.clock import SystemClock
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from kvstore.client.block_calls import Pin
     from kvstore.client.blocks import Hit
     from kvstore.client.client import Client
+    from kvstore.client.cluster_blocks import ClusterBlock
     from kvstore.client.inline import Data
     from kvstore.client.nodes import Everywhere
     from kvstore.client.puts import ArmedPuts
@@ -64,7 +67,7 @@ if TYPE_CHECKING:
     from nic_offload.counter import Counter
     from nic_offload.flags import FlagWord
 
-__all__ = ["ClusterBlock", "ClusterClient", "ClusterPin", "ClusterPuts"]
+__all__ = ["ClusterClient", "ClusterPin", "ClusterPuts"]
 
 _CLOCK = SystemClock()
 _PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
@@ -72,20 +75,6 @@ _MAP_S = CLUSTER_MAP_AGAIN_MS / 1000
 _LOOK_S = CLUSTER_PUTS_SLICE_MS / 1000
 _INLINE_A_ROUND = 64  # blocks that are got inside gRPC before the first of them is given
 R = TypeVar("R")
-
-
-class ClusterBlock(NamedTuple):
-    """A block, and where its bytes are, or shall be, in memory that `ClusterClient.register` has registered."""
-
-    key: bytes
-    memory: Everywhere
-    offset: int
-    length: int
-    threshold: int = 1  # a put fires when the flag word is at least this
-
-    def on(self, client: Client) -> Block:
-        """The same for one node's client."""
-        return Block(self.key, self.memory.at(client), self.offset, self.length, self.threshold)
 
 
 class ClusterClient(Handle):
@@ -159,7 +148,7 @@ class ClusterClient(Handle):
 
         def arm(client: Client, some: list[int]) -> ArmedPuts:
             return client.arm(
-                [blocks[at].on(client) for at in some],
+                blocks_on(client, [blocks[at] for at in some]),
                 flag,
                 durability=durability,
                 lease_ms=lease_ms,
@@ -173,13 +162,11 @@ class ClusterClient(Handle):
         """As `Client.get`, of the first owner that has it."""
 
         def get(client: Client, some: list[int], left_s: float) -> list[Hit | Miss]:
-            return client.get([blocks[at].on(client) for at in some], timeout_s=left_s)
+            return client.get(blocks_on(client, [blocks[at] for at in some]), timeout_s=left_s)
 
-        def copied(at: int, _: object) -> bytes:
-            block = blocks[at]
-            return block.memory.copied(block.offset, block.length)
-
-        return self._found([block.key for block in blocks], get, self._get_s(timeout_s), copied)
+        return self._found(
+            [block.key for block in blocks], get, self._get_s(timeout_s), lambda at, _: blocks[at].copied()
+        )
 
     # --- inside gRPC
 
@@ -382,7 +369,7 @@ class ClusterClient(Handle):
         keys: Sequence[bytes],
         ask: Callable[[Client, list[int], float], Sequence[R | Miss]],
         timeout_s: float,
-        copied: Callable[[int, R], bytes] | None = None,
+        copied: Callable[[int, R], bytes | None] | None = None,
     ) -> list[R | Miss]:
         """Ask the first owners, and of what they don't have the next ones; then the first ones get it back.
 
@@ -433,10 +420,12 @@ class ClusterClient(Handle):
             for at, outcome in zip(parts[node], told, strict=True):
                 yield node, at, outcome
 
-    def _put_back(self, nodes: Iterable[str], key: bytes, read_ns: int, copied: Callable[[], bytes]) -> None:
+    def _put_back(
+        self, nodes: Iterable[str], key: bytes, read_ns: int, copied: Callable[[], bytes | None]
+    ) -> None:
         for node in nodes:
-            if self._repairs.has_room:
-                self._repairs.add(node, key, copied(), read_ns)
+            if self._repairs.has_room and (data := copied()) is not None:
+                self._repairs.add(node, key, data, read_ns)
 
     def _each(
         self,
@@ -455,7 +444,8 @@ class ClusterClient(Handle):
         first, *others = parts or [""]
         if not first:
             return {}
-        waiting = {node: self._threads.submit(one, node) for node in others}
+        # Each goes by the caller's request (`as_request`), so that `kvstore explain` finds it on every node.
+        waiting = {node: self._threads.submit(copy_context().run, one, node) for node in others}
         answers = {first: one(first)} | {node: future.result() for node, future in waiting.items()}
         mistakes = [answer for answer in answers.values() if isinstance(answer, UsageError)]
         if mistakes:
