@@ -23,7 +23,6 @@ class EngineSettings:
     """Times are bounds on what a call of the engine's may wait, not on how long a block is kept."""
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"transport": ("auto", "fabric", "inline")}
-    clustered: ClassVar[bool] = True  # whether the adapter can spread blocks over several nodes
 
     reach: Reach
     transport: str = "auto"  # the fabric where it opens, else inside gRPC
@@ -35,8 +34,6 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         """Refuse what can't be."""
-        if not self.clustered and (len(self.reach.nodes) > 1 or self.replicas != 1):
-            raise ConfigError("This adapter uses one node: set node, not nodes or replicas.")
         for one in fields(self)[1:]:
             value, choices = getattr(self, one.name), self.choices.get(one.name)
             if choices is not None and value not in choices:

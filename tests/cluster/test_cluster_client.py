@@ -19,8 +19,7 @@ from kvstore.cluster.map import Map
 from kvstore.durability import Durability
 from kvstore.engines.carrier import Carrier, Place
 from kvstore.engines.settings import EngineSettings
-from kvstore.engines.vllm.settings import Settings
-from kvstore.errors import Closed, ConfigError, Expired, InvalidArgument, KvError, NodeUnavailable
+from kvstore.errors import Closed, Expired, InvalidArgument, KvError, NodeUnavailable
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.reach import Reach
@@ -406,13 +405,6 @@ def test_an_engines_blocks_are_there_though_a_node_is_lost(world: World, transpo
             Place(block_key(key, b"more"), begin + at * BYTES, BYTES) for at, key in enumerate(world.keys)
         ]
         assert all(carrier.put(more)), "on one node at least"
-
-
-def test_an_adapter_that_keeps_to_one_node_refuses_several() -> None:
-    with pytest.raises(ConfigError, match="uses one node"):
-        Settings(Reach(("a:1", "b:1")))
-    with pytest.raises(ConfigError, match="uses one node"):
-        Settings(Reach(("a:1",)), replicas=2)
 
 
 def test_more_replicas_than_can_be_kept_are_refused() -> None:

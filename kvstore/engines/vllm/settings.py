@@ -26,8 +26,6 @@ class Settings(EngineSettings):
         "load": ("async", "sync"),
     }
 
-    clustered: ClassVar[bool] = False
-
     lookup_timeout_ms: int = 200
     save_timeout_ms: int = 1_000
     load: str = "async"  # or "sync": the step waits for it

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvstore.client import Block, Client, Hit
+from kvstore.client import Hit
 from kvstore.clock import SystemClock
+from kvstore.engines.stores import blocks_of_pieces, open_store, provider_of
 from kvstore.engines.vllm.saving import Saves, staging
 from kvstore.engines.vllm.sending import FabricSender, InlineSender
 from kvstore.errors import FabricError
 from kvstore.limits import SLOTS_PER_CLIENT_MAX, VLLM_SLOTS_BYTES
-from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
     import mmap
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from kvstore.client import Client, ClusterClient
+    from kvstore.engines.stores import Store
     from kvstore.engines.vllm.identity import Identity
     from kvstore.engines.vllm.memory import KvMemory
     from kvstore.engines.vllm.settings import Settings
@@ -57,14 +59,11 @@ class Transport(Protocol):
         ...
 
 
-def open_client(settings: Settings, identity: Identity, object_bytes: int, slots: int = 1) -> Client:
-    """Make a client of the node under the engine's fingerprint; nothing is called yet."""
-    return Client(
-        settings.reach,
-        layout=identity.layout,
-        slots=slots,
-        block_bytes_max=object_bytes,
-    )
+def open_client(
+    settings: Settings, identity: Identity, object_bytes: int, slots: int = 1
+) -> Client | ClusterClient:
+    """Make a client of the nodes under the engine's fingerprint; nothing is called yet."""
+    return open_store(settings, identity.layout, slots=slots, block_bytes_max=object_bytes)
 
 
 def open_transport(settings: Settings, identity: Identity, memory: KvMemory) -> Transport:
@@ -89,17 +88,21 @@ class _OverFabric:
     """RDMA between the engine's registered memory and the node."""
 
     def __init__(
-        self, client: Client, memory: KvMemory, copies: mmap.mmap, slots: int, timeout_s: float
+        self,
+        client: Client | ClusterClient,
+        memory: KvMemory,
+        copies: mmap.mmap,
+        slots: int,
+        timeout_s: float,
     ) -> None:
-        self._client = client
-        self._regions = [client.register(buffer) for buffer in memory.buffers]
+        self._client: Store = client
+        self._regions = tuple([client.register(buffer) for buffer in memory.buffers])
         sender = FabricSender(client, client.register(copies), slots, timeout_s)
         self.saves = Saves(memory, copies, sender)
-        self.name = f"the fabric ({client.fabric.provider})"
+        self.name = f"the fabric ({provider_of(client)})"
 
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
-        pieces = Pieces.each(self._regions, [one.pieces.data for one in objects])
-        blocks = [Block.of_pieces(one.key, where) for one, where in zip(objects, pieces, strict=True)]
+        blocks = blocks_of_pieces(self._regions, [(one.key, one.pieces.data) for one in objects])
         return [isinstance(outcome, Hit) for outcome in self._client.get(blocks, timeout_s=timeout_s)]
 
 
@@ -108,7 +111,7 @@ class _InsideRpc:
 
     name = "gRPC"
 
-    def __init__(self, client: Client, memory: KvMemory, copies: mmap.mmap) -> None:
+    def __init__(self, client: Store, memory: KvMemory, copies: mmap.mmap) -> None:
         self._client, self._memory = client, memory
         self.saves = Saves(memory, copies, InlineSender(client, copies))
 

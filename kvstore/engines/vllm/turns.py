@@ -6,6 +6,7 @@ When it comes, the node reads what it has of the session into its memory; when i
 
 What always holds: the engine waits for none of it, and none of it decides which bytes a request gets: that do the
 blocks' own names. A conversation that was changed in the past cuts the session back to what is common.
+What it doesn't do: sessions in a cluster.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from kvstore.client import ClusterClient
 from kvstore.errors import KvError, NoSession, SessionRefused
 from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUED_MAX
 
@@ -36,8 +38,10 @@ _TRY_WAIT_S = VLLM_TURN_AGAIN_MS / 1000
 class Turns:
     """Of one engine's scheduler."""
 
-    def __init__(self, client: Client, groups: Sequence[Group]) -> None:
-        self._client, self._groups = client, groups
+    def __init__(self, client: Client | ClusterClient, groups: Sequence[Group]) -> None:
+        # A session's blocks are on its user's node; a cluster's are where their names place them.
+        self._client = None if isinstance(client, ClusterClient) else client
+        self._groups = groups
         self._thread = ThreadPoolExecutor(1, "kvstore-turns")
         self._room = threading.BoundedSemaphore(VLLM_TURNS_QUEUED_MAX)
         self._never = threading.Event()
@@ -63,6 +67,8 @@ class Turns:
         self._later(lambda: self._append(session, keys, tokens))
 
     def _session(self, request: Any) -> Session | None:
+        if self._client is None:
+            return None
         given = request.kv_transfer_params or {}
         name = given.get("session") or getattr(request, "session_id", None)
         return self._client.session(str(given.get("user") or _ANONYMOUS), str(name)) if name else None
