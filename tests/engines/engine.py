@@ -1,6 +1,6 @@
 """A vLLM engine as a child process that is told what to say, line by line, and ends with its parent.
 
-A node's address, several with commas, or None for an engine without our connector; all on loopback, one thread to compute.
+A node's address, several with commas, or None for an engine without our connector; on loopback, with one thread.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+SPEC = {"kv_connector": "TriggerKvOffloadingConnector", "kv_connector_module_path": None}
+SPEC_EXTRA = {"spec_name": "RecordingSpec", "spec_module_path": "tests.engines.recording"}
 CLUSTERED = {"replicas": 2, "transport": "fabric", "call_timeout_ms": 1_000}
 
 
@@ -103,4 +105,25 @@ def test_a_node_is_lost_and_replaced_in_a_conversation_and_the_cluster_is_safe_a
         stored, loaded = read_digests(engine.digests)
         assert len(loaded) > 50
         assert not [key for key, digest in loaded if digest not in stored.get(key, ())]
+        assert "Traceback" not in engine.log()
+
+
+def test_the_offloading_spec_keeps_chunks_on_two_nodes(model: Path, chats: Chats, tmp_path: Path) -> None:
+    """No etcd: these nodes are known by their names alone."""
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(Node(tmp_path / f"node{number}")) for number in range(3)]
+        engine = stack.enter_context(
+            Engine(
+                tmp_path,
+                "spec",
+                model,
+                ",".join(node.target for node in nodes),
+                transfer=SPEC,
+                extra=CLUSTERED | PATIENT | SPEC_EXTRA,
+            )
+        )
+        chats.check(engine, range(2))
+        nodes[2].kill()
+        engine.forget(connector=True)
+        assert chats.check(engine, range(1, 3)) >= sum(len(prompt) - 64 for prompt in chats.prompts[1])
         assert "Traceback" not in engine.log()
