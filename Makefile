@@ -52,7 +52,7 @@ setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (2.4 G
 	@tools/setup_engines.sh
 
 .PHONY: test-engines
-test-engines: setup-engines ## tests/engines: real engines with our node beside them (minutes)
+test-engines: setup-engines etcd ## tests/engines: real engines with our node beside them (minutes)
 	@timeout --foreground --signal=ABRT --kill-after=30 2700 \
 	  .venv-engines/bin/python -X faulthandler -m pytest tests/engines $(PYTEST_ARGS)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from nic_offload.fabric import Region
 
-__all__ = ["Pieces", "scatter"]
+__all__ = ["Pieces", "pieces_said", "scatter"]
 
 _PIECE = struct.Struct("=IIQ")
 assert _PIECE.size == ffi.sizeof("struct tk_piece")
@@ -55,6 +55,11 @@ class Pieces:
     def of(cls, region: Region, pieces: Iterable[tuple[int, int]]) -> Pieces:
         """Pieces of one region, each an offset and a length."""
         return cls([region], b"".join([_PIECE.pack(0, length, offset) for offset, length in pieces]))
+
+
+def pieces_said(rows: Buffer) -> list[tuple[int, int, int]]:
+    """What such an array says: of each piece the number of its memory, its length, its offset."""
+    return list(_PIECE.iter_unpack(rows))
 
 
 def _handles_of(regions: Sequence[Region]) -> Any:

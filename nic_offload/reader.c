@@ -4,14 +4,17 @@
  * The application says of each block where its record lies, what its header has to say, into which pages it is to be read
  * and where its payload goes; whose turn it is, and how much may be under way, it has seen to before. From there on a block
  * is an operation like any other (`tk_operation`), whose bytes are not there yet: the progress thread reads header and
- * payload through an io_uring of the reader's own, compares the header, and then fires the operation, which makes the CRC
- * while the bytes are in the cache, and sends them with the flag behind.
+ * payload through an io_uring of the reader's own, in pieces, into memory of its own in huge pages, which drives read into
+ * up to half as fast again as into the small pages of memory that is shared. As pieces come it compares the header, and
+ * copies the payload to where it stays, making the CRC on the way; then it fires the operation, which sends the bytes with
+ * the flag behind. So a block is read, copied and sent at the same time as others are.
  *
  * What always holds: no byte goes out of a record whose header is not to the last bit the one that was asked for, its tag
  * of this place on this drive included (but for its expiry, which may have been put off), or whose payload has another CRC.
- * An operation that is cancelled, too late, or whose endpoint is closed ends at once, as it would without a reader; but the
- * drive may be at its pages still. So records are read in batches, and the pages of a batch are free to be used again when
- * it was said to be over (TK_READ), which is said once and whatever became of the operations.
+ * An operation that is cancelled, too late, or whose endpoint is closed ends at once, as it would without a reader, and
+ * nothing is copied for it any more; but the drive may be at its extent still. So records are read in batches, and pages
+ * and extents of a batch are free to be used again when it was said to be over (TK_READ), which is said once and whatever
+ * became of the operations. The pieces of a record are copied in their order; those of different ones as they come.
  *
  * It doesn't read anything twice: what could not be read, or is another record, fails with -ENODATA, and the application
  * looks for the cause. It keeps no extent alive: that is the application's affair, from before the call until TK_READ.
@@ -33,16 +36,33 @@
 #define STUMBLES_MAX 16u /* of one read: EINTR and EAGAIN say nothing of the drive */
 #define DIRECT_ALIGN 512u
 #define APART_NS 50000u /* that a batch was read is told with the end of its puts, or after so long */
+#define PIECE_BYTES (256u << 10) /* of a payload that are read together; the header comes with the first */
+#define STAGED_BYTES (8u << 20)	 /* that are being read, or were and wait to be copied */
+#define READ_BYTES (STAGED_BYTES / 2) /* at a time: the drive reads on while the others are copied */
+#define COPIED_A_ROUND PIECE_BYTES /* so that the wire is not kept waiting */
+#define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
 
 /* A record that is being read. The progress thread's own once its work was taken in. */
 struct reading {
-	struct reading *next; /* waits for a place in the ring */
+	struct reading *next; /* waits for places */
 	struct batch *batch;
 	struct work *work; /* NULL: nobody wants the bytes any more */
-	char *pages;
-	uint32_t size, moved, stumbles;
+	uint32_t size, begun, over; /* bytes: in all; of pieces that were begun; of those that are over */
+	int failed;
 	uint64_t offset;
 	struct header_fixed header;
+};
+
+/* Of a record. Memory is taken and given back in the order in which pieces are begun. */
+struct piece {
+	struct piece *next; /* was read, too */
+	struct reading *reading;
+	uint64_t number;
+	char *memory;
+	uint32_t at, size, moved, stumbles; /* of the record */
+	uint32_t taken; /* of the memory, with what was left out before it */
+	enum { PIECE_READING, PIECE_READ, PIECE_OVER } state;
+	int is_listed; /* among those that were read: so it is not used again */
 };
 
 /* Those that were given together. It goes when both of its ends were told. */
@@ -65,8 +85,13 @@ struct tk_reader {
 	/* The progress thread's own. */
 	struct io_uring ring;
 	int event_fd; /* rings when a read has ended */
-	struct reading *first, *last; /* that wait for a place */
-	uint32_t in_ring;
+	struct reading *first, *last; /* that wait for places */
+	struct piece *pieces; /* as many as the ring is deep; by the number of each */
+	uint64_t begun, freed; /* the numbers of the next one, and of the oldest whose memory is taken */
+	char *staged;
+	uint32_t staged_at, staged_bytes; /* where the next one goes; how much is taken */
+	struct piece *read_first_piece, *read_last_piece; /* to be copied */
+	uint32_t in_ring, in_ring_bytes;
 	int unsubmitted;
 	struct batch *read_first; /* whose READ waits for the end of their puts */
 	char *scratch; /* a page */
@@ -80,6 +105,9 @@ static void free_reader(struct tk_reader *reader)
 	}
 	if (reader->event_fd >= 0)
 		close(reader->event_fd);
+	if (reader->staged)
+		munmap(reader->staged, STAGED_BYTES);
+	free(reader->pieces);
 	free(reader->scratch);
 	free(reader);
 }
@@ -107,6 +135,17 @@ static int open_ring(struct tk_reader *reader)
 	return status;
 }
 
+/* It is there when it is used first. */
+static char *staging(void)
+{
+	char *memory = mmap(NULL, STAGED_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (memory == MAP_FAILED)
+		return NULL;
+	madvise(memory, STAGED_BYTES, MADV_HUGEPAGE);
+	madvise(memory, STAGED_BYTES, MADV_DONTDUMP);
+	return memory;
+}
+
 int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup, struct tk_reader **out)
 {
 	int status = fabric_refusal(fabric);
@@ -122,7 +161,9 @@ int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup
 	reader->ring.ring_fd = -1;
 	reader->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	reader->scratch = malloc(PAGE);
-	if (reader->event_fd < 0 || !reader->scratch) {
+	reader->pieces = calloc(setup->depth, sizeof *reader->pieces);
+	reader->staged = staging();
+	if (reader->event_fd < 0 || !reader->scratch || !reader->pieces || !reader->staged) {
 		free_reader(reader);
 		return -ENOMEM;
 	}
@@ -184,7 +225,6 @@ static void fill_in(struct reading *reading, struct batch *batch, const struct t
 	const struct tk_reader_setup *setup = &batch->reader->setup;
 	*reading = (struct reading){
 		.batch = batch,
-		.pages = (char *)(uintptr_t)record->address,
 		.size = record_bytes(record->length),
 		.offset = record->offset,
 		.header = {
@@ -280,7 +320,7 @@ static void free_if_over(struct batch *batch)
 		free(batch);
 }
 
-/* The drive is done with its pages. */
+/* The drive is done with it. */
 static void over(struct tk_reader *reader, struct reading *reading)
 {
 	struct batch *batch = reading->batch;
@@ -329,41 +369,114 @@ static void tell_in_time(struct tk_reader *reader)
 	}
 }
 
-static int is_the_one(struct tk_reader *reader, struct reading *reading)
+static int is_the_one(struct tk_reader *reader, struct reading *reading, const char *page)
 {
-	const struct header_fixed *found = (const void *)reading->pages;
+	const struct header_fixed *found = (const void *)page;
 	reading->header.expires_ms = found->expires_ms;
 	struct tk_tagged row = {.address = (uint64_t)(uintptr_t)reader->scratch, .number = reading->offset};
 	memcpy(row.fixed, &reading->header, sizeof reading->header);
 	tk_write_tagged(reader->setup.secret, reader->setup.name, &row, 1);
-	return !memcmp(reader->scratch, reading->pages, HEADER_BYTES);
+	return !memcmp(reader->scratch, page, HEADER_BYTES);
 }
 
-static void prepare(struct tk_reader *reader, struct reading *reading)
+static struct piece *piece_of(struct tk_reader *reader, uint64_t number)
 {
-	struct io_uring_sqe *sqe = io_uring_get_sqe(&reader->ring); /* there are as many entries as reads in the ring */
-	io_uring_prep_read(sqe, 0, reading->pages + reading->moved, reading->size - reading->moved,
-			   reading->offset + reading->moved);
+	return &reader->pieces[number % reader->setup.depth];
+}
+
+/* NULL: so much is not free now. What does not fit before the end of the memory goes to its beginning. */
+static char *take_staged(struct tk_reader *reader, uint32_t size, uint32_t *taken)
+{
+	if (!reader->staged_bytes)
+		reader->staged_at = 0;
+	uint32_t to_end = STAGED_BYTES - reader->staged_at;
+	uint32_t at = to_end < size ? 0 : reader->staged_at, skipped = to_end < size ? to_end : 0;
+	if (reader->staged_bytes + skipped + size > STAGED_BYTES)
+		return NULL;
+	reader->staged_at = at + size;
+	*taken = skipped + size;
+	reader->staged_bytes += *taken;
+	return reader->staged + at;
+}
+
+static void free_staged(struct tk_reader *reader)
+{
+	while (reader->freed < reader->begun) {
+		const struct piece *piece = piece_of(reader, reader->freed);
+		if (piece->state != PIECE_OVER || piece->is_listed)
+			break;
+		reader->staged_bytes -= piece->taken;
+		reader->freed++;
+	}
+}
+
+static void prepare(struct tk_reader *reader, struct piece *piece)
+{
+	struct io_uring_sqe *sqe = io_uring_get_sqe(&reader->ring); /* there are as many entries as pieces */
+	io_uring_prep_read(sqe, 0, piece->memory + piece->moved, piece->size - piece->moved,
+			   piece->reading->offset + piece->at + piece->moved);
 	sqe->flags |= IOSQE_FIXED_FILE;
-	io_uring_sqe_set_data(sqe, reading);
+	io_uring_sqe_set_data(sqe, piece);
 	reader->unsubmitted = 1;
+}
+
+/* The drive is done with a record, and so are we. */
+static void ended(struct tk_reader *reader, struct reading *reading)
+{
+	struct work *work = reading->work;
+	if (work) {
+		reader_let_go(work);
+		if (reading->failed)
+			finish(reader->fabric, work, -ENODATA);
+		else
+			fire(reader->fabric, work, tk_now_ns());
+	}
+	over(reader, reading);
+}
+
+/* Begins to read the next piece of a record; 0: it is not the time for that. */
+static int begin_piece(struct tk_reader *reader, struct reading *reading)
+{
+	uint32_t left = reading->size - reading->begun, most = reading->begun ? PIECE_BYTES : PAGE + PIECE_BYTES, taken;
+	uint32_t size = left < most ? left : most;
+	if (reader->in_ring && reader->in_ring_bytes + size > READ_BYTES)
+		return 0;
+	char *memory = take_staged(reader, size, &taken);
+	if (!memory)
+		return 0;
+	struct piece *piece = piece_of(reader, reader->begun);
+	*piece = (struct piece){
+		.reading = reading,
+		.number = reader->begun++,
+		.memory = memory,
+		.at = reading->begun,
+		.size = size,
+		.taken = taken,
+	};
+	reading->begun += size;
+	reader->in_ring++;
+	reader->in_ring_bytes += size;
+	prepare(reader, piece);
+	return 1;
 }
 
 static int start_waiting(struct tk_reader *reader)
 {
 	int busy = 0;
-	while (reader->first && reader->in_ring < reader->setup.depth) {
+	while (reader->first && reader->begun - reader->freed < reader->setup.depth) {
 		struct reading *reading = reader->first;
+		if (!reading->work || reading->failed)
+			reading->size = reading->begun; /* nobody wants the rest */
+		if (reading->begun < reading->size && !begin_piece(reader, reading))
+			break;
+		busy = 1;
+		if (reading->begun < reading->size)
+			continue;
 		reader->first = reading->next;
 		if (!reader->first)
 			reader->last = NULL;
-		busy = 1;
-		if (!reading->work) {
-			over(reader, reading);
-			continue;
-		}
-		reader->in_ring++;
-		prepare(reader, reading);
+		if (reading->over == reading->size)
+			ended(reader, reading);
 	}
 	return busy;
 }
@@ -377,51 +490,105 @@ static void submit(struct tk_reader *reader)
 	reader->unsubmitted = io_uring_sq_ready(&reader->ring) > 0;
 }
 
-/* Notes what was read; returns whether the read has ended, and how. */
-static int settle(struct tk_reader *reader, struct reading *reading, int moved, int *status)
+/* Notes what was read; returns whether the read has ended. */
+static int settle(struct tk_reader *reader, struct piece *piece, int moved)
 {
-	*status = 0;
-	if ((moved == -EINTR || moved == -EAGAIN) && ++reading->stumbles <= STUMBLES_MAX) {
-		prepare(reader, reading);
+	if ((moved == -EINTR || moved == -EAGAIN) && ++piece->stumbles <= STUMBLES_MAX) {
+		prepare(reader, piece);
 		return 0;
 	}
-	if (moved <= 0 || moved % DIRECT_ALIGN || (uint32_t)moved > reading->size - reading->moved) {
-		*status = -ENODATA;
+	if (moved <= 0 || moved % DIRECT_ALIGN || (uint32_t)moved > piece->size - piece->moved) {
+		piece->reading->failed = 1;
 		return 1;
 	}
-	reading->moved += (uint32_t)moved;
-	if (reading->moved < reading->size) {
-		prepare(reader, reading);
+	piece->moved += (uint32_t)moved;
+	if (piece->moved < piece->size) {
+		prepare(reader, piece);
 		return 0;
 	}
 	return 1;
 }
 
-static void ended(struct tk_reader *reader, struct reading *reading, int status)
-{
-	struct work *work = reading->work;
-	reader->in_ring--;
-	if (work) {
-		reader_let_go(work);
-		if (!status && is_the_one(reader, reading))
-			fire(reader->fabric, work, tk_now_ns());
-		else
-			finish(reader->fabric, work, -ENODATA);
-	}
-	over(reader, reading);
-}
-
 static int reap(struct tk_reader *reader)
 {
 	struct io_uring_cqe *cqe;
-	int busy = 0, status;
+	int busy = 0;
 	while (reader->in_ring && !io_uring_peek_cqe(&reader->ring, &cqe)) {
-		struct reading *reading = io_uring_cqe_get_data(cqe);
+		struct piece *piece = io_uring_cqe_get_data(cqe);
 		int moved = cqe->res;
 		io_uring_cqe_seen(&reader->ring, cqe);
-		if (settle(reader, reading, moved, &status))
-			ended(reader, reading, status);
 		busy = 1;
+		if (!settle(reader, piece, moved))
+			continue;
+		reader->in_ring--;
+		reader->in_ring_bytes -= piece->size;
+		piece->state = PIECE_READ;
+		piece->is_listed = 1;
+		if (reader->read_last_piece)
+			reader->read_last_piece->next = piece;
+		else
+			reader->read_first_piece = piece;
+		reader->read_last_piece = piece;
+	}
+	return busy;
+}
+
+/* Takes what a piece has brought: the header is looked at, and of the payload goes where it stays what is wanted still. */
+static void copy_out(struct tk_reader *reader, struct piece *piece)
+{
+	struct reading *reading = piece->reading;
+	struct work *work = reading->work;
+	const char *from = piece->memory + (piece->at ? 0 : PAGE);
+	if (!piece->at && !reading->failed && !is_the_one(reader, reading, piece->memory))
+		reading->failed = 1;
+	if (!work || reading->failed)
+		return;
+	const char *end = piece->memory + piece->size;
+	for (uint32_t step; from < end && work->summed < work->op.length; from += step) {
+		step = work->op.length - work->summed;
+		if (step > BYTES_A_STEP)
+			step = BYTES_A_STEP;
+		if (step > (size_t)(end - from))
+			step = (uint32_t)(end - from);
+		char *to = (char *)(uintptr_t)work->op.local + work->summed;
+		memcpy(to, from, step);
+		work->crc = tk_crc32c(to, step, work->crc);
+		work->summed += step;
+	}
+}
+
+/* The pieces of a record that are due: this one, if it is the next, and those behind it that were read before. Returns how
+ * many bytes they had. */
+static uint32_t copy_due(struct tk_reader *reader, struct piece *piece)
+{
+	struct reading *reading = piece->reading;
+	uint32_t bytes = 0;
+	while (piece->state == PIECE_READ && piece->reading == reading && piece->at == reading->over) {
+		copy_out(reader, piece);
+		piece->state = PIECE_OVER;
+		reading->over += piece->size;
+		bytes += piece->size;
+		if (piece->number + 1 == reader->begun)
+			break;
+		piece = piece_of(reader, piece->number + 1);
+	}
+	if (bytes && reading->over == reading->size)
+		ended(reader, reading);
+	return bytes;
+}
+
+static int copy_read(struct tk_reader *reader, uint32_t budget)
+{
+	int busy = reader->read_first_piece != NULL;
+	while (budget && reader->read_first_piece) {
+		struct piece *piece = reader->read_first_piece;
+		reader->read_first_piece = piece->next;
+		if (!piece->next)
+			reader->read_last_piece = NULL;
+		piece->is_listed = 0;
+		uint32_t bytes = copy_due(reader, piece);
+		free_staged(reader);
+		budget -= bytes < budget ? bytes : budget;
 	}
 	return busy;
 }
@@ -433,6 +600,7 @@ int poll_readers(struct tk_fabric *fabric)
 		busy |= reap(reader);
 		busy |= start_waiting(reader);
 		submit(reader);
+		busy |= copy_read(reader, COPIED_A_ROUND);
 		tell_in_time(reader);
 	}
 	return busy;
@@ -442,12 +610,12 @@ int poll_readers(struct tk_fabric *fabric)
 void readers_end(struct tk_fabric *fabric)
 {
 	for (struct tk_reader *reader = fabric->readers; reader; reader = reader->next) {
-		start_waiting(reader);
-		while (reader->in_ring) {
+		while (start_waiting(reader) || reader->in_ring || reader->read_first_piece) {
 			struct io_uring_cqe *cqe;
 			submit(reader);
-			if (!io_uring_wait_cqe(&reader->ring, &cqe))
+			if (reader->in_ring && !io_uring_wait_cqe(&reader->ring, &cqe))
 				reap(reader);
+			copy_read(reader, UINT32_MAX);
 		}
 	}
 }

@@ -30,7 +30,7 @@ from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
 from kvstore.client.cluster import ClusterClient, ClusterPin, ClusterPuts
-from kvstore.client.cluster_blocks import ClusterBlock, ClusterPieces
+from kvstore.client.cluster_blocks import ClusterBlock
 from kvstore.client.lookups import as_request
 from kvstore.client.nodes import Everywhere, Nodes
 from kvstore.client.observing import Happened
@@ -50,7 +50,6 @@ __all__ = [
     "Client",
     "ClusterBlock",
     "ClusterClient",
-    "ClusterPieces",
     "ClusterPin",
     "ClusterPuts",
     "Everywhere",

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvstore.client.block_calls import Prefix, Stored
 from kvstore.client.blocks import PutResult
-from kvstore.client.cluster_blocks import blocks_on
+from kvstore.client.cluster_blocks import blocks_of
 from kvstore.client.nodes import Nodes
 from kvstore.client.repairs import Repairs
 from kvstore.clock import SystemClock
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.map import Map
     from kvstore.reach import Reach
     from nic_offload.counter import Counter
+    from nic_offload.fabric import Fabric
     from nic_offload.flags import FlagWord
 
 __all__ = ["ClusterClient", "ClusterPin", "ClusterPuts"]
@@ -105,6 +106,11 @@ class ClusterClient(Handle):
         everywhere = self.nodes.register(memory)
         everywhere.at(self.nodes.first())
         return everywhere
+
+    @property
+    def fabric(self) -> Fabric:
+        """As `Client.fabric`, of the first node that was named; each node's client has its own of the same kind."""
+        return self.nodes.first().fabric
 
     def owners(self, key: bytes) -> list[str]:
         """The nodes that a block is kept on, now, its first owner first."""
@@ -148,7 +154,7 @@ class ClusterClient(Handle):
 
         def arm(client: Client, some: list[int]) -> ArmedPuts:
             return client.arm(
-                blocks_on(client, [blocks[at] for at in some]),
+                blocks_of(client, [blocks[at] for at in some]),
                 flag,
                 durability=durability,
                 lease_ms=lease_ms,
@@ -162,11 +168,12 @@ class ClusterClient(Handle):
         """As `Client.get`, of the first owner that has it."""
 
         def get(client: Client, some: list[int], left_s: float) -> list[Hit | Miss]:
-            return client.get(blocks_on(client, [blocks[at] for at in some]), timeout_s=left_s)
+            return client.get(blocks_of(client, [blocks[at] for at in some]), timeout_s=left_s)
 
-        return self._found(
-            [block.key for block in blocks], get, self._get_s(timeout_s), lambda at, _: blocks[at].copied()
-        )
+        def copied(at: int, _: object) -> bytes | None:
+            return blocks[at].copied()
+
+        return self._found([block.key for block in blocks], get, self._get_s(timeout_s), copied)
 
     # --- inside gRPC
 

@@ -1,52 +1,40 @@
-"""Blocks for several nodes: what is said of a block and its memory once, whichever nodes have it.
+"""Blocks of a cluster: named once, wherever their owners are, and made a node's own when it is known which one that is.
 
-What always holds: memory is registered with a node's client when that node is first used, and its pieces are named
-there in the same order, so that each node is given the same bytes.
+What always holds: a block's pieces lie in memory that is registered with each client that needs it, when that client
+needs it first.
 """
 
 from __future__ import annotations
 
-import struct
-from itertools import groupby
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Block
-from nic_offload.pieces import Pieces
+from nic_offload.pieces import Pieces, pieces_said
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from typing_extensions import Buffer
 
     from kvstore.client.client import Client
     from kvstore.client.nodes import Everywhere
 
-__all__ = ["ClusterBlock", "ClusterPieces", "blocks_on"]
-
-_PIECE = struct.Struct("=IIQ")
+__all__ = ["ClusterBlock", "ClusterPieces", "blocks_of"]
 
 
+@dataclass(frozen=True, slots=True)
 class ClusterPieces:
-    """Pieces of memory that are one block's bytes, in their order: what `Pieces` is for one node."""
+    """Where a block's bytes are, in their order, as `nic_offload.pieces.Pieces` says it."""
 
-    def __init__(self, memories: Sequence[Everywhere], rows: Buffer) -> None:
-        """`rows` has 16 bytes for each piece: which of the memories it is in (4), its length (4), its offset (8)."""
-        self.memories = memories if isinstance(memories, tuple) else tuple(memories)
-        self.rows = rows
-        self.length = sum(length for _, length, _ in _PIECE.iter_unpack(rows))
-
-    @classmethod
-    def of(cls, memory: Everywhere, pieces: Iterable[tuple[int, int]]) -> ClusterPieces:
-        """Pieces of one memory, each an offset and a length."""
-        return cls((memory,), b"".join([_PIECE.pack(0, length, offset) for offset, length in pieces]))
+    memories: tuple[Everywhere, ...]
+    rows: Buffer  # 16 bytes for each piece: in which memory (4), its length (4), its offset (8)
 
     def copied(self) -> bytes:
-        """A copy of their current contents."""
+        """A copy of the current contents of all."""
         return b"".join(
-            [
-                self.memories[memory].copied(offset, length)
-                for memory, length, offset in _PIECE.iter_unpack(self.rows)
-            ]
+            self.memories[number].copied(offset, length) for number, length, offset in pieces_said(self.rows)
         )
 
 
@@ -58,19 +46,31 @@ class ClusterBlock(NamedTuple):
     offset: int
     length: int
     threshold: int = 1  # a put fires when the flag word is at least this
-    pieces: ClusterPieces | None = None  # where its bytes are instead, in their order; see `of_pieces`
+    pieces: ClusterPieces | None = None  # where its bytes are instead; see `of_pieces`
     whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
     skip: int = 0  # bytes of it before this part
 
     @classmethod
     def of_pieces(
-        cls, key: bytes, pieces: ClusterPieces, *, threshold: int = 1, whole: int = 0, skip: int = 0
+        cls,
+        key: bytes,
+        memories: Sequence[Everywhere],
+        rows: Buffer,
+        *,
+        threshold: int = 1,
+        whole: int = 0,
+        skip: int = 0,
     ) -> ClusterBlock:
-        """As `Block.of_pieces`: a put gathers them when it fires, and a get scatters them."""
-        return cls(key, pieces.memories[0], 0, pieces.length, threshold, pieces, whole, skip)
+        """A block whose bytes are in pieces of registered memory, as `Block.of_pieces` has them.
+
+        `rows` has 16 bytes for each piece: which of the memories it is in (4), its length (4), its offset (8).
+        """
+        where = ClusterPieces(memories if isinstance(memories, tuple) else tuple(memories), rows)
+        length = sum(length for _, length, _ in pieces_said(rows))
+        return cls(key, where.memories[0], 0, length, threshold, where, whole, skip)
 
     def copied(self) -> bytes | None:
-        """A copy of its bytes as they are in memory; None if the memory has a part of it only."""
+        """A copy of its current contents; None if the memory has a part of it only."""
         if self.whole and self.length != self.whole:
             return None
         if self.pieces is not None:
@@ -78,30 +78,33 @@ class ClusterBlock(NamedTuple):
         return self.memory.copied(self.offset, self.length)
 
 
-def blocks_on(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
-    """The same blocks for one node's client."""
-    here: list[Block] = []
-    for _, of_same in groupby(
-        blocks, lambda block: None if block.pieces is None else id(block.pieces.memories)
-    ):
-        some = list(of_same)
-        pieces: Sequence[Pieces | None] = [None] * len(some)
-        if (first := some[0].pieces) is not None:
-            pieces = Pieces.each(
-                [memory.at(client) for memory in first.memories],
-                [block.pieces.rows for block in some if block.pieces is not None],
+def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
+    """The same for one node's client."""
+    plain = [
+        None
+        if one.pieces
+        else Block(
+            one.key,
+            one.memory.at(client),
+            one.offset,
+            one.length,
+            one.threshold,
+            whole=one.whole,
+            skip=one.skip,
+        )
+        for one in blocks
+    ]
+    in_pieces: dict[tuple[Everywhere, ...], list[tuple[int, ClusterPieces]]] = defaultdict(list)
+    for at, one in enumerate(blocks):
+        if one.pieces is not None:
+            in_pieces[one.pieces.memories].append((at, one.pieces))
+    for memories, some in in_pieces.items():
+        regions = [memory.at(client) for memory in memories]
+        for (at, _), pieces in zip(
+            some, Pieces.each(regions, [where.rows for _, where in some]), strict=True
+        ):
+            one = blocks[at]
+            plain[at] = Block.of_pieces(
+                one.key, pieces, threshold=one.threshold, whole=one.whole, skip=one.skip
             )
-        here += [
-            Block(
-                block.key,
-                block.memory.at(client) if its is None else its.regions[0],
-                block.offset,
-                block.length,
-                block.threshold,
-                its,
-                block.whole,
-                block.skip,
-            )
-            for block, its in zip(some, pieces, strict=True)
-        ]
-    return here
+    return [one for one in plain if one is not None]

@@ -56,6 +56,7 @@ __all__ = [
 Status = Literal["ok", "warn", "fail"]
 
 _PROC = Path("/proc")
+_SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _DRIVE_SLOW_GBPS = 0.5
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 _WIDTH = 100
@@ -223,7 +224,11 @@ def check_drive(
 
 
 def check_memory(
-    proc: Path = _PROC, memlock_bytes: int | None = None, *, privileged: bool | None = None
+    proc: Path = _PROC,
+    memlock_bytes: int | None = None,
+    *,
+    privileged: bool | None = None,
+    shared_pages: Path = _SHARED_PAGES,
 ) -> Iterator[Result]:
     """RAM, how much of it may be pinned for the fabric, and huge pages."""
     facts = {line.split(":")[0]: int(line.split()[1]) for line in (proc / "meminfo").read_text().splitlines()}
@@ -250,10 +255,14 @@ def check_memory(
         "RDMA NICs pin registered memory and count it against this limit; software providers pin nothing.",
         "" if free_of_it else "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit.",
     )
-    pages, page_kib = facts.get("HugePages_Total", 0), facts.get("Hugepagesize", 0)
-    found = f"{pages} of {page_kib // 1024} MiB" if pages else "none set aside"
+    chosen = shared_pages.read_text().partition("[")[2].partition("]")[0] if shared_pages.exists() else ""
+    small = chosen in {"", "never", "deny"}
     yield Result(
-        "huge pages", "ok", found, "They shorten registration on RDMA NICs; nothing here needs them."
+        "huge pages",
+        "ok",
+        f"for shared memory: {chosen or 'not in this kernel'}",
+        "The hot memory is shared with clients on this machine. Nothing has to be set aside.",
+        f"echo advise > {shared_pages}: small blocks land up to a fifth faster." if small and chosen else "",
     )
 
 

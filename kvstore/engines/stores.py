@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvstore.client import Block, Client, ClusterBlock, ClusterClient, ClusterPieces, Everywhere
+from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Everywhere
 from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstore.miss import Miss
     from nic_offload.fabric import Region
 
-__all__ = ["Store", "block_at", "blocks_of_pieces", "open_store", "provider_of"]
+__all__ = ["Store", "block_at", "blocks_of_pieces", "open_store"]
 
 
 class Store(Protocol):
@@ -92,11 +92,6 @@ def open_store(settings: EngineSettings, layout: bytes, **of_clients: Any) -> Cl
     return Client(settings.reach, layout=layout, **of_clients)
 
 
-def provider_of(store: Client | ClusterClient) -> str:
-    """The provider of its fabric. FabricError where there is none."""
-    return (store if isinstance(store, Client) else store.nodes.first()).fabric.provider
-
-
 def block_at(key: bytes, memory: Region | Everywhere, offset: int, length: int) -> Block | ClusterBlock:
     """A block in memory that the store has registered."""
     kind: Any = Block if not isinstance(memory, Everywhere) else ClusterBlock
@@ -112,4 +107,4 @@ def blocks_of_pieces(
     if not isinstance(some[0], Everywhere):
         each = Pieces.each(some, [rows for _, rows in given])
         return [Block.of_pieces(key, pieces) for (key, _), pieces in zip(given, each, strict=True)]
-    return [ClusterBlock.of_pieces(key, ClusterPieces(some, rows)) for key, rows in given]
+    return [ClusterBlock.of_pieces(key, some, rows) for key, rows in given]

@@ -14,7 +14,6 @@ used again before the fabric is done with them.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import mmap
 import secrets
@@ -29,6 +28,7 @@ from kvstore.node.calls import durability_of
 from kvstore.node.connection import BlockRequest
 from kvstore.node.connection_calls import fetch, lease_told, reserve
 from kvstore.node.fair import FairQueue
+from kvstore.node.turns import Again
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import (
     ANSWER_BYTES,
@@ -180,7 +180,7 @@ class FabricCalls:
         self._areas: dict[Connection, CallArea] = {}
         self._watched: dict[int, tuple[CallArea, int]] = {}  # by tag: which place of which area
         self._due: FairQueue[_Due] = FairQueue()  # calls that have come: four of a connection at most
-        self._goes_on = False  # in the next round of the loop
+        self._again = Again(self._go_on)
         self._answering: dict[int, tuple[CallArea, int]] = {}  # by tag: with which of its places for answers
 
     def open(self, connection: Connection, answers_base: int) -> CallArea:
@@ -230,6 +230,7 @@ class FabricCalls:
 
     def _note(self, connection: Connection, served: Served) -> None:
         node, blocks = self._node, len(served.ids)
+        node.turns.heard(connection.tenant)
         try:
             told = Told(metadata_of(served.metadata))
         except ProtocolError:
@@ -260,30 +261,29 @@ class FabricCalls:
 
     def landed(self, events: Sequence[Event]) -> None:
         """Do calls, one of each tenant in turn; of many the rest a round of the loop later."""
-        if len(events) == 1 and not self._due:
-            self._do(events[0])
-        elif events:
-            due = ((self._watched.get(event.tag), event) for event in events)
-            self._due.add(
-                _Due(event, one[0].connection.tenant, one[0].connection)
-                for one, event in due
-                if one is not None
-            )
-            self._go_on()
+        due = ((self._watched.get(event.tag), event) for event in events)
+        self._due.add(
+            _Due(event, one[0].connection.tenant, one[0].connection) for one, event in due if one is not None
+        )
+        self._go_on()
 
     def _go_on(self) -> None:
-        until_ns = self._node.clock.monotonic_ns() + FABRIC_CALLS_MS * 1_000_000
-        while (due := self._due.take(lambda _: True)) is not None:
+        clock, turns = self._node.clock, self._node.turns
+        began_ns = clock.monotonic_ns()
+        until_ns = began_ns + FABRIC_CALLS_MS * 1_000_000
+        while (due := self._due.take(self._may)) is not None:
+            turns.heard(due.tenant)
             self._do(due.event)
-            if self._node.clock.monotonic_ns() >= until_ns:
+            ended_ns = clock.monotonic_ns()
+            turns.worked(due.tenant, ended_ns - began_ns)
+            began_ns = ended_ns
+            if ended_ns >= until_ns:
                 break
-        if self._due and not self._goes_on:
-            self._goes_on = True
-            asyncio.get_running_loop().call_soon(self._go_on_later)
+        if self._due:
+            self._again.within(0 if due else turns.rests_s())
 
-    def _go_on_later(self) -> None:
-        self._goes_on = False
-        self._go_on()
+    def _may(self, due: _Due) -> bool:
+        return not self._node.turns.rests(due.tenant)
 
     def _do(self, event: Event) -> None:
         area, place = self._watched.pop(event.tag, (None, 0))

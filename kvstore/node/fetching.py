@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from kvstore.errors import FabricError, Overloaded
@@ -39,6 +39,7 @@ from kvstore.node.cancelling import Noted
 from kvstore.node.fair import FairQueue, Places
 from kvstore.node.fetch import Fetch
 from kvstore.node.readers import Readers
+from kvstore.node.turns import Again
 from kvstore.storage.gets import mismatch
 from kvstore.storage.items import GetItem
 from kvstore.wire.ack import AckCode, ack_word, code_of_miss
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from kvstore.node.lookup_progress import Looking
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
+    from kvstore.node.turns import Turns
     from kvstore.storage.drive import Drive
     from kvstore.storage.index import Entry
     from kvstore.storage.items import GetDone
@@ -82,6 +84,7 @@ class Fetches:
         counters: Counters,
         timings: Timings,
         tenants: Callable[[], int],
+        turns: Turns,
         *,
         traced: bool,
     ) -> None:
@@ -98,6 +101,8 @@ class Fetches:
         self._clock = clock
         self._queued: FairQueue[Fetch] = FairQueue(Places(FETCHES_QUEUED_MAX, tenants))
         self._goes_on = False  # in the next round of the loop
+        self._turns = turns
+        self._rested = Again(self.pump)
         self._under_way: dict[int, Fetch] = {}
         self._lookings: dict[Looking, Connection] = {}  # of which a block is waiting or under way
         self._reading_bytes = 0
@@ -197,15 +202,25 @@ class Fetches:
         self._settle()
         left = 0 if self._goes_on else FETCHES_A_ROUND
         while left and not self._memory.pages.refused and (batch := self._next(left)):
-            self._begin_all(batch)
+            self._begin_in_turn(batch)
             left -= len(batch)
         if not left and self._queued and not self._goes_on:
             self._goes_on = True
             asyncio.get_running_loop().call_soon(self._go_on)
+        elif self._queued and (rests_s := self._turns.rests_s()):
+            self._rested.within(rests_s)
 
     def _go_on(self) -> None:
         self._goes_on = False
         self.pump()
+
+    def _begin_in_turn(self, batch: Sequence[Fetch]) -> None:
+        """Each tenant is charged for its part of the time."""
+        began_ns = self._clock.monotonic_ns()
+        self._begin_all(batch)
+        each_ns = (self._clock.monotonic_ns() - began_ns) // len(batch)
+        for tenant, count in Counter(fetch.tenant for fetch in batch).items():
+            self._turns.worked(tenant, count * each_ns)
 
     def _settle(self) -> None:
         """Do what is due of what has ended."""
@@ -263,7 +278,9 @@ class Fetches:
         return batch
 
     def _may(self, fetch: Fetch) -> bool:
-        return self._memory.shares.may_hold(fetch.holder, fetch.size_bytes)
+        return not self._turns.rests(fetch.tenant) and self._memory.shares.may_hold(
+            fetch.holder, fetch.size_bytes
+        )
 
     def _begin(
         self,

@@ -386,6 +386,7 @@ class Granted:
     def _note(self, area: PutArea, came: Sequence[Came]) -> None:
         node, connection = self._node, area.connection
         area.idle_ticks = 0
+        node.turns.heard(connection.tenant)
         landed_ns = came[-1].landed_ns
         leases: list[Lease] = []
         on_lanes: dict[int, list[Landed]] = {}
@@ -431,8 +432,7 @@ class Granted:
         except ProtocolError:
             return  # what was said of the blocks is nothing; they are kept all the same
         node.traces.leased(trace, leases)
-        parent = None if node.spans is None else node.spans.parent_of(told)
-        if node.spans is not None and parent is not None:
+        if node.spans is not None and (parent := node.spans.parent_of(told)) is not None:
             node.spans.leased(parent, leases[0].leased_ns, leases, leases[0].durability)
 
     def _store(self, area: PutArea) -> None:

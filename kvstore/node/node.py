@@ -36,6 +36,7 @@ from kvstore.node.connection_calls import already_stored
 from kvstore.node.deletions import Deletions
 from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
+from kvstore.node.fail_stop import or_stop
 from kvstore.node.fair import Places
 from kvstore.node.fetching import Fetches
 from kvstore.node.granted import Granted
@@ -132,9 +133,7 @@ class Node:
         self._filler = ThreadPoolExecutor(1, "kvstore-landing", os.nice, (_FILLER_NICE,))
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
         self.began_ns = self.ticked_ns = clock.monotonic_ns()  # when it was last seen to go on
-        self.counters = Counters()
-        self.timings = Timings(clock)
-        self.turns = Turns(clock)
+        self.counters, self.timings, self.turns = Counters(), Timings(clock), Turns(clock)
         self.watchers = Watchers(clock, tenants_known)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
@@ -151,6 +150,7 @@ class Node:
             self.counters,
             self.timings,
             tenants_known,
+            self.turns,
             traced=spans is not None,
         )
         self.fabric_calls = FabricCalls(self, self._tags)
@@ -162,9 +162,9 @@ class Node:
         self.traces = Traces(clock)
         self.lookups = Lookups(store, clock, lookup_log, spans)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
-        self._loop.add_reader(fabric.fileno(), self._fabric_events)
-        self._loop.add_reader(store.fileno(), self._drive_events)
-        self.ticks = Ticks(self, self._tick)
+        self._loop.add_reader(fabric.fileno(), or_stop(self._fabric_events))
+        self._loop.add_reader(store.fileno(), or_stop(self._drive_events))
+        self.ticks = Ticks(self, or_stop(self._tick))
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -357,7 +357,7 @@ class Node:
 
     def later(self, delay_s: float, do: Callable[..., object], *arguments: object) -> None:
         """Do something in a while."""
-        self._loop.call_later(delay_s, do, *arguments)
+        self._loop.call_later(delay_s, or_stop(do), *arguments)
 
     def note_freed(self) -> None:
         """Memory that outlasts connections has come free."""

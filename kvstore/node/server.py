@@ -31,6 +31,7 @@ from kvstore.limits import (
     READINESS_RETRY_MS,
     STOP_GRACE_MS,
 )
+from kvstore.node import fail_stop
 from kvstore.node.audit import Audit
 from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
@@ -386,6 +387,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     config = told.node()
     begin_logging(clock, config.log_level, config.log_format)
     keep_out_of_dumps()
+    fail_stop.arm()
     certificates = Certificates.of(config)  # before a drive is opened
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -8,6 +8,9 @@ the network, and not between the others and the thread. One that takes longer th
 so that a client that stands still keeps nobody waiting.
 What can't be done in steps, such as a change of a large session, a tenant does one at a time; while others call, as
 long as it took is left to them before the tenant's next one.
+Calls over the fabric, and blocks that are fetched, don't wait here: they are done as they come. But a tenant for which
+more than `FABRIC_WORK_US` was done at a stretch rests: `FABRIC_REST` times as long none of its own is done while others
+call.
 What it doesn't do: interrupt a step; its caller makes it short.
 """
 
@@ -19,14 +22,14 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from kvstore.limits import MOVING_MAX, MOVING_MS, TURNS_OTHERS_MS
+from kvstore.limits import FABRIC_REST, FABRIC_WORK_US, MOVING_MAX, MOVING_MS, TURNS_OTHERS_MS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from kvstore.clock import Clock
 
-__all__ = ["Turn", "Turns"]
+__all__ = ["Again", "Turn", "Turns"]
 
 _NS = 1_000_000_000
 
@@ -57,6 +60,27 @@ class Turn:
             self._turns.over(self._tenant, self._rest)
 
 
+class Again:
+    """Something that is done once more, as early as anybody asked for."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
+        self._timer: asyncio.TimerHandle | None = None
+
+    def within(self, seconds: float) -> None:
+        """Have it done after so long, or before."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + seconds:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(seconds, self._come)
+
+    def _come(self) -> None:
+        self._timer = None
+        self._do()
+
+
 class Turns:
     """Of one node's thread."""
 
@@ -66,6 +90,7 @@ class Turns:
         self._spent_ns: dict[bytes, int] = {}  # of those who wait or work
         self._moving: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
         self._long: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
+        self._rests: dict[bytes, int] = {}  # until when, by tenant
         self._is_given = False  # somebody works, or will in a moment
         self._began_ns = 0
         self._last = self._other = (b"", 0)  # who called last, and which other tenant before it, and when
@@ -146,6 +171,26 @@ class Turns:
             asyncio.get_running_loop().call_later(rest_s, place.release)
 
         return over
+
+    def worked(self, tenant: bytes, took_ns: int) -> None:
+        """Note that something was done for a tenant, in one go: then it may have to rest."""
+        if took_ns > FABRIC_WORK_US * 1_000:
+            now_ns = self._clock.monotonic_ns()
+            if self._others_call(tenant, now_ns):
+                self._rests[tenant] = max(self._rests.get(tenant, 0), now_ns) + FABRIC_REST * took_ns
+
+    def rests(self, tenant: bytes) -> bool:
+        """Whether nothing is to be done for it now."""
+        until_ns = self._rests.get(tenant, 0)
+        if until_ns and until_ns <= self._clock.monotonic_ns():
+            del self._rests[tenant]
+            return False
+        return until_ns > 0
+
+    def rests_s(self) -> float:
+        """Seconds until the first who rests has rested; 0: nobody rests."""
+        until_ns = min(self._rests.values(), default=0)
+        return max(0, until_ns - self._clock.monotonic_ns()) / _NS if until_ns else 0
 
     def _others_call(self, tenant: bytes, now_ns: int) -> bool:
         whose, when_ns = self._other if self._last[0] == tenant else self._last

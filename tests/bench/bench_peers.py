@@ -51,6 +51,7 @@ _CLIENTS = 4
 _CLIENT_CALLS = 2
 _KILLS, _KILL_BATCH, _KILL_CALLS = 3, 64, 4
 _IDLE_S = 2.0
+_IDLE_AFTER_S = 5.0  # by then a node ticks as slowly as it ever does
 _READABLE = 16
 
 
@@ -133,6 +134,7 @@ def _alone(form: Form, home: Path, rounds: int) -> None:
             client.ask("put", "fresh", "landed", 1, 1, 1)
             there += int(client.ask("check", "fresh"))
         form.note("landed and readable at once", there / _READABLE, "of 1", goal=1.0)
+        time.sleep(_IDLE_AFTER_S)
         before_ns = settled_cpu_ns(node.pid)
         time.sleep(_IDLE_S)
         share = 100 * (cpu_ns(node.pid) - before_ns) / (_IDLE_S * 1e9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import struct
 import threading
 import time
 from contextlib import ExitStack
@@ -405,6 +406,34 @@ def test_an_engines_blocks_are_there_though_a_node_is_lost(world: World, transpo
             Place(block_key(key, b"more"), begin + at * BYTES, BYTES) for at, key in enumerate(world.keys)
         ]
         assert all(carrier.put(more)), "on one node at least"
+
+
+def test_blocks_in_pieces_of_two_memories_are_there_though_a_node_is_lost(world: World) -> None:
+    """As an engine has them: a block's bytes lie in pages of several layers."""
+    half, row = BYTES // 2, struct.Struct("=IIQ")
+    source = [bytearray(world.source[at * half : (at + COUNT) * half]) for at in (0, COUNT)]
+    target = [bytearray(COUNT * half) for _ in source]
+
+    def blocks(memories: list[Everywhere]) -> list[ClusterBlock]:
+        """Of the second memory the pages lie in reverse order."""
+        return [
+            ClusterBlock.of_pieces(
+                key,
+                memories,
+                row.pack(0, half, at * half) + row.pack(1, half, (COUNT - 1 - at) * half),
+            )
+            for at, key in enumerate(world.keys)
+        ]
+
+    client = world.client(2, call_timeout_ms=1500)
+    here, there = ([client.register(one) for one in memories] for memories in (source, target))
+    assert {one.error for one in client.put(blocks(here), timeout_s=WAIT_S)} == {None}
+    first = blocks(here)[0]
+    assert first.copied() == bytes(source[0][:half] + source[1][-half:])
+    assert client.get_inline(first.key, BYTES) == first.copied()
+    world.kill(0)
+    assert hits(client.get(blocks(there), timeout_s=WAIT_S)) == COUNT
+    assert target == source
 
 
 def test_more_replicas_than_can_be_kept_are_refused() -> None:

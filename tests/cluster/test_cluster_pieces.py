@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import ClusterBlock, ClusterClient, ClusterPieces, Hit, Nodes, as_request
-from kvstore.client.block_calls import Stored
+from kvstore.client import ClusterBlock, ClusterClient, Hit, Nodes, as_request
 from kvstore.cluster.map import Map
 from kvstore.miss import Miss
 from kvstore.names import block_key
@@ -53,10 +52,7 @@ class World:
         )
 
     def blocks(self, memories: tuple[Everywhere, ...]) -> list[ClusterBlock]:
-        return [
-            ClusterBlock.of_pieces(key, ClusterPieces(memories, self.rows(at)))
-            for at, key in enumerate(self.keys)
-        ]
+        return [ClusterBlock.of_pieces(key, memories, self.rows(at)) for at, key in enumerate(self.keys)]
 
     def content(self, memories: list[bytearray], at: int, layers: range = range(LAYERS)) -> bytes:
         return b"".join(
@@ -91,35 +87,20 @@ def world(three: list[NodeProcess]) -> Iterator[World]:
         yield World(three, stack)
 
 
-def test_pieces_are_on_two_nodes_each_and_come_back_into_pieces(world: World) -> None:
-    world.put()
-    stored = [world.client.nodes.at(node.target).exists(world.keys) for node in world.nodes]
-    assert sum(isinstance(one, Stored) for node in stored for one in node) == 2 * COUNT
-    assert world.client.get_inline(world.keys[3], BYTES) == world.content(world.sources, 3)
-    assert world.got() == COUNT
-    world.nodes[1].kill()
-    try:
-        assert world.got() == COUNT
-    finally:
-        world.nodes[1].start()
-    unknown = ClusterBlock.of_pieces(block_key(b"none"), ClusterPieces(world.target, world.rows(0)))
-    (missed,) = world.client.get([unknown], timeout_s=WAIT_S)
-    assert isinstance(missed, Miss)
-
-
 def test_a_part_of_a_block_comes_into_pieces_and_is_not_put_back_as_the_whole(world: World) -> None:
     world.put()
     first = world.client.nodes.at(world.client.owners(world.keys[5])[0])
     assert first.delete([world.keys[5]]) == [True]
     layers = range(2, 5)
-    where = ClusterPieces(world.target, world.rows(5, layers))
-    part = ClusterBlock.of_pieces(world.keys[5], where, whole=BYTES, skip=2 * PAGE)
+    part = ClusterBlock.of_pieces(
+        world.keys[5], world.target, world.rows(5, layers), whole=BYTES, skip=2 * PAGE
+    )
     (outcome,) = world.client.get([part], timeout_s=WAIT_S)
     assert isinstance(outcome, Hit)
     assert world.content(world.targets, 5, layers) == world.content(world.sources, 5, layers)
     assert not any(world.content(world.targets, 5, range(2)))
     assert part.copied() is None
-    whole = ClusterBlock.of_pieces(world.keys[5], ClusterPieces(world.target, world.rows(5)))
+    whole = ClusterBlock.of_pieces(world.keys[5], world.target, world.rows(5))
     assert whole.copied() == world.content(world.targets, 5)
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
 
-FABRIC_SLOWER_MAX = 50.0  # measured: 12 to 34 times, on two cores that had other work
-
 
 @pytest.fixture
 def beside(tmp_path: Path) -> Iterator[Beside]:
@@ -51,10 +49,10 @@ def test_payloads_that_are_written_over_after_their_flag_cost_their_tenant_alone
 
 @pytest.mark.parametrize("blocks", [1, 1024])
 def test_calls_over_the_fabric_without_end(beside: Beside, blocks: int) -> None:
-    """A turn is one call, and one of 1,024 blocks takes milliseconds: twice the p99 alone is not reached."""
+    """One of 1,024 blocks takes milliseconds; then its tenant rests."""
     alone, under, did = beside.endure("fetches", token="evil", connections=16, blocks=blocks)
     assert did["calls"] > 0
-    check_speed(alone, under, FABRIC_SLOWER_MAX)
+    check_speed(alone, under)
 
 
 @pytest.mark.parametrize("name", ["scribble", "ring"])

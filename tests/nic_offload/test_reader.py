@@ -138,6 +138,65 @@ def drive(pair: Pair, tmp_path: Path) -> Iterator[Drive]:
     one.close()
 
 
+class Large(Drive):
+    """Records that are read in many pieces, of random bytes; what is wanted of them goes where they would lie."""
+
+    KIB = (16 << 10, 3 << 10, 700, 256, 257, 4, 9 << 10)  # more than is read at a time, in ends of all kinds
+
+    def __init__(self, pair: Pair, path: Path) -> None:
+        self.pair = pair
+        self.path = path
+        self.payloads = [os.urandom((kib << 10) - at) for at, kib in enumerate(self.KIB)]
+        self.offsets = [PAGE]
+        for payload in self.payloads:
+            self.offsets.append(self.offsets[-1] + PAGE + -(-len(payload) // PAGE) * PAGE)
+        path.write_bytes(bytes(self.offsets[-1]))
+        for at, payload in enumerate(self.payloads):
+            self.write(self.offsets[at], record_of(self.offsets[at], GENERATION + at, payload))
+        self._fd = os.open(path, os.O_RDONLY)
+        self.reader = Reader(pair.near.fabric, self._fd, DEPTH, FORMAT)
+
+    def forget(self, at: int) -> None:
+        """The kernel has to read these anew, and has what comes behind them."""
+        os.fsync(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
+        os.posix_fadvise(self._fd, self.offsets[at], 64 * PAGE, os.POSIX_FADV_DONTNEED)
+
+    def put_all(self) -> None:
+        there, near = self.pair.there, self.pair.near
+        self.put(
+            *(
+                self.reading(
+                    at + 1,
+                    payload,
+                    address=near.region.address + self.offsets[at] - PAGE,
+                    target=there.base + self.offsets[at],
+                    flag_target=there.word_target(at),
+                    offset=self.offsets[at],
+                    generation=GENERATION + at,
+                )
+                for at, payload in enumerate(self.payloads)
+            )
+        )
+
+    def came(self, at: int) -> bool:
+        """All of its bytes, or none: the flag says which."""
+        payload, far = self.payloads[at], self.pair.far
+        if far.word(at).load() == FLAG:
+            assert far.bytes_at(self.offsets[at], len(payload)) == payload
+            return True
+        assert not any(far.bytes_at(self.offsets[at], len(payload)))
+        return False
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[Large]:
+    with Pair("net", length=32 * MIB) as pair:
+        one = Large(pair, tmp_path / "drive")
+        yield one
+        one.close()
+
+
 class Slow(Drive):
     """What is read comes when the test writes it: the reader's drive is a pipe."""
 
@@ -265,6 +324,40 @@ def test_more_are_read_than_go_at_a_time_and_their_batch_is_over_once(drive: Dri
         assert drive.pair.far.bytes_at(number * LENGTH, LENGTH) == payload_of(number)
 
 
+@pytest.mark.parametrize("forgotten", [None, 0, 1])
+def test_large_records_are_read_in_pieces_and_come_whole(large: Large, forgotten: int | None) -> None:
+    """In whatever order the pieces come: those that the kernel has are there before the others."""
+    if forgotten is not None:
+        large.forget(forgotten)
+    large.put_all()
+    large.wait_over()
+    large.pair.there.fence()
+    assert not [at for at in range(len(large.payloads)) if large.wait_end(at + 1) != (EventKind.SENT, 0)]
+    assert all(large.came(at) for at in range(len(large.payloads)))
+
+
+def test_a_large_record_that_is_damaged_keeps_no_other_from_coming(large: Large) -> None:
+    offset, length = large.offsets[0], len(large.payloads[0])
+    large.write(offset + length // 2, b"another")
+    large.write(large.offsets[1], b"no header")
+    large.put_all()
+    large.wait_over()
+    large.pair.there.fence()
+    assert large.wait_end(1) == (EventKind.FAILED, -errno.EBADMSG)
+    assert large.wait_end(2) == (EventKind.FAILED, -errno.ENODATA)
+    assert [large.came(at) for at in range(len(large.payloads))] == [False, False] + 5 * [True]
+
+
+def test_a_large_record_is_cancelled_while_it_is_read(large: Large) -> None:
+    large.put_all()
+    cancelled = large.pair.near.fabric.cancel([1, 3])
+    large.wait_over()
+    large.pair.there.fence()
+    ends = [large.wait_end(at + 1) for at in range(len(large.payloads))]
+    assert ends.count((EventKind.FAILED, -errno.ECANCELED)) == cancelled
+    assert [large.came(at) for at in range(len(ends))] == [end[0] is EventKind.SENT for end in ends]
+
+
 def test_what_does_not_lie_in_the_region_is_refused(drive: Drive) -> None:
     near = drive.pair.near
     end = near.region.address + near.region.length
@@ -282,7 +375,7 @@ def test_what_does_not_lie_in_the_region_is_refused(drive: Drive) -> None:
     assert near.region.is_idle
 
 
-def test_a_cancelled_put_ends_at_once_and_its_pages_when_the_drive_is_done(slow: Slow) -> None:
+def test_a_cancelled_put_ends_at_once_and_its_extent_when_the_drive_is_done(slow: Slow) -> None:
     near = slow.pair.near
     slow.put(slow.reading())
     slow.pair.there.fence()
@@ -294,7 +387,7 @@ def test_a_cancelled_put_ends_at_once_and_its_pages_when_the_drive_is_done(slow:
     slow.wait_over()
     assert near.region.is_idle
     assert slow.is_untouched()
-    assert near.bytes_at(PAGE, LENGTH) == payload_of(1), "the drive was at its pages until then"
+    assert not any(near.bytes_at(PAGE, LENGTH)), "nothing is copied for it"
 
 
 def test_of_a_closed_endpoint_the_pages_are_told_of_too(slow: Slow) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from kvstore.clock import SystemClock
+from kvstore.limits import FABRIC_REST
 from kvstore.node import fabric_calls
 from kvstore.node.fabric_calls import FabricCalls
+from kvstore.node.turns import Turns
 
 
 class Of:
@@ -26,7 +28,8 @@ def test_a_tenant_with_many_calls_does_not_hold_up_one_with_one(
     monkeypatch: pytest.MonkeyPatch, round_ms: int
 ) -> None:
     monkeypatch.setattr(fabric_calls, "FABRIC_CALLS_MS", round_ms)
-    node: Any = SimpleNamespace(clock=SystemClock())
+    clock = SystemClock()
+    node: Any = SimpleNamespace(clock=clock, turns=Turns(clock))
     done: list[int] = []
 
     async def come() -> None:
@@ -49,3 +52,33 @@ def test_a_tenant_with_many_calls_does_not_hold_up_one_with_one(
     asyncio.run(come())
     if not round_ms:
         assert done.index(99) <= 3
+
+
+def test_a_tenant_whose_calls_take_long_rests_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SystemClock()
+    node: Any = SimpleNamespace(clock=clock, turns=Turns(clock))
+    done: list[int] = []
+
+    def work(event: Any) -> None:
+        done.append(event.tag)
+        until_ns = clock.monotonic_ns() + (0 if event.tag == 99 else 20_000_000)
+        while clock.monotonic_ns() < until_ns:
+            pass
+
+    async def come() -> None:
+        calls = FabricCalls(node, count())
+        monkeypatch.setattr(calls, "_do", work)
+        node.turns.heard(b"few")
+        for tag, tenant in ((1, b"many"), (2, b"many"), (99, b"few")):
+            calls._watched[tag] = (SimpleNamespace(connection=Of(tenant)), 0)  # type: ignore[assignment]
+        began = asyncio.get_running_loop().time()
+        calls.landed([SimpleNamespace(tag=1), SimpleNamespace(tag=2)])  # type: ignore[list-item]
+        assert done == [1]
+        calls.landed([SimpleNamespace(tag=99)])  # type: ignore[list-item]
+        assert done == [1, 99]
+        async with asyncio.timeout(20):
+            for _ in iter(lambda: len(done) < 3, False):
+                await asyncio.sleep(0.001)
+        assert asyncio.get_running_loop().time() - began >= 0.02 + FABRIC_REST * 0.02
+
+    asyncio.run(come())

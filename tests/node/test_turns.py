@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
+
 from kvstore.clock import SystemClock
-from kvstore.limits import MOVING_MAX, MOVING_MS, TURNS_OTHERS_MS
-from kvstore.node.turns import Turns
+from kvstore.limits import FABRIC_REST, FABRIC_WORK_US, MOVING_MAX, MOVING_MS, TURNS_OTHERS_MS
+from kvstore.node.turns import Again, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -180,3 +182,53 @@ def test_what_is_long_a_tenant_does_one_at_a_time_and_rests_as_long_while_others
         other()
 
     run(done)
+
+
+def test_who_was_worked_for_at_length_rests_while_others_call() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    turns.heard(b"other")
+    turns.heard(b"long")
+    turns.worked(b"long", FABRIC_WORK_US * 1_000)
+    assert not turns.rests(b"long"), "no more than anybody may"
+    turns.worked(b"long", 5 * MS)
+    turns.worked(b"long", 1 * MS)
+    assert turns.rests(b"long")
+    assert not turns.rests(b"other")
+    assert turns.rests_s() == pytest.approx(FABRIC_REST * 6 / 1000)
+    clock.now_ns += FABRIC_REST * 6 * MS - 1
+    assert turns.rests(b"long")
+    clock.now_ns += 1
+    assert not turns.rests(b"long")
+    assert turns.rests_s() == 0
+
+
+def test_alone_nobody_rests() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    turns.heard(b"other")
+    clock.now_ns += (TURNS_OTHERS_MS + 1) * MS
+    turns.heard(b"long")
+    turns.worked(b"long", 5 * MS)
+    assert not turns.rests(b"long")
+
+
+def test_what_is_to_be_done_again_is_done_once_and_as_early_as_anybody_asked() -> None:
+    done: list[float] = []
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        again = Again(lambda: done.append(loop.time()))
+        began = loop.time()
+        for seconds in (WAIT_S, 0.01, WAIT_S):
+            again.within(seconds)
+        for _ in iter(lambda: not done, False):
+            await asyncio.sleep(0.001)
+        assert done[0] - began >= 0.01
+        await asyncio.sleep(0)
+        assert len(done) == 1
+        again.within(0)
+        for _ in iter(lambda: len(done) < 2, False):
+            await asyncio.sleep(0)
+
+    run(ask)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvstore.client import Hit
 from kvstore.clock import SystemClock
-from kvstore.engines.stores import blocks_of_pieces, open_store, provider_of
+from kvstore.engines.stores import blocks_of_pieces, open_store
 from kvstore.engines.vllm.saving import Saves, staging
 from kvstore.engines.vllm.sending import FabricSender, InlineSender
 from kvstore.errors import FabricError
@@ -99,7 +99,7 @@ class _OverFabric:
         self._regions = tuple([client.register(buffer) for buffer in memory.buffers])
         sender = FabricSender(client, client.register(copies), slots, timeout_s)
         self.saves = Saves(memory, copies, sender)
-        self.name = f"the fabric ({provider_of(client)})"
+        self.name = f"the fabric ({client.fabric.provider})"
 
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
         blocks = blocks_of_pieces(self._regions, [(one.key, one.pieces.data) for one in objects])

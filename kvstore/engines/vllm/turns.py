@@ -4,9 +4,10 @@ A request names its session in `kv_transfer_params` (`{"session": ..., "user": .
 That names no user; such sessions are those of one that is called `anonymous`.
 When it comes, the node reads what it has of the session into its memory; when it is over, its blocks are the session's.
 
+Of a cluster's blocks, which lie on all nodes, there are no sessions.
+
 What always holds: the engine waits for none of it, and none of it decides which bytes a request gets: that do the
 blocks' own names. A conversation that was changed in the past cuts the session back to what is common.
-What it doesn't do: sessions in a cluster.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client import ClusterClient
+from kvstore.client import Client
 from kvstore.errors import KvError, NoSession, SessionRefused
 from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUED_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.client import Client, Session
+    from kvstore.client import ClusterClient, Session
     from kvstore.engines.vllm.identity import Group
 
 __all__ = ["Turns"]
@@ -39,9 +40,7 @@ class Turns:
     """Of one engine's scheduler."""
 
     def __init__(self, client: Client | ClusterClient, groups: Sequence[Group]) -> None:
-        # A session's blocks are on its user's node; a cluster's are where their names place them.
-        self._client = None if isinstance(client, ClusterClient) else client
-        self._groups = groups
+        self._client, self._groups = client, groups
         self._thread = ThreadPoolExecutor(1, "kvstore-turns")
         self._room = threading.BoundedSemaphore(VLLM_TURNS_QUEUED_MAX)
         self._never = threading.Event()
@@ -67,7 +66,7 @@ class Turns:
         self._later(lambda: self._append(session, keys, tokens))
 
     def _session(self, request: Any) -> Session | None:
-        if self._client is None:
+        if not isinstance(self._client, Client):
             return None
         given = request.kv_transfer_params or {}
         name = given.get("session") or getattr(request, "session_id", None)

@@ -1,0 +1,57 @@
+"""Ends a node's process when a bug shows while it handles what the fabric or a drive did.
+
+What always holds: if handling such an event, or a timer, raises what nobody expects, the process ends at once, with
+`EXIT_STATUS` and the traceback in its log. Whatever was acknowledged is on the drives, and the next start finds it. If
+the process went on, the rows behind the one that failed would be lost: blocks that were acknowledged, and that no get
+finds.
+What it doesn't do: end the process for a call that fails; that ends alone. Nor for an error of ours (`KvError`), which
+says that something can't be done now, and is logged. Nothing is ended before `arm`, so that
+nodes inside a test's process raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.errors import KvError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["EXIT_STATUS", "arm", "or_stop"]
+
+log = logging.getLogger(__name__)
+
+EXIT_STATUS: Final = os.EX_SOFTWARE
+_armed = False
+
+
+def arm() -> None:
+    """From now on a bug ends this process."""
+    global _armed  # noqa: PLW0603 - it is the process's
+    _armed = True
+
+
+def or_stop(handle: Callable[..., object]) -> Callable[..., None]:
+    """The same, but for a bug in it."""
+
+    @functools.wraps(handle)
+    def handled(*arguments: Any) -> None:
+        try:
+            handle(*arguments)
+        except KvError:
+            raise
+        except Exception:
+            if not _armed:
+                raise
+            log.critical(
+                "A bug: the node stops, and finds what it acknowledged when it is started again.",
+                exc_info=True,
+            )
+            logging.shutdown()
+            os._exit(EXIT_STATUS)
+
+    return handled

@@ -1,0 +1,100 @@
+"""A bug while a node handles what its drive did ends the process, and its next life has what was acknowledged."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Block, Hit
+from kvstore.demo.node_process import NodeProcess
+from kvstore.durability import Durability
+from kvstore.errors import Overloaded
+from kvstore.names import block_key
+from kvstore.node import fail_stop
+from kvstore.node.fail_stop import EXIT_STATUS, or_stop
+from nic_offload.memory import allocate
+from tests.conftest import SMALL_DRIVE, SMALL_HOT, small_client
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE = 4096
+BUGGY = """
+import sys, time
+from kvstore.cli import main
+from kvstore.node.granted import Granted
+settle, settled = Granted._settle, []
+def buggy(self, landed):
+    if settled:
+        time.sleep(0.5)  # the C core goes on meanwhile
+        raise AssertionError("planted")
+    settled.extend(landed)
+    settle(self, landed)
+Granted._settle = buggy
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Buggy(NodeProcess):
+    """A node with a bug in what follows a write; without it from its second life on."""
+
+    def start(self) -> None:
+        plain = self._command
+        if not self._log.exists():
+            self._command = [sys.executable, "-c", BUGGY, *plain[3:]]
+        super().start()
+        self._command = plain
+
+
+def test_what_was_acknowledged_before_a_bug_ended_the_node_is_there_in_its_next_life(tmp_path: Path) -> None:
+    keys = [block_key(b"before a bug", bytes([at])) for at in range(16)]
+    node = Buggy(tmp_path / "node", capacity=SMALL_DRIVE, arguments=("--hot", SMALL_HOT))
+    try:
+        with small_client(node.target) as client:
+            memory = allocate(len(keys) * PAGE)
+            region = client.register(memory)
+            memory[:] = b"".join(key * (PAGE // len(key)) for key in keys)
+            blocks = [Block(key, region, at * PAGE, PAGE) for at, key in enumerate(keys)]
+            (first,) = client.put(blocks[:1])
+            assert first.error is None
+            ended = client.put(blocks[1:], durability=Durability.WRITTEN)
+            kept = [block for block, one in zip(blocks[1:], ended, strict=True) if one.error is None]
+        assert kept, "the C core acknowledges before Python hears of it"
+        process = node._process
+        assert process is not None
+        assert process.wait(20) == EXIT_STATUS
+        assert "A bug: the node stops" in node.log()
+        assert "AssertionError: planted" in node.log()
+        node.kill()
+        node.start()
+        with small_client(node.target) as client:
+            memory = allocate(len(keys) * PAGE)
+            region = client.register(memory)
+            found = client.get([Block(one.key, region, one.offset, PAGE) for one in kept])
+            assert all(isinstance(one, Hit) for one in found)
+            for one in kept:
+                assert memory[one.offset : one.offset + PAGE] == one.key * (PAGE // len(one.key))
+    finally:
+        node.stop()
+
+
+def test_an_error_of_ours_ends_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fail_stop, "_armed", True)
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail(f"it ended with {status}"))
+
+    def fail() -> None:
+        raise Overloaded("The fabric takes nothing more.")
+
+    with pytest.raises(Overloaded):
+        or_stop(fail)()
+
+
+def test_before_it_is_armed_a_bug_is_raised() -> None:
+    def fail(why: str) -> None:
+        raise ValueError(why)
+
+    with pytest.raises(ValueError, match="this"):
+        or_stop(fail)("this")
