@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -169,7 +170,7 @@ class ClusterClient(Handle):
         def get(client: Client, some: list[int], left_s: float) -> list[Hit | Miss]:
             return client.get(blocks_of(client, [blocks[at] for at in some]), timeout_s=left_s)
 
-        def copied(at: int, _: object) -> bytes:
+        def copied(at: int, _: object) -> bytes | None:
             return blocks[at].copied()
 
         return self._found([block.key for block in blocks], get, self._get_s(timeout_s), copied)
@@ -375,7 +376,7 @@ class ClusterClient(Handle):
         keys: Sequence[bytes],
         ask: Callable[[Client, list[int], float], Sequence[R | Miss]],
         timeout_s: float,
-        copied: Callable[[int, R], bytes] | None = None,
+        copied: Callable[[int, R], bytes | None] | None = None,
     ) -> list[R | Miss]:
         """Ask the first owners, and of what they don't have the next ones; then the first ones get it back.
 
@@ -426,10 +427,12 @@ class ClusterClient(Handle):
             for at, outcome in zip(parts[node], told, strict=True):
                 yield node, at, outcome
 
-    def _put_back(self, nodes: Iterable[str], key: bytes, read_ns: int, copied: Callable[[], bytes]) -> None:
+    def _put_back(
+        self, nodes: Iterable[str], key: bytes, read_ns: int, copied: Callable[[], bytes | None]
+    ) -> None:
         for node in nodes:
-            if self._repairs.has_room:
-                self._repairs.add(node, key, copied(), read_ns)
+            if self._repairs.has_room and (data := copied()) is not None:
+                self._repairs.add(node, key, data, read_ns)
 
     def _each(
         self,
@@ -448,7 +451,8 @@ class ClusterClient(Handle):
         first, *others = parts or [""]
         if not first:
             return {}
-        waiting = {node: self._threads.submit(one, node) for node in others}
+        # Each goes by the caller's request (`as_request`), so that `kvstore explain` finds it on every node.
+        waiting = {node: self._threads.submit(copy_context().run, one, node) for node in others}
         answers = {first: one(first)} | {node: future.result() for node, future in waiting.items()}
         mistakes = [answer for answer in answers.values() if isinstance(answer, UsageError)]
         if mistakes:

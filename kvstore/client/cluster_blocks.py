@@ -47,10 +47,19 @@ class ClusterBlock(NamedTuple):
     length: int
     threshold: int = 1  # a put fires when the flag word is at least this
     pieces: ClusterPieces | None = None  # where its bytes are instead; see `of_pieces`
+    whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
+    skip: int = 0  # bytes of it before this part
 
     @classmethod
     def of_pieces(
-        cls, key: bytes, memories: Sequence[Everywhere], rows: Buffer, *, threshold: int = 1
+        cls,
+        key: bytes,
+        memories: Sequence[Everywhere],
+        rows: Buffer,
+        *,
+        threshold: int = 1,
+        whole: int = 0,
+        skip: int = 0,
     ) -> ClusterBlock:
         """A block whose bytes are in pieces of registered memory, as `Block.of_pieces` has them.
 
@@ -58,10 +67,12 @@ class ClusterBlock(NamedTuple):
         """
         where = ClusterPieces(memories if isinstance(memories, tuple) else tuple(memories), rows)
         length = sum(length for _, length, _ in pieces_said(rows))
-        return cls(key, where.memories[0], 0, length, threshold, where)
+        return cls(key, where.memories[0], 0, length, threshold, where, whole, skip)
 
-    def copied(self) -> bytes:
-        """A copy of its current contents."""
+    def copied(self) -> bytes | None:
+        """A copy of its current contents; None if the memory has a part of it only."""
+        if self.whole and self.length != self.whole:
+            return None
         if self.pieces is not None:
             return self.pieces.copied()
         return self.memory.copied(self.offset, self.length)
@@ -70,7 +81,17 @@ class ClusterBlock(NamedTuple):
 def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
     """The same for one node's client."""
     plain = [
-        None if one.pieces else Block(one.key, one.memory.at(client), one.offset, one.length, one.threshold)
+        None
+        if one.pieces
+        else Block(
+            one.key,
+            one.memory.at(client),
+            one.offset,
+            one.length,
+            one.threshold,
+            whole=one.whole,
+            skip=one.skip,
+        )
         for one in blocks
     ]
     in_pieces: dict[tuple[Everywhere, ...], list[tuple[int, ClusterPieces]]] = defaultdict(list)
@@ -82,5 +103,8 @@ def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
         for (at, _), pieces in zip(
             some, Pieces.each(regions, [where.rows for _, where in some]), strict=True
         ):
-            plain[at] = Block.of_pieces(blocks[at].key, pieces, threshold=blocks[at].threshold)
+            one = blocks[at]
+            plain[at] = Block.of_pieces(
+                one.key, pieces, threshold=one.threshold, whole=one.whole, skip=one.skip
+            )
     return [one for one in plain if one is not None]

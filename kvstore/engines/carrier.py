@@ -18,10 +18,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Hit, Stored
+from kvstore.client import Hit, Stored
 from kvstore.clock import SystemClock
+from kvstore.engines.stores import block_at, open_store
 from kvstore.errors import FabricError, KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_SLOTS_BYTES, SLOTS_PER_CLIENT_MAX
 from kvstore.names import block_key
@@ -30,11 +31,9 @@ from nic_offload.handle import Handle
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from typing_extensions import Buffer
-
-    from kvstore.client import ArmedPuts, ClusterPin, ClusterPuts, Everywhere, Pin, Prefix, PutResult
+    from kvstore.client import Block, ClusterBlock, ClusterPin, Everywhere, Pin
     from kvstore.engines.common_settings import EngineSettings
-    from kvstore.miss import Miss
+    from kvstore.engines.stores import Store
     from nic_offload.fabric import Region
 
 __all__ = ["PART_BYTES", "Carrier", "Place", "part_keys"]
@@ -70,27 +69,6 @@ class _Area(NamedTuple):
     region: Region | Everywhere
 
 
-class _Client(Protocol):
-    """The calls needed of a node's or a cluster's client; each has its own kind of blocks."""
-
-    def register(self, memory: Buffer) -> Region | Everywhere: ...
-    def arm(self, blocks: Sequence[Any]) -> ArmedPuts | ClusterPuts: ...
-    def get(self, blocks: Sequence[Any], *, timeout_s: float) -> Sequence[Hit | Miss]: ...
-    def put_many_inline(
-        self, blocks: Iterable[tuple[bytes, memoryview]], *, timeout_s: float
-    ) -> list[PutResult]: ...
-    def get_many_inline(
-        self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float
-    ) -> Iterator[bytes | Miss]: ...
-    def exists(
-        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float
-    ) -> list[Stored | Miss]: ...
-    def prefix(self, keys: Sequence[bytes], *, timeout_s: float) -> Prefix: ...
-    def delete(self, keys: Sequence[bytes]) -> list[bool]: ...
-    def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int) -> Pin | ClusterPin: ...
-    def close(self) -> None: ...
-
-
 def part_keys(key: bytes, length: int) -> list[bytes]:
     """Give the names of a block's parts; of a block that is not cut, its own. The first part's is always its own."""
     count = max(1, -(-length // PART_BYTES))
@@ -104,17 +82,9 @@ class Carrier(Handle):
         """Open the client; the node is not called yet. Larger blocks than said are sent inside gRPC."""
         self._slot_bytes = max(1, min(block_bytes_max, PART_BYTES))
         self._slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, ENGINE_SLOTS_BYTES // self._slot_bytes))
-        of_clients: dict[str, Any] = {
-            "layout": layout,
-            "slots": self._slots,
-            "block_bytes_max": self._slot_bytes,
-        }
-        self._client: _Client
-        if settings.is_clustered:
-            self._block: type[Block | ClusterBlock] = ClusterBlock
-            self._client = ClusterClient(settings.reach, replicas=settings.replicas, acks="any", **of_clients)
-        else:
-            self._block, self._client = Block, Client(settings.reach, **of_clients)
+        self._client: Store = open_store(
+            settings, layout, slots=self._slots, block_bytes_max=self._slot_bytes
+        )
         self._transport = settings.transport
         self._lookup_s, self._load_s, self._save_s = (
             ms / 1000
@@ -292,9 +262,7 @@ class Carrier(Handle):
                 if area is None or size > self._slot_bytes:
                     inline.append(part)
                 else:
-                    over_fabric.append(
-                        (part, self._block(key, area.region, part.address - area.begin, size))  # type: ignore[arg-type]
-                    )
+                    over_fabric.append((part, block_at(key, area.region, part.address - area.begin, size)))
         return over_fabric, inline
 
     # --- time

@@ -44,11 +44,6 @@ class EngineSettings:
             elif not isinstance(value, str):
                 raise ConfigError(f"{one.name} is a text, not {value!r}.")
 
-    def refuse_cluster(self) -> None:
-        """Of an adapter that uses one node."""
-        if self.is_clustered:
-            raise ConfigError("This adapter uses one node: set node, not nodes or replicas.")
-
     @property
     def is_clustered(self) -> bool:
         """Whether blocks are spread over the nodes, or kept on several of them."""

@@ -1,6 +1,6 @@
 """A vLLM engine as a child process that is told what to say, line by line, and ends with its parent.
 
-One node's address, or None for an engine without our connector; everything on loopback, one thread to compute.
+A node's address, several with commas, or None for an engine without our connector; on loopback, with one thread.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Engine:
         if node is not None:
             transfer = CONNECTOR | (transfer or {})
             given["kv_transfer_config"] = transfer | {
-                "kv_connector_extra_config": {"node": node, **(extra or {})}
+                "kv_connector_extra_config": {"nodes": node.split(","), **(extra or {})}
             }
         self.digests = place / "digests"
         self.digests.mkdir(exist_ok=True)

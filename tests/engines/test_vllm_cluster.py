@@ -11,6 +11,7 @@ from tests.cluster.real_etcd import RealEtcd
 from tests.cluster.test_upkeep import told
 from tests.engines.engine import PATIENT, Engine
 from tests.engines.node import Node, until
+from tests.engines.test_vllm import SPEC, SPEC_EXTRA
 from tests.engines.test_vllm_tier import check_digests, start
 
 if TYPE_CHECKING:
@@ -70,4 +71,25 @@ def test_a_node_is_killed_in_the_middle_of_conversations_and_replaced(
         forget()
         assert chats.check(engine, range(3, 4)) >= sum(len(prompt) - 64 for prompt in chats.prompts[2])
         check_digests(engine)
+        assert "Traceback" not in engine.log()
+
+
+def test_the_offloading_spec_keeps_chunks_on_two_nodes(model: Path, chats: Chats, tmp_path: Path) -> None:
+    """No etcd: these nodes are known by their names alone."""
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(Node(tmp_path / f"node{number}")) for number in range(3)]
+        engine = stack.enter_context(
+            Engine(
+                tmp_path,
+                "spec",
+                model,
+                ",".join(node.target for node in nodes),
+                transfer=SPEC,
+                extra={"replicas": 2, "call_timeout_ms": 1_000} | PATIENT | SPEC_EXTRA,
+            )
+        )
+        chats.check(engine, range(2))
+        nodes[2].kill()
+        engine.forget(connector=True)
+        assert chats.check(engine, range(1, 3)) >= sum(len(prompt) - 64 for prompt in chats.prompts[1])
         assert "Traceback" not in engine.log()

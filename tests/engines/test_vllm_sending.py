@@ -87,3 +87,15 @@ def test_inside_grpc_the_first_failure_is_the_last_try() -> None:
     sent = InlineSender(cast("Any", client), cast("Any", memory)).send(PAGES)
     assert sent.outcome(0) == [True, True, *[False] * 6]
     assert tried == [bytes([number]) * 64 for number in range(3)]
+
+
+def test_no_more_is_armed_than_one_node_has_slots_for() -> None:
+    """Of several nodes one that had none left would not get its copies, and the others would: nobody is refused."""
+    client = FakeClient()
+    two = sender(client)
+    two.send(PAGES)
+    under_way = [*client.puts]
+    two.send(PAGES[:4])
+    assert len(client.puts) == 3
+    assert under_way[0].has_ended, "it was waited for"
+    assert not under_way[1].has_ended

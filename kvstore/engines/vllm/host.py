@@ -18,8 +18,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.client import Block, Client, Hit
+from kvstore.client import Hit
 from kvstore.clock import SystemClock
+from kvstore.engines.stores import block_at
 from kvstore.errors import FabricError, KvError
 from kvstore.limits import (
     LEASE_TIMEOUT_MS,
@@ -31,6 +32,9 @@ from kvstore.limits import (
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Sequence
+
+    from kvstore.client import Block, ClusterBlock
+    from kvstore.engines.stores import Store
 
 __all__ = ["HostMemory", "State"]
 
@@ -61,7 +65,7 @@ class HostMemory:
 
     def __init__(
         self,
-        client: Client,
+        client: Store,
         memory: mmap.mmap,
         slot_bytes: int,
         key_of: Callable[[bytes], bytes],
@@ -194,9 +198,9 @@ class HostMemory:
             except Exception:  # the engine goes on, whatever it was
                 log.exception("Moving chunks failed.")
 
-    def _block(self, key: bytes) -> Block:
+    def _block(self, key: bytes) -> Block | ClusterBlock:
         assert self._region is not None
-        return Block(
+        return block_at(
             self._key_of(key), self._region, self._slots[key].number * self._slot_bytes, self._slot_bytes
         )
 

@@ -12,12 +12,13 @@ import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from kvstore.client import Client, ClusterClient, Stored, as_request
+from kvstore.client import Stored, as_request
 from kvstore.errors import KvError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.engines.stores import Store
     from kvstore.engines.vllm.identity import Group, Identity
 
 __all__ = ["Lookups"]
@@ -31,7 +32,7 @@ _WINDOW_STEPS = 8  # shorter lengths tried where a window has gaps
 class Lookups:
     """Of one engine's scheduler."""
 
-    def __init__(self, client: Client | ClusterClient, identity: Identity, timeout_s: float) -> None:
+    def __init__(self, client: Store, identity: Identity, timeout_s: float) -> None:
         self._client, self._timeout_s = client, timeout_s
         self._groups = identity.groups
         self.step_tokens = math.lcm(*(group.block_tokens for group in identity.groups))

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvstore.client import Client
+from kvstore.engines.stores import open_store
 from kvstore.engines.vllm.host import HostMemory, State
 from kvstore.engines.vllm.model_hints import Adapter, Engine
 from kvstore.engines.vllm.settings import ENGINE, Settings
@@ -74,7 +74,6 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._settings = Settings.of_vllm(self.extra_config)
-        self._settings.refuse_cluster()
         engine = self.extra_config.get(ENGINE)
         if not isinstance(engine, Engine):
             raise ConfigError(
@@ -94,7 +93,9 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         if self._settings.host_bytes < 2 * self._slot_bytes:
             raise ConfigError(f"host_bytes must hold some blocks of {self._slot_bytes} bytes.")
         # A MultiConnector may have several of us for one engine.
-        name = _short(f"{config.engine_id} {self._settings.reach.node} {self._settings.reach.tenant}")
+        name = _short(
+            f"{config.engine_id} {','.join(self._settings.reach.nodes)} {self._settings.reach.tenant}"
+        )
         self._path = Path("/dev/shm") / f"triggerkv-{name}"  # noqa: S108  # shared memory it is
         self._manager: _Manager | None = None
 
@@ -102,11 +103,7 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         """Make the scheduler's side."""
         if self._manager is None:
             self._claim()
-            client = Client(
-                self._settings.reach,
-                layout=self._engine.layout,
-                block_bytes_max=self._slot_bytes,
-            )
+            client = open_store(self._settings, self._engine.layout, block_bytes_max=self._slot_bytes)
             layout = self._engine.layout
             host = HostMemory(
                 client,

@@ -7,10 +7,10 @@ deadlines. It is called by a thread of our own, never in a step of the engine's.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvstore.client import Block, Client, ClusterBlock, ClusterClient
 from kvstore.clock import SystemClock
+from kvstore.engines.stores import block_at
 from kvstore.errors import KeyTaken, KvError, Overloaded
 from kvstore.limits import VLLM_ACK_MS
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Sequence
 
-    from kvstore.client import ArmedPuts, ClusterPuts, PutResult
-    from kvstore.client.nodes import Everywhere
+    from kvstore.client import ArmedPuts, Block, ClusterBlock, ClusterPuts, Everywhere, PutResult
+    from kvstore.engines.stores import Store
     from kvstore.engines.vllm.saving import Copied
     from nic_offload.fabric import Region
 
@@ -62,15 +62,11 @@ class _Armed:
 class FabricSender:
     """Triggered puts out of registered memory."""
 
-    def __init__(
-        self, client: Client | ClusterClient, region: Region | Everywhere, slots: int, timeout_s: float
-    ) -> None:
-        self._client: Any = client  # each has its own kind of blocks
-        self._block: Any = ClusterBlock if isinstance(client, ClusterClient) else Block
-        self._region = region
-        self._part = max(1, slots // 2)
+    def __init__(self, client: Store, region: Region | Everywhere, slots: int, timeout_s: float) -> None:
+        self._client, self._region = client, region
+        self._slots, self._part = slots, max(1, slots // 2)
         self._timeout_s = timeout_s
-        self._last: list[ArmedPuts | ClusterPuts] = []  # what may still have slots on the node
+        self._last: list[tuple[ArmedPuts | ClusterPuts, int]] = []  # what may still have slots, and how many
         self._clock = SystemClock()
 
     def send(self, objects: Sequence[Copied]) -> _Armed:
@@ -84,7 +80,7 @@ class FabricSender:
         try:
             for first in range(0, len(objects), self._part):
                 some = objects[first : first + self._part]
-                blocks = [self._block(one.key, self._region, one.offset, one.length) for one in some]
+                blocks = [block_at(one.key, self._region, one.offset, one.length) for one in some]
                 parts.append((self._arm(blocks, left_s), len(some)))
             for armed, _ in parts:
                 if armed is not None:
@@ -95,22 +91,28 @@ class FabricSender:
                     armed.abandon()  # nothing is left of what has landed
         return _Armed(parts)
 
-    def _arm(self, blocks: Sequence[Any], left_s: Callable[[], float]) -> ArmedPuts | ClusterPuts | None:
+    def _arm(
+        self, blocks: Sequence[Block | ClusterBlock], left_s: Callable[[], float]
+    ) -> ArmedPuts | ClusterPuts | None:
         while True:
-            self._last = [armed for armed in self._last if not armed.has_ended]
-            try:
-                armed: ArmedPuts | ClusterPuts = self._client.arm(blocks)
-            except Overloaded:
-                # If puts of ours have the slots, each that ends gives one back.
-                if not self._last or not left_s():
+            self._last = [(armed, slots) for armed, slots in self._last if not armed.has_ended]
+            # Of several nodes one may have no slots left, which would cost the blocks a copy.
+            if not self._last or sum(slots for _, slots in self._last) + len(blocks) <= self._slots:
+                try:
+                    armed = self._client.arm(blocks)
+                except Overloaded:
+                    if not self._last:
+                        return None
+                except KvError as error:
+                    log.debug("No room for %d objects: %s", len(blocks), error)
                     return None
-                self._last[0].wait(left_s())
-                continue
-            except KvError as error:
-                log.debug("No room for %d objects: %s", len(blocks), error)
+                else:
+                    self._last.append((armed, len(blocks)))
+                    return armed
+            # Each put of ours that ends gives its slot back.
+            if not left_s():
                 return None
-            self._last.append(armed)
-            return armed
+            self._last[0][0].wait(left_s())
 
 
 class _Known:
@@ -126,7 +128,7 @@ class _Known:
 class InlineSender:
     """Puts inside gRPC, one after the other."""
 
-    def __init__(self, client: Client | ClusterClient, memory: mmap.mmap) -> None:
+    def __init__(self, client: Store, memory: mmap.mmap) -> None:
         self._client, self._memory = client, memory
 
     def send(self, objects: Sequence[Copied]) -> _Known:

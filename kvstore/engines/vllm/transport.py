@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Hit
+from kvstore.client import Hit
 from kvstore.clock import SystemClock
+from kvstore.engines.stores import blocks_of_pieces, open_store
 from kvstore.engines.vllm.saving import Saves, staging
 from kvstore.engines.vllm.sending import FabricSender, InlineSender
 from kvstore.errors import FabricError
 from kvstore.limits import SLOTS_PER_CLIENT_MAX, VLLM_SLOTS_BYTES
-from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
     import mmap
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from kvstore.client import Client, ClusterClient
+    from kvstore.engines.stores import Store
     from kvstore.engines.vllm.identity import Identity
     from kvstore.engines.vllm.kv_memory import KvMemory
     from kvstore.engines.vllm.settings import Settings
@@ -60,11 +62,8 @@ class Transport(Protocol):
 def open_client(
     settings: Settings, identity: Identity, object_bytes: int, slots: int = 1
 ) -> Client | ClusterClient:
-    """Make a client of the node, or the cluster, under the engine's fingerprint; nothing is called yet."""
-    of_clients: dict[str, Any] = {"layout": identity.layout, "slots": slots, "block_bytes_max": object_bytes}
-    if settings.is_clustered:
-        return ClusterClient(settings.reach, replicas=settings.replicas, acks="any", **of_clients)
-    return Client(settings.reach, **of_clients)
+    """Make a client of the nodes under the engine's fingerprint; nothing is called yet."""
+    return open_store(settings, identity.layout, slots=slots, block_bytes_max=object_bytes)
 
 
 def open_transport(settings: Settings, identity: Identity, memory: KvMemory) -> Transport:
@@ -96,21 +95,15 @@ class _OverFabric:
         slots: int,
         timeout_s: float,
     ) -> None:
-        self._client: Any = client  # each has its own kind of blocks
-        self._regions: tuple[Any, ...] = tuple(client.register(buffer) for buffer in memory.buffers)
+        self._client: Store = client
+        self._regions = tuple([client.register(buffer) for buffer in memory.buffers])
         sender = FabricSender(client, client.register(copies), slots, timeout_s)
         self.saves = Saves(memory, copies, sender)
         self.name = f"the fabric ({client.fabric.provider})"
 
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
-        outcomes = self._client.get(self._blocks(objects), timeout_s=timeout_s)
-        return [isinstance(outcome, Hit) for outcome in outcomes]
-
-    def _blocks(self, objects: Sequence[Object]) -> list[Any]:
-        if isinstance(self._client, ClusterClient):
-            return [ClusterBlock.of_pieces(one.key, self._regions, one.pieces.data) for one in objects]
-        pieces = Pieces.each(self._regions, [one.pieces.data for one in objects])
-        return [Block.of_pieces(one.key, where) for one, where in zip(objects, pieces, strict=True)]
+        blocks = blocks_of_pieces(self._regions, [(one.key, one.pieces.data) for one in objects])
+        return [isinstance(outcome, Hit) for outcome in self._client.get(blocks, timeout_s=timeout_s)]
 
 
 class _InsideRpc:
@@ -118,7 +111,7 @@ class _InsideRpc:
 
     name = "gRPC"
 
-    def __init__(self, client: Client | ClusterClient, memory: KvMemory, copies: mmap.mmap) -> None:
+    def __init__(self, client: Store, memory: KvMemory, copies: mmap.mmap) -> None:
         self._client, self._memory = client, memory
         self.saves = Saves(memory, copies, InlineSender(client, copies))
 

@@ -53,7 +53,7 @@ class Working:
         log.info(
             "KV of %d groups is stored on %s, over %s.",
             len(identity.groups),
-            settings.reach.node,
+            ", ".join(settings.reach.nodes),
             transport.name,
         )
 
