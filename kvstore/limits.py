@@ -102,6 +102,7 @@ SESSIONS_RETRY_MS = 100  # until a client asks again a node that does not order 
 CLUSTER_KEEP_MS = 1_500  # between two times it says something
 CLUSTER_RETRY_MS = 500  # until etcd is asked again after it was away
 CLUSTER_WEIGHT_MAX = 1 << 20  # of a member
+ASYNC_CALLS_MAX = 64  # of one client for asyncio, at a time: each is a thread
 CLUSTER_CALLS_AT_ONCE = 32  # of one client, to its nodes
 CLUSTER_FIRST_TRY_MS = 1_000  # of a get, until a block's second owner is asked
 CLUSTER_LAST_COPY_MS = 200  # that a put waits for its second copy, where one is enough

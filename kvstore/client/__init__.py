@@ -20,12 +20,14 @@ True
 3
 True
 
-`Client` has all calls of one node, `Session` those of one session, `ClusterClient` spreads blocks over a cluster. A get
-gives a `Hit` or a `Miss` with its reason for each block; `Client.explain` and `Client.looked_up` say more about a miss.
-`kvstore.errors` has the errors, `kvstore.testing` a node for tests, `help(...)` an example of each method.
+`Client` has all calls of one node, `Session` those of one session, `ClusterClient` spreads blocks over a cluster,
+`AsyncClient` is for asyncio. A get gives a `Hit` or a `Miss` with its reason for each block; `Client.explain` and
+`Client.looked_up` say more about a miss. `kvstore.errors` has the errors, `kvstore.testing` a node for tests,
+`help(...)` an example of each method.
 """
 
 from kvstore.client.arrivals import Arrival, Arrivals
+from kvstore.client.async_client import AsyncClient, AsyncPuts
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
@@ -46,6 +48,8 @@ __all__ = [
     "ArmedPuts",
     "Arrival",
     "Arrivals",
+    "AsyncClient",
+    "AsyncPuts",
     "Block",
     "Client",
     "ClusterBlock",

@@ -1,0 +1,131 @@
+"""The client for asyncio: its calls leave the loop free, and leave no memory in use when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.client import AsyncClient, Block, Hit, Stored, as_request
+from kvstore.errors import DeadlineExceeded, NodeUnavailable
+from kvstore.miss import Miss
+from kvstore.names import block_key
+from nic_offload.flags import FlagWords
+from nic_offload.memory import allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from kvstore.demo.node_process import NodeProcess
+
+BYTES, COUNT, WAIT_S = 8192, 8, 20.0
+
+
+@pytest.fixture
+def node(shared_node: NodeProcess) -> NodeProcess:
+    return shared_node
+
+
+def client_of(node: NodeProcess) -> AsyncClient:
+    return AsyncClient(node.target, slots=16, block_bytes_max=1 << 20)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_blocks_are_put_and_got_and_forgotten(node: NodeProcess) -> None:
+    keys = [block_key(b"asyncio", bytes([at])) for at in range(COUNT)]
+
+    async def work() -> None:
+        memory = allocate(2 * COUNT * BYTES)
+        memory[: COUNT * BYTES] = b"".join(key * (BYTES // len(key)) for key in keys)
+        async with client_of(node) as client:
+            kv = await client.register(memory)
+            put = [Block(key, kv, at * BYTES, BYTES) for at, key in enumerate(keys)]
+            wanted = [Block(key, kv, (COUNT + at) * BYTES, BYTES) for at, key in enumerate(keys)]
+            first, others = put[:1], put[1:]
+            assert [one.error for one in await client.put(first)] == [None]
+            with FlagWords.create(1) as flags:
+                puts = client.arm(others, flags[0])
+                flags[0].store(1)
+                assert await puts.wait_landed(WAIT_S)
+                assert {one.error for one in await puts.wait(WAIT_S)} == {None}
+            assert await client.get(wanted) == [Hit(key) for key in keys]
+            assert memory[COUNT * BYTES :] == memory[: COUNT * BYTES]
+            assert all(isinstance(one, Stored) for one in await client.exists(keys))
+            assert (await client.prefix(keys)).blocks == COUNT
+            chat = client.sync.session("ada", "asyncio")
+            await client.call(chat.append, keys, tokens=COUNT)
+            assert await client.call(chat.keys) == keys
+            (await client.pin(keys[:1])).close()
+            await client.call(chat.remove)
+            assert await client.delete(keys) == [True] * COUNT
+            assert isinstance((await client.get(wanted[:1]))[0], Miss)
+            assert len(await client.explain(keys)) == COUNT
+
+    run(work())
+
+
+def test_blocks_inside_grpc_and_many_calls_at_a_time(node: NodeProcess) -> None:
+    keys = [block_key(b"asyncio inline", bytes([at])) for at in range(3 * COUNT)]
+
+    async def work() -> None:
+        async with client_of(node) as client:
+            await asyncio.gather(*(client.put_inline(key, key * 8) for key in keys[:COUNT]))
+            results = await client.put_many_inline((key, key * 8) for key in keys[COUNT:])
+            assert {one.error for one in results} == {None}
+            assert await client.get_many_inline([(key, 256) for key in keys]) == [key * 8 for key in keys]
+            assert await client.get_inline(keys[0], 256) == keys[0] * 8
+
+    run(work())
+
+
+def test_the_request_of_the_caller_is_that_of_its_calls(node: NodeProcess) -> None:
+    async def work() -> None:
+        async with client_of(node) as client:
+            with as_request("asyncio 7"):
+                await client.exists([block_key(b"nobody's")])
+            told = await client.call(client.sync.looked_up, "asyncio 7")
+            assert [one.blocks for one in told.lookups] == [1]
+
+    run(work())
+
+
+def test_one_that_is_cancelled_is_over_when_the_await_is() -> None:
+    """Its memory may be used again then, and not before: the call itself can't be taken back."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        time.sleep(0.3)
+        ended.set()
+        raise DeadlineExceeded("It took too long.")
+
+    async def work() -> None:
+        client = AsyncClient("127.0.0.1:1")
+        calling = asyncio.ensure_future(client.call(slow))
+        await asyncio.to_thread(begun.wait, WAIT_S)
+        began = asyncio.get_running_loop().time()
+        for _ in range(2):
+            calling.cancel()
+            await asyncio.sleep(0.05)
+        assert asyncio.get_running_loop().time() - began < 0.3, "the loop is free meanwhile"
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert ended.is_set()
+        await client.close()
+
+    run(work())
+
+
+def test_an_error_is_the_clients_own() -> None:
+    async def work() -> None:
+        async with AsyncClient("127.0.0.1:1", connect_timeout_ms=100, call_timeout_ms=200) as client:
+            with pytest.raises(NodeUnavailable):
+                await client.exists([block_key(b"nobody's")])
+
+    run(work())
