@@ -154,8 +154,8 @@ release: setup ## dist/: two manylinux wheels below 1 MiB, triggerkv and trigger
 	@$(py) -m tools.release
 
 .PHONY: test-ends
-test-ends: release ## the wheels with the oldest and the newest dependencies, on each Python that is here (minutes)
-	@tools/test_ends.sh
+test-ends: release ## the wheels with the oldest and the newest dependencies, on each Python that is here, or on $(PYTHONS) (minutes)
+	@tools/test_ends.sh $(PYTHONS)
 
 .PHONY: clean
 clean: ## remove .venv and all that was built

@@ -2,6 +2,8 @@
 # The wheels of dist/ with the oldest dependencies that they accept, and with the newest, on each Python from 3.11 that is
 # here (on the PATH, or of pyenv). The oldest ones are installed for the oldest Python only: later ones have no wheels.
 #
+#   tools/test_ends.sh [VERSION...]    of these Pythons only, such as 3.11
+#
 # What always holds: environments lie in .cache/ends and are kept; the tests run the installed wheel where the demo does,
 # and this tree's Python files, with the environment's dependencies, where pytest does. A Python that is not here is named.
 set -euo pipefail
@@ -49,5 +51,9 @@ check() { # version oldest|newest
   echo "Python $1 with the $2 dependencies: passed"
 }
 
-check 3.11 oldest
-for version in 3.11 3.12 3.13 3.14; do check "$version" newest; done
+versions=("$@")
+[[ $# -gt 0 ]] || versions=(3.11 3.12 3.13 3.14)
+for version in "${versions[@]}"; do
+  [[ $version != 3.11 ]] || check 3.11 oldest
+  check "$version" newest
+done

@@ -547,6 +547,9 @@ def _merged(key: bytes, each: Sequence[PutResult], copies: int) -> PutResult:
     """What became of a block of which so many copies are wanted, by what became of each."""
     good = [one for one in each if one.error is None]
     if len(good) < copies:
+        taken = [one for one in each if one.has_block and one.error is not None]
+        if taken and len(good) + len(taken) >= copies:
+            return taken[0]
         for one in each:
             if one.error is not None:
                 return one

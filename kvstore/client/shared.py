@@ -88,7 +88,13 @@ def _map_slots(to_node: socket.socket, told: pb.SharedMemory, fds: list[int], in
     memory = _mapped(fds[0], told.slots_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
     if memory is None:
         return
-    slots = MappedSlots(memory, told.words_offset, told.rows_offset, os.dup(fds[1]), os.dup(fds[2]))
+    node_doorbell = os.dup(fds[1])
+    try:
+        own_doorbell = os.dup(fds[2])
+    except OSError:
+        os.close(node_doorbell)
+        raise
+    slots = MappedSlots(memory, told.words_offset, told.rows_offset, node_doorbell, own_doorbell)
     into.is_sure = False
     try:
         to_node.sendall(MAPPED)

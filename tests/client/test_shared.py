@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -11,11 +12,13 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.client import Block, Client, Hit
+from kvstore.client import Block, Client, Hit, shared
 from kvstore.client import link as links
 from kvstore.client.shared import MappedMemory, map_shared
 from kvstore.durability import Durability
@@ -30,7 +33,6 @@ from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
     from kvstore.demo.node_process import NodeProcess
     from kvstore.node.node import Node
@@ -307,6 +309,33 @@ def test_no_other_pass_is_good_nor_one_of_a_connection_that_is_closed(
     rig.client.close()
     wait_until(lambda: inner.call(len) == 0, "the connection is closed")
     assert ask(told.socket, told.pass_once) is None
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_slots_that_cannot_be_mapped_for_want_of_a_descriptor_leave_none_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fds = [os.memfd_create("slots", os.MFD_ALLOW_SEALING), *(os.eventfd(0) for _ in range(2))]
+    os.ftruncate(fds[0], 4096)
+    fcntl.fcntl(fds[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    had, dup = open_descriptors(), os.dup
+
+    def second_fails(fd: int) -> int:
+        if fd == fds[2]:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return dup(fd)
+
+    monkeypatch.setattr(os, "dup", second_fails)
+    ours, node = socket.socketpair()
+    told: Any = SimpleNamespace(slots_bytes=4096)
+    with ours, node, pytest.raises(OSError, match="Too many"):
+        shared._map_slots(ours, told, fds, MappedMemory())
+    assert open_descriptors() == had
+    for fd in fds:
+        os.close(fd)
 
 
 def test_callers_that_show_nothing_are_hung_up_on(offer: tuple[pb.SharedMemory, Rig]) -> None:

@@ -20,7 +20,7 @@ from kvstore.cluster.map import Map
 from kvstore.durability import Durability
 from kvstore.engines.carrier import Carrier, Place
 from kvstore.engines.common_settings import EngineSettings
-from kvstore.errors import Closed, Expired, InvalidArgument, KvError, NodeUnavailable
+from kvstore.errors import Closed, Expired, InvalidArgument, KeyTaken, KvError, NodeUnavailable
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.reach import Reach
@@ -347,6 +347,18 @@ def test_by_choice_one_of_two_is_enough(world: World) -> None:
         assert hits(world.got(client)) == COUNT
     finally:
         os.kill(hangs.pid, signal.SIGCONT)
+
+
+def test_where_one_owner_is_away_and_the_other_has_another_block_the_key_is_taken(world: World) -> None:
+    """Not that a node is away: whoever asks for any copy has one under that key."""
+    client = world.client(replicas=2, acks="any", call_timeout_ms=1500)
+    key = block_key(secrets.token_bytes(8), b"taken")
+    away, there = client.owners(key)
+    assert client.nodes.at(there).put_inline(key, b"another") is Durability.WRITTEN
+    world.kill([node.target for node in world.nodes].index(away))
+    (result,) = client.put_many_inline([(key, b"one")])
+    assert isinstance(result.error, KeyTaken)
+    assert result.has_block
 
 
 def test_where_one_node_is_left_two_copies_are_not_promised(tmp_path: Path) -> None:
