@@ -1,19 +1,18 @@
-"""How a node is reached: one frozen record, and the one place that reads it from wherever people write it.
+"""How a node is reached: an immutable record, and the only code that reads it from arguments, environment and file.
 
-Four places may say it, and the first that does counts, setting by setting:
+Each setting is taken from the first of these four places that has it:
 
 1. arguments: of `Client(...)`, of a command, or an engine's own configuration;
 2. environment variables, `TRIGGERKV_NODE`, `TRIGGERKV_TOKEN_FILE` and so on;
-3. the file that `TRIGGERKV_CONFIG` names, or else `~/.config/triggerkv/client.toml`;
-4. what holds by default.
+3. the file named by `TRIGGERKV_CONFIG`, or else `~/.config/triggerkv/client.toml`;
+4. the defaults.
 
-What always holds: a setting that is not known, or a value that can't be, is a ConfigError in one sentence that says
-where it stands; of variables that are not known the log says once that they are ignored. Settings that say one thing in
-two ways (`node` and `nodes`, `token` and `token_file`) are taken from one place together, so a token of the environment
-never goes along with a token file of an argument. A token is in no `repr`, and is sent over TLS, or to this machine
-only.
+What always holds: an unknown setting, or an invalid value, is a ConfigError of one sentence that names its place;
+unknown variables are ignored, and logged once. Settings that express one thing in two ways (`node` and `nodes`,
+`token` and `token_file`) are taken from the same place, so a token from the environment is never combined with a token
+file from an argument. A token is in no `repr`, and is sent only over TLS or within this machine.
 
-What it doesn't do: call anybody. Reading a token or a certificate happens when a client is opened.
+What it doesn't do: make calls. Tokens and certificates are read when a client is opened.
 """
 
 from __future__ import annotations
@@ -51,31 +50,31 @@ _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
 _PORT = re.compile(r"[0-9]{1,5}")
 _DIGITS_MAX: Final = 18
 _Level: TypeAlias = "tuple[str, dict[str, Any]]"  # a place, and what it says
-# Settings that say the same in two ways: whoever says one of them says all of them.
+# Settings that express the same thing in two ways: a place that has one of them counts for both.
 _TOGETHER: Final = (("node", "nodes"), ("token", "token_file"))
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Which nodes, as whom, and how. All files are PEM but that of the token."""
+    """Which nodes, as which tenant, and how. All files are PEM, except the token's."""
 
     nodes: tuple[str, ...]  # HOST:PORT each, brackets around IPv6
-    tenant: str = ""  # to a node that asks for no token
+    tenant: str = ""  # for a node that requires no token
     token: str | None = field(default=None, repr=False)
     token_file: Path | None = None
-    tls: bool = False  # on by itself where one of the following is given
-    ca: Path | None = None  # who may have signed the node's certificate; None: whom the system trusts
-    certificate: Path | None = None  # the client's own, for a node that asks for one
+    tls: bool = False  # implied by any of the following
+    ca: Path | None = None  # the CA of the node's certificate; None: the system's CAs
+    certificate: Path | None = None  # the client's own, for a node that requires one
     key: Path | None = None
     fabric_address: str = ""  # this machine's own, for the fabric; "": that of the route to the node
-    fabric_ports: str = ""  # FIRST-LAST, where this machine listens there; "": any that is free
-    provider: str | None = None  # of libfabric; the best there is
+    fabric_ports: str = ""  # FIRST-LAST, on which this machine listens for the fabric; "": any free port
+    provider: str | None = None  # of libfabric; None: the best available
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS  # for each connection to the node, of gRPC and of the fabric
     call_timeout_ms: int = RPC_TIMEOUT_MS  # for each call, attaching included
-    get_timeout_ms: int = FETCH_TIMEOUT_MS  # for gets, resumes and streams that are given no time
+    get_timeout_ms: int = FETCH_TIMEOUT_MS  # for gets, resumes and streams without a timeout of their own
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
+        """Refuse invalid values."""
         if not 1 <= len(self.nodes) <= NODES_MAX:
             raise ConfigError(f"There are 1 to {NODES_MAX} nodes, not {len(self.nodes)}.")
         if len(set(self.nodes)) < len(self.nodes):
@@ -104,10 +103,10 @@ class Reach:
         where: str = "the call",
         default_node: str | None = None,
     ) -> Reach:
-        """By what is given (as `where` says, to a person), the environment, the file and the defaults.
+        """Read it from `given`, the environment, the file and the defaults. Errors call `given` by the name `where`.
 
-        `node` names one node and stands for `nodes`; what is None is not given. A node that nobody names is
-        `default_node`, if there is one: a program's, that a person started, but no library's.
+        `node` is `nodes` with one address. Values that are None count as not given. If no node is set anywhere,
+        `default_node` is used: commands have one, libraries don't.
         """
         stated = {name: value for name, value in (given or {}).items() if value is not None}
         merged = _merged((where, _read(stated, where, Path())), _of_environment(), _of_file())
@@ -122,7 +121,7 @@ class Reach:
 
     @classmethod
     def given(cls, node: str | Reach | None, more: Mapping[str, Any]) -> Reach:
-        """What a caller of ours gave: all of it as a `Reach`, or a node and more."""
+        """Make it from a client's arguments: either a complete `Reach`, or a node and other settings."""
         if not isinstance(node, Reach):
             return cls.of({"node": node, **more})
         if twice := [name for name, value in more.items() if value is not None]:
@@ -131,16 +130,16 @@ class Reach:
 
     @classmethod
     def split_from(cls, given: Mapping[str, Any], *, where: str) -> tuple[Reach, dict[str, Any]]:
-        """Take it out of an engine's configuration; the second is what that says besides."""
+        """Take these settings out of an engine's configuration; returns the rest of it too."""
         ours = {name: value for name, value in given.items() if name in _KINDS}
         others = {name: value for name, value in given.items() if name not in _KINDS}
         return cls.of(ours, where=where), others
 
     @classmethod
     def told(cls, default_node: str) -> list[tuple[str, str, str]]:
-        """Each setting of a command that is given none: its name, what it is, and where that is said.
+        """The settings of a command without options: name, value, and the place it is taken from.
 
-        A token is not shown, only that there is one.
+        Of a token only its presence is shown.
         """
         reach = cls.of(default_node=default_node)
         merged = _merged(_of_environment(), _of_file())
@@ -156,7 +155,7 @@ class Reach:
 
     @property
     def node(self) -> str:
-        """The node, where there is one; who talks to one only can't have several."""
+        """The only node. ConfigError if there are several."""
         if len(self.nodes) > 1:
             raise ConfigError(
                 f"One node is needed here, not {', '.join(self.nodes)}; `Nodes` talks to several."
@@ -180,16 +179,16 @@ class Reach:
 
     @property
     def get_timeout_s(self) -> float:
-        """For a get that is given no time of its own."""
+        """For a get without a timeout of its own."""
         return self.get_timeout_ms / 1000
 
     @staticmethod
     def settings() -> frozenset[str]:
-        """The names under which `of` takes them."""
+        """The names of all settings."""
         return frozenset(_KINDS)
 
     def at(self, node: str) -> Reach:
-        """The same for one of the nodes alone."""
+        """The same settings for a single one of the nodes."""
         return replace(self, nodes=(node,))
 
     def bearer(self) -> str | None:
@@ -211,7 +210,7 @@ class Reach:
         return text
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """What a channel is opened with, its files read; None where there is no TLS."""
+        """The channel's credentials, read from their files; None without TLS."""
         if not self.uses_tls:
             return None
         ca, key, certificate = (
@@ -225,7 +224,7 @@ def _is_token(text: str) -> bool:
 
 
 def _pem(path: Path) -> bytes:
-    """A file's bytes. An empty one would mean to gRPC that nothing was said: trust whom the system trusts."""
+    """A file's bytes. An empty file is an error: gRPC would take it for the system's CAs."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -299,7 +298,7 @@ assert set(_KINDS) == {one.name for one in fields(Reach)} | {"node"}
 
 
 def _read(given: Mapping[str, Any], where: str, folder: Path) -> dict[str, Any]:
-    """Settings as they are written in one place, read."""
+    """The settings of one place, parsed."""
     if unknown := sorted(set(given) - set(_KINDS)):
         raise ConfigError(f"{where} has no {', '.join(unknown)}; it has {', '.join(_KINDS)}.")
     if "node" in given and "nodes" in given:
