@@ -1,4 +1,4 @@
-"""Requests that arrive on the compute side: matched, and all KV of their user brought, at best while they still think.
+"""Requests on the compute side: each is matched, and its user's KV is brought in, ideally while the user still types.
 
     with Arrivals(nodes, table) as arrivals:
         chat = arrivals.session("ada", "chat 7")         # whose transfers the requester's catalogue follows
@@ -6,16 +6,16 @@
         arrivals.arrived(request)                        # Ada begins to type: her KV goes into the nodes' memory
         back = arrivals.arrived(request, place).whole()  # her prompt is there: into registered memory
 
-A request is matched against the rules by its tenant, user, context, model and 5-tuple; a hit's action points to all KV
-of the user, and the requester asks the user's node for it. With a `place`, the blocks of the session that the context
-names go there and are whole or a MISS; all others go into the node's memory.
+A request is matched against the rules by tenant, user, context, model and 5-tuple. A hit's action points to all KV of
+the user, and the requester asks the user's node for it. With a `place`, the blocks of the session that the context
+names go there, and are whole or a MISS; all others go into the node's memory.
 
-What always holds: a request that no rule lets pass, from a 5-tuple that the user is not bound to above all, has
-caused no call; a denial and a MISS are answers, not errors; the catalogue records each put that was acknowledged,
-of each block that turned out to be gone, and forgets a user of whom something was deleted; what it doesn't know the
-node is asked for, and a node that is away, or doesn't know either, is a MISS with its reason. Waits have deadlines.
-What it doesn't do: have a thread that watches; `poll` or any wait takes in what has come. Any thread may call; one at
-a time is served. It believes the 5-tuple that it is given, which has to come from the connection.
+What always holds: a request that no rule permits, above all one from a 5-tuple that isn't bound to the user, causes no
+call. A denial and a MISS are answers, not errors. The catalogue records each acknowledged put and each block found to
+be gone, and drops a user when something of theirs is deleted; for anything it doesn't know it asks the node. A node
+that is away, or doesn't know either, is a MISS with its reason. Waits have deadlines.
+What it doesn't do: run a thread. `poll` and every wait process what has arrived. Any thread may call; calls are served
+one at a time. It trusts the 5-tuple it is given, which must come from the connection.
 """
 
 from __future__ import annotations

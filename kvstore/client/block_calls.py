@@ -1,8 +1,8 @@
-"""What a client asks its node about stored blocks, and what it tells it to do with them, without moving a byte.
+"""A client's calls about stored blocks that move no bytes: exists, prefix, explain, pin, prefetch, delete.
 
-What always holds: a call ends within `call_timeout_ms`, with an answer or with one typed error; a batch may be of any
-length and is sent in calls of as many blocks as one may name, in order. A batch of several calls is not one step: what
-another client does in between is seen by the later ones.
+What always holds: a call ends within `call_timeout_ms`, with an answer or with one typed error. A batch may have any
+length; it is split into calls of the maximum number of blocks, in order. Such a batch is not atomic: later calls see
+what other clients did meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a client says about a block, and what it learns about it: plain values."""
+"""A block as a client describes it, and what became of it: plain values."""
 
 from __future__ import annotations
 

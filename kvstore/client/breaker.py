@@ -1,13 +1,13 @@
-"""The breaker: a node that is away costs the first call its deadline, and the next ones nothing.
+"""The circuit breaker: a node that is away costs the first call its deadline, and later ones nothing.
 
-After a failure calls are refused at once, for a while that doubles with each failure up to `BREAKER_MS_MAX`. When it is
-over one call is let through to try, and what becomes of that one decides for all.
+After a failure calls are refused at once, for a period that doubles with each failure up to `BREAKER_MS_MAX`. When it
+ends, one call is let through as a trial, and its outcome decides for all.
 
-What always holds: no call is refused unless one has failed since the last that succeeded; at most one call at a time is
-let through to try; a refusal says what the failure was and when the next try is.
-It counts as a failure that the node was not reached, or was waited for for `late_ms` in all and answered nothing, over
-one call or several: a deadline that was shorter says nothing of the node, and neither do two that lie far apart. A node
-that refuses is there.
+What always holds: calls are refused only if one has failed since the last success; at most one trial is under way; a
+refusal names the failure and the time of the next trial.
+A failure means that the node could not be reached, or did not answer for `late_ms` in all, over one call or several in
+succession. A shorter deadline says nothing about the node, nor do two that are far apart. A node that refuses a call is
+there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a client refuses to be asked for, before anything is sent: one typed error for each batch that can't be."""
+"""Checks of a client's arguments, before anything is sent: an invalid batch raises one typed error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of all nodes of a cluster: blocks are spread over them, and kept on one of them or on two.
+"""A client of a whole cluster: each block is stored on one node or on two.
 
     with ClusterClient(["10.0.0.5:7070", "10.0.0.6:7070"], replicas=2) as client:
         kv = client.register(buffer)
@@ -7,16 +7,17 @@
         results = puts.wait(timeout_s=10)
         outcomes = client.get(blocks, timeout_s=10)
 
-A block's owners are the first `replicas` members in the order that its tenant and key have on the map
-(`kvstore.cluster.map`), so whoever has the same map finds them. A call is split by owner; its parts run side by side.
+A block's owners are the first `replicas` members in the order that the map gives for its tenant and key
+(`kvstore.cluster.map`), so every client with the same map finds them. A call is split by owner, and its parts run at
+the same time.
 
-What always holds: what `Client` promises of each block, within one deadline for the whole call. A put of two replicas
-has no error only if both owners have the block; with `acks="any"`, if one has. What an owner doesn't have, or doesn't
-send in its part of the time, is asked of the next in that order, up to one more than there are replicas: so nothing is
-missed with one member away, nor because one has come back or joined. A deletion goes to all members, and has an error
-unless each has answered. A node that is away costs its own blocks' first try, and no other's.
-A block that an owner didn't have, and another one had, is put back to it in the background (`kvstore.client.repairs`).
-What it doesn't do: copy what nobody reads. The nodes do, if they are told to (`kvstore.node.upkeep`).
+What always holds: for each block what `Client` promises, with one deadline for the whole call. A put with two replicas
+succeeds only if both owners have the block; with `acks="any"`, if one has. If an owner lacks a block, or doesn't send
+it in its share of the time, the next node in that order is asked, up to one more than there are replicas: so nothing is
+missed while one member is away, or because one has come back or joined. A deletion goes to all members, and fails
+unless each has answered. A node that is away costs the first try of its own blocks only.
+A block that an owner lacked and another node had is put back to it in the background (`kvstore.client.repairs`).
+What it doesn't do: copy blocks that nobody reads. Nodes do, if configured to (`kvstore.node.upkeep`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Blocks of a cluster: named once, wherever their owners are, and made a node's own when it is known which one that is.
+"""Blocks of a cluster: described once, and turned into one node's blocks when their owner is known.
 
-What always holds: a block's pieces lie in memory that is registered with each client that needs it, when that client
-needs it first.
+What always holds: the memory of a block, or of its pieces, is registered with each client when that client first needs
+it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What gRPC does not say of a node that can't be reached: whether it was the name, the connection, or TLS.
+"""Finds out why a node can't be reached, which gRPC doesn't say: the name, the connection, or TLS.
 
-`steps` makes the first steps towards a node by itself, beside gRPC: looks its name up, connects, and shakes hands. A
-client asks it why a call found no node; `kvstore doctor --node` shows all of them.
+`steps` makes the first steps towards a node itself, beside gRPC: it resolves the name, connects, and does the TLS
+handshake. A client uses it when a call found no node; `kvstore doctor --node` shows all steps.
 
-What always holds: each step ends within its time; a step that failed is the last; no token and no call is sent.
+What always holds: each step ends within its time; the first failed step is the last; no token and no call is sent.
 
-What it doesn't do: decide anything. A client goes by what its calls say.
+What it doesn't do: decide anything. A client is guided by the outcomes of its calls.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Calls over the fabric, the client's side: put into a place of the node's, answered by a word in our memory.
+"""Calls over the fabric, the client's side: written to a place on the node, answered by a word in our memory.
 
-A call's word is a row of its caller's group, which waits for it; only what is no good answer comes as an event.
+A call's word is a row of its caller's group, which waits for it; only exceptional answers become events.
 
-What always holds: a call ends once, by its answer, by its deadline or by the link's loss; a call that is not answered
-in time ends the link, because it is unknown whether the node has it. With all places in use a call waits in the C core,
-where its deadline ends no more than the call: the node is never asked. With more to say than a place holds, or with too
-many that wait, no call is begun, and the caller makes it by gRPC.
+What always holds: a call ends once, by its answer, its deadline or the loss of the link. A call that isn't answered in
+time ends the link, because it is unknown whether the node executed it. If all places are in use, a call waits in the C
+core; if its deadline passes there, only the call ends, since the node was never asked. A call that is too long for a
+place, or that finds too many waiting, is not begun, and its caller uses gRPC.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Puts that failed, on their way to their ends: an acknowledgement brings a code, and the node is asked for its words.
+"""Failed puts: an acknowledgement carries a code, and the node is asked for the error's text.
 
-What always holds: a put that failed ends with the error that its code stands for, in the node's own words if these can
-be had within a call's time, else in the code's. One call asks for all that failed at about the same time.
+What always holds: a failed put ends with the error of its code, with the node's own text if that can be had within a
+call's time. One call asks for all puts that failed at about the same time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The requester's fetcher over our clients: into registered memory where there is a place, else into the node's memory.
+"""The requester's fetcher over our clients: into registered memory if there is a place, else into the node's memory.
 
-What always holds: each ticket is reported once, in `reports`, whatever becomes of its node; a get into memory ends by
-its deadline, and then nothing writes to that memory any more; `issue` and `cancel` wait for no node.
-What it doesn't do: call the requester. Its owner takes the reports.
+What always holds: each ticket is reported once, in `reports`, whatever happens to its node; a get into memory ends by
+its deadline, and afterwards nothing writes to that memory; `issue` and `cancel` wait for no node.
+What it doesn't do: call the requester. Its owner processes the reports.
 """
 
 from __future__ import annotations

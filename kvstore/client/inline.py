@@ -1,8 +1,8 @@
-"""Blocks inside gRPC: one by one, or many in one stream. The CPU copies and sends them; for where there is no fabric.
+"""Blocks inside gRPC, single or many in one stream, copied by the CPU: for clients without a fabric.
 
-What always holds: a get returns exact bytes or a Miss, and never raises because a node is away; a stream ends within
-its time, and each of its blocks has an answer, be it that the stream broke; what is under way is bounded by what gRPC
-takes ahead, and blocks are read from the caller, and given to it, one at a time.
+What always holds: a get returns exact bytes or a Miss, and never raises because a node is away. A stream ends within
+its time, and each of its blocks has an outcome, if only that the stream broke. The bytes in flight are bounded by
+gRPC's window; blocks are taken from the caller, and given to it, one at a time.
 """
 
 from __future__ import annotations

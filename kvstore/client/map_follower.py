@@ -1,8 +1,8 @@
-"""Follows a cluster's map: a thread that gets it from one of the nodes whenever it changes.
+"""Follows a cluster's map: a thread that receives it from one of the nodes at each change.
 
-What always holds: before any node has answered, and where the nodes are in no cluster, the nodes are those that were
-given; a map never goes back; a node that doesn't answer within its time, or falls silent, is left for the next one; the
-thread ends when it is closed, within a connection's timeout.
+What always holds: until a node has answered, and if the nodes are in no cluster, the nodes are those that were given.
+A map is never replaced by an older one. A node that doesn't answer in time, or falls silent, is left for the next one.
+The thread ends when it is closed, within a connection's timeout.
 What it doesn't do: close clients of nodes that have left, which `Nodes` does.
 """
 

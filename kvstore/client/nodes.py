@@ -1,19 +1,19 @@
-"""Several nodes: which one is a user's.
+"""Several nodes: finds a user's node.
 
     with Nodes(["10.0.0.5:7070", "10.0.0.6:7070"], token=token) as nodes:
         client = nodes.of("user 7")
         kv = nodes.register(buffer)
         client.get([Block(key, kv.at(client), offset, length), ...])
 
-All that belongs to a user lies on one node, their home, so that a session and its blocks are together; users are spread
-over the nodes by rendezvous hashing. A client of a node is made when it is first wanted. If the nodes are of a cluster,
-those that are named are where its map is asked for, and homes follow the map (`docs/cluster.md`).
+Everything of a user is on one node, their home, so a session and its blocks are together; users are spread over the
+nodes by rendezvous hashing. A node's client is created when it is first needed. If the nodes are a cluster, its map is
+requested from the given ones, and homes follow the map (`docs/cluster.md`).
 
-What always holds: clients with the same map, or the same list of nodes, in whatever order, and the same weights, find
-the same home; adding a node moves the users that it takes, and no others, and their KV is computed once more. A home
-that is away stays the home as long as the map, or the list, has it: its gets are misses and its puts fail, as `Client`
-says, at no more than one deadline's cost, and other users notice nothing.
-A node that has left the map for longer than anything lasts that is under way has its client closed.
+What always holds: clients with the same map, or the same list of nodes in any order, and the same weights, find the
+same home. Adding a node moves only the users that it takes over, and their KV is computed once more. A home that is
+away stays the home as long as it is on the map or in the list: its gets are misses and its puts fail, as with `Client`,
+at the cost of one deadline at most, and other users notice nothing.
+The client of a node that left the map is closed once nothing can be in flight any more.
 What it doesn't do: move or copy what is stored.
 """
 

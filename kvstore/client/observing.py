@@ -1,7 +1,7 @@
-"""How a node is doing, and what happens there to the tenant's own blocks, sessions and look-ups.
+"""A node's condition, and events of the tenant's own blocks, sessions and look-ups.
 
-What always holds: a watch ends within its time, or when its iterator is closed; what the node could not send is in
-`Happened.dropped` of what comes next.
+What always holds: a watch ends within its time, or when its iterator is closed; `Happened.dropped` counts the events
+that the node could not send before the current one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a cluster's client puts back: blocks that an owner doesn't have, and the next node had.
+"""Puts blocks of a cluster back to an owner that lacked them when another node had them.
 
-A node that was replaced, or has just joined, has nothing of what it should have. Whatever is got from another one is
-put to it, so what is used is where it should be again.
+A node that was replaced, or has just joined, has none of its blocks. Whatever is read from another node is put to it,
+so it fills up with what is used.
 
-What always holds: the bytes are copied before the get returns, so its caller may write to its memory again; no more
-is copied once `REPAIR_BYTES_MAX` are held; the rest is left for the next get. No caller waits for it. A put that fails
-is forgotten. A block deleted after it was requested is not put back: the node knows its deletions, and is told how
-long ago that was.
-What it doesn't do: look for blocks that are not read.
+What always holds: the bytes are copied before the get returns, so the caller may reuse its memory. At most
+`REPAIR_BYTES_MAX` are held; the rest is left to the next get. No caller waits for a repair; a failed one is dropped.
+A block that was deleted after it was requested is not put back: the node knows its deletions, and is told how long ago
+the request was.
+What it doesn't do: look for blocks that nobody reads.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The request that a look-up belongs to, and this process's own record of look-ups that the node doesn't see.
+"""The request that a look-up belongs to, and a record of this process's look-ups that the node doesn't see.
 
     with as_request("cmpl-7"):
         client.prefix(keys)
         client.get(blocks)
 
 Look-ups carry the request's id, which the caller gives or this module makes. Those that did not reach the node,
-or that it refused, wait here and ride to it on a later one.
+or that it refused, wait here and are sent along with a later one.
 
-What always holds: at most `LOOKUPS_WAITING_MAX` wait, the oldest go first; a call carries at most
-`LOOKUPS_TOLD_BYTES_MAX` of them; they cost no call of their own. What rode on a call that failed waits again.
+What always holds: at most `LOOKUPS_WAITING_MAX` wait, the oldest are dropped first; a call carries at most
+`LOOKUPS_TOLD_BYTES_MAX` of them; they cost no call of their own. If the call fails, they wait again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Puts into slots that were asked for first: a reservation, and its puts from there to their last acknowledgement.
+"""Puts into slots that were requested first: a reservation, and its puts until their last acknowledgement.
 
-`Client.reserve` leases a slot for each block; `Reservation.arm` queues the puts. Who need not know beforehand what is
-stored already arms without asking (`Client.arm`).
+`Client.reserve` leases a slot for each block; `Reservation.arm` queues the puts. If it doesn't matter beforehand what
+is already stored, `Client.arm` needs no reservation.
 
-What always holds: as for every put (`kvstore.client.puts`); a lease is only given back when its put will certainly
-never go out.
+What always holds: what holds for every put (`kvstore.client.puts`); a lease is given back only if its put will
+certainly never be sent.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A resume under way: blocks come in the order in which they were asked for, and the first can be used before the last.
+"""A resume in progress: blocks arrive in the order of the request, and the first can be used before the last.
 
     with chat.resuming(place, layer_of=lambda number: number % layers) as back:
         for layer in range(layers):
             if not back.wait_layer(layer):
                 break  # a MISS: compute
-            ...        # attention over this layer, while the next ones come
+            ...        # attention over this layer, while the next ones arrive
         resumed = back.whole()
 
-What always holds: a wait returns True only if all of it is in memory, checked; after a miss nothing
-more is asked for; when `whole` or `close` returns nothing of it is under way any more. Blocks are pinned until then,
-unless they are more than a tenant may pin. All of it ends within its deadline.
-What it doesn't do: have a thread. The next blocks are requested while a caller waits; two batches are pending at
+What always holds: a wait returns True only if all of its blocks are in memory and checked. After a miss nothing more is
+requested. When `whole` or `close` returns, nothing is in flight. Until then the blocks are pinned, unless they exceed
+what a tenant may pin. All of it ends within its deadline.
+What it doesn't do: run a thread. The next blocks are requested while a caller waits; two batches are pending at
 a time. One thread waits at a time.
 """
 

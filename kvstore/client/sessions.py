@@ -1,9 +1,9 @@
-"""Sessions as a client sees them: appended turn by turn, resumed on any process, forked, cut and removed.
+"""Sessions, the client's side: appended turn by turn, resumed on any process, forked, truncated and removed.
 
-What always holds: an append that is tried again after its answer was lost is done once; a resume either brings every
-block of the session into the caller's memory or gives a Miss with how much of its beginning is usable, and never raises
-because a node is away; every call ends within its deadline; an append is done whole or not at all.
-What it doesn't do: put blocks, which comes before they are appended; know what tokens there are, but for their number.
+What always holds: an append that is retried after its answer was lost is done once. A resume brings every block of the
+session into the caller's memory, or gives a Miss with the length of the usable prefix, and never raises because a node
+is away. Every call ends within its deadline. An append is done completely or not at all.
+What it doesn't do: put blocks, which must be stored before they are appended; know the tokens, except their number.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Getting a shard's KV that was put by another number of shards.
+"""Gets a shard's KV that was stored by another number of shards.
 
     with ShardReader(client, layout, stored_shards=2) as reader:
         outcomes = reader.get([Wanted(chained_hash, kv, offset), ...], timeout_s=10)
 
-The blocks of the stored shards come into scratch memory of the reader's own, are checked there as every block is, and
-what this shard has of them is copied to where it is wanted.
+The stored shards' blocks arrive in scratch memory of the reader and are checked there like all blocks; then this
+shard's part of them is copied to its destination.
 
-What always holds: memory of a block that missed is not touched; a block is a hit only if all that it is made of was.
+What always holds: the memory of a block that missed is not touched; a block is a hit only if all of its sources were.
 What it doesn't do: find out how many shards stored the blocks; the session's owner knows.
 """
 

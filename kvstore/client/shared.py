@@ -1,8 +1,8 @@
-"""Memory of a node on the same machine, mapped by its client: the hot memory, to be read, and its slots, to be written.
+"""Memory of a node on the same machine, mapped by its client: hot memory to read from, and its own slots to write to.
 
-What always holds: it is mapped only if its size can't change any more, because a page that goes would end the process
-that uses it; slots are used only if the node knows that they are; whatever stands in the way, a client goes on over the
-fabric as if there were no such memory.
+What always holds: memory is mapped only if its size is sealed, because access to a page that is gone would end the
+process. Slots are used only if the node has confirmed them. If anything fails, the client uses the fabric as if there
+were no shared memory.
 """
 
 from __future__ import annotations

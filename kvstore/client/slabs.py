@@ -1,7 +1,7 @@
-"""Slabs: registered memory of a client's own, through which blocks of pieces go where nothing else gathers or scatters.
+"""Slabs: a client's own registered memory, for blocks of pieces that nothing else gathers or scatters.
 
-What always holds: a slab has one user at a time; one that a peer may still write to, or from which an operation still
-reads, is not used again.
+What always holds: a slab has one user at a time; it is not reused while a peer may still write to it, or an operation
+still reads from it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A client's part of a trace: OpenTelemetry spans of its puts, gets and resumes. Imported only if a provider is given.
+"""A client's part of a trace: OpenTelemetry spans of its puts, gets and resumes. Imported only with a provider.
 
-A batch is one span, begun where the application calls, so that it is a child of whatever span is current there; what
-became of the batch is put together afterwards, out of times that are noted anyhow.
+A batch is one span. It begins where the application calls, so it is a child of the span that is current there; its
+outcome is added afterwards, from times that are recorded anyway.
 
-What always holds: a call made within a span carries it as `traceparent`, sampled or not, so that the node decides as we
-do; a span that is not sampled costs nothing more. Spans are finished on a thread of their own: an application's span
-processor may be slow, or wait for a collector that is away, and no transfer waits for it. At most `SPANS_WAITING_MAX`
-batches wait for that thread; of more, the oldest are not told of. Nothing is in a span that says whose the blocks are,
-or which: no tenant, no user, no session, no key; the id of a request is, as the application gave it.
+What always holds: a call made within a span carries it as `traceparent`, sampled or not, so that the node makes the
+same choice; an unsampled span costs nothing more. Spans are finished by a thread of their own, because an application's
+span processor may be slow or wait for a collector that is away: no transfer waits for it. At most `SPANS_WAITING_MAX`
+batches wait for that thread; beyond that the oldest are dropped. A span contains no tenant, user, session or key; it
+contains the request's id, as the application gave it.
 What it doesn't do: trace a reservation that is neither armed nor given back.
 """
 

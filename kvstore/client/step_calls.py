@@ -1,4 +1,4 @@
-"""A client's calls about the eight steps: read ahead, report steps, fetch a trace.
+"""A client's calls about the eight steps: prefetch, report steps, fetch a trace.
 
 What always holds: a call ends within `call_timeout_ms`, a prefetch within twice that, with an answer or a typed error.
 """

@@ -1,9 +1,9 @@
-"""What a process of the compute side saw of a session's steps; it rides to the node on calls that are made anyway.
+"""A compute process's record of a session's steps, sent to the node with calls that are made anyway.
 
-What always holds: at most `STEPS_REPORTED_MAX` steps wait to be told, the oldest go first; noting costs no call, and a
-put no more than its batch does. Times are of CLOCK_MONOTONIC: a node on the same machine takes them as they are, any
-other as long before its receiving them as they were before the sending.
-What it doesn't do: promise anything. What rode on a call that failed, or waits in a process that is killed, is lost.
+What always holds: at most `STEPS_REPORTED_MAX` steps wait, and the oldest are dropped first. Recording costs no call,
+and for a put no more than for its batch. Times are CLOCK_MONOTONIC: a node on the same machine uses them as they are;
+another node converts them by their age when they were sent.
+What it doesn't do: guarantee delivery. Steps are lost if their call fails, or the process is killed before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Puts and gets of one client over the fabric: arming, reserving, fetching.
+"""One client's puts and gets over the fabric: arming, reserving, fetching.
 
-What always holds: a batch that can't be is refused by one typed error before anything is sent; a get gives exact
-bytes, or a Miss with its reason, and never raises because a node is away; once a call has ended nothing of it writes to
-the caller's memory.
+What always holds: an invalid batch is refused with one typed error before anything is sent; a get gives exact
+bytes, or a Miss with its reason, and never raises because a node is away; once a call has ended, nothing of it writes
+to the caller's memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Gets in windows: of more blocks than one call names, and of blocks whose bytes belong in pieces.
+"""Gets in windows: for more blocks than a call can name, and for blocks whose bytes belong in pieces.
 
-The blocks are asked for some at a time, and the next before the first have come. Those of pieces come into a slab of
-the client's, each in one run, and are scattered from there: a message for each page costs more than a page's copy does
-(docs/performance.md). While one window is scattered the others come in. What the C core reads from the memory of a node
-on the same machine it copies into the pieces itself, and the slab stays as it is.
+Some blocks are requested at a time, and the next ones before the first have arrived. Blocks of pieces arrive in a slab
+of the client, each contiguous, and are scattered from there, because a message per page costs more than copying the
+page (docs/performance.md). While one window is scattered, the others arrive. Blocks that the C core reads from the memory of
+a node on the same machine are copied into their pieces directly, without a slab.
 
-What always holds: the caller's memory is not written to after the call has returned, and what is a miss may have been
-written in part; bytes that come late land in a slab, which is not reused before that get is over.
+What always holds: the caller's memory is not written to after the call has returned; a miss may have been written in
+part; late bytes land in a slab, which is not reused before that get is over.
 """
 
 from __future__ import annotations
