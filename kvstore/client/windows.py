@@ -2,8 +2,8 @@
 
 Some blocks are requested at a time, and the next ones before the first have arrived. Blocks of pieces arrive in a slab
 of the client, each contiguous, and are scattered from there, because a message per page costs more than copying the
-page (docs/performance.md). While one window is scattered, the others arrive. Blocks that the C core reads from the memory of
-a node on the same machine are copied into their pieces directly, without a slab.
+page (docs/performance.md). While one window is scattered, the others arrive. Blocks that the C core reads from the
+memory of a node on the same machine are copied into their pieces directly, without a slab.
 
 What always holds: the caller's memory is not written to after the call has returned; a miss may have been written in
 part; late bytes land in a slab, which is not reused before that get is over.

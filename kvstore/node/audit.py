@@ -2,11 +2,10 @@
 
     {"at_ms": 1763716000000, "what": "attach", "tenant": "acme", "peer": "ipv4:10.0.0.7:50112", "outcome": "ok", ...}
 
-What always holds: a line is in the file before the call that it is of is answered; lines of refusals and
-removals are bounded, of one tenant or host and of all, so that no caller fills the drive, or hides another's
-line (the next line counts what was left out); no token or key of memory is in it; a log that can't be written stops
-nothing, and says so once.
-What it doesn't do: tell of puts and gets, which are too many; `kvstore explain` and the metrics do.
+What always holds: a call's line is in the file before the call is answered. Lines of refusals and removals are rate
+limited, per tenant or host and in total, so no caller can fill the drive or hide another's line (the next line counts
+those left out). No token and no memory key is in it. If the log can't be written, the node goes on, and says so once.
+What it doesn't do: log puts and gets, which are too many; `kvstore explain` and the metrics cover them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The service Batches: many blocks in one stream, through the same memory and shares as single inline blocks.
 
-What always holds: a block is answered for once, by its number, and only when the store has reported; blocks that are
-got are sent in order and whole, checked before their first byte; a stream holds no more memory than its client's share
-and waits for what it holds itself, never for what others hold: then the block is Overloaded, and what follows goes on.
-A client that stands still is ended after `INLINE_TIMEOUT_MS`; what it had sent whole is kept all the same.
+What always holds: each block is answered once, by its number, and only after the store has reported. Blocks of a get
+are sent whole and in order, each checked before its first byte. A stream uses at most its client's share of memory. It
+waits for memory of its own, never for others': then the block is Overloaded, and the stream continues with the next.
+A client that stalls is disconnected after `INLINE_TIMEOUT_MS`; blocks that had arrived whole are stored all the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The service Blocks: look-ups, pins and deletions of stored blocks. It moves no payloads.
 
-What always holds: a call sees the blocks of its caller's tenant and no others; what `Exists` and `Prefix` say of a
-block is what a get would have said at that moment, but for a record that fails its checks.
+What always holds: a call sees only blocks of its caller's tenant; `Exists` and `Prefix` say of a block what a get would
+have said at that moment, except for a record that fails its checks.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Fetches of one connection that were cancelled before the node had heard of them.
+"""Fetches of one connection that were cancelled before they reached the node.
 
-A cancellation comes by gRPC and may overtake the fetch, which comes over the fabric or in another call. What is noted
-here is refused when it comes. Each block of a fetch has one word, and its client may use that word for something else
-once it has been put: so it is noted as well whether the word has been put already.
+A cancellation comes by gRPC and may overtake its fetch, which comes over the fabric or in another call. It is recorded
+here, and the fetch is refused when it arrives. Each block of a fetch has one word, which its client may reuse once it
+has been written: so the record also says whether the word has been written.
 
-What always holds: a fetch that was told to be cancelled is never served afterwards. So when there are too many of
-those, most of which never come, the oldest is forgotten, and whatever comes by gRPC with a generation up to that one is
-refused as well; its client cancels it, late, and is told then. Of those that are not told, the oldest are forgotten
-first, and then served, which their words say.
+What always holds: a fetch whose cancellation was confirmed is never served afterwards. So when too many of these are
+recorded, most of which never arrive, the oldest is dropped, and everything that comes by gRPC with a generation up to
+its own is refused as well; its client cancels it late, and is told then. Unconfirmed ones are dropped oldest first, and
+then served, as their words will say.
 """
 
 from __future__ import annotations

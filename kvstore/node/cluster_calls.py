@@ -1,4 +1,4 @@
-"""The service Cluster: the map of the nodes, told to each caller that is let in, until its call ends."""
+"""The service Cluster: sends the map of the nodes to each authenticated caller, until its call ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A connection: one attached client, its endpoint, its landing area, its leases.
+"""A connection: one attached client, with its endpoint, landing area and leases.
 
-What always holds: when `close` returns, not a byte comes into the landing area any more (the endpoint is
-closed, the key revoked), and its memory lives on until the drive is done with the blocks that had landed.
+What always holds: when `close` returns, nothing is written to the landing area any more (the endpoint is closed and the
+key revoked); its memory is kept until the drive is done with the blocks that had landed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Which blocks may be copied to other nodes: those for which this node has certainly missed no deletion.
+"""Which blocks may be copied to other nodes: those of which this node has certainly missed no deletion.
 
-A deletion goes to all members. So a node can't have missed one of a block that came while its record was on the map
-under the lease that it has now. Of an older block, which may have been deleted while the node was away, it is sure once
-a member that has been there all the time says that it has the block and is sure of it.
+A deletion goes to all members. So a node can't have missed one for a block that arrived while the node was on the map
+under its current lease. An older block may have been deleted while the node was away; the node is sure of it once a
+member that was present all the time says that it has the block and is sure of it.
 
-What always holds: what is not known is not sure; with a new lease everything begins anew.
-What it doesn't do: ask. It keeps a bit a block, by generation, for those that it was told of.
+What always holds: without proof a node is not sure; a new lease starts from nothing.
+What it doesn't do: ask other nodes. It keeps one bit per block, by generation, for the blocks it was told about.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which blocks were deleted a short time ago: a copy that was read before is not taken.
+"""Recently deleted blocks: copies that were read before the deletion are refused.
 
-A client that finds a block on its second owner puts it back to the first. Between its get and this put the block may
-have been deleted, on both.
+A client that finds a block on its second owner puts it back to the first. Between its get and that put, the block may
+have been deleted on both.
 
 What always holds: a copy is refused if its block was deleted since it was read, by this node's own clock; also if it
-was read before the node began, or before a deletion that is not remembered any more; no more than
-`DELETIONS_KEPT_MAX` are kept.
-What it doesn't do: refuse a put that is not a copy: a client that puts a deleted block again means it.
+was read before the node started, or before a deletion that is no longer remembered. At most `DELETIONS_KEPT_MAX` are
+remembered.
+What it doesn't do: refuse a normal put of a deleted block.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The lanes of a node's drives: what writes landed blocks with no call of ours (`nic_offload.lane`).
+"""The lanes of a node's drives: they write landed blocks without Python (`nic_offload.lane`).
 
-A block that a lane takes goes to the drive that is its name's home. We lend each lane ground when its drive was given
-something else to do, for that took the ground back, and take it back from one that is idle.
+A lane takes blocks whose name has this drive as its home. It is lent ground again when the drive has had other work,
+which takes the ground back; an idle lane's ground is taken back too.
 
-What always holds: whatever a lane has begun is counted at once, so `is_ahead` says whether there is a record of which
-nobody here has heard.
+What always holds: whatever a lane has begun is counted at once, so `is_ahead` says whether there is a record that
+Python has not yet heard of.
 
-It doesn't know what the blocks are: `granted_puts` does, and reports them to the drives.
+It doesn't know the blocks themselves: `granted_puts` does, and reports them to the drives.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Where clients are told that the node's endpoints are, and which of their own addresses are believed.
+"""The fabric address that clients are given, and which of their addresses are accepted.
 
 Each attachment has an endpoint of its own at the node, with a port of `--fabric-ports`. Its address is that of
-`--fabric-address`; else the one the node listens on; where that is a wildcard, the address of ours on the way to that
-client. A fabric of the wildcard serves clients of both families of IP, each over an endpoint on the address it is told.
+`--fabric-address`, or else the one on which the node listens; if that is a wildcard, the local address of the route to
+the client. A wildcard fabric serves clients of both IP families, each by an endpoint on the address it is given.
 
 What always holds: a client's address has the family and the length that libfabric expects before libfabric sees it, and
-is where its call comes from, or lies in `--fabric-clients`: no client can have the node connect to anybody else.
-What it doesn't do: judge addresses of fabrics without IP, but for their length.
+is the address of its call or lies in `--fabric-clients`: no client can make the node connect to a third party.
+What it doesn't do: check addresses of fabrics without IP, except for their length.
 """
 
 from __future__ import annotations

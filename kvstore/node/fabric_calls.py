@@ -1,15 +1,15 @@
-"""Calls that come over the fabric: watched like blocks, done like those of gRPC, answered with a word.
+"""Calls that arrive over the fabric: watched like blocks, executed like those of gRPC, answered with a word.
 
-A fetch of blocks that are all on the shelf never comes here: the C core answers it (`nic_offload.shelf`), and what it
-did is taken note of afterwards, before anybody can ask.
+A fetch of blocks that are all on the shelf never comes here: the C core answers it (`nic_offload.shelf`), and it is
+recorded afterwards, before anybody can ask about it.
 
-Each connection has an area of `CALL_PLACES` places which its client puts calls into (`kvstore.wire.fabric_call`), with
-a random key of its own. Who calls is who attached: the call and its flag are tagged with a key that was given to nobody
-else (`kvstore.wire.seal`), and the connection ends when its client may no longer be here.
+Each connection has an area of `CALL_PLACES` places into which its client writes calls (`kvstore.wire.fabric_call`),
+with a random key of its own. The caller is the client that attached: each call and its flag are tagged with a key that
+nobody else has (`kvstore.wire.seal`), and the connection ends when its client's credentials are revoked.
 
 What always holds: a place is watched for its next call before the last one is answered, so a client that waits for the
-answer finds it empty; what is no call, or not the one that is due, ends the connection; the bytes of an answer are not
-used again before the fabric is done with them.
+answer finds it empty. Anything but the next valid call ends the connection. The bytes of an answer are not reused
+before the fabric is done with them. Tenants take turns, and after long work for one tenant it pauses (`time_slices`).
 """
 
 from __future__ import annotations

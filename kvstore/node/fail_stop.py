@@ -1,12 +1,10 @@
-"""Ends a node's process when a bug shows while it handles what the fabric or a drive did.
+"""Ends a node's process when handling an event of the fabric or a drive hits a bug.
 
-What always holds: if handling such an event, or a timer, raises what nobody expects, the process ends at once, with
-`EXIT_STATUS` and the traceback in its log. Whatever was acknowledged is on the drives, and the next start finds it. If
-the process went on, the rows behind the one that failed would be lost: blocks that were acknowledged, and that no get
-finds.
-What it doesn't do: end the process for a call that fails; that ends alone. Nor for an error of ours (`KvError`), which
-says that something can't be done now, and is logged. Nothing is ended before `arm`, so that
-nodes inside a test's process raise.
+What always holds: if handling such an event, or a timer, raises an unexpected exception, the process ends at once with
+`EXIT_STATUS`, and the traceback is in its log. Whatever was acknowledged is on the drives, and the next start finds it.
+If the process went on, the rows behind the failed one would be lost: acknowledged blocks that no get finds.
+What it doesn't do: end the process for a call that fails, which ends alone, or for one of our own errors (`KvError`),
+which are logged. Nothing is ended before `arm`, so nodes inside a test's process raise.
 """
 
 from __future__ import annotations

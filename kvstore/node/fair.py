@@ -1,13 +1,13 @@
-"""Fair waiting: which tenant is next and, of its connections, which; and how much a tenant may hold.
+"""Fair queueing: which tenant is next, and which of its connections; and how much a tenant may hold.
 
-Tenants take turns by bytes (deficit round robin: each turn is worth `TURN_BYTES`, and what a turn leaves is kept for
-the next), a tenant's connections take turns inside its own. So a tenant that asks for a thousand blocks delays others
-by a turn each, not by a thousand blocks.
+Tenants take turns by bytes (deficit round robin: a turn is worth `TURN_BYTES`, and what is left of it is kept for
+the next), and a tenant's connections take turns within its own. So a tenant that requests a thousand blocks delays
+others by one turn each, not by a thousand blocks.
 
-What always holds: what one connection asks for stays in its order; a tenant that waits is next after at most one
-turn of each other tenant, unless it may hold no more.
-It doesn't know what is waited for, and bounds nothing: `Shares` says how much of a common memory one may hold for a
-moment, and `Places` how much of what is held for long.
+What always holds: the requests of one connection stay in order; a waiting tenant is next after at most one turn of each
+other tenant, unless it may hold no more.
+It doesn't know what is waited for, and limits nothing: `Shares` says how much of a common memory may be held briefly,
+and `Places` how much may be held for long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A fetch on its way through a node, and those that a reader is handed together (`kvstore.node.fetching`)."""
+"""A fetch in progress, and groups of fetches that a reader is given together (`kvstore.node.fetching`)."""
 
 from __future__ import annotations
 

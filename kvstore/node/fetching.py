@@ -1,21 +1,20 @@
-"""Fetches: from the drive, or from the hot memory, into a client's region, with the acknowledgement behind.
+"""Fetches: from the drive or the hot memory into a client's region, followed by the acknowledgement.
 
-A fetch's life: queued (bounded; tenants and connections in turn) -> found in the hot memory, or waiting for its
-tenant's turn at the drive (`kvstore.storage.sends`) -> sending -> over; the piece stays in the hot memory until
-something else needs the room. To send is the C core's affair: it reads what is not in memory and checks the header
-(`kvstore.node.readers`), checks the payload's CRC and, only if it holds, puts the bytes and chains the acknowledgement
-word to them. We decide beforehand, for many at a time (what the index names, whose turn it is, which memory), and hear
-of it afterwards.
+A fetch is queued (bounded; tenants and connections take turns), then found in the hot memory or waits for its tenant's
+turn at the drive (`kvstore.storage.sends`), is sent, and is over; the piece stays in the hot memory until something
+else needs the room. Sending is done by the C core: it reads what is not in memory and checks the header
+(`kvstore.node.readers`), checks the payload's CRC and, only if it matches, writes the bytes with the acknowledgement
+word behind them. Python decides beforehand for many at a time (what the index has, whose turn it is, which memory), and
+is notified afterwards.
 
-What the reader could not read, or found to be another record, we have the store read once more, which knows what to
-do about it; so too what the index has no entry for, and all blocks of a drive without a reader: one that has no
-descriptor (the simulated ones) or may have no further ring.
+If a reader could not read a record, or found another one there, the store reads it once more, because it knows how to
+handle that. The same goes for blocks that are not in the index, and for drives without a reader: simulated ones, which
+have no descriptor, and those for which no ring could be had.
 
-What always holds: no byte leaves whose record failed a check, wherever it was; each fetch has one word, put once:
-behind its last byte, or to say that none will come, because it is missed or was cancelled; memory is not used again
-while the drive or the fabric has it; a hot piece is only sent for the record that the index names at that moment; a
-client that takes nothing in holds no more of the memory than it leaves to all others, and what is asked of the drive
-ahead of a newcomer is bounded.
+What always holds: no byte of a record that failed a check is sent. Each fetch has one word, written once: behind its
+last byte, or to say that none will come because of a miss or a cancellation. Memory is not reused while the drive or
+the fabric uses it. A hot piece is sent only for the record that the index has at that moment. A client that doesn't
+receive holds only its share of the memory, and the reads queued before a newcomer's are bounded.
 """
 
 from __future__ import annotations

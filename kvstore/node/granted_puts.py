@@ -1,13 +1,13 @@
 """Puts by grants on the node: takes blocks from the C core's receivers, and brings them to the drives.
 
-A client writes into slots of its own without asking. The receiver (`nic_offload.receiver`) reads each block once,
-into a piece of the hot memory that was given to it beforehand, lists it on the shelf and says `landed`; all that
-happens here comes afterwards and in batches: the store writes the block from that piece, the client hears how durable
-it is, and the piece stays as the hot copy.
+A client writes into its slots without asking. The receiver (`nic_offload.receiver`) reads each block once, into a piece
+of hot memory that it was given beforehand, lists it on the shelf, and acknowledges `landed`. Everything here happens
+afterwards and in batches: the store writes the block from that piece, the client is told how durable it is, and the
+piece stays as the hot copy.
 
-What always holds: a block that has landed can be read from here until the store has it, and never after it was
-deleted; its piece is given back when nobody reads, sends or writes it any more; a receiver that has no room makes its
-client wait, and no other; what comes over a connection that is no put ends the connection.
+What always holds: a landed block can be read from here until the store has it, and never after it was deleted. Its
+piece is released when nothing reads, sends or writes it any more. A receiver without room makes only its own client
+wait. An invalid put ends the connection.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""The node's hot memory: what reads from the drive go through, and where blocks that are wanted again stay.
+"""The node's hot memory: reads from the drive go through it, and blocks that are wanted again stay in it.
 
-A piece is a run of pages, `[header page | payload]`, as on the drive. Whoever reads takes one; when the record's header
-has been checked the piece is kept under its generation, and the next who wants that record finds it here and needs no
-drive. What is kept and not in use makes room for what is read next.
+A piece is a run of pages, `[header page | payload]`, as on the drive. A read takes one; when the record's header has
+been checked, the piece is kept under its generation, and the next read of that record finds it here and needs no drive.
+Pieces that are kept and not in use make room for new reads.
 
 Always holds:
 
-- A piece in use is never given to another; one that is found was kept under exactly that generation, which no two
-  records share, so a record that was replaced or deleted is never found by those who ask the index first.
-- What is on the shelf (`nic_offload.shelf`) is what the index names: it is listed in the step in which that was seen,
-  and `changed` is called in the step in which it ends. A piece that the shelf sends is in use.
-- Of what is kept by name, only what the index names is kept: a record that is deleted, evicted, replaced, over or
-  forgotten as broken gives its room back in that step, or, if it is in use, when its last user is done.
-- Half of it is divided among the tenants of the node: what a tenant keeps of its part goes for
-  its own reads, and for others' when there is nothing else that may go: no read waits for what only lies there.
-- A scan does not flush it: what was found once more lies in the protected part (up to four fifths of the pages), and
-  only what did not earn that makes room first, oldest first.
+- A piece in use is never given to another read. A piece is found only under exactly its generation, which no two
+  records share, so a record that was replaced or deleted is never found by callers that ask the index first.
+- The shelf (`nic_offload.shelf`) lists what the index has: a block is listed in the step in which that was seen, and
+  `changed` is called in the step in which it ends. A piece that the shelf is sending is in use.
+- Pieces are kept by name only while the index has the name: when a record is deleted, evicted, replaced, expires or is
+  found broken, its piece is released in that step or, if it is in use, when its last user is done.
+- Half of the memory is divided among the node's tenants. What a tenant keeps of its part makes room for its own reads,
+  and for others' only if nothing else can: no read waits for kept pieces.
+- A scan does not flush it: pieces that were found again are protected (up to four fifths of the pages), and the
+  unprotected ones make room first, oldest first.
 
-It doesn't check payloads: whoever sends one does, each time. It keeps what is read, not what is put: a copy of each put
+It doesn't check payloads: they are checked at each send. It keeps what is read, not what is put: a copy of each put
 would cost the node a core.
 """
 

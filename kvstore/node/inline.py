@@ -1,7 +1,7 @@
 """Blocks inside gRPC, for clients that have no fabric: chunk by chunk through the node's hot memory.
 
-Memory is bounded by half of that area, one client's by an eighth of this half, and one tenant's by its share of it:
-what finds no room is Overloaded before its first byte is taken, and a client that stands still is ended after
+Its memory is limited to half of the hot memory, an eighth of that per client, and per tenant to its share. A block that
+finds no room is Overloaded before its first byte is received, and a client that stalls is disconnected after
 `INLINE_TIMEOUT_MS`. A get checks the whole payload before it sends the first chunk.
 """
 

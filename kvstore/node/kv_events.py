@@ -1,14 +1,14 @@
-"""KV events over ZeroMQ, as vLLM publishes them: which blocks are stored now, and which have gone.
+"""KV events over ZeroMQ, as vLLM publishes them: blocks that are now stored, and blocks that are gone.
 
 A message is `[topic, sequence, batch]`: `kv@` and the tenant in hex; eight bytes, big-endian; and MessagePack of `[time
-in seconds, events, null]`. An event is a map with a `type`, or, if so asked, an array that begins with it. What was
-published lately can be had again: a request with a sequence number brings all from there on, then number -1.
+in seconds, events, null]`. An event is a map with a `type` or, if configured, an array that begins with it. Recent
+messages can be replayed: a request with a sequence number returns all from there on, then number -1.
 
-What always holds: the node's loop is never kept waiting; what finds no room in the queue is counted and leaves a gap in
-the sequence, so listeners know that they missed events. ZeroMQ authenticates no one, so nothing leaves
-this machine: only loopback and `ipc://` are listened on (`client.watch`, over gRPC, is for others).
+What always holds: the node's loop never waits. What finds no room in the queue is counted and leaves a gap in the
+sequence, so listeners know that they missed events. ZeroMQ authenticates no one, so nothing leaves this machine: only
+loopback and `ipc://` are listened on (`client.watch`, over gRPC, is for others).
 
-What it doesn't do: tell of blocks that were there when the node started, know tokens, or wait for slow readers.
+What it doesn't do: report blocks from before the node's start, know tokens, or wait for slow readers.
 """
 
 from __future__ import annotations

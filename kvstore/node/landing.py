@@ -1,16 +1,15 @@
-"""Landing slots and their leases: the memory that clients write into, and who may write where, until when.
+"""Landing slots and their leases: memory that clients write into, and which client may write to a slot until when.
 
-A slot is `[header page | payload | room to the page's end]`, so that one write of the drive takes header
-and payload from the very place where the payload landed. Each connection has a landing area of its own,
-with a random key: no client can write into another's slots.
+A slot is `[header page | payload | padding to the page's end]`, so the drive can take header and payload in one write
+from where the payload landed. Each connection has a landing area of its own, with a random key: no client can write
+into another's slots.
 
 A slot's life: FREE -> LEASED (a client may write) -> WRITING (its flag came with the lease's generation)
--> FREE. A lease that ends before the flag came is QUARANTINED: the client's late write may still be on
-its way, so the slot is not used again until the client promises that it is not (`abort`), or its
-connection is closed.
+-> FREE. A slot whose lease ends before its flag came is QUARANTINED: the client's late write may still be in flight, so
+the slot is not reused until the client confirms that it is not (`abort`), or its connection is closed.
 
 What always holds: a generation is given out once in the life of a node; a slot in any state but FREE is
-never leased. `Slots` does no I/O and knows no time: the tests drive it directly.
+never leased. `Slots` does no I/O and has no notion of time: tests drive it directly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Listens on the port for calls, with its certificates; each mistake in them has its own message.
+"""Listens on the gRPC port with its certificates; each mistake in them has its own message.
 
-What always holds: certificates are looked at before anything listens, each of the files by itself and then as a pair;
-those that are read again later are looked at in the same way, and what can't be used leaves the ones before in force.
-A connection keeps the certificate with which it began.
+What always holds: certificates are checked before the node listens, each file by itself and then as a pair. Files that
+are read again later are checked the same way, and invalid ones leave the previous ones in force. A connection keeps the
+certificate with which it began.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The node's log: a line an event, with time, level, and where it is known connection, tenant and request.
+"""The node's log: one line per event, with time and level and, where known, connection, tenant and request.
 
-`log.info("attached", extra=about(connection=3, tenant="acme"))` is how a line says what it is about. As text that
-stands before the message, as JSON in fields of its own.
+`log.info("attached", extra=about(connection=3, tenant="acme"))` is how a line says what it is about. In text this
+precedes the message; in JSON it has fields of its own.
 
-What always holds: one event is one line, whatever it holds, and what comes from elsewhere can't move a terminal's
-cursor; of one kind of message no more than `LOG_LINES_PER_S` a second are written, the rest is counted and told of with
-the next line of that kind. Errors and above are always written, but for gRPC's traceback of an answer whose caller has
-gone: that is not an error of the node, and clients can cause any number of them.
+What always holds: one event is one line, whatever it contains, and foreign text can't move a terminal's cursor. Of one
+kind of message at most `LOG_LINES_PER_S` are written per second; the rest is counted, and reported with the next line
+of that kind. Errors and above are always written, except gRPC's traceback of an answer whose caller has gone: that is
+no error of the node, and clients can cause any number of them.
 
 What it doesn't do: rotate files. It writes to standard error, as service managers and container engines expect.
 """

@@ -1,11 +1,11 @@
-"""Messages of calls on their way: how many the node waits for at a time, for each tenant.
+"""Messages that are being received: how many at a time, for each tenant.
 
-gRPC makes room for a message as soon as it is awaited, of up to `MESSAGE_BYTES_MAX`, and keeps what has come of one
-that never ends. So no more than `MESSAGES_COMING_MAX` are awaited at a time, and of these a tenant has its share; of
-all others gRPC holds `MESSAGE_AHEAD_BYTES` at most.
+gRPC allocates room for a message as soon as it is awaited, up to `MESSAGE_BYTES_MAX`, and keeps what has arrived of one
+that never ends. So at most `MESSAGES_COMING_MAX` are awaited at a time, shared among tenants; for all others gRPC
+buffers at most `MESSAGE_AHEAD_BYTES`.
 
-What always holds: a tenant's messages are awaited in the order in which its calls asked for them; who waits holds up
-nobody but its own tenant. What it doesn't do: end a message that does not come; its caller has a deadline.
+What always holds: a tenant's messages are awaited in the order in which its calls asked for them; a waiting call delays
+only its own tenant. What it doesn't do: end a message that does not arrive; its call has a deadline.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The metrics of a node for Prometheus: each with its help and labels, in one place.
+"""The node's metrics for Prometheus: each with its help and labels, in one place.
 
-What always holds: names end in their unit, and counters in `_total`; labels have few values, since reasons, calls,
-statuses and drives are few, and tenants are those of the node's file; no user, session or key is one. Values are taken
-on the node's thread, from what it counts anyhow, and made into text on another.
+What always holds: names end in their unit, and counters in `_total`. Labels have few values: reasons, calls, statuses
+and drives are few, tenants are those of the node's file, and no user, session or key is one. Values are taken on the
+node's thread, from what it counts anyway, and formatted on another.
 What it doesn't do: take a lock that moving a block takes.
 """
 

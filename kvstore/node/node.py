@@ -1,11 +1,11 @@
 """The node: connections, the store and the fabric, joined by one thread of control.
 
-It walks a put from its lease to its last acknowledgement, and hands fetches and inline blocks to their
+It takes a put from its lease to its last acknowledgement, and gives fetches and inline blocks to their
 own modules. Everything here runs in the asyncio loop's thread; bytes are moved by the C core and by
 io_uring, which report through two eventfds that the loop watches.
 
-What always holds: an acknowledgement is put only after the store has reported that durability; a block
-whose flag came before its client went is kept all the same; every wait has an end.
+What always holds: an acknowledgement is sent only after the store has reported that durability; a block
+whose flag came before its client left is stored all the same; every wait has an end.
 """
 
 from __future__ import annotations

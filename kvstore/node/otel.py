@@ -1,9 +1,9 @@
-"""Where a node's spans go: over OTLP to a collector, on threads of OpenTelemetry's SDK, from a bounded queue.
+"""Exports a node's spans over OTLP to a collector, on threads of OpenTelemetry's SDK, from a bounded queue.
 
-Imported only by a node that was given `--otel`. What always holds: a span that was not begun by a sampled parent is
-never made; a collector that is slow or away costs spans, and nothing else: the oldest of more than `SPANS_QUEUED_MAX`
-go, one line in the log says so when it begins and one when it is over, and a stopping node waits for it, not for ever.
-What it doesn't do: read settings of its own. The SDK takes its usual ones from the environment, such as
+Imported only with `--otel`. What always holds: a span without a sampled parent is never made. A collector that is slow
+or away costs spans and nothing else: beyond `SPANS_QUEUED_MAX` the oldest are dropped, the log says so when it begins
+and when it is over, and a stopping node waits for the collector for a limited time.
+What it doesn't do: have settings of its own. The SDK takes its usual ones from the environment, such as
 `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_EXPORTER_OTLP_CERTIFICATE` and `OTEL_RESOURCE_ATTRIBUTES`.
 """
 

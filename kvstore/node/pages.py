@@ -1,8 +1,8 @@
-"""What the node answers over HTTP: /metrics, /healthz, /readyz, and with `--ui` the page and the state that it shows.
+"""What the node serves over HTTP: /metrics, /healthz, /readyz, and with `--ui` the page and its state.
 
-What always holds: nothing here changes anything; an answer has a bounded size; what belongs to a tenant is shown to it
+What always holds: nothing here changes anything; answers have a bounded size; a tenant's data is shown to that tenant
 and to observers only. The page loads nothing but the state, and its policy (CSP) names its own script and style by
-their digests, so that nothing that a client called its session can run in it.
+their digests, so nothing that a client put into a session's name can run in it.
 """
 
 from __future__ import annotations

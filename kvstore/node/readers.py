@@ -1,7 +1,7 @@
-"""What is read for fetches by readers of the C core (`nic_offload.reader`), one for each drive that may have one.
+"""Reads for fetches by readers of the C core (`nic_offload.reader`), one for each drive that can have one.
 
-What always holds: nothing is handed over before it is its tenant's turn at the drive, and nothing that is not wanted
-any more by then; the extents and the memory of what was handed over stay until the drive is done with all of its group.
+What always holds: nothing is handed over before its tenant's turn at the drive, and nothing that is no longer wanted by
+then; the extents and the memory of a group are kept until the drive is done with all of it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The service Sessions: what a user's conversation was made of, turn by turn.
+"""The service Sessions: what a user's conversation consists of, turn by turn.
 
-What always holds: a call sees the sessions of its caller's tenant and no others, since a session's name on the drive
-has the tenant's in it; steps of one session are done one after the other, each whole or not at all. A call that goes by
-a cluster's map is answered by the one node that orders the user's sessions (`kvstore.cluster.primacy`). Many blocks, or
-many sessions, are read in the tenant's turns of the node's thread, in steps with others' turns between them; the store
-changes a large session in slices. Of such reads and changes a tenant makes one at a time.
-What it doesn't do: move a block's bytes, or know what is in them.
+What always holds: a call sees only sessions of its caller's tenant, because a session's name on the drive contains the
+tenant's. The steps of one session are done one after the other, each completely or not at all. A call that uses a
+cluster's map is answered by the one node that orders the user's sessions (`kvstore.cluster.primacy`). Many blocks, or
+many sessions, are read in slices of the node's thread, with other tenants' turns in between; the store changes a large
+session in slices. A tenant does one such large read or change at a time.
+What it doesn't do: move a block's bytes, or know their meaning.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The slots that one client was granted, in memory that it may map, with the words that say what becomes of its puts.
+"""The slots granted to one client, in memory that it may map, with the words that acknowledge its puts.
 
-Behind these is a row for each word of its fetches, in which it is told where in the hot memory a block is
+Behind them is a row for each word of its fetches, which tells the client where in the hot memory a block is
 (`nic_offload/shared_reads.c`).
 
-Each end has a doorbell that wakes its fabric's thread (`nic_offload/shared_puts.c`). A client is handed the descriptors
-once: of the memory, of the eventfd that it rings, and the end that it hears of the pipe that the node rings.
+Each end has a doorbell that wakes its fabric's thread (`nic_offload/shared_puts.c`). A client is given the descriptors
+once: of the memory, of the eventfd that it rings, and of the pipe that the node rings.
 
-What always holds: nobody changes the memory's size; nothing is put there before the client has said that it has it
-mapped; no call that the node makes on a descriptor that a client has, too, can block. What it doesn't do: hold anything
-that is not this connection's.
+What always holds: the memory's size is sealed; nothing is put there before the client has confirmed the mapping; no
+call of the node on a descriptor that a client also has can block. What it doesn't do: contain anything of another
+connection.
 """
 
 from __future__ import annotations

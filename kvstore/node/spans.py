@@ -1,13 +1,12 @@
-"""The node's part of a trace: OpenTelemetry spans of what it did for calls that named a sampled parent.
+"""The node's part of a trace: OpenTelemetry spans of its work for calls that named a sampled parent.
 
-A look-up's spans are made when it is over. A put goes on when its call has long been answered: its leases carry
-`PutTrace`, which adds up what becomes of them, and the spans are made when the last one is over, as children of what
-the reservation named. `otel` makes the provider of a process.
+The spans of a look-up are made when it ends. A put continues long after its call was answered: its leases carry a
+`PutTrace`, which collects what becomes of them, and the spans are made when the last one ends, as children of the
+reservation's parent. `otel` makes the provider of a process.
 
-What always holds: without a parent, or with one that is not sampled or not written as it should be, nothing is made and
-nothing noted. Times are those that the node notes anyhow, and spans are made after acknowledgements have gone out; one
-put's are bounded, whatever the number of its blocks. Nothing in them says whose the blocks are, or which: no tenant, no
-user, no session, no key.
+What always holds: without a parent, or with one that is unsampled or malformed, nothing is made and nothing recorded.
+Times are those that the node records anyway, and spans are made after acknowledgements have been sent; one put's spans
+are bounded, whatever the number of its blocks. Spans contain no tenant, user, session or key.
 What it doesn't do: wait; the exporter (`otel`) has a bounded queue.
 """
 

@@ -1,8 +1,8 @@
-"""The service Steps: blocks read ahead for a request that has arrived, and what was seen of a session.
+"""The service Steps: prefetches for a request that has arrived, and the recorded events of a session.
 
-What always holds: a call sees the sessions and blocks of its caller's tenant and no others; a prefetch is answered
-within `RPC_TIMEOUT_MS`, with what is in memory by then.
-What it doesn't do: wait for the drive while a fetch does (`prefetch`), or keep a trace beyond the process
+What always holds: a call sees only sessions and blocks of its caller's tenant; a prefetch is answered within
+`RPC_TIMEOUT_MS`, with what is in memory by then.
+What it doesn't do: use the drive while a fetch waits for it (`prefetch`), or keep a trace beyond the process
 (`session_traces`).
 """
 

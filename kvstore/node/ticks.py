@@ -1,7 +1,7 @@
-"""How often the node does what only time brings about.
+"""The node's timer: how often it does what only time brings about.
 
-What always holds: every `TIMER_TICK_MS` while anything happens or waits for its time; every `TIMER_TICK_IDLE_MS` after
-`IDLE_TICKS` ticks without either. What happens then is followed by a tick `TIMER_TICK_MS` later.
+What always holds: every `TIMER_TICK_MS` while anything happens or is due; every `TIMER_TICK_IDLE_MS` after `IDLE_TICKS`
+quiet ticks. The first event after that is followed by a tick within `TIMER_TICK_MS`.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """Time on the node's thread: calls that name many blocks run in slices, and tenants take turns by time used.
 
-What always holds: one step at a time; of the tenants that wait, the one that has had least goes next, and its calls in
-the order in which they came; one that has not waited for long has saved nothing up. While other tenants call, as
-much time as a step took, or more, is left to them before the next one: heavy calls take half of the thread at most.
-Of calls that carry a block, `MOVING_MAX` of a tenant move at a time while others call; the bytes of the rest wait in
-the network, and not between the others and the thread. One that takes longer than `MOVING_MS` is not counted any more,
-so that a client that stands still keeps nobody waiting.
-What can't be done in steps, such as a change of a large session, a tenant does one at a time; while others call, as
-long as it took is left to them before the tenant's next one.
-Calls over the fabric, and blocks that are fetched, don't wait here: they are done as they come. But a tenant for which
-more than `FABRIC_WORK_US` was done at a stretch rests: `FABRIC_REST` times as long none of its own is done while others
-call.
-What it doesn't do: interrupt a step; its caller makes it short.
+What always holds: one slice at a time. Of the waiting tenants, the one that has used least goes next, and its calls in
+their order; a tenant that hasn't waited for long has saved nothing up. While other tenants call, as much time as a
+slice took, or more, is left to them before the next one, so heavy calls use at most half of the thread. Of calls that
+carry a block, `MOVING_MAX` per tenant run at a time while others call; the bytes of the rest wait in the network, not
+between the others and the thread. One that takes longer than `MOVING_MS` no longer counts, so a client that stalls
+delays nobody. Work that can't be sliced, such as a change of a large session, is done one at a time per tenant; while
+others call, as much time as it took is left to them before the tenant's next one. Calls over the fabric, and fetched
+blocks, don't wait here; they are processed as they arrive. But after more than `FABRIC_WORK_US` of work for a tenant at
+a stretch, it pauses `FABRIC_REST` times as long while others call.
+What it doesn't do: interrupt a slice; its caller keeps it short.
 """
 
 from __future__ import annotations

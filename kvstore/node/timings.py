@@ -1,8 +1,8 @@
-"""How long things took, in histograms, and the last puts with their times, failed ones too.
+"""Latencies in histograms, and the latest puts with their times, failed ones too.
 
-What always holds: all of it is noted on the node's own thread, once for blocks that began and ended together, so that
-no lock is shared with another thread; its size is bounded: PUTS_SEEN_MAX puts, and a histogram for each kind of call.
-What it doesn't do: keep anything over a restart, or know a block's key.
+What always holds: everything is recorded on the node's own thread, once for blocks that began and ended together, so no
+lock is shared with another thread. Its size is bounded: `PUTS_SEEN_MAX` puts, and a histogram for each kind of call.
+What it doesn't do: keep anything across a restart, or know a block's key.
 """
 
 from __future__ import annotations

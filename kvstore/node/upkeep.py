@@ -1,16 +1,16 @@
-"""Upkeep: a node looks through its blocks, and what another owner should have and has not is copied to it.
+"""Upkeep: a node scans its blocks, and copies those that another owner should have and lacks.
 
-It looks when the map has changed, when copies could not be made, and now and then: in slices of its index, each of
-which is one question to each other owner. Of those that have a block the first in its order copies it, so nobody is in
-charge, and two that do so at once cost bytes and nothing else (docs/cluster.md has the argument for deletions).
+It scans when the map has changed, when copies could not be made, and periodically: in slices of its index, each of
+which is one question to each other owner. Of the nodes that have a block, the first in its order copies it, so nobody
+is in charge; two that do so at once waste bytes and nothing else (docs/cluster.md has the argument for deletions).
 
-What always holds: only a block is copied of which this node is sure that no deletion was missed, to a member that the
-map has under the lease that it answered with, after it was announced there; as its tenant's and with its own end; at
-most `UPKEEP_BYTES_PER_S`, `UPKEEP_AT_ONCE` blocks at a time. An owner that is away, full or silent costs its blocks'
-copies and a deadline; the rest goes on.
-A node that is draining copies what its owners lack, whoever else has it, and what is kept once as well.
-What it doesn't do: copy what sessions name (they are on their user's node), or blocks of tenants that it doesn't know
-the names of; delete what is on more nodes than it should be.
+What always holds: a block is copied only if this node is sure that it has missed no deletion of it, only to a member
+that is on the map under the lease with which it answered, and only after it was announced there; with its tenant and
+its own expiry; at most `UPKEEP_BYTES_PER_S`, `UPKEEP_AT_ONCE` blocks at a time. An owner that is away, full or silent
+costs the copies of its blocks and a deadline; the rest continues. A draining node copies everything that its owners
+lack, whichever other node has it, also blocks with one replica.
+What it doesn't do: copy blocks of sessions (they are on their user's node), or of tenants whose names it doesn't know;
+delete surplus copies.
 """
 
 from __future__ import annotations

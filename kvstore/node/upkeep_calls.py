@@ -1,9 +1,9 @@
-"""The service Upkeep: what other nodes of the cluster offer, and what of it is taken.
+"""The service Upkeep: what other nodes of the cluster offer, and what is accepted of it.
 
-What always holds: a caller has proved that it is a node of the cluster, and offers under the lease that this node's map
-has; a block is taken only if it was announced here before its bytes were read there, and if no deletion of it has come
-since: the check and the store's taking it are one step; it is its tenant's, within the tenant's quota; where little
-room is left, none is taken.
+What always holds: the caller has proved that it is a node of the cluster, and offers under the lease that this node's
+map has. A block is accepted only if it was announced here before its bytes were read there, and if it has not been
+deleted since: that check and the store's acceptance are one step. It belongs to its tenant, within the tenant's quota.
+When little room is left, nothing is accepted.
 What it doesn't do: send a block's bytes, or delete anything.
 """
 
