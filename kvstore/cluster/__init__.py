@@ -1,1 +1,1 @@
-"""Several nodes that know of each other: the map of who is there, and how a node comes to be on it."""
+"""Several nodes as a cluster: the map of its members, and how a node gets onto it."""

@@ -1,4 +1,4 @@
-"""What we ask of etcd: a lease, one record under it, and a list that is followed.
+"""The client for etcd: a lease, records under it, and a list that is followed.
 
     etcd = Etcd(EtcdReach(("10.0.0.2:2379", "10.0.0.3:2379")))
     lease = await etcd.grant(5)
@@ -9,9 +9,9 @@
 Why not a library: those for asyncio stay with the endpoint that they began with, and wait for one that hangs. This is
 twelve calls of a documented interface, each with its deadline.
 
-What always holds: a call is answered or raises `EtcdAway` within its time, whatever etcd does; the next one begins with
-another endpoint then. What was found of a list is whole at some revision, and each later one is of a higher revision.
-What it doesn't do: wait and try again, which is its caller's decision. It runs in one event loop.
+What always holds: a call is answered or raises `EtcdAway` within its time, whatever etcd does; then the next one starts
+with another endpoint. A list is complete as of one revision, and each later one has a higher revision.
+What it doesn't do: retry, which is its caller's decision. It runs in one event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The map of a cluster: its members as of a revision of etcd, and whose home each of them is.
+"""The map of a cluster: its members as of a revision of etcd, and the home of each user.
 
-What always holds: a map is a value; equal members have equal homes, in whatever order they were found and whoever tells
-of them; a member that can't be read is left out, and the others stay.
+What always holds: a map is a value. Equal members give equal homes, in whatever order and from whichever node they
+come. A member that can't be parsed is left out, and the others stay.
 What it doesn't do: ask anybody. `kvstore.cluster.membership` follows etcd, `kvstore.client.map_follower` a node.
 """
 

@@ -1,10 +1,10 @@
 """A node's membership: how it gets onto the map of its cluster, stays there, and follows it.
 
-What always holds: the map that is told never goes back; while etcd is away it stays as it was, and for a lease's time
-after it has come back, unless all members are there again before; so it does when a second member is missing within
-that time: they fall one at a time; a lease is kept for as long as it lives; a node
-whose record was replaced by another process's leaves the record to that one, and says so until it is started again;
-each step is over within etcd's deadline, and tried again a moment later.
+What always holds: the map that is told never goes back. While etcd is away the map stays, and so for a lease's time
+after etcd has come back, unless all members are there again before; also when a second member is missing within that
+time: members are removed one at a time. A lease is kept for as long as it lives. A node whose record was replaced by
+another process leaves the record to that process, and says so until it is restarted. Each step ends within etcd's
+deadline, and is retried a moment later.
 What it doesn't do: touch the path of a block. Whether a node is a member changes nothing in what it serves.
 """
 

@@ -1,7 +1,8 @@
-"""What a change of a cluster's members moves: how much each node sends and receives, and for how long. Pure.
+"""What a change of a cluster's members would move: how much each node sends and receives, and how long that takes.
+Pure.
 
-It is an estimate: it takes the blocks as spread over the lots in equal parts, as many as the nodes have now. The owners
-are those of the placement itself.
+It is an estimate: it assumes that the nodes' current blocks are spread evenly over the lots. The owners are those of
+the placement itself.
 
 What it doesn't do: ask the nodes, which `kvstore cluster plan` does; count what clients put meanwhile.
 """

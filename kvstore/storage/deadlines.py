@@ -1,9 +1,9 @@
-"""When sessions end by themselves: names by their times, the next one first.
+"""When sessions expire: names by their times, the next one first.
 
-Always holds: a name is given once for each time it was set, not before that time, and not at all if it was set anew or
-cleared since; what is remembered is bounded by twice the names that have a time.
+Always holds: a name is given once for each time it was set, not before that time, and not at all if it was set again or
+cleared since; at most twice as many entries are kept as there are names with a time.
 
-It doesn't look at a clock, and it ends nothing.
+It doesn't read a clock, and it removes nothing.
 """
 
 from __future__ import annotations

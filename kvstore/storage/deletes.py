@@ -1,7 +1,7 @@
 """Deleting blocks by name.
 
-Always holds: what is being deleted is not found from the call on; a deletion is reported when no header of
-its name is left on the drive, and, if asked for, synced; a block whose put is under way is deleted after it.
+Always holds: a block that is being deleted is not found from the call on; a deletion is reported when no header of
+its name is left on the drive and, if requested, this is synced; a block whose put is in progress is deleted after it.
 
 It doesn't check references to a block: sessions keep listing deleted blocks, and find them gone.
 """

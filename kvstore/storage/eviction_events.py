@@ -1,16 +1,16 @@
-"""Reports to the eviction's core: every block that enters or leaves the index.
+"""Reports to the eviction core: every block that enters or leaves the index.
 
 Always holds:
 
-- The core knows exactly the blocks that are in the index, from the opening on, and the ground where each lies.
-- A block is guarded while a get reads it, and while a put of it waits for a sync; to be asked for is to be used.
-- Whatever leaves the index leaves it with a reason, which the last ones can be asked for.
-- A session's blocks stand in the core in the order of its manifest, as far as they are stored. One that is replaced
-  hands on its places in all its sessions; one that comes back takes its place again, if the session it stood in last
+- The core knows exactly the blocks that are in the index, from the opening on, and where each lies.
+- A block is guarded while a get reads it, and while a put of it waits for a sync; a request for a block is a use.
+- Whatever leaves the index leaves it with a reason, and the latest reasons are remembered.
+- A session's blocks are in the core in the order of its manifest, as far as they are stored. A block that is replaced
+  passes on its places in all its sessions; one that comes back takes its place again, if the last session it was in
   has a gap there.
-- What a session's manifest protects is protected from the opening on, before anything may go.
+- What a session's manifest protects is protected from the opening on, before anything may be evicted.
 
-It decides nothing: the core does, and `kvstore.storage.room` asks it. Other guards last as long as the process.
+It decides nothing: the core does, at the request of `kvstore.storage.room`. Other guards last as long as the process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The way of a block from the drive into a slot: look up, read, check the header.
+"""A block's way from the drive into a slot: look up, read, check the header.
 
 Always holds: a block is handed out only with a header that is exactly the one that the index and the
-request name, tag included; an extent is pinned from the look-up to the end of the read, so nothing new
-can be written there, and the block has a guard for as long, so it is not evicted for room; a block that could not
-be read is read once more, and if that fails too it is quarantined, so that its name can be put again.
+request name, tag included. Its extent is pinned from the look-up to the end of the read, so nothing new
+can be written there, and the block is guarded as long, so it is not evicted for room. A block that could not
+be read is read once more; if that fails too, it is quarantined, so its name can be put again.
 
-It doesn't check payloads; see `GetDone` for whose duty that is.
+It doesn't check payloads; `GetDone` says who does.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Sessions in the index: user -> sessions -> chunks and tail -> block keys, and who still names what.
+"""Sessions in the index: user -> sessions -> chunks and tail -> block keys, and refcounts of all of these.
 
 Always holds:
 
-- A chunk counts the sessions that name it, and is gone with the last. A block counts the chunks and the tails
-  that name it, so that sessions which share a chunk cost its blocks one reference: forking is O(chunks).
+- A chunk counts the sessions that name it, and is removed with the last. A block counts the chunks and tails that name
+  it, so sessions that share a chunk cost its blocks one reference: forking is O(chunks).
 - A change is one transaction, with all counts in it.
 - A value has a bounded size: a chunk's fits into one page of LMDB.
 
-It doesn't write to the drive, and doesn't know whether blocks that are named exist. References of blocks that
-are gone are kept: the block may come back under its name.
+It doesn't write to the drive, and doesn't know whether named blocks exist. References to blocks that are gone are
+kept: a block may come back under its name.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Quotas: how many bytes of a store a tenant may have, and that it makes room for itself when it would have more.
+"""Quotas: how many bytes of a store a tenant may use; at its quota a tenant makes room for itself.
 
-What counts is what its blocks take on the drives, whole pages and headers included, what its puts that are under way
-will take, and what was quarantined since the opening and is not in use again. Manifests of sessions are not counted.
+A tenant's use is what its blocks take on the drives, in whole pages with headers, what its pending puts will take, and
+what was quarantined since the opening and is not in use again. Session manifests are not counted.
 
 Always holds:
 
-- A tenant with a quota never has more than it, on all drives together, but for what it had before it got it; of that
-  the oldest goes at once, as far as it may.
-- To make room for it only its own blocks go: of those that may go the one used longest ago, exactly, on whatever drive
-  it is. After an opening their uses are unknown; then they go by age, drives in step.
-- A put that would be too much waits, before it takes any room, for as long as something of its own is under way or
-  guarded for a time, and `ROOM_WAIT_MS_MAX` at most; then it is refused with the quota named. Its later puts on that
-  drive wait behind it, and no other tenant's do.
-- No step is long: `EVICTION_URGENT_BLOCKS` go at most between two looks at other work.
+- A tenant never exceeds its quota, on all drives together, except by what it had when the quota was set; of that the
+  oldest is evicted at once, as far as possible.
+- To make room for a tenant only its own blocks are evicted: of those that may go, exactly the least recently used one,
+  on whichever drive it is. After an opening uses are unknown; then blocks go by age, with the drives in step.
+- A put that would exceed the quota waits, before it takes any room, while something of its tenant's is pending or
+  guarded for a limited time, `ROOM_WAIT_MS_MAX` at most; then it is refused, and the error has the quota. The tenant's
+  later puts on that drive wait behind it, and no other tenant's do.
+- No step is long: at most `EVICTION_URGENT_BLOCKS` are evicted between two looks at other work.
 
-What is counted is counted where it changes (`eviction.owners`), so it can't drift away from what is stored. A drive
-that takes no writes still counts, and nothing goes there. A put that is refused may have cost blocks that could go.
+Use is counted where it changes (`eviction.owners`), so it can't drift from what is stored. A drive that takes no writes
+still counts, but nothing is evicted there. A put that is refused may have cost blocks that could go.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Makes room: evicts what the core plans, in bounded steps between other work, and looks after puts that wait.
+"""Makes room: evicts what the core plans, in bounded steps between other work, and manages puts that wait.
 
-A put that finds no room waits for what is on its way to become free. If that is not enough, first as many pages go as
-it has, in the policy's order; if these do not lie together, those go that stand in one place (see `clearing`). Then it
-finds room, since nothing else may allocate meanwhile.
+A put that finds no room waits for what is about to become free. If that is not enough, first as many pages as it needs
+are evicted, in the policy's order; if these are not contiguous, blocks in one place are (see `clearing`). Then it finds
+room, because nothing else may allocate meanwhile.
 
-Always holds: each wait ends. A put is refused, with the reason in a sentence, when nothing more may go, at once if
-waiting would not help and after `ROOM_WAIT_MS_MAX` if a guard is in the way; a refused put has cost no more blocks than
-would have made its room twice. Expired blocks go even if no put waits.
+Always holds: each wait ends. A put is refused, with the reason in a sentence, when nothing more may be evicted: at once
+if waiting would not help, and after `ROOM_WAIT_MS_MAX` if a guard is in the way. A refused put has cost at most the
+blocks that would have made its room twice. Expired blocks are removed even if no put waits.
 
 It doesn't order the puts (`kvstore.storage.writes` does) and does not choose (`kvstore.storage.eviction` does).
 """

@@ -1,10 +1,10 @@
 """Blocks that a reader (`nic_offload.reader`) reads from the drive and sends.
 
-Always holds: the extents of what is handed on are pinned, and the blocks guarded, from before it is handed on until the
-drive is done with it; it is handed on when it is its tenant's turn at the drive, and counts there until then.
+Always holds: the extents are pinned and the blocks guarded from before they are handed to the reader until the drive is
+done with them; they are handed over at their tenant's turn at the drive, and count as its work until then.
 
-It checks nothing and reports nothing: the reader checks header and payload, and what was found broken or could
-not be read is got once more, the usual way (`kvstore.storage.gets`), which knows what to do about it.
+It checks nothing and reports nothing: the reader checks header and payload, and a record that was found broken or could
+not be read is read once more the usual way (`kvstore.storage.gets`), which knows how to handle it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Whose blocks are whose, for owners who may keep only so much: an exact LRU order and a count of pages for each.
+"""The blocks of each owner with a quota: an exact LRU order and a count of pages.
 
-It stands beside the policy, which orders the blocks of all. An owner is a small number; 0 is nobody in particular,
-whose rows are neither ordered nor counted here and cost nothing as long as no row behind them has an owner.
+It exists beside the policy, which orders all blocks. An owner is a small number; 0 means none, and rows without an
+owner are neither ordered nor counted here, and cost nothing as long as no later row has an owner.
 
 Always holds:
 
 - Whatever has an owner is counted with it, from `take` to `leave`.
 - A row in an owner's ring was used after all before it in that ring. Stamps come from one counter for all drives of a
-  store, so what was used longest ago can be told among rows of several drives.
-- To take in, to touch and to let go is O(1), and so is to find the row that was used longest ago.
+  store, so the least recently used row can be found across several drives.
+- Adding, touching and removing a row is O(1), and so is finding the least recently used one.
 
-Rows that may not go are set aside here as they are in the policy, and for the same while; see `evictor`. It knows no
+Rows that may not be evicted are set aside here as they are in the policy, and for as long; see `evictor`. It knows no
 limits: `kvstore.storage.quotas` does. 18 bytes a row, if any row has an owner.
 """
 

@@ -1,4 +1,4 @@
-"""The policies by the names that people choose them by."""
+"""The policies by name."""
 
 from __future__ import annotations
 

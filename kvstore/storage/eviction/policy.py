@@ -1,7 +1,7 @@
-"""What a policy is asked: of the rows that it has been given, which should go first.
+"""The interface of a policy: of the rows it has been given, which should be evicted first.
 
-A policy orders rows and knows nothing else: no sessions, no guards, no time to live. Who uses it takes out
-rows that may not go now and gives them back later. So a policy never refuses a row and never loses one.
+A policy orders rows and knows nothing else: no sessions, no guards, no expiry. Its user takes out rows that may not be
+evicted now and gives them back later. So a policy never refuses a row and never loses one.
 """
 
 from __future__ import annotations
