@@ -1,8 +1,7 @@
-"""What a change of a cluster's members would move: how much each node sends and receives, and how long that takes.
-Pure.
+"""What a change of a cluster's members would move: how much each node sends and receives, and how long it takes.
 
-It is an estimate: it assumes that the nodes' current blocks are spread evenly over the lots. The owners are those of
-the placement itself.
+Pure. It is an estimate: it assumes that the nodes' current blocks are spread evenly over the lots. The owners are those
+of the placement itself.
 
 What it doesn't do: ask the nodes, which `kvstore cluster plan` does; count what clients put meanwhile.
 """
