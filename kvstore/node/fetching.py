@@ -199,6 +199,7 @@ class Fetches:
     def pump(self) -> None:
         """Send what is hot, and read ahead as far as the memory goes; of much, the rest goes on a round later."""
         self._settle()
+        rested_s = self._turns.rests_s()
         left = 0 if self._goes_on else FETCHES_A_ROUND
         while left and not self._memory.pages.refused and (batch := self._next(left)):
             self._begin_in_turn(batch)
@@ -206,7 +207,9 @@ class Fetches:
         if not left and self._queued and not self._goes_on:
             self._goes_on = True
             asyncio.get_running_loop().call_soon(self._go_on)
-        elif self._queued and (rests_s := self._turns.rests_s()):
+        elif self._queued and (
+            rests_s := self._turns.rests_s() or rested_s
+        ):  # a rest may have ended meanwhile
             self._rested.within(rests_s)
 
     def _go_on(self) -> None:

@@ -187,8 +187,11 @@ class Turns:
 
     def rests_s(self) -> float:
         """Seconds until the first who rests has rested; 0: nobody rests."""
-        until_ns = min(self._rests.values(), default=0)
-        return max(0, until_ns - self._clock.monotonic_ns()) / _NS if until_ns else 0
+        if not self._rests:
+            return 0
+        now_ns = self._clock.monotonic_ns()
+        self._rests = {one: until_ns for one, until_ns in self._rests.items() if until_ns > now_ns}
+        return min(((until_ns - now_ns) / _NS for until_ns in self._rests.values()), default=0)
 
     def _others_call(self, tenant: bytes, now_ns: int) -> bool:
         whose, when_ns = self._other if self._last[0] == tenant else self._last

@@ -203,6 +203,19 @@ def test_who_was_worked_for_at_length_rests_while_others_call() -> None:
     assert turns.rests_s() == 0
 
 
+def test_a_rest_that_is_over_does_not_hide_a_later_one() -> None:
+    """Of a tenant that has not called since, which nobody asks about."""
+    clock = Clock()
+    turns = Turns(clock)
+    for tenant in (b"gone", b"other"):
+        turns.heard(tenant)
+    turns.worked(b"gone", 1 * MS)
+    clock.now_ns += FABRIC_REST * 1 * MS + 1
+    turns.worked(b"other", 2 * MS)
+    assert turns.rests_s() == pytest.approx(FABRIC_REST * 2 / 1000)
+    assert turns.rests(b"other")
+
+
 def test_alone_nobody_rests() -> None:
     clock = Clock()
     turns = Turns(clock)
