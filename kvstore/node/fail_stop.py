@@ -1,7 +1,7 @@
 """Ends a node's process when handling an event of the fabric or a drive hits a bug.
 
 What always holds: if handling such an event, or a timer, raises an unexpected exception, the process ends at once with
-`EXIT_STATUS`, and the traceback is in its log. Whatever was acknowledged is on the drives, and the next start finds it.
+`Status.BUG`, and the traceback is in its log. Whatever was acknowledged is on the drives, and the next start finds it.
 If the process went on, the rows behind the failed one would be lost: acknowledged blocks that no get finds.
 What it doesn't do: end the process for a call that fails, which ends alone, or for one of our own errors (`KvError`),
 which are logged. Nothing is ended before `arm`, so nodes inside a test's process raise.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvcli.running import Status
 from kvstore.errors import KvError
@@ -20,11 +20,10 @@ from kvstore.errors import KvError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EXIT_STATUS", "arm", "or_stop"]
+__all__ = ["arm", "or_stop"]
 
 log = logging.getLogger(__name__)
 
-EXIT_STATUS: Final = Status.BUG
 _armed = False
 
 
@@ -51,6 +50,6 @@ def or_stop(handle: Callable[..., object]) -> Callable[..., None]:
                 exc_info=True,
             )
             logging.shutdown()
-            os._exit(EXIT_STATUS)
+            os._exit(Status.BUG)
 
     return handled

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvcli.running import Status
 from kvstore.client import Block, Hit
 from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
 from kvstore.errors import Overloaded
 from kvstore.names import block_key
 from kvstore.node import fail_stop
-from kvstore.node.fail_stop import EXIT_STATUS, or_stop
+from kvstore.node.fail_stop import or_stop
 from nic_offload.memory import allocate
 from tests.conftest import SMALL_DRIVE, SMALL_HOT, small_client
 
@@ -65,7 +66,7 @@ def test_what_was_acknowledged_before_a_bug_ended_the_node_is_there_in_its_next_
         assert kept, "the C core acknowledges before Python hears of it"
         process = node._process
         assert process is not None
-        assert process.wait(20) == EXIT_STATUS
+        assert process.wait(20) == Status.BUG
         assert "A bug: the node stops" in node.log()
         assert "AssertionError: planted" in node.log()
         node.kill()
