@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 from kvcli.version import package_version
 
 if TYPE_CHECKING:
-    from kvstore.client import Block, Client, ClusterClient, Hit
+    from kvstore.client import AsyncClient, Block, Client, ClusterClient, Hit
     from kvstore.miss import Miss
     from kvstore.names import block_key
     from nic_offload.flags import FlagWords
 
-__all__ = ["Block", "Client", "ClusterClient", "FlagWords", "Hit", "Miss", "block_key"]
+__all__ = ["AsyncClient", "Block", "Client", "ClusterClient", "FlagWords", "Hit", "Miss", "block_key"]
 
 __version__ = package_version()
 
 _HOMES = {
+    "AsyncClient": "kvstore.client",
     "Block": "kvstore.client",
     "Client": "kvstore.client",
     "ClusterClient": "kvstore.client",

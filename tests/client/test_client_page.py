@@ -22,7 +22,7 @@ def fenced(page: str, kind: str) -> list[str]:
 
 
 def test_the_example_of_the_page_runs_as_printed_and_prints_what_it_says(node: NodeProcess) -> None:
-    example, _ = fenced("client.md", "python")
+    example, _, _ = fenced("client.md", "python")
     (printed,) = fenced("client.md", "text")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", example.replace("127.0.0.1:7070", node.target)],
@@ -35,8 +35,14 @@ def test_the_example_of_the_page_runs_as_printed_and_prints_what_it_says(node: N
     assert done.stdout == printed
 
 
+def test_the_example_with_asyncio_runs_as_printed(node: NodeProcess) -> None:
+    _, example, _ = fenced("client.md", "python")
+    example = example.replace("127.0.0.1:7070", node.target)
+    subprocess.run([sys.executable, "-W", "error", "-c", example], timeout=60, check=True)
+
+
 def test_the_example_of_a_users_own_test_runs_as_printed() -> None:
-    _, example = fenced("client.md", "python")
+    _, _, example = fenced("client.md", "python")
     subprocess.run([sys.executable, "-W", "error", "-c", example], timeout=60, check=True)
 
 

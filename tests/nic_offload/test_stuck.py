@@ -178,13 +178,13 @@ def test_a_thread_that_hangs_while_it_looks_for_its_sockets_holds_up_nobody() ->
         "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
         "one = socket.create_server(('127.0.0.1', 0))\n"
-        "for _ in range(min(most - 500, 8000)):\n"  # it looks at each, most of the time
+        "for _ in range(min(most - 500, 4000)):\n"  # it looks at each, most of the time
         "    os.dup(one.fileno())\n"
-        "test_stuck.ANSWER_MS = 300\n"
-        "for number in range(20):\n"
+        "test_stuck.ANSWER_MS = 1000\n"
+        "for number in range(8):\n"
         "    fabric, thread = test_stuck._open()\n"
         "    endpoint = fabric.open_endpoint()\n"
-        "    test_stuck.time.sleep(number / 2000)\n"
+        "    test_stuck.time.sleep(number / 800)\n"
         "    with test_stuck.hanging(thread), test_stuck.pytest.raises(test_stuck.FabricStuck):\n"
         "        endpoint.close()\n"
         "    with test_stuck.suppress(test_stuck.FabricStuck):\n"  # it is busy looking
