@@ -28,6 +28,7 @@ _HANDLES = (
     "pieces",
 )
 _PARTS = (
+    "aead",
     "caller",
     "core",
     "counter",
@@ -69,23 +70,7 @@ ffi.set_source(
     "nic_offload._core",
     '#include "core.h"',
     sources=[f"nic_offload/{name}.c" for name in _PARTS],
-    depends=[
-        f"nic_offload/{name}.h"
-        for name in (
-            "call",
-            "core",
-            "cxi",
-            "fabric",
-            "header",
-            "lane",
-            "library",
-            "names",
-            "nic",
-            "parts",
-            "seal",
-            "shelf",
-        )
-    ],
+    depends=[str(header.relative_to(_HERE.parent)) for header in sorted(_HERE.glob("*.h"))],
     include_dirs=["nic_offload"],
     libraries=["pthread", "dl"],
     extra_compile_args=[

@@ -220,6 +220,22 @@ uint32_t tk_crc32c_table(const void *data, size_t length, uint32_t seed); /* wit
 int tk_crc32c_is_isal(void);
 uint64_t tk_siphash(const uint64_t secret[2], const void *data, size_t length);
 
+/* AES-256-GCM; see aead.c. What is encrypted is as long as before, and its tag follows. */
+#define TK_AEAD_KEY 32
+#define TK_AEAD_NONCE 12
+#define TK_AEAD_TAG 16
+#define TK_AEAD_MESSAGE 96
+struct tk_aead {
+	uint8_t key[TK_AEAD_KEY];
+	uint8_t nonce[TK_AEAD_NONCE];
+	uint32_t associated_bytes;
+	uint64_t associated; /* their address */
+};
+int tk_aead_load(char *message); /* -ENOENT: there is none, and why */
+int tk_aead_encrypt(const struct tk_aead *of, const void *from, size_t length, void *to);
+int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, void *to); /* -EBADMSG: the tag is wrong */
+void tk_wipe(void *secret, size_t length);
+
 /* Pages that begin with fixed bytes and their tag; the rest of each is zeros, and so is what follows from `used` to `end`. */
 #define TK_TAGGED_PAGE 4096
 #define TK_TAGGED_KEY 32
