@@ -29,6 +29,7 @@ _HANDLES = (
     "reader",
     "pieces",
     "vault",
+    "decryption",
 )
 _PARTS = (
     "aead",

@@ -13,6 +13,7 @@
 
 #include <errno.h>
 #include <stddef.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define MAGIC "TKVSEALD"
@@ -201,28 +202,47 @@ int tk_encrypt_records(const struct tk_encryption *with, const struct tk_to_encr
 	return status;
 }
 
-/* `length` bytes of payload in place, behind the page; 0: the header alone. */
-int tk_decrypt_record(const struct tk_encryption *with, uint64_t offset, void *record, uint64_t length,
-		      struct tk_decrypted *out)
+struct tk_decryption {
+	struct aead *aead;
+	uint8_t payload_tag[TK_AEAD_TAG];
+};
+
+int tk_decryption_open(const struct tk_encryption *with, uint64_t offset, const void *page, struct tk_decrypted *out,
+		       struct tk_decryption **opened)
 {
-	struct header_fixed plain = {0};
 	struct encrypted_fixed fixed;
-	char *page = record;
-	memcpy(&fixed, page, sizeof fixed);
-	out->number = fixed.domain;
-	out->id = fixed.key_id;
-	struct aead *aead = aead_open();
-	if (!aead)
+	struct header_fixed plain = {0};
+	struct tk_decryption *decryption = calloc(1, sizeof *decryption);
+	if (!decryption || !(decryption->aead = aead_open())) {
+		tk_decryption_close(decryption);
 		return -ENOMEM;
-	int status = record_open(aead, with, offset, page, &plain);
-	memcpy(out->fixed, &plain, sizeof out->fixed);
-	if (!status && length) {
-		status = length == plain.length ? aead_step(aead, page + TK_TAGGED_PAGE, page + TK_TAGGED_PAGE, length) : -EBADMSG;
-		if (!status)
-			status = aead_end(aead, fixed.payload_tag);
-		if (status)
-			wipe(page + TK_TAGGED_PAGE, length);
 	}
-	aead_close(aead);
+	memcpy(&fixed, page, sizeof fixed);
+	memcpy(decryption->payload_tag, fixed.payload_tag, sizeof fixed.payload_tag);
+	int status = record_open(decryption->aead, with, offset, page, &plain);
+	*out = (struct tk_decrypted){.id = fixed.key_id, .number = fixed.domain};
+	memcpy(out->fixed, &plain, sizeof out->fixed);
+	if (status)
+		tk_decryption_close(decryption);
+	else
+		*opened = decryption;
 	return status;
+}
+
+int tk_decryption_step(struct tk_decryption *decryption, void *bytes, uint64_t length)
+{
+	return aead_step(decryption->aead, bytes, bytes, length);
+}
+
+int tk_decryption_end(struct tk_decryption *decryption)
+{
+	return aead_end(decryption->aead, decryption->payload_tag);
+}
+
+void tk_decryption_close(struct tk_decryption *decryption)
+{
+	if (!decryption)
+		return;
+	aead_close(decryption->aead);
+	free(decryption);
 }

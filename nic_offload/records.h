@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 struct tk_vault;
+struct tk_decryption;
 
 /* Shared with the cffi build, as in core.h. */
 /* cdef begin */
@@ -71,10 +72,13 @@ struct tk_decrypted {
 	uint8_t fixed[TK_TAGGED_FIXED];
 };
 int tk_encrypt_records(const struct tk_encryption *with, const struct tk_to_encrypt *rows, uint32_t count);
-/* A payload of `length` bytes in place, behind its header page; 0: the header alone. -EBADMSG: it is not a record of this
- * place, or was changed; then the payload's memory is zeros. -ENOKEY: its key is not in the vault; number and id say which. */
-int tk_decrypt_record(const struct tk_encryption *with, uint64_t offset, void *record, uint64_t length,
-		      struct tk_decrypted *out);
+/* What a header page says, and, with 0, a stream for the payload. -EBADMSG: it is not a record of this place, or was changed.
+ * -ENOKEY: its key is not in the vault; number and id say which, and `fixed` has what is in the clear. */
+int tk_decryption_open(const struct tk_encryption *with, uint64_t offset, const void *page, struct tk_decrypted *out,
+		       struct tk_decryption **opened);
+int tk_decryption_step(struct tk_decryption *decryption, void *bytes, uint64_t length); /* the next ones, in place */
+int tk_decryption_end(struct tk_decryption *decryption); /* -EBADMSG: they are not what was written */
+void tk_decryption_close(struct tk_decryption *decryption);
 /* cdef end */
 
 #endif

@@ -18,14 +18,23 @@ from nic_offload._core import ffi, lib
 from nic_offload.aead import KEY_BYTES
 from nic_offload.errors import FabricError
 from nic_offload.handle import Handle
-from nic_offload.header_pages import FIXED_BYTES, NAME_BYTES
+from nic_offload.header_pages import FIXED_BYTES, NAME_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from typing_extensions import Buffer
 
-__all__ = ["DOMAIN_BYTES", "SALT_BYTES", "Decrypted", "KeyName", "RecordCipher", "Vault", "row_of"]
+__all__ = [
+    "DOMAIN_BYTES",
+    "SALT_BYTES",
+    "Decrypted",
+    "Decryption",
+    "KeyName",
+    "RecordCipher",
+    "Vault",
+    "row_of",
+]
 
 DOMAIN_BYTES: int = lib.TK_DOMAIN_BYTES
 SALT_BYTES: int = lib.TK_SALT_BYTES
@@ -50,11 +59,10 @@ class KeyName(NamedTuple):
 
 
 class Decrypted(NamedTuple):
-    """What a header page says; only what is in the clear, unless its key is in the vault."""
+    """What a header page says: of all fields only those in the clear, unless its key is in the vault."""
 
     key: KeyName
     fixed: bytes
-    is_open: bool
 
 
 class Vault(Handle):
@@ -116,16 +124,49 @@ class RecordCipher:
             raise FabricError.from_code("Encrypting records", code)
         return True
 
-    def decrypt(self, offset: int, address: int, length: int) -> Decrypted | None:
-        """Decrypt a payload of this length in place, behind its header page; 0: look at the header alone.
+    def open(self, offset: int, page: int) -> tuple[Decrypted, Decryption | None] | None:
+        """Look at the header page that is at this address; without its key there is no decryption.
 
-        None: it is no record of this place, or was changed; then the payload's memory is zeros.
+        None: it is no record of this place, or was changed.
         """
-        out = ffi.new("struct tk_decrypted *")
-        code = lib.tk_decrypt_record(self.setup, offset, ffi.cast("void *", address), length, out)
+        out, opened = ffi.new("struct tk_decrypted *"), ffi.new("struct tk_decryption **")
+        code = lib.tk_decryption_open(self.setup, offset, ffi.cast("void *", page), out, opened)
         if code in {-errno.EBADMSG, -errno.EIO}:
             return None
         if code not in {0, -errno.ENOKEY}:
             raise FabricError.from_code("Decrypting a record", code)
-        key = KeyName(out.number, out.id)
-        return Decrypted(key, bytes(ffi.buffer(out.fixed, FIXED_BYTES)), not code)
+        said = Decrypted(KeyName(out.number, out.id), bytes(ffi.buffer(out.fixed, FIXED_BYTES)))
+        return said, None if code else Decryption(opened[0])
+
+    def decrypt(self, offset: int, record: int, length: int) -> Decrypted | None:
+        """Decrypt a record in place that has a payload of this length; None, and zeros, if that can't be done."""
+        opened = self.open(offset, record)
+        decryption = None if opened is None else opened[1]
+        if opened is None or decryption is None:
+            return None
+        with decryption:
+            is_its = decryption.step(record + PAGE_BYTES, length) and decryption.is_authentic()
+        if not is_its:
+            lib.tk_wipe(ffi.cast("void *", record + PAGE_BYTES), length)
+        return opened[0] if is_its else None
+
+
+class Decryption(Handle):
+    """A payload that is being decrypted in place. What it gives is not to be believed before `is_authentic` says so."""
+
+    def __init__(self, opened: Any) -> None:
+        self._handle = opened
+
+    def step(self, address: int, length: int) -> bool:
+        """Decrypt the next bytes; False if that failed."""
+        return not lib.tk_decryption_step(self._handle, ffi.cast("void *", address), length)
+
+    def is_authentic(self) -> bool:
+        """Tell, once after all bytes, whether they are what was written."""
+        return not lib.tk_decryption_end(self._handle)
+
+    def close(self) -> None:
+        """Free it."""
+        if self._handle is not None:
+            lib.tk_decryption_close(self._handle)
+            self._handle = None
