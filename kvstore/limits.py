@@ -185,6 +185,7 @@ FABRIC_CALLS_MS = 1  # of them in one round of the thread: each tenant's turn is
 FABRIC_WORK_US = 500  # a tenant for which so much was done at a stretch rests while others call,
 FABRIC_REST = 3  # so many times as long
 FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX
+STAGED_IDLE_BYTES_MAX = 64 << 20  # memory for encrypted records that is kept for the next ones
 DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # puts, and as many gets, that a drive has accepted and not answered
 DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that a drive has accepted and not answered

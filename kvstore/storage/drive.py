@@ -454,8 +454,14 @@ class Drive(Handle):
         """Tell where a block is, or why it is gone."""
         return self.keeping.explain((tenant, key))
 
+    def wake_up(self) -> None:
+        """Let `poll` be called soon; from any thread."""
+        os.eventfd_write(self.fileno(), 1)
+
     def poll(self) -> None:
         """Do what has become possible, and call the callbacks of what has ended."""
+        if self._volume.keys is not None:
+            self._volume.keys.settle_finished()
         self._traffic.poll()
         self._writes.settle_finished()
         self._puts.settle_renewed()
@@ -572,6 +578,8 @@ class Drive(Handle):
     @property
     def is_busy(self) -> bool:
         """Tell whether anything that was accepted has not ended."""
+        if self._writes.without_keys:
+            return True
         if self._sessions.slices or any(outbox.promised for outbox in self._outboxes):
             return True
         return self._wipes.pending > 0 or self._scrubs.pending > 0 or self._writes.waiting_for_sync > 0

@@ -54,7 +54,11 @@ __all__ = ["Explanation", "Held", "Keeping", "Listener", "restore_sessions", "wa
 _LOW_FRACTION: Final = 64  # one in this many pages, but no more than
 _LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
 _FOR_ROOM: Final = frozenset({Reason.SPACE, Reason.STRANDED, Reason.CLEARED})
-_MISSES: Final = {Reason.EXPIRED: MissReason.EXPIRED, Reason.QUOTA: MissReason.QUOTA}
+_MISSES: Final = {
+    Reason.EXPIRED: MissReason.EXPIRED,
+    Reason.QUOTA: MissReason.QUOTA,
+    Reason.ERASED: MissReason.ERASED,
+}
 _SAID: Final = {
     Reason.SPACE: "evicted for room",
     Reason.STRANDED: "evicted for room, since its session had a gap before it",
@@ -64,6 +68,7 @@ _SAID: Final = {
     Reason.SUPERSEDED: "replaced by a newer one",
     Reason.DELETED: "deleted",
     Reason.QUARANTINED: "dropped because it failed a check or could not be read",
+    Reason.ERASED: "erased: the key that it was encrypted with is destroyed",
 }
 
 

@@ -61,12 +61,11 @@ class OpenedIndex:
 
 def _check(index: Index, extents: Extents, volume: Volume, notes: NotePlace, synced_generation: int) -> None:
     """Hold an index against itself and the drive, as far as the way it was left makes that necessary."""
-    superblock, disk = volume.superblock, volume.disk
     if not index.is_sealed:
-        check_index(index, superblock, disk)
+        check_index(index, volume)
     if not index.was_clean:
-        check_free(disk, superblock, extents, notes.begun)
-        check_manifests(disk, superblock, index, synced_generation)
+        check_free(volume, extents, notes.begun)
+        check_manifests(volume, index, synced_generation)
 
 
 def open_index(
@@ -89,7 +88,7 @@ def open_index(
         try:
             index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
             undo.callback(index.abandon)
-            add_lent(volume.disk, superblock, index, notes.lent)
+            add_lent(volume, index, notes.lent)
             lives = index.lives()
             live, extents = extents_around(index, superblock, lives)
             _check(index, extents, volume, notes, synced_generation)
@@ -103,7 +102,7 @@ def open_index(
             index = Index.empty(folder, volume.superblock.capacity_bytes)
             undo.callback(index.abandon)
             if rebuilt:
-                volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
+                volume.skip_generations(rebuild(volume, index, progress))
             lives = index.lives()
             live, extents = extents_around(index, volume.superblock, lives)
         assert live is not None

@@ -46,6 +46,7 @@ from kvstore.storage.items import SessionDone, SessionItem, SessionStep
 from kvstore.storage.manifest_growth import appended, longer, refuse_longer
 from kvstore.storage.manifests import Changed, Place, Stored
 from kvstore.storage.outbox import Outbox
+from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.storage.slices import Slices
 from kvstore.storage.writes import RecordWrite
 from kvstore.wire.manifest import Manifest, chunk_key, cut_turns, pack_manifest, session_key
@@ -519,7 +520,8 @@ class _Record(RecordWrite):
         size_bytes = record_bytes(len(payload))
         self._memory = mmap.mmap(-1, size_bytes)
         self._memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-        super().__init__(writes, sessions, _address(self._memory), size_bytes, tenant)
+        domain = step.item.name.user if kind is Kind.SESSION else NO_DOMAIN
+        super().__init__(writes, sessions, _address(self._memory), size_bytes, tenant, domain)
         self.step = step
         self.kind = kind
         self.key = key
