@@ -566,7 +566,8 @@ class Drive(Handle):
         while self.is_busy:
             self._writes.sync_if_awaited(at_once=True)
             self._traffic.pump()
-            if not (self._traffic.in_flight or any(self._outboxes) or self._is_due):
+            under_way = self._traffic.in_flight or self._writes.without_keys
+            if not (under_way or any(self._outboxes) or self._is_due):
                 raise StorageError("The drive is unusable after an earlier exception.")
             ready.poll()
             self.poll()
