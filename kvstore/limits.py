@@ -40,6 +40,7 @@ SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
 SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
 SESSION_STEP_BLOCKS = 2048  # of one are read at a time; a change of more is a long one
 SESSION_SLICE_BLOCKS = 2 * SESSION_CHUNK_BLOCKS  # of one are changed at a time
+SESSIONS_SHARE = 2  # one part in so many of a drive may be records of sessions
 SESSIONS_LISTED_STEP = 1  # of a list are read at a time: a long one takes a millisecond
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 

@@ -31,6 +31,7 @@ from kvstore.storage.eviction.ground import Ground
 from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
+from kvstore.storage.session_space import SessionSpace
 from kvstore.wire.record import record_bytes, records_begin
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class Keeping:
             new_policy(policy, pages), self.marks, capacity_pages=pages, now_ms=clock.wall_ms()
         )
         self.ground = Ground(pages)
+        self.space = SessionSpace(pages)
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota

@@ -14,12 +14,14 @@ kept: a block may come back under its name.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import StorageError
-from kvstore.limits import SESSION_BYTES, SESSION_CHUNK_BLOCKS, TENANT_BYTES, USER_BYTES
+from kvstore.limits import PAGE_BYTES, SESSION_BYTES, SESSION_CHUNK_BLOCKS, TENANT_BYTES, USER_BYTES
 from kvstore.storage.row_check import CHECK_BYTES, checked
 from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, parse_manifest, split_keys
+from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,6 +50,11 @@ class Place(NamedTuple):
     length: int
     crc32c: int
     generation: int
+
+    @property
+    def pages(self) -> int:
+        """Tell how many pages the record takes."""
+        return record_bytes(self.length) // PAGE_BYTES
 
 
 class Stored(NamedTuple):
@@ -183,6 +190,15 @@ class Manifests:
                     name[-SESSION_BYTES:],
                 )
                 yield SessionName(tenant, user, session), _stored(row)
+
+    def pages_of_tenants(self) -> Counter[bytes]:
+        """Tell how many pages the records of each tenant take."""
+        pages: Counter[bytes] = Counter()
+        with self._index.reading(buffers=True) as transaction:
+            for table in (self._index.sessions, self._index.chunks):
+                for name, row in transaction.cursor(table):
+                    pages[bytes(name[:TENANT_BYTES])] += Place._make(_PLACE.unpack_from(row)).pages
+        return pages
 
     def all_chunks(self) -> Iterator[tuple[bytes, bytes, Place, int]]:
         """Give tenant, key, place and references of all chunks."""

@@ -33,6 +33,7 @@ from kvstore.limits import (
     FINGERPRINT_BYTES,
     HEADER_BYTES,
     KEY_BYTES,
+    PAGE_BYTES,
     SESSION_BLOCKS_MAX,
     SESSION_BYTES,
     SESSION_CHUNK_BLOCKS,
@@ -46,6 +47,7 @@ from kvstore.storage.items import SessionDone, SessionItem, SessionStep
 from kvstore.storage.manifest_growth import appended, longer, refuse_longer
 from kvstore.storage.manifests import Changed, Place, Stored
 from kvstore.storage.outbox import Outbox
+from kvstore.storage.session_space import Claim
 from kvstore.storage.slices import Slices
 from kvstore.storage.writes import RecordWrite
 from kvstore.wire.manifest import Manifest, chunk_key, cut_turns, pack_manifest, session_key
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.items import SessionsDone
     from kvstore.storage.manifests import Manifests, SessionName
+    from kvstore.storage.quotas import QuotaQueue
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
 
@@ -91,11 +94,15 @@ class Sessions:
         index: Index,
         manifests: Manifests,
         keeping: Keeping,
+        quota_queue: QuotaQueue,
         clock: Clock,
         *,
         others: Sequence[Neighbour],
     ) -> None:
         self._clock = clock
+        self._quota_queue = quota_queue
+        self._space = keeping.space
+        self._space.restore(manifests.pages_of_tenants())
         self.deadlines = Deadlines()
         self._writes = writes
         self._wipes = wipes
@@ -170,6 +177,7 @@ class Sessions:
     def _void(self, step: _Step) -> None:
         """Take what a failed step has written off the drive again, if the drive still does such things."""
         name = step.item.name
+        self._space.failed(name.tenant, sum(one.size_bytes for one in step.records) // PAGE_BYTES)
         written = [one for one in step.records if one.result is not None]  # the others found no room
         if self._writes.stopped is not None or written:
             self._doubtful.add(name)
@@ -206,23 +214,23 @@ class Sessions:
             elif over:
                 self._begin_anew(step)
             elif (before := self._done_before(step.item)) is not None:
-                yield from self._done_again(step, before)
+                self._done_again(step, before)
             else:
                 if step.item.step is SessionStep.APPEND:
                     yield from self._refuse_unknown(step.item)
-                yield from self._write(step, self._wanted(step.item))
+                self._claim(step, self._wanted(step.item))
         except StorageError as error:
             step.error = error
             self._end(step)
 
-    def _done_again(self, step: _Step, before: Manifest) -> Iterator[None]:
+    def _done_again(self, step: _Step, before: Manifest) -> None:
         """Leave an append at what it was, but for when the session ends: there the last word counts."""
         expires_ms = step.item.expires_ms
         if expires_ms is None or expires_ms == before.expires_ms:
             step.manifest = before
             self._end(step)
         else:
-            yield from self._write(step, (before._replace(expires_ms=expires_ms), []))
+            self._claim(step, (before._replace(expires_ms=expires_ms), []))
 
     def _is_over(self, stored: Stored | None, epoch: int | None = None) -> bool:
         return stored is not None and stored.is_over(self._clock.wall_ms(), epoch)
@@ -333,8 +341,25 @@ class Sessions:
             names = _without_references(manifests, names)
         return names
 
-    def _write(self, step: _Step, wanted: tuple[Manifest, list[bytes]]) -> Iterator[None]:
-        step.manifest, payloads = wanted
+    def _claim(self, step: _Step, wanted: tuple[Manifest, list[bytes]]) -> None:
+        """Write a step's records when there is room for them in the quota of its tenant."""
+        step.manifest, payloads = wanted[0], list(dict.fromkeys(wanted[1]))  # each chunk once
+        head, name = pack_manifest(step.manifest), step.item.name
+        before = self._manifests.get(name)
+        pages = sum(record_bytes(len(payload)) for payload in (head, *payloads)) // PAGE_BYTES
+
+        def let_in() -> None:
+            self.slices.begin(self._write(step, payloads, head))
+
+        def refuse(error: StorageError) -> None:
+            step.error = error
+            self._end(step)
+
+        grows = before is None or pages > before.place.pages
+        self._quota_queue.add(Claim(self._space, name.tenant, pages, let_in, refuse, grows=grows))
+
+    def _write(self, step: _Step, payloads: Sequence[bytes], head: bytes) -> Iterator[None]:
+        assert step.manifest is not None
         tenant = step.item.name.tenant
         step.left = len(payloads) + 1
         for at, payload in enumerate(payloads):
@@ -343,7 +368,7 @@ class Sessions:
             self._add(_Record(self._writes, self, step, Kind.CHUNK, tenant, chunk_key(payload), payload))
         # The head last, so that it is published behind its chunks.
         key = session_key(step.manifest.user, step.manifest.session)
-        step.head = _Record(self._writes, self, step, Kind.SESSION, tenant, key, pack_manifest(step.manifest))
+        step.head = _Record(self._writes, self, step, Kind.SESSION, tenant, key, head)
         self._add(step.head)
 
     def _add(self, record: _Record) -> None:
@@ -362,6 +387,7 @@ class Sessions:
         except StorageError as error:
             step.error = error
             return
+        self._space.kept(step.item.name.tenant, sum(one.size_bytes for one in step.records) // PAGE_BYTES)
         self.deadlines.set(step.item.name, step.manifest.expires_ms)
         self._free_when_synced(step.item.name, changed)
         with suppress(StorageError):  # another drive's index: the step is done, and says less than it could
@@ -419,8 +445,10 @@ class Sessions:
         That may be another session: one that shared a chunk and was cut, if only its older manifest survives.
         """
         due = list(changed.chunks)
+        self._space.leaves(name.tenant, sum(place.pages for place in due))
         if changed.manifest is not None:
             self._replaced.setdefault(name, []).append(changed.manifest)
+            self._space.leaves(name.tenant, changed.manifest.pages)
         elif not due:
             return
 
@@ -433,7 +461,7 @@ class Sessions:
                 due.append(changed.manifest)
                 if not held:
                     del self._replaced[name]
-            self._wipes.free((place.offset, place.length) for place in due)
+            self._wipe(name.tenant, due)
 
         self._writes.after_sync(synced, unhurried=True)
 
@@ -453,7 +481,8 @@ class Sessions:
         places = self._replaced.pop(name, [])
         if changed.manifest is not None:
             places.append(changed.manifest)
-        self._wipes.free((place.offset, place.length) for place in places)
+            self._space.leaves(name.tenant, changed.manifest.pages)
+        self._wipe(name.tenant, places)
         self._free_when_synced(name, changed._replace(manifest=None))
         step.changed = self._unreferenced(changed)
         yield from self._cut(name, 0 if stored is None else stored.manifest.blocks, 0)
@@ -463,6 +492,10 @@ class Sessions:
             self._end(step)
 
         yield from self._dropping(step.changed.unreferenced if step.item.delete_blocks else (), wiped)
+
+    def _wipe(self, tenant: bytes, places: Sequence[Place]) -> None:
+        self._space.gone(tenant, sum(place.pages for place in places))
+        self._wipes.free((place.offset, place.length) for place in places)
 
     def _end(self, step: _Step) -> None:
         waiting = self._steps[step.item.name]
