@@ -51,12 +51,11 @@ def longer(manifest: Manifest, keys: Sequence[bytes]) -> tuple[Manifest, list[by
     if manifest.blocks + len(keys) > SESSION_BLOCKS_MAX:
         raise SessionRefused(f"A session has at most {SESSION_BLOCKS_MAX} blocks.")
     tail = [*manifest.tail, *keys]
-    payloads = []
-    while len(tail) >= SESSION_CHUNK_BLOCKS:
-        payloads.append(b"".join(tail[:SESSION_CHUNK_BLOCKS]))
-        del tail[:SESSION_CHUNK_BLOCKS]
+    whole = len(tail) - len(tail) % SESSION_CHUNK_BLOCKS
+    starts = range(0, whole, SESSION_CHUNK_BLOCKS)
+    payloads = [b"".join(tail[at : at + SESSION_CHUNK_BLOCKS]) for at in starts]
     chunks = (*manifest.chunks, *map(chunk_key, payloads))
-    return manifest._replace(chunks=chunks, tail=tuple(tail)), payloads
+    return manifest._replace(chunks=chunks, tail=tuple(tail[whole:])), payloads
 
 
 def refuse_longer(wanted: int, blocks: int) -> None:

@@ -502,7 +502,7 @@ class Sessions:
         name = step.item.name
         stored = self._manifests.get(name)
         try:
-            changed = self._manifests.replace(name, None, {})
+            changed = self._manifests.replace(name, None, {}, SESSION_SLICE_BLOCKS)
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             raise
@@ -564,5 +564,5 @@ def _empty(item: SessionItem) -> Manifest:
 
 
 def _refuse(item: SessionItem) -> None:
-    if tuple(map(len, item.name)) != _NAME_SIZES or any(len(key) != KEY_BYTES for key in item.keys):
+    if tuple(map(len, item.name)) != _NAME_SIZES or set(map(len, item.keys)) - {KEY_BYTES}:
         raise StorageError("A tenant, a user, a session or a key has the wrong size.")

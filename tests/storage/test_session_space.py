@@ -178,6 +178,30 @@ def test_what_is_protected_can_be_given_free_at_the_quota(rig: StoreRig) -> None
     assert rig.put(5000, b"x").error is None
 
 
+@pytest.mark.parametrize("how", ["close", "kill", "power loss"])
+def test_a_restart_and_a_crash_come_to_the_same_counts(rig: StoreRig, how: str) -> None:
+    for number in range(4):
+        rig.append(number, CHUNK * 2 + CHUNK[: 10 * number], Durability.SYNCED)
+    rig.fork(9, 1, 200)
+    rig.truncate(2, 3)
+    append(rig, OTHER, 1, CHUNK)
+    sync(rig)
+    before = counted(rig, passing=True)
+    assert before == {TENANT: 6 * PAGES, OTHER: 2 * PAGES}
+    if how == "close":
+        rig.close()
+        rig.disks = [FakeDisk(disk.pages) for disk in rig.disks]
+    elif how == "kill":
+        rig.kill()
+        rig.disks = [FakeDisk(disk.pages) for disk in rig.disks]
+    else:
+        rig.power_loss(7)
+    rig.open()
+    assert counted(rig, passing=True) == recounted(rig) == before
+    rig.store.change_quotas({TENANT: 100_000 * PAGE_BYTES})
+    assert used(rig) == before[TENANT] + len(CHUNK) * PAGES
+
+
 def protect(blocks: int) -> SessionItem:
     session = SessionName(TENANT, USER, name(1))
     return SessionItem(session, SessionStep.PROTECT, Durability.WRITTEN, 0, blocks=blocks)
