@@ -28,6 +28,7 @@ from kvstore.limits import (
 from kvstore.lookups import Kind, Outcome
 from kvstore.names import user_name
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
+from kvstore.node.connection import check_count
 from kvstore.node.session_names import check_text, name_of
 from kvstore.steps import Step
 from kvstore.storage.items import SessionItem, SessionStep
@@ -63,13 +64,13 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         """Name blocks as a turn."""
         async with refusals(context, self._node.counters):
             tenant = self._enter("append session", context, request.name, len(request.keys))
-            check_keys(request.keys, SESSION_BLOCKS_MAX)
+            check_count(len(request.keys), SESSION_BLOCKS_MAX)
             item = SessionItem(
                 _name(tenant, request.name),
                 SessionStep.APPEND,
                 kept_durability_of(request.durability),
                 0,
-                keys=list(request.keys),
+                keys=await self._keys(tenant, request),
                 first_block=request.first_block if request.HasField("first_block") else None,
                 tokens=request.tokens,
                 at_ms=self._node.clock.wall_ms(),
@@ -361,6 +362,21 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             else:
                 return manifest, keys
         raise AssertionError
+
+    async def _keys(self, tenant: Tenant, request: pb.AppendSessionRequest) -> list[bytes]:
+        """Take the keys out of a message, many of them in turns."""
+        keys: list[bytes] = []
+        if len(request.keys) <= SESSION_STEP_BLOCKS:
+            check_keys(request.keys, SESSION_STEP_BLOCKS)
+            return list(request.keys)
+        async with self._node.turns.of(tenant.id) as turn:
+            for at in range(0, len(request.keys), SESSION_STEP_BLOCKS):
+                if at:
+                    await turn.next()
+                some = request.keys[at : at + SESSION_STEP_BLOCKS]
+                check_keys(some, SESSION_STEP_BLOCKS)
+                keys += some
+        return keys
 
     def _stored(self, name: SessionName, epoch: int | None) -> Stored:
         stored = self._node.store.manifests.get(name)

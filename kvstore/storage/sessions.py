@@ -47,7 +47,7 @@ from kvstore.storage.outbox import Outbox
 from kvstore.storage.session_space import Claim
 from kvstore.storage.session_steps import Step, StepRecord
 from kvstore.storage.slices import Slices
-from kvstore.wire.manifest import Manifest, chunk_key, cut_turns, pack_manifest, session_key
+from kvstore.wire.manifest import Manifest, cut_turns, pack_manifest, session_key
 from kvstore.wire.record import Kind, record_bytes
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.items import SessionsDone
+    from kvstore.storage.manifest_growth import Growth
     from kvstore.storage.manifests import Changed, Manifests, Place, SessionName
     from kvstore.storage.quotas import QuotaQueue
     from kvstore.storage.wipes import Wipes
@@ -217,7 +218,7 @@ class Sessions:
             else:
                 if step.item.step is SessionStep.APPEND:
                     yield from self._refuse_unknown(step.item)
-                self._claim(step, self._wanted(step.item))
+                self._claim(step, *(yield from self._wanted(step.item)))
         except StorageError as error:
             step.error = error
             self._end(step)
@@ -229,7 +230,7 @@ class Sessions:
             step.manifest = before
             self._end(step)
         else:
-            self._claim(step, (before._replace(expires_ms=expires_ms), []))
+            self._claim(step, before._replace(expires_ms=expires_ms), {})
 
     def _is_over(self, stored: Stored | None, epoch: int | None = None) -> bool:
         return stored is not None and stored.is_over(self._clock.wall_ms(), epoch)
@@ -252,27 +253,27 @@ class Sessions:
         there = self._manifests.keys(item.name, item.first_block, item.first_block + len(item.keys))
         return stored.manifest if there == list(item.keys) else None
 
-    def _wanted(self, item: SessionItem) -> tuple[Manifest, list[bytes]]:
+    def _wanted(self, item: SessionItem) -> Growth:
         """Work out the manifest that a step leads to, and the chunks that it may be the first to name."""
         name = item.name
         if item.step is SessionStep.APPEND:
             stored = self._manifests.get(name)
-            return appended(stored.manifest if stored else _empty(item), item)
+            return (yield from appended(stored.manifest if stored else _empty(item), item))
         source = item.source if item.step is SessionStep.FORK else name
         stored = self._manifests.get(source) if source is not None else None
         source_epoch = item.source_epoch if item.step is SessionStep.FORK else item.epoch
         stored = None if self._is_over(stored, source_epoch) else stored
         if item.step is SessionStep.LIMIT and stored is not None:
-            return stored.manifest._replace(expires_ms=item.expires_ms or 0), []
+            return stored.manifest._replace(expires_ms=item.expires_ms or 0), {}
         if item.step is SessionStep.PROTECT and stored is not None:
             self._refuse_to_protect(item)
-            return stored.manifest._replace(protected=item.blocks), []
+            return stored.manifest._replace(protected=item.blocks), {}
         if item.step is SessionStep.FORK and self._manifests.get(name) is not None:
             raise SessionRefused("A session of this name already exists.")
         if source is None or source.tenant != name.tenant:
             raise NoSession("There is no such session.")
         if stored is None:
-            return self._copied(source, item)
+            return (yield from self._copied(source, item))
         refuse_longer(item.blocks, stored.manifest.blocks)
         whole, rest = divmod(item.blocks, SESSION_CHUNK_BLOCKS)
         chunks = stored.manifest.chunks
@@ -285,9 +286,9 @@ class Sessions:
         turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
         kept = Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label)
         if item.step is SessionStep.FORK:  # it begins without end and without protection
-            return kept._replace(epoch=item.epoch or 0), []
+            return kept._replace(epoch=item.epoch or 0), {}
         kept = kept._replace(epoch=stored.manifest.epoch)
-        return kept._replace(expires_ms=stored.manifest.expires_ms, protected=stored.manifest.protected), []
+        return kept._replace(expires_ms=stored.manifest.expires_ms, protected=stored.manifest.protected), {}
 
     def _refuse_to_protect(self, item: SessionItem) -> None:
         if not 0 <= item.blocks <= SESSION_BLOCKS_MAX:
@@ -299,16 +300,16 @@ class Sessions:
                 "The store has its maximum number of protected sessions; end the protection of some."
             )
 
-    def _copied(self, source: SessionName, item: SessionItem) -> tuple[Manifest, list[bytes]]:
+    def _copied(self, source: SessionName, item: SessionItem) -> Growth:
         """Fork what is on another drive: the chunks are written here as well."""
         for other in self._others if item.step is SessionStep.FORK else ():
             stored = other.manifests.get(source)
             if stored is not None and not self._is_over(stored, item.source_epoch):
                 refuse_longer(item.blocks, stored.manifest.blocks)
                 keys = other.manifests.keys(source, 0, item.blocks) or []
-                copy, payloads = longer(_empty(item), keys)
+                copy, chunks = yield from longer(_empty(item), keys)
                 turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
-                return copy._replace(turns=turns), payloads
+                return copy._replace(turns=turns), chunks
         raise NoSession("There is no such session.")
 
     def _refuse_unknown(self, item: SessionItem) -> Iterator[None]:
@@ -339,15 +340,15 @@ class Sessions:
             names = _without_references(manifests, names)
         return names
 
-    def _claim(self, step: Step, wanted: tuple[Manifest, list[bytes]]) -> None:
+    def _claim(self, step: Step, manifest: Manifest, chunks: Mapping[bytes, bytes]) -> None:
         """Write a step's records when there is room for them in the quota of its tenant."""
-        step.manifest, payloads = wanted[0], list(dict.fromkeys(wanted[1]))  # each chunk once
-        head, name = pack_manifest(step.manifest), step.item.name
+        head, name = pack_manifest(manifest), step.item.name
+        step.manifest = manifest
         before = self._manifests.get(name)
-        pages = sum(record_bytes(len(payload)) for payload in (head, *payloads)) // PAGE_BYTES
+        pages = sum(record_bytes(len(payload)) for payload in (head, *chunks.values())) // PAGE_BYTES
 
         def let_in() -> None:
-            self.slices.begin(self._write(step, payloads, head))
+            self.slices.begin(self._write(step, manifest, chunks, head))
 
         def refuse(error: StorageError) -> None:
             step.error = error
@@ -356,16 +357,17 @@ class Sessions:
         grows = before is None or pages > before.place.pages
         self._quota_queue.add(Claim(self._space, name.tenant, pages, let_in, refuse, grows=grows))
 
-    def _write(self, step: Step, payloads: Sequence[bytes], head: bytes) -> Iterator[None]:
-        assert step.manifest is not None
+    def _write(
+        self, step: Step, manifest: Manifest, chunks: Mapping[bytes, bytes], head: bytes
+    ) -> Iterator[None]:
         tenant = step.item.name.tenant
-        step.left = len(payloads) + 1
-        for at, payload in enumerate(payloads):
+        step.left = len(chunks) + 1
+        for at, (chunk, payload) in enumerate(chunks.items()):
             if at and not at * SESSION_CHUNK_BLOCKS % SESSION_SLICE_BLOCKS:
                 yield
-            self._add(StepRecord(self._writes, self, step, Kind.CHUNK, tenant, chunk_key(payload), payload))
+            self._add(StepRecord(self._writes, self, step, Kind.CHUNK, tenant, chunk, payload))
         # The head last, so that it is published behind its chunks.
-        key = session_key(step.manifest.user, step.manifest.session)
+        key = session_key(manifest.user, manifest.session)
         step.head = StepRecord(self._writes, self, step, Kind.SESSION, tenant, key, head)
         self._add(step.head)
 
