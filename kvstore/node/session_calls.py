@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.durability import Durability
 from kvstore.errors import KvError, NoSession, Overloaded, ProtocolError, StorageError, WrongEpoch
 from kvstore.limits import (
+    PREFIX_STEP_BLOCKS,
     PROTECTED_SESSIONS_MAX,
     PROTECTED_SESSIONS_OF_TENANT_MAX,
     SESSION_BLOCKS_MAX,
@@ -294,14 +295,18 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 self._reading(name, SESSION_BLOCKS_MAX) as turn,
             ):
                 _, keys = await self._read(turn, name, 0, SESSION_BLOCKS_MAX, epoch)
-            trace = self._node.traces.of(name)
-            trace.saw(Step.PREFETCHING, len(keys))
-            asked = self._node.prefetches.add(
-                name.tenant,
-                name,
-                keys,
-                lambda done: trace.saw(Step.PREFETCHED, len(done.came), done.size_bytes),
-            )
+                trace = self._node.traces.of(name)
+                trace.saw(Step.PREFETCHING, len(keys))
+                wish = self._node.prefetches.wish(
+                    name.tenant,
+                    name,
+                    lambda done: trace.saw(Step.PREFETCHED, len(done.came), done.size_bytes),
+                )
+                for at in range(0, len(keys), PREFIX_STEP_BLOCKS):
+                    if not wish.add(keys[at : at + PREFIX_STEP_BLOCKS]):
+                        break
+                    await turn.next()
+                asked = self._node.prefetches.queue(wish)
             return pb.PrefetchSessionResponse(blocks=asked.blocks)
         raise AssertionError
 

@@ -34,6 +34,7 @@ from kvstore.limits import (
     SESSION_BLOCKS_MAX,
     SESSION_BYTES,
     SESSION_CHUNK_BLOCKS,
+    SESSION_DROP_BLOCKS,
     SESSION_SLICE_BLOCKS,
     TENANT_BYTES,
     USER_BYTES,
@@ -156,10 +157,10 @@ class Sessions:
 
     def _dropping(self, names: Sequence[Name], then: Callable[[StorageError | None], None]) -> Iterator[None]:
         try:
-            for at in range(0, len(names), SESSION_SLICE_BLOCKS):
+            for at in range(0, len(names), SESSION_DROP_BLOCKS):
                 if at:
                     yield
-                some = names[at : at + SESSION_SLICE_BLOCKS]  # another session may name them by now
+                some = names[at : at + SESSION_DROP_BLOCKS]  # another session may name them by now
                 self._keeping.drop(self._unnamed(some), Reason.DELETED)
         except StorageError as error:
             then(error)
@@ -440,7 +441,7 @@ class Sessions:
         item = step.item
         if item.step is SessionStep.PROTECT:
             for keeping in self._all_keeping():
-                keeping.protect_first(item.name, item.blocks)
+                yield from keeping.protect_first(item.name, item.blocks, manifest.blocks)
         elif item.step is SessionStep.TRUNCATE:
             blocks = manifest.blocks if before is None else before.manifest.blocks
             yield from self._cut(item.name, blocks, manifest.blocks)
@@ -509,8 +510,6 @@ class Sessions:
             self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             raise
         self.deadlines.set(name, 0)
-        for keeping in self._all_keeping():
-            keeping.unprotect(name)
         self._doubtful.add(name)
         # Older manifests of this name must not outlive it, synced or not.
         places = self._replaced.pop(name, [])
@@ -519,7 +518,10 @@ class Sessions:
             self._space.leaves(name.tenant, changed.manifest.pages)
         self._wipe(name.tenant, places)
         yield from self._settle(step, changed._replace(manifest=None))
-        yield from self._cut(name, 0 if stored is None else stored.manifest.blocks, 0)
+        blocks = 0 if stored is None else stored.manifest.blocks
+        for keeping in self._all_keeping():
+            yield from keeping.protect_first(name, 0, blocks)
+        yield from self._cut(name, blocks, 0)
 
         def wiped(error: StorageError | None) -> None:
             step.error = error

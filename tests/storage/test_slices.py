@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from kvstore.durability import Durability
 from kvstore.errors import SessionRefused, StorageError
 from kvstore.limits import SESSION_CHUNK_BLOCKS
 from kvstore.storage import manifests
+from kvstore.storage.eviction.chains import Chains
+from kvstore.storage.eviction.items import Guard
 from kvstore.storage.fsck import check
-from kvstore.storage.items import SessionStep
+from kvstore.storage.items import SessionItem, SessionStep
+from kvstore.storage.manifests import SessionName
 from kvstore.storage.slices import Slices
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import TENANT, StoreRig
+from tests.storage.rig import TENANT, USER, StoreRig, name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -223,3 +228,38 @@ def test_a_fork_of_what_is_removed_meanwhile_gives_back_what_it_has_counted(fill
     assert {count for *_, count in filled.drive.manifests.all_chunks()} == {1}
     filled.settle()
     assert not filled.drive.keeping.space.coming
+
+
+def test_a_long_session_is_protected_and_given_free_in_slices(
+    filled: StoreRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.storage.eviction_events.SESSION_STEP_BLOCKS", SLICE)
+    filled.append(1, range(BLOCKS))
+    core = filled.drive.keeping.core
+    rows: list[int] = []
+    original = Chains.rows
+
+    def counted_rows(self: Chains, session: int, first: int = 0, until: int = BLOCKS) -> list[int]:
+        rows.append(len(found := original(self, session, first, until)))
+        return found
+
+    monkeypatch.setattr(Chains, "rows", counted_rows)
+    session = SessionName(TENANT, USER, name(1))
+    for blocks in (BLOCKS, 35, 120, SESSION_CHUNK_BLOCKS * 10, 0):
+        item = SessionItem(session, SessionStep.PROTECT, Durability.WRITTEN, 0, blocks=blocks)
+        assert filled.change_session(item).error is None
+        guarded = core.statistics().guarded[Guard.PROTECTED]
+        assert guarded == min(blocks, BLOCKS)
+    assert max(rows) <= SLICE
+    assert sum(rows) == BLOCKS + (BLOCKS - 35) + 85 + 80 + BLOCKS
+
+
+def test_of_sessions_that_end_together_a_few_go_at_a_time(filled: StoreRig) -> None:
+    for number in range(1, 21):
+        filled.append(number, [number], expires_ms=filled.clock.now_ms + 1000)
+    filled.clock.now_ms += 2000
+    left = [len(filled.store.manifests)]
+    while left[-1]:
+        filled.poll_once()
+        left.append(len(filled.store.manifests))
+    assert max(before - after for before, after in pairwise(left)) <= 2
