@@ -117,7 +117,7 @@ class Drive(Handle):
             index, self._writes, self._wipes, self._scrubs, self._doubts, volume.superblock, clock, policy
         )
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
-        self._quota_queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
+        self._quota_queue = queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
         renewals = Renewals(self._writes, index, self._extents, self._traffic, keeping, volume.codec)
         self._puts = Puts(
             self._writes,
@@ -132,7 +132,7 @@ class Drive(Handle):
         )
         self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
         self._sessions = Sessions(
-            self._writes, self._wipes, index, self.manifests, keeping, clock, others=self.others
+            self._writes, self._wipes, index, self.manifests, keeping, queue, clock, others=self.others
         )
         self.deadlines = self._sessions.deadlines
         self._gets = Gets(volume.codec, index, self._extents, self._traffic, keeping, clock)

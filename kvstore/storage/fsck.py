@@ -349,6 +349,7 @@ def _check_references(manifests: Manifests, report: Report) -> None:
     for session, stored in manifests.all():
         naming.update((session.tenant, chunk) for chunk in set(stored.manifest.chunks))
         wanted.update((session.tenant, key) for key in set(stored.manifest.tail))
+    naming.update(manifests.all_owed())
     for tenant, chunk, _, count in manifests.all_chunks():
         wanted.update((tenant, key) for key in set(manifests.chunk_keys(tenant, chunk)))
         if naming.pop((tenant, chunk), 0) != count:

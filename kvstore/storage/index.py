@@ -20,7 +20,7 @@ Always holds:
 - Each block has one row by name and one by generation. The latter are appended: generations rise.
 - What LMDB raises is a StorageError; an index that raised while it was open is not believed again.
 
-It doesn't know about extents or pins. Sessions and doubts are in tables of their own
+It doesn't know about extents or pins. Sessions, what is owed of their changes, and doubts are in tables of their own
 (`kvstore.storage.manifests` and `.doubts`).
 """
 
@@ -98,6 +98,7 @@ _EPOCH: Final = struct.Struct("<Q")
 _FAILURES: Final = (lmdb.Error, struct.error)
 _TABLES: Final = (b"blocks", b"generations", b"sessions", b"chunks", b"references", b"meta")
 _DOUBTS: Final = b"doubts"
+_OWED: Final = b"owed"
 
 assert _ENTRY_ROW.size == _EXPIRES.size == _BORN.size == _ROW.itemsize
 assert _OWNER.size == _OWNER_ROW.itemsize == 48 + _PLACE.size
@@ -152,7 +153,8 @@ class Index:
         self._noted = (b"", 0)
         self.was_clean = False
         self.knows_doubts = True  # an older build noted none
-        self.doubts: Any = None  # the table; an older build's index that is only read has none
+        self.doubts: Any = None  # the tables; an older build's index that is only read has none
+        self.owed: Any = None
         self.has_doubts = False  # or may have
         self.is_sealed = False  # its file is, to the last byte, what was closed
         self._doubted = False
@@ -476,7 +478,7 @@ class Index:
         self._env = lmdb.open(
             str(self._folder),
             map_size=self._map_bytes,
-            max_dbs=len(_TABLES) + 1,
+            max_dbs=len(_TABLES) + 2,
             readonly=self._readonly,
             create=not self._readonly,
             sync=durable,
@@ -491,12 +493,15 @@ class Index:
             self.blocks, self.generations, self.sessions, self.chunks, self.references, self._meta = (
                 self._env.open_db(table, create=not self._readonly) for table in _TABLES
             )
-            self._open_doubts()
+            self._open_later()
         except BaseException:
             self._env.close()
             raise
 
-    def _open_doubts(self) -> None:
+    def _open_later(self) -> None:
+        """Open the tables that an older build had not."""
+        with suppress(lmdb.NotFoundError):
+            self.owed = self._env.open_db(_OWED, create=not self._readonly)
         with suppress(lmdb.NotFoundError):
             self.doubts = self._env.open_db(_DOUBTS, create=not self._readonly)
             with self._env.begin() as transaction:

@@ -63,9 +63,10 @@ def check_index(index: Index, volume: Volume) -> None:
                 (index.sessions, _SESSION_NAME_BYTES, True),
                 (index.chunks, _NAME_BYTES, True),
                 (index.references, _NAME_BYTES, False),
+                (index.owed, _SESSION_NAME_BYTES, False),
                 (index.doubts, _GENERATION.size, False),
             ):
-                if table is not None:  # an older build noted no doubts
+                if table is not None:  # an older build owed nothing, and noted no doubts
                     _table(transaction, table, name_bytes, is_record=is_record)
         _headers(index, volume)
     except (lmdb.Error, struct.error, ValueError) as error:
