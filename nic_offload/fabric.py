@@ -414,6 +414,8 @@ class Fabric(Handle):
         """Make a peer known by the address it gave; the number names it for every endpoint from then on."""
         out = ffi.new("uint64_t *")
         code = lib.tk_peer_add(self.handle, address, len(address), out)
+        if code == -errno.EINVAL and self.provider == MEMORY:
+            raise FabricError("The provider memory reaches fabrics of its own process only.")
         if code:
             raise FabricError.from_code("Adding a peer", code)
         return int(out[0])
