@@ -22,7 +22,7 @@ from kvstore.demo.node_process import lasting_port
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["EXAMPLES", "ROOT", "Command", "Run", "check", "commands", "run"]
+__all__ = ["EXAMPLES", "ROOT", "Command", "Run", "check", "commands", "cpp_environment", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -113,6 +113,22 @@ def check(name: str, done: Run) -> None:
             found = re.search(rf"^{wanted}$", rest, re.MULTILINE)
             assert found is not None, f"{line!r} is not in\n{rest}\n{done.said[-4000:]}"
             rest = rest[found.end() :]
+
+
+def cpp_environment() -> dict[str, str]:
+    """What leads compilers to gRPC for C++ where `make grpc-cpp` has fetched it."""
+    fetched = ROOT / ".cache/grpc-cpp/usr"
+    libraries = next(fetched.glob("lib/*/pkgconfig"), None)
+    if libraries is None:
+        return {}
+    path = _environment(_ports())["PATH"]
+    return {
+        "PATH": f"{fetched}/bin{os.pathsep}{path}",
+        "CPATH": f"{fetched}/include",
+        "LIBRARY_PATH": str(libraries.parent),
+        "LD_LIBRARY_PATH": str(libraries.parent),
+        "PKG_CONFIG_PATH": str(libraries),
+    }
 
 
 def _ports() -> dict[str, str]:

@@ -114,7 +114,9 @@ def reasons_of_misses(bench: Bench) -> Told:
     until = time.monotonic() + WAIT_S
     while isinstance(client.get_inline(block_key(b"short"), 2), bytes):
         assert time.monotonic() < until
-    told.append(client.get_inline(block_key(b"short"), 2).reason)
+    gone = client.get_inline(block_key(b"short"), 2)
+    assert isinstance(gone, Miss)
+    told.append(gone.reason)
     stored = client.exists([bench.block(0).key, block_key(b"short")])
     told.append([one.reason for one in stored if isinstance(one, Miss)])
     told.append([(one.stored, one.gone) for one in client.explain([bench.block(n).key for n in range(4)])])
