@@ -12,7 +12,7 @@
 //     a block that nobody put: MISS_REASON_UNKNOWN
 //     other bytes under the same key: KeyTaken
 //
-// Debian has what it needs: apt-get install g++ pkg-config libgrpc++-dev protobuf-compiler-grpc libssl-dev
+// Debian has what it needs: apt-get install g++ pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc libssl-dev
 // docs/grpc.md says what a client has to know beside the .proto files.
 
 #include <chrono>
