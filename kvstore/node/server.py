@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from kvstore.node.otel import Collector
     from kvstore.storage.disk import Progress
 
-__all__ = ["add_services", "serve"]
+__all__ = ["add_services", "open_server", "serve"]
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +123,12 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     steps_pb2_grpc.add_StepsServicer_to_server(StepsService(node, gate), server)  # type: ignore[no-untyped-call]
     upkeep_pb2_grpc.add_UpkeepServicer_to_server(UpkeepService(node, gate), server)  # type: ignore[no-untyped-call]
     return add_standard_services(server, gate)
+
+
+def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
+    """Open the server of a node, whose calls come in through its door; it listens nowhere yet."""
+    server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(Door(gate, node.counters, node.timings),))
+    return server, add_services(server, node, gate)
 
 
 def _progress_shown_by(clock: Clock) -> Progress:
@@ -332,13 +338,9 @@ async def _serve_node(
         told = _reload(told, read_again, node, gate, certificates)
 
     loop.add_signal_handler(signal.SIGHUP, reload)
-    server = grpc.aio.server(
-        options=_GRPC_OPTIONS,
-        interceptors=(Door(gate, node.counters, node.timings),),
-    )
     _join_cluster(node, gate, config)
     membership = node.membership
-    health = add_services(server, node, gate)
+    server, health = open_server(node, gate)
     http = keeper = None
     try:
         await health.begin(ready=False)
