@@ -305,7 +305,8 @@ class Keyring(Handle):
 
     def _make(self, names: Sequence[Name]) -> dict[Name, DomainKey]:
         tenants = {tenant for tenant, _ in names} - self._tenants.keys()
-        self._slots.check_room(len(names) + len(tenants), kept=len(self._gone_tenants))
+        new_tenants = len(tenants - self._gone_tenants.keys())
+        self._slots.check_room(len(names) + new_tenants, kept=len(self._gone_tenants))
         for tenant in dict.fromkeys(tenant for tenant, _ in names):
             if tenant not in self._tenants:
                 self._make_tenant(tenant, version=1)

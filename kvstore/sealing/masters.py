@@ -139,7 +139,8 @@ def _from_command(words: list[str], clock: Clock) -> LocalMaster:
     deadline_ns = clock.monotonic_ns() + MASTER_COMMAND_MS * 1_000_000
     try:
         size = _read_until(process, text, clock, deadline_ns)
-        status = process.wait(max((deadline_ns - clock.monotonic_ns()) / 1e9, 0))
+        is_too_long = size == len(text)  # and it may have no end
+        status = 0 if is_too_long else process.wait(max((deadline_ns - clock.monotonic_ns()) / 1e9, 0))
     except subprocess.TimeoutExpired:
         aead.wipe(text)
         raise MasterKeyUnavailable(

@@ -127,7 +127,7 @@ class VaultMaster:
             )
         try:
             data = json.loads(call.answer)["data"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             data = None
         if not isinstance(data, dict):
             raise self._failed("its answer is not one of the transit engine")
