@@ -138,7 +138,7 @@ OPTIONS: Final = (
     Option("eviction", "eviction policy: lru or s3fifo", str, "lru", "POLICY"),
     Option(
         "master_key",
-        "encrypt what is stored, with keys that this one protects: file:PATH, credential:NAME, command:COMMAND or vault:URL",
+        "encrypt what is stored, with keys that this one protects: file:, credential:, command: or vault: and where",
         metavar="KIND:WHERE",
     ),
     Option("provider", "libfabric provider; by default the best available", metavar="NAME"),

@@ -3,9 +3,9 @@
     open_keys = keys_opener(data, "file:/etc/triggerkv/master.key")
     store = Store.open(data, open_keys=open_keys, ...)
 
-What always holds: a key is durable before anybody is told of it. New keys are made, and keys destroyed, by a thread of its
-own, since both wait for the drive; whoever asked is called back by `settle_finished`, in the order of asking. A data
-folder that has a keyring is not opened without its master key: its records would look damaged.
+What always holds: a key is durable before anybody is told of it. New keys are made by a thread of its own, since that
+waits for the drive; callers are called back by `settle_finished`, in the order of asking. A data folder that has a
+keyring is not opened without its master key: its records would look damaged.
 
 What it doesn't do: keep unwrapped keys anywhere but in the vault, from which those go that were not used lately.
 """
