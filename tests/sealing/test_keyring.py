@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ from tests.sealing.rig import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvstore.sealing.master_key import LocalMaster
 
 
 def at(number: int) -> slice:
@@ -456,6 +459,53 @@ def test_rotation_of_the_master_key_replaces_the_root_and_no_domain_key() -> Non
                 slots.unwrapped(slot, spy._roots[root.id], STORE, number)
     ring.rotate_master(master(1))  # the same again: as when a key of Vault has another version
     assert keys_of(ring, names) == keys
+
+
+def reachable(file: Memory, masters: list[LocalMaster]) -> set[bytes]:
+    """All keys that anything ever written to a file gives to the holder of these master keys."""
+    roots = {
+        (root.id, root.wrapped)
+        for page, data in file.written
+        if page < slots.HEADER_PAGES
+        for root in slots.parse_header([data[:512]]).roots
+    }
+    rows = {
+        ((page - slots.HEADER_PAGES) * 32 + place, data[place * 128 :][:128])
+        for page, data in file.written
+        if page >= slots.HEADER_PAGES
+        for place in range(32)
+    }
+    found: dict[bytes, bytes] = {}
+    for root_id, blob in roots:
+        for one in masters:
+            with suppress(WrongMasterKey):
+                found[root_id] = bytes(one.unwrap(slots.root_associated(STORE, root_id), blob))
+    keys: set[bytes] = set()
+    for _ in range(3):  # from root keys to those of tenants, and on to those of domains
+        for number, row in rows:
+            slot = slots.parse_slot(row)
+            if slot is not None and slot.wrapped_by in found:
+                key = bytes(slots.unwrapped(slot, found[slot.wrapped_by], STORE, number))
+                found[slot.id] = key
+                keys.add(key)
+    return keys
+
+
+@pytest.mark.parametrize("rotates", ["tenant, master", "master, tenant", "master", "tenant", ""])
+def test_old_cells_and_copies_need_the_old_master_key_once_both_were_rotated(rotates: str) -> None:
+    """docs/sealing.md: first each tenant's key, then the master key; then the old one can be destroyed."""
+    keyring, file = new_keyring()
+    (one, two) = keyring.ensure(users(1, 2))
+    keyring.erase(users(1))
+    for what in filter(None, rotates.split(", ")):
+        if what == "tenant":
+            keyring.rotate_tenant(ACME)
+        else:
+            keyring.rotate_master(master(1))
+    assert {bytes(one.key), bytes(two.key)} < reachable(file, [master(), master(1)])
+    by_new = reachable(file, [master(1)])
+    assert (bytes(two.key) in by_new) == ("master" in rotates)
+    assert (bytes(one.key) in by_new) == (rotates in ("master, tenant", "master"))
 
 
 def test_a_master_key_that_does_not_give_back_what_it_wraps_changes_nothing() -> None:
