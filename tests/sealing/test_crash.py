@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kvstore.sealing.keyring import Name
 
-ENDS = int(os.environ.get("TRIGGERKV_KEYRING_CRASHES", "12"))  # of each step, by different chances
+ENDS = int(os.environ.get("TRIGGERKV_KEYRING_ENDS", "12"))  # of each step, by different chances
 SLOTS_MAX = 1024
 OLD = [*users(*range(40)), *users(1, 2, tenant=ZETA)]  # over two pages
 ERASED = users(3, 17, 18)
@@ -103,9 +103,7 @@ def check(ring: Keyring, change: Change, before: dict[Name, bytes | None], *, ac
             assert now[name] == key, name
     if acknowledged:
         assert all(now[name] for name in change.makes)
-    status = ring.status()
-    assert status.damaged == 0
-    assert not status.is_master_rotating
+    assert ring.status().damaged == 0
 
 
 @pytest.mark.parametrize("what", CHANGES)

@@ -55,9 +55,9 @@ def test_an_erased_slot_and_the_header_are_written_as_the_page_says() -> None:
     assert live is not None
     assert slots.pack_slot(live.gone(1_763_716_360_000)) == SLOTS[2]
     root = slots.Root(bytes(range(0x60, 0x68)), ROOT[0])
-    header = slots.Header(STORE, 1, MADE_MS, "key:52d4e8d12c91efb4", (root,))
+    header = slots.Header(STORE, 1, MADE_MS, "key:52d4e8d12c91efb4", root)
     sector = slots.pack_header(header)
     assert sector == HEADER[0].ljust(508, b"\0") + bytes.fromhex("68ed6fe1")
     assert slots.parse_header([sector, bytes(512)]) == header
-    newer = header._replace(sequence=2, roots=(root, root._replace(id=b"another1")))
+    newer = header._replace(sequence=2, root=root._replace(id=b"another1"))
     assert slots.parse_header([sector, slots.pack_header(newer)]) == newer

@@ -29,12 +29,9 @@ def read_keyring(image: bytes, master_key: bytes) -> tuple[Keys, dict[tuple[byte
     store = header[16:32]
     digest = hashlib.blake2b(master_key, digest_size=8, person=b"tkv master").hexdigest()
     assert header[48:112].rstrip(b"\0").decode() == f"key:{digest}"
-    wrapping = {}
-    for at in (112, 304):
-        root_id, length = struct.unpack_from("<8sI", header, at)
-        if root_id != bytes(8):
-            blob = header[at + 12 : at + 12 + length]
-            wrapping[root_id] = aead.unseal(master_key, blob[:12], b"tkv root" + store + root_id, blob[12:])
+    root_id, length = struct.unpack_from("<8sI", header, 112)
+    blob = header[124 : 124 + length]
+    wrapping = {root_id: aead.unseal(master_key, blob[:12], b"tkv root" + store + root_id, blob[12:])}
     keys: Keys = {}
     gone = {}
     versions: dict[bytes, int] = {}
@@ -49,6 +46,8 @@ def read_keyring(image: bytes, master_key: bytes) -> tuple[Keys, dict[tuple[byte
                 gone[tenant, domain] = when
                 continue
             assert state == b"LIVE"
+            if kind != 3 and by != root_id:
+                continue
             key = aead.unseal(
                 wrapping[by], row[64:76], store + struct.pack("<I", number) + row[:64], row[76:124]
             )
