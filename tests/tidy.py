@@ -40,7 +40,7 @@ LAYERS = {
     "kvstore.engines": {*_BASE, "kvstore.client"},
     "kvstore.commands": {*_BASE, "kvstore.client", "kvstore.cluster", "kvstore.sealing", "kvstore.storage"},
     "kvstore.demo": {*_BASE, "kvstore.client", "kvstore.commands", "kvstore.engines"},
-    "kvstore.testing": {*_BASE, "kvstore.client", "kvstore.demo"},
+    "kvstore.testing": {*_BASE, "kvstore.client", "kvstore.demo", "kvstore.node", "kvstore.storage"},
     "kvstore.bench": {*_BASE, "kvstore.client", "kvstore.demo", "kvstore.storage"},
 }
 LAYERS_ALLOWED = {

@@ -33,7 +33,7 @@ from kvstore.reach import Reach
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
@@ -529,7 +529,7 @@ class Client(Handle):
         """
         return self._observing.looked_up(request_id, user, session, last=last)
 
-    def watch(self, *, timeout_s: float) -> Iterator[Happened | None]:
+    def watch(self, *, timeout_s: float) -> Generator[Happened | None, None, None]:
         """The tenant's events from now on, for `timeout_s`. Yields None when it has started, and while nothing happens.
 
         >>> events = client.watch(timeout_s=10)

@@ -55,6 +55,7 @@ from kvstore.node.session_calls import SessionsService
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.upkeep_calls import UpkeepService
+from kvstore.sealing.store_keys import keys_opener
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
 from kvstore.wire import (
@@ -84,7 +85,7 @@ if TYPE_CHECKING:
     from kvstore.node.otel import Collector
     from kvstore.storage.disk import Progress
 
-__all__ = ["add_services", "serve"]
+__all__ = ["add_services", "open_server", "serve"]
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,12 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     steps_pb2_grpc.add_StepsServicer_to_server(StepsService(node, gate), server)  # type: ignore[no-untyped-call]
     upkeep_pb2_grpc.add_UpkeepServicer_to_server(UpkeepService(node, gate), server)  # type: ignore[no-untyped-call]
     return add_standard_services(server, gate)
+
+
+def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
+    """Open the server of a node, whose calls come in through its door; it listens nowhere yet."""
+    server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(Door(gate, node.counters, node.timings),))
+    return server, add_services(server, node, gate)
 
 
 def _progress_shown_by(clock: Clock) -> Progress:
@@ -332,13 +339,9 @@ async def _serve_node(
         told = _reload(told, read_again, node, gate, certificates)
 
     loop.add_signal_handler(signal.SIGHUP, reload)
-    server = grpc.aio.server(
-        options=_GRPC_OPTIONS,
-        interceptors=(Door(gate, node.counters, node.timings),),
-    )
     _join_cluster(node, gate, config)
     membership = node.membership
-    health = add_services(server, node, gate)
+    server, health = open_server(node, gate)
     http = keeper = None
     try:
         await health.begin(ready=False)
@@ -406,6 +409,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
             without=config.without,
             progress=_progress_shown_by(clock),
             policy=config.eviction,
+            open_keys=keys_opener(config.data, config.master_key),
         ) as store,
         Audit(clock, config.audit) as audit,
         Fabric(config.provider, address=address.fabric_opens_at(provider)) as fabric,

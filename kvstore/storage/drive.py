@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import Overloaded, ProtocolError, ReadOnly, StorageError
 from kvstore.limits import (
-    BATCH_BLOCKS_MAX,
     DELETES_QUEUED_MAX,
     HEADER_BYTES,
     LENT_PAGES,
@@ -35,6 +34,7 @@ from kvstore.limits import (
     STORE_QUEUED_MAX,
 )
 from kvstore.miss import Miss, MissReason
+from kvstore.storage.batches import check_batch, check_steps
 from kvstore.storage.checks import Checks
 from kvstore.storage.deletes import Deletes
 from kvstore.storage.eviction.items import Guard, Reason
@@ -86,8 +86,9 @@ if TYPE_CHECKING:
     from kvstore.storage.volume import Volume
     from kvstore.storage.wipes import Wiped
     from kvstore.storage.writes import Lane
+    from nic_offload.vault import RecordCipher
 
-__all__ = ["Drive", "check_batch", "check_steps"]
+__all__ = ["Drive"]
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Drive(Handle):
             index, self._writes, self._wipes, self._scrubs, self._doubts, volume.superblock, clock, policy
         )
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
-        self._quota_queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
+        self._quota_queue = queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
         renewals = Renewals(self._writes, index, self._extents, self._traffic, keeping, volume.codec)
         self._puts = Puts(
             self._writes,
@@ -132,7 +133,7 @@ class Drive(Handle):
         )
         self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
         self._sessions = Sessions(
-            self._writes, self._wipes, index, self.manifests, keeping, clock, others=self.others
+            self._writes, self._wipes, index, self.manifests, keeping, queue, clock, others=self.others
         )
         self.deadlines = self._sessions.deadlines
         self._gets = Gets(volume.codec, index, self._extents, self._traffic, keeping, clock)
@@ -260,6 +261,11 @@ class Drive(Handle):
     def direct_fd(self) -> int | None:
         """Give the descriptor that a lane is to write through, and a reader to read through; None if they can't."""
         return self._volume.disk.direct_fd
+
+    @property
+    def cipher(self) -> RecordCipher | None:
+        """Give what lanes and readers encrypt and decrypt its records with; None: they are in the clear."""
+        return self._volume.codec.cipher
 
     @property
     def record_format(self) -> RecordFormat:
@@ -456,6 +462,8 @@ class Drive(Handle):
 
     def poll(self) -> None:
         """Do what has become possible, and call the callbacks of what has ended."""
+        if self._volume.keys is not None:
+            self._volume.keys.settle_finished()
         self._traffic.poll()
         self._writes.settle_finished()
         self._puts.settle_renewed()
@@ -560,7 +568,8 @@ class Drive(Handle):
         while self.is_busy:
             self._writes.sync_if_awaited(at_once=True)
             self._traffic.pump()
-            if not (self._traffic.in_flight or any(self._outboxes) or self._is_due):
+            under_way = self._traffic.in_flight or self._writes.without_keys
+            if not (under_way or any(self._outboxes) or self._is_due):
                 raise StorageError("The drive is unusable after an earlier exception.")
             ready.poll()
             self.poll()
@@ -572,6 +581,8 @@ class Drive(Handle):
     @property
     def is_busy(self) -> bool:
         """Tell whether anything that was accepted has not ended."""
+        if self._writes.without_keys:
+            return True
         if self._sessions.slices or any(outbox.promised for outbox in self._outboxes):
             return True
         return self._wipes.pending > 0 or self._scrubs.pending > 0 or self._writes.waiting_for_sync > 0
@@ -585,16 +596,3 @@ class Drive(Handle):
         if self._closed:
             raise StorageError("The drive is closed.")
         check_batch(items)
-
-
-def check_batch(items: Sequence[object]) -> None:
-    """Refuse a batch that is too large."""
-    if len(items) > BATCH_BLOCKS_MAX:
-        raise ProtocolError(f"A batch has at most {BATCH_BLOCKS_MAX} blocks; this one has {len(items)}.")
-
-
-def check_steps(items: Sequence[SessionItem]) -> None:
-    """Refuse steps of sessions that are too many, or too large."""
-    check_batch(items)
-    if any(len(item.keys) > SESSION_BLOCKS_MAX for item in items):
-        raise ProtocolError(f"At most {SESSION_BLOCKS_MAX} blocks are appended to a session at a time.")
