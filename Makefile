@@ -8,6 +8,7 @@
 #   TRIGGERKV_PEERS_ROUNDS=n   how many rounds `make bench-peers` does (5); 1 for a first look
 #   TRIGGERKV_TWIN_ROUNDS=n    how many rounds `make bench-twin` does (3)
 #   FUZZ_RUNS='C PYTHON'       how many inputs `make fuzz` gives to the desk, and to each Python parser
+#   TRIGGERKV_KEYRING_ENDS=n   in how many ways `make test-keyring` ends each step of a keyring (12)
 #   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (3)
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
@@ -84,6 +85,10 @@ peers: ## .cache/peers: Redis and hiredis, out of Debian's packages (8 MB), for 
 .PHONY: test-hostile
 test-hostile: setup ## tests/hostile: attacks with one tenant's token or none, beside a well-behaved neighbour (minutes)
 	@$(if $(PYTEST_ARGS),$(py) -m pytest tests/hostile $(PYTEST_ARGS),tools/test.sh hostile)
+
+.PHONY: test-keyring
+test-keyring: setup ## tests/sealing: a keyring that is stopped at each step, in many more ways (minutes)
+	@TRIGGERKV_KEYRING_ENDS=$(or $(TRIGGERKV_KEYRING_ENDS),500) $(py) -m pytest tests/sealing $(PYTEST_ARGS)
 
 .PHONY: crash
 crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1,000 SIGKILLs at unkind moments

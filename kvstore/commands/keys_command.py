@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
 from kvstore.limits import TENANT_BYTES
-from kvstore.sealing.keyring import Keyring, read_status
+from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
+from kvstore.sealing.keyring_state import read_status
 from kvstore.sealing.masters import new_master_file, open_master
 
 if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
-    from kvstore.sealing.keyring import KeyringStatus
+    from kvstore.sealing.keyring_state import KeyringStatus
 
 __all__ = ["run"]
 
@@ -101,7 +102,6 @@ def _document(status: KeyringStatus) -> dict[str, object]:
             "free": status.free,
         },
         "tenants": [{"id": tenant.hex(), "version": version} for tenant, version in status.tenants],
-        "rotating_master": status.is_master_rotating,
         "rotating_tenants": [tenant.hex() for tenant in status.rotating],
         "copies_on_write": status.copies_on_write,
     }
@@ -115,8 +115,6 @@ def _lines(status: KeyringStatus) -> list[str]:
         f"keys        {status.live} live, {status.erased} erased, {status.damaged} damaged, {status.free} free",
     ]
     lines += [f"tenant      {tenant.hex()}  key version {version}" for tenant, version in status.tenants]
-    if status.is_master_rotating:
-        lines.append("The rotation of the master key was interrupted; the next opening finishes it.")
     lines += [
         f"The rotation of tenant {tenant.hex()} was interrupted; `kvstore keys rotate-tenant` finishes it."
         for tenant in status.rotating

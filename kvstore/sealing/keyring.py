@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvstore.clock import SystemClock
 from kvstore.errors import Closed, Corrupt, KvError, ReadOnly, StorageError, WrongMasterKey
-from kvstore.limits import KEYRING_SLOTS_MAX, KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES, SECTOR_BYTES
+from kvstore.limits import KEYRING_SLOTS_MAX, KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES
 from kvstore.sealing.keyring_file import FolderFile, create_file
+from kvstore.sealing.keyring_state import TenantKey, found_in, header_of, header_sectors, status_of
 from kvstore.sealing.slot_table import SlotTable
 from kvstore.sealing.slots import (
     HEADER_PAGES,
@@ -38,7 +39,6 @@ from kvstore.sealing.slots import (
     fresh_key,
     pack_header,
     pack_slot,
-    parse_header,
     root_associated,
     unwrapped,
     wrapped,
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.sealing.keyring_file import KeyringFile
+    from kvstore.sealing.keyring_state import Found, KeyringStatus
     from kvstore.sealing.master_key import Master
 
-__all__ = ["DomainKey", "Erased", "Keyring", "KeyringStatus", "read_status"]
+__all__ = ["DomainKey", "Erased", "Keyring", "new_image"]
 
 Name = tuple[bytes, bytes]  # of a tenant and a domain
-_STORE_SLOT = 0
 
 
 class DomainKey(Handle):
@@ -97,30 +97,6 @@ class Erased(NamedTuple):
     at_ms: int
 
 
-class KeyringStatus(NamedTuple):
-    """What can be said of a keyring without any key."""
-
-    store_uuid: bytes
-    master_id: str
-    made_ms: int
-    size_bytes: int
-    free: int
-    live: int  # keys of all kinds
-    erased: int
-    damaged: int
-    tenants: tuple[tuple[bytes, int], ...]  # each with the version of its key
-    rotating: tuple[bytes, ...]  # tenants whose rotation was begun and not finished
-    is_master_rotating: bool
-    copies_on_write: str | None  # the kind of file system, if it keeps overwritten data
-
-
-class _TenantKey(NamedTuple):
-    """Where a tenant's key is."""
-
-    number: int
-    slot: Slot
-
-
 class Keyring(Handle):
     """An open keyring."""
 
@@ -132,20 +108,22 @@ class Keyring(Handle):
         self._writing = RLock()  # of whoever changes the file
         self._keys = Lock()  # of unsealed tenants' keys
         self._failed = False
-        self._roots: dict[bytes, bytearray] = {}
+        self._root = bytearray()
+        self._store_slot = -1
         self._unsealed: OrderedDict[bytes, bytearray] = OrderedDict()  # tenants' keys by id, latest used last
-        self._tenants: dict[bytes, list[_TenantKey]] = {}  # live ones by version: the last is in use
-        self._gone_tenants: dict[bytes, _TenantKey] = {}
+        self._tenants: dict[bytes, list[TenantKey]] = {}  # live ones by version: the last is in use
+        self._gone_tenants: dict[bytes, TenantKey] = {}
         self._store_key = bytearray()
         try:
             file.sync()  # what a killed process has written counts, once it is durable
-            self._header = _header_of(file)
+            self._header = header_of(file)
             self._check_store(store_uuid)
-            self._open_roots(master)
+            self._open_root(master)
             self._slots = SlotTable(file, slots_max)
-            self._store_key = self._open_store_key()
-            self._tenants, self._gone_tenants = _tenants_of(self._slots)
-            self._finish()
+            found = found_in(self._slots, self._header.root.id)
+            self._tenants, self._gone_tenants = found.tenants, found.gone
+            self._open_store_key(found)
+            self._finish(found)
         except BaseException:
             self._wipe()
             raise
@@ -182,34 +160,33 @@ class Keyring(Handle):
                 f"The keyring is of store {self._header.store_uuid.hex()}, not of {store_uuid.hex()}."
             )
 
-    def _open_roots(self, master: Master) -> None:
+    def _open_root(self, master: Master) -> None:
         header = self._header
         if header.master_id != master.id:
             raise WrongMasterKey(
                 f"The keyring is sealed with master key {header.master_id}, and the given one is {master.id}."
             )
-        for root in header.roots:
-            associated = root_associated(header.store_uuid, root.id)
-            try:
-                self._roots[root.id] = master.unwrap(associated, root.wrapped)
-            except WrongMasterKey:
-                raise WrongMasterKey(
-                    f"Master key {master.id} doesn't open the keyring: it was replaced by another of this name, or the"
-                    " keyring was changed."
-                ) from None
+        try:
+            self._root = master.unwrap(
+                root_associated(header.store_uuid, header.root.id), header.root.wrapped
+            )
+        except WrongMasterKey:
+            raise WrongMasterKey(
+                f"Master key {master.id} doesn't open the keyring: it was replaced by another of this name, or the"
+                " keyring was changed."
+            ) from None
 
-    def _open_store_key(self) -> bytearray:
-        slot = self._slots.read(_STORE_SLOT)
-        if slot is None or slot.kind != Kind.STORE or slot.wrapped_by not in self._roots:
+    def _open_store_key(self, found: Found) -> None:
+        if found.store is None:
             raise Corrupt("The keyring has no key of the store; it was left unchanged.")
-        return unwrapped(slot, self._roots[slot.wrapped_by], self._header.store_uuid, _STORE_SLOT)
+        self._store_slot, slot = found.store
+        self._store_key = unwrapped(slot, self._root, self._header.store_uuid, self._store_slot)
 
-    def _finish(self) -> None:
+    def _finish(self, found: Found) -> None:
         """Go on with what was begun by a process that died."""
-        if _header_sectors(self._file) != [pack_header(self._header)] * HEADER_PAGES:
+        if header_sectors(self._file) != [pack_header(self._header)] * HEADER_PAGES:
             self._write_header(self._header)
-        if len(self._header.roots) > 1:
-            self._move_to_last_root()
+        self._free(found.twins)
         for tenant in list(self._gone_tenants):
             self._destroy_rest_of(tenant)
 
@@ -262,7 +239,7 @@ class Keyring(Handle):
             return known
         for number, slot in self._tenants.get(wraps.tenant, ()):
             if slot.id == wraps.wrapped_by:
-                key = unwrapped(slot, self._roots[slot.wrapped_by], self.store_uuid, number)
+                key = unwrapped(slot, self._root, self.store_uuid, number)
                 return self._keep(slot.id, key)
         return None
 
@@ -282,7 +259,7 @@ class Keyring(Handle):
         """What there is."""
         with self._keys:
             tenants = {tenant: list(keys) for tenant, keys in self._tenants.items()}
-        return _status_of(self._file, self._header, self._slots, tenants)
+        return status_of(self._file, self._header, self._slots, tenants)
 
     # Making keys
 
@@ -333,7 +310,6 @@ class Keyring(Handle):
     def _make_tenant(self, tenant: bytes, version: int) -> None:
         """Make the next key of a tenant, durably before it wraps anything."""
         number, key_id = self._place(self._gone_tenants.get(tenant))
-        root = self._header.roots[-1].id
         slot = Slot(
             State.LIVE,
             Kind.TENANT,
@@ -341,14 +317,14 @@ class Keyring(Handle):
             tenant,
             version.to_bytes(16, "little"),
             self._clock.wall_ms(),
-            root,
+            self._header.root.id,
         )
         key = fresh_key()
-        slot = wrapped(slot, key, self._roots[root], self.store_uuid, number)
+        slot = wrapped(slot, key, self._root, self.store_uuid, number)
         self._write({number: slot})
         self._slots.publish({number: slot})
         with self._keys:
-            self._tenants.setdefault(tenant, []).append(_TenantKey(number, slot))
+            self._tenants.setdefault(tenant, []).append(TenantKey(number, slot))
             self._keep(slot.id, key)
             self._gone_tenants.pop(tenant, None)
 
@@ -391,7 +367,7 @@ class Keyring(Handle):
                 return [] if known is None else [_erased(tenant, known)]
             now_ms = self._clock.wall_ms()
             latest = self._tenants[tenant][-1]
-            gone = _TenantKey(latest.number, latest.slot.gone(now_ms))
+            gone = TenantKey(latest.number, latest.slot.gone(now_ms))
             self._write({gone.number: gone.slot})  # from here on the next opening finishes it
             self._slots.publish({gone.number: gone.slot})
             with self._keys:
@@ -430,25 +406,49 @@ class Keyring(Handle):
     # Rotation
 
     def rotate_master(self, new: Master) -> None:
-        """Seal the keyring with another master key, under a new root key. No data is written anew."""
+        """Seal the keyring with another master key, under a new root key. No data is written anew.
+
+        What the root key wraps is wrapped by the new one in other slots; the header, which has one root key, decides
+        which of them count. So the old root key is never wrapped by the new master key.
+        """
         with self._writing:
             self._check_usable()
-            (old,) = self._header.roots
-            root_id, key = fresh_id(), fresh_key()
+            root_id, root = fresh_id(), fresh_key()
             try:
-                roots = (
-                    self._wrapped_root(new, old.id, self._roots[old.id]),
-                    self._wrapped_root(new, root_id, key),
+                header = self._header._replace(
+                    sequence=self._header.sequence + 1,
+                    master_id=new.id,
+                    root=self._wrapped_root(new, root_id, root),
                 )
+                old = [self._store_slot, *(key.number for keys in self._tenants.values() for key in keys)]
+                moves = dict(zip(old, self._take(len(old)), strict=True))
             except KvError:
-                aead.wipe(key)
+                aead.wipe(root)
                 raise
+            changes = {}
+            for number, to in moves.items():
+                slot = self._slots.read(number)
+                if slot is None:
+                    raise Corrupt(f"Slot {number} of the keyring lost its key.")
+                changes[to] = self._rewrapped(slot, (number, self._root), (to, root_id, root))
+            self._write(changes)
+            self._write_header(header)
             with self._keys:
-                self._roots[root_id] = key
-            self._write_header(
-                self._header._replace(sequence=self._header.sequence + 1, master_id=new.id, roots=roots)
-            )
-            self._move_to_last_root()
+                aead.wipe(self._root)
+                self._root = root
+                self._store_slot = moves[self._store_slot]
+                for keys in self._tenants.values():
+                    keys[:] = [TenantKey(moves[key.number], changes[moves[key.number]]) for key in keys]
+            self._slots.publish(changes)
+            self._free(old)
+
+    def _take(self, count: int) -> list[int]:
+        """So many free slots."""
+        self._slots.check_room(count, kept=len(self._gone_tenants))
+        taken: list[int] = []
+        for _ in range(count):
+            taken.append(self._slots.take(taken))
+        return taken
 
     def _wrapped_root(self, master: Master, root_id: bytes, key: bytearray) -> Root:
         """Wrapped so that it was seen to come back, before anything depends on it."""
@@ -460,26 +460,6 @@ class Keyring(Handle):
         if not same:
             raise WrongMasterKey(f"Master key {master.id} doesn't give back what it wrapped.")
         return Root(root_id, blob)
-
-    def _move_to_last_root(self) -> None:
-        """Wrap all that the old root wraps by the new one, and destroy the old one."""
-        old, new = (root.id for root in self._header.roots)
-        numbers = [_STORE_SLOT, *(key.number for keys in self._tenants.values() for key in keys)]
-        changes = {}
-        for number in numbers:
-            slot = self._slots.read(number)
-            if slot is not None and slot.wrapped_by == old:
-                changes[number] = self._rewrapped(number, slot, self._roots[old], new, self._roots[new])
-        if changes:
-            self._write(changes)
-        with self._keys:
-            for keys in self._tenants.values():
-                keys[:] = [key._replace(slot=changes.get(key.number, key.slot)) for key in keys]
-        self._write_header(
-            self._header._replace(sequence=self._header.sequence + 1, roots=self._header.roots[1:])
-        )
-        with self._keys:
-            aead.wipe(self._roots.pop(old))
 
     def rotate_tenant(self, tenant: bytes) -> int:
         """Give a tenant a new key, and wrap those of its domains by it; how many. An unfinished rotation goes on."""
@@ -517,15 +497,16 @@ class Keyring(Handle):
             with self._keys:
                 old, new = self._tenant_key(slot), self._tenant_key(slot._replace(wrapped_by=new_id))
                 if old is not None and new is not None:
-                    changes[number] = self._rewrapped(number, slot, old, new_id, new)
+                    changes[number] = self._rewrapped(slot, (number, old), (number, new_id, new))
         if changes:
             self._write(changes)
         return len(changes)
 
-    def _rewrapped(self, number: int, slot: Slot, old: bytearray, new_id: bytes, new: bytearray) -> Slot:
-        key = unwrapped(slot, old, self.store_uuid, number)
+    def _rewrapped(self, slot: Slot, by: tuple[int, bytearray], to: tuple[int, bytes, bytearray]) -> Slot:
+        """A slot with its key wrapped by another: its number and the key that wraps it, then both anew with an id."""
+        key = unwrapped(slot, by[1], self.store_uuid, by[0])
         try:
-            return wrapped(slot._replace(wrapped_by=new_id), key, new, self.store_uuid, number)
+            return wrapped(slot._replace(wrapped_by=to[1]), key, to[2], self.store_uuid, to[0])
         finally:
             aead.wipe(key)
 
@@ -564,14 +545,14 @@ class Keyring(Handle):
 
     def _wipe(self) -> None:
         with self._keys:
-            for key in (*self._roots.values(), *self._unsealed.values(), self._store_key):
+            for key in (self._root, *self._unsealed.values(), self._store_key):
                 aead.wipe(key)
-            self._roots.clear()
+            self._root = bytearray()
             self._unsealed.clear()
             self._store_key = bytearray()
 
 
-def _erased(tenant: bytes, gone: _TenantKey) -> Erased:
+def _erased(tenant: bytes, gone: TenantKey) -> Erased:
     return Erased(tenant, NO_NAME, gone.number, gone.slot.id, gone.slot.when_ms)
 
 
@@ -581,68 +562,10 @@ def new_image(master: Master, store_uuid: bytes, clock: Clock) -> bytes:
     try:
         now_ms = clock.wall_ms()
         blob = master.wrap(root_associated(store_uuid, root_id), root)
-        header = pack_header(Header(store_uuid, 1, now_ms, master.id, (Root(root_id, blob),)))
+        header = pack_header(Header(store_uuid, 1, now_ms, master.id, Root(root_id, blob)))
         slot = Slot(State.LIVE, Kind.STORE, fresh_id(), NO_NAME, NO_NAME, now_ms, root_id)
-        first = pack_slot(wrapped(slot, store, root, store_uuid, _STORE_SLOT))
+        first = pack_slot(wrapped(slot, store, root, store_uuid, 0))
     finally:
         aead.wipe(root)
         aead.wipe(store)
     return header.ljust(PAGE_BYTES, b"\0") * HEADER_PAGES + first.ljust(PAGE_BYTES, b"\0")
-
-
-def read_status(path: Path) -> KeyringStatus:
-    """What can be said of a keyring without its master key, and while a node has it open."""
-    file = FolderFile(path, locks=False)
-    try:
-        header = _header_of(file)
-        slots = SlotTable(file)
-        return _status_of(file, header, slots, _tenants_of(slots)[0])
-    finally:
-        file.close()
-
-
-def _header_sectors(file: KeyringFile) -> list[bytes]:
-    return [file.read(copy, 1)[:SECTOR_BYTES] for copy in range(HEADER_PAGES)]
-
-
-def _header_of(file: KeyringFile) -> Header:
-    if file.pages <= HEADER_PAGES:
-        raise Corrupt("The keyring was truncated; it was left unchanged.")
-    return parse_header(_header_sectors(file))
-
-
-def _tenants_of(slots: SlotTable) -> tuple[dict[bytes, list[_TenantKey]], dict[bytes, _TenantKey]]:
-    """The live keys of each tenant, by version, and the tenants whose key was destroyed."""
-    live: dict[bytes, list[_TenantKey]] = {}
-    gone: dict[bytes, _TenantKey] = {}
-    for number in slots.others:
-        slot = slots.read(number)
-        if slot is None or slot.kind != Kind.TENANT:
-            continue
-        if slot.state == State.LIVE:
-            live.setdefault(slot.tenant, []).append(_TenantKey(number, slot))
-        else:
-            gone[slot.tenant] = _TenantKey(number, slot)
-    for keys in live.values():
-        keys.sort(key=lambda key: key.slot.version)
-    return live, gone
-
-
-def _status_of(
-    file: KeyringFile, header: Header, slots: SlotTable, tenants: Mapping[bytes, Sequence[_TenantKey]]
-) -> KeyringStatus:
-    free, live, gone, damaged = slots.counts()
-    return KeyringStatus(
-        store_uuid=header.store_uuid,
-        master_id=header.master_id,
-        made_ms=header.made_ms,
-        size_bytes=file.pages * PAGE_BYTES,
-        free=free,
-        live=live,
-        erased=gone,
-        damaged=damaged,
-        tenants=tuple((tenant, keys[-1].slot.version) for tenant, keys in sorted(tenants.items())),
-        rotating=tuple(tenant for tenant, keys in sorted(tenants.items()) if len(keys) > 1),
-        is_master_rotating=len(header.roots) > 1,
-        copies_on_write=file.copies_on_write if isinstance(file, FolderFile) else None,
-    )

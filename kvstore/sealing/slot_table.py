@@ -75,9 +75,13 @@ class SlotTable:
 
     def __init__(self, file: KeyringFile, slots_max: int = KEYRING_SLOTS_MAX) -> None:
         self.file = file
-        self.lock = Lock()  # held while a page is written or what is in memory changes
+        self._lock = Lock()  # of what is in memory; never held while the drive is waited for
         self._slots_max = slots_max
         self._mixing = [int(one) | 1 for one in np.frombuffer(np.random.default_rng().bytes(32), "<u8")]
+        self._versions: NDArray[np.uint32] = np.zeros(
+            file.pages, np.uint32
+        )  # how often each page was written
+        self._under_way: dict[int, bytes] = {}  # pages that are being written, as they were
         self._states: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._ids: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._sorted: NDArray[np.uint64] = np.zeros(0, np.uint64)  # mixed names, and
@@ -133,14 +137,24 @@ class SlotTable:
 
     def read(self, number: int) -> Slot | None:
         """What a slot has, None if it is free; Corrupt if it is damaged."""
-        with self.lock:
-            page = self.file.read(HEADER_PAGES + number // SLOTS_PER_PAGE, 1)
+        page = self._page(HEADER_PAGES + number // SLOTS_PER_PAGE)
         at = number % SLOTS_PER_PAGE * SLOT_BYTES
         return parse_slot(page[at : at + SLOT_BYTES])
 
+    def _page(self, page: int) -> bytes:
+        """A page as it was before a write or after it, and no mixture."""
+        while True:
+            with self._lock:
+                known = self._under_way.get(page)
+                version = int(self._versions[page])
+            data = self.file.read(page, 1) if known is None else known
+            with self._lock:
+                if known is not None or int(self._versions[page]) == version:
+                    return data
+
     def is_live(self, number: int, key_id: bytes) -> bool:
         """Whether a slot has the key of this id."""
-        with self.lock:
+        with self._lock:
             if not 0 <= number < len(self._states) or self._states[number] != LIVE:
                 return False
             return int(self._ids[number]) == int.from_bytes(key_id, "little")
@@ -168,7 +182,7 @@ class SlotTable:
     def _sorted_in(self, name: bytes) -> list[int]:
         words = (int.from_bytes(name[at : at + 8], "little") for at in range(0, len(name), 8))
         mixed = sum(word * factor for word, factor in zip(words, self._mixing, strict=True)) & _U64
-        with self.lock:
+        with self._lock:
             ordered, order = self._sorted, self._order
         first = int(np.searchsorted(ordered, np.uint64(mixed), "left"))
         last = int(np.searchsorted(ordered, np.uint64(mixed), "right"))
@@ -206,9 +220,10 @@ class SlotTable:
         self.file.write(HEADER_PAGES + had // SLOTS_PER_PAGE, bytes(pages * PAGE_BYTES))
         self.file.sync()
         more = pages * SLOTS_PER_PAGE
-        with self.lock:
+        with self._lock:
             self._states = np.concatenate([self._states, np.zeros(more, np.uint8)])
             self._ids = np.concatenate([self._ids, np.zeros(more, np.uint64)])
+            self._versions = np.concatenate([self._versions, np.zeros(pages, np.uint32)])
         self._free += range(had + more - 1, had - 1, -1)
 
     def _look_for_gone(self, taken: Collection[int]) -> None:
@@ -224,20 +239,27 @@ class SlotTable:
 
     def write(self, changes: Mapping[int, Slot | None]) -> None:
         """Overwrite slots in place; nothing is durable, or known to readers, until the caller has synced."""
-        pages: dict[int, bytearray] = {}
+        pages: dict[int, tuple[bytes, bytearray]] = {}
         for number, slot in sorted(changes.items()):
             page = HEADER_PAGES + number // SLOTS_PER_PAGE
             if page not in pages:
-                pages[page] = bytearray(self.file.read(page, 1))
+                old = self.file.read(page, 1)
+                pages[page] = old, bytearray(old)
             at = number % SLOTS_PER_PAGE * SLOT_BYTES
-            pages[page][at : at + SLOT_BYTES] = pack_slot(slot)
-        for page, data in pages.items():
-            with self.lock:  # nobody reads half of it
+            pages[page][1][at : at + SLOT_BYTES] = pack_slot(slot)
+        for page, (old, data) in pages.items():
+            with self._lock:
+                self._under_way[page] = old
+                self._versions[page] += 1
+            try:
                 self.file.write(page, bytes(data))
+            finally:
+                with self._lock:
+                    del self._under_way[page]
 
     def publish(self, changes: Mapping[int, Slot | None]) -> None:
         """Have readers see slots as they are now."""
-        with self.lock:
+        with self._lock:
             for number, slot in changes.items():
                 self._ids[number] = 0 if slot is None else int.from_bytes(slot.id, "little")
                 self._states[number] = FREE if slot is None else LIVE if slot.state == State.LIVE else GONE
@@ -254,7 +276,7 @@ class SlotTable:
         mixed = np.concatenate([self._sorted[kept], self._mix(names)])
         numbers = np.concatenate([self._order[kept], numbers])
         order = np.argsort(mixed, kind="stable")
-        with self.lock:
+        with self._lock:
             self._sorted, self._order = mixed[order], numbers[order]
             self._new = {}
 

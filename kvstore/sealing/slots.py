@@ -60,7 +60,6 @@ NO_NAME: Final = bytes(TENANT_BYTES)
 _MAGIC: Final = b"TKVKEYRG"
 _HEADER: Final = struct.Struct(f"<8sI4x16sQQ{MASTER_ID_BYTES_MAX}s")
 _ROOT: Final = struct.Struct(f"<8sI{MASTER_WRAPPED_BYTES_MAX}s")
-_ROOTS: Final = 2
 _CRC: Final = struct.Struct("<I")
 _CRC_AT: Final = SECTOR_BYTES - _CRC.size
 _CLEAR: Final = struct.Struct("<II8s16s16sQ8s")
@@ -71,7 +70,7 @@ _PURPOSE: Final = b"tkv root"
 assert _CLEAR.size == CLEAR_BYTES
 assert CLEAR_BYTES + _SEALED_BYTES + _CRC.size == SLOT_BYTES
 assert SECTOR_BYTES % SLOT_BYTES == 0
-assert _HEADER.size + _ROOTS * _ROOT.size <= _CRC_AT
+assert _HEADER.size + _ROOT.size <= _CRC_AT
 
 
 class State(enum.IntEnum):
@@ -126,7 +125,7 @@ class Header(NamedTuple):
     sequence: int  # of two copies the one with the higher counts
     made_ms: int
     master_id: str
-    roots: tuple[Root, ...]  # two while one replaces the other: the last is the new one
+    root: Root
 
 
 def fresh_id() -> bytes:
@@ -156,7 +155,7 @@ def pack_header(header: Header) -> bytes:
     assert len(master) <= MASTER_ID_BYTES_MAX, master
     fixed = _HEADER.pack(
         _MAGIC, FORMAT_VERSION, header.store_uuid, header.sequence, header.made_ms, master
-    ) + b"".join(_ROOT.pack(root.id, len(root.wrapped), root.wrapped) for root in header.roots)
+    ) + _ROOT.pack(header.root.id, len(header.root.wrapped), header.root.wrapped)
     fixed = fixed.ljust(_CRC_AT, b"\0")
     return fixed + _CRC.pack(crc32c(fixed))
 
@@ -179,9 +178,9 @@ def _header_in(sector: bytes) -> Header | None:
         return None
     if _CRC.unpack_from(sector, _CRC_AT)[0] != crc32c(sector[:_CRC_AT]):
         return None
-    found = [_ROOT.unpack_from(sector, _HEADER.size + at * _ROOT.size) for at in range(_ROOTS)]
-    roots = tuple(Root(root_id, blob[:length]) for root_id, length, blob in found if root_id != NO_ID)
-    return Header(store_uuid, sequence, made_ms, master.rstrip(b"\0").decode("utf-8", "replace"), roots)
+    root_id, length, blob = _ROOT.unpack_from(sector, _HEADER.size)
+    master_id = master.rstrip(b"\0").decode("utf-8", "replace")
+    return Header(store_uuid, sequence, made_ms, master_id, Root(root_id, blob[:length]))
 
 
 def pack_slot(slot: Slot | None) -> bytes:

@@ -66,6 +66,10 @@ class Memory:
         self.steps = steps
         self.done: list[str] = []
         self.fails = False
+        pages = range(0, len(image), PAGE_BYTES)
+        self.written = [
+            (at // PAGE_BYTES, bytes(image[at : at + PAGE_BYTES])) for at in pages
+        ]  # page by page, ever
 
     @property
     def pages(self) -> int:
@@ -93,6 +97,8 @@ class Memory:
             old = bytes(self.now[sector * SECTOR_BYTES :][:SECTOR_BYTES])
             if new != old:
                 self.pending.setdefault(sector, []).append(new)
+        for first in range(0, len(data), PAGE_BYTES):
+            self.written.append((page + first // PAGE_BYTES, bytes(data[first : first + PAGE_BYTES])))
         stopped = len(self.done) >= self.steps
         if not stopped:
             self.now[at : at + len(data)] = data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,9 @@ from kvstore.errors import (
     WrongVersion,
 )
 from kvstore.sealing import slots
-from kvstore.sealing.keyring import Keyring, read_status
+from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
+from kvstore.sealing.keyring_state import read_status
 from tests.sealing.rig import (
     ACME,
     STORE,
@@ -38,6 +40,8 @@ from tests.sealing.rig import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvstore.sealing.master_key import LocalMaster
 
 
 def at(number: int) -> slice:
@@ -135,7 +139,7 @@ def test_no_plain_key_is_in_the_file(tmp_path: Path) -> None:
         keyring.rotate_tenant(ACME)
         keyring.rotate_master(master(1))
         secret += [bytes(keyring.store_key), bytes(range(32)), bytes(range(1, 33))]
-        secret += [bytes(key) for key in (*keyring._roots.values(), *keyring._unsealed.values())]
+        secret += [bytes(key) for key in (keyring._root, *keyring._unsealed.values())]
         assert len(secret) == 50 + 3 + 2
     for file in tmp_path.iterdir():
         data = file.read_bytes()
@@ -146,7 +150,7 @@ def test_no_plain_key_is_in_the_file(tmp_path: Path) -> None:
 def test_a_wiped_key_and_a_closed_keyring_have_only_zeros() -> None:
     keyring, _ = new_keyring()
     (key,) = keyring.ensure(users(1))
-    memory = [key._key, keyring.store_key, *keyring._roots.values(), *keyring._unsealed.values()]
+    memory = [key._key, keyring.store_key, keyring._root, *keyring._unsealed.values()]
     assert all(any(one) for one in memory)
     text = repr(key)
     assert bytes(key.key).hex() not in text
@@ -436,7 +440,7 @@ def test_rotation_of_the_master_key_replaces_the_root_and_no_domain_key() -> Non
     names = [*users(*range(10)), (ZETA, user(1))]
     keys = {(key.tenant, key.domain): bytes(key.key) for key in keyring.ensure(names)}
     store_key, old = bytes(keyring.store_key), bytes(file.durable)
-    root = keyring._header.roots[0]
+    root = keyring._header.root
     keyring.rotate_master(master(1))
     assert keys_of(keyring, names) == keys
     image = bytes(file.durable)
@@ -453,9 +457,53 @@ def test_rotation_of_the_master_key_replaces_the_root_and_no_domain_key() -> Non
         slot = slots.parse_slot(image[at(number)])
         if slot is not None and slot.kind != slots.Kind.DOMAIN:
             with pytest.raises(Corrupt):
-                slots.unwrapped(slot, spy._roots[root.id], STORE, number)
+                slots.unwrapped(slot, spy._root, STORE, number)
     ring.rotate_master(master(1))  # the same again: as when a key of Vault has another version
     assert keys_of(ring, names) == keys
+
+
+def reachable(file: Memory, masters: list[LocalMaster]) -> set[bytes]:
+    """All keys that anything ever written to a file gives to the holder of these master keys."""
+    roots = {
+        slots.parse_header([data[:512]]).root for page, data in file.written if page < slots.HEADER_PAGES
+    }
+    rows = {
+        ((page - slots.HEADER_PAGES) * 32 + place, data[place * 128 :][:128])
+        for page, data in file.written
+        if page >= slots.HEADER_PAGES
+        for place in range(32)
+    }
+    found: dict[bytes, bytes] = {}
+    for root_id, blob in roots:
+        for one in masters:
+            with suppress(WrongMasterKey):
+                found[root_id] = bytes(one.unwrap(slots.root_associated(STORE, root_id), blob))
+    keys: set[bytes] = set()
+    for _ in range(3):  # from root keys to those of tenants, and on to those of domains
+        for number, row in rows:
+            slot = slots.parse_slot(row)
+            if slot is not None and slot.wrapped_by in found:
+                key = bytes(slots.unwrapped(slot, found[slot.wrapped_by], STORE, number))
+                found[slot.id] = key
+                keys.add(key)
+    return keys
+
+
+@pytest.mark.parametrize("rotates", ["tenant, master", "master, tenant", "master", "tenant", ""])
+def test_old_cells_and_copies_need_the_old_master_key_once_both_were_rotated(rotates: str) -> None:
+    """docs/sealing.md: first each tenant's key, then the master key; then the old one can be destroyed."""
+    keyring, file = new_keyring()
+    (one, two) = keyring.ensure(users(1, 2))
+    keyring.erase(users(1))
+    for what in filter(None, rotates.split(", ")):
+        if what == "tenant":
+            keyring.rotate_tenant(ACME)
+        else:
+            keyring.rotate_master(master(1))
+    assert {bytes(one.key), bytes(two.key)} < reachable(file, [master(), master(1)])
+    by_new = reachable(file, [master(1)])
+    assert (bytes(two.key) in by_new) == ("master" in rotates)
+    assert (bytes(one.key) in by_new) == (rotates in ("master, tenant", "master"))
 
 
 def test_a_master_key_that_does_not_give_back_what_it_wraps_changes_nothing() -> None:
@@ -519,5 +567,5 @@ def test_the_state_is_told_without_any_key_and_while_it_is_open(tmp_path: Path) 
         said = read_status(path)
         assert said == keyring.status()
         assert (said.live, said.erased, said.damaged, said.tenants) == (5, 1, 0, ((ACME, 1), (ZETA, 1)))
-        assert (said.master_id, said.store_uuid, said.is_master_rotating) == (master().id, STORE, False)
+        assert (said.master_id, said.store_uuid) == (master().id, STORE)
         assert said.size_bytes == path.stat().st_size

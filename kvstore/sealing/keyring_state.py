@@ -1,0 +1,133 @@
+"""What a keyring's file says without any key: its header, whose keys it has, and how many.
+
+What always holds: of two slots with the same key, as a rotation of the master key leaves them that was cut off, the one
+that the header's root key wraps counts. What it doesn't do: write, or unwrap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import Corrupt
+from kvstore.limits import PAGE_BYTES, SECTOR_BYTES
+from kvstore.sealing.keyring_file import FolderFile
+from kvstore.sealing.slot_table import SlotTable
+from kvstore.sealing.slots import HEADER_PAGES, Header, Kind, Slot, State, parse_header
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from kvstore.sealing.keyring_file import KeyringFile
+
+__all__ = [
+    "Found",
+    "KeyringStatus",
+    "TenantKey",
+    "found_in",
+    "header_of",
+    "header_sectors",
+    "read_status",
+    "status_of",
+]
+
+
+class KeyringStatus(NamedTuple):
+    """What can be said of a keyring without any key."""
+
+    store_uuid: bytes
+    master_id: str
+    made_ms: int
+    size_bytes: int
+    free: int
+    live: int  # keys of all kinds
+    erased: int
+    damaged: int
+    tenants: tuple[tuple[bytes, int], ...]  # each with the version of its key
+    rotating: tuple[bytes, ...]  # tenants whose rotation was begun and not finished
+    copies_on_write: str | None  # the kind of file system, if it keeps overwritten data
+
+
+class TenantKey(NamedTuple):
+    """A tenant's key, and where it is."""
+
+    number: int
+    slot: Slot
+
+
+def read_status(path: Path) -> KeyringStatus:
+    """What can be said of a keyring without its master key, and while a node has it open."""
+    file = FolderFile(path, locks=False)
+    try:
+        header = header_of(file)
+        slots = SlotTable(file)
+        return status_of(file, header, slots, found_in(slots, header.root.id).tenants)
+    finally:
+        file.close()
+
+
+def header_sectors(file: KeyringFile) -> list[bytes]:
+    """Both copies."""
+    return [file.read(copy, 1)[:SECTOR_BYTES] for copy in range(HEADER_PAGES)]
+
+
+def header_of(file: KeyringFile) -> Header:
+    """The copy that counts; Corrupt if none does."""
+    if file.pages <= HEADER_PAGES:
+        raise Corrupt("The keyring was truncated; it was left unchanged.")
+    return parse_header(header_sectors(file))
+
+
+class Found(NamedTuple):
+    """Keys that a root key wraps, as they were loaded."""
+
+    store: tuple[int, Slot] | None
+    tenants: dict[bytes, list[TenantKey]]  # live ones by version
+    gone: dict[bytes, TenantKey]
+    twins: list[int]  # slots of the same keys, wrapped by another root key: a rotation was cut off
+
+
+def found_in(slots: SlotTable, root_id: bytes) -> Found:
+    """The keys of tenants and of the store."""
+    store: tuple[int, Slot] | None = None
+    live: dict[bytes, list[TenantKey]] = {}
+    gone: dict[bytes, TenantKey] = {}
+    ids: set[bytes] = set()
+    others: list[TenantKey] = []
+    for number in slots.others:
+        slot = slots.read(number)
+        if slot is None:
+            continue
+        if slot.state == State.GONE:
+            gone[slot.tenant] = TenantKey(number, slot)
+        elif slot.wrapped_by != root_id:
+            others.append(TenantKey(number, slot))
+        else:
+            ids.add(slot.id)
+            if slot.kind == Kind.STORE:
+                store = number, slot
+            else:
+                live.setdefault(slot.tenant, []).append(TenantKey(number, slot))
+    for keys in live.values():
+        keys.sort(key=lambda key: key.slot.version)
+    return Found(store, live, gone, [number for number, slot in others if slot.id in ids])
+
+
+def status_of(
+    file: KeyringFile, header: Header, slots: SlotTable, tenants: Mapping[bytes, Sequence[TenantKey]]
+) -> KeyringStatus:
+    """What can be said of an open file."""
+    free, live, gone, damaged = slots.counts()
+    return KeyringStatus(
+        store_uuid=header.store_uuid,
+        master_id=header.master_id,
+        made_ms=header.made_ms,
+        size_bytes=file.pages * PAGE_BYTES,
+        free=free,
+        live=live,
+        erased=gone,
+        damaged=damaged,
+        tenants=tuple((tenant, keys[-1].slot.version) for tenant, keys in sorted(tenants.items())),
+        rotating=tuple(tenant for tenant, keys in sorted(tenants.items()) if len(keys) > 1),
+        copies_on_write=file.copies_on_write if isinstance(file, FolderFile) else None,
+    )
