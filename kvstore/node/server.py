@@ -353,9 +353,10 @@ async def _serve_node(
         await server.start()
         statistics = store.statistics()
         log.info(
-            "node %s: %s, %d blocks, %s free of %s%s, fabric %s",
+            "node %s: %s%s, %d blocks, %s free of %s%s, fabric %s",
             store.name,
             _drives_shown(store),
+            ", encrypted" if store.keys is not None else "",
             statistics.blocks,
             show_size(statistics.free_bytes),
             show_size(statistics.capacity_bytes),
