@@ -71,6 +71,7 @@ DOOR_FIRST_MESSAGE_MS = 5_000  # from a call's beginning to its first message
 DOOR_TIMEOUT_MS = 10_000  # of a connection over which no call was let in
 DOOR_ANSWER_BYTES_MIN = 4 << 10  # that one counts for, with its call
 DOOR_ANSWERS_BYTES_MAX = 64 << 20  # of calls that have one, and whose callers have not taken it
+METADATA_MAX = 64  # entries of one call; gRPC bounds them only for a peer that keeps to its settings
 DOOR_STREAMS_MAX = 256  # calls under way over one connection of gRPC
 DOOR_UNPROVED_OF_SOURCE_MAX = 64  # connections over which no call was let in
 DOOR_CONNECTIONS_OF_SOURCE_MAX = 1024
