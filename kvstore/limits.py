@@ -20,6 +20,7 @@ BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
 GET_BLOCKS_MAX = 1 << 17  # in one get, which makes calls of them: 1 M tokens are 65,536 blocks of 16
+BATCH_PUTS_AHEAD = 64  # blocks of a stream that wait for the drive
 BATCH_READS_AHEAD = 8  # blocks of a stream that are read while others are sent
 LAYERS_MAX = 4096  # of a model
 RESUME_BATCH_BLOCKS = 128  # of a session are asked for at a time
@@ -175,6 +176,7 @@ PIN_TIMEOUT_MS = 30_000  # of a pin whose owner asked for no time
 PIN_TIMEOUT_MS_MAX = 600_000
 PINS_MAX = 8192  # of all tenants of a node
 PINS_OF_TENANT_MAX = 1024
+PINNED_ENDED_AT_ONCE = 1024  # blocks whose pins are over, between two looks at other work
 
 DRIVES_MAX = 32  # of one store
 GENERATIONS_PER_DRIVE = (GENERATION_MAX + 1) // DRIVES_MAX  # so that no two drives give the same one

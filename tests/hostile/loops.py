@@ -121,6 +121,21 @@ def deletes(told: Told, until: float, _: str) -> Told:
     return done
 
 
+def tiny_puts(told: Told, until: float, _: str) -> Told:
+    """Four loops that put a thousand tiny blocks with one call."""
+    done = {"OK": 0}
+
+    def work(_: str) -> None:
+        with Client(f"127.0.0.1:{told['port']}", token=told["token"]) as client:
+            while time.monotonic() < until:
+                keys = [os.urandom(32) for _ in range(BATCH_BLOCKS_MAX)]
+                client.put_many_inline((key, key) for key in keys)
+                done["OK"] += 1
+
+    all_at_once(work, _LOOPS)
+    return done
+
+
 def cancels(told: Told, until: float, _: str) -> Told:
     """Calls of all kinds whose caller has lost interest at once, many at a time."""
     link = channel(told)
@@ -175,5 +190,6 @@ def histories(told: Told, until: float, _: str) -> Told:
 
 
 LOOP_ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
-    one.__name__: one for one in (protects, ends, prefetches, pins, deletes, cancels, watches, histories)
+    one.__name__: one
+    for one in (protects, ends, prefetches, pins, tiny_puts, deletes, cancels, watches, histories)
 }

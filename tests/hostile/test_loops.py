@@ -47,7 +47,7 @@ def test_loops_over_a_large_session(beside: Beside, name: str) -> None:
     check_speed(alone, under)
 
 
-@pytest.mark.parametrize("name", ["pins", "deletes", "watches", "histories"])
+@pytest.mark.parametrize("name", ["pins", "tiny_puts", "deletes", "watches", "histories"])
 def test_loops_over_a_thousand_blocks(beside: Beside, name: str) -> None:
     alone, under, did = beside.endure(name, token="evil")
     assert did.get("OK")

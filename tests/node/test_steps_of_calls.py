@@ -54,6 +54,46 @@ def test_a_call_of_many_blocks_waits_for_its_tenants_turn(
         done.result(WAIT_S)
 
 
+@pytest.mark.parametrize(
+    ("part", "call"),
+    [
+        ("hold", lambda one: one.pin(KEYS).close()),
+        ("delete", lambda one: one.delete(KEYS)),
+        ("put", lambda one: one.put_many_inline((bytes(reversed(key)), key) for key in KEYS)),
+    ],
+)
+def test_a_call_of_many_blocks_lets_others_work_between_steps(
+    node: NodeInProcess, client: Client, part: str, call: Callable[[Client], Any]
+) -> None:
+    at: list[int] = []
+    turned = 0
+
+    def count(inside: Node) -> asyncio.Task[None]:
+        do = getattr(inside.store, part)
+
+        def noted(things: Any, *more: Any) -> Any:
+            at.extend([turned] * len(things))
+            return do(things, *more)
+
+        vars(inside.store)[part] = noted
+
+        async def turn() -> None:
+            nonlocal turned
+            while True:
+                turned += 1
+                await asyncio.sleep(0)
+
+        return asyncio.create_task(turn())
+
+    counting = node.call(count)
+    try:
+        call(client)
+    finally:
+        node.call(lambda _: counting.cancel())
+    assert len(at) == len(KEYS)
+    assert max(map(at.count, set(at))) <= 2 * TURN_STEP_BLOCKS  # the first of a stream wait for no turn
+
+
 def test_a_stream_of_gets_from_memory_lets_others_work_between_steps(
     node: NodeInProcess, client: Client
 ) -> None:
