@@ -73,6 +73,10 @@ etcd: ## .cache/etcd, out of Debian's package (20 MB), for tests/cluster
 promtool: ## .cache/promtool, out of Debian's package (48 MB), for the tests of the alerts
 	@tools/promtool.sh
 
+.PHONY: grpc-cpp
+grpc-cpp: ## .cache/grpc-cpp: gRPC for C++ and protoc, out of Debian's packages (15 MB), for the test of examples/cpp
+	@tools/grpc_cpp.sh
+
 .PHONY: peers
 peers: ## .cache/peers: Redis and hiredis, out of Debian's packages (8 MB), for bench-peers
 	@tools/peers.sh

@@ -8,7 +8,7 @@ What most programs need can be imported from here: `from kvstore import Block, C
 loaded when it is first used, so `import kvstore` is fast and needs no fabric library.
 
 `kvstore --help` lists the commands: `put`, `get`, `sessions`, `explain`, `doctor`, and others. `kvstore.names` makes
-keys, `kvstore.errors` has the errors, `kvstore.testing` starts a node for tests, `kvstore.engines` has adapters for
+keys, `kvstore.errors` has the errors, `kvstore.testing` has nodes for tests, `kvstore.engines` has adapters for
 vLLM, transformers, SGLang and LMCache. The other modules are the service's own.
 """
 
@@ -19,11 +19,25 @@ from kvcli.version import package_version
 
 if TYPE_CHECKING:
     from kvstore.client import AsyncClient, Block, Client, ClusterClient, Hit
-    from kvstore.miss import Miss
+    from kvstore.durability import Durability
+    from kvstore.errors import KvError
+    from kvstore.miss import Miss, MissReason
     from kvstore.names import block_key
     from nic_offload.flags import FlagWords
 
-__all__ = ["AsyncClient", "Block", "Client", "ClusterClient", "FlagWords", "Hit", "Miss", "block_key"]
+__all__ = [
+    "AsyncClient",
+    "Block",
+    "Client",
+    "ClusterClient",
+    "Durability",
+    "FlagWords",
+    "Hit",
+    "KvError",
+    "Miss",
+    "MissReason",
+    "block_key",
+]
 
 __version__ = package_version()
 
@@ -32,9 +46,12 @@ _HOMES = {
     "Block": "kvstore.client",
     "Client": "kvstore.client",
     "ClusterClient": "kvstore.client",
+    "Durability": "kvstore.durability",
     "FlagWords": "nic_offload.flags",
     "Hit": "kvstore.client",
+    "KvError": "kvstore.errors",
     "Miss": "kvstore.miss",
+    "MissReason": "kvstore.miss",
     "block_key": "kvstore.names",
 }
 

@@ -39,7 +39,7 @@ __all__ = [
 
 # With these providers an endpoint listens on the given address, whatever its fabric was opened with (libfabric 1.17).
 ENDPOINTS_ON_WILDCARDS = frozenset({"net", "tcp", "tcp;ofi_rxm", "sockets"})
-WITHOUT_IP = frozenset({"cxi", "efa", "shm"})
+WITHOUT_IP = frozenset({"cxi", "efa", "shm", "memory"})
 
 _PORT_MAX = 65535
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")

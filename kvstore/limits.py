@@ -13,6 +13,7 @@ KEY_BYTES = 32
 TENANT_BYTES = 16
 FINGERPRINT_BYTES = 16
 USER_BYTES = 16
+DOMAIN_BYTES = 16  # of an erase domain
 SESSION_BYTES = 16
 GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
 
@@ -178,6 +179,24 @@ PINS_MAX = 8192  # of all tenants of a node
 PINS_OF_TENANT_MAX = 1024
 PINNED_ENDED_AT_ONCE = 1024  # blocks whose pins are over, between two looks at other work
 
+ERASE_TIMEOUT_S = 600.0  # of a call that erases a user or a tenant
+ERASE_STEP_BLOCKS = 1024  # entries that an erasure looks at between other work
+VAULT_KEYS_MAX = 1 << 14  # unwrapped keys in locked memory: 1.5 MiB of the 8 MiB that a process may lock
+VAULT_NAMES_MAX = 1 << 16  # domains whose keys are known without a look into the keyring
+MASTER_COMMAND_MS = 10_000  # for a command that prints the master key
+MASTER_FILE_BYTES_MAX = 66  # 64 hexadecimal digits and the end of their line
+MASTER_ID_BYTES_MAX = 64
+MASTER_WRAPPED_BYTES_MAX = 180  # of a key, as a master key's service gives it
+VAULT_CALL_MS = 5_000  # for Vault to answer, from looking up its name to the last byte
+VAULT_ANSWER_BYTES_MAX = 64 << 10
+KEYRING_SLOTS_MAX = 1 << 22  # keys of a store: 512 MiB
+KEYRING_STEP_PAGES_MAX = 256  # that a keyring grows by
+KEYRING_LOAD_PAGES = 1024  # of it are read at a time
+KEYRING_ROTATED_AT_ONCE = 1024  # keys of a tenant, between two moments at which others may change the keyring
+KEYRING_TENANTS_UNSEALED_MAX = 1024  # tenants' keys that are kept unsealed
+KEYRING_NEW_NAMES_MAX = 1 << 16  # found by a dictionary, until they are sorted in with the others
+RECEIPT_KEYS_MAX = 64  # that a receipt names; it counts the others, and has a digest of all
+
 DRIVES_MAX = 32  # of one store
 GENERATIONS_PER_DRIVE = (GENERATION_MAX + 1) // DRIVES_MAX  # so that no two drives give the same one
 
@@ -192,6 +211,7 @@ FABRIC_CALLS_MS = 1  # of them in one round of the thread: each tenant's turn is
 FABRIC_WORK_US = 500  # a tenant for which so much was done at a stretch rests while others call,
 FABRIC_REST = 3  # so many times as long
 FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX
+STAGED_IDLE_BYTES_MAX = 64 << 20  # memory for encrypted records that is kept for the next ones
 DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # puts, and as many gets, that a drive has accepted and not answered
 DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that a drive has accepted and not answered

@@ -42,6 +42,8 @@ _PARTS = (
     "fabric",
     "group",
     "handles",
+    "in_process",
+    "in_process_rma",
     "inbox",
     "lane",
     "library",

@@ -35,9 +35,9 @@ int fabric_refusal(const struct tk_fabric *fabric)
 	return __atomic_load_n(&fabric->stuck, __ATOMIC_ACQUIRE) ? TK_STUCK : 0;
 }
 
-int refused(char *message, const char *doing, int status)
+int refused(const struct tk_fabric *fabric, char *message, const char *doing, int status)
 {
-	snprintf(message, TK_MESSAGE_BYTES, "%s: %s", doing, library_loaded()->strerror(-status));
+	snprintf(message, TK_MESSAGE_BYTES, "%s: %s", doing, fabric->library->strerror(-status));
 	return status;
 }
 
@@ -81,7 +81,7 @@ static void free_fabric(struct tk_fabric *fabric)
 	close_fid(fabric->domain ? &fabric->domain->fid : NULL);
 	close_fid(fabric->fid ? &fabric->fid->fid : NULL);
 	if (fabric->info)
-		library_loaded()->freeinfo(fabric->info);
+		fabric->library->freeinfo(fabric->info);
 	for (uint32_t i = 0; i < fabric->chunks_count; i++)
 		free(fabric->chunks[i]);
 	free(fabric->active);
@@ -108,31 +108,31 @@ static void free_fabric(struct tk_fabric *fabric)
 static int open_domain(struct tk_fabric *fabric, const char *provider, const char *node, uint32_t flags,
 		       char *message)
 {
-	const struct library *lib = library_loaded();
+	const struct library *lib = fabric->library;
 	int deferred = !!(flags & TK_DEFERRED_WORK);
-	struct fi_info *hints = library_hints(provider, deferred);
+	struct fi_info *hints = library_hints(lib, provider, deferred);
 	if (!hints)
 		return -ENOMEM;
-	int status = lib->getinfo(library_version_asked(), node, NULL, node ? FI_SOURCE : 0, hints, &fabric->info);
+	int status = lib->getinfo(library_version_asked(lib), node, NULL, node ? FI_SOURCE : 0, hints, &fabric->info);
 	lib->freeinfo(hints);
 	if (status)
-		return refused(message, "looking for the provider", status);
+		return refused(fabric, message, "looking for the provider", status);
 	if (deferred && !library_defers_work(fabric->info->fabric_attr->prov_name))
-		return refused(message, "asking for deferred work", -FI_ENOSYS);
+		return refused(fabric, message, "asking for deferred work", -FI_ENOSYS);
 	fabric->ordered = library_is_ordered(fabric->info->fabric_attr->prov_name);
 	fabric->loses_context = library_loses_context(fabric->info->fabric_attr->prov_name);
 	fabric->confirms = library_confirms(fabric->info->fabric_attr->prov_name);
 
 	if ((status = lib->fabric(fabric->info->fabric_attr, &fabric->fid, NULL)))
-		return refused(message, "opening the fabric", status);
-	if ((status = fi_domain(fabric->fid, fabric->info, &fabric->domain, NULL)))
-		return refused(message, "opening the domain", status);
+		return refused(fabric, message, "opening the fabric", status);
+	if ((status = fi_domain(fabric->fid, fabric->info, &fabric->domain, fabric)))
+		return refused(fabric, message, "opening the domain", status);
 	struct fi_av_attr av = {.type = FI_AV_UNSPEC};
 	if ((status = fi_av_open(fabric->domain, &av, &fabric->av, NULL)))
-		return refused(message, "opening the address vector", status);
+		return refused(fabric, message, "opening the address vector", status);
 	struct fi_cq_attr cq = {.size = CQ_ENTRIES, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_NONE};
 	if ((status = fi_cq_open(fabric->domain, &cq, &fabric->cq, NULL)))
-		return refused(message, "opening the completion queue", status);
+		return refused(fabric, message, "opening the completion queue", status);
 	return deferred ? nic_open(fabric) : 0;
 }
 
@@ -149,11 +149,13 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 		   struct tk_fabric **out, char *message)
 {
 	message[0] = 0;
-	if (!library_loaded())
+	const struct library *library = library_of(provider);
+	if (!library)
 		return -ENOSYS;
 	struct tk_fabric *fabric = calloc(1, sizeof *fabric);
 	if (!fabric)
 		return -ENOMEM;
+	fabric->library = library;
 	fabric->pid = getpid();
 	fabric->work_max = work_max;
 	fabric->answer_ns = answer_ns;

@@ -237,6 +237,7 @@ struct nic {
 };
 
 struct tk_fabric {
+	const struct library *library; /* which has its provider */
 	pid_t pid;
 	struct fi_info *info;
 	struct fid_fabric *fid;
@@ -324,7 +325,7 @@ void *core_progress(void *fabric);
 int fabric_is_ours(const struct tk_fabric *fabric);
 int fabric_refusal(const struct tk_fabric *fabric);
 void fabric_wake(struct tk_fabric *fabric);
-int refused(char *message, const char *doing, int status);
+int refused(const struct tk_fabric *fabric, char *message, const char *doing, int status);
 int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *fabric, void *argument), void *argument,
 		  size_t argument_bytes);
 

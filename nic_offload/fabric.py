@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
     from nic_offload.flags import FlagWord
 
-__all__ = ["Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics"]
+__all__ = ["MEMORY", "Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics"]
+
+MEMORY = "memory"  # a provider of our own: between fabrics of one process, without libfabric
 
 ANSWER_TIMEOUT_MS = 10_000  # of the progress thread; a flush of a whole domain takes a second on Cassini
 WORK_MAX = 1 << 18  # puts and watches queued in one fabric at a time
@@ -299,7 +301,8 @@ class Fabric(Handle):
 
     With `deferred_work`, operations are handed to libfabric's own (`sockets`, `cxi`) as far as they fit; by default
     that is so where it is hardware. A call that has to wait for the progress thread waits for `answer_timeout_ms` at
-    most; if the provider hangs inside, the call and all later ones are `FabricStuck`.
+    most; if the provider hangs inside, the call and all later ones are `FabricStuck`. The provider `memory` reaches
+    other fabrics of the same process, and needs no libfabric.
     """
 
     def __init__(
@@ -311,8 +314,8 @@ class Fabric(Handle):
         answer_timeout_ms: int = ANSWER_TIMEOUT_MS,
         deferred_work: bool | None = None,
     ) -> None:
-        library = load()
-        chosen = provider or library.best_provider()
+        chosen = provider or load().best_provider()
+        library = "its own" if chosen == MEMORY else f"libfabric {load().version}"
         node = ffi.NULL if address is None or chosen == "shm" else ffi.new("char[]", address.encode())
         out = ffi.new("struct tk_fabric **")
         message = ffi.new("char[]", lib.TK_MESSAGE_BYTES)
@@ -322,7 +325,7 @@ class Fabric(Handle):
         code = lib.tk_fabric_open(chosen.encode(), node, work_max, answer_ns, flags, out, message)
         if code:
             why = ffi.string(message).decode() or f"code {code}"
-            raise FabricError(f"The provider {chosen} of libfabric {library.version} did not open: {why}.")
+            raise FabricError(f"The provider {chosen} of {library} did not open: {why}.")
         self.handle: Any = out[0]
         self.regions: set[Region] = set()
         self.endpoints: set[Endpoint] = set()
@@ -411,6 +414,8 @@ class Fabric(Handle):
         """Make a peer known by the address it gave; the number names it for every endpoint from then on."""
         out = ffi.new("uint64_t *")
         code = lib.tk_peer_add(self.handle, address, len(address), out)
+        if code == -errno.EINVAL and self.provider == MEMORY:
+            raise FabricError("The provider memory reaches fabrics of its own process only.")
         if code:
             raise FabricError.from_code("Adding a peer", code)
         return int(out[0])

@@ -28,12 +28,12 @@ static int open_from(struct tk_fabric *fabric, const struct opening *opening)
 	struct tk_endpoint *endpoint = opening->endpoint;
 	if (!opening->length)
 		return fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
-	struct fi_info *info = library_loaded()->dupinfo(fabric->info);
+	struct fi_info *info = fabric->library->dupinfo(fabric->info);
 	void *source = malloc(opening->length);
 	if (!info || !source) {
 		free(source);
 		if (info)
-			library_loaded()->freeinfo(info);
+			fabric->library->freeinfo(info);
 		return -ENOMEM;
 	}
 	memcpy(source, opening->source, opening->length);
@@ -41,7 +41,7 @@ static int open_from(struct tk_fabric *fabric, const struct opening *opening)
 	info->src_addr = source;
 	info->src_addrlen = opening->length;
 	int status = fi_endpoint(fabric->domain, info, &endpoint->fid, NULL);
-	library_loaded()->freeinfo(info);
+	fabric->library->freeinfo(info);
 	return status;
 }
 
@@ -80,7 +80,7 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 		if (status == TK_STUCK)
 			return status; /* the thread may be at it still */
 		free(endpoint);
-		return refused(message, "opening an endpoint", status);
+		return refused(fabric, message, "opening an endpoint", status);
 	}
 	union address own = {0};
 	size_t own_bytes = sizeof own;

@@ -69,8 +69,10 @@ out:
 	return status;
 }
 
-const struct library *library_loaded(void)
+const struct library *library_of(const char *provider)
 {
+	if (!strcmp(provider, MEMORY_PROVIDER))
+		return &memory_library;
 	return loaded ? &library : NULL;
 }
 
@@ -79,15 +81,15 @@ uint32_t tk_library_version(void)
 	return loaded ? library.version() : 0;
 }
 
-uint32_t library_version_asked(void)
+uint32_t library_version_asked(const struct library *asked)
 {
-	uint32_t has = library.version(), wanted = FI_VERSION(1, 17);
+	uint32_t has = asked->version(), wanted = FI_VERSION(1, 17);
 	return has < wanted ? has : wanted;
 }
 
-struct fi_info *library_hints(const char *provider, int deferred)
+struct fi_info *library_hints(const struct library *asked, const char *provider, int deferred)
 {
-	struct fi_info *hints = library.dupinfo(NULL);
+	struct fi_info *hints = asked->dupinfo(NULL);
 	if (!hints)
 		return NULL;
 	hints->caps = FI_RMA | (deferred ? FI_TRIGGER : 0);
@@ -101,7 +103,7 @@ struct fi_info *library_hints(const char *provider, int deferred)
 	if (provider && !strcmp(provider, "shm"))
 		hints->tx_attr->msg_order = FI_ORDER_WAW;
 	if (provider && !(hints->fabric_attr->prov_name = strdup(provider))) {
-		library.freeinfo(hints);
+		asked->freeinfo(hints);
 		return NULL;
 	}
 	return hints;
@@ -117,8 +119,8 @@ static int is_one_of(const char *name, const char *const *names)
 
 int library_is_ordered(const char *provider_name)
 {
-	/* These carry a message as one TCP stream, and a write with two target ranges fills them in turn. */
-	static const char *const streams[] = {"net", "tcp", "tcp;ofi_rxm", NULL};
+	/* These carry a message as one TCP stream, or copy it, and a write with two target ranges fills them in turn. */
+	static const char *const streams[] = {"net", "tcp", "tcp;ofi_rxm", MEMORY_PROVIDER, NULL};
 	return is_one_of(provider_name, streams);
 }
 
@@ -146,7 +148,7 @@ int tk_library_providers(struct tk_provider_info *out, int out_max)
 	if (!loaded)
 		return -ENOSYS;
 	struct fi_info *list = NULL;
-	int status = library.getinfo(library_version_asked(), NULL, NULL, 0, NULL, &list);
+	int status = library.getinfo(library_version_asked(&library), NULL, NULL, 0, NULL, &list);
 	if (status)
 		return status == -FI_ENODATA ? 0 : status;
 	int count = 0;

@@ -17,14 +17,18 @@ struct library {
 	const char *(*strerror)(int number);
 };
 
-/* NULL until tk_library_load has succeeded. */
-const struct library *library_loaded(void);
+/* Its only provider, and what stands in for libfabric where that is asked for: in_process.c. */
+#define MEMORY_PROVIDER "memory"
+extern const struct library memory_library;
+
+/* What has this provider: libfabric, which is NULL until tk_library_load has succeeded, unless it is our own. */
+const struct library *library_of(const char *provider);
 
 /* The version of the interface to ask for: what this was compiled for, or the library's if it is older. */
-uint32_t library_version_asked(void);
+uint32_t library_version_asked(const struct library *library);
 
 /* Hints for an endpoint that can do what a fabric here needs; free with freeinfo. NULL: no memory. */
-struct fi_info *library_hints(const char *provider, int deferred);
+struct fi_info *library_hints(const struct library *library, const char *provider, int deferred);
 
 /* Whether it implements FI_QUEUE_WORK. */
 int library_defers_work(const char *provider_name);

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import errno
 import struct
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.aead import KEY_BYTES
 from nic_offload.errors import FabricError
 from nic_offload.handle import Handle
-from nic_offload.header_pages import FIXED_BYTES, NAME_BYTES, PAGE_BYTES
+from nic_offload.header_pages import FIXED_BYTES, NAME_BYTES, PAGE_BYTES, TAG_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,7 @@ __all__ = [
     "KeyName",
     "RecordCipher",
     "Vault",
+    "address_of",
     "row_of",
 ]
 
@@ -49,6 +51,11 @@ def row_of(fixed: str) -> struct.Struct:
     row = struct.Struct(_ROW + fixed)
     assert row.size == ffi.sizeof("struct tk_to_encrypt")
     return row
+
+
+def address_of(data: bytes) -> int:
+    """Tell where bytes are that the caller keeps alive."""
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(data)))
 
 
 class KeyName(NamedTuple):
@@ -108,6 +115,7 @@ class RecordCipher:
     def __init__(self, vault: Vault, secret: bytes, salt: bytes, drive: bytes) -> None:
         """`secret` is the key of headers' tags; `salt` must be new and random."""
         self.vault = vault
+        self._keyed = blake2b(drive, key=secret, digest_size=TAG_BYTES)
         self.setup: Any = ffi.new("struct tk_encryption *")
         self.setup.vault = vault.handle
         ffi.memmove(self.setup.secret, secret, KEY_BYTES)
@@ -123,6 +131,12 @@ class RecordCipher:
         if code:
             raise FabricError.from_code("Encrypting records", code)
         return True
+
+    def tag(self, fixed: bytes, offset: int) -> bytes:
+        """Give the tag of a header of this place."""
+        state = self._keyed.copy()
+        state.update(offset.to_bytes(8, "little") + fixed)
+        return state.digest()
 
     def open(self, offset: int, page: int) -> tuple[Decrypted, Decryption | None] | None:
         """Look at the header page that is at this address; without its key there is no decryption.

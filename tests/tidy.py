@@ -34,12 +34,13 @@ LAYERS = {
     "kvstore.wire": _BASE,
     "kvstore.storage": _BASE,
     "kvstore.cluster": _BASE,
+    "kvstore.sealing": _BASE,
     "kvstore.node": {*_BASE, "kvstore.cluster", "kvstore.storage"},
     "kvstore.client": {*_BASE, "kvstore.cluster"},
     "kvstore.engines": {*_BASE, "kvstore.client"},
-    "kvstore.commands": {*_BASE, "kvstore.client", "kvstore.cluster", "kvstore.storage"},
+    "kvstore.commands": {*_BASE, "kvstore.client", "kvstore.cluster", "kvstore.sealing", "kvstore.storage"},
     "kvstore.demo": {*_BASE, "kvstore.client", "kvstore.commands", "kvstore.engines"},
-    "kvstore.testing": {*_BASE, "kvstore.client", "kvstore.demo"},
+    "kvstore.testing": {*_BASE, "kvstore.client", "kvstore.demo", "kvstore.node", "kvstore.storage"},
     "kvstore.bench": {*_BASE, "kvstore.client", "kvstore.demo", "kvstore.storage"},
 }
 LAYERS_ALLOWED = {

@@ -14,7 +14,7 @@ wheels=(dist/triggerkv-*manylinux*.whl dist/triggerkv_sim-*manylinux*.whl)
   echo "There are no wheels in dist/; run make release." >&2
   exit 1
 }
-tests=(tests/wire tests/test_testing.py tests/storage/test_index.py tests/client/test_sessions.py)
+tests=(tests/wire tests/testing/test_local_node.py tests/storage/test_index.py tests/client/test_sessions.py)
 mkdir -p .cache/ends
 
 oldest=.cache/ends/oldest.txt # the lower bounds, as constraints

@@ -17,7 +17,7 @@ from kvstore.wire import observing_pb2 as pb
 from kvstore.wire.lookup_messages import lookup_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
     from contextlib import AbstractContextManager
 
     from kvstore.lookups import Lookup
@@ -91,7 +91,7 @@ class ObservingCalls:
             answer.unwritten,
         )
 
-    def watch(self, *, timeout_s: float) -> Iterator[Happened | None]:
+    def watch(self, *, timeout_s: float) -> Generator[Happened | None, None, None]:
         """As `Client.watch`."""
         with self._calling("Watching"):
             call = self._stub.Watch(pb.WatchRequest(tenant=self._tenant), timeout=timeout_s)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-__all__ = ["NodeProcess"]
+__all__ = ["NodeProcess", "lasting_port"]
 
 _READY = "ready "
 _PORTS_BEGIN = 15_000
@@ -30,7 +30,7 @@ _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 20.0
 
 
-def _lasting_port() -> int:
+def lasting_port() -> int:
     """Find a free port that a node can have again after it was killed.
 
     It lies below those that the kernel gives to outgoing connections. Of these a client that tries to reach a dead node
@@ -72,7 +72,7 @@ class NodeProcess:
             self._command += ["--provider", provider]
         self.arguments = arguments
         self._log = data.parent / f"{data.name}.log"
-        self._port = port or _lasting_port()
+        self._port = port or lasting_port()
         self._process: subprocess.Popen[str] | None = None
         self.start()
 

@@ -58,7 +58,7 @@ class DriveLanes:
         self._idle_ticks = 0
         for number, items in by_lane.items():
             self._known += len(items)
-            self._drives[number - 1].under_way(items, done)
+            self._drives[number - 1].puts.under_way(items, done)
 
     def take(self) -> Iterator[tuple[Drive, list[Written]]]:
         """Take what has ended, each drive's in the order of generations."""
@@ -84,7 +84,9 @@ def _open(drive: Drive, fabric: Fabric) -> Lane | None:
     if drive.direct_fd is None:
         return None
     try:
-        lane = Lane(fabric, LANE_TAG, drive.direct_fd, LANE_DEPTH, LANE_BYTES_MAX, drive.record_format)
+        lane = Lane(
+            fabric, LANE_TAG, drive.direct_fd, LANE_DEPTH, LANE_BYTES_MAX, drive.record_format, drive.cipher
+        )
     except FabricError as error:
         log.warning("Puts to drive %d are written by Python: %s", drive.number, error)
         return None

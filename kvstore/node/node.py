@@ -128,7 +128,7 @@ class Node:
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
         self.places = Places(self.address.clients_max(), tenants_known)
         # Others hold all that is registered in the machine's memory, whether or not anything lands in it.
-        self._pins = fabric.provider not in {"net", "tcp", "tcp;ofi_rxm", "sockets", "shm"}
+        self._pins = fabric.provider not in {"net", "tcp", "tcp;ofi_rxm", "sockets", "shm", "memory"}
         self.landing = Places(LANDING_BYTES_MAX, tenants_known)  # bytes
         self._filler = ThreadPoolExecutor(1, "kvstore-landing", os.nice, (_FILLER_NICE,))
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive

@@ -40,6 +40,7 @@ from kvstore.node.block_calls import BlocksService
 from kvstore.node.cluster_calls import ClusterService
 from kvstore.node.connection_guard import Doorkeeper
 from kvstore.node.core_dumps import keep_out_of_dumps
+from kvstore.node.erasing import ErasingService
 from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.health import add_standard_services
 from kvstore.node.listening import Certificates, listen
@@ -55,11 +56,13 @@ from kvstore.node.session_calls import SessionsService
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.upkeep_calls import UpkeepService
+from kvstore.sealing.store_keys import keys_opener
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
 from kvstore.wire import (
     blocks_pb2_grpc,
     cluster_pb2_grpc,
+    erasing_pb2_grpc,
     kvstore_pb2_grpc,
     lookups_pb2_grpc,
     observing_pb2_grpc,
@@ -84,7 +87,7 @@ if TYPE_CHECKING:
     from kvstore.node.otel import Collector
     from kvstore.storage.disk import Progress
 
-__all__ = ["add_services", "serve"]
+__all__ = ["add_services", "open_server", "serve"]
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +117,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     """Let a server answer for a node."""
     gate.before, gate.heard = node.take_note, node.turns.heard
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
+    erasing_pb2_grpc.add_ErasingServicer_to_server(ErasingService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
     add_batches(server, node, gate)
     cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(node, gate), server)  # type: ignore[no-untyped-call]
@@ -123,6 +127,12 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     steps_pb2_grpc.add_StepsServicer_to_server(StepsService(node, gate), server)  # type: ignore[no-untyped-call]
     upkeep_pb2_grpc.add_UpkeepServicer_to_server(UpkeepService(node, gate), server)  # type: ignore[no-untyped-call]
     return add_standard_services(server, gate)
+
+
+def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
+    """Open the server of a node, whose calls come in through its door; it listens nowhere yet."""
+    server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(Door(gate, node.counters, node.timings),))
+    return server, add_services(server, node, gate)
 
 
 def _progress_shown_by(clock: Clock) -> Progress:
@@ -332,13 +342,9 @@ async def _serve_node(
         told = _reload(told, read_again, node, gate, certificates)
 
     loop.add_signal_handler(signal.SIGHUP, reload)
-    server = grpc.aio.server(
-        options=_GRPC_OPTIONS,
-        interceptors=(Door(gate, node.counters, node.timings),),
-    )
     _join_cluster(node, gate, config)
     membership = node.membership
-    health = add_services(server, node, gate)
+    server, health = open_server(node, gate)
     http = keeper = None
     try:
         await health.begin(ready=False)
@@ -406,6 +412,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
             without=config.without,
             progress=_progress_shown_by(clock),
             policy=config.eviction,
+            open_keys=keys_opener(config.data, config.master_key),
         ) as store,
         Audit(clock, config.audit) as audit,
         Fabric(config.provider, address=address.fabric_opens_at(provider)) as fabric,

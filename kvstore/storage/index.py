@@ -60,10 +60,10 @@ __all__ = ["Entry", "Index", "header_of", "is_header_of", "kernel_boot_id"]
 
 T = TypeVar("T")
 
-_ENTRY: Final = struct.Struct("<QIIQQ16s")
-_ENTRY_ROW: Final = struct.Struct(f"<QIIQQ16s{CHECK_BYTES}x")
-_EXPIRES: Final = struct.Struct(f"<24xQ16x{CHECK_BYTES}x")
-_BORN: Final = struct.Struct(f"<16xQ24x{CHECK_BYTES}x")  # generation
+_ENTRY: Final = struct.Struct("<QIIQQ16sI")
+_ENTRY_ROW: Final = struct.Struct(f"<QIIQQ16sI{CHECK_BYTES}x")
+_EXPIRES: Final = struct.Struct(f"<24xQ20x{CHECK_BYTES}x")
+_BORN: Final = struct.Struct(f"<16xQ28x{CHECK_BYTES}x")  # generation
 _ROW: Final = np.dtype(
     [
         ("offset", "<u8"),
@@ -72,6 +72,7 @@ _ROW: Final = np.dtype(
         ("generation", "<u8"),
         ("expires_ms", "<u8"),
         ("fingerprint", "V16"),
+        ("domain", "<u4"),
         ("check", f"V{CHECK_BYTES}"),
     ]
 )
@@ -87,7 +88,7 @@ _PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in wh
 _BLOCKS: Final = (b"blocks", _NAME_BYTES, _ROW.itemsize)  # a table, and what its names and values take
 _OWNERS: Final = (b"generations", _GENERATION.size, _OWNER_ROW.itemsize)
 _META: Final = struct.Struct("<16sQ?36s")  # drive uuid, epoch, clean, boot id
-_META_KEY: Final = b"store 2"  # the rows had no checks before 2
+_META_KEY: Final = b"store 3"  # the rows had no checks before 2, and no domains before 3
 _COMMIT: Final = struct.Struct("<Q")
 _COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another one is not believed
 _MAP_BYTES_MIN: Final = 64 << 20
@@ -112,6 +113,7 @@ class Entry(NamedTuple):
     generation: int
     expires_ms: int
     fingerprint: bytes
+    domain: int = 0  # the number of the key that it is encrypted with, from 1 on; 0: it is in the clear
 
 
 def header_of(name: Name, entry: Entry) -> Header:
@@ -126,6 +128,7 @@ def header_of(name: Name, entry: Entry) -> Header:
         entry.length,
         entry.crc32c,
         entry.expires_ms,
+        entry.domain,
     )
 
 
@@ -280,7 +283,7 @@ class Index:
         rows, owners = [], []
         for (tenant, key), entry in entries:
             name = tenant + key
-            offset, length, _, generation, _, _ = entry
+            offset, length, _, generation, *_ = entry
             rows.append((name, checked(name, _ENTRY.pack(*entry))))
             owners.append((_GENERATION.pack(generation), _OWNER.pack(name, offset, length)))
         self.write(lambda transaction: self._put_all(transaction, rows, owners))

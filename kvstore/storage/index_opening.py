@@ -68,15 +68,14 @@ def _checked(
 
     Then settle what sessions owe; give the pages of all headers, and what is free.
     """
-    superblock, disk = volume.superblock, volume.disk
-    live, extents = extents_around(index, superblock, lives)
+    live, extents = extents_around(index, volume.superblock, lives)
     if not index.is_sealed:
-        check_index(index, superblock, disk)
+        check_index(index, volume)
     if not index.was_clean:
-        check_free(disk, superblock, extents, notes.begun)
-        check_manifests(disk, superblock, index, synced_generation)
+        check_free(volume, extents, notes.begun)
+        check_manifests(volume, index, synced_generation)
     if Manifests(index).settle_all():
-        live, extents = extents_around(index, superblock, lives)
+        live, extents = extents_around(index, volume.superblock, lives)
     return live, extents
 
 
@@ -100,7 +99,7 @@ def open_index(
         try:
             index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
             undo.callback(index.abandon)
-            add_lent(volume.disk, superblock, index, notes.lent)
+            add_lent(volume, index, notes.lent)
             lives = index.lives()
             live, extents = _checked(index, lives, volume, notes, synced_generation)
         except StorageError as doubt:
@@ -113,7 +112,7 @@ def open_index(
             index = Index.empty(folder, volume.superblock.capacity_bytes)
             undo.callback(index.abandon)
             if rebuilt:
-                volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
+                volume.skip_generations(rebuild(volume, index, progress))
             lives = index.lives()
             live, extents = extents_around(index, volume.superblock, lives)
         assert live is not None

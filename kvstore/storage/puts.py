@@ -38,6 +38,7 @@ from kvstore.storage.items import PutDone, PutItem, PutsDone
 from kvstore.storage.outbox import Outbox
 from kvstore.storage.quotas import Charged
 from kvstore.storage.renewals import Renewal, lives_as_long
+from kvstore.storage.sealing import domain_number
 from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class Puts:
         self.outbox.promised += len(items)
         for item in items:
             write = _Write(self._writes, self, item, done, replaces=None)
+            write.key_name = self._writes.key_of(item.tenant, item.domain)
             assert write.name not in self._by_name, "a lane has no block whose name is being put"
             self._by_name[write.name] = self._on_lane[item.tag] = write
 
@@ -189,6 +191,15 @@ class Puts:
     def is_under_way(self, name: Name) -> bool:
         """Tell whether a put of this name was accepted and is not published."""
         return name in self._by_name
+
+    def of_domain(self, tenant: bytes, domain: bytes | None) -> list[Name]:
+        """Tell which names of a tenant, or of one domain of it, are being put."""
+        return [
+            name
+            for name, work in self._by_name.items()
+            if name[0] == tenant
+            and (domain is None or any(item.domain == domain for item, _ in work.items()))
+        ]
 
     def after(self, name: Name, then: Callable[[], None]) -> bool:
         """Call back when the put of this name has ended, if there is one under way."""
@@ -319,7 +330,7 @@ class _Write(Charged):
     def __init__(
         self, writes: Writes, puts: Puts, item: PutItem, done: PutsDone, replaces: Entry | None
     ) -> None:
-        super().__init__(writes, puts, item.slot_address, record_bytes(item.length), item.tenant)
+        super().__init__(writes, puts, item.slot_address, record_bytes(item.length), item.tenant, item.domain)
         self.item = item
         self.name = item[:2]  # tenant and key
         self.done = done
@@ -335,7 +346,13 @@ class _Write(Charged):
     def entry(self) -> Entry:
         item = self.item
         return Entry(
-            self.offset, item.length, item.crc32c, self.generation, self.expires_ms, item.fingerprint
+            self.offset,
+            item.length,
+            item.crc32c,
+            self.generation,
+            self.expires_ms,
+            item.fingerprint,
+            domain_number(self.key_name),
         )
 
     def header(self) -> Header:

@@ -108,8 +108,10 @@ class Charged(RecordWrite):
 
     __slots__ = ("charged_pages",)
 
-    def __init__(self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes) -> None:
-        super().__init__(writes, owner, address, size_bytes, tenant)
+    def __init__(
+        self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes, domain: bytes
+    ) -> None:
+        super().__init__(writes, owner, address, size_bytes, tenant, domain)
         self.charged_pages = 0
 
     @property

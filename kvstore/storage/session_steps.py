@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.limits import FINGERPRINT_BYTES, HEADER_BYTES
 from kvstore.storage.manifests import Place
+from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.storage.writes import RecordWrite
 from kvstore.wire.record import Header, Kind, record_bytes
 from nic_offload.checksum import crc32c
@@ -61,7 +62,10 @@ class StepRecord(RecordWrite):
         size_bytes = record_bytes(len(payload))
         self._memory = mmap.mmap(-1, size_bytes)
         self._memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-        super().__init__(writes, owner, _address(self._memory), size_bytes, tenant)
+        domain = (
+            step.item.name.user if kind is Kind.SESSION else NO_DOMAIN
+        )  # others' sessions name chunks, too
+        super().__init__(writes, owner, _address(self._memory), size_bytes, tenant, domain)
         self.step = step
         self.kind = kind
         self.key = key

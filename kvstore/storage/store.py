@@ -36,7 +36,7 @@ from kvstore.errors import Overloaded, StorageError
 from kvstore.limits import GENERATIONS_PER_DRIVE, PREFIX_STEP_BLOCKS, SESSION_BLOCKS_MAX
 from kvstore.placement import Placement
 from kvstore.storage.all_drives import AllManifests, Deletions, SessionSteps
-from kvstore.storage.drive import check_batch, check_steps
+from kvstore.storage.batches import check_batch, check_steps
 from kvstore.storage.drive_files import FolderBay
 from kvstore.storage.eviction.items import together
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     )
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.quotas import Quota
+    from kvstore.storage.sealing import Keys, OpenKeys
 
 __all__ = ["Store"]
 
@@ -81,9 +82,19 @@ _ANY = ("takes_puts", "rebuilt")
 class Store(Handle):
     """An open data folder."""
 
-    def __init__(self, lock: FolderLock, drives: Sequence[Drive], away: Sequence[int], clock: Clock) -> None:
-        """Take over open drives; `Store.open` makes them."""
+    def __init__(
+        self,
+        lock: FolderLock,
+        drives: Sequence[Drive],
+        away: Sequence[int],
+        clock: Clock,
+        keys: Keys | None = None,
+    ) -> None:
+        """Take over open drives, and the keys of their records; `Store.open` makes them."""
         self._lock = lock
+        self.keys = keys
+        if keys is not None:
+            keys.on_finished(lambda: os.eventfd_write(drives[0].fileno(), 1))
         self._clock = clock
         self.drives = tuple(drives)
         self._only = drives[0] if len(drives) == 1 else None
@@ -118,13 +129,17 @@ class Store(Handle):
         progress: Progress | None = None,
         boot_id: str | None = None,
         policy: str = POLICY_DEFAULT,
+        open_keys: OpenKeys | None = None,
     ) -> Store:
-        """Open a data folder: making a drive if it has none, taking those on that are given, leaving out `without`."""
+        """Open a data folder: making a drive if it has none, taking those on that are given, leaving out `without`.
+
+        With `open_keys`, records are encrypted.
+        """
         with ExitStack() as undo:
             lock = FolderLock(data)
             undo.callback(lock.release)
             bay = bay or FolderBay(data, capacity_bytes, drives)
-            opened, away = open_drives(
+            opened, away, keys = open_drives(
                 data,
                 lock,
                 bay,
@@ -133,8 +148,9 @@ class Store(Handle):
                 progress=progress,
                 boot_id=boot_id,
                 policy=policy,
+                open_keys=open_keys,
             )
-            store = cls(lock, opened, away, clock)
+            store = cls(lock, opened, away, clock, keys)
             undo.pop_all()
         return store
 
@@ -143,9 +159,22 @@ class Store(Handle):
         """Give the position of the drive that is home to each lot of names."""
         return self._placement.homes
 
+    def of_domain(self, tenant: bytes, domain: bytes | None, number: int | None) -> Iterator[list[Name]]:
+        """Give the names of a tenant's blocks, all or those of one domain: what is being put, then what is stored.
+
+        Some at a time, for as long as the caller likes to take; what comes meanwhile may be among them or not.
+        """
+        for drive in self.drives:
+            yield drive.puts.of_domain(tenant, domain)
+        for drive in self.drives:
+            after: bytes | None = b""
+            while after is not None:
+                names, after = drive.of_domain(tenant, number, after)
+                yield names
+
     def is_putting(self, name: Name) -> bool:
         """Tell whether a put of this name is under way."""
-        return any(drive.is_putting(name) for drive in self.drives)
+        return any(drive.puts.is_under_way(name) for drive in self.drives)
 
     @property
     def name(self) -> str:
@@ -396,6 +425,8 @@ class Store(Handle):
         self._closed = True
         with ExitStack() as last:
             last.callback(self._lock.release)
+            if self.keys is not None:
+                last.callback(self.keys.close)
             last.callback(self._ready.close)
             for drive in self.drives:
                 last.callback(drive.close)
@@ -415,7 +446,7 @@ class Store(Handle):
         by_drive: dict[Drive, list[PutItem]] = {}
         for item, name, (holder, entry) in zip(items, names, self._find(names), strict=True):
             # Wherever a put of the name is under way: it may be on no drive's index for now, and not at home.
-            under_way = next((drive for drive in self.drives if drive.is_putting(name)), None)
+            under_way = next((drive for drive in self.drives if drive.puts.is_under_way(name)), None)
             if under_way is not None:
                 by_drive.setdefault(under_way, []).append(item)
                 continue

@@ -1,17 +1,22 @@
-"""What a user's own tests need: a real node, small and gone afterwards.
+"""What a user's own tests need: a node that is gone afterwards, in the test's process or in one of its own.
 
-    from kvstore.testing import LocalNode
+    from kvstore.testing import MemoryNode
 
-    with LocalNode() as node, node.client() as client:
+    with MemoryNode() as node, node.client() as client:
         client.put_inline(key, data)
+
+`MemoryNode` runs the node's code in the test's process, over a drive in memory: it starts in milliseconds, and needs
+neither libfabric nor a drive. `LocalNode` is `kvstore serve` itself, in a child process on loopback, for tests of what
+a process alone can do: be killed, and find its blocks on a drive.
 
 As pytest fixtures: `pytest_plugins = ["kvstore.testing.fixtures"]` in a test module or in the top `conftest.py`.
 
-What always holds: it is `kvstore serve` itself, in a child process on loopback, so what passes here passes there; its
-folder, its drive and its process are gone when it is closed, and the process also when the test's own dies.
-What it doesn't do: pretend. There is no node in memory, because a drive, a crash and a restart are what tests are for.
+What always holds: the same `Client` talks to both, and gets the same results; when a node is closed, its folder, drive,
+thread and process are gone. A process ends also when the test's own dies.
+What it doesn't do: mock. A test that needs an error causes it: `stop` makes misses, `kill` a crash.
 """
 
 from kvstore.testing.local_node import LocalNode
+from kvstore.testing.memory_node import MemoryNode
 
-__all__ = ["LocalNode"]
+__all__ = ["LocalNode", "MemoryNode"]

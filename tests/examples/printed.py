@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.demo.node_process import _lasting_port
+from kvstore.demo.node_process import lasting_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["EXAMPLES", "ROOT", "Command", "Run", "check", "commands", "run"]
+__all__ = ["EXAMPLES", "ROOT", "Command", "Run", "check", "commands", "cpp_environment", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -115,10 +115,26 @@ def check(name: str, done: Run) -> None:
             rest = rest[found.end() :]
 
 
+def cpp_environment() -> dict[str, str]:
+    """What leads compilers to gRPC for C++ where `make grpc-cpp` has fetched it."""
+    fetched = ROOT / ".cache/grpc-cpp/usr"
+    libraries = next(fetched.glob("lib/*/pkgconfig"), None)
+    if libraries is None:
+        return {}
+    path = _environment(_ports())["PATH"]
+    return {
+        "PATH": f"{fetched}/bin{os.pathsep}{path}",
+        "CPATH": f"{fetched}/include",
+        "LIBRARY_PATH": str(libraries.parent),
+        "LD_LIBRARY_PATH": str(libraries.parent),
+        "PKG_CONFIG_PATH": str(libraries),
+    }
+
+
 def _ports() -> dict[str, str]:
     taken: set[int] = set()
     while len(taken) < len(_PORTS):
-        taken.add(_lasting_port())
+        taken.add(lasting_port())
     return dict(zip(_PORTS, map(str, sorted(taken)), strict=True))
 
 
@@ -131,7 +147,7 @@ def _environment(ports: Mapping[str, str]) -> dict[str, str]:
     unwanted = ("TRIGGERKV", "PYTEST", "PYTHON")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     etcd = f"http://127.0.0.1:{ports['2379']}"
-    peers = f"http://127.0.0.1:{_lasting_port()}"
+    peers = f"http://127.0.0.1:{lasting_port()}"
     places = [str(Path(sys.executable).parent), str(ROOT / ".venv/bin"), str(ROOT / ".cache/etcd")]
     return kept | {
         "PATH": os.pathsep.join([*places, kept.get("PATH", "")]),

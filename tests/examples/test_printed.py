@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.cluster.real_etcd import program
 from tests.deploy.test_promtool import promtool
-from tests.examples.printed import EXAMPLES, ROOT, Command, check, commands, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.examples.printed import EXAMPLES, ROOT, Command, check, commands, cpp_environment, run
 
 NO_REGISTRY = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "ENOTCACHED")
 README = (EXAMPLES / "README.md").read_text()
@@ -34,9 +32,9 @@ def test_commands_are_read_as_printed() -> None:
 
 
 def test_the_table_names_every_example_and_each_has_its_commands() -> None:
-    assert len(LISTED) == 10
+    assert len(LISTED) == 11
     assert all(name == target and (EXAMPLES / target).is_file() for name, target in LISTED)
-    programs = {path for kind in ("py", "ts", "ipynb") for path in EXAMPLES.rglob(f"*.{kind}")}
+    programs = {path for kind in ("py", "ts", "cc", "ipynb") for path in EXAMPLES.rglob(f"*.{kind}")}
     listed = {EXAMPLES / name for name, _ in LISTED}
     assert {path for path in programs if not {"node_modules", "build"} & set(path.parts)} <= listed
     for name, _ in LISTED:
@@ -69,6 +67,21 @@ def test_the_client_in_typescript_runs_as_printed(tmp_path: Path) -> None:
     if any(word in done.said for word in NO_REGISTRY):
         pytest.skip("the npm registry can't be reached, and .cache/npm has not all packages")
     check("typescript/client.ts", done)
+
+
+@pytest.mark.timeout(180)
+def test_the_client_in_cpp_runs_as_printed(tmp_path: Path) -> None:
+    more = cpp_environment()
+    path = more.get("PATH", os.environ["PATH"])
+    tools = ("g++", "pkg-config", "protoc", "grpc_cpp_plugin")
+    missing = [name for name in tools if shutil.which(name, path=path) is None]
+    if missing:
+        pytest.skip(
+            f"there is no {' and no '.join(missing)} here: make grpc-cpp, apt-get install g++ pkg-config"
+        )
+    if not Path("/usr/include/openssl/sha.h").exists():
+        pytest.skip("there is no openssl/sha.h here: apt-get install libssl-dev")
+    check("cpp/client.cc", run("cpp/client.cc", tmp_path, words=None, timeout_s=150, **more))
 
 
 def test_prometheus_takes_the_example_and_a_node_tells_it_what_the_dashboard_asks(tmp_path: Path) -> None:

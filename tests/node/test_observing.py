@@ -46,7 +46,7 @@ def tenant_id(node: NodeInProcess, client: Client) -> bytes:
     watch = client.watch(timeout_s=WAIT_S)
     assert next(watch) is None
     (known,) = node.call(lambda one: list(one.watchers._of_tenant))
-    watch.close()  # type: ignore[attr-defined]
+    watch.close()
     wait_until(lambda: not node.call(lambda one: len(one.watchers)), "the watch ends with its call")
     return known  # type: ignore[no-any-return]
 

@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from kvcli.version import package_version
 from kvstore.client import Block, Client, Hit
 from kvstore.config import NodeConfig
-from kvstore.demo.node_process import NodeProcess, _lasting_port
+from kvstore.demo.node_process import NodeProcess, lasting_port
 from kvstore.errors import ConfigError
 from kvstore.limits import SPANS_STOP_MS
 from kvstore.names import block_key
@@ -156,7 +156,7 @@ def test_a_collector_that_is_away_costs_spans_and_nothing_else(tmp_path: Path, h
     hanging = Receiver(hangs=True)
     silent = socket.create_server(("127.0.0.1", 0))
     endpoint = {
-        "refuses": f"http://127.0.0.1:{_lasting_port()}",
+        "refuses": f"http://127.0.0.1:{lasting_port()}",
         "hangs in its call": hanging.endpoint,
         "takes connections and says nothing": f"http://127.0.0.1:{silent.getsockname()[1]}",
     }[how]
@@ -176,7 +176,7 @@ def test_a_collector_that_is_away_costs_spans_and_nothing_else(tmp_path: Path, h
 
 
 def test_a_collector_that_comes_back_gets_spans_again(tmp_path: Path) -> None:
-    port = _lasting_port()
+    port = lasting_port()
     with start(tmp_path, f"http://127.0.0.1:{port}") as node:
         exists(node.target, TRACEPARENT[1])
         wait_until(lambda: "accepts no spans; the node continues" in node.log(), "the log line")

@@ -23,6 +23,7 @@ from kvstore.storage.items import (
     SessionStep,
 )
 from kvstore.storage.manifests import SessionName
+from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.storage.store import Store
 from kvstore.wire.record import record_bytes
 from tests.storage.fake_lane import FakeLane
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from kvstore.config import DriveSpec
     from kvstore.storage.drive import Drive
+    from tests.storage.fake_keys import FakeKeyring
     from tests.storage.fakes import FakeDisk
 
 __all__ = ["FINGERPRINT", "TENANT", "USER", "Slots", "StoreRig", "key", "name"]
@@ -83,6 +85,7 @@ class StoreRig:
         self.boot_id = "0" * 36
         self.capacity_bytes: int | None = DRIVE_CAPACITY_BYTES_MIN
         self.policy = "lru"
+        self.keyring: FakeKeyring | None = None  # records are in the clear
         self.patience_ms = 0  # so long the clock may go on while nothing but time brings an answer
         self.put_done: dict[int, PutDone] = {}
         self.get_done: dict[int, GetDone] = {}
@@ -104,6 +107,7 @@ class StoreRig:
             bay=self.bay() if self.disks else None,
             boot_id=self.boot_id,
             policy=self.policy,
+            open_keys=self.keyring.open if self.keyring is not None else None,
         )
         return self.store
 
@@ -163,6 +167,7 @@ class StoreRig:
         fingerprint: bytes = FINGERPRINT,
         expires_ms: int = 0,
         length: int | None = None,
+        domain: bytes = NO_DOMAIN,
     ) -> int:
         tag = self._take_slot()
         address = self._slot_of[tag]
@@ -177,6 +182,7 @@ class StoreRig:
             expires_ms,
             durability,
             tag,
+            domain,
         )
         self.take_note()
         if not any(lane.takes(item, self._puts_done) for lane in self.lanes):

@@ -31,10 +31,12 @@ def test_the_examples_run_as_printed() -> None:
         run(text, {"LocalNode": LocalNode}, "LocalNode")
 
 
-def test_a_client_of_the_fixture_is_a_tenant_of_its_own(kv_node: LocalNode, kv_client: Client) -> None:
-    kv_client.put_inline(KEY, b"KV")
-    assert kv_client.get_inline(KEY, 2) == b"KV"
-    with kv_node.client(tenant="another") as other:
+def test_a_client_of_the_fixture_is_a_tenant_of_its_own(
+    kv_process_node: LocalNode, kv_process_client: Client
+) -> None:
+    kv_process_client.put_inline(KEY, b"KV")
+    assert kv_process_client.get_inline(KEY, 2) == b"KV"
+    with kv_process_node.client(tenant="another") as other:
         assert not isinstance(other.get_inline(KEY, 2), bytes)
 
 

@@ -1,0 +1,119 @@
+"""A drive in memory, for the node that a test has in its own process.
+
+What always holds: an operation is over when `submit` returns, and was done completely; what was written outlives
+`close`, so a store can be opened on it again.
+What it doesn't do: fail, be slow, or lose anything that was not synced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvstore.limits import PAGE_BYTES
+from kvstore.storage.disk import DiskDone, DiskOpKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.storage.disk import DiskOp
+
+__all__ = ["MemoryBay", "MemoryDisk"]
+
+
+class MemoryDisk:
+    """One drive. It takes memory for what is written to it, in whole pages."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._memory = mmap.mmap(-1, capacity_bytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._written: set[int] = set()  # pages
+        self._done: list[DiskDone] = []
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    @property
+    def direct_fd(self) -> int | None:
+        """None: there is no file behind it."""
+        return None
+
+    def submit(self, ops: Sequence[DiskOp]) -> int:
+        """Do operations; all are accepted."""
+        for op in ops:
+            if op.kind is DiskOpKind.WRITE:
+                ctypes.memmove(self._address + op.offset, op.address, op.length)
+                self._note(op.offset, op.length)
+            elif op.kind is DiskOpKind.READ:
+                ctypes.memmove(op.address, self._address + op.offset, op.length)
+            self._done.append(DiskDone(op.tag, 0 if op.kind is DiskOpKind.SYNC else op.length))
+        os.eventfd_write(self._event_fd, 1)
+        return len(ops)
+
+    def reap(self) -> list[DiskDone]:
+        """Collect what has ended since the last time."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._event_fd)
+        done, self._done = self._done, []
+        return done
+
+    def fileno(self) -> int:
+        """An eventfd, readable when `reap` has something."""
+        return self._event_fd
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        """Read whole pages."""
+        return self._memory[offset : offset + length]
+
+    def write_at(self, offset: int, data: bytes) -> None:
+        """Write whole pages. The zeros of a new drive are there already."""
+        if not self._written and data == bytes(len(data)):
+            return
+        self._memory[offset : offset + len(data)] = data
+        self._note(offset, len(data))
+
+    def sync(self) -> None:
+        """Nothing is behind."""
+
+    def data_ranges(self, start: int) -> Iterator[tuple[int, int]]:
+        """Give `(begin, end)`, in order, of what was ever written from `start` on."""
+        first = start // PAGE_BYTES
+        pages = sorted(page for page in self._written if page >= first)
+        at = 0
+        while at < len(pages):
+            begin = at
+            while at + 1 < len(pages) and pages[at + 1] == pages[at] + 1:
+                at += 1
+            yield pages[begin] * PAGE_BYTES, (pages[at] + 1) * PAGE_BYTES
+            at += 1
+
+    def close(self) -> None:
+        """Let the store go; `free` ends the drive."""
+
+    def free(self) -> None:
+        """End it."""
+        os.close(self._event_fd)
+
+    def _note(self, offset: int, length: int) -> None:
+        self._written.update(range(offset // PAGE_BYTES, (offset + length) // PAGE_BYTES))
+
+
+class MemoryBay:
+    """A store's only drive."""
+
+    def __init__(self, disk: MemoryDisk) -> None:
+        self._disk = disk
+
+    def numbers(self) -> list[int]:
+        """There is one."""
+        return [0]
+
+    def open(self, number: int) -> MemoryDisk:
+        """The drive itself."""
+        del number
+        return self._disk
+
+    def take_back(self) -> None:
+        """Nothing was made."""

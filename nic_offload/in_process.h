@@ -1,0 +1,73 @@
+/*
+ * What the two halves of the provider `memory` share: see in_process.c.
+ */
+#ifndef TRIGGERKV_IN_PROCESS_H
+#define TRIGGERKV_IN_PROCESS_H
+
+#include "fabric.h"
+
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+
+/* The first bytes are those of an address family, which it has none of. */
+struct location {
+	uint32_t no_family;
+	int32_t process;
+	uint64_t endpoint;
+};
+
+struct memory_region {
+	struct fid_mr mr;
+	struct memory_domain *domain;
+	struct memory_region *next;
+	char *address;
+	size_t length;
+	uint64_t access;
+};
+
+struct memory_domain {
+	struct fid_domain fid;
+	struct memory_region *regions;
+	struct tk_fabric *woken; /* when something was written into one of them */
+};
+
+struct memory_peers {
+	struct fid_av fid;
+	struct location *locations; /* a place without an endpoint is free */
+	size_t count;
+};
+
+struct completion {
+	void *context;
+	int error;
+};
+
+struct memory_queue {
+	struct fid_cq fid;
+	struct completion *entries; /* those that nobody has read: from `first` on */
+	size_t first, end, capacity;
+};
+
+struct memory_endpoint {
+	struct fid_ep fid;
+	struct memory_domain *domain;
+	struct memory_peers *peers;
+	struct memory_queue *queue;
+	struct location location;
+	struct memory_endpoint *next;
+};
+
+extern pthread_mutex_t memory_lock; /* of all of these, in all fabrics */
+extern struct memory_endpoint *memory_endpoints;
+extern struct fi_ops memory_plain_ops; /* of a thing that has nothing but its own memory to free */
+
+int memory_close_plain(struct fid *fid);
+int memory_control(struct fid *fid, int command, void *argument);
+
+/* Room in a queue for one more end, which the caller may change as long as it holds the lock. */
+int memory_complete(struct memory_queue *queue, void *context, int error);
+
+int memory_open_endpoint(struct fid_domain *domain, struct fi_info *info, struct fid_ep **out, void *context);
+
+#endif
