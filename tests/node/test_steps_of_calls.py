@@ -38,7 +38,13 @@ def client(node: NodeInProcess) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize(
-    "call", [lambda one: one.pin(KEYS).close(), lambda one: one.delete(KEYS), lambda one: one.prefetch(KEYS)]
+    "call",
+    [
+        lambda one: one.pin(KEYS).close(),
+        lambda one: one.delete(KEYS),
+        lambda one: one.prefetch(KEYS),
+        lambda one: one.put_many_inline((bytes(reversed(key)), key) for key in KEYS),
+    ],
 )
 def test_a_call_of_many_blocks_waits_for_its_tenants_turn(
     node: NodeInProcess, client: Client, call: Callable[[Client], Any]
