@@ -37,9 +37,13 @@ SESSION_TIME_TO_LIVE_MS_MAX = 100 * 365 * 86_400_000  # of one that is to end by
 SESSION_TURNS_MAX = 1024  # of one session: its table of them is written anew with each
 SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
 SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
-SESSIONS_EXPIRED_AT_ONCE = 64  # between two looks at other work
+SESSIONS_EXPIRED_AT_ONCE = (
+    2  # between two looks at other work: the beginning of a long one takes a millisecond
+)
 SESSION_STEP_BLOCKS = 2048  # of one are read at a time; a change of more is a long one
 SESSION_SLICE_BLOCKS = 2 * SESSION_CHUNK_BLOCKS  # of one are changed at a time
+SESSION_DROP_BLOCKS = 32  # of one are deleted at a time
+SESSIONS_SHARE = 2  # one part in so many of a drive may be records of sessions
 SESSIONS_LISTED_STEP = 1  # of a list are read at a time: a long one takes a millisecond
 SESSIONS_LISTED_MAX = 256  # in one page of a list
 
@@ -185,6 +189,7 @@ FABRIC_CALLS_MS = 1  # of them in one round of the thread: each tenant's turn is
 FABRIC_WORK_US = 500  # a tenant for which so much was done at a stretch rests while others call,
 FABRIC_REST = 3  # so many times as long
 FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX
+STAGED_IDLE_BYTES_MAX = 64 << 20  # memory for encrypted records that is kept for the next ones
 DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # puts, and as many gets, that a drive has accepted and not answered
 DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that a drive has accepted and not answered
@@ -211,6 +216,7 @@ MOVING_MS = 250  # of one that takes longer the place is given to the next
 READ_AHEAD_BYTES = 20 << 20  # read for fetches at a time: a later caller waits behind this much at most
 
 PREFETCHES_MAX = 64  # sessions that wait to be read into the hot memory; one tenant's are an eighth of them
+PREFETCH_BLOCKS_MAX = 8192  # of one session
 PREFETCH_AHEAD_BYTES = 2 << 20  # asked of the drive for prefetches, while no fetch waits
 
 GET_THREADS = 4  # of a compute node: gets of arrivals that nodes are taking at a time

@@ -54,6 +54,7 @@ class Outcome(enum.IntEnum):
     NODE_AWAY = 18
     GIVEN_UP = 19
     NO_SESSION = 20
+    ERASED = 21
 
 
 HITS = frozenset({Outcome.MEMORY, Outcome.DRIVE, Outcome.STORED, Outcome.NAMED})
@@ -69,6 +70,7 @@ _OF_MISS = {
     MissReason.BUSY: Outcome.BUSY,
     MissReason.EVICTED: Outcome.EVICTED,
     MissReason.QUOTA: Outcome.QUOTA,
+    MissReason.ERASED: Outcome.ERASED,
 }
 
 assert set(_OF_MISS) == set(MissReason)

@@ -26,6 +26,7 @@ class MissReason(enum.IntEnum):
     QUOTA = (
         10  # it had to go because its tenant was at its quota and put more; said of the last ones that did
     )
+    ERASED = 11  # its erase domain was erased: the key that it was encrypted with is destroyed
 
     @classmethod
     def _missing_(cls, value: object) -> MissReason | None:

@@ -1,4 +1,4 @@
-"""Builds the C core (`nic_offload._core`) through cffi; the declarations are read from `core.h` itself."""
+"""Builds the C core (`nic_offload._core`) through cffi; the declarations are read from its public headers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from cffi import FFI
 __all__ = ["ffi"]
 
 _HERE = Path(__file__).parent
-_HEADER = (_HERE / "core.h").read_text()
-_DECLARATIONS = _HEADER.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
+_DECLARATIONS = "".join(
+    (_HERE / name).read_text().split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
+    for name in ("records.h", "core.h")
+)
 
 _HANDLES = (
     "fabric",
@@ -26,8 +28,12 @@ _HANDLES = (
     "lane",
     "reader",
     "pieces",
+    "vault",
+    "decryption",
 )
 _PARTS = (
+    "aead",
+    "blake2b",
     "caller",
     "core",
     "counter",
@@ -47,6 +53,7 @@ _PARTS = (
     "pieces",
     "reader",
     "receiver",
+    "record_encryption",
     "names",
     "idle",
     "seal",
@@ -56,7 +63,9 @@ _PARTS = (
     "shared_reads",
     "shelf",
     "siphash",
+    "staged",
     "streams",
+    "vault",
     "header_pages",
     "nic_flush",
     "watch",
@@ -71,24 +80,7 @@ ffi.set_source(
     "nic_offload._core",
     '#include "core.h"',
     sources=[f"nic_offload/{name}.c" for name in _PARTS],
-    depends=[
-        f"nic_offload/{name}.h"
-        for name in (
-            "call",
-            "core",
-            "cxi",
-            "fabric",
-            "header",
-            "in_process",
-            "lane",
-            "library",
-            "names",
-            "nic",
-            "parts",
-            "seal",
-            "shelf",
-        )
-    ],
+    depends=[str(header.relative_to(_HERE.parent)) for header in sorted(_HERE.glob("*.h"))],
     include_dirs=["nic_offload"],
     libraries=["pthread", "dl"],
     extra_compile_args=[

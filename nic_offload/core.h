@@ -36,6 +36,8 @@
 #ifndef TRIGGERKV_CORE_H
 #define TRIGGERKV_CORE_H
 
+#include "records.h"
+
 #include <stddef.h>
 #include <stdint.h>
 
@@ -158,7 +160,8 @@ struct tk_put_head {
 	uint8_t zeros[2];
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
-	uint8_t more_zeros[24];
+	uint8_t domain[TK_DOMAIN_BYTES]; /* whose key it is encrypted with on the drive */
+	uint8_t more_zeros[8];
 	uint64_t tag; /* on a sealed connection, of the metadata and all fields before it; otherwise 0. The sender */
 };
 
@@ -219,21 +222,6 @@ uint32_t tk_crc32c_own(const void *data, size_t length, uint32_t seed);   /* wit
 uint32_t tk_crc32c_table(const void *data, size_t length, uint32_t seed); /* without any instruction either */
 int tk_crc32c_is_isal(void);
 uint64_t tk_siphash(const uint64_t secret[2], const void *data, size_t length);
-
-/* Pages that begin with fixed bytes and their tag; the rest of each is zeros, and so is what follows from `used` to `end`. */
-#define TK_TAGGED_PAGE 4096
-#define TK_TAGGED_KEY 32
-#define TK_TAGGED_NAME 16
-#define TK_TAGGED_FIXED 104
-#define TK_TAGGED_TAG 16
-
-struct tk_tagged {
-	uint64_t address, number;
-	uint32_t used, end; /* bytes from the address on */
-	uint8_t fixed[TK_TAGGED_FIXED];
-};
-
-void tk_write_tagged(const void *key, const void *name, const struct tk_tagged *rows, uint32_t count);
 
 uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);
@@ -514,6 +502,7 @@ struct tk_lane_setup {
 	uint16_t version, kind; /* and what follows that */
 	uint32_t bytes_max; /* bytes under way, plus one block; beyond that the application schedules writes */
 	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* what headers are tagged with */
+	struct tk_encryption encryption;
 };
 /* Consecutive pages, and a generation for each record that may be written there. */
 struct tk_ground {
@@ -550,6 +539,7 @@ struct tk_reader_setup {
 	uint16_t version, kind; /* and what follows that */
 	uint32_t zero;
 	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* what headers are tagged with */
+	struct tk_encryption encryption; /* of records that are encrypted; with a vault of NULL there are none */
 };
 /* A record: what its header must contain, and where its payload goes. */
 struct tk_reading {
@@ -591,6 +581,7 @@ struct tk_came {
 	uint8_t under_way; /* to a drive, by the lane of this number in `tk_lanes`, from 1 on; 0: by none */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+	uint8_t domain[TK_DOMAIN_BYTES];
 };
 struct tk_receiver_state {
 	uint32_t rooms;	       /* of the size that was wanted last */

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nic_offload.fabric import Fabric
+    from nic_offload.vault import RecordCipher
 
 __all__ = ["Ground", "Lane", "Lanes", "RecordFormat", "Written"]
 
@@ -70,12 +71,25 @@ class Lane:
     """Of one fabric and one drive, and closed with the fabric."""
 
     def __init__(
-        self, fabric: Fabric, tag: int, drive_fd: int, depth: int, bytes_max: int, record: RecordFormat
+        self,
+        fabric: Fabric,
+        tag: int,
+        drive_fd: int,
+        depth: int,
+        bytes_max: int,
+        record: RecordFormat,
+        cipher: RecordCipher | None = None,
     ) -> None:
-        """`tag` is that of its events; so many writes are under way at a time, and so many bytes."""
+        """`tag` is that of its events; so many writes are under way at a time, and so many bytes.
+
+        With a cipher it writes encrypted records, and takes no block whose domain's key is not in the vault.
+        """
         setup = ffi.new("struct tk_lane_setup *")
         setup.tag, setup.fd, setup.depth, setup.bytes_max = tag, drive_fd, depth, bytes_max
         record.put_into(setup)
+        if cipher is not None:
+            setup.encryption = cipher.setup[0]
+        self._cipher = cipher  # of which the core has the vault
         out = ffi.new("struct tk_lane **")
         code = lib.tk_lane_open(fabric.handle, setup, out)
         if code:

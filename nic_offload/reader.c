@@ -7,11 +7,12 @@
  * reads header and payload through the reader's own io_uring, in pieces, into memory of the reader's own in huge
  * pages: drives read into these up to half as fast again as into the small pages of shared memory. As pieces arrive
  * it compares the header, and copies the payload to its final place, computing the CRC on the way; then it fires the
- * operation, which sends the bytes followed by the flag. So one block is read while others are copied and sent.
+ * operation, which sends the bytes followed by the flag. So one block is read while others are copied and sent. What is
+ * encrypted is decrypted where it would be copied, and its tag is compared instead of the CRC.
  *
  * What always holds: nothing of a record is sent unless its header is the expected one, bit by bit, including its tag
  * for this place on this drive (except its expiry, which may have been extended), and its payload has the expected
- * CRC. An operation that is cancelled, late, or whose endpoint is closed ends at once, as it would without a reader,
+ * CRC, or, if it is encrypted, its tag. An operation that is cancelled, late, or whose endpoint is closed ends at once, as it would without a reader,
  * and nothing more is copied for it; but the drive may still be reading its extent. So records are read in batches,
  * and the pages and extents of a batch may be reused after its TK_READ, which is reported once, whatever became of
  * the operations. The pieces of one record are copied in order; those of different records as they arrive.
@@ -23,13 +24,14 @@
 #define _GNU_SOURCE
 #include "header.h"
 #include "progress.h"
+#include "record_encryption.h"
+#include "staged.h"
 
 #include <errno.h>
 #include <liburing.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #define PAGE TK_TAGGED_PAGE
@@ -52,6 +54,8 @@ struct reading {
 	int failed;
 	uint64_t offset;
 	struct header_fixed header;
+	struct aead *aead; /* NULL: it is not encrypted, or not begun */
+	uint8_t payload_tag[TK_AEAD_TAG];
 };
 
 /* Of a record. Memory is taken and given back in the order in which pieces are begun. */
@@ -89,8 +93,7 @@ struct tk_reader {
 	struct reading *first, *last; /* that wait for places */
 	struct piece *pieces; /* as many as the ring is deep; by the number of each */
 	uint64_t begun, freed; /* the numbers of the next one, and of the oldest whose memory is taken */
-	char *staged;
-	uint32_t staged_at, staged_bytes; /* where the next one goes; how much is taken */
+	struct staged staged;
 	struct piece *read_first_piece, *read_last_piece; /* to be copied */
 	uint32_t in_ring, in_ring_bytes;
 	int unsubmitted;
@@ -106,8 +109,7 @@ static void free_reader(struct tk_reader *reader)
 	}
 	if (reader->event_fd >= 0)
 		close(reader->event_fd);
-	if (reader->staged)
-		munmap(reader->staged, STAGED_BYTES);
+	staged_close(&reader->staged);
 	free(reader->pieces);
 	free(reader->scratch);
 	free(reader);
@@ -136,17 +138,6 @@ static int open_ring(struct tk_reader *reader)
 	return status;
 }
 
-/* It is there when it is used first. */
-static char *staging(void)
-{
-	char *memory = mmap(NULL, STAGED_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	if (memory == MAP_FAILED)
-		return NULL;
-	madvise(memory, STAGED_BYTES, MADV_HUGEPAGE);
-	madvise(memory, STAGED_BYTES, MADV_DONTDUMP);
-	return memory;
-}
-
 int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup, struct tk_reader **out)
 {
 	int status = fabric_refusal(fabric);
@@ -163,8 +154,8 @@ int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup
 	reader->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	reader->scratch = malloc(PAGE);
 	reader->pieces = calloc(setup->depth, sizeof *reader->pieces);
-	reader->staged = staging();
-	if (reader->event_fd < 0 || !reader->scratch || !reader->pieces || !reader->staged) {
+	if (reader->event_fd < 0 || !reader->scratch || !reader->pieces ||
+	    staged_open(&reader->staged, STAGED_BYTES)) {
 		free_reader(reader);
 		return -ENOMEM;
 	}
@@ -370,8 +361,24 @@ static void tell_in_time(struct tk_reader *reader)
 	}
 }
 
+static int opens(struct tk_reader *reader, struct reading *reading, const char *page)
+{
+	const struct header_fixed *wanted = &reading->header;
+	struct header_fixed found;
+	reading->aead = aead_open();
+	if (!reading->aead || record_open(reading->aead, &reader->setup.encryption, reading->offset, page, &found))
+		return 0;
+	record_payload_tag(page, reading->payload_tag);
+	return found.kind == wanted->kind && found.length == wanted->length && found.generation == wanted->generation &&
+	       found.crc32c == wanted->crc32c && !memcmp(found.key, wanted->key, TK_KEY_BYTES) &&
+	       !memcmp(found.owner, wanted->owner, TK_OWNER_BYTES) &&
+	       !memcmp(found.fingerprint, wanted->fingerprint, TK_FINGERPRINT_BYTES);
+}
+
 static int is_the_one(struct tk_reader *reader, struct reading *reading, const char *page)
 {
+	if (reader->setup.encryption.vault && is_encrypted(page))
+		return opens(reader, reading, page);
 	const struct header_fixed *found = (const void *)page;
 	reading->header.expires_ms = found->expires_ms;
 	struct tk_tagged row = {.address = (uint64_t)(uintptr_t)reader->scratch, .number = reading->offset};
@@ -385,28 +392,13 @@ static struct piece *piece_of(struct tk_reader *reader, uint64_t number)
 	return &reader->pieces[number % reader->setup.depth];
 }
 
-/* NULL: so much is not free now. What does not fit before the end of the memory goes to its beginning. */
-static char *take_staged(struct tk_reader *reader, uint32_t size, uint32_t *taken)
-{
-	if (!reader->staged_bytes)
-		reader->staged_at = 0;
-	uint32_t to_end = STAGED_BYTES - reader->staged_at;
-	uint32_t at = to_end < size ? 0 : reader->staged_at, skipped = to_end < size ? to_end : 0;
-	if (reader->staged_bytes + skipped + size > STAGED_BYTES)
-		return NULL;
-	reader->staged_at = at + size;
-	*taken = skipped + size;
-	reader->staged_bytes += *taken;
-	return reader->staged + at;
-}
-
 static void free_staged(struct tk_reader *reader)
 {
 	while (reader->freed < reader->begun) {
 		const struct piece *piece = piece_of(reader, reader->freed);
 		if (piece->state != PIECE_OVER || piece->is_listed)
 			break;
-		reader->staged_bytes -= piece->taken;
+		staged_give(&reader->staged, piece->taken);
 		reader->freed++;
 	}
 }
@@ -425,6 +417,7 @@ static void prepare(struct tk_reader *reader, struct piece *piece)
 static void ended(struct tk_reader *reader, struct reading *reading)
 {
 	struct work *work = reading->work;
+	aead_close(reading->aead);
 	if (work) {
 		reader_let_go(work);
 		if (reading->failed)
@@ -442,7 +435,7 @@ static int begin_piece(struct tk_reader *reader, struct reading *reading)
 	uint32_t size = left < most ? left : most;
 	if (reader->in_ring && reader->in_ring_bytes + size > READ_BYTES)
 		return 0;
-	char *memory = take_staged(reader, size, &taken);
+	char *memory = staged_take(&reader->staged, size, &taken);
 	if (!memory)
 		return 0;
 	struct piece *piece = piece_of(reader, reader->begun);
@@ -534,6 +527,28 @@ static int reap(struct tk_reader *reader)
 	return busy;
 }
 
+/* Some bytes of a payload go where they stay; 0: they are others than were written. */
+static int take_bytes(struct reading *reading, const char *from, uint32_t length)
+{
+	struct work *work = reading->work;
+	char *payload = (char *)(uintptr_t)work->op.local, *to = payload + work->summed;
+	if (!reading->aead) {
+		memcpy(to, from, length);
+		work->crc = tk_crc32c(to, length, work->crc);
+		work->summed += length;
+		return 1;
+	}
+	int status = aead_step(reading->aead, to, from, length);
+	work->summed += length;
+	if (!status && work->summed == work->op.length)
+		status = aead_end(reading->aead, reading->payload_tag);
+	if (status)
+		wipe(payload, work->summed);
+	else if (work->summed == work->op.length)
+		work->crc = work->op.crc32c; /* its tag, and the header's, say so */
+	return !status;
+}
+
 /* Takes what a piece has brought: the header is looked at, and of the payload goes where it stays what is wanted still. */
 static void copy_out(struct tk_reader *reader, struct piece *piece)
 {
@@ -545,16 +560,13 @@ static void copy_out(struct tk_reader *reader, struct piece *piece)
 	if (!work || reading->failed)
 		return;
 	const char *end = piece->memory + piece->size;
-	for (uint32_t step; from < end && work->summed < work->op.length; from += step) {
+	for (uint32_t step; from < end && work->summed < work->op.length && !reading->failed; from += step) {
 		step = work->op.length - work->summed;
 		if (step > BYTES_A_STEP)
 			step = BYTES_A_STEP;
 		if (step > (size_t)(end - from))
 			step = (uint32_t)(end - from);
-		char *to = (char *)(uintptr_t)work->op.local + work->summed;
-		memcpy(to, from, step);
-		work->crc = tk_crc32c(to, step, work->crc);
-		work->summed += step;
+		reading->failed = !take_bytes(reading, from, step);
 	}
 }
 

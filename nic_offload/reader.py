@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from nic_offload.fabric import Fabric, Region
     from nic_offload.lane import RecordFormat
+    from nic_offload.vault import RecordCipher
 
 __all__ = ["SHARES", "Reader", "Reading"]
 
@@ -56,11 +57,21 @@ class Reading(NamedTuple):
 class Reader:
     """Of one fabric and one drive, and closed with the fabric."""
 
-    def __init__(self, fabric: Fabric, drive_fd: int, depth: int, record: RecordFormat) -> None:
-        """So many reads are under way at a time."""
+    def __init__(
+        self,
+        fabric: Fabric,
+        drive_fd: int,
+        depth: int,
+        record: RecordFormat,
+        cipher: RecordCipher | None = None,
+    ) -> None:
+        """So many reads are under way at a time. With a cipher it reads encrypted records, too."""
         setup = ffi.new("struct tk_reader_setup *")
         setup.fd, setup.depth = drive_fd, depth
         record.put_into(setup)
+        if cipher is not None:
+            setup.encryption = cipher.setup[0]
+        self._cipher = cipher  # of which the core has the vault
         out = ffi.new("struct tk_reader **")
         code = lib.tk_reader_open(fabric.handle, setup, out)
         if code:

@@ -473,6 +473,7 @@ static int settle(struct tk_receiver *receiver)
 	};
 	memcpy(came.key, head->key, sizeof came.key);
 	memcpy(came.fingerprint, head->fingerprint, sizeof came.fingerprint);
+	memcpy(came.domain, head->domain, sizeof came.domain);
 	pthread_mutex_lock(&receiver->lock);
 	int status = grow((void **)&receiver->came, &receiver->came_capacity, receiver->came_count, sizeof came);
 	pthread_mutex_unlock(&receiver->lock);

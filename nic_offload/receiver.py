@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Came", "Receiver", "Room", "State"]
 
 _ROOM = struct.Struct("=QII")
-_CAME = struct.Struct("=5Q5I4B32s16s")
+_CAME = struct.Struct("=5Q5I4B32s16s16s")
 _STATE = struct.Struct("=6Ii")
 _TAKEN_MAX = 256
 assert _ROOM.size == ffi.sizeof("struct tk_room")
@@ -60,6 +60,7 @@ class Came(NamedTuple):
     under_way: int  # to a drive, by the lane of this number, from 1 on; 0: by none
     key: bytes
     fingerprint: bytes
+    domain: bytes  # whose key it is encrypted with
 
 
 class State(NamedTuple):

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 HEAD_PAGE_BYTES = int(lib.TK_HEAD_PAGE)  # of each slot, before its payload
-_HEAD = struct.Struct("=IIQQQIIIBB2x32s16s32x")
+_HEAD = struct.Struct("=IIQQQIIIBB2x32s16s16s16x")
 assert _HEAD.size == ffi.sizeof("struct tk_put_head")
 METADATA_BYTES_MAX = HEAD_PAGE_BYTES - _HEAD.size
 _OPERATION = struct.Struct("=19Q6I")
@@ -77,8 +77,12 @@ class Heads:
         durability: int,
         expires_unix_ms: int = 0,
         metadata: tuple[bytes, bytes] = (b"", b""),
+        domains: Sequence[bytes] = (),
     ) -> None:
-        """A block without a key is named later. `metadata`: of the first block, and of each of the others."""
+        """A block without a key is named later. `metadata`: of the first block, and of each of the others.
+
+        `domains`: of each block, whose key it is encrypted with; if there are none, their owner's own.
+        """
         first, others = [one + bytes(-len(one) % 8) for one in metadata]
         size, pack = max(len(first), len(others)), _HEAD.pack
         if size > METADATA_BYTES_MAX:
@@ -101,8 +105,11 @@ class Heads:
                     durability if key else 0,
                     key,
                     fingerprint,
+                    domain,
                 )
-                for key, said in zip(keys, chain((first,), repeat(others)), strict=False)
+                for key, said, domain in zip(
+                    keys, chain((first,), repeat(others)), domains or repeat(b""), strict=False
+                )
             ]
         )
         self._first = int(ffi.cast("uintptr_t", self._memory)) + size

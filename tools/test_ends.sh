@@ -15,7 +15,7 @@ wheels=(dist/triggerkv-*manylinux*.whl dist/triggerkv_sim-*manylinux*.whl)
 if [[ ${1:-} == --short ]]; then
   shift
   short=short- maker=wheel
-  wheels=("$(ls -t dist/triggerkv-*-linux_*.whl 2>/dev/null | head -n 1)") # the last one that was made
+  wheels=("$(ls -t dist/triggerkv-*-linux_*.whl 2>/dev/null | head -n 1 || true)") # the last one that was made
 fi
 for wheel in "${wheels[@]}"; do
   [[ -f $wheel ]] || {

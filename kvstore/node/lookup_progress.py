@@ -31,9 +31,16 @@ _OF_GONE = {
     Reason.EXPIRED: Outcome.EXPIRED,
     Reason.DELETED: Outcome.DELETED,
     Reason.QUARANTINED: Outcome.CORRUPT,
+    Reason.ERASED: Outcome.ERASED,
     Reason.SUPERSEDED: Outcome.NEVER,  # and what took its place went too long ago to be remembered
 }
-_MAY_HAVE_GONE = {MissReason.UNKNOWN, MissReason.EVICTED, MissReason.QUOTA, MissReason.EXPIRED}
+_MAY_HAVE_GONE = {
+    MissReason.UNKNOWN,
+    MissReason.EVICTED,
+    MissReason.QUOTA,
+    MissReason.EXPIRED,
+    MissReason.ERASED,
+}
 
 assert set(_OF_GONE) == set(Reason)
 

@@ -1,7 +1,8 @@
 """Prefetches: blocks are read into the hot memory before they are requested, while no fetch is waiting.
 
 What always holds: a prefetch never reads while a fetch waits for the drive, and has at most `PREFETCH_AHEAD_BYTES`
-in flight; one prefetch uses at most an eighth of the hot memory, and evicts only unused blocks; tenants take turns.
+in flight; one prefetch has at most `PREFETCH_BLOCKS_MAX` blocks, uses at most an eighth of the hot memory, and evicts
+only unused blocks; tenants take turns. Many blocks are looked up in slices, by the caller (`Wish`).
 Prefetched blocks that were never requested are evicted first. It promises nothing: a missing block, or one without
 room, is left out; the caller may be told what was read. It checks no payload: the sender does.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import Overloaded
-from kvstore.limits import PAGE_BYTES, PREFETCH_AHEAD_BYTES, PREFETCHES_MAX, PREFIX_STEP_BLOCKS, SHARES
+from kvstore.limits import PAGE_BYTES, PREFETCH_AHEAD_BYTES, PREFETCH_BLOCKS_MAX, PREFETCHES_MAX, SHARES
 from kvstore.node.fair import FairQueue
 from kvstore.node.landing import pages_of
 from kvstore.storage.items import GetItem
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.storage.items import GetDone
     from kvstore.storage.store import Store
 
-__all__ = ["Asked", "Prefetched", "Prefetches"]
+__all__ = ["Asked", "Prefetched", "Prefetches", "Wish"]
 
 
 class Prefetched(NamedTuple):
@@ -74,6 +75,39 @@ class _Wanted(NamedTuple):
     asked: Asked
 
 
+class Wish:
+    """The blocks of a prefetch that is to be: up to the first gap, behind which none are usable, and to its share."""
+
+    def __init__(self, store: Store, tenant: bytes, flow: Hashable, asked: Asked, left_bytes: int) -> None:
+        self.tenant = tenant
+        self.flow = flow
+        self.asked = asked
+        self.wanted: list[_Wanted] = []
+        self._store = store
+        self._left_bytes = left_bytes
+
+    def add(self, keys: Sequence[bytes]) -> bool:
+        """Add blocks; tell whether there may be more."""
+        for key, entry in zip(keys, self._store.lookup([(self.tenant, key) for key in keys]), strict=True):
+            size_bytes = 0 if entry is None else pages_of(entry.length) * PAGE_BYTES
+            self._left_bytes -= size_bytes
+            if entry is None or self._left_bytes < 0 or len(self.wanted) == PREFETCH_BLOCKS_MAX:
+                return False
+            self.wanted.append(
+                _Wanted(
+                    self.tenant,
+                    self.flow,
+                    key,
+                    entry.fingerprint,
+                    entry.length,
+                    entry.generation,
+                    size_bytes,
+                    self.asked,
+                )
+            )
+        return True
+
+
 class Prefetches:
     """All of a node's."""
 
@@ -91,6 +125,12 @@ class Prefetches:
     def __len__(self) -> int:
         return len(self._left)
 
+    def wish(
+        self, tenant: bytes, flow: Hashable, ended: Callable[[Prefetched], object] | None = None
+    ) -> Wish:
+        """Begin to collect blocks; `ended` is called when they are done. It takes `queue` to have them read."""
+        return Wish(self._store, tenant, flow, Asked(ended), self._memory.size_bytes // SHARES)
+
     def add(
         self,
         tenant: bytes,
@@ -98,7 +138,14 @@ class Prefetches:
         keys: Sequence[bytes],
         ended: Callable[[Prefetched], object] | None = None,
     ) -> Asked:
-        """Queue a session's first blocks, as many as there is a share for; `ended` is called when that is done."""
+        """Have a few blocks read."""
+        wish = self.wish(tenant, flow, ended)
+        wish.add(keys)
+        return self.queue(wish)
+
+    def queue(self, wish: Wish) -> Asked:
+        """Have them read."""
+        tenant, flow, asked = wish.tenant, wish.flow, wish.asked
         before = self._left.pop((tenant, flow), None)
         if before is not None:  # it is asked for again before it has been done: it is done anew
             self._queued.drop(tenant, flow)
@@ -107,43 +154,14 @@ class Prefetches:
         mine = sum(1 for whose, _ in self._left if whose == tenant)
         if len(self._left) >= PREFETCHES_MAX or mine >= PREFETCHES_MAX // SHARES:
             raise Overloaded("The node's prefetch queue is full; fetch the session instead.")
-        asked = Asked(ended)
-        wanted = self._first_of(tenant, flow, keys, asked)
-        asked.blocks = asked.waiting = len(wanted)
-        if wanted:
+        asked.blocks = asked.waiting = len(wish.wanted)
+        if wish.wanted:
             self._left[tenant, flow] = asked
-            self._queued.add(wanted)
+            self._queued.add(wish.wanted)
             self.pump()
         else:
             asked.end_if_over()
         return asked
-
-    def _first_of(self, tenant: bytes, flow: Hashable, keys: Sequence[bytes], asked: Asked) -> list[_Wanted]:
-        """The blocks up to the first gap, behind which none are usable, and up to the share."""
-        left_bytes = self._memory.size_bytes // SHARES
-        wanted: list[_Wanted] = []
-        for first in range(0, len(keys), PREFIX_STEP_BLOCKS):
-            step = keys[first : first + PREFIX_STEP_BLOCKS]
-            for key, entry in zip(step, self._store.lookup([(tenant, key) for key in step]), strict=True):
-                if entry is None:
-                    return wanted
-                size_bytes = pages_of(entry.length) * PAGE_BYTES
-                left_bytes -= size_bytes
-                if left_bytes < 0:
-                    return wanted
-                wanted.append(
-                    _Wanted(
-                        tenant,
-                        flow,
-                        key,
-                        entry.fingerprint,
-                        entry.length,
-                        entry.generation,
-                        size_bytes,
-                        asked,
-                    )
-                )
-        return wanted
 
     def close(self) -> None:
         """Read no more than what is being read."""

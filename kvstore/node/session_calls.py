@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.durability import Durability
 from kvstore.errors import KvError, NoSession, Overloaded, ProtocolError, StorageError, WrongEpoch
 from kvstore.limits import (
+    PREFIX_STEP_BLOCKS,
     PROTECTED_SESSIONS_MAX,
     PROTECTED_SESSIONS_OF_TENANT_MAX,
     SESSION_BLOCKS_MAX,
@@ -28,6 +29,7 @@ from kvstore.limits import (
 from kvstore.lookups import Kind, Outcome
 from kvstore.names import user_name
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
+from kvstore.node.connection import check_count
 from kvstore.node.session_names import check_text, name_of
 from kvstore.steps import Step
 from kvstore.storage.items import SessionItem, SessionStep
@@ -63,13 +65,13 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         """Name blocks as a turn."""
         async with refusals(context, self._node.counters):
             tenant = self._enter("append session", context, request.name, len(request.keys))
-            check_keys(request.keys, SESSION_BLOCKS_MAX)
+            check_count(len(request.keys), SESSION_BLOCKS_MAX)
             item = SessionItem(
                 _name(tenant, request.name),
                 SessionStep.APPEND,
                 kept_durability_of(request.durability),
                 0,
-                keys=list(request.keys),
+                keys=await self._keys(tenant, request),
                 first_block=request.first_block if request.HasField("first_block") else None,
                 tokens=request.tokens,
                 at_ms=self._node.clock.wall_ms(),
@@ -293,14 +295,18 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 self._reading(name, SESSION_BLOCKS_MAX) as turn,
             ):
                 _, keys = await self._read(turn, name, 0, SESSION_BLOCKS_MAX, epoch)
-            trace = self._node.traces.of(name)
-            trace.saw(Step.PREFETCHING, len(keys))
-            asked = self._node.prefetches.add(
-                name.tenant,
-                name,
-                keys,
-                lambda done: trace.saw(Step.PREFETCHED, len(done.came), done.size_bytes),
-            )
+                trace = self._node.traces.of(name)
+                trace.saw(Step.PREFETCHING, len(keys))
+                wish = self._node.prefetches.wish(
+                    name.tenant,
+                    name,
+                    lambda done: trace.saw(Step.PREFETCHED, len(done.came), done.size_bytes),
+                )
+                for at in range(0, len(keys), PREFIX_STEP_BLOCKS):
+                    if not wish.add(keys[at : at + PREFIX_STEP_BLOCKS]):
+                        break
+                    await turn.next()
+                asked = self._node.prefetches.queue(wish)
             return pb.PrefetchSessionResponse(blocks=asked.blocks)
         raise AssertionError
 
@@ -361,6 +367,21 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             else:
                 return manifest, keys
         raise AssertionError
+
+    async def _keys(self, tenant: Tenant, request: pb.AppendSessionRequest) -> list[bytes]:
+        """Take the keys out of a message, many of them in turns."""
+        keys: list[bytes] = []
+        if len(request.keys) <= SESSION_STEP_BLOCKS:
+            check_keys(request.keys, SESSION_STEP_BLOCKS)
+            return list(request.keys)
+        async with self._node.turns.of(tenant.id) as turn:
+            for at in range(0, len(request.keys), SESSION_STEP_BLOCKS):
+                if at:
+                    await turn.next()
+                some = request.keys[at : at + SESSION_STEP_BLOCKS]
+                check_keys(some, SESSION_STEP_BLOCKS)
+                keys += some
+        return keys
 
     def _stored(self, name: SessionName, epoch: int | None) -> Stored:
         stored = self._node.store.manifests.get(name)

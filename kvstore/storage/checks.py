@@ -1,9 +1,9 @@
 """Verifies stored records, for puts that would be acknowledged because of them.
 
 Always holds: a record is whole if its header is exactly the one in the index, tag included, and its payload has that
-header's CRC, all read from the drive after the request; a failed read is retried once. While a record is read
-nothing new is written there, and it is not evicted for room. Memory is bounded by `CHECKS_AT_ONCE` pieces, allocated
-with the first check; further checks wait, in order.
+header's CRC, and the right tag if it is encrypted, all read from the drive after the request; a failed read is retried
+once. While a record is read nothing new is written there, and it is not evicted for room. Memory is bounded by
+`CHECKS_AT_ONCE` pieces, allocated with the first check; further checks wait, in order.
 
 It decides nothing: it reports to the caller, which consults the index again.
 """
@@ -20,7 +20,7 @@ from kvstore.limits import CHECK_PIECE_BYTES, CHECKS_AT_ONCE, HEADER_BYTES, PAGE
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.items import Guard
 from kvstore.storage.index import is_header_of
-from kvstore.wire.record import HEADER_USED_BYTES, Header, record_bytes
+from kvstore.wire.record import Header, record_bytes
 from nic_offload.checksum import crc32c_at
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvstore.storage.index import Entry, Name
     from kvstore.storage.traffic import Traffic
     from kvstore.wire.record import HeaderCodec
+    from nic_offload.vault import Decryption
 
 __all__ = ["Checks", "Finding"]
 
@@ -80,6 +81,8 @@ class Checks:
             self._traffic.add(one)
             return
         self._free.append(one.address)
+        if one.decryption is not None:
+            one.decryption.close()
         self._extents.unpin(one.entry.offset // PAGE_BYTES)
         self._keeping.unguard([one.entry.generation], Guard.PIN)
         self._start()
@@ -92,16 +95,20 @@ class Checks:
             return None if one.failed == 1 else Finding.UNREADABLE
         first = one.address
         if one.at == 0:
-            found = self._codec.parse(ctypes.string_at(first, HEADER_USED_BYTES), 0, one.entry.offset)
+            found, one.decryption = self._codec.open(first, one.entry.offset)
             if not is_header_of(found, one.name, one.entry):
                 return Finding.FOREIGN if isinstance(found, Header) else Finding.DAMAGED
             first += HEADER_BYTES
         left = HEADER_BYTES + one.entry.length - one.at
-        one.crc32c = crc32c_at(first, min(one.address + left, one.address + result) - first, one.crc32c)
+        length = min(one.address + left, one.address + result) - first
+        if one.decryption is not None and not one.decryption.step(first, length):
+            return Finding.DAMAGED
+        one.crc32c = crc32c_at(first, length, one.crc32c)
         one.at += result
         if one.at < record_bytes(one.entry.length):
             return None
-        return Finding.WHOLE if one.crc32c == one.entry.crc32c else Finding.DAMAGED
+        is_authentic = one.decryption is None or one.decryption.is_authentic()
+        return Finding.WHOLE if is_authentic and one.crc32c == one.entry.crc32c else Finding.DAMAGED
 
 
 class _Check:
@@ -109,7 +116,18 @@ class _Check:
 
     reads: Final = True
 
-    __slots__ = ("_checks", "address", "at", "crc32c", "entry", "failed", "name", "tenant", "then")
+    __slots__ = (
+        "_checks",
+        "address",
+        "at",
+        "crc32c",
+        "decryption",
+        "entry",
+        "failed",
+        "name",
+        "tenant",
+        "then",
+    )
 
     def __init__(self, checks: Checks, name: Name, entry: Entry, then: Callable[[Finding], None]) -> None:
         self._checks = checks
@@ -118,6 +136,7 @@ class _Check:
         self.entry = entry
         self.then = then
         self.address = self.at = self.crc32c = self.failed = 0
+        self.decryption: Decryption | None = None
 
     @property
     def size_bytes(self) -> int:

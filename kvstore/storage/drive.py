@@ -117,7 +117,7 @@ class Drive(Handle):
             index, self._writes, self._wipes, self._scrubs, self._doubts, volume.superblock, clock, policy
         )
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
-        self._quota_queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
+        self._quota_queue = queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
         renewals = Renewals(self._writes, index, self._extents, self._traffic, keeping, volume.codec)
         self._puts = Puts(
             self._writes,
@@ -132,7 +132,7 @@ class Drive(Handle):
         )
         self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
         self._sessions = Sessions(
-            self._writes, self._wipes, index, self.manifests, keeping, clock, others=self.others
+            self._writes, self._wipes, index, self.manifests, keeping, queue, clock, others=self.others
         )
         self.deadlines = self._sessions.deadlines
         self._gets = Gets(volume.codec, index, self._extents, self._traffic, keeping, clock)
@@ -454,8 +454,14 @@ class Drive(Handle):
         """Tell where a block is, or why it is gone."""
         return self.keeping.explain((tenant, key))
 
+    def wake_up(self) -> None:
+        """Let `poll` be called soon; from any thread."""
+        os.eventfd_write(self.fileno(), 1)
+
     def poll(self) -> None:
         """Do what has become possible, and call the callbacks of what has ended."""
+        if self._volume.keys is not None:
+            self._volume.keys.settle_finished()
         self._traffic.poll()
         self._writes.settle_finished()
         self._puts.settle_renewed()
@@ -560,7 +566,8 @@ class Drive(Handle):
         while self.is_busy:
             self._writes.sync_if_awaited(at_once=True)
             self._traffic.pump()
-            if not (self._traffic.in_flight or any(self._outboxes) or self._is_due):
+            under_way = self._traffic.in_flight or self._writes.without_keys
+            if not (under_way or any(self._outboxes) or self._is_due):
                 raise StorageError("The drive is unusable after an earlier exception.")
             ready.poll()
             self.poll()
@@ -572,6 +579,8 @@ class Drive(Handle):
     @property
     def is_busy(self) -> bool:
         """Tell whether anything that was accepted has not ended."""
+        if self._writes.without_keys:
+            return True
         if self._sessions.slices or any(outbox.promised for outbox in self._outboxes):
             return True
         return self._wipes.pending > 0 or self._scrubs.pending > 0 or self._writes.waiting_for_sync > 0

@@ -24,17 +24,24 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from kvstore.errors import NoSpace, ReadOnly, StorageError
-from kvstore.limits import EVICTIONS_REMEMBERED, HEADER_BYTES, PAGE_BYTES, PROTECTED_SESSIONS_MAX
+from kvstore.limits import (
+    EVICTIONS_REMEMBERED,
+    HEADER_BYTES,
+    PAGE_BYTES,
+    PROTECTED_SESSIONS_MAX,
+    SESSION_STEP_BLOCKS,
+)
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
 from kvstore.storage.eviction.ground import Ground
 from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
+from kvstore.storage.session_space import SessionSpace
 from kvstore.wire.record import record_bytes, records_begin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -54,7 +61,11 @@ __all__ = ["Explanation", "Held", "Keeping", "Listener", "restore_sessions", "wa
 _LOW_FRACTION: Final = 64  # one in this many pages, but no more than
 _LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
 _FOR_ROOM: Final = frozenset({Reason.SPACE, Reason.STRANDED, Reason.CLEARED})
-_MISSES: Final = {Reason.EXPIRED: MissReason.EXPIRED, Reason.QUOTA: MissReason.QUOTA}
+_MISSES: Final = {
+    Reason.EXPIRED: MissReason.EXPIRED,
+    Reason.QUOTA: MissReason.QUOTA,
+    Reason.ERASED: MissReason.ERASED,
+}
 _SAID: Final = {
     Reason.SPACE: "evicted for room",
     Reason.STRANDED: "evicted for room, since its session had a gap before it",
@@ -64,6 +75,7 @@ _SAID: Final = {
     Reason.SUPERSEDED: "replaced by a newer one",
     Reason.DELETED: "deleted",
     Reason.QUARANTINED: "dropped because it failed a check or could not be read",
+    Reason.ERASED: "erased: the key that it was encrypted with is destroyed",
 }
 
 
@@ -144,6 +156,7 @@ class Keeping:
             new_policy(policy, pages), self.marks, capacity_pages=pages, now_ms=clock.wall_ms()
         )
         self.ground = Ground(pages)
+        self.space = SessionSpace(pages)
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
@@ -366,8 +379,14 @@ class Keeping:
         """Tell whether a session is protected, or one more may be."""
         return name in self.protected or len(self.protected) < PROTECTED_SESSIONS_MAX
 
-    def protect_first(self, name: SessionName, blocks: int) -> None:
-        """Do what a session's manifest says, 0 blocks included."""
+    def protect_first(self, name: SessionName, blocks: int, length: int) -> Iterator[None]:
+        """Do what the manifest of a session of this length says, 0 blocks included, in slices."""
+        before = min(self.core.protected_blocks(self._digest(*name)), length)
+        after = min(blocks, length)
+        step = SESSION_STEP_BLOCKS if before < after else -SESSION_STEP_BLOCKS
+        for at in range(before + step, after, step):
+            self.protect(name, at)
+            yield
         if blocks:
             self.protect(name, blocks)
         else:

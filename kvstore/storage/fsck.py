@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from kvcli.progress import bars
 from kvcli.running import Status
 from kvstore.errors import ConfigError, Corrupt, StorageError
-from kvstore.limits import BATCH_BLOCKS_MAX, HEADER_BYTES, PAGE_BYTES
+from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES
 from kvstore.storage.doubts import Doubts
 from kvstore.storage.drive_files import FolderBay
 from kvstore.storage.drive_set import count_drives, read_set
@@ -33,9 +33,9 @@ from kvstore.storage.index_check import check_free, check_index
 from kvstore.storage.live_roll import Roll
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.opening import find_drives
-from kvstore.storage.recovery import extents_around, rebuild
+from kvstore.storage.recovery import extents_around, open_copy, rebuild
 from kvstore.storage.volume import Volume
-from kvstore.wire.record import SUPERBLOCK_COPIES, Superblock, parse_superblock, record_bytes
+from kvstore.wire.record import SUPERBLOCK_COPIES, Flaw, Superblock, parse_superblock, record_bytes
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvstore.storage.disk import Disk, Progress
     from kvstore.storage.drive_files import Bay
     from kvstore.storage.index import Entry, Name
+    from kvstore.storage.sealing import OpenKeys
 
 __all__ = ["Report", "check", "run"]
 
@@ -120,10 +121,10 @@ class Report:
         ]
 
 
-def run(data: Path, *, repair: bool, payloads: bool) -> int:
+def run(data: Path, *, repair: bool, payloads: bool, open_keys: OpenKeys | None = None) -> int:
     """Check a folder and print what was found; exit status 0 if nothing is wrong now, 3 otherwise."""
     with bars() as progress:
-        report = check(data, repair=repair, payloads=payloads, progress=progress)
+        report = check(data, repair=repair, payloads=payloads, progress=progress, open_keys=open_keys)
     verdict = "repaired" if report.repaired else "nothing is wrong"
     if report.left:
         mendable = any(_DAMAGE[what] for what in report.left)
@@ -142,6 +143,7 @@ def check(
     bay: Bay | None = None,
     boot_id: str | None = None,
     progress: Progress | None = None,
+    open_keys: OpenKeys | None = None,
 ) -> Report:
     """Check a folder; with `repair`, put indexes made from the drives in the place of those that are wrong."""
     if not data.is_dir():
@@ -152,16 +154,21 @@ def check(
     with ExitStack() as last:
         lock = FolderLock(data)
         last.callback(lock.release)
+        usable = _usable(data, bay or FolderBay(data, None), report, last)
+        keys = None
+        if open_keys is not None and usable:
+            keys = open_keys(usable[0][2].store_uuid)
+            last.callback(keys.close)
         drives = [
-            _Checked(data, lock, number, disk, superblock, progress, last)
-            for number, disk, superblock in _usable(data, bay or FolderBay(data, None), report, last)
+            _Checked(data, lock, number, Volume(disk, superblock, keys), progress, last)
+            for number, disk, superblock in usable
         ]
         boot = boot_id or kernel_boot_id()
         for drive in drives:
             drive.compare(boot)
             drive.count([one.second for one in drives])
             if payloads:
-                _check_payloads(drive.disk, drive.second, drive.doubts, drive.report, progress)
+                _check_payloads(drive.volume, drive.second, drive.doubts, drive.report, progress)
         for drive in drives:
             if repair and any(_DAMAGE[what] for what in drive.report.damage):
                 drive.swap(boot)
@@ -198,16 +205,15 @@ class _Checked:
         data: Path,
         lock: FolderLock,
         number: int,
-        disk: Disk,
-        superblock: Superblock,
+        volume: Volume,
         progress: Progress | None,
         last: ExitStack,
     ) -> None:
-        self.disk = disk
+        self.volume = volume
         self.report = Report()
         self._data = data
         self._number = number
-        self._superblock = superblock
+        self._superblock = superblock = volume.superblock
         place = lock.place(number)
         self._note, self._begun = place.note, place.begun
         self._first_path = index_path(data, number)
@@ -215,13 +221,13 @@ class _Checked:
         last.callback(shutil.rmtree, self._second_path, ignore_errors=True)
         self.second = Index.empty(self._second_path, superblock.capacity_bytes)
         last.callback(self.second.abandon)
-        self._highest = rebuild(disk, superblock, self.second, progress)
+        self._highest = rebuild(volume, self.second, progress)
         self.doubts = Doubts(self.second)
         self.doubts.add_above(0)
 
     def compare(self, boot_id: str) -> None:
         """Hold the folder's index against the drive."""
-        _check_drive(self.disk, self._superblock, self.report)
+        _check_drive(self.volume.disk, self._superblock, self.report)
         example = f"index-{self._number}"
         try:
             first = Index.trusted(self._first_path, self._superblock, boot_id, self._note, readonly=True)
@@ -239,10 +245,10 @@ class _Checked:
     def _believe(self, index: Index, example: str) -> None:
         try:
             if not index.is_sealed:
-                check_index(index, self._superblock, self.disk)
+                check_index(index, self.volume)
             if not index.was_clean:
                 _, extents = extents_around(index, self._superblock)
-                check_free(self.disk, self._superblock, extents, self._begun)
+                check_free(self.volume, extents, self._begun)
         except Corrupt as doubt:
             self.report.add("unusable index", f"{example}: {doubt}")
 
@@ -258,7 +264,7 @@ class _Checked:
 
     def swap(self, boot_id: str) -> None:
         """Begin an epoch with what the second index has, on the drive first; then let it take the first one's place."""
-        volume = Volume(self.disk, self._superblock)
+        volume = self.volume
         live, _ = extents_around(self.second, self._superblock)
         volume.skip_generations(self._highest)
         volume.begin_epoch(live)
@@ -343,6 +349,7 @@ def _check_references(manifests: Manifests, report: Report) -> None:
     for session, stored in manifests.all():
         naming.update((session.tenant, chunk) for chunk in set(stored.manifest.chunks))
         wanted.update((session.tenant, key) for key in set(stored.manifest.tail))
+    naming.update(manifests.all_owed())
     for tenant, chunk, _, count in manifests.all_chunks():
         wanted.update((tenant, key) for key in set(manifests.chunk_keys(tenant, chunk)))
         if naming.pop((tenant, chunk), 0) != count:
@@ -354,19 +361,19 @@ def _check_references(manifests: Manifests, report: Report) -> None:
 
 
 def _check_payloads(
-    disk: Disk, index: Index, doubts: Doubts, report: Report, progress: Progress | None
+    volume: Volume, index: Index, doubts: Doubts, report: Report, progress: Progress | None
 ) -> None:
     whole = array("Q")  # to be believed when nothing is read from the index any more
     for number, ((_, key), entry) in enumerate(index.entries()):
         if progress is not None:
             progress("reading payloads", number, len(index))
-        size = record_bytes(entry.length) - HEADER_BYTES
         try:
-            payload = disk.read_at(entry.offset + HEADER_BYTES, size)
+            record = volume.disk.read_at(entry.offset, record_bytes(entry.length))
         except StorageError:
             report.add("payloads that cannot be read", key.hex())
             continue
-        if crc32c(memoryview(payload)[: entry.length]) != entry.crc32c:
+        header, payload = open_copy(volume.codec, record, entry.offset)
+        if isinstance(header, Flaw) or crc32c(payload) != entry.crc32c:
             report.add("payloads that fail their CRC", key.hex())
         else:
             whole.append(entry.generation)

@@ -5,12 +5,11 @@ request name, tag included. Its extent is pinned from the look-up to the end of 
 can be written there, and the block is guarded as long, so it is not evicted for room. A block that could not
 be read is read once more; if that fails too, it is quarantined, so its name can be put again.
 
-It doesn't check payloads; `GetDone` says who does.
+It doesn't check payloads; `GetDone` says who does. What is encrypted is decrypted here, in the slot.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import TYPE_CHECKING, Final
 
@@ -18,11 +17,11 @@ from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES, READS_OF_BLOCK_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.disk import DiskOp, DiskOpKind
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.index import is_header_of
 from kvstore.storage.items import GetDone, GetItem, GetsDone
 from kvstore.storage.outbox import Outbox
-from kvstore.wire.record import HEADER_USED_BYTES, Header, record_bytes
+from kvstore.wire.record import Flaw, Header, record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +99,7 @@ class Gets:
             self._keeping.unreadable(name, entry.generation, wipe=True)
             self._miss(item, read.done, MissReason.UNREADABLE, os.strerror(-result))
             return
-        found = self._codec.parse(ctypes.string_at(item.slot_address, HEADER_USED_BYTES), 0, entry.offset)
+        found = self._codec.open_record(item.slot_address, result, entry.offset)
         # Another record's good header is not ours to wipe.
         is_its = is_header_of(found, name, entry)
         is_foreign = isinstance(found, Header) and not is_its
@@ -110,6 +109,9 @@ class Gets:
         elif is_its:
             hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
             self.outbox.add(read.done, hit)
+        elif found is Flaw.NO_KEY:
+            self._keeping.drop([name], Reason.ERASED)
+            self._miss(item, read.done, MissReason.ERASED)
         else:
             self._keeping.quarantine(name, entry.generation, wipe=not is_foreign)
             self._miss(

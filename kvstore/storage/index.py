@@ -20,7 +20,7 @@ Always holds:
 - Each block has one row by name and one by generation. The latter are appended: generations rise.
 - What LMDB raises is a StorageError; an index that raised while it was open is not believed again.
 
-It doesn't know about extents or pins. Sessions and doubts are in tables of their own
+It doesn't know about extents or pins. Sessions, what is owed of their changes, and doubts are in tables of their own
 (`kvstore.storage.manifests` and `.doubts`).
 """
 
@@ -60,10 +60,10 @@ __all__ = ["Entry", "Index", "header_of", "is_header_of", "kernel_boot_id"]
 
 T = TypeVar("T")
 
-_ENTRY: Final = struct.Struct("<QIIQQ16s")
-_ENTRY_ROW: Final = struct.Struct(f"<QIIQQ16s{CHECK_BYTES}x")
-_EXPIRES: Final = struct.Struct(f"<24xQ16x{CHECK_BYTES}x")
-_BORN: Final = struct.Struct(f"<16xQ24x{CHECK_BYTES}x")  # generation
+_ENTRY: Final = struct.Struct("<QIIQQ16sI")
+_ENTRY_ROW: Final = struct.Struct(f"<QIIQQ16sI{CHECK_BYTES}x")
+_EXPIRES: Final = struct.Struct(f"<24xQ20x{CHECK_BYTES}x")
+_BORN: Final = struct.Struct(f"<16xQ28x{CHECK_BYTES}x")  # generation
 _ROW: Final = np.dtype(
     [
         ("offset", "<u8"),
@@ -72,6 +72,7 @@ _ROW: Final = np.dtype(
         ("generation", "<u8"),
         ("expires_ms", "<u8"),
         ("fingerprint", "V16"),
+        ("domain", "<u4"),
         ("check", f"V{CHECK_BYTES}"),
     ]
 )
@@ -87,7 +88,7 @@ _PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in wh
 _BLOCKS: Final = (b"blocks", _NAME_BYTES, _ROW.itemsize)  # a table, and what its names and values take
 _OWNERS: Final = (b"generations", _GENERATION.size, _OWNER_ROW.itemsize)
 _META: Final = struct.Struct("<16sQ?36s")  # drive uuid, epoch, clean, boot id
-_META_KEY: Final = b"store 2"  # the rows had no checks before 2
+_META_KEY: Final = b"store 3"  # the rows had no checks before 2, and no domains before 3
 _COMMIT: Final = struct.Struct("<Q")
 _COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another one is not believed
 _MAP_BYTES_MIN: Final = 64 << 20
@@ -97,6 +98,7 @@ _EPOCH: Final = struct.Struct("<Q")
 _FAILURES: Final = (lmdb.Error, struct.error)
 _TABLES: Final = (b"blocks", b"generations", b"sessions", b"chunks", b"references", b"meta")
 _DOUBTS: Final = b"doubts"
+_OWED: Final = b"owed"
 
 assert _ENTRY_ROW.size == _EXPIRES.size == _BORN.size == _ROW.itemsize
 assert _OWNER.size == _OWNER_ROW.itemsize == 48 + _PLACE.size
@@ -111,6 +113,7 @@ class Entry(NamedTuple):
     generation: int
     expires_ms: int
     fingerprint: bytes
+    domain: int = 0  # the number of the key that it is encrypted with, from 1 on; 0: it is in the clear
 
 
 def header_of(name: Name, entry: Entry) -> Header:
@@ -125,6 +128,7 @@ def header_of(name: Name, entry: Entry) -> Header:
         entry.length,
         entry.crc32c,
         entry.expires_ms,
+        entry.domain,
     )
 
 
@@ -149,7 +153,8 @@ class Index:
         self._noted = (b"", 0)
         self.was_clean = False
         self.knows_doubts = True  # an older build noted none
-        self.doubts: Any = None  # the table; an older build's index that is only read has none
+        self.doubts: Any = None  # the tables; an older build's index that is only read has none
+        self.owed: Any = None
         self.has_doubts = False  # or may have
         self.is_sealed = False  # its file is, to the last byte, what was closed
         self._doubted = False
@@ -278,7 +283,7 @@ class Index:
         rows, owners = [], []
         for (tenant, key), entry in entries:
             name = tenant + key
-            offset, length, _, generation, _, _ = entry
+            offset, length, _, generation, *_ = entry
             rows.append((name, checked(name, _ENTRY.pack(*entry))))
             owners.append((_GENERATION.pack(generation), _OWNER.pack(name, offset, length)))
         self.write(lambda transaction: self._put_all(transaction, rows, owners))
@@ -473,7 +478,7 @@ class Index:
         self._env = lmdb.open(
             str(self._folder),
             map_size=self._map_bytes,
-            max_dbs=len(_TABLES) + 1,
+            max_dbs=len(_TABLES) + 2,
             readonly=self._readonly,
             create=not self._readonly,
             sync=durable,
@@ -488,12 +493,15 @@ class Index:
             self.blocks, self.generations, self.sessions, self.chunks, self.references, self._meta = (
                 self._env.open_db(table, create=not self._readonly) for table in _TABLES
             )
-            self._open_doubts()
+            self._open_later()
         except BaseException:
             self._env.close()
             raise
 
-    def _open_doubts(self) -> None:
+    def _open_later(self) -> None:
+        """Open the tables that an older build had not."""
+        with suppress(lmdb.NotFoundError):
+            self.owed = self._env.open_db(_OWED, create=not self._readonly)
         with suppress(lmdb.NotFoundError):
             self.doubts = self._env.open_db(_DOUBTS, create=not self._readonly)
             with self._env.begin() as transaction:

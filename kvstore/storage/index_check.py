@@ -34,16 +34,15 @@ from kvstore.limits import (
     USER_BYTES,
 )
 from kvstore.storage.row_check import CHECK_BYTES, crc32_of_each, is_whole
-from kvstore.wire.record import HEADER_USED_BYTES, Flaw, HeaderCodec, Kind, record_bytes
+from kvstore.wire.record import Flaw, Kind, record_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvstore.storage.disk import Disk
     from kvstore.storage.extents import Extents
     from kvstore.storage.folder import BegunNote
     from kvstore.storage.index import Index
-    from kvstore.wire.record import Superblock
+    from kvstore.storage.volume import Volume
 
 __all__ = ["check_free", "check_index"]
 
@@ -54,7 +53,7 @@ _NO_PLACE: Final = "a row has an impossible place"
 _GENERATION: Final = struct.Struct(">Q")
 
 
-def check_index(index: Index, superblock: Superblock, disk: Disk) -> None:
+def check_index(index: Index, volume: Volume) -> None:
     """Look at every row."""
     try:
         with index.reading() as transaction:
@@ -64,11 +63,12 @@ def check_index(index: Index, superblock: Superblock, disk: Disk) -> None:
                 (index.sessions, _SESSION_NAME_BYTES, True),
                 (index.chunks, _NAME_BYTES, True),
                 (index.references, _NAME_BYTES, False),
+                (index.owed, _SESSION_NAME_BYTES, False),
                 (index.doubts, _GENERATION.size, False),
             ):
-                if table is not None:  # an older build noted no doubts
+                if table is not None:  # an older build owed nothing, and noted no doubts
                     _table(transaction, table, name_bytes, is_record=is_record)
-        _headers(index, superblock, disk)
+        _headers(index, volume)
     except (lmdb.Error, struct.error, ValueError) as error:
         raise Corrupt(f"it can't be read: {error}") from error
     except Corrupt:
@@ -77,21 +77,21 @@ def check_index(index: Index, superblock: Superblock, disk: Disk) -> None:
         raise Corrupt(f"it can't be read: {error}") from error
 
 
-def check_free(disk: Disk, superblock: Superblock, extents: Extents, begun: BegunNote) -> None:
+def check_free(volume: Volume, extents: Extents, begun: BegunNote) -> None:
     """Look for records that were begun after the index and its notes; Corrupt if there is one.
 
     Records of lower generations than that are no contradiction: their writers died before they were published.
     """
+    superblock = volume.superblock
     if (begun.drive_uuid, begun.epoch) != (superblock.drive_uuid, superblock.epoch):
         raise Corrupt("the records begun after it are unknown")
-    codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
     for start in extents.some_starts(FREE_HEADERS_CHECKED_MAX):
         offset = start * PAGE_BYTES
         try:
-            page = disk.read_at(offset, PAGE_BYTES)
+            page = volume.disk.read_at(offset, PAGE_BYTES)
         except StorageError:
             continue
-        header = codec.parse(page[:HEADER_USED_BYTES], 0, offset)
+        header = volume.codec.parse(page, 0, offset)
         if not isinstance(header, Flaw) and header.generation > begun.generation:
             raise Corrupt("it is older than a record on the drive")
 
@@ -150,12 +150,11 @@ def _refuse_place(offset: int, length: int) -> None:
         raise Corrupt(_NO_PLACE)
 
 
-def _headers(index: Index, superblock: Superblock, disk: Disk) -> None:
+def _headers(index: Index, volume: Volume) -> None:
     """Hold the newest and the oldest blocks against their headers. One that can't be read says nothing of the index.
 
     In place of the oldest others stand by now, if the index is of an earlier time.
     """
-    codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
     with index.reading() as transaction:
         rows = transaction.cursor(index.generations).iterprev(keys=False)
         names = [row[:_NAME_BYTES] for row in islice(rows, INDEX_HEADERS_CHECKED_MAX)]
@@ -164,15 +163,16 @@ def _headers(index: Index, superblock: Superblock, disk: Disk) -> None:
     found = index.lookup([(name[:TENANT_BYTES], name[TENANT_BYTES:]) for name in names])
     for name, entry in zip(names, found, strict=True):
         assert entry is not None, "the rows have been held against each other"
-        if entry.offset + record_bytes(entry.length) > superblock.capacity_bytes:
+        if entry.offset + record_bytes(entry.length) > volume.superblock.capacity_bytes:
             raise Corrupt("a row has a place beyond the drive")
         try:
-            page = disk.read_at(entry.offset, PAGE_BYTES)
+            page = volume.disk.read_at(entry.offset, PAGE_BYTES)
         except StorageError:
             continue
-        header = codec.parse(page[:HEADER_USED_BYTES], 0, entry.offset)
+        header = volume.codec.parse(page, 0, entry.offset)
         if isinstance(header, Flaw):
             continue  # the drive's own damage: a get will see it
-        said = (header.kind, header.tenant + header.key, header.generation, header.length, header.crc32c)
-        if said != (Kind.BLOCK, name, entry.generation, entry.length, entry.crc32c):
+        block = (header.kind, header.tenant + header.key, header.domain)
+        said = (*block, header.generation, header.length, header.crc32c)
+        if said != (Kind.BLOCK, name, entry.domain, entry.generation, entry.length, entry.crc32c):
             raise Corrupt("a row differs from its record's header")

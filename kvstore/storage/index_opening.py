@@ -19,6 +19,7 @@ from kvstore.storage.doubts import Doubts
 from kvstore.storage.folder import BegunNote, LentNote, SyncNote
 from kvstore.storage.index import Index
 from kvstore.storage.index_check import check_free, check_index
+from kvstore.storage.manifests import Manifests
 from kvstore.storage.recovery import add_lent, check_manifests, extents_around, rebuild
 from kvstore.storage.superblock import EPOCH_FORMATTED
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.storage.disk import Progress
@@ -59,14 +61,22 @@ class OpenedIndex:
     note_lent: Callable[[int, Ground | None], None]
 
 
-def _check(index: Index, extents: Extents, volume: Volume, notes: NotePlace, synced_generation: int) -> None:
-    """Hold an index against itself and the drive, as far as the way it was left makes that necessary."""
-    superblock, disk = volume.superblock, volume.disk
+def _checked(
+    index: Index, lives: NDArray[Any], volume: Volume, notes: NotePlace, synced_generation: int
+) -> tuple[NDArray[np.int64], Extents]:
+    """Hold an index against itself and the drive, as far as the way it was left makes that necessary.
+
+    Then settle what sessions owe; give the pages of all headers, and what is free.
+    """
+    live, extents = extents_around(index, volume.superblock, lives)
     if not index.is_sealed:
-        check_index(index, superblock, disk)
+        check_index(index, volume)
     if not index.was_clean:
-        check_free(disk, superblock, extents, notes.begun)
-        check_manifests(disk, superblock, index, synced_generation)
+        check_free(volume, extents, notes.begun)
+        check_manifests(volume, index, synced_generation)
+    if Manifests(index).settle_all():
+        live, extents = extents_around(index, volume.superblock, lives)
+    return live, extents
 
 
 def open_index(
@@ -89,10 +99,9 @@ def open_index(
         try:
             index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
             undo.callback(index.abandon)
-            add_lent(volume.disk, superblock, index, notes.lent)
+            add_lent(volume, index, notes.lent)
             lives = index.lives()
-            live, extents = extents_around(index, superblock, lives)
-            _check(index, extents, volume, notes, synced_generation)
+            live, extents = _checked(index, lives, volume, notes, synced_generation)
         except StorageError as doubt:
             extents = None
             if not blank:
@@ -103,7 +112,7 @@ def open_index(
             index = Index.empty(folder, volume.superblock.capacity_bytes)
             undo.callback(index.abandon)
             if rebuilt:
-                volume.skip_generations(rebuild(volume.disk, volume.superblock, index, progress))
+                volume.skip_generations(rebuild(volume, index, progress))
             lives = index.lives()
             live, extents = extents_around(index, volume.superblock, lives)
         assert live is not None

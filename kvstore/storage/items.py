@@ -52,6 +52,7 @@ class PutItem(NamedTuple):
     expires_ms: int
     durability: Durability
     tag: int
+    domain: bytes = bytes(16)  # of the tenant's, whose key it is encrypted with; zeros: its own
 
 
 class PutDone(NamedTuple):

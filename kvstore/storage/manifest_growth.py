@@ -1,7 +1,7 @@
-"""How a session's manifest grows by a turn: its bounds, and when a chunk is full. Pure.
+"""How a session's manifest grows by a turn: its bounds, and when a chunk is full. Pure, and in slices.
 
 What always holds: what can't be is SessionRefused, and nothing is changed by it; what comes out has a turn
-for every block.
+for every block, and each chunk that has become full, once.
 """
 
 from __future__ import annotations
@@ -12,27 +12,31 @@ from kvstore.errors import SessionRefused
 from kvstore.limits import (
     SESSION_BLOCKS_MAX,
     SESSION_CHUNK_BLOCKS,
+    SESSION_SLICE_BLOCKS,
     SESSION_TURN_TOKENS_MAX,
     SESSION_TURNS_MAX,
 )
 from kvstore.wire.manifest import Turn, chunk_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from kvstore.storage.items import SessionItem
     from kvstore.wire.manifest import Manifest
 
+    Growth = Generator[None, None, tuple[Manifest, dict[bytes, bytes]]]
+    """Comes to a manifest, and the chunks that it may be the first to name, by their keys."""
+
 __all__ = ["appended", "longer", "refuse_longer"]
 
 
-def appended(manifest: Manifest, item: SessionItem) -> tuple[Manifest, list[bytes]]:
+def appended(manifest: Manifest, item: SessionItem) -> Growth:
     """Append a turn, or the rest of one; what fills a chunk becomes one."""
     if item.first_block is not None and item.first_block != manifest.blocks:
         raise SessionRefused(
             f"The session has {manifest.blocks} blocks, and these were to follow block {item.first_block}."
         )
-    new, payloads = longer(manifest, item.keys)
+    new, written = yield from longer(manifest, item.keys)
     turns = list(manifest.turns)
     if item.continues and turns:
         turns[-1] = turns[-1]._replace(tokens=turns[-1].tokens + item.tokens)
@@ -43,20 +47,23 @@ def appended(manifest: Manifest, item: SessionItem) -> tuple[Manifest, list[byte
     if turns and not 0 <= turns[-1].tokens <= SESSION_TURN_TOKENS_MAX:
         raise SessionRefused(f"A turn has 0 to {SESSION_TURN_TOKENS_MAX} tokens, not {turns[-1].tokens}.")
     expires_ms = manifest.expires_ms if item.expires_ms is None else item.expires_ms
-    return new._replace(turns=tuple(turns), expires_ms=expires_ms), payloads
+    return new._replace(turns=tuple(turns), expires_ms=expires_ms), written
 
 
-def longer(manifest: Manifest, keys: Sequence[bytes]) -> tuple[Manifest, list[bytes]]:
+def longer(manifest: Manifest, keys: Sequence[bytes]) -> Growth:
     """Append keys, and leave the turns as they are."""
     if manifest.blocks + len(keys) > SESSION_BLOCKS_MAX:
         raise SessionRefused(f"A session has at most {SESSION_BLOCKS_MAX} blocks.")
     tail = [*manifest.tail, *keys]
-    payloads = []
-    while len(tail) >= SESSION_CHUNK_BLOCKS:
-        payloads.append(b"".join(tail[:SESSION_CHUNK_BLOCKS]))
-        del tail[:SESSION_CHUNK_BLOCKS]
-    chunks = (*manifest.chunks, *map(chunk_key, payloads))
-    return manifest._replace(chunks=chunks, tail=tuple(tail)), payloads
+    whole = len(tail) - len(tail) % SESSION_CHUNK_BLOCKS
+    chunks, written = list(manifest.chunks), dict[bytes, bytes]()
+    for at in range(0, whole, SESSION_CHUNK_BLOCKS):
+        if at and not at % SESSION_SLICE_BLOCKS:
+            yield
+        payload = b"".join(tail[at : at + SESSION_CHUNK_BLOCKS])
+        chunks.append(chunk_key(payload))
+        written[chunks[-1]] = payload
+    return manifest._replace(chunks=tuple(chunks), tail=tuple(tail[whole:])), written
 
 
 def refuse_longer(wanted: int, blocks: int) -> None:

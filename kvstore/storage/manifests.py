@@ -4,7 +4,10 @@ Always holds:
 
 - A chunk counts the sessions that name it, and is removed with the last. A block counts the chunks and tails that name
   it, so sessions that share a chunk cost its blocks one reference: forking is O(chunks).
-- A change is one transaction, with all counts in it.
+- What a session consists of changes in one transaction, and with it all counts, if they are few. Those of a large one
+  are changed in slices: chunks are counted before the session names them (`name_chunks`), and after it has given them
+  up (`settle`). Meanwhile the session *owes* them: the count of a chunk is always that of the sessions that name it and
+  of those that owe it. An opening settles what a crash has left owed.
 - A value has a bounded size: a chunk's fits into one page of LMDB.
 
 It doesn't write to the drive, and doesn't know whether named blocks exist. References to blocks that are gone are
@@ -14,23 +17,30 @@ kept: a block may come back under its name.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import StorageError
-from kvstore.limits import SESSION_BYTES, SESSION_CHUNK_BLOCKS, TENANT_BYTES, USER_BYTES
+from kvstore.limits import PAGE_BYTES, SESSION_BYTES, SESSION_CHUNK_BLOCKS, TENANT_BYTES, USER_BYTES
 from kvstore.storage.row_check import CHECK_BYTES, checked
 from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, parse_manifest, split_keys
+from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvstore.storage.index import Index, Name
 
+    Written = Mapping[bytes, tuple["Place", bytes]]
+    """Chunks on the drive, by their keys: place and payload."""
+
 __all__ = ["Changed", "Listed", "Manifests", "Place", "SessionName", "Stored"]
 
 _PLACE: Final = struct.Struct("<QIIQ")  # it begins like the rows of all records do
 _CHUNK: Final = struct.Struct("<QIIQI")  # place, then how many sessions name it
 _COUNT: Final = struct.Struct("<I")
+_CHUNK_WORK: Final = 8  # to count a chunk once more or less costs as much as so many blocks
+_NO_END: Final = 1 << 62  # of work: all in one transaction
 
 
 class SessionName(NamedTuple):
@@ -48,6 +58,11 @@ class Place(NamedTuple):
     length: int
     crc32c: int
     generation: int
+
+    @property
+    def pages(self) -> int:
+        """Tell how many pages the record takes."""
+        return record_bytes(self.length) // PAGE_BYTES
 
 
 class Stored(NamedTuple):
@@ -80,6 +95,7 @@ class Changed(NamedTuple):
     manifest: Place | None  # the one before
     chunks: list[Place]
     unreferenced: list[Name]
+    owes: bool = False  # chunks that are to be settled, in slices
 
 
 class Manifests:
@@ -184,6 +200,15 @@ class Manifests:
                 )
                 yield SessionName(tenant, user, session), _stored(row)
 
+    def pages_of_tenants(self) -> Counter[bytes]:
+        """Tell how many pages the records of each tenant take."""
+        pages: Counter[bytes] = Counter()
+        with self._index.reading(buffers=True) as transaction:
+            for table in (self._index.sessions, self._index.chunks):
+                for name, row in transaction.cursor(table):
+                    pages[bytes(name[:TENANT_BYTES])] += Place._make(_PLACE.unpack_from(row)).pages
+        return pages
+
     def all_chunks(self) -> Iterator[tuple[bytes, bytes, Place, int]]:
         """Give tenant, key, place and references of all chunks."""
         with self._index.reading() as transaction:
@@ -197,16 +222,46 @@ class Manifests:
             for name, row in transaction.cursor(self._index.references):
                 yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), _COUNT.unpack_from(row)[0]
 
+    def all_owed(self) -> Iterator[tuple[bytes, bytes]]:
+        """Give tenant and key of each chunk that a session owes."""
+        if self._index.owed is not None:
+            with self._index.reading() as transaction:
+                for name, row in transaction.cursor(self._index.owed):
+                    for chunk in split_keys(row[:-CHECK_BYTES]):
+                        yield name[:TENANT_BYTES], chunk
+
+    def name_chunks(
+        self, name: SessionName, chunks: Sequence[bytes], written: Written, work_max: int
+    ) -> tuple[int, list[Place]]:
+        """Count the first of these chunks for a session that will name them; give how many, and what came free."""
+        return self._index.write(
+            lambda transaction: _Change(self._index, transaction, name).name_chunks(chunks, written, work_max)
+        )
+
     def replace(
-        self, name: SessionName, new: Stored | None, written: Mapping[bytes, tuple[Place, bytes]]
+        self, name: SessionName, new: Stored | None, written: Written, work_max: int = _NO_END
     ) -> Changed:
         """Put a session in the place of what has its name, or remove it; `written` are chunks on the drive.
 
-        StorageError, and nothing changed, if the new one names a chunk that is neither known nor written.
+        If that gives up more than so much, chunks are owed. StorageError, and nothing changed, if the new one names a
+        chunk that is neither known nor written.
         """
         return self._index.write(
-            lambda transaction: _Change(self._index, transaction, name).replace(new, written)
+            lambda transaction: _Change(self._index, transaction, name).replace(new, written, work_max)
         )
+
+    def settle(self, name: SessionName, work_max: int = _NO_END) -> Changed:
+        """Give up some of the chunks that a session owes."""
+        return self._index.write(lambda transaction: _Change(self._index, transaction, name).settle(work_max))
+
+    def settle_all(self) -> bool:
+        """Give up all that sessions owe, at an opening; tell whether there was anything."""
+        with self._index.reading() as transaction:
+            owing = [bytes(name) for name, _ in transaction.cursor(self._index.owed)]
+        user_end = TENANT_BYTES + USER_BYTES
+        for name in owing:
+            self.settle(SessionName(name[:TENANT_BYTES], name[TENANT_BYTES:user_end], name[user_end:]))
+        return bool(owing)
 
 
 class _Change:
@@ -220,51 +275,91 @@ class _Change:
         self._freed: list[Place] = []
         self._unreferenced: dict[bytes, None] = {}
 
-    def replace(self, new: Stored | None, written: Mapping[bytes, tuple[Place, bytes]]) -> Changed:
+    def name_chunks(
+        self, chunks: Sequence[bytes], written: Written, work_max: int
+    ) -> tuple[int, list[Place]]:
+        work = named = 0
+        while named < len(chunks) and work < work_max:
+            work += self._name_chunk(chunks[named], written.get(chunks[named]))
+            named += 1
+        self._owe(self._owed() + b"".join(chunks[:named]))
+        return named, self._freed
+
+    def replace(self, new: Stored | None, written: Written, work_max: int) -> Changed:
         row = self._transaction.get(self._row_name, db=self._index.sessions)
         old = None if row is None else _stored(row)
         old_chunks, old_tail = (set(old.manifest.chunks), set(old.manifest.tail)) if old else (set(), set())
         new_chunks, new_tail = (set(new.manifest.chunks), set(new.manifest.tail)) if new else (set(), set())
         # What is added comes first, so that nothing is counted down to nothing in passing.
-        for chunk in new_chunks - old_chunks:
+        for chunk in new_chunks.difference(old_chunks, split_keys(self._owed())):
             self._name_chunk(chunk, written.get(chunk))
         self._count(new_tail - old_tail, 1)
-        for chunk in old_chunks - new_chunks:
-            self._drop_chunk(chunk)
+        self._owe(b"".join(old_chunks - new_chunks))
+        self._settle(work_max)
         self._count(old_tail - new_tail, -1)
         if new is not None:
             value = _PLACE.pack(*new.place) + pack_manifest(new.manifest)
             self._transaction.put(self._row_name, checked(self._row_name, value), db=self._index.sessions)
         elif old is not None:
             self._transaction.delete(self._row_name, db=self._index.sessions)
-        before = None if old is None else old.place
-        return Changed(before, self._freed, [(self._tenant, key) for key in self._unreferenced])
+        return self._changed(None if old is None else old.place)
 
-    def _name_chunk(self, chunk: bytes, written: tuple[Place, bytes] | None) -> None:
+    def settle(self, work_max: int) -> Changed:
+        self._settle(work_max)
+        return self._changed(None)
+
+    def _changed(self, before: Place | None) -> Changed:
+        names = [(self._tenant, key) for key in self._unreferenced]
+        return Changed(before, self._freed, names, bool(self._owed()))
+
+    def _settle(self, work_max: int) -> None:
+        chunks, work = split_keys(self._owed()), 0
+        for at, chunk in enumerate(chunks):
+            if work >= work_max:
+                self._owe(b"".join(chunks[at:]))
+                return
+            work += self._drop_chunk(chunk)
+        self._owe(b"")
+
+    def _owed(self) -> bytes:
+        row: bytes | None = self._transaction.get(self._row_name, db=self._index.owed)
+        return b"" if row is None else row[:-CHECK_BYTES]
+
+    def _owe(self, chunks: bytes) -> None:
+        if chunks:
+            self._transaction.put(self._row_name, checked(self._row_name, chunks), db=self._index.owed)
+        else:
+            self._transaction.delete(self._row_name, db=self._index.owed)
+
+    def _name_chunk(self, chunk: bytes, written: tuple[Place, bytes] | None) -> int:
+        """Count a chunk once more; give what that costs, in counts of blocks."""
         row = self._transaction.get(self._tenant + chunk, db=self._index.chunks)
         if row is not None:
             *place, count = _CHUNK.unpack_from(row)
             self._put_chunk(chunk, Place._make(place), count + 1, row[_CHUNK.size : -CHECK_BYTES])
             if written is not None:
                 self._freed.append(written[0])  # another session was first with the same chunk
-        elif written is None:
+            return _CHUNK_WORK
+        if written is None:
             raise StorageError("A chunk of the session was removed meanwhile.")
-        else:
-            assert chunk_key(written[1]) == chunk
-            self._put_chunk(chunk, written[0], 1, written[1])
-            self._count(set(split_keys(written[1])), 1)
+        assert chunk_key(written[1]) == chunk
+        self._put_chunk(chunk, written[0], 1, written[1])
+        self._count(set(split_keys(written[1])), 1)
+        return SESSION_CHUNK_BLOCKS
 
-    def _drop_chunk(self, chunk: bytes) -> None:
+    def _drop_chunk(self, chunk: bytes) -> int:
+        """Count a chunk once less; give what that costs."""
         row = self._transaction.get(self._tenant + chunk, db=self._index.chunks)
         if row is None:
             raise StorageError("The index contradicts itself: a session lists a missing chunk.")
         *place, count = _CHUNK.unpack_from(row)
         if count > 1:
             self._put_chunk(chunk, Place._make(place), count - 1, row[_CHUNK.size : -CHECK_BYTES])
-        else:
-            self._transaction.delete(self._tenant + chunk, db=self._index.chunks)
-            self._freed.append(Place._make(place))
-            self._count(set(split_keys(row[_CHUNK.size : -CHECK_BYTES])), -1)
+            return _CHUNK_WORK
+        self._transaction.delete(self._tenant + chunk, db=self._index.chunks)
+        self._freed.append(Place._make(place))
+        self._count(set(split_keys(row[_CHUNK.size : -CHECK_BYTES])), -1)
+        return SESSION_CHUNK_BLOCKS
 
     def _put_chunk(self, chunk: bytes, place: Place, count: int, payload: bytes) -> None:
         name = self._tenant + chunk

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvstore.storage.drive_files import Bay
     from kvstore.storage.drive_set import Plan
     from kvstore.storage.folder import FolderLock
+    from kvstore.storage.sealing import Keys, OpenKeys
 
 __all__ = ["find_drives", "indexes_in", "open_drives"]
 
@@ -53,8 +54,12 @@ def open_drives(
     progress: Progress | None = None,
     boot_id: str | None = None,
     policy: str = POLICY_DEFAULT,
-) -> tuple[list[Drive], list[int]]:
-    """Open all drives but those `without`; give them in the order of their numbers, and which are left out."""
+    open_keys: OpenKeys | None = None,
+) -> tuple[list[Drive], list[int], Keys | None]:
+    """Open all drives but those `without`.
+
+    Give them in the order of their numbers, which are left out, and the keys that `open_keys` has for the store's uuid.
+    """
     with ExitStack() as undo:
         with ExitStack() as undo_links:
             undo_links.callback(bay.take_back)
@@ -67,11 +72,15 @@ def open_drives(
                 write_set(data, DriveSet(store_uuid, todo.set_number, todo.drives))
             undo_links.pop_all()
         alone = todo.drives == 1
+        keys = None
+        if open_keys is not None:
+            keys = open_keys(next(iter(superblocks.values())).store_uuid)
+            undo.callback(keys.close)
         drives = []
         for number, superblock in sorted(superblocks.items()):
             with _named(number, alone=alone):
                 drive = Drive.open(
-                    Volume(disks[number], superblock),
+                    Volume(disks[number], superblock, keys),
                     index_path(data, number),
                     lock.place(number),
                     clock=clock,
@@ -83,7 +92,7 @@ def open_drives(
             undo.callback(_close_after_failure, drive)
             drives.append(drive)
         undo.pop_all()
-    return drives, [number for number in range(todo.drives) if number not in superblocks]
+    return drives, [number for number in range(todo.drives) if number not in superblocks], keys
 
 
 def find_drives(

@@ -38,6 +38,7 @@ from kvstore.storage.items import PutDone, PutItem, PutsDone
 from kvstore.storage.outbox import Outbox
 from kvstore.storage.quotas import Charged
 from kvstore.storage.renewals import Renewal, lives_as_long
+from kvstore.storage.sealing import domain_number
 from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class Puts:
         self.outbox.promised += len(items)
         for item in items:
             write = _Write(self._writes, self, item, done, replaces=None)
+            write.key_name = self._writes.key_of(item.tenant, item.domain)
             assert write.name not in self._by_name, "a lane has no block whose name is being put"
             self._by_name[write.name] = self._on_lane[item.tag] = write
 
@@ -319,7 +321,7 @@ class _Write(Charged):
     def __init__(
         self, writes: Writes, puts: Puts, item: PutItem, done: PutsDone, replaces: Entry | None
     ) -> None:
-        super().__init__(writes, puts, item.slot_address, record_bytes(item.length), item.tenant)
+        super().__init__(writes, puts, item.slot_address, record_bytes(item.length), item.tenant, item.domain)
         self.item = item
         self.name = item[:2]  # tenant and key
         self.done = done
@@ -335,7 +337,13 @@ class _Write(Charged):
     def entry(self) -> Entry:
         item = self.item
         return Entry(
-            self.offset, item.length, item.crc32c, self.generation, self.expires_ms, item.fingerprint
+            self.offset,
+            item.length,
+            item.crc32c,
+            self.generation,
+            self.expires_ms,
+            item.fingerprint,
+            domain_number(self.key_name),
         )
 
     def header(self) -> Header:

@@ -1,17 +1,20 @@
 """Quotas: how many bytes of a store a tenant may use; at its quota a tenant makes room for itself.
 
-A tenant's use is what its blocks take on the drives, in whole pages with headers, what its pending puts will take, and
-what was quarantined since the opening and is not in use again. Session manifests are not counted.
+A tenant's use is what its blocks and the records of its sessions (`kvstore.storage.session_space`) take on the drives,
+in whole pages with headers, what its pending puts and steps will take, and what was quarantined since the opening and
+is not in use again.
 
 Always holds:
 
-- A tenant never exceeds its quota, on all drives together, except by what it had when the quota was set; of that the
-  oldest is evicted at once, as far as possible.
+- A tenant never exceeds its quota, on all drives together, except by what it had when the quota was set, of which the
+  oldest is evicted at once, as far as possible; and by one record of a session on each drive, until that record's
+  sync, if it takes no more than the one that it replaces.
 - To make room for a tenant only its own blocks are evicted: of those that may go, exactly the least recently used one,
   on whichever drive it is. After an opening uses are unknown; then blocks go by age, with the drives in step.
-- A put that would exceed the quota waits, before it takes any room, while something of its tenant's is pending or
-  guarded for a limited time, `ROOM_WAIT_MS_MAX` at most; then it is refused, and the error has the quota. The tenant's
-  later puts on that drive wait behind it, and no other tenant's do.
+- A put, or a step of a session, that would exceed the quota waits, before it takes any room, while something of its
+  tenant's is pending or guarded for a limited time, `ROOM_WAIT_MS_MAX` at most; then it is refused, and the error has
+  the quota. The tenant's later puts and steps on that drive wait behind it, and no other tenant's do. While anything
+  waits, the drive is synced, so that records which sessions have replaced go.
 - No step is long: at most `EVICTION_URGENT_BLOCKS` are evicted between two looks at other work.
 
 Use is counted where it changes (`eviction.owners`), so it can't drift from what is stored. A drive that takes no writes
@@ -21,7 +24,7 @@ still counts, but nothing is evicted there. A put that is refused may have cost 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.errors import ConfigError, QuotaExceeded
 from kvstore.limits import (
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.writes import Owner, Writes
 
-__all__ = ["Charged", "Made", "Quota", "QuotaQueue", "Quotas"]
+__all__ = ["Charged", "Made", "Quota", "QuotaQueue", "Quotas", "Wanting"]
 
 
 class Quota(NamedTuple):
@@ -61,14 +64,89 @@ class Made(NamedTuple):
     more: bool  # a bound was met: there may be more that can go
 
 
+class Wanting(Protocol):
+    """Something that needs room in its tenant's quota."""
+
+    @property
+    def tenant(self) -> bytes:
+        """Whose it is."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """How much it needs."""
+        ...
+
+    @property
+    def pages_to_evict(self) -> int:
+        """How much is to be made free for it."""
+        ...
+
+    def enter(self, quotas: Quotas) -> bool:
+        """Tell whether there is room for it."""
+        ...
+
+    def is_too_large(self, quotas: Quotas) -> bool:
+        """Tell whether there never will be."""
+        ...
+
+    def may_wait(self, quotas: Quotas) -> bool:
+        """Tell whether there may be soon."""
+        ...
+
+    def let_in(self) -> None:
+        """Go on."""
+        ...
+
+    def refuse(self, quota: Quota) -> None:
+        """End: there is no room."""
+        ...
+
+
 class Charged(RecordWrite):
     """A write of a tenant's block, and what it has been let in with."""
 
     __slots__ = ("charged_pages",)
 
-    def __init__(self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes) -> None:
-        super().__init__(writes, owner, address, size_bytes, tenant)
+    def __init__(
+        self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes, domain: bytes
+    ) -> None:
+        super().__init__(writes, owner, address, size_bytes, tenant, domain)
         self.charged_pages = 0
+
+    @property
+    def pages_to_evict(self) -> int:
+        """How much is to be made free for it."""
+        return self.size_bytes // PAGE_BYTES
+
+    def enter(self, quotas: Quotas) -> bool:
+        """Tell whether there is room for it; then it is charged."""
+        return quotas.enter(self)
+
+    def is_too_large(self, quotas: Quotas) -> bool:
+        """Tell whether there never will be."""
+        return not quotas.could_hold(self.tenant, self.size_bytes // PAGE_BYTES)
+
+    def may_wait(self, quotas: Quotas) -> bool:
+        """Tell whether there may be soon."""
+        return quotas.waits_for_own(self.tenant)
+
+    def let_in(self) -> None:
+        """Queue it."""
+        self._writes.add(self)
+
+    def refuse(self, quota: Quota) -> None:
+        """End it."""
+        why = "All of the tenant's other blocks are guarded, and the block exceeds"
+        if self.size_bytes > quota.bytes_max:
+            why = "The block is larger than"
+        self.owner.finish(
+            self,
+            QuotaExceeded(
+                f"{why} the quota of {quota.bytes_max} bytes, of which {quota.used_bytes} are in use"
+                f" and {self.size_bytes} more are wanted."
+            ),
+        )
 
 
 class Quotas:
@@ -115,10 +193,16 @@ class Quotas:
 
     def could_hold(self, tenant: bytes, pages: int) -> bool:
         """Tell whether it could have so much if it had nothing else."""
-        return pages <= self._pages_max[tenant]
+        return tenant not in self._pages_max or pages <= self._pages_max[tenant]
+
+    def has_room(self, tenant: bytes, pages: int) -> bool:
+        """Tell whether it may have so much more."""
+        return tenant not in self._pages_max or self._excess_pages(tenant, pages) <= 0
 
     def enter(self, write: Charged) -> bool:
         """Let a put in if there is room for it."""
+        if write.tenant not in self._pages_max:
+            return True
         pages = write.size_bytes // PAGE_BYTES
         if self._excess_pages(write.tenant, pages) > 0:
             return False
@@ -138,15 +222,20 @@ class Quotas:
 
     def waits_for_own(self, tenant: bytes) -> bool:
         """Tell whether something of a tenant will be free to go by and by."""
-        scrubbed = any(one.quarantined_pages_of(tenant) for one in self._drives)
-        return scrubbed or tenant in self._under_way or any(one.has_passing_guards() for one in self._drives)
+        if tenant in self._under_way:
+            return True
+        for one in self._drives:
+            if one.quarantined_pages_of(tenant) or (one.takes_writes and one.space.is_changing(tenant)):
+                return True
+        return any(one.has_passing_guards() for one in self._drives)
 
     def make_room(self, tenant: bytes, pages: int, blocks_max: int) -> Made:
         """Let so many of a tenant's blocks go that there is room for these pages, as far as they may."""
         number, now_ms = self._numbers[tenant], self._clock.wall_ms()
-        excess_pages = self._excess_pages(tenant, pages)
         steps = Steps(EVICTION_STEPS_MAX)
         drives = [one for one in self._drives if one.takes_writes]
+        leaving_pages = sum(one.space.leaving[tenant] for one in drives)  # with the next sync
+        excess_pages = self._excess_pages(tenant, pages) - leaving_pages
         victims: dict[Keeping, list[Eviction]] = {}
         evicted = 0
         while excess_pages > 0 and evicted < blocks_max:
@@ -182,7 +271,9 @@ class Quotas:
     def _used_pages(self, tenant: bytes) -> int:
         number = self._numbers[tenant]
         stored = sum(
-            keeping.core.owners.pages.get(number, 0) + keeping.quarantined_pages_of(tenant)
+            keeping.core.owners.pages.get(number, 0)
+            + keeping.quarantined_pages_of(tenant)
+            + keeping.space.used[tenant]
             for keeping in self._drives
         )
         return stored + self._under_way.get(tenant, 0)
@@ -192,14 +283,14 @@ class Quotas:
 
 
 class QuotaQueue:
-    """The puts to one drive that wait for room in their tenants' quotas."""
+    """The puts to one drive, and its steps of sessions, that wait for room in their tenants' quotas."""
 
     def __init__(self, quotas: Quotas, writes: Writes, traffic: Traffic, clock: Clock) -> None:
         self.quotas = quotas
         self._writes = writes
         self._traffic = traffic
         self._clock = clock
-        self._waiting: dict[bytes, deque[tuple[Charged, int]]] = {}  # with when each began to wait, in ns
+        self._waiting: dict[bytes, deque[tuple[Wanting, int]]] = {}  # with when each began to wait, in ns
         self._more = False
         self._closing = False
 
@@ -219,22 +310,22 @@ class QuotaQueue:
         """End all waits for guards."""
         self._closing = self._more = True
 
-    def add(self, write: Charged) -> None:
-        """Queue a write, at once if there is room for it in its tenant's quota."""
-        tenant = write.tenant
-        if not self.quotas.limits(tenant):
-            self._writes.add(write)
-        elif not self.quotas.could_hold(tenant, write.size_bytes // PAGE_BYTES):
-            self._refuse(write, "The block is larger than")
-        elif tenant not in self._waiting and self.quotas.enter(write):
-            self._writes.add(write)
+    def add(self, wanting: Wanting) -> None:
+        """Let something go on, at once if there is room for it."""
+        tenant = wanting.tenant
+        if tenant not in self._waiting and wanting.enter(self.quotas):
+            wanting.let_in()
+        elif wanting.is_too_large(self.quotas):
+            wanting.refuse(self.quotas.of(tenant))
         else:
-            self._waiting.setdefault(tenant, deque()).append((write, self._clock.monotonic_ns()))
+            self._waiting.setdefault(tenant, deque()).append((wanting, self._clock.monotonic_ns()))
             self._more = True
 
     def step(self) -> None:
         """Make room for what waits, and let it in, within bounds."""
         self._more = False
+        if self._waiting:
+            self._writes.sync_if_awaited(at_once=True)
         left = EVICTION_URGENT_BLOCKS - self.quotas.shrink(EVICTION_URGENT_BLOCKS)
         for tenant in list(self._waiting):
             if left <= 0:
@@ -246,35 +337,24 @@ class QuotaQueue:
         waiting = self._waiting.pop(tenant)  # and behind the others, if it has to wait on
         made = Made(0, more=False)
         if self.quotas.limits(tenant) and self._writes.stopped is None:
-            pages = sum(write.size_bytes for write, _ in waiting) // PAGE_BYTES
+            pages = sum(one.pages_to_evict for one, _ in waiting)
             most = self.quotas.of(tenant).bytes_max // PAGE_BYTES
             made = self.quotas.make_room(tenant, min(pages, most), blocks_max)
         while waiting:
-            write, since_ns = waiting[0]
-            free = not self.quotas.limits(tenant) or self._writes.stopped is not None
-            if free or self.quotas.enter(write):
-                self._writes.add(write)  # which refuses it, if the drive has stopped
-            elif made.more or self._may_wait(tenant, since_ns):
+            first, since_ns = waiting[0]
+            if self._writes.stopped is not None or first.enter(self.quotas):
+                first.let_in()  # and is refused, if the drive has stopped
+            elif made.more or self._may_wait(first, since_ns):
                 self._waiting[tenant] = waiting
                 self._more = self._more or made.more
                 break
             else:
-                self._refuse(write, "All of the tenant's other blocks are guarded, and the block exceeds")
+                first.refuse(self.quotas.of(tenant))
             waiting.popleft()
         return made.blocks
 
-    def _may_wait(self, tenant: bytes, since_ns: int) -> bool:
+    def _may_wait(self, wanting: Wanting, since_ns: int) -> bool:
         if self._closing and not (self._traffic.in_flight or self._traffic.queued):
             return False
         waited_ms = (self._clock.monotonic_ns() - since_ns) // 1_000_000
-        return waited_ms < ROOM_WAIT_MS_MAX and self.quotas.waits_for_own(tenant)
-
-    def _refuse(self, write: Charged, why: str) -> None:
-        quota = self.quotas.of(write.tenant)
-        write.owner.finish(
-            write,
-            QuotaExceeded(
-                f"{why} the quota of {quota.bytes_max} bytes, of which {quota.used_bytes} are in use"
-                f" and {write.size_bytes} more are wanted."
-            ),
-        )
+        return waited_ms < ROOM_WAIT_MS_MAX and wanting.may_wait(self.quotas)

@@ -10,6 +10,7 @@ if it was a header, its record is lost.
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -21,7 +22,15 @@ from kvstore.storage.live_roll import Roll
 from kvstore.storage.manifests import Manifests, Place, SessionName, Stored
 from kvstore.storage.read_ahead import Ahead
 from kvstore.wire.manifest import CHUNK_PAYLOAD_BYTES, chunk_key, parse_manifest, session_key
-from kvstore.wire.record import RECORD_MAGIC, Flaw, Header, HeaderCodec, Kind, record_bytes, records_begin
+from kvstore.wire.record import (
+    ENCRYPTED_MAGIC,
+    RECORD_MAGIC,
+    Flaw,
+    Header,
+    Kind,
+    record_bytes,
+    records_begin,
+)
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -30,12 +39,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvstore.storage.disk import Disk, Progress
+    from kvstore.storage.disk import Progress
     from kvstore.storage.folder import LentNote
     from kvstore.storage.index import Index
-    from kvstore.wire.record import Superblock
+    from kvstore.storage.volume import Volume
+    from kvstore.wire.record import HeaderCodec, Superblock
 
-__all__ = ["Found", "add_lent", "check_manifests", "extents_around", "rebuild", "scan"]
+__all__ = ["Found", "add_lent", "check_manifests", "extents_around", "open_copy", "rebuild", "scan"]
 
 _WINDOW_BYTES: Final = 256 << 10  # one read of this much costs little more than one of a page
 _JUMPED_OVER_BYTES: Final = (
@@ -52,10 +62,14 @@ class Found(NamedTuple):
     is_allowed: bool
 
 
-def scan(disk: Disk, superblock: Superblock, progress: Progress | None = None) -> Generator[Found]:
-    """Give every header that the walk over the drive meets, in the order of the drive; close it unless it ended."""
+def scan(volume: Volume, progress: Progress | None = None) -> Generator[Found]:
+    """Give every header that the walk over the drive meets, in the order of the drive; close it unless it ended.
+
+    A record whose key is gone is as good as none, and is stepped over a page at a time.
+    """
+    disk, superblock = volume.disk, volume.superblock
     with Ahead(disk, _WINDOW_BYTES) as ahead:
-        walk = _Walk(ahead, superblock, Roll(disk, superblock))
+        walk = _Walk(ahead, volume, Roll(disk, superblock))
         position = records_begin(superblock.capacity_bytes)
         for begin, end in disk.data_ranges(position):
             # A record may reach over a hole that a damaged file has, so a range never sets the walk back.
@@ -68,12 +82,12 @@ def scan(disk: Disk, superblock: Superblock, progress: Progress | None = None) -
                     progress("scanning the drive", position, superblock.capacity_bytes)
 
 
-def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress | None = None) -> int:
+def rebuild(volume: Volume, index: Index, progress: Progress | None = None) -> int:
     """Fill an empty index from the drive; give the highest generation met, 0 if there is none."""
     generation_max = 0
-    sessions = _Sessions(disk, index)
+    sessions = _Sessions(volume, index)
     batch: list[tuple[tuple[bytes, bytes], Entry]] = []
-    with closing(scan(disk, superblock, progress)) as records:
+    with closing(scan(volume, progress)) as records:
         for offset, header, is_allowed in records:
             generation_max = max(generation_max, header.generation)
             if not is_allowed:
@@ -81,9 +95,7 @@ def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress
             if header.kind != Kind.BLOCK:
                 sessions.add(offset, header)
                 continue
-            entry = Entry(
-                offset, header.length, header.crc32c, header.generation, header.expires_ms, header.fingerprint
-            )
+            entry = _entry_of(offset, header)
             batch.append(((header.tenant, header.key), entry))
             if len(batch) == _BATCH_RECORDS:
                 index.publish_newest(batch)
@@ -91,6 +103,27 @@ def rebuild(disk: Disk, superblock: Superblock, index: Index, progress: Progress
     index.publish_newest(batch)
     sessions.publish()
     return generation_max
+
+
+def _entry_of(offset: int, header: Header) -> Entry:
+    return Entry(
+        offset,
+        header.length,
+        header.crc32c,
+        header.generation,
+        header.expires_ms,
+        header.fingerprint,
+        header.domain,
+    )
+
+
+def open_copy(codec: HeaderCodec, record: bytes, offset: int) -> tuple[Header | Flaw, bytes]:
+    """Open a record that was read; give its header and its payload, in the clear."""
+    memory = ctypes.create_string_buffer(record, len(record))
+    header = codec.open_record(ctypes.addressof(memory), len(record), offset)
+    if isinstance(header, Flaw):
+        return header, b""
+    return header, memory.raw[HEADER_BYTES : HEADER_BYTES + header.length]
 
 
 def extents_around(
@@ -103,7 +136,7 @@ def extents_around(
     return live[:, 0], extents
 
 
-def add_lent(disk: Disk, superblock: Superblock, index: Index, lent: Sequence[LentNote]) -> None:
+def add_lent(volume: Volume, index: Index, lent: Sequence[LentNote]) -> None:
     """Put blocks into a trusted index that a lane had written, and told of, when the process died.
 
     All of them stand on ground that was noted; what was deleted there has no header any more. One that nobody had
@@ -111,13 +144,13 @@ def add_lent(disk: Disk, superblock: Superblock, index: Index, lent: Sequence[Le
     """
     if index.was_clean:
         return
-    codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
+    codec, superblock = volume.codec, volume.superblock
     found: list[tuple[tuple[bytes, bytes], Entry]] = []
     for note in lent:
         if (note.drive_uuid, note.epoch) != (superblock.drive_uuid, superblock.epoch):
             continue
         page, until = note.page, note.page + note.pages
-        data = disk.read_at(page * PAGE_BYTES, note.pages * PAGE_BYTES)
+        data = volume.disk.read_at(page * PAGE_BYTES, note.pages * PAGE_BYTES)
         while page < until:
             offset = page * PAGE_BYTES
             header = codec.parse(data, (page - note.page) * PAGE_BYTES, offset)
@@ -129,9 +162,7 @@ def add_lent(disk: Disk, superblock: Superblock, index: Index, lent: Sequence[Le
             if not is_its or not isinstance(header, Header):
                 page += 1
                 continue
-            entry = Entry(
-                offset, header.length, header.crc32c, header.generation, header.expires_ms, header.fingerprint
-            )
+            entry = _entry_of(offset, header)
             found.append(((header.tenant, header.key), entry))
             page += record_bytes(header.length) // PAGE_BYTES
     known = index.lookup([name for name, _ in found])
@@ -144,22 +175,23 @@ def add_lent(disk: Disk, superblock: Superblock, index: Index, lent: Sequence[Le
         index.publish_newest(sorted(new, key=lambda one: one[1].generation))
 
 
-def check_manifests(disk: Disk, superblock: Superblock, index: Index, synced_generation: int) -> None:
+def check_manifests(volume: Volume, index: Index, synced_generation: int) -> None:
     """Read each record of a session or a chunk that is not known to be synced; Corrupt if one is not whole.
 
     Their payloads are in the index, so it would go unnoticed until the index is gone.
     """
-    codec, manifests = HeaderCodec(superblock.secret, superblock.drive_uuid), Manifests(index)
+    manifests = Manifests(index)
     places = [stored.place for _, stored in manifests.all()]
     places += [place for _, _, place, _ in manifests.all_chunks()]
     for place in places:
         if place.generation > synced_generation:
             try:
-                record = disk.read_at(place.offset, record_bytes(place.length))
+                record = volume.disk.read_at(place.offset, record_bytes(place.length))
             except StorageError as error:
                 raise Corrupt("A session's record cannot be read.") from error
-            header = codec.parse(record, 0, place.offset)
-            payload = memoryview(record)[HEADER_BYTES : HEADER_BYTES + place.length]
+            header, payload = open_copy(volume.codec, record, place.offset)
+            if header is Flaw.NO_KEY:
+                continue  # its user was erased, and the index has not heard of it
             is_its = isinstance(header, Header) and header.generation == place.generation
             if not is_its or crc32c(payload) != place.crc32c:
                 raise Corrupt("A session's record is not whole.")
@@ -168,8 +200,8 @@ def check_manifests(disk: Disk, superblock: Superblock, index: Index, synced_gen
 class _Sessions:
     """The sessions and chunks that a scan meets. Their payloads are read: they are small, and the index needs them."""
 
-    def __init__(self, disk: Disk, index: Index) -> None:
-        self._disk = disk
+    def __init__(self, volume: Volume, index: Index) -> None:
+        self._volume = volume
         self._manifests = Manifests(index)
         self._heads: dict[tuple[bytes, bytes], list[tuple[int, Place]]] = {}
         self._chunks: dict[tuple[bytes, bytes], list[Place]] = {}
@@ -213,10 +245,10 @@ class _Sessions:
         return None
 
     def _payload(self, place: Place) -> bytes | None:
-        size = record_bytes(place.length) - HEADER_BYTES
         with suppress(StorageError):
-            payload = self._disk.read_at(place.offset + HEADER_BYTES, size)[: place.length]
-            if crc32c(payload) == place.crc32c:
+            record = self._volume.disk.read_at(place.offset, record_bytes(place.length))
+            header, payload = open_copy(self._volume.codec, record, place.offset)
+            if isinstance(header, Header) and crc32c(payload) == place.crc32c:
                 return payload
         return None
 
@@ -224,11 +256,11 @@ class _Sessions:
 class _Walk:
     """The position's window onto the drive: large while there is little to jump over, one page otherwise."""
 
-    def __init__(self, ahead: Ahead, superblock: Superblock, roll: Roll) -> None:
+    def __init__(self, ahead: Ahead, volume: Volume, roll: Roll) -> None:
         self._ahead = ahead
         self._roll = roll
-        self._capacity_bytes = superblock.capacity_bytes
-        self._codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
+        self._capacity_bytes = volume.superblock.capacity_bytes
+        self._codec = volume.codec
         self._window = b""
         self._window_at = 0
         self._window_bytes = _WINDOW_BYTES
@@ -276,7 +308,11 @@ class _Walk:
 
     def _next_magic(self, at: int) -> int:
         """Give the next page of the window that begins like a header, or the window's end."""
-        found = self._window.find(RECORD_MAGIC, at + 1)
+        magics = (RECORD_MAGIC,) if self._codec.cipher is None else (RECORD_MAGIC, ENCRYPTED_MAGIC)
+        return self._window_at + min(self._next_page_with(magic, at) for magic in magics)
+
+    def _next_page_with(self, magic: bytes, at: int) -> int:
+        found = self._window.find(magic, at + 1)
         while found >= 0 and found % PAGE_BYTES:
-            found = self._window.find(RECORD_MAGIC, found + 1)
-        return self._window_at + (found if found >= 0 else len(self._window))
+            found = self._window.find(magic, found + 1)
+        return found if found >= 0 else len(self._window)

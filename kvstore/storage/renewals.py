@@ -6,6 +6,8 @@ given, and everybody who knows the block by its generation goes on knowing it.
 
 Always holds:
 
+- A header is read before it is written anew, since of an encrypted record only the drive has all of it. One that is
+  not this block's any more is left as it is.
 - A put is reported when the longer life is in the header on the drive and in the index; a `synced` one when a sync has
   been begun after that and ended.
 - While a header is being written its extent is pinned, so that nothing else comes to stand there, not even the zeros
@@ -20,10 +22,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import StorageError
-from kvstore.limits import HEADER_BYTES, PAGE_BYTES
+from kvstore.limits import PAGE_BYTES
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.items import Guard
-from kvstore.storage.index import header_of
+from kvstore.storage.index import is_header_of
 from kvstore.storage.writes import write_error
 
 if TYPE_CHECKING:
@@ -46,12 +48,23 @@ def lives_as_long(expires_ms: int, wanted_ms: int) -> bool:
 
 
 class Renewal:
-    """One header on its way to the drive, in the header page of the slot of the put that asked for it."""
+    """One header from the drive and back, in the header page of the slot of the put that asked for it."""
 
     reads: Final = False
     size_bytes: Final = PAGE_BYTES
 
-    __slots__ = ("_renewals", "afterwards", "entry", "error", "followers", "name", "slot_address", "tenant")
+    __slots__ = (
+        "_renewals",
+        "afterwards",
+        "entry",
+        "error",
+        "followers",
+        "is_foreign",
+        "is_read",
+        "name",
+        "slot_address",
+        "tenant",
+    )
 
     def __init__(
         self,
@@ -69,6 +82,8 @@ class Renewal:
         self.followers = waiting
         self.afterwards: list[Callable[[], None]] = []
         self.error: StorageError | None = None
+        self.is_read = False
+        self.is_foreign = False  # what is on the drive is no header of this block
 
     def begin(self, tag: int) -> DiskOp | None:
         """Give the write; None if nothing is written any more."""
@@ -112,16 +127,31 @@ class Renewals:
             renewal.error = self._writes.stopped_again()
             self._finished(renewal)
             return None
-        entry, header = renewal.entry, header_of(renewal.name, renewal.entry)
-        self._codec.pack([(renewal.slot_address, HEADER_BYTES, entry.offset, header)])
-        return DiskOp(DiskOpKind.WRITE, renewal.slot_address, PAGE_BYTES, entry.offset, tag)
+        kind = DiskOpKind.WRITE if renewal.is_read else DiskOpKind.READ
+        return DiskOp(kind, renewal.slot_address, PAGE_BYTES, renewal.entry.offset, tag)
 
     def ended(self, renewal: Renewal, result: int) -> None:
-        """Take the result of a write."""
+        """Take the result of a read or a write."""
+        if not renewal.is_read:
+            self._read(renewal, result)
+            return
         if result < 0:
             renewal.error = write_error(result)
             self._writes.stop(renewal.error, 0)
         self._finished(renewal)
+
+    def _read(self, renewal: Renewal, result: int) -> None:
+        page, entry = renewal.slot_address, renewal.entry
+        found, decryption = self._codec.open(page, entry.offset) if result > 0 else (None, None)
+        if decryption is not None:
+            decryption.close()
+        if not is_header_of(found, renewal.name, entry):
+            renewal.is_foreign = True
+            self._finished(renewal)
+            return
+        self._codec.put_off(page, entry.offset, entry.expires_ms)
+        renewal.is_read = True
+        self._traffic.add(renewal)
 
     def _finished(self, renewal: Renewal) -> None:
         self._extents.unpin(renewal.entry.offset // PAGE_BYTES)
@@ -140,6 +170,10 @@ class Renewals:
                 for one, entry in zip(ended, there, strict=True)
                 if one.error is None and entry is not None and entry.generation == one.entry.generation
             ]
+            foreign = [one for one in renewed if one.is_foreign]
+            renewed = [one for one in renewed if not one.is_foreign]
+            for one in foreign:
+                self._keeping.quarantine(one.name, one.entry.generation, wipe=False)
             self._index.renew((one.name, one.entry) for one in renewed)
         except StorageError as error:  # by which the drive has stopped
             renewed = []

@@ -11,9 +11,10 @@ wiped only when it has been synced, or when the session itself goes.
 - A session whose time is over is gone for every step that begins then, and leaves the drive by `expire`; if it came
   back by power loss, it would be over still.
 - A long step is done in slices (`kvstore.storage.slices`), so that others have the thread between them. What the index
-  says of a session changes in one transaction: before it, the blocks of an append are looked up and its records queued;
-  behind it, the eviction is told and blocks are deleted. A step is reported, and the next of its session begun, when
-  all of its slices are done. A crash between two of them is one behind that transaction or before it.
+  says of a session changes in one transaction: before it, the blocks of an append are looked up, its records queued
+  and its chunks counted; behind it, chunks are counted down, the eviction is told and blocks are deleted. A step is
+  reported, and the next of its session begun, when all of its slices are done. A crash between two of them is one
+  behind that transaction or before it: counts that are not settled are noted with it (`kvstore.storage.manifests`).
 
 It doesn't touch blocks, except those that a removal was asked to delete and that nothing names any more; of those it
 deletes what is on its own drive.
@@ -21,8 +22,6 @@ deletes what is on its own drive.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
@@ -30,12 +29,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvstore.durability import Durability
 from kvstore.errors import NoSession, ReadOnly, SessionRefused, StorageError
 from kvstore.limits import (
-    FINGERPRINT_BYTES,
-    HEADER_BYTES,
     KEY_BYTES,
+    PAGE_BYTES,
     SESSION_BLOCKS_MAX,
     SESSION_BYTES,
     SESSION_CHUNK_BLOCKS,
+    SESSION_DROP_BLOCKS,
     SESSION_SLICE_BLOCKS,
     TENANT_BYTES,
     USER_BYTES,
@@ -44,29 +43,31 @@ from kvstore.storage.deadlines import Deadlines
 from kvstore.storage.eviction.items import Reason
 from kvstore.storage.items import SessionDone, SessionItem, SessionStep
 from kvstore.storage.manifest_growth import appended, longer, refuse_longer
-from kvstore.storage.manifests import Changed, Place, Stored
+from kvstore.storage.manifests import Stored
 from kvstore.storage.outbox import Outbox
+from kvstore.storage.session_space import Claim
+from kvstore.storage.session_steps import Step, StepRecord
 from kvstore.storage.slices import Slices
-from kvstore.storage.writes import RecordWrite
-from kvstore.wire.manifest import Manifest, chunk_key, cut_turns, pack_manifest, session_key
-from kvstore.wire.record import Header, Kind, record_bytes
-from nic_offload.checksum import crc32c
+from kvstore.wire.manifest import Manifest, cut_turns, pack_manifest, session_key
+from kvstore.wire.record import Kind, record_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.items import SessionsDone
-    from kvstore.storage.manifests import Manifests, SessionName
+    from kvstore.storage.manifest_growth import Growth
+    from kvstore.storage.manifests import Changed, Manifests, Place, SessionName
+    from kvstore.storage.quotas import QuotaQueue
     from kvstore.storage.wipes import Wipes
-    from kvstore.storage.writes import Writes
+    from kvstore.storage.writes import RecordWrite, Writes
 
 __all__ = ["Neighbour", "Sessions"]
 
 _REMOVALS: Final = frozenset({SessionStep.REMOVE, SessionStep.EXPIRE})
-_NO_FINGERPRINT: Final = bytes(FINGERPRINT_BYTES)
+
 _NAME_SIZES: Final = (TENANT_BYTES, USER_BYTES, SESSION_BYTES)
 
 
@@ -91,11 +92,15 @@ class Sessions:
         index: Index,
         manifests: Manifests,
         keeping: Keeping,
+        quota_queue: QuotaQueue,
         clock: Clock,
         *,
         others: Sequence[Neighbour],
     ) -> None:
         self._clock = clock
+        self._quota_queue = quota_queue
+        self._space = keeping.space
+        self._space.restore(manifests.pages_of_tenants())
         self.deadlines = Deadlines()
         self._writes = writes
         self._wipes = wipes
@@ -104,7 +109,7 @@ class Sessions:
         self._keeping = keeping
         self._others = others
         self._doubtful: set[SessionName] = set()  # not in the index, but a record may be on the drive
-        self._steps: dict[SessionName, deque[_Step]] = {}  # the first of each is under way
+        self._steps: dict[SessionName, deque[Step]] = {}  # the first of each is under way
         self._replaced: dict[SessionName, list[Place]] = {}  # older manifests, until newer ones are synced
         self.outbox: Outbox[SessionDone] = Outbox()
         self.slices = Slices()
@@ -114,7 +119,7 @@ class Sessions:
         self.outbox.promised += len(items)
         for item in items:
             waiting = self._steps.setdefault(item.name, deque())
-            waiting.append(_Step(item, done))
+            waiting.append(Step(item, done))
             if len(waiting) == 1:
                 self._begin(waiting[0])
 
@@ -131,15 +136,18 @@ class Sessions:
         return name in self._steps or name in self._doubtful or self._manifests.get(name) is not None
 
     def publish(self, records: Sequence[RecordWrite]) -> None:
-        """Put manifests into the index, each with its chunks in one transaction."""
+        """Begin to put manifests into the index, each behind its chunks."""
         for record in records:
-            assert isinstance(record, _Record)
-            if record.step.head is record:
-                self._publish_step(record.step)
+            assert isinstance(record, StepRecord)
+            step = record.step
+            if step.head is record and step.error is None:  # else there was no room for a chunk
+                assert step.manifest is not None
+                step.left += 1
+                self.slices.begin(self._publishing(step, record, step.manifest))
 
     def finish(self, record: RecordWrite, error: StorageError | None) -> None:
         """Report a step when its last record has ended."""
-        assert isinstance(record, _Record)
+        assert isinstance(record, StepRecord)
         record.step.error = record.step.error or error
         self._one_less(record.step)
 
@@ -149,17 +157,17 @@ class Sessions:
 
     def _dropping(self, names: Sequence[Name], then: Callable[[StorageError | None], None]) -> Iterator[None]:
         try:
-            for at in range(0, len(names), SESSION_SLICE_BLOCKS):
+            for at in range(0, len(names), SESSION_DROP_BLOCKS):
                 if at:
                     yield
-                some = names[at : at + SESSION_SLICE_BLOCKS]  # another session may name them by now
+                some = names[at : at + SESSION_DROP_BLOCKS]  # another session may name them by now
                 self._keeping.drop(self._unnamed(some), Reason.DELETED)
         except StorageError as error:
             then(error)
         else:
             self._wipes.free((), then)
 
-    def _one_less(self, step: _Step) -> None:
+    def _one_less(self, step: Step) -> None:
         """Note that one of the records of a step has ended, or its slices behind them."""
         step.left -= 1
         if step.left == 0:
@@ -167,9 +175,10 @@ class Sessions:
                 self._void(step)
             self._end(step)
 
-    def _void(self, step: _Step) -> None:
+    def _void(self, step: Step) -> None:
         """Take what a failed step has written off the drive again, if the drive still does such things."""
         name = step.item.name
+        self._space.failed(name.tenant, sum(one.size_bytes for one in step.records) // PAGE_BYTES)
         written = [one for one in step.records if one.result is not None]  # the others found no room
         if self._writes.stopped is not None or written:
             self._doubtful.add(name)
@@ -186,10 +195,10 @@ class Sessions:
 
         self._wipes.free(((one.offset, len(one.payload)) for one in written), wiped)
 
-    def _begin(self, step: _Step) -> None:
+    def _begin(self, step: Step) -> None:
         self.slices.begin(self._doing(step))
 
-    def _doing(self, step: _Step) -> Iterator[None]:
+    def _doing(self, step: Step) -> Iterator[None]:
         try:
             _refuse(step.item)
             if self._writes.stopped is not None:
@@ -206,30 +215,30 @@ class Sessions:
             elif over:
                 self._begin_anew(step)
             elif (before := self._done_before(step.item)) is not None:
-                yield from self._done_again(step, before)
+                self._done_again(step, before)
             else:
                 if step.item.step is SessionStep.APPEND:
                     yield from self._refuse_unknown(step.item)
-                yield from self._write(step, self._wanted(step.item))
+                self._claim(step, *(yield from self._wanted(step.item)))
         except StorageError as error:
             step.error = error
             self._end(step)
 
-    def _done_again(self, step: _Step, before: Manifest) -> Iterator[None]:
+    def _done_again(self, step: Step, before: Manifest) -> None:
         """Leave an append at what it was, but for when the session ends: there the last word counts."""
         expires_ms = step.item.expires_ms
         if expires_ms is None or expires_ms == before.expires_ms:
             step.manifest = before
             self._end(step)
         else:
-            yield from self._write(step, (before._replace(expires_ms=expires_ms), []))
+            self._claim(step, before._replace(expires_ms=expires_ms), {})
 
     def _is_over(self, stored: Stored | None, epoch: int | None = None) -> bool:
         return stored is not None and stored.is_over(self._clock.wall_ms(), epoch)
 
-    def _begin_anew(self, step: _Step) -> None:
+    def _begin_anew(self, step: Step) -> None:
         """Do a step behind the removal of the session that had its name, and whose time, or epoch, is over."""
-        removal = _Step(
+        removal = Step(
             SessionItem(step.item.name, SessionStep.EXPIRE, step.item.durability, 0, epoch=step.item.epoch),
             _nobody,
         )
@@ -245,27 +254,27 @@ class Sessions:
         there = self._manifests.keys(item.name, item.first_block, item.first_block + len(item.keys))
         return stored.manifest if there == list(item.keys) else None
 
-    def _wanted(self, item: SessionItem) -> tuple[Manifest, list[bytes]]:
+    def _wanted(self, item: SessionItem) -> Growth:
         """Work out the manifest that a step leads to, and the chunks that it may be the first to name."""
         name = item.name
         if item.step is SessionStep.APPEND:
             stored = self._manifests.get(name)
-            return appended(stored.manifest if stored else _empty(item), item)
+            return (yield from appended(stored.manifest if stored else _empty(item), item))
         source = item.source if item.step is SessionStep.FORK else name
         stored = self._manifests.get(source) if source is not None else None
         source_epoch = item.source_epoch if item.step is SessionStep.FORK else item.epoch
         stored = None if self._is_over(stored, source_epoch) else stored
         if item.step is SessionStep.LIMIT and stored is not None:
-            return stored.manifest._replace(expires_ms=item.expires_ms or 0), []
+            return stored.manifest._replace(expires_ms=item.expires_ms or 0), {}
         if item.step is SessionStep.PROTECT and stored is not None:
             self._refuse_to_protect(item)
-            return stored.manifest._replace(protected=item.blocks), []
+            return stored.manifest._replace(protected=item.blocks), {}
         if item.step is SessionStep.FORK and self._manifests.get(name) is not None:
             raise SessionRefused("A session of this name already exists.")
         if source is None or source.tenant != name.tenant:
             raise NoSession("There is no such session.")
         if stored is None:
-            return self._copied(source, item)
+            return (yield from self._copied(source, item))
         refuse_longer(item.blocks, stored.manifest.blocks)
         whole, rest = divmod(item.blocks, SESSION_CHUNK_BLOCKS)
         chunks = stored.manifest.chunks
@@ -278,9 +287,9 @@ class Sessions:
         turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
         kept = Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label)
         if item.step is SessionStep.FORK:  # it begins without end and without protection
-            return kept._replace(epoch=item.epoch or 0), []
+            return kept._replace(epoch=item.epoch or 0), {}
         kept = kept._replace(epoch=stored.manifest.epoch)
-        return kept._replace(expires_ms=stored.manifest.expires_ms, protected=stored.manifest.protected), []
+        return kept._replace(expires_ms=stored.manifest.expires_ms, protected=stored.manifest.protected), {}
 
     def _refuse_to_protect(self, item: SessionItem) -> None:
         if not 0 <= item.blocks <= SESSION_BLOCKS_MAX:
@@ -292,16 +301,16 @@ class Sessions:
                 "The store has its maximum number of protected sessions; end the protection of some."
             )
 
-    def _copied(self, source: SessionName, item: SessionItem) -> tuple[Manifest, list[bytes]]:
+    def _copied(self, source: SessionName, item: SessionItem) -> Growth:
         """Fork what is on another drive: the chunks are written here as well."""
         for other in self._others if item.step is SessionStep.FORK else ():
             stored = other.manifests.get(source)
             if stored is not None and not self._is_over(stored, item.source_epoch):
                 refuse_longer(item.blocks, stored.manifest.blocks)
                 keys = other.manifests.keys(source, 0, item.blocks) or []
-                copy, payloads = longer(_empty(item), keys)
+                copy, chunks = yield from longer(_empty(item), keys)
                 turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
-                return copy._replace(turns=turns), payloads
+                return copy._replace(turns=turns), chunks
         raise NoSession("There is no such session.")
 
     def _refuse_unknown(self, item: SessionItem) -> Iterator[None]:
@@ -320,12 +329,11 @@ class Sessions:
                 return True
         return False
 
-    def _unreferenced(self, changed: Changed) -> Changed:
-        """Leave out of what a change has set free the blocks that sessions on other drives name."""
-        names = changed.unreferenced
+    def _unreferenced(self, names: Sequence[Name]) -> Sequence[Name]:
+        """Leave out the blocks that sessions on other drives name."""
         for other in self._others:
             names = _without_references(other.manifests, names)
-        return changed._replace(unreferenced=names)
+        return names
 
     def _unnamed(self, names: Sequence[Name]) -> Sequence[Name]:
         """Give those of these blocks that no session names, wherever it is."""
@@ -333,58 +341,112 @@ class Sessions:
             names = _without_references(manifests, names)
         return names
 
-    def _write(self, step: _Step, wanted: tuple[Manifest, list[bytes]]) -> Iterator[None]:
-        step.manifest, payloads = wanted
+    def _claim(self, step: Step, manifest: Manifest, chunks: Mapping[bytes, bytes]) -> None:
+        """Write a step's records when there is room for them in the quota of its tenant."""
+        head, name = pack_manifest(manifest), step.item.name
+        step.manifest = manifest
+        before = self._manifests.get(name)
+        pages = sum(record_bytes(len(payload)) for payload in (head, *chunks.values())) // PAGE_BYTES
+
+        def let_in() -> None:
+            self.slices.begin(self._write(step, manifest, chunks, head))
+
+        def refuse(error: StorageError) -> None:
+            step.error = error
+            self._end(step)
+
+        grows = before is None or pages > before.place.pages
+        self._quota_queue.add(Claim(self._space, name.tenant, pages, let_in, refuse, grows=grows))
+
+    def _write(
+        self, step: Step, manifest: Manifest, chunks: Mapping[bytes, bytes], head: bytes
+    ) -> Iterator[None]:
         tenant = step.item.name.tenant
-        step.left = len(payloads) + 1
-        for at, payload in enumerate(payloads):
+        step.left = len(chunks) + 1
+        for at, (chunk, payload) in enumerate(chunks.items()):
             if at and not at * SESSION_CHUNK_BLOCKS % SESSION_SLICE_BLOCKS:
                 yield
-            self._add(_Record(self._writes, self, step, Kind.CHUNK, tenant, chunk_key(payload), payload))
+            self._add(StepRecord(self._writes, self, step, Kind.CHUNK, tenant, chunk, payload))
         # The head last, so that it is published behind its chunks.
-        key = session_key(step.manifest.user, step.manifest.session)
-        step.head = _Record(self._writes, self, step, Kind.SESSION, tenant, key, pack_manifest(step.manifest))
+        key = session_key(manifest.user, manifest.session)
+        step.head = StepRecord(self._writes, self, step, Kind.SESSION, tenant, key, head)
         self._add(step.head)
 
-    def _add(self, record: _Record) -> None:
+    def _add(self, record: StepRecord) -> None:
         record.step.records.append(record)
         self._writes.add(record)
 
-    def _publish_step(self, step: _Step) -> None:
-        assert step.head is not None
-        assert step.manifest is not None
-        if step.error is not None:  # there was no room for a chunk
-            return
+    def _publishing(self, step: Step, head: StepRecord, manifest: Manifest) -> Iterator[None]:
+        """Put a manifest into the index, a large one's chunks before, and tell of it."""
+        name, is_cut = step.item.name, step.item.step is SessionStep.TRUNCATE
         written = {record.key: (record.place, record.payload) for record in step.records[:-1]}
+        before = self._manifests.get(name) if is_cut else None
         try:
-            before = self._manifests.get(step.item.name) if step.item.step is SessionStep.TRUNCATE else None
-            changed = self._manifests.replace(step.item.name, Stored(step.head.place, step.manifest), written)
+            freed = yield from self._name_chunks(name, manifest, written)
+            new = Stored(head.place, manifest)
+            changed = self._manifests.replace(name, new, written, SESSION_SLICE_BLOCKS)
         except StorageError as error:
             step.error = error
+            yield from self._take_back(step)
+            self._one_less(step)
             return
-        self.deadlines.set(step.item.name, step.manifest.expires_ms)
-        self._free_when_synced(step.item.name, changed)
-        with suppress(StorageError):  # another drive's index: the step is done, and says less than it could
-            step.changed = self._unreferenced(changed)
-        step.left += 1
-        self.slices.begin(self._telling(step, step.manifest, before))
-
-    def _telling(self, step: _Step, manifest: Manifest, before: Stored | None) -> Iterator[None]:
-        """Let the eviction know, on every drive, which blocks the session has now."""
-        item = step.item
+        self._space.kept(name.tenant, sum(one.size_bytes for one in step.records) // PAGE_BYTES)
+        self.deadlines.set(name, manifest.expires_ms)
         try:
-            if item.step is SessionStep.PROTECT:
-                for keeping in self._all_keeping():
-                    keeping.protect_first(item.name, item.blocks)
-            elif item.step is SessionStep.TRUNCATE:
-                blocks = manifest.blocks if before is None else before.manifest.blocks
-                yield from self._cut(item.name, blocks, manifest.blocks)
-            else:
-                yield from self._joined(item, manifest)
+            yield from self._settle(step, changed._replace(chunks=changed.chunks + freed))
+            yield from self._telling(step, manifest, before)
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
             step.error = step.error or error
         self._one_less(step)
+
+    def _name_chunks(
+        self, name: SessionName, manifest: Manifest, written: Mapping[bytes, tuple[Place, bytes]]
+    ) -> Generator[None, None, list[Place]]:
+        """Count in slices what a session will name, but for a last slice; give what came free."""
+        before = self._manifests.get(name)
+        known = set(before.manifest.chunks) if before is not None else set()
+        chunks = [one for one in dict.fromkeys(manifest.chunks) if one not in known]
+        freed: list[Place] = []
+        while len(chunks) * SESSION_CHUNK_BLOCKS > SESSION_SLICE_BLOCKS:
+            named, places = self._manifests.name_chunks(name, chunks, written, SESSION_SLICE_BLOCKS)
+            freed += places
+            del chunks[:named]
+            yield
+        return freed
+
+    def _take_back(self, step: Step) -> Iterator[None]:
+        """Give up the chunks that were counted for a step that failed; `_void` wipes what it has written."""
+        try:
+            while self._manifests.settle(step.item.name, SESSION_SLICE_BLOCKS).owes:
+                yield
+        except StorageError as error:
+            self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
+
+    def _settle(self, step: Step, changed: Changed) -> Iterator[None]:
+        """Free what a step has given up, a large one's in slices."""
+        while True:
+            self._free_when_synced(step.item.name, changed)
+            with suppress(
+                StorageError
+            ):  # another drive's index: the step is done, and says less than it could
+                step.unreferenced += self._unreferenced(changed.unreferenced)
+            if not changed.owes:
+                return
+            yield
+            changed = self._manifests.settle(step.item.name, SESSION_SLICE_BLOCKS)
+
+    def _telling(self, step: Step, manifest: Manifest, before: Stored | None) -> Iterator[None]:
+        """Let the eviction know, on every drive, which blocks the session has now."""
+        item = step.item
+        if item.step is SessionStep.PROTECT:
+            for keeping in self._all_keeping():
+                yield from keeping.protect_first(item.name, item.blocks, manifest.blocks)
+        elif item.step is SessionStep.TRUNCATE:
+            blocks = manifest.blocks if before is None else before.manifest.blocks
+            yield from self._cut(item.name, blocks, manifest.blocks)
+        else:
+            yield from self._joined(item, manifest)
 
     def _joined(self, item: SessionItem, manifest: Manifest) -> Iterator[None]:
         blocks = manifest.blocks if item.step is SessionStep.FORK else len(item.keys)
@@ -419,8 +481,10 @@ class Sessions:
         That may be another session: one that shared a chunk and was cut, if only its older manifest survives.
         """
         due = list(changed.chunks)
+        self._space.leaves(name.tenant, sum(place.pages for place in due))
         if changed.manifest is not None:
             self._replaced.setdefault(name, []).append(changed.manifest)
+            self._space.leaves(name.tenant, changed.manifest.pages)
         elif not due:
             return
 
@@ -433,38 +497,43 @@ class Sessions:
                 due.append(changed.manifest)
                 if not held:
                     del self._replaced[name]
-            self._wipes.free((place.offset, place.length) for place in due)
+            self._wipe(name.tenant, due)
 
         self._writes.after_sync(synced, unhurried=True)
 
-    def _remove(self, step: _Step) -> Iterator[None]:
+    def _remove(self, step: Step) -> Iterator[None]:
         name = step.item.name
         stored = self._manifests.get(name)
         try:
-            changed = self._manifests.replace(name, None, {})
+            changed = self._manifests.replace(name, None, {}, SESSION_SLICE_BLOCKS)
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             raise
         self.deadlines.set(name, 0)
-        for keeping in self._all_keeping():
-            keeping.unprotect(name)
         self._doubtful.add(name)
         # Older manifests of this name must not outlive it, synced or not.
         places = self._replaced.pop(name, [])
         if changed.manifest is not None:
             places.append(changed.manifest)
-        self._wipes.free((place.offset, place.length) for place in places)
-        self._free_when_synced(name, changed._replace(manifest=None))
-        step.changed = self._unreferenced(changed)
-        yield from self._cut(name, 0 if stored is None else stored.manifest.blocks, 0)
+            self._space.leaves(name.tenant, changed.manifest.pages)
+        self._wipe(name.tenant, places)
+        yield from self._settle(step, changed._replace(manifest=None))
+        blocks = 0 if stored is None else stored.manifest.blocks
+        for keeping in self._all_keeping():
+            yield from keeping.protect_first(name, 0, blocks)
+        yield from self._cut(name, blocks, 0)
 
         def wiped(error: StorageError | None) -> None:
             step.error = error
             self._end(step)
 
-        yield from self._dropping(step.changed.unreferenced if step.item.delete_blocks else (), wiped)
+        yield from self._dropping(step.unreferenced if step.item.delete_blocks else (), wiped)
 
-    def _end(self, step: _Step) -> None:
+    def _wipe(self, tenant: bytes, places: Sequence[Place]) -> None:
+        self._space.gone(tenant, sum(place.pages for place in places))
+        self._wipes.free((place.offset, place.length) for place in places)
+
+    def _end(self, step: Step) -> None:
         waiting = self._steps[step.item.name]
         assert waiting[0] is step
         waiting.popleft()
@@ -477,70 +546,12 @@ class Sessions:
         else:
             self._steps.pop(step.item.name, None)
 
-    def _report(self, step: _Step, error: StorageError | None) -> None:
+    def _report(self, step: Step, error: StorageError | None) -> None:
         if step.item.step in _REMOVALS and error is None:
             self._doubtful.discard(step.item.name)
         blocks = step.manifest.blocks if step.manifest is not None and error is None else 0
-        done = SessionDone(step.item.tag, error, blocks, step.changed.unreferenced)
+        done = SessionDone(step.item.tag, error, blocks, step.unreferenced)
         self.outbox.add(step.done, done)
-
-
-class _Step:
-    """One step of one session."""
-
-    __slots__ = ("changed", "done", "error", "head", "item", "left", "manifest", "records")
-
-    def __init__(self, item: SessionItem, done: SessionsDone) -> None:
-        self.item = item
-        self.done = done
-        self.manifest: Manifest | None = None
-        self.records: list[_Record] = []
-        self.head: _Record | None = None
-        self.left = 0
-        self.error: StorageError | None = None
-        self.changed = Changed(None, [], [])
-
-
-class _Record(RecordWrite):
-    """A manifest or a chunk on its way to the drive, in memory of its own."""
-
-    __slots__ = ("_memory", "crc32c", "key", "kind", "payload", "step")
-
-    def __init__(
-        self,
-        writes: Writes,
-        sessions: Sessions,
-        step: _Step,
-        kind: Kind,
-        tenant: bytes,
-        key: bytes,
-        payload: bytes,
-    ) -> None:
-        size_bytes = record_bytes(len(payload))
-        self._memory = mmap.mmap(-1, size_bytes)
-        self._memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-        super().__init__(writes, sessions, _address(self._memory), size_bytes, tenant)
-        self.step = step
-        self.kind = kind
-        self.key = key
-        self.payload = payload
-        self.crc32c = crc32c(payload)
-
-    @property
-    def place(self) -> Place:
-        return Place(self.offset, len(self.payload), self.crc32c, self.generation)
-
-    def header(self) -> Header:
-        return Header(
-            self.kind,
-            self.key,
-            self.tenant,
-            _NO_FINGERPRINT,
-            self.generation,
-            len(self.payload),
-            self.crc32c,
-            0,
-        )
 
 
 def _without_references(manifests: Manifests, names: Sequence[Name]) -> list[Name]:
@@ -552,14 +563,10 @@ def _nobody(_: Sequence[SessionDone]) -> None:
     """Take the end of a step that is not awaited."""
 
 
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
 def _empty(item: SessionItem) -> Manifest:
     return Manifest(item.name.user, item.name.session, (), (), (), item.label, epoch=item.epoch or 0)
 
 
 def _refuse(item: SessionItem) -> None:
-    if tuple(map(len, item.name)) != _NAME_SIZES or any(len(key) != KEY_BYTES for key in item.keys):
+    if tuple(map(len, item.name)) != _NAME_SIZES or set(map(len, item.keys)) - {KEY_BYTES}:
         raise StorageError("A tenant, a user, a session or a key has the wrong size.")

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     )
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.quotas import Quota
+    from kvstore.storage.sealing import Keys, OpenKeys
 
 __all__ = ["Store"]
 
@@ -81,9 +82,19 @@ _ANY = ("takes_puts", "rebuilt")
 class Store(Handle):
     """An open data folder."""
 
-    def __init__(self, lock: FolderLock, drives: Sequence[Drive], away: Sequence[int], clock: Clock) -> None:
-        """Take over open drives; `Store.open` makes them."""
+    def __init__(
+        self,
+        lock: FolderLock,
+        drives: Sequence[Drive],
+        away: Sequence[int],
+        clock: Clock,
+        keys: Keys | None = None,
+    ) -> None:
+        """Take over open drives, and the keys of their records; `Store.open` makes them."""
         self._lock = lock
+        self.keys = keys
+        if keys is not None:
+            keys.on_finished(drives[0].wake_up)
         self._clock = clock
         self.drives = tuple(drives)
         self._only = drives[0] if len(drives) == 1 else None
@@ -118,13 +129,17 @@ class Store(Handle):
         progress: Progress | None = None,
         boot_id: str | None = None,
         policy: str = POLICY_DEFAULT,
+        open_keys: OpenKeys | None = None,
     ) -> Store:
-        """Open a data folder: making a drive if it has none, taking those on that are given, leaving out `without`."""
+        """Open a data folder: making a drive if it has none, taking those on that are given, leaving out `without`.
+
+        With `open_keys`, records are encrypted.
+        """
         with ExitStack() as undo:
             lock = FolderLock(data)
             undo.callback(lock.release)
             bay = bay or FolderBay(data, capacity_bytes, drives)
-            opened, away = open_drives(
+            opened, away, keys = open_drives(
                 data,
                 lock,
                 bay,
@@ -133,8 +148,9 @@ class Store(Handle):
                 progress=progress,
                 boot_id=boot_id,
                 policy=policy,
+                open_keys=open_keys,
             )
-            store = cls(lock, opened, away, clock)
+            store = cls(lock, opened, away, clock, keys)
             undo.pop_all()
         return store
 
@@ -396,6 +412,8 @@ class Store(Handle):
         self._closed = True
         with ExitStack() as last:
             last.callback(self._lock.release)
+            if self.keys is not None:
+                last.callback(self.keys.close)
             last.callback(self._ready.close)
             for drive in self.drives:
                 last.callback(drive.close)

@@ -7,6 +7,7 @@ them is used.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ReadOnly
@@ -14,12 +15,14 @@ from kvstore.limits import GENERATIONS_PER_DRIVE
 from kvstore.storage.live_roll import write_roll
 from kvstore.storage.superblock import write_superblock
 from kvstore.wire.record import HeaderCodec
+from nic_offload.vault import SALT_BYTES, RecordCipher
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.storage.disk import Disk
+    from kvstore.storage.sealing import Keys
     from kvstore.wire.record import Superblock
 
 __all__ = ["Volume"]
@@ -30,10 +33,17 @@ _RESERVED_AT_ONCE: Final = 1 << 30
 class Volume:
     """A drive with its superblock and its codec."""
 
-    def __init__(self, disk: Disk, superblock: Superblock) -> None:
+    def __init__(self, disk: Disk, superblock: Superblock, keys: Keys | None = None) -> None:
+        """With keys, records are encrypted; each opening has record keys of its own, by a salt."""
         self.disk = disk
         self.superblock = superblock
-        self.codec = HeaderCodec(superblock.secret, superblock.drive_uuid)
+        self.keys = keys
+        secret, drive = superblock.secret, superblock.drive_uuid
+        if keys is None:
+            self.codec = HeaderCodec(secret, drive)
+        else:
+            cipher = RecordCipher(keys.vault, keys.header_secret, os.urandom(SALT_BYTES), drive)
+            self.codec = HeaderCodec(secret, drive, cipher, keys.load)
         self._next_generation = superblock.generation_ceiling
 
     @property

@@ -12,12 +12,15 @@ Always holds:
   `refuse_first` says that there will be none. So what comes free meanwhile is not taken bit by bit by smaller ones.
 - A lane (`nic_offload.lane`) writes records by itself on ground that it was lent, pages and generations. Its ground
   stands among the records in the order of generations, and is taken back before the next one of ours begins.
+- Where records are encrypted, one whose domain has no key yet is queued when it has one that survives power loss. It
+  is encrypted into memory of its own, so no slot is changed, and nothing is written in the clear.
 
 It doesn't know what records are for: their owners publish and report them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections import deque
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from kvstore.errors import NoSpace, ReadOnly, StorageError
 from kvstore.limits import GENERATION_MAX, LENT_MAX, LENT_RECORDS_MAX, PAGE_BYTES, UNSYNCED_FREES_MAX
 from kvstore.storage.disk import DiskOp, DiskOpKind
+from kvstore.storage.sealing import NO_DOMAIN, Staging
 from nic_offload.lane import Ground
 
 if TYPE_CHECKING:
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.volume import Volume
     from kvstore.wire.record import Header
+    from nic_offload.vault import KeyName
 
     AfterSync = Callable[[StorageError | None], None]
 
@@ -80,11 +85,34 @@ class RecordWrite:
 
     reads: Final = False
 
-    __slots__ = ("_writes", "address", "generation", "offset", "owner", "result", "size_bytes", "tenant")
+    __slots__ = (
+        "_writes",
+        "address",
+        "domain",
+        "generation",
+        "key_name",
+        "offset",
+        "owner",
+        "result",
+        "size_bytes",
+        "staged",
+        "tenant",
+    )
 
-    def __init__(self, writes: Writes, owner: Owner, address: int, size_bytes: int, tenant: bytes) -> None:
+    def __init__(
+        self,
+        writes: Writes,
+        owner: Owner,
+        address: int,
+        size_bytes: int,
+        tenant: bytes,
+        domain: bytes = NO_DOMAIN,
+    ) -> None:
         self._writes = writes
-        self.tenant = tenant  # whose turn it takes
+        self.tenant = tenant  # whose turn it takes, and
+        self.domain = domain  # for which of its erase domains it is
+        self.key_name: KeyName | None = None  # it is encrypted with this
+        self.staged = 0  # where it is encrypted, while it is being written
         self.owner = owner
         self.address = address
         self.size_bytes = size_bytes
@@ -103,6 +131,9 @@ class RecordWrite:
     def end(self, result: int) -> None:
         """Take the result."""
         self.result = result
+        if self.staged:
+            self._writes.staging.give_back(self.staged)
+            self.staged = 0
         if result < 0:
             self._writes.stop(write_error(result), self.generation)
 
@@ -125,6 +156,9 @@ class Writes:
         `note_lent` of ground before a lane has it, with a number for it, until all that stands there is published.
         """
         self._volume = volume
+        self._keys = volume.keys
+        self.staging = Staging()
+        self.without_keys = 0  # records that wait for keys of their domains
         self._note_synced = note_synced
         self._note_begun = note_begun
         self._note_lent = note_lent
@@ -173,7 +207,25 @@ class Writes:
     def add(self, record: RecordWrite) -> None:
         """Queue a record."""
         self.queued_pages += record.size_bytes // PAGE_BYTES
+        if self._keys is not None:
+            record.key_name = self._keys.name_of(record.tenant, record.domain)
+            if record.key_name is None:
+                self.without_keys += 1
+                self._keys.ensure(record.tenant, record.domain, lambda error: self._has_key(record, error))
+                return
         self._traffic.add(record)
+
+    def key_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
+        """Tell which key the lane encrypts a domain's blocks with; None where nothing is encrypted."""
+        return None if self._keys is None else self._keys.name_of(tenant, domain)
+
+    def _has_key(self, record: RecordWrite, error: StorageError | None) -> None:
+        self.without_keys -= 1
+        record.key_name = self.key_of(record.tenant, record.domain)
+        if record.key_name is None:  # it may have been erased meanwhile
+            self._fail(record, error or StorageError("The erase domain of the block was erased."))
+        else:
+            self._traffic.add(record)
 
     def resume(self) -> None:
         """Queue the record that has waited longest, before all others, if there is room for it now."""
@@ -320,17 +372,40 @@ class Writes:
         self._bare.append(record)
         self._begun.append(record)
         self.begun += 1
-        return DiskOp(DiskOpKind.WRITE, record.address, record.size_bytes, record.offset, tag)
+        if self._keys is not None:
+            record.staged = self.staging.take(record.size_bytes)
+        return DiskOp(
+            DiskOpKind.WRITE, record.staged or record.address, record.size_bytes, record.offset, tag
+        )
 
     def _fill_in(self) -> None:
         """Make the headers of what has begun, all of it before the drive has any."""
         if self._bare:
             self._note_begun(self._bare[-1].generation)
             # What another tenant left in a slot must not reach the drive behind the payload.
-            self._volume.codec.pack(
-                (record.address, record.size_bytes, record.offset, record.header()) for record in self._bare
-            )
+            if self._keys is None:
+                self._volume.codec.pack(
+                    (record.address, record.size_bytes, record.offset, record.header())
+                    for record in self._bare
+                )
+            else:
+                self._encrypt(self._bare)
             self._bare.clear()
+
+    def _encrypt(self, records: Sequence[RecordWrite]) -> None:
+        """Encrypt what has begun. Of a domain that was erased since it was queued, zeros are written."""
+        rows = []
+        for one in records:
+            assert one.key_name is not None
+            rows.append((one.address, one.staged, one.size_bytes, one.offset, one.key_name, one.header()))
+        try:
+            self._volume.codec.encrypt(rows)
+        except KeyError:
+            for row in rows:
+                try:
+                    self._volume.codec.encrypt([row])
+                except KeyError:
+                    ctypes.memset(row[1], 0, row[2])
 
     def begin_sync(self, sync: _Sync) -> None:
         """Let a sync that starts now stand for all that has ended."""

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b a7d60cbb7905a209ace309c414c2fb2d
+# Generated from proto sources with BLAKE2b daaf7e418ec553f1ca9fe411268446bd
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -20,6 +20,7 @@ class GoneReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GONE_REASON_QUARANTINED: _ClassVar[GoneReason]
     GONE_REASON_CLEARED: _ClassVar[GoneReason]
     GONE_REASON_QUOTA: _ClassVar[GoneReason]
+    GONE_REASON_ERASED: _ClassVar[GoneReason]
 GONE_REASON_UNSPECIFIED: GoneReason
 GONE_REASON_SPACE: GoneReason
 GONE_REASON_STRANDED: GoneReason
@@ -29,6 +30,7 @@ GONE_REASON_DELETED: GoneReason
 GONE_REASON_QUARANTINED: GoneReason
 GONE_REASON_CLEARED: GoneReason
 GONE_REASON_QUOTA: GoneReason
+GONE_REASON_ERASED: GoneReason
 
 class ExistsRequest(_message.Message):
     __slots__ = ("tenant", "blocks")

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b a7d60cbb7905a209ace309c414c2fb2d
+# Generated from proto sources with BLAKE2b daaf7e418ec553f1ca9fe411268446bd
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

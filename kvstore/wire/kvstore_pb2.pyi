@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b a7d60cbb7905a209ace309c414c2fb2d
+# Generated from proto sources with BLAKE2b daaf7e418ec553f1ca9fe411268446bd
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -28,6 +28,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_BUSY: _ClassVar[MissReason]
     MISS_REASON_EVICTED: _ClassVar[MissReason]
     MISS_REASON_QUOTA: _ClassVar[MissReason]
+    MISS_REASON_ERASED: _ClassVar[MissReason]
 
 class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -65,6 +66,7 @@ MISS_REASON_NODE_AWAY: MissReason
 MISS_REASON_BUSY: MissReason
 MISS_REASON_EVICTED: MissReason
 MISS_REASON_QUOTA: MissReason
+MISS_REASON_ERASED: MissReason
 ERROR_CODE_UNSPECIFIED: ErrorCode
 ERROR_CODE_OVERLOADED: ErrorCode
 ERROR_CODE_NOT_AUTHENTICATED: ErrorCode

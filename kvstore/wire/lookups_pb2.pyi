@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b a7d60cbb7905a209ace309c414c2fb2d
+# Generated from proto sources with BLAKE2b daaf7e418ec553f1ca9fe411268446bd
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -40,6 +40,7 @@ class LookupOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LOOKUP_OUTCOME_NODE_AWAY: _ClassVar[LookupOutcome]
     LOOKUP_OUTCOME_GIVEN_UP: _ClassVar[LookupOutcome]
     LOOKUP_OUTCOME_NO_SESSION: _ClassVar[LookupOutcome]
+    LOOKUP_OUTCOME_ERASED: _ClassVar[LookupOutcome]
 LOOKUP_KIND_UNSPECIFIED: LookupKind
 LOOKUP_KIND_EXISTS: LookupKind
 LOOKUP_KIND_PREFIX: LookupKind
@@ -67,6 +68,7 @@ LOOKUP_OUTCOME_BUSY: LookupOutcome
 LOOKUP_OUTCOME_NODE_AWAY: LookupOutcome
 LOOKUP_OUTCOME_GIVEN_UP: LookupOutcome
 LOOKUP_OUTCOME_NO_SESSION: LookupOutcome
+LOOKUP_OUTCOME_ERASED: LookupOutcome
 
 class ListLookupsRequest(_message.Message):
     __slots__ = ("tenant", "request_id", "user", "session", "last")

@@ -4,13 +4,15 @@ It is pure: bytes in, values out, and back. Bad bytes are an outcome (`Flaw`), n
 a recovery meets millions of pages that are no header.
 
 Always holds: a header is accepted only with the tag that this store's secret makes of its bytes, its drive
-and its own offset; `pack` fills the page to its end, so what a slot held before does not reach the drive.
+and its own offset, and that of an encrypted record only if its key opens it; `pack` and `encrypt` fill the page to its
+end, so what a slot held before does not reach the drive.
 
 It doesn't check payloads (readers of payloads do), nor whether a header is the one that was expected.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import struct
 from hashlib import blake2b
@@ -28,13 +30,15 @@ from kvstore.limits import (
     SECTOR_BYTES,
     TENANT_BYTES,
 )
+from nic_offload import vault
 from nic_offload.checksum import crc32c
 from nic_offload.header_pages import FIXED_BYTES, row_of, write_tagged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = [
+    "ENCRYPTED_MAGIC",
     "FORMAT_VERSION",
     "HEADER_USED_BYTES",
     "RECORD_MAGIC",
@@ -58,6 +62,7 @@ FORMAT_VERSION = 3
 SUPERBLOCK_COPIES = 2
 ROLL_COPIES = 2
 RECORD_MAGIC = b"TKVRECRD"
+ENCRYPTED_MAGIC = b"TKVSEALD"
 
 _DRIVE_MAGIC = b"TKVDRIVE"
 _TAG_BYTES = 16
@@ -68,8 +73,12 @@ _FIXED = struct.Struct("<8sHHI32s16s16sQQI4x")  # what the tag covers
 _ROW = row_of(_FIXED.format[1:])
 _HEADER = struct.Struct(f"<{_FIXED.size}s{_TAG_BYTES}s")
 _OFFSET = struct.Struct("<Q")
+_EXPIRES_AT = 88  # in the header of a record,
+_ENCRYPTED_EXPIRES_AT = 24  # and of one that is encrypted
+_ENCRYPTED_ROW = vault.row_of(_FIXED.format[1:])
+_IDENTITY_BYTES = 72 + 16  # of an encrypted record, and its tag
 
-HEADER_USED_BYTES = _HEADER.size  # the rest of the page is zeros, and not looked at
+HEADER_USED_BYTES = _HEADER.size + _IDENTITY_BYTES  # the rest of the page is zeros, and not looked at
 
 assert struct.calcsize("<32s16s16s") == KEY_BYTES + TENANT_BYTES + FINGERPRINT_BYTES
 assert HEADER_USED_BYTES <= SECTOR_BYTES, "a header lies in one sector"
@@ -92,6 +101,7 @@ class Flaw(enum.Enum):
     VERSION = "another format version"
     CHECK = "the checksum or the tag is wrong"
     RANGE = "a field is out of its range"
+    NO_KEY = "the key of an encrypted record is gone"
 
 
 class Superblock(NamedTuple):
@@ -123,6 +133,7 @@ class Header(NamedTuple):
     length: int
     crc32c: int
     expires_ms: int
+    domain: int = 0  # the number of the key that it is encrypted with, from 1 on; 0: it is in the clear
 
 
 def record_bytes(length: int) -> int:
@@ -197,10 +208,19 @@ def foreign_version(page: bytes) -> int | None:
 class HeaderCodec:
     """Packs and parses the record headers of one drive."""
 
-    __slots__ = ("_drive_uuid", "_keyed", "_secret")
+    __slots__ = ("_drive_uuid", "_keyed", "_load", "_secret", "cipher")
 
-    def __init__(self, secret: bytes, drive_uuid: bytes) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        drive_uuid: bytes,
+        cipher: vault.RecordCipher | None = None,
+        load: Callable[[vault.KeyName], bool] = lambda _: False,
+    ) -> None:
+        """With a cipher, encrypted records are opened; `load` puts a key into its vault, or says that it is gone."""
         self._secret, self._drive_uuid = secret, drive_uuid
+        self.cipher = cipher
+        self._load = load
         # The key block and the drive's name are hashed once; each tag starts from a copy of this state.
         self._keyed = blake2b(drive_uuid, key=secret, digest_size=_TAG_BYTES)
 
@@ -239,14 +259,58 @@ class HeaderCodec:
                     length,
                     crc,
                     expires_ms,
+                    _,
                 ) in records
             ],
         )
+
+    def encrypt(self, records: Sequence[tuple[int, int, int, int, vault.KeyName, Header]]) -> None:
+        """Encrypt whole records, zeros behind their payloads; KeyError if a key is gone.
+
+        Of each: where it lies, and where it goes, in memory; its size; its offset on the drive; its key; its header.
+        """
+        assert self.cipher is not None
+        rows = [
+            _ENCRYPTED_ROW.pack(
+                source,
+                target,
+                offset,
+                name.id,
+                name.number,
+                size_bytes,
+                RECORD_MAGIC,
+                FORMAT_VERSION,
+                one.kind,
+                one.length,
+                one.key,
+                one.tenant,
+                one.fingerprint,
+                one.generation,
+                one.expires_ms,
+                one.crc32c,
+            )
+            for source, target, size_bytes, offset, name, one in records
+        ]
+        if self.cipher.encrypt(rows):
+            return
+        for *_, name, _ in records:  # the vault keeps those that were used lately
+            if not self._load(name):
+                raise KeyError(name)
+        if not self.cipher.encrypt(rows):
+            raise KeyError(records[0][4])
 
     def parse(self, data: bytes, at: int, offset: int) -> Header | Flaw:
         """Read the header at `at` of `data`, which was read from `offset` of the drive."""
         if len(data) - at < HEADER_USED_BYTES:
             return Flaw.SHORT
+        if self.cipher is not None and data.startswith(ENCRYPTED_MAGIC, at):
+            header, decryption = self.open(vault.address_of(data) + at, offset)
+            if decryption is not None:
+                decryption.close()
+            return header
+        return self._parse_plain(data, at, offset)
+
+    def _parse_plain(self, data: bytes, at: int, offset: int) -> Header | Flaw:
         if not data.startswith(RECORD_MAGIC, at):
             return Flaw.MAGIC
         fixed, tag = _HEADER.unpack_from(data, at)
@@ -258,6 +322,47 @@ class HeaderCodec:
         if not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX or generation > GENERATION_MAX:
             return Flaw.RANGE
         return Header(kind, key, tenant, fingerprint, generation, length, crc, expires_ms)
+
+    def open(self, page: int, offset: int) -> tuple[Header | Flaw, vault.Decryption | None]:
+        """Open the header page at this address, and what decrypts the payload if it is encrypted."""
+        if self.cipher is None or ctypes.string_at(page, len(ENCRYPTED_MAGIC)) != ENCRYPTED_MAGIC:
+            return self.parse(ctypes.string_at(page, HEADER_USED_BYTES), 0, offset), None
+        opened = self.cipher.open(offset, page)
+        if opened is not None and opened[1] is None and self._load(opened[0].key):
+            opened = self.cipher.open(offset, page)
+        if opened is None:
+            return Flaw.CHECK, None
+        said, decryption = opened
+        if decryption is None:
+            return Flaw.NO_KEY, None
+        _, _, kind, length, key, tenant, fingerprint, generation, expires_ms, crc = _FIXED.unpack(said.fixed)
+        if not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX or generation > GENERATION_MAX:
+            decryption.close()
+            return Flaw.RANGE, None
+        header = Header(
+            kind, key, tenant, fingerprint, generation, length, crc, expires_ms, said.key.number + 1
+        )
+        return header, decryption
+
+    def open_record(self, record: int, size_bytes: int, offset: int) -> Header | Flaw:
+        """Open a record of this size at this address, and decrypt its payload in place if it is encrypted."""
+        header, decryption = self.open(record, offset)
+        if decryption is None or isinstance(header, Flaw):
+            return header
+        with decryption:
+            payload = record + HEADER_BYTES
+            is_whole = record_bytes(header.length) <= size_bytes and decryption.step(payload, header.length)
+            return header if is_whole and decryption.is_authentic() else Flaw.CHECK
+
+    def put_off(self, page: int, offset: int, expires_ms: int) -> None:
+        """Write a later time to expire into the header page at this address, which is authentic."""
+        is_encrypted = ctypes.string_at(page, len(ENCRYPTED_MAGIC)) == ENCRYPTED_MAGIC
+        assert not is_encrypted or self.cipher is not None
+        at = _ENCRYPTED_EXPIRES_AT if is_encrypted else _EXPIRES_AT
+        ctypes.memmove(page + at, _OFFSET.pack(expires_ms), _OFFSET.size)
+        fixed = ctypes.string_at(page, FIXED_BYTES)
+        tag_of = self.cipher.tag if self.cipher is not None and is_encrypted else self._tag
+        ctypes.memmove(page + FIXED_BYTES, tag_of(fixed, offset), _TAG_BYTES)
 
     def _tag(self, fixed: bytes, offset: int) -> bytes:
         state = self._keyed.copy()

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b a7d60cbb7905a209ace309c414c2fb2d
+# Generated from proto sources with BLAKE2b daaf7e418ec553f1ca9fe411268446bd
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

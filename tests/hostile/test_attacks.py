@@ -101,13 +101,12 @@ def test_lists_of_large_sessions(beside: Beside) -> None:
     check_speed(alone, under)
 
 
-@pytest.mark.parametrize(("name", "slower_max"), [("forks", 2.0), ("stored", 2.0), ("appends", 4.0)])
-def test_changes_and_reads_of_a_large_session(beside: Beside, name: str, slower_max: float) -> None:
-    """The counts of what a whole session names, or has named, change in one commit: its neighbour waits for it."""
+@pytest.mark.parametrize("name", ["forks", "stored", "appends"])
+def test_changes_and_reads_of_a_large_session(beside: Beside, name: str) -> None:
     make_large_sessions({"port": beside.port, "token": "evil"})
     alone, under, did = beside.endure(name, token="evil")
     assert did["OK"] > 0
-    check_speed(alone, under, slower_max)
+    check_speed(alone, under)
 
 
 @pytest.mark.parametrize("call", ["Exists", "Prefix", "Explain"])

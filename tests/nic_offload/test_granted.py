@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PROVIDERS = ("net", "tcp;ofi_rxm", "shm", "sockets")
 MIB = 1 << 20
-LENGTH_MAX = 256 << 10
+LENGTH_MAX = 600 << 10
 SLOTS = 4
 SLOT = PAGE + LENGTH_MAX
 ROOMS = PAGE + SLOTS * SLOT  # in the far memory, behind flags and slots
@@ -105,12 +105,18 @@ class GrantRig:
         metadata: bytes = b"",
         deadline_ns: int = 0,
         threshold: int = 0,
+        domains: tuple[bytes, ...] = (),
     ) -> tuple[int, Group]:
         """Put pieces of our data, each from an offset of its own; with a threshold when word 100 reaches it."""
         near, tag = self.pair.near, next(self._tags)
         group = Group(near.fabric, tag, len(numbers))
         heads = Heads(
-            [key_of(one) for one in numbers], FINGERPRINT, durability, expires_unix_ms, (metadata, b"")
+            [key_of(one) for one in numbers],
+            FINGERPRINT,
+            durability,
+            expires_unix_ms,
+            (metadata, b""),
+            domains,
         )
         self._heads.append(heads)
         trigger = near.counter(near.word(100)) if threshold else None
@@ -214,7 +220,7 @@ def head_of(
 
 
 def open_rig(provider: str) -> Iterator[GrantRig]:
-    with Pair(provider, 16 * MIB) as pair:
+    with Pair(provider, 32 * MIB) as pair:
         pair.there.fence()
         yield GrantRig(pair)
 

@@ -119,6 +119,13 @@ def test_as_many_prefetches_as_the_node_takes_and_no_more(here: NodeInProcess, c
     assert client.prefetch([key(19)]).unread == []
 
 
+def test_a_prefetch_of_a_session_has_a_bound(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one call would have everybody wait until tens of thousands of blocks are queued."""
+    monkeypatch.setattr("kvstore.node.prefetch.PREFETCH_BLOCKS_MAX", 3)
+    client.session("user", "chat").append([key(number) for number in range(5)], 16)
+    assert client.session("user", "chat").prefetch() == 3
+
+
 def test_a_prefetch_asked_for_again_before_it_is_done_ends_the_first_asking(
     here: NodeInProcess, client: Client
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ class Record:
     generation: int
     offset: int
     result: int | None = None
+    memory: mmap.mmap | None = None  # where it is encrypted,
+    address: int = 0  # and where that is
 
 
 class FakeLane:
@@ -87,6 +91,10 @@ class FakeLane:
         known = self._store.lookup([name])[0] is not None or self._store.is_putting(name)
         if known or item.expires_ms or item.durability > Durability.WRITTEN or self.failed:
             return False
+        keys, codec = self.drive._volume.keys, self.drive._volume.codec
+        key_name = None if keys is None else keys.name_of(item.tenant, item.domain)
+        if keys is not None and key_name is None:
+            return False
         if not ground.records or ground.pages < size // PAGE_BYTES:
             return False
         record = Record(item, ground.generation, ground.page * PAGE_BYTES)
@@ -105,10 +113,16 @@ class FakeLane:
             item.crc32c,
             0,
         )
-        self.drive._volume.codec.pack([(item.slot_address, size, record.offset, header)])
+        if key_name is None:
+            codec.pack([(item.slot_address, size, record.offset, header)])
+        else:
+            record.memory = mmap.mmap(-1, size)
+            record.address = ctypes.addressof(ctypes.c_char.from_buffer(record.memory))
+            codec.encrypt([(item.slot_address, record.address, size, record.offset, key_name, header)])
         self.records.append(record)
         self._by_tag[self._next_tag] = record
-        op = DiskOp(DiskOpKind.WRITE, item.slot_address, size, record.offset, self._next_tag)
+        address = record.address or item.slot_address
+        op = DiskOp(DiskOpKind.WRITE, address, size, record.offset, self._next_tag)
         self._next_tag += 1
         self._disk.in_flight.append(op)
         self.drive.under_way([item], done)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from kvstore.config import DriveSpec
     from kvstore.storage.drive import Drive
+    from tests.storage.fake_keys import FakeKeyring
     from tests.storage.fakes import FakeDisk
 
 __all__ = ["FINGERPRINT", "TENANT", "USER", "Slots", "StoreRig", "key", "name"]
@@ -83,6 +84,7 @@ class StoreRig:
         self.boot_id = "0" * 36
         self.capacity_bytes: int | None = DRIVE_CAPACITY_BYTES_MIN
         self.policy = "lru"
+        self.keyring: FakeKeyring | None = None  # records are in the clear
         self.patience_ms = 0  # so long the clock may go on while nothing but time brings an answer
         self.put_done: dict[int, PutDone] = {}
         self.get_done: dict[int, GetDone] = {}
@@ -104,6 +106,7 @@ class StoreRig:
             bay=self.bay() if self.disks else None,
             boot_id=self.boot_id,
             policy=self.policy,
+            open_keys=self.keyring.open if self.keyring is not None else None,
         )
         return self.store
 

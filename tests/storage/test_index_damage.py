@@ -21,6 +21,7 @@ from kvstore.storage.fsck import check
 from kvstore.storage.index import Index
 from kvstore.storage.row_check import checked
 from kvstore.storage.superblock import find_superblock
+from kvstore.storage.volume import Volume
 from tests.storage.fakes import FakeBay, FakeDisk
 from tests.storage.rig import TENANT, StoreRig, key, name
 
@@ -290,7 +291,7 @@ def believed(rig: StoreRig) -> Index:
     lock.release()
     index = Index.trusted(rig.data / "index-0", superblock, BOOT, note)
     try:
-        index_check.check_index(index, superblock, disk_of(rig))
+        index_check.check_index(index, Volume(disk_of(rig), superblock))
     finally:
         index.abandon()
     return index
@@ -358,7 +359,7 @@ def _elsewhere(index: Index, transaction: Any) -> None:
 
 def put_both(index: Index, transaction: Any, entry: Any) -> None:
     block = TENANT + key(50)
-    transaction.put(block, checked(block, struct.pack("<QIIQQ16s", *entry)), db=index.blocks)
+    transaction.put(block, checked(block, struct.pack("<QIIQQ16sI", *entry)), db=index.blocks)
     owner = struct.pack("<48sQI", block, entry.offset, entry.length)
     transaction.put(struct.pack(">Q", entry.generation), owner, db=index.generations)
 

@@ -35,6 +35,7 @@ OTHER = b"another-tenants!"
 FREE = b"has-no-quota----"
 PAYLOAD = b"payload!" * 1024  # three pages with the header
 BLOCK = 3 * PAGE_BYTES
+SESSION = 2 * PAGE_BYTES  # the record of a short one
 EXAMPLES = int(os.environ.get("TRIGGERKV_MACHINE_EXAMPLES", "0"))
 
 
@@ -216,7 +217,7 @@ def test_a_quota_that_shrinks_lets_the_oldest_go_and_one_that_ends_lets_all_stay
 
 
 def test_a_session_goes_from_its_tail_for_a_quota_too(rig: StoreRig) -> None:
-    rig.store.change_quotas({TENANT: 5 * BLOCK})
+    rig.store.change_quotas({TENANT: 5 * BLOCK + SESSION})
     fill(rig, 4)
     assert rig.append(1, range(4)).error is None
     fill(rig, 1, first=8)
@@ -228,7 +229,7 @@ def test_a_session_goes_from_its_tail_for_a_quota_too(rig: StoreRig) -> None:
 
 
 def test_what_stood_before_a_deleted_block_was_used_when_that_one_was(rig: StoreRig) -> None:
-    rig.store.change_quotas({TENANT: 3 * BLOCK})
+    rig.store.change_quotas({TENANT: 3 * BLOCK + SESSION})
     fill(rig, 2)
     rig.append(1, range(2))
     fill(rig, 1, first=5)
@@ -239,7 +240,7 @@ def test_what_stood_before_a_deleted_block_was_used_when_that_one_was(rig: Store
 
 
 def test_what_stood_before_a_deleted_block_keeps_a_later_use_of_its_own(rig: StoreRig) -> None:
-    rig.store.change_quotas({TENANT: 3 * BLOCK})
+    rig.store.change_quotas({TENANT: 3 * BLOCK + SESSION})
     fill(rig, 2)
     rig.append(1, range(2))
     fill(rig, 1, first=5)

@@ -10,7 +10,12 @@ import pytest
 
 from kvstore.durability import Durability
 from kvstore.errors import NoSession, NoSpace, StorageError
-from kvstore.limits import PAGE_BYTES, SESSION_BLOCKS_MAX, SESSION_CHUNK_BLOCKS, UNSYNCED_FREES_MAX
+from kvstore.limits import (
+    PAGE_BYTES,
+    SESSION_BLOCKS_MAX,
+    SESSION_CHUNK_BLOCKS,
+    UNSYNCED_FREES_MAX,
+)
 from kvstore.storage.eviction.items import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionItem, SessionStep
@@ -236,12 +241,11 @@ def test_a_fork_onto_a_session_is_refused(filled: StoreRig) -> None:
 
 
 def test_a_session_has_a_bound(filled: StoreRig) -> None:
-    for _ in range(SESSION_BLOCKS_MAX // 1000):
-        filled.append(1, [number % BLOCKS for number in range(1000)])
-    assert filled.append(1, [number % BLOCKS for number in range(1000)]).error is not None
-    rest = SESSION_BLOCKS_MAX % 1000
-    last = [number % BLOCKS for number in range(rest)]
-    assert filled.append(1, last).blocks == SESSION_BLOCKS_MAX
+    turn = [number % SESSION_CHUNK_BLOCKS for number in range(8 * SESSION_CHUNK_BLOCKS)]
+    for _ in range(SESSION_BLOCKS_MAX // len(turn) - 1):
+        filled.append(1, turn)
+    assert filled.append(1, [*turn, 1]).error is not None
+    assert filled.append(1, turn).blocks == SESSION_BLOCKS_MAX
     assert filled.append(1, [1]).error is not None
     is_sound(filled)
 

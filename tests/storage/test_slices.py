@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from kvstore.errors import SessionRefused
-from kvstore.storage.items import SessionStep
+from kvstore.durability import Durability
+from kvstore.errors import SessionRefused, StorageError
+from kvstore.limits import SESSION_CHUNK_BLOCKS
+from kvstore.storage import manifests
+from kvstore.storage.eviction.chains import Chains
+from kvstore.storage.eviction.items import Guard
+from kvstore.storage.fsck import check
+from kvstore.storage.items import SessionItem, SessionStep
+from kvstore.storage.manifests import SessionName
 from kvstore.storage.slices import Slices
 from tests.storage.fakes import FakeDisk
-from tests.storage.rig import StoreRig
+from tests.storage.rig import TENANT, USER, StoreRig, name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 BLOCKS: Final = 200
@@ -120,3 +128,138 @@ def test_a_close_does_what_slices_are_left(filled: StoreRig) -> None:
     filled.open()
     assert (filled.session(2), filled.session(3)) == (None, list(range(BLOCKS // 2)))
     assert [filled.get_miss(number) for number in (0, BLOCKS // 2, BLOCKS - 1)] == [False, True, True]
+
+
+def long_keys(turn: int) -> list[int]:
+    """Blocks whose chunks all differ."""
+    return [(at + at // SESSION_CHUNK_BLOCKS + turn) % BLOCKS for at in range(6 * SESSION_CHUNK_BLOCKS + 5)]
+
+
+STEPS: Final = {
+    "append": (SessionStep.APPEND, long_keys(9), 0),
+    "fork": (SessionStep.FORK, (), 6 * SESSION_CHUNK_BLOCKS),
+    "truncate": (SessionStep.TRUNCATE, (), 3),
+    "remove": (SessionStep.REMOVE, (), 0),
+}
+
+
+def check_counts(rig: StoreRig) -> None:
+    """Nothing is owed, each chunk is named, and what is counted is what the index has."""
+    for drive in rig.store.drives:
+        manifests = drive.manifests
+        assert not list(manifests.all_owed())
+        named = {chunk for _, stored in manifests.all() for chunk in stored.manifest.chunks}
+        assert {chunk for _, chunk, _, _ in manifests.all_chunks()} == named
+        space = drive.keeping.space
+        assert space.used - space.leaving == manifests.pages_of_tenants()
+        assert not space.coming
+
+
+@pytest.mark.parametrize("what", STEPS)
+@pytest.mark.parametrize("polls", [0, 1, 3, 8, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 50, 60, 90])
+def test_a_crash_between_two_slices_leaves_a_session_whole_and_nothing_owed(
+    filled: StoreRig, what: str, polls: int
+) -> None:
+    step, keys, blocks = STEPS[what]
+    number = 2 if step is SessionStep.FORK else 1
+    filled.append(1, long_keys(0))
+    before = filled.session(number)
+    tag = filled.start_step(number, step, keys=keys, blocks=blocks, source=1)
+    for _ in range(polls):
+        if tag not in filled.session_done:
+            filled.poll()
+    after = [*long_keys(0), *long_keys(9)] if step is SessionStep.APPEND else long_keys(0)[:blocks]
+    filled.kill()
+    assert filled.disk is not None
+    filled.disk = FakeDisk(filled.disk.pages)
+    report = check(filled.data, bay=filled.bay(), boot_id=filled.boot_id)
+    assert report.damage == []
+    filled.disk = FakeDisk(filled.disk.pages)
+    filled.open()
+    assert not filled.store.statistics().rebuilt
+    now = filled.session(number)
+    assert now in (before, None if step is SessionStep.REMOVE else after)
+    if tag in filled.session_done:
+        assert now != before
+    check_counts(filled)
+    filled.append(3, long_keys(20))
+    check_counts(filled)
+
+
+def test_no_transaction_of_a_long_step_is_long(filled: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds everybody up; what is counted in one are a slice's chunks, and the tails."""
+    index, change = filled.drive._index, filled.drive._index.write
+    counted, most = [0], [0]
+
+    def count(self: manifests._Change, keys: Iterable[bytes], step: int) -> None:
+        keys = list(keys)
+        counted[0] += len(keys)
+        most[0] = max(most[0], counted[0])
+        original(self, keys, step)
+
+    def write(do: Callable[[Any], Any]) -> Any:
+        counted[0] = 0
+        return change(do)
+
+    original = manifests._Change._count
+    monkeypatch.setattr(manifests._Change, "_count", count)
+    monkeypatch.setattr(index, "write", write)
+    filled.append(1, long_keys(0))
+    for step, keys, blocks in STEPS.values():
+        number = 2 if step is SessionStep.FORK else 1
+        tag = filled.start_step(number, step, keys=keys, blocks=blocks, source=1)
+        filled.settle()
+        assert filled.session_done[tag].error is None
+    filled.remove(2)
+    assert 0 < most[0] <= 2 * SESSION_CHUNK_BLOCKS
+    check_counts(filled)
+
+
+def test_a_fork_of_what_is_removed_meanwhile_gives_back_what_it_has_counted(filled: StoreRig) -> None:
+    filled.append(1, long_keys(0))
+    fork = filled.start_step(2, SessionStep.FORK, blocks=6 * SESSION_CHUNK_BLOCKS, source=1)
+    chunks = [chunk for _, chunk, _, _ in filled.drive.manifests.all_chunks()]
+    gone = max(chunks)
+    filled.drive._index.write(lambda one: one.delete(TENANT + gone, db=filled.drive._index.chunks))
+    filled.settle()
+    assert isinstance(filled.session_done[fork].error, StorageError)
+    assert filled.session(2) is None
+    assert not list(filled.drive.manifests.all_owed())
+    assert {count for *_, count in filled.drive.manifests.all_chunks()} == {1}
+    filled.settle()
+    assert not filled.drive.keeping.space.coming
+
+
+def test_a_long_session_is_protected_and_given_free_in_slices(
+    filled: StoreRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.storage.eviction_events.SESSION_STEP_BLOCKS", SLICE)
+    filled.append(1, range(BLOCKS))
+    core = filled.drive.keeping.core
+    rows: list[int] = []
+    original = Chains.rows
+
+    def counted_rows(self: Chains, session: int, first: int = 0, until: int = BLOCKS) -> list[int]:
+        rows.append(len(found := original(self, session, first, until)))
+        return found
+
+    monkeypatch.setattr(Chains, "rows", counted_rows)
+    session = SessionName(TENANT, USER, name(1))
+    for blocks in (BLOCKS, 35, 120, SESSION_CHUNK_BLOCKS * 10, 0):
+        item = SessionItem(session, SessionStep.PROTECT, Durability.WRITTEN, 0, blocks=blocks)
+        assert filled.change_session(item).error is None
+        guarded = core.statistics().guarded[Guard.PROTECTED]
+        assert guarded == min(blocks, BLOCKS)
+    assert max(rows) <= SLICE
+    assert sum(rows) == BLOCKS + (BLOCKS - 35) + 85 + 80 + BLOCKS
+
+
+def test_of_sessions_that_end_together_a_few_go_at_a_time(filled: StoreRig) -> None:
+    for number in range(1, 21):
+        filled.append(number, [number], expires_ms=filled.clock.now_ms + 1000)
+    filled.clock.now_ms += 2000
+    left = [len(filled.store.manifests)]
+    while left[-1]:
+        filled.poll_once()
+        left.append(len(filled.store.manifests))
+    assert max(before - after for before, after in pairwise(left)) <= 2

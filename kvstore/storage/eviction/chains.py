@@ -206,12 +206,15 @@ class Chains:
         """Give the position of a row in a session."""
         return self._positions[row]
 
-    def rows(self, session: int, first_position: int = 0) -> list[int]:
-        """Give the rows of a session from a position on, in order."""
+    def rows(self, session: int, first_position: int = 0, until: int = SESSION_BLOCKS_MAX) -> list[int]:
+        """Give the rows of a session from a position on, up to another, in order."""
         chain = self._of(session)
         if chain is None:
             return []
-        return [self._link_row[place & _LINK_MASK] for place in chain.places[chain.find(first_position) :]]
+        return [
+            self._link_row[place & _LINK_MASK]
+            for place in chain.places[chain.find(first_position) : chain.find(until)]
+        ]
 
     def stranded(self) -> int:
         """Give the tail of a broken session, or `NO_ROW`. One that stands in another session too is no such."""

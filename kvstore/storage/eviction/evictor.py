@@ -251,20 +251,24 @@ class Evictor:
         before = self._protected.get(session, 0)
         if not before and len(self._protected) >= PROTECTED_SESSIONS_MAX:
             return Refusal.FULL
-        rows = self._chains.rows(session, min(before, blocks))
+        rows = self._chains.rows(session, min(before, blocks), max(before, blocks))
         if blocks < before:
             self._lift([row for row in rows if self._unprotect(session, row)], now_ms)
         self._protected[session] = blocks
-        for row in rows:
-            if before <= self._chains.position(row) < blocks:
-                self._guards.add_for_session(row)
+        for row in rows if before < blocks else ():
+            self._guards.add_for_session(row)
         return None
+
+    def protected_blocks(self, session: int) -> int:
+        """Tell how many of a session's first blocks are protected."""
+        return self._protected.get(session, 0)
 
     def unprotect_session(self, session: int, now_ms: int) -> Refusal | None:
         """Let a session's blocks go again; this counts as a use of them."""
         if session not in self._protected:
             return Refusal.NOT_HELD
-        lifted = [row for row in self._chains.rows(session) if self._unprotect(session, row)]
+        rows = self._chains.rows(session, 0, self._protected[session])
+        lifted = [row for row in rows if self._unprotect(session, row)]
         del self._protected[session]
         self._lift(lifted, now_ms)
         return None

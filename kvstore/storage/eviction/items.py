@@ -58,6 +58,7 @@ class Reason(enum.IntEnum):
     QUARANTINED = 6  # it failed a check
     CLEARED = 7  # room was needed in one piece, and it stood there
     QUOTA = 8  # its tenant was at its quota and put more, and of its blocks it was used longest ago
+    ERASED = 9  # its erase domain was erased
 
 
 class Refusal(enum.Enum):

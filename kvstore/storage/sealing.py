@@ -1,0 +1,98 @@
+"""What a store has to know of the keys with which its records are encrypted.
+
+Keys belong to erase domains: of a tenant, or of what it names. They are made, kept and destroyed elsewhere
+(`kvstore.sealing`); here they are named by numbers, which records and rows of the index have, and lie in the vault of
+the C core, where lanes and readers find them as well.
+
+Always holds: a record is encrypted with a key that survives power loss, so `ensure` has answered for its domain before
+it is written; without such a key it is refused. A record whose key is gone for good can't be read by anybody.
+
+It has no key of its own, and decides nothing about them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+from kvstore.limits import STAGED_IDLE_BYTES_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvstore.errors import StorageError
+    from nic_offload.vault import KeyName, Vault
+
+__all__ = ["NO_DOMAIN", "Keys", "OpenKeys", "Staging", "domain_number"]
+
+NO_DOMAIN: Final = bytes(16)  # its tenant's own
+
+
+class Keys(Protocol):
+    """Of all domains of a store."""
+
+    vault: Vault
+    header_secret: bytes  # of the tags of encrypted records' headers
+
+    def name_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
+        """Tell which key a domain has; None if it has none yet. The key is in the vault then."""
+        ...
+
+    def ensure(self, tenant: bytes, domain: bytes, then: Callable[[StorageError | None], None]) -> None:
+        """Make a key for a domain, durably; `then` is called by `settle_finished`, which `wake` asks for."""
+        ...
+
+    def load(self, name: KeyName) -> bool:
+        """Put a key into the vault, which has let go of it; False if it is gone for good."""
+        ...
+
+    def settle_finished(self) -> None:
+        """Call back for the keys that have been made."""
+        ...
+
+    def on_finished(self, wake: Callable[[], object]) -> None:
+        """Call this, from any thread, when there is something to settle."""
+        ...
+
+    def close(self) -> None:
+        """Forget all keys."""
+        ...
+
+
+OpenKeys: TypeAlias = "Callable[[bytes], Keys]"
+"""Opens the keys of the store that has this uuid."""
+
+
+def domain_number(name: KeyName | None) -> int:
+    """Give what rows and headers have of a key: its number from 1 on; 0: there is none, it is in the clear."""
+    return 0 if name is None else name.number + 1
+
+
+class Staging:
+    """Memory for encrypted records on their way to a drive; what is given back is kept for the next of its size."""
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._taken: dict[int, mmap.mmap] = {}  # by address
+        self._idle_bytes = 0
+
+    def take(self, size_bytes: int) -> int:
+        """Give the address of memory of this size, in whole pages."""
+        size = 1 << (size_bytes - 1).bit_length()
+        idle = self._idle.get(size)
+        if idle:
+            memory = idle.pop()
+            self._idle_bytes -= size
+        else:
+            memory = mmap.mmap(-1, size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._taken[address] = memory
+        return address
+
+    def give_back(self, address: int) -> None:
+        """Take memory back that no write uses any more."""
+        memory = self._taken.pop(address)
+        if self._idle_bytes + len(memory) <= STAGED_IDLE_BYTES_MAX:
+            self._idle.setdefault(len(memory), []).append(memory)
+            self._idle_bytes += len(memory)

@@ -1,0 +1,78 @@
+"""Authenticated encryption with AES-256-GCM, of OpenSSL's libcrypto (`aead.c`).
+
+What always holds: a library that fails a test vector is not used, and nothing of a message is given whose tag is wrong.
+What it doesn't do: prevent a nonce from being used twice with a key, which would give both messages away.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+from nic_offload._core import ffi, lib
+from nic_offload.errors import KvError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["KEY_BYTES", "NONCE_BYTES", "TAG_BYTES", "NotAuthentic", "available", "seal", "unseal", "wipe"]
+
+KEY_BYTES: int = lib.TK_AEAD_KEY
+NONCE_BYTES: int = lib.TK_AEAD_NONCE
+TAG_BYTES: int = lib.TK_AEAD_TAG
+
+
+class NotAuthentic(KvError):
+    """A sealed message was changed, or sealed with another key, nonce or associated data."""
+
+
+def available() -> str | None:
+    """Say why there is no encryption on this machine; None if there is."""
+    message = ffi.new("char[]", lib.TK_AEAD_MESSAGE)
+    return None if not lib.tk_aead_load(message) else ffi.string(message).decode()
+
+
+def seal(key: Buffer, nonce: bytes, associated: bytes, data: Buffer) -> bytes:
+    """Give the encrypted bytes and their tag."""
+    view = ffi.from_buffer(data)
+    out = bytearray(len(view) + TAG_BYTES)
+    of, kept = _of(key, nonce, associated)
+    _check(lib.tk_aead_encrypt(of, view, len(view), ffi.from_buffer(out)))
+    del kept
+    return bytes(out)
+
+
+def unseal(key: Buffer, nonce: bytes, associated: bytes, sealed: Buffer) -> bytearray:
+    """Give back what was sealed, in memory that can be wiped; NotAuthentic if it is anything else."""
+    view = ffi.from_buffer(sealed)
+    out = bytearray(max(len(view) - TAG_BYTES, 0))
+    of, kept = _of(key, nonce, associated)
+    _check(lib.tk_aead_decrypt(of, view, len(view), ffi.from_buffer(out)))
+    del kept
+    return out
+
+
+def wipe(secret: bytearray) -> None:
+    """Overwrite it with zeros."""
+    lib.tk_wipe(ffi.from_buffer(secret), len(secret))
+
+
+def _of(key: Buffer, nonce: bytes, associated: bytes) -> tuple[object, object]:
+    keyed = ffi.from_buffer(key)
+    assert (len(keyed), len(nonce)) == (KEY_BYTES, NONCE_BYTES)
+    of = ffi.gc(ffi.new("struct tk_aead *"), lambda one: lib.tk_wipe(one, ffi.sizeof("struct tk_aead")))
+    ffi.memmove(of.key, keyed, KEY_BYTES)
+    ffi.memmove(of.nonce, nonce, NONCE_BYTES)
+    kept = ffi.from_buffer(associated)
+    of.associated, of.associated_bytes = int(ffi.cast("uintptr_t", kept)), len(associated)
+    return of, kept
+
+
+def _check(code: int) -> None:
+    if code == -errno.EBADMSG:
+        raise NotAuthentic("Sealed bytes were changed, or belong to another key or place.")
+    if code == -errno.ENOENT:
+        raise KvError(f"There is no encryption: {available()}.")
+    if code == -errno.ENOMEM:
+        raise MemoryError
+    assert not code, code

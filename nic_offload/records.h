@@ -1,0 +1,84 @@
+/*
+ * Records of a drive: tags of their header pages, and their encryption. A part of the public header, core.h.
+ */
+#ifndef TRIGGERKV_RECORDS_H
+#define TRIGGERKV_RECORDS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct tk_vault;
+struct tk_decryption;
+
+/* Shared with the cffi build, as in core.h. */
+/* cdef begin */
+/* Pages that begin with fixed bytes and their tag; the rest of each is zeros, and so is what follows from `used` to `end`. */
+#define TK_TAGGED_PAGE 4096
+#define TK_TAGGED_KEY 32
+#define TK_TAGGED_NAME 16
+#define TK_TAGGED_FIXED 104
+#define TK_TAGGED_TAG 16
+
+struct tk_tagged {
+	uint64_t address, number;
+	uint32_t used, end; /* bytes from the address on */
+	uint8_t fixed[TK_TAGGED_FIXED];
+};
+
+void tk_write_tagged(const void *key, const void *name, const struct tk_tagged *rows, uint32_t count);
+
+/* AES-256-GCM; see aead.c. What is encrypted is as long as before, and its tag follows. */
+#define TK_AEAD_KEY 32
+#define TK_AEAD_NONCE 12
+#define TK_AEAD_TAG 16
+#define TK_AEAD_MESSAGE 96
+struct tk_aead {
+	uint8_t key[TK_AEAD_KEY];
+	uint8_t nonce[TK_AEAD_NONCE];
+	uint32_t associated_bytes;
+	uint64_t associated; /* their address */
+};
+int tk_aead_load(char *message); /* -ENOENT: there is none, and why */
+int tk_aead_encrypt(const struct tk_aead *of, const void *from, size_t length, void *to);
+int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, void *to); /* -EBADMSG: the tag is wrong */
+void tk_wipe(void *secret, size_t length);
+
+/* Keys of erase domains; see vault.c. It is closed after all that uses it. */
+#define TK_DOMAIN_BYTES 16
+int tk_vault_open(uint32_t capacity, struct tk_vault **out);
+void tk_vault_close(struct tk_vault *vault);
+int tk_vault_is_locked(const struct tk_vault *vault); /* in memory: it is never swapped */
+void tk_vault_put(struct tk_vault *vault, const uint8_t *owner, const uint8_t *domain, uint32_t number, uint64_t id,
+		  const uint8_t *key);
+int tk_vault_drop(struct tk_vault *vault, uint32_t number); /* -ENOKEY: it was not there */
+uint32_t tk_vault_count(struct tk_vault *vault);
+
+/* Encrypted records of a drive; see record_encryption.c. */
+#define TK_SALT_BYTES 16
+struct tk_encryption {
+	struct tk_vault *vault; /* NULL: records are not encrypted */
+	uint8_t secret[TK_TAGGED_KEY]; /* of the tags of encrypted records' headers */
+	uint8_t salt[TK_SALT_BYTES];   /* random, of this opening of the drive */
+	uint8_t drive[TK_TAGGED_NAME];
+};
+struct tk_to_encrypt { /* a record: a header page, and a payload */
+	uint64_t source, target, offset, id;
+	uint32_t number, size; /* bytes at the target */
+	uint8_t fixed[TK_TAGGED_FIXED]; /* the header it would have in the clear */
+};
+struct tk_decrypted {
+	uint64_t id;
+	uint32_t number, zero;
+	uint8_t fixed[TK_TAGGED_FIXED];
+};
+int tk_encrypt_records(const struct tk_encryption *with, const struct tk_to_encrypt *rows, uint32_t count);
+/* What a header page says, and, with 0, a stream for the payload. -EBADMSG: it is not a record of this place, or was changed.
+ * -ENOKEY: its key is not in the vault; number and id say which, and `fixed` has what is in the clear. */
+int tk_decryption_open(const struct tk_encryption *with, uint64_t offset, const void *page, struct tk_decrypted *out,
+		       struct tk_decryption **opened);
+int tk_decryption_step(struct tk_decryption *decryption, void *bytes, uint64_t length); /* the next ones, in place */
+int tk_decryption_end(struct tk_decryption *decryption); /* -EBADMSG: they are not what was written */
+void tk_decryption_close(struct tk_decryption *decryption);
+/* cdef end */
+
+#endif

@@ -1,0 +1,19 @@
+/*
+ * Keys of erase domains, for lanes, readers and the application.
+ */
+#ifndef TRIGGERKV_VAULT_H
+#define TRIGGERKV_VAULT_H
+
+#include "core.h"
+
+struct vault_key {
+	uint8_t key[TK_AEAD_KEY];
+	uint64_t id;
+	uint32_t number;
+};
+
+/* Each copies the key, which the caller wipes. Any thread. -ENOKEY: it is not here. */
+int vault_by_name(struct tk_vault *vault, const uint8_t *owner, const uint8_t *domain, struct vault_key *out);
+int vault_by_number(struct tk_vault *vault, uint32_t number, uint64_t id, struct vault_key *out);
+
+#endif

@@ -1,0 +1,186 @@
+"""Encrypted records, and the keys that they are encrypted with (`vault.c`, `record_encryption.c`).
+
+A `Vault` holds keys of erase domains in locked memory, where lanes and readers find them. `RecordCipher` encrypts and
+decrypts whole records of one drive for the application.
+
+What always holds: a header that is given back is authentic for its place on its drive, and so is a payload; memory of a
+payload that isn't is zeros. What it doesn't do: keep keys that were not used for long; one that is missing is asked for
+(`Decrypted.key`), and put again.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nic_offload._core import ffi, lib
+from nic_offload.aead import KEY_BYTES
+from nic_offload.errors import FabricError
+from nic_offload.handle import Handle
+from nic_offload.header_pages import FIXED_BYTES, NAME_BYTES, PAGE_BYTES, TAG_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Buffer
+
+__all__ = [
+    "DOMAIN_BYTES",
+    "SALT_BYTES",
+    "Decrypted",
+    "Decryption",
+    "KeyName",
+    "RecordCipher",
+    "Vault",
+    "address_of",
+    "row_of",
+]
+
+DOMAIN_BYTES: int = lib.TK_DOMAIN_BYTES
+SALT_BYTES: int = lib.TK_SALT_BYTES
+_ROW = "=QQQQII"
+
+
+def row_of(fixed: str) -> struct.Struct:
+    """Give what packs a record to encrypt.
+
+    Its fields: source, target, offset, key id, key number, bytes at the target; then the header's, little-endian.
+    """
+    row = struct.Struct(_ROW + fixed)
+    assert row.size == ffi.sizeof("struct tk_to_encrypt")
+    return row
+
+
+def address_of(data: bytes) -> int:
+    """Tell where bytes are that the caller keeps alive."""
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(data)))
+
+
+class KeyName(NamedTuple):
+    """Which key of a domain a record was encrypted with."""
+
+    number: int
+    id: int  # random: tells whether the number was given to another since
+
+
+class Decrypted(NamedTuple):
+    """What a header page says: of all fields only those in the clear, unless its key is in the vault."""
+
+    key: KeyName
+    fixed: bytes
+
+
+class Vault(Handle):
+    """Keys for all drives of a node. Close it after the fabric and the drives."""
+
+    def __init__(self, capacity: int) -> None:
+        """So many keys are kept; of more, those not used lately go."""
+        out = ffi.new("struct tk_vault **")
+        code = lib.tk_vault_open(capacity, out)
+        if code:
+            raise FabricError.from_code("Opening a vault", code)
+        self.handle: Any = out[0]
+
+    def put(self, owner: bytes, domain: bytes, key: KeyName, secret: Buffer) -> None:
+        """Keep a domain's key."""
+        assert (len(owner), len(domain)) == (NAME_BYTES, DOMAIN_BYTES)
+        view = ffi.from_buffer(secret)
+        assert len(view) == KEY_BYTES
+        lib.tk_vault_put(self.handle, owner, domain, key.number, key.id, view)
+
+    def drop(self, number: int) -> bool:
+        """Forget a key for good; False if it is not here."""
+        return not lib.tk_vault_drop(self.handle, number)
+
+    def __len__(self) -> int:
+        return int(lib.tk_vault_count(self.handle))
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether the keys can't be swapped."""
+        return bool(lib.tk_vault_is_locked(self.handle))
+
+    def close(self) -> None:
+        """Wipe all keys."""
+        if self.handle is not None:
+            lib.tk_vault_close(self.handle)
+            self.handle = None
+
+
+class RecordCipher:
+    """Of one opening of a drive."""
+
+    def __init__(self, vault: Vault, secret: bytes, salt: bytes, drive: bytes) -> None:
+        """`secret` is the key of headers' tags; `salt` must be new and random."""
+        self.vault = vault
+        self._keyed = blake2b(drive, key=secret, digest_size=TAG_BYTES)
+        self.setup: Any = ffi.new("struct tk_encryption *")
+        self.setup.vault = vault.handle
+        ffi.memmove(self.setup.secret, secret, KEY_BYTES)
+        ffi.memmove(self.setup.salt, salt, SALT_BYTES)
+        ffi.memmove(self.setup.drive, drive, NAME_BYTES)
+
+    def encrypt(self, rows: Sequence[bytes]) -> bool:
+        """Encrypt records from and to memory that the caller keeps alive; False if a key is not in the vault."""
+        packed = ffi.from_buffer("struct tk_to_encrypt[]", b"".join(rows))
+        code = lib.tk_encrypt_records(self.setup, packed, len(rows))
+        if code == -errno.ENOKEY:
+            return False
+        if code:
+            raise FabricError.from_code("Encrypting records", code)
+        return True
+
+    def tag(self, fixed: bytes, offset: int) -> bytes:
+        """Give the tag of a header of this place."""
+        state = self._keyed.copy()
+        state.update(offset.to_bytes(8, "little") + fixed)
+        return state.digest()
+
+    def open(self, offset: int, page: int) -> tuple[Decrypted, Decryption | None] | None:
+        """Look at the header page that is at this address; without its key there is no decryption.
+
+        None: it is no record of this place, or was changed.
+        """
+        out, opened = ffi.new("struct tk_decrypted *"), ffi.new("struct tk_decryption **")
+        code = lib.tk_decryption_open(self.setup, offset, ffi.cast("void *", page), out, opened)
+        if code in {-errno.EBADMSG, -errno.EIO}:
+            return None
+        if code not in {0, -errno.ENOKEY}:
+            raise FabricError.from_code("Decrypting a record", code)
+        said = Decrypted(KeyName(out.number, out.id), bytes(ffi.buffer(out.fixed, FIXED_BYTES)))
+        return said, None if code else Decryption(opened[0])
+
+    def decrypt(self, offset: int, record: int, length: int) -> Decrypted | None:
+        """Decrypt a record in place that has a payload of this length; None, and zeros, if that can't be done."""
+        opened = self.open(offset, record)
+        decryption = None if opened is None else opened[1]
+        if opened is None or decryption is None:
+            return None
+        with decryption:
+            is_its = decryption.step(record + PAGE_BYTES, length) and decryption.is_authentic()
+        if not is_its:
+            lib.tk_wipe(ffi.cast("void *", record + PAGE_BYTES), length)
+        return opened[0] if is_its else None
+
+
+class Decryption(Handle):
+    """A payload that is being decrypted in place. What it gives is not to be believed before `is_authentic` says so."""
+
+    def __init__(self, opened: Any) -> None:
+        self._handle = opened
+
+    def step(self, address: int, length: int) -> bool:
+        """Decrypt the next bytes; False if that failed."""
+        return not lib.tk_decryption_step(self._handle, ffi.cast("void *", address), length)
+
+    def is_authentic(self) -> bool:
+        """Tell, once after all bytes, whether they are what was written."""
+        return not lib.tk_decryption_end(self._handle)
+
+    def close(self) -> None:
+        """Free it."""
+        if self._handle is not None:
+            lib.tk_decryption_close(self._handle)
+            self._handle = None

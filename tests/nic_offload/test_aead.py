@@ -1,0 +1,62 @@
+"""Encryption gives what the specification of GCM says, and nothing of what was changed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from nic_offload import aead
+
+KEY = bytes.fromhex("feffe9928665731c6d6a8f9467308308" * 2)
+NONCE = bytes.fromhex("cafebabefacedbaddecaf888")
+ASSOCIATED = bytes.fromhex("feedfacedeadbeeffeedfacedeadbeefabaddad2")
+PLAIN = bytes.fromhex(
+    "d9313225f88406e5a55909c5aff5269a86a7a9531534f7da2e4c303d8a318a72"
+    "1c3c0c95956809532fcf0e2449a6b525b16aedf5aa0de657ba637b39"
+)
+SEALED = bytes.fromhex(
+    "522dc1f099567d07f47f37a32a84427d643a8cdcbfe5c0c97598a2bd2555d1aa"
+    "8cb08e48590dbb3da7b08b1056828838c5f61e6393ba7a0abcc9f662"
+    "76fc6ece0f4e1768cddf8853bb2d551b"
+)
+
+
+def test_the_specifications_test_case_16() -> None:
+    assert aead.available() is None
+    assert aead.seal(KEY, NONCE, ASSOCIATED, PLAIN) == SEALED
+    assert aead.unseal(KEY, NONCE, ASSOCIATED, SEALED) == PLAIN
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 4096, 1 << 20])
+def test_what_is_sealed_comes_back_and_has_its_own_length(length: int) -> None:
+    data = os.urandom(length)
+    sealed = aead.seal(KEY, NONCE, b"", data)
+    assert len(sealed) == length + aead.TAG_BYTES
+    assert aead.unseal(KEY, NONCE, b"", sealed) == data
+
+
+@pytest.mark.parametrize("bit", range(0, 8 * len(SEALED), 7))
+def test_a_flipped_bit_anywhere_gives_nothing(bit: int) -> None:
+    changed = bytearray(SEALED)
+    changed[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(aead.NotAuthentic):
+        aead.unseal(KEY, NONCE, ASSOCIATED, changed)
+
+
+def test_another_key_nonce_or_context_gives_nothing_nor_does_less() -> None:
+    for key, nonce, associated, sealed in (
+        (bytes(32), NONCE, ASSOCIATED, SEALED),
+        (KEY, bytes(12), ASSOCIATED, SEALED),
+        (KEY, NONCE, ASSOCIATED[:-1], SEALED),
+        (KEY, NONCE, ASSOCIATED, SEALED[:-1]),
+        (KEY, NONCE, ASSOCIATED, b""),
+    ):
+        with pytest.raises(aead.NotAuthentic):
+            aead.unseal(key, nonce, associated, sealed)
+
+
+def test_a_secret_that_is_wiped_is_zeros() -> None:
+    secret = bytearray(KEY)
+    aead.wipe(secret)
+    assert secret == bytes(32)
