@@ -108,6 +108,12 @@ def _fsck(arguments: argparse.Namespace) -> int:
     return run(arguments.data, repair=arguments.repair, payloads=arguments.payloads)
 
 
+def _keys(arguments: argparse.Namespace) -> int:
+    from kvstore.commands.keys_command import run
+
+    return run(arguments)
+
+
 def _match(arguments: argparse.Namespace) -> int:
     from kvstore.commands.match_command import run
 
@@ -224,11 +230,35 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
     fsck.set_defaults(run=_fsck)
 
+    _add_keys(commands)
     add_block_commands(commands)
     add_node_commands(commands)
     _add_match(commands)
     add_completion(commands).set_defaults(run=_completion)
     return parser
+
+
+def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    keys = commands.add_parser(
+        "keys",
+        help="make a master key; show and rotate the keys of a stopped node",
+        description="Make a master key; show what a keyring has; seal it with another master key; or give tenants new"
+        " keys. See docs/sealing.md.",
+    )
+    keys.add_argument("action", choices=("new-master", "status", "rotate-master", "rotate-tenant"))
+    keys.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the file that new-master makes")
+    keys.add_argument("--data", type=Path, help="the node's folder")
+    keys.add_argument(
+        "--master-key",
+        metavar="KIND:WHERE",
+        help="file:PATH, credential:NAME, command:COMMAND, or vault:URL?token=FILE",
+    )
+    keys.add_argument("--new-master-key", metavar="KIND:WHERE", help="the one to seal the keyring with")
+    keys.add_argument(
+        "--tenant", metavar="ID", help="a tenant as `status` shows it; by default each of them is rotated"
+    )
+    keys.add_argument("--json", action="store_true", help="for programs")
+    keys.set_defaults(run=_keys)
 
 
 def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

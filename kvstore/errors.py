@@ -17,6 +17,8 @@
     ├── NodeUnavailable        the node could not be reached, or went away
     ├── WrongEpoch             the node may not order the user's sessions now; no caller of a client sees it
     ├── DeadlineExceeded       a call's own deadline passed
+    ├── MasterKeyUnavailable   the master key, or the service that has it, could not be reached
+    ├── WrongMasterKey         the keyring is sealed with another master key
     ├── StorageError
     │   ├── NoSpace            no extent is free for the block
     │   ├── Expired            the block's time to live has passed
@@ -28,6 +30,7 @@
     │   ├── ReadOnly           the drive failed and accepts no more writes
     │   ├── WrongVersion       a data folder of another format version
     │   ├── FolderLocked       another node has this data folder open
+    │   ├── NoKeyring          the data folder has no keyring
     │   └── ForeignDrive       a drive of another store, or of another place in this one
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
@@ -79,6 +82,8 @@ __all__ = [
     "KvError",
     "LayoutError",
     "LeaseExpired",
+    "MasterKeyUnavailable",
+    "NoKeyring",
     "NoMemory",
     "NoSession",
     "NoSpace",
@@ -101,6 +106,7 @@ __all__ = [
     "TenantDenied",
     "UsageError",
     "WrongEpoch",
+    "WrongMasterKey",
     "WrongVersion",
 ]
 
@@ -181,6 +187,14 @@ class DeadlineExceeded(KvError):
     was_tried = True  # false: nothing of the call ever went out, nor will
 
 
+class MasterKeyUnavailable(KvError):
+    """The master key could not be read, or the service that has it did not answer as it should."""
+
+
+class WrongMasterKey(KvError):
+    """The keyring is sealed with another master key; nothing was changed."""
+
+
 class StorageError(KvError):
     """The drive, or what is on it, did not do what was asked."""
 
@@ -223,6 +237,10 @@ class WrongVersion(StorageError):
 
 class FolderLocked(StorageError):
     """Another process has this data folder open."""
+
+
+class NoKeyring(StorageError):
+    """The data folder has no keyring, so nothing that was sealed in it can be opened."""
 
 
 class ForeignDrive(StorageError):

@@ -175,6 +175,20 @@ PIN_TIMEOUT_MS_MAX = 600_000
 PINS_MAX = 8192  # of all tenants of a node
 PINS_OF_TENANT_MAX = 1024
 
+MASTER_COMMAND_MS = 10_000  # for a command that prints the master key
+MASTER_FILE_BYTES_MAX = 66  # 64 hexadecimal digits and the end of their line
+MASTER_ID_BYTES_MAX = 64
+MASTER_WRAPPED_BYTES_MAX = 180  # of a key, as a master key's service gives it
+VAULT_CALL_MS = 5_000  # for Vault to answer, from looking up its name to the last byte
+VAULT_ANSWER_BYTES_MAX = 64 << 10
+KEYRING_SLOTS_MAX = 1 << 22  # keys of a store: 512 MiB
+KEYRING_STEP_PAGES_MAX = 256  # that a keyring grows by
+KEYRING_LOAD_PAGES = 1024  # of it are read at a time
+KEYRING_ROTATED_AT_ONCE = 1024  # keys of a tenant, between two moments at which others may change the keyring
+KEYRING_TENANTS_UNSEALED_MAX = 1024  # tenants' keys that are kept unsealed
+KEYRING_NEW_NAMES_MAX = 1 << 16  # found by a dictionary, until they are sorted in with the others
+RECEIPT_KEYS_MAX = 64  # that a receipt names; it counts the others, and has a digest of all
+
 DRIVES_MAX = 32  # of one store
 GENERATIONS_PER_DRIVE = (GENERATION_MAX + 1) // DRIVES_MAX  # so that no two drives give the same one
 

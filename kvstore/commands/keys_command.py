@@ -1,0 +1,167 @@
+"""`kvstore keys`: a master key, and the keyring of a stopped node.
+
+    kvstore keys new-master /etc/triggerkv/master.key
+    kvstore keys status --data ./node
+    kvstore keys rotate-master --data ./node --master-key file:OLD --new-master-key file:NEW
+    kvstore keys rotate-tenant --data ./node --master-key file:KEY --tenant 5f1c...
+
+What always holds: no key is printed, nor anything that a source of one said. `status` needs no key and works beside a
+running node; the others lock the keyring. With a master key it is opened too, which finishes what was under way.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvstore.config import show_size
+from kvstore.errors import ConfigError
+from kvstore.limits import TENANT_BYTES
+from kvstore.sealing.keyring import Keyring, read_status
+from kvstore.sealing.keyring_file import keyring_path
+from kvstore.sealing.masters import new_master_file, open_master
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+    from kvstore.sealing.keyring import KeyringStatus
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+_DAMAGED_STATUS: Final = 3
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what is asked for; the exit status."""
+    if arguments.action == "new-master":
+        return _new_master(_given(arguments.file, "new-master needs a FILE."))
+    if arguments.file is not None:
+        raise ConfigError(f"{arguments.action} takes no FILE.")
+    data = _given(arguments.data, f"{arguments.action} needs --data.")
+    if arguments.action == "status":
+        return _status(data, arguments.master_key, as_json=arguments.json)
+    option = _given(arguments.master_key, f"{arguments.action} needs --master-key.")
+    if arguments.action == "rotate-master":
+        return _rotate_master(
+            data, option, _given(arguments.new_master_key, "rotate-master needs --new-master-key.")
+        )
+    return _rotate_tenant(data, option, arguments.tenant)
+
+
+def _given(value: T | None, sentence: str) -> T:
+    if value is None:
+        raise ConfigError(sentence)
+    return value
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _new_master(path: Path) -> int:
+    _print(f"{path}: {new_master_file(path)}")
+    return 0
+
+
+def _opened(data: Path, option: str) -> Keyring:
+    """The keyring, whose master key is wiped when it is closed."""
+    path = keyring_path(data)
+    store_uuid = read_status(path).store_uuid
+    master = open_master(option)
+    try:
+        return Keyring.open(path, master, store_uuid)
+    finally:
+        master.close()
+
+
+def _status(data: Path, option: str | None, *, as_json: bool) -> int:
+    if option is not None:
+        _opened(data, option).close()
+    status = read_status(keyring_path(data))
+    if as_json:
+        _print(json.dumps(_document(status), indent=2))
+    else:
+        _print("\n".join(_lines(status)))
+    return _DAMAGED_STATUS if status.damaged else 0
+
+
+def _document(status: KeyringStatus) -> dict[str, object]:
+    return {
+        "store": status.store_uuid.hex(),
+        "master_key": status.master_id,
+        "made_ms": status.made_ms,
+        "bytes": status.size_bytes,
+        "keys": {
+            "live": status.live,
+            "erased": status.erased,
+            "damaged": status.damaged,
+            "free": status.free,
+        },
+        "tenants": [{"id": tenant.hex(), "version": version} for tenant, version in status.tenants],
+        "rotating_master": status.is_master_rotating,
+        "rotating_tenants": [tenant.hex() for tenant in status.rotating],
+        "copies_on_write": status.copies_on_write,
+    }
+
+
+def _lines(status: KeyringStatus) -> list[str]:
+    lines = [
+        f"store       {status.store_uuid.hex()}",
+        f"master key  {status.master_id}",
+        f"size        {show_size(status.size_bytes)}",
+        f"keys        {status.live} live, {status.erased} erased, {status.damaged} damaged, {status.free} free",
+    ]
+    lines += [f"tenant      {tenant.hex()}  key version {version}" for tenant, version in status.tenants]
+    if status.is_master_rotating:
+        lines.append("The rotation of the master key was interrupted; the next opening finishes it.")
+    lines += [
+        f"The rotation of tenant {tenant.hex()} was interrupted; `kvstore keys rotate-tenant` finishes it."
+        for tenant in status.rotating
+    ]
+    if status.copies_on_write is not None:
+        lines.append(
+            f"The keyring is on {status.copies_on_write}, which keeps data that was overwritten: an erased key may stay"
+            " there. Move the data folder to ext4 or XFS."
+        )
+    if status.damaged:
+        lines.append(
+            "What was sealed with a damaged key can't be opened; restore a copy of the keyring if there is one."
+        )
+    return lines
+
+
+def _rotate_master(data: Path, option: str, new_option: str) -> int:
+    with _opened(data, option) as keyring:
+        new = open_master(new_option)
+        try:
+            keyring.rotate_master(new)
+        finally:
+            new.close()
+        _print(f"The keyring is sealed with master key {new.id} now.")
+    return 0
+
+
+def _rotate_tenant(data: Path, option: str, tenant: str | None) -> int:
+    wanted = None if tenant is None else _tenant_id(tenant)
+    with _opened(data, option) as keyring:
+        known = [one for one, _ in keyring.status().tenants]
+        if wanted is not None and wanted not in known:
+            raise ConfigError(f"The keyring has no tenant {wanted.hex()}; `kvstore keys status` lists them.")
+        for one in known if wanted is None else [wanted]:
+            _print(f"{one.hex()}: {keyring.rotate_tenant(one)} keys wrapped by a new key")
+    return 0
+
+
+def _tenant_id(text: str) -> bytes:
+    try:
+        tenant = bytes.fromhex(text)
+    except ValueError:
+        tenant = b""
+    if len(tenant) != TENANT_BYTES:
+        raise ConfigError(
+            f"--tenant takes {2 * TENANT_BYTES} hexadecimal digits, as `kvstore keys status` shows them."
+        )
+    return tenant

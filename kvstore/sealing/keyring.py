@@ -1,0 +1,648 @@
+"""The keyring of a store: wrapped keys of its tenants and erase domains, each in a slot that is overwritten in place.
+
+    keyring = Keyring.open(path, master, store_uuid)
+    (key,) = keyring.ensure([(tenant, domain)])  # durable before it is given
+
+The master key wraps a root key, which wraps the store's key and a key per tenant, which wraps that tenant's domain
+keys; docs/sealing.md has the format, and says what an attacker can do with which of them.
+
+What always holds: a key is durable before it is given to anybody; a destroyed one is overwritten, and that is durable,
+before `erase` returns; a slot has another id whenever it is used again. A process or a machine that dies at any step
+leaves each key as it was or as it was to be: an erasure or rotation that was under way is finished by the next opening
+or by asking again. After a failed write nothing more is written.
+
+What it doesn't do: keep unsealed domain keys, which are their caller's to wipe; notice that its file was replaced by an
+older one. It may be used by several threads: one changes it at a time, and others read meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock, RLock
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from kvstore.clock import SystemClock
+from kvstore.errors import Closed, Corrupt, KvError, ReadOnly, StorageError, WrongMasterKey
+from kvstore.limits import KEYRING_SLOTS_MAX, KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES, SECTOR_BYTES
+from kvstore.sealing.keyring_file import FolderFile, create_file
+from kvstore.sealing.slot_table import SlotTable
+from kvstore.sealing.slots import (
+    HEADER_PAGES,
+    NO_NAME,
+    Header,
+    Kind,
+    Root,
+    Slot,
+    State,
+    fresh_id,
+    fresh_key,
+    pack_header,
+    pack_slot,
+    parse_header,
+    root_associated,
+    unwrapped,
+    wrapped,
+)
+from nic_offload import aead
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from kvstore.clock import Clock
+    from kvstore.sealing.keyring_file import KeyringFile
+    from kvstore.sealing.master_key import Master
+
+__all__ = ["DomainKey", "Erased", "Keyring", "KeyringStatus", "read_status"]
+
+Name = tuple[bytes, bytes]  # of a tenant and a domain
+_STORE_SLOT = 0
+
+
+class DomainKey(Handle):
+    """The key of an erase domain, unsealed. Closing it wipes the key."""
+
+    def __init__(self, number: int, slot: Slot, key: bytearray) -> None:
+        self.number = number
+        self.id = slot.id
+        self.tenant = slot.tenant
+        self.domain = slot.domain
+        self._key = key
+        self._wiped = False
+
+    def __repr__(self) -> str:
+        return f"DomainKey(number={self.number}, id={self.id.hex()})"
+
+    @property
+    def key(self) -> bytearray:
+        """Its 32 bytes; Closed once they are wiped."""
+        if self._wiped:
+            raise Closed("The domain key was wiped.")
+        return self._key
+
+    def close(self) -> None:
+        """Wipe it."""
+        self._wiped = True
+        aead.wipe(self._key)
+
+
+class Erased(NamedTuple):
+    """A destroyed key, by its slot's number and its id; without them if the domain never had one."""
+
+    tenant: bytes
+    domain: bytes
+    number: int | None
+    id: bytes | None
+    at_ms: int
+
+
+class KeyringStatus(NamedTuple):
+    """What can be said of a keyring without any key."""
+
+    store_uuid: bytes
+    master_id: str
+    made_ms: int
+    size_bytes: int
+    free: int
+    live: int  # keys of all kinds
+    erased: int
+    damaged: int
+    tenants: tuple[tuple[bytes, int], ...]  # each with the version of its key
+    rotating: tuple[bytes, ...]  # tenants whose rotation was begun and not finished
+    is_master_rotating: bool
+    copies_on_write: str | None  # the kind of file system, if it keeps overwritten data
+
+
+class _TenantKey(NamedTuple):
+    """Where a tenant's key is."""
+
+    number: int
+    slot: Slot
+
+
+class Keyring(Handle):
+    """An open keyring."""
+
+    def __init__(
+        self, file: KeyringFile, master: Master, store_uuid: bytes, *, clock: Clock, slots_max: int
+    ) -> None:
+        self._file = file
+        self._clock = clock
+        self._writing = RLock()  # of whoever changes the file
+        self._keys = Lock()  # of unsealed tenants' keys
+        self._failed = False
+        self._roots: dict[bytes, bytearray] = {}
+        self._unsealed: OrderedDict[bytes, bytearray] = OrderedDict()  # tenants' keys by id, latest used last
+        self._tenants: dict[bytes, list[_TenantKey]] = {}  # live ones by version: the last is in use
+        self._gone_tenants: dict[bytes, _TenantKey] = {}
+        self._store_key = bytearray()
+        try:
+            file.sync()  # what a killed process has written counts, once it is durable
+            self._header = _header_of(file)
+            self._check_store(store_uuid)
+            self._open_roots(master)
+            self._slots = SlotTable(file, slots_max)
+            self._store_key = self._open_store_key()
+            self._tenants, self._gone_tenants = _tenants_of(self._slots)
+            self._finish()
+        except BaseException:
+            self._wipe()
+            raise
+
+    @classmethod
+    def create(cls, path: Path, master: Master, store_uuid: bytes, clock: Clock | None = None) -> None:
+        """Make a keyring with a key for the store, durably."""
+        create_file(path, new_image(master, store_uuid, clock or SystemClock()))
+
+    @classmethod
+    def open(cls, path: Path, master: Master, store_uuid: bytes, clock: Clock | None = None) -> Self:
+        """Open the keyring of a store, and finish what was under way when a process died."""
+        return cls.of(FolderFile(path), master, store_uuid, clock)
+
+    @classmethod
+    def of(
+        cls,
+        file: KeyringFile,
+        master: Master,
+        store_uuid: bytes,
+        clock: Clock | None = None,
+        slots_max: int = KEYRING_SLOTS_MAX,
+    ) -> Self:
+        """Open one of any file, which is closed with it, and if that fails."""
+        try:
+            return cls(file, master, store_uuid, clock=clock or SystemClock(), slots_max=slots_max)
+        except BaseException:
+            file.close()
+            raise
+
+    def _check_store(self, store_uuid: bytes) -> None:
+        if self._header.store_uuid != store_uuid:
+            raise StorageError(
+                f"The keyring is of store {self._header.store_uuid.hex()}, not of {store_uuid.hex()}."
+            )
+
+    def _open_roots(self, master: Master) -> None:
+        header = self._header
+        if header.master_id != master.id:
+            raise WrongMasterKey(
+                f"The keyring is sealed with master key {header.master_id}, and the given one is {master.id}."
+            )
+        for root in header.roots:
+            associated = root_associated(header.store_uuid, root.id)
+            try:
+                self._roots[root.id] = master.unwrap(associated, root.wrapped)
+            except WrongMasterKey:
+                raise WrongMasterKey(
+                    f"Master key {master.id} doesn't open the keyring: it was replaced by another of this name, or the"
+                    " keyring was changed."
+                ) from None
+
+    def _open_store_key(self) -> bytearray:
+        slot = self._slots.read(_STORE_SLOT)
+        if slot is None or slot.kind != Kind.STORE or slot.wrapped_by not in self._roots:
+            raise Corrupt("The keyring has no key of the store; it was left unchanged.")
+        return unwrapped(slot, self._roots[slot.wrapped_by], self._header.store_uuid, _STORE_SLOT)
+
+    def _finish(self) -> None:
+        """Go on with what was begun by a process that died."""
+        if _header_sectors(self._file) != [pack_header(self._header)] * HEADER_PAGES:
+            self._write_header(self._header)
+        if len(self._header.roots) > 1:
+            self._move_to_last_root()
+        for tenant in list(self._gone_tenants):
+            self._destroy_rest_of(tenant)
+
+    # Reading
+
+    @property
+    def store_key(self) -> bytearray:
+        """The key of the store; the keyring's own, which it wipes when it is closed."""
+        return self._store_key
+
+    @property
+    def store_uuid(self) -> bytes:
+        """Whose it is."""
+        return self._header.store_uuid
+
+    def domain(self, tenant: bytes, domain: bytes) -> DomainKey | None:
+        """The key of a domain; None if it has none."""
+        found = self._slots.find(tenant, domain)
+        return None if found is None else self._unseal(found[0], found[1].id)
+
+    def by_number(self, number: int, key_id: bytes) -> DomainKey | None:
+        """The key that a record names; None if it was destroyed, and with an older keyring if it is unknown."""
+        return self._unseal(number, key_id)
+
+    def erased_ms(self, tenant: bytes, domain: bytes) -> int | None:
+        """When the key of a domain that has none was destroyed; None if that isn't known, or not the case."""
+        found = self._slots.find(tenant, domain)
+        return found[1].when_ms if found is not None and found[1].state == State.GONE else None
+
+    def _unseal(self, number: int, key_id: bytes) -> DomainKey | None:
+        for _ in range(2):  # its tenant's key may be replaced meanwhile, after it was wrapped by the new one
+            if not self._slots.is_live(number, key_id):
+                return None
+            slot = self._slots.read(number)
+            if slot is None or slot.id != key_id or slot.kind != Kind.DOMAIN or slot.state != State.LIVE:
+                return None
+            with self._keys:
+                if slot.tenant in self._gone_tenants:
+                    return None
+                by = self._tenant_key(slot)
+                if by is not None:
+                    return DomainKey(number, slot, unwrapped(slot, by, self.store_uuid, number))
+        raise Corrupt(f"The key in slot {number} is wrapped by a key that the keyring doesn't have.")
+
+    def _tenant_key(self, wraps: Slot) -> bytearray | None:
+        """The unsealed key that wraps a domain's, under the lock of these."""
+        known = self._unsealed.get(wraps.wrapped_by)
+        if known is not None:
+            self._unsealed.move_to_end(wraps.wrapped_by)
+            return known
+        for number, slot in self._tenants.get(wraps.tenant, ()):
+            if slot.id == wraps.wrapped_by:
+                key = unwrapped(slot, self._roots[slot.wrapped_by], self.store_uuid, number)
+                return self._keep(slot.id, key)
+        return None
+
+    def _keep(self, key_id: bytes, key: bytearray) -> bytearray:
+        while len(self._unsealed) >= KEYRING_TENANTS_UNSEALED_MAX:
+            aead.wipe(self._unsealed.popitem(last=False)[1])
+        self._unsealed[key_id] = key
+        return key
+
+    def _forget(self, key_id: bytes) -> None:
+        with self._keys:
+            key = self._unsealed.pop(key_id, None)
+            if key is not None:
+                aead.wipe(key)
+
+    def status(self) -> KeyringStatus:
+        """What there is."""
+        with self._keys:
+            tenants = {tenant: list(keys) for tenant, keys in self._tenants.items()}
+        return _status_of(self._file, self._header, self._slots, tenants)
+
+    # Making keys
+
+    def ensure(self, names: Sequence[Name]) -> list[DomainKey]:
+        """The keys of these domains; those that are missing are made, and durable with one sync."""
+        with self._writing:
+            self._check_usable()
+            known = {name: self.domain(*name) for name in dict.fromkeys(names)}
+            wanted = [name for name, key in known.items() if key is None]
+            if wanted:
+                known.update(self._make(wanted))
+            given: set[Name] = set()
+            keys = []
+            for name in names:
+                key = known[name] if name not in given else self.domain(*name)
+                assert key is not None
+                keys.append(key)
+                given.add(name)
+            return keys
+
+    def _make(self, names: Sequence[Name]) -> dict[Name, DomainKey]:
+        tenants = {tenant for tenant, _ in names} - self._tenants.keys()
+        new_tenants = len(tenants - self._gone_tenants.keys())
+        self._slots.check_room(len(names) + new_tenants, kept=len(self._gone_tenants))
+        for tenant in dict.fromkeys(tenant for tenant, _ in names):
+            if tenant not in self._tenants:
+                self._make_tenant(tenant, version=1)
+        changes: dict[int, Slot | None] = {}
+        made = {}
+        places = {name: self._slots.find(*name) for name in names}  # of those that were destroyed
+        taken = {place[0] for place in places.values() if place is not None}
+        for tenant, domain in names:
+            number, key_id = self._place(places[tenant, domain], taken)
+            taken.add(number)
+            by = self._tenants[tenant][-1].slot.id
+            slot = Slot(State.LIVE, Kind.DOMAIN, key_id, tenant, domain, self._clock.wall_ms(), by)
+            key = fresh_key()
+            with self._keys:
+                wrapping = self._tenant_key(slot)
+                assert wrapping is not None
+                slot = wrapped(slot, key, wrapping, self.store_uuid, number)
+            changes[number] = slot
+            made[tenant, domain] = DomainKey(number, slot, key)
+        self._write(changes)
+        self._slots.publish(changes)
+        return made
+
+    def _make_tenant(self, tenant: bytes, version: int) -> None:
+        """Make the next key of a tenant, durably before it wraps anything."""
+        number, key_id = self._place(self._gone_tenants.get(tenant))
+        root = self._header.roots[-1].id
+        slot = Slot(
+            State.LIVE,
+            Kind.TENANT,
+            key_id,
+            tenant,
+            version.to_bytes(16, "little"),
+            self._clock.wall_ms(),
+            root,
+        )
+        key = fresh_key()
+        slot = wrapped(slot, key, self._roots[root], self.store_uuid, number)
+        self._write({number: slot})
+        self._slots.publish({number: slot})
+        with self._keys:
+            self._tenants.setdefault(tenant, []).append(_TenantKey(number, slot))
+            self._keep(slot.id, key)
+            self._gone_tenants.pop(tenant, None)
+
+    def _place(self, gone: tuple[int, Slot] | None, taken: Collection[int] = ()) -> tuple[int, bytes]:
+        """A slot, that of the same name whose key was destroyed or another, and an id that it didn't have last."""
+        number = self._slots.take(taken) if gone is None else gone[0]
+        while self._slots.has_id(number, key_id := fresh_id()):
+            pass
+        return number, key_id
+
+    # Destroying keys
+
+    def erase(self, names: Iterable[Name]) -> list[Erased]:
+        """Destroy the keys of domains, durably before it returns. Those that have none stay as they are."""
+        with self._writing:
+            self._check_usable()
+            changes: dict[int, Slot | None] = {}
+            answers = []
+            now_ms = self._clock.wall_ms()
+            for tenant, domain in dict.fromkeys(names):
+                found = self._slots.find(tenant, domain)
+                if found is None:
+                    answers.append(Erased(tenant, domain, None, None, now_ms))
+                    continue
+                number, slot = found
+                if slot.state == State.LIVE:
+                    slot = changes[number] = slot.gone(now_ms)
+                answers.append(Erased(tenant, domain, number, slot.id, slot.when_ms))
+            if changes:
+                self._slots.publish(changes)  # nobody gets them any more, whatever becomes of the write
+                self._write(changes)
+            return answers
+
+    def erase_tenant(self, tenant: bytes) -> list[Erased]:
+        """Destroy all keys of a tenant, durably before it returns. The first answer is its own key's."""
+        with self._writing:
+            self._check_usable()
+            if tenant not in self._tenants:
+                known = self._gone_tenants.get(tenant)
+                return [] if known is None else [_erased(tenant, known)]
+            now_ms = self._clock.wall_ms()
+            latest = self._tenants[tenant][-1]
+            gone = _TenantKey(latest.number, latest.slot.gone(now_ms))
+            self._write({gone.number: gone.slot})  # from here on the next opening finishes it
+            self._slots.publish({gone.number: gone.slot})
+            with self._keys:
+                self._gone_tenants[tenant] = gone
+            return self._destroy_rest_of(tenant)
+
+    def _destroy_rest_of(self, tenant: bytes) -> list[Erased]:
+        """Of a tenant whose latest key is destroyed: its earlier ones and its domains'."""
+        gone = self._gone_tenants[tenant]
+        with self._keys:
+            keys = self._tenants.pop(tenant, [])
+        for key in keys:
+            self._forget(key.slot.id)
+        answers = [_erased(tenant, gone)]
+        self._free([key.number for key in keys if key.number != gone.number])
+        for numbers in self._slots.live_where(tenant=tenant):
+            changes: dict[int, Slot | None] = {}
+            for number in numbers:
+                slot = self._slots.read(number)
+                assert slot is not None
+                changes[number] = slot.gone(gone.slot.when_ms)
+                answers.append(Erased(tenant, slot.domain, number, slot.id, gone.slot.when_ms))
+            self._slots.publish(changes)
+            self._write(changes)
+        return answers
+
+    def _free(self, numbers: Sequence[int]) -> None:
+        """Overwrite keys of tenants that nothing is wrapped by any more."""
+        if numbers:
+            changes = dict.fromkeys(numbers)
+            self._slots.publish(changes)
+            self._write(changes)
+            for number in numbers:
+                self._slots.give_back(number)
+
+    # Rotation
+
+    def rotate_master(self, new: Master) -> None:
+        """Seal the keyring with another master key, under a new root key. No data is written anew."""
+        with self._writing:
+            self._check_usable()
+            (old,) = self._header.roots
+            root_id, key = fresh_id(), fresh_key()
+            try:
+                roots = (
+                    self._wrapped_root(new, old.id, self._roots[old.id]),
+                    self._wrapped_root(new, root_id, key),
+                )
+            except KvError:
+                aead.wipe(key)
+                raise
+            with self._keys:
+                self._roots[root_id] = key
+            self._write_header(
+                self._header._replace(sequence=self._header.sequence + 1, master_id=new.id, roots=roots)
+            )
+            self._move_to_last_root()
+
+    def _wrapped_root(self, master: Master, root_id: bytes, key: bytearray) -> Root:
+        """Wrapped so that it was seen to come back, before anything depends on it."""
+        associated = root_associated(self.store_uuid, root_id)
+        blob = master.wrap(associated, key)
+        back = master.unwrap(associated, blob)
+        same = back == key
+        aead.wipe(back)
+        if not same:
+            raise WrongMasterKey(f"Master key {master.id} doesn't give back what it wrapped.")
+        return Root(root_id, blob)
+
+    def _move_to_last_root(self) -> None:
+        """Wrap all that the old root wraps by the new one, and destroy the old one."""
+        old, new = (root.id for root in self._header.roots)
+        numbers = [_STORE_SLOT, *(key.number for keys in self._tenants.values() for key in keys)]
+        changes = {}
+        for number in numbers:
+            slot = self._slots.read(number)
+            if slot is not None and slot.wrapped_by == old:
+                changes[number] = self._rewrapped(number, slot, self._roots[old], new, self._roots[new])
+        if changes:
+            self._write(changes)
+        with self._keys:
+            for keys in self._tenants.values():
+                keys[:] = [key._replace(slot=changes.get(key.number, key.slot)) for key in keys]
+        self._write_header(
+            self._header._replace(sequence=self._header.sequence + 1, roots=self._header.roots[1:])
+        )
+        with self._keys:
+            aead.wipe(self._roots.pop(old))
+
+    def rotate_tenant(self, tenant: bytes) -> int:
+        """Give a tenant a new key, and wrap those of its domains by it; how many. An unfinished rotation goes on."""
+        with self._writing:
+            self._check_usable()
+            keys = self._tenants.get(tenant)
+            if keys is None:
+                return 0
+            if len(keys) == 1:
+                self._slots.check_room(1, kept=len(self._gone_tenants))
+                self._make_tenant(tenant, keys[0].slot.version + 1)
+            *older, latest = self._tenants[tenant]
+        count = 0
+        for old in older:
+            for numbers in self._slots.live_where(tenant=tenant, wrapped_by=old.slot.id):
+                with self._writing:
+                    count += self._rewrap_domains(numbers, old.slot.id, latest.slot.id)
+        with self._writing:
+            self._check_usable()
+            if self._tenants.get(tenant) == [*older, latest]:
+                with self._keys:
+                    self._tenants[tenant] = [latest]
+                for old in older:
+                    self._forget(old.slot.id)
+                self._free([old.number for old in older])
+        return count
+
+    def _rewrap_domains(self, numbers: Sequence[int], old_id: bytes, new_id: bytes) -> int:
+        self._check_usable()
+        changes: dict[int, Slot | None] = {}
+        for number in numbers:
+            slot = self._slots.read(number)
+            if slot is None or slot.state != State.LIVE or slot.wrapped_by != old_id:
+                continue  # destroyed meanwhile, or done by another rotation
+            with self._keys:
+                old, new = self._tenant_key(slot), self._tenant_key(slot._replace(wrapped_by=new_id))
+                if old is not None and new is not None:
+                    changes[number] = self._rewrapped(number, slot, old, new_id, new)
+        if changes:
+            self._write(changes)
+        return len(changes)
+
+    def _rewrapped(self, number: int, slot: Slot, old: bytearray, new_id: bytes, new: bytearray) -> Slot:
+        key = unwrapped(slot, old, self.store_uuid, number)
+        try:
+            return wrapped(slot._replace(wrapped_by=new_id), key, new, self.store_uuid, number)
+        finally:
+            aead.wipe(key)
+
+    # Writing
+
+    def _check_usable(self) -> None:
+        if self._failed:
+            raise ReadOnly(
+                "A write to the keyring failed; it accepts no more until the node is started again."
+            )
+
+    def _write(self, changes: Mapping[int, Slot | None]) -> None:
+        """Overwrite slots, durably before it returns."""
+        try:
+            self._slots.write(changes)
+            self._file.sync()
+        except StorageError:
+            self._failed = True
+            raise
+
+    def _write_header(self, header: Header) -> None:
+        """Write both copies, each durable before the next begins."""
+        try:
+            for copy in range(HEADER_PAGES):
+                self._file.write(copy, pack_header(header).ljust(PAGE_BYTES, b"\0"))
+                self._file.sync()
+        except StorageError:
+            self._failed = True
+            raise
+        self._header = header
+
+    def close(self) -> None:
+        """Wipe the keys and let another process have the file."""
+        self._wipe()
+        self._file.close()
+
+    def _wipe(self) -> None:
+        with self._keys:
+            for key in (*self._roots.values(), *self._unsealed.values(), self._store_key):
+                aead.wipe(key)
+            self._roots.clear()
+            self._unsealed.clear()
+            self._store_key = bytearray()
+
+
+def _erased(tenant: bytes, gone: _TenantKey) -> Erased:
+    return Erased(tenant, NO_NAME, gone.number, gone.slot.id, gone.slot.when_ms)
+
+
+def new_image(master: Master, store_uuid: bytes, clock: Clock) -> bytes:
+    """The pages of a new keyring."""
+    root_id, root, store = fresh_id(), fresh_key(), fresh_key()
+    try:
+        now_ms = clock.wall_ms()
+        blob = master.wrap(root_associated(store_uuid, root_id), root)
+        header = pack_header(Header(store_uuid, 1, now_ms, master.id, (Root(root_id, blob),)))
+        slot = Slot(State.LIVE, Kind.STORE, fresh_id(), NO_NAME, NO_NAME, now_ms, root_id)
+        first = pack_slot(wrapped(slot, store, root, store_uuid, _STORE_SLOT))
+    finally:
+        aead.wipe(root)
+        aead.wipe(store)
+    return header.ljust(PAGE_BYTES, b"\0") * HEADER_PAGES + first.ljust(PAGE_BYTES, b"\0")
+
+
+def read_status(path: Path) -> KeyringStatus:
+    """What can be said of a keyring without its master key, and while a node has it open."""
+    file = FolderFile(path, locks=False)
+    try:
+        header = _header_of(file)
+        slots = SlotTable(file)
+        return _status_of(file, header, slots, _tenants_of(slots)[0])
+    finally:
+        file.close()
+
+
+def _header_sectors(file: KeyringFile) -> list[bytes]:
+    return [file.read(copy, 1)[:SECTOR_BYTES] for copy in range(HEADER_PAGES)]
+
+
+def _header_of(file: KeyringFile) -> Header:
+    if file.pages <= HEADER_PAGES:
+        raise Corrupt("The keyring was truncated; it was left unchanged.")
+    return parse_header(_header_sectors(file))
+
+
+def _tenants_of(slots: SlotTable) -> tuple[dict[bytes, list[_TenantKey]], dict[bytes, _TenantKey]]:
+    """The live keys of each tenant, by version, and the tenants whose key was destroyed."""
+    live: dict[bytes, list[_TenantKey]] = {}
+    gone: dict[bytes, _TenantKey] = {}
+    for number in slots.others:
+        slot = slots.read(number)
+        if slot is None or slot.kind != Kind.TENANT:
+            continue
+        if slot.state == State.LIVE:
+            live.setdefault(slot.tenant, []).append(_TenantKey(number, slot))
+        else:
+            gone[slot.tenant] = _TenantKey(number, slot)
+    for keys in live.values():
+        keys.sort(key=lambda key: key.slot.version)
+    return live, gone
+
+
+def _status_of(
+    file: KeyringFile, header: Header, slots: SlotTable, tenants: Mapping[bytes, Sequence[_TenantKey]]
+) -> KeyringStatus:
+    free, live, gone, damaged = slots.counts()
+    return KeyringStatus(
+        store_uuid=header.store_uuid,
+        master_id=header.master_id,
+        made_ms=header.made_ms,
+        size_bytes=file.pages * PAGE_BYTES,
+        free=free,
+        live=live,
+        erased=gone,
+        damaged=damaged,
+        tenants=tuple((tenant, keys[-1].slot.version) for tenant, keys in sorted(tenants.items())),
+        rotating=tuple(tenant for tenant, keys in sorted(tenants.items()) if len(keys) > 1),
+        is_master_rotating=len(header.roots) > 1,
+        copies_on_write=file.copies_on_write if isinstance(file, FolderFile) else None,
+    )

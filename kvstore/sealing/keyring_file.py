@@ -1,0 +1,190 @@
+"""The file of a keyring, in whole pages, and the seam that tests replace.
+
+Always holds: the file has its name only once all of it is durable, so there is never half a keyring; one process has
+it open; only its owner may read it. Pages are written directly where the file system can (O_DIRECT), so that a page
+in memory is never written while it changes, and what was read after a crash is what the drive has.
+
+What it doesn't do: make a write of several sectors atomic. Each sector of a page is old or new until `sync`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvstore.errors import FolderLocked, NoKeyring, NoSpace, StorageError
+from kvstore.limits import PAGE_BYTES
+
+__all__ = ["FolderFile", "KeyringFile", "create_file", "keyring_path"]
+
+_AT_ONCE_PAGES: Final = 64
+_COPIES_ON_WRITE: Final = ("bcachefs", "btrfs", "nilfs2", "overlay", "zfs")
+
+
+def keyring_path(data: Path) -> Path:
+    """Where a data folder has its keyring."""
+    return data / "keyring"
+
+
+class KeyringFile(Protocol):
+    """What a keyring asks of its file."""
+
+    @property
+    def pages(self) -> int:
+        """How many whole pages it has."""
+        ...
+
+    def read(self, page: int, count: int) -> bytes:
+        """Read pages; StorageError if any can't be had."""
+        ...
+
+    def write(self, page: int, data: bytes) -> None:
+        """Write pages, at its end too; StorageError if any was not."""
+        ...
+
+    def sync(self) -> None:
+        """Wait until all that was written survives power loss; StorageError if that can't be had."""
+        ...
+
+    def close(self) -> None:
+        """Let another process have it."""
+        ...
+
+
+class FolderFile:
+    """A keyring in a data folder."""
+
+    def __init__(self, path: Path, *, locks: bool = True) -> None:
+        self._path = path
+        try:
+            self._fd = os.open(path, (os.O_RDWR if locks else os.O_RDONLY) | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise NoKeyring(f"There is no keyring {path}.") from None
+        except OSError as error:
+            raise _failed(path, "opened", error) from error
+        self._writing = -1
+        self._buffer = mmap.mmap(-1, _AT_ONCE_PAGES * PAGE_BYTES)
+        try:
+            if locks:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._writing = _open_directly(path)
+            self._pages = os.fstat(self._fd).st_size // PAGE_BYTES
+        except BlockingIOError as error:
+            self.close()
+            raise FolderLocked(f"Another process has the keyring {path} open.") from error
+        except OSError as error:
+            self.close()
+            raise _failed(path, "opened", error) from error
+
+    @property
+    def pages(self) -> int:
+        """How many whole pages it has."""
+        return self._pages
+
+    def read(self, page: int, count: int) -> bytes:
+        """Read pages."""
+        wanted = count * PAGE_BYTES
+        try:
+            data = os.pread(self._fd, wanted, page * PAGE_BYTES)
+        except OSError as error:
+            raise _failed(self._path, "read", error) from error
+        if len(data) < wanted:
+            raise StorageError(f"The keyring {self._path} was truncated.")
+        return data
+
+    def write(self, page: int, data: bytes) -> None:
+        """Write pages, in turns of as many as the buffer has."""
+        for at in range(0, len(data), len(self._buffer)):
+            part = data[at : at + len(self._buffer)]
+            self._buffer[: len(part)] = part
+            with memoryview(self._buffer) as view, view[: len(part)] as ours:
+                try:
+                    written = os.pwritev(self._writing, [ours], page * PAGE_BYTES + at)
+                except OSError as error:
+                    raise _failed(self._path, "written", error) from error
+            if written < len(part):
+                raise NoSpace(f"There is no room for the keyring {self._path}.")
+        self._pages = max(self._pages, page + len(data) // PAGE_BYTES)
+
+    def sync(self) -> None:
+        """Wait for the drive."""
+        try:
+            os.fdatasync(self._writing)
+        except OSError as error:
+            raise _failed(self._path, "made durable", error) from error
+
+    @property
+    def copies_on_write(self) -> str | None:
+        """The kind of its file system, if that writes changed data elsewhere and so keeps what was overwritten."""
+        kind = _file_system(os.fstat(self._fd).st_dev)
+        return kind if kind in _COPIES_ON_WRITE else None
+
+    def close(self) -> None:
+        """Close it, which unlocks it."""
+        for fd in (self._writing, self._fd):
+            if fd >= 0:
+                os.close(fd)
+        self._writing = self._fd = -1
+        self._buffer.close()
+
+
+def create_file(path: Path, image: bytes) -> None:
+    """Make a keyring of these pages, durably; StorageError if there is one."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.unlink(missing_ok=True)  # it may be a second name of a keyring in use
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchmod(fd, 0o600)
+            if os.write(fd, image) < len(image):
+                raise NoSpace(f"There is no room for the keyring {path}.")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.link(part, path)  # which replaces nothing
+        part.unlink()
+        _sync_folder(path.parent)
+    except FileExistsError:
+        raise StorageError(f"There is a keyring {path} already, which is not written over.") from None
+    except OSError as error:
+        raise _failed(path, "made", error) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open_directly(path: Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # tmpfs, where nothing survives anyway
+
+
+def _file_system(device: int) -> str:
+    """The kind of the file system that has this number; nothing if it can't be found out."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    for line in mounts.splitlines():
+        words, _, behind = line.partition(" - ")
+        if words.split()[2] == wanted:
+            return behind.split()[0]
+    return ""
+
+
+def _failed(path: Path, what: str, error: OSError) -> StorageError:
+    kind = NoSpace if error.errno == errno.ENOSPC else StorageError
+    return kind(f"The keyring {path} could not be {what}: {error.strerror}.")

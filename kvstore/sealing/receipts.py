@@ -1,0 +1,101 @@
+"""What an erasure answers: a receipt, whose line is also the line in the audit log.
+
+    {"at_ms":1763716000000,"at":"2025-11-21T09:06:40.000Z","what":"erase-domain","how":"keys destroyed",...}
+
+What always holds: a receipt has no key, no token and no name of a user, whose name it would keep although they asked to
+be forgotten: a domain is named by its digest. It is of a bounded length, and its digest covers all destroyed keys.
+What it doesn't do: prove anything to somebody who doesn't trust the node: it isn't signed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final
+
+from kvstore.limits import RECEIPT_KEYS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.sealing.keyring import Erased
+
+__all__ = ["Receipt", "keys_digest"]
+
+_DIGEST_BYTES: Final = 32
+_KEYS_DESTROYED: Final = "keys destroyed"
+_OVERWRITTEN: Final = "overwritten"
+
+
+def keys_digest(keys: Sequence[Erased]) -> str:
+    """A digest of which keys were destroyed: of slot numbers (u32) and ids, in the order of the numbers."""
+    state = blake2b(digest_size=_DIGEST_BYTES, person=b"tkv receipt")
+    for number, key_id in sorted(_destroyed(keys)):
+        state.update(number.to_bytes(4, "little") + key_id)
+    return state.hexdigest()
+
+
+def _destroyed(keys: Sequence[Erased]) -> list[tuple[int, bytes]]:
+    return [(key.number, key.id) for key in keys if key.number is not None and key.id is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """One erasure on one node: of an erase domain, or of a tenant."""
+
+    at_ms: int
+    tenant: str  # as the node's file of tenants names it
+    domain: bytes | None  # None: all of the tenant
+    blocks: int
+    size_bytes: int
+    keys: tuple[Erased, ...]  # none on a node that doesn't seal, which overwrites
+    node: str
+    store_uuid: bytes
+    drives: tuple[int, ...]
+    peer: str = ""  # the caller
+
+    @property
+    def at(self) -> str:
+        """When, in UTC."""
+        return (
+            datetime.fromtimestamp(self.at_ms / 1000, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z")
+        )
+
+    def fields(self) -> dict[str, str | int]:
+        """All of it but the time, the tenant and the caller, which each line of the audit log has."""
+        destroyed = sorted(_destroyed(self.keys))
+        return {
+            "at": self.at,
+            "how": _KEYS_DESTROYED if destroyed else _OVERWRITTEN,
+            "domain": "" if self.domain is None else self.domain.hex(),
+            "blocks": self.blocks,
+            "bytes": self.size_bytes,
+            "keys": len(destroyed),
+            "key_ids": ",".join(
+                f"{number}:{key_id.hex()}" for number, key_id in destroyed[:RECEIPT_KEYS_MAX]
+            ),
+            "keys_digest": keys_digest(self.keys) if destroyed else "",
+            "node": self.node,
+            "store": self.store_uuid.hex(),
+            "drives": ",".join(map(str, self.drives)),
+        }
+
+    @property
+    def what(self) -> str:
+        """What kind of erasure it was."""
+        return "erase-tenant" if self.domain is None else "erase-domain"
+
+    def line(self) -> str:
+        """One line of JSON, as in the audit log."""
+        head = {
+            "at_ms": self.at_ms,
+            "what": self.what,
+            "tenant": self.tenant,
+            "peer": self.peer,
+            "outcome": "ok",
+        }
+        return json.dumps({**head, **self.fields()}, separators=(",", ":"))

@@ -1,0 +1,286 @@
+"""The slots of an open keyring: which of them has what, found by name, and how they are written.
+
+What always holds: a slot's bytes in the file decide; what is kept in memory (30 bytes a slot) says where to look. Only
+free slots are taken, and those whose key was destroyed, the oldest first, once the keyring can't grow; damaged ones
+never are. What it doesn't do: know a key, or order one write before another: its caller syncs.
+
+One thread writes at a time; the others may read meanwhile.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from crc32c import crc32c
+
+from kvstore.errors import NoSpace
+from kvstore.limits import (
+    KEYRING_LOAD_PAGES,
+    KEYRING_NEW_NAMES_MAX,
+    KEYRING_ROTATED_AT_ONCE,
+    KEYRING_SLOTS_MAX,
+    KEYRING_STEP_PAGES_MAX,
+    PAGE_BYTES,
+)
+from kvstore.sealing.slots import (
+    CHECKED_BYTES,
+    HEADER_PAGES,
+    SLOT_BYTES,
+    SLOTS_PER_PAGE,
+    Kind,
+    State,
+    pack_slot,
+    parse_slot,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from kvstore.sealing.keyring_file import KeyringFile
+    from kvstore.sealing.slots import Slot
+
+__all__ = ["SlotTable"]
+
+FREE: Final = 0
+LIVE: Final = 1
+GONE: Final = 2
+DAMAGED: Final = 3
+STEP_PAGES_MIN: Final = 16
+
+_ROW: Final = np.dtype(
+    [
+        ("state", "<u4"),
+        ("kind", "<u4"),
+        ("id", "<u8"),
+        ("name", "<u8", (4,)),
+        ("when", "<u8"),
+        ("by", "<u8"),
+        ("sealed", "V60"),
+        ("crc", "<u4"),
+    ]
+)
+_U64: Final = (1 << 64) - 1
+
+assert _ROW.itemsize == SLOT_BYTES
+
+_Rows = Any  # a structured array
+
+
+class SlotTable:
+    """All slots of a keyring."""
+
+    def __init__(self, file: KeyringFile, slots_max: int = KEYRING_SLOTS_MAX) -> None:
+        self.file = file
+        self.lock = Lock()  # held while a page is written or what is in memory changes
+        self._slots_max = slots_max
+        self._mixing = [int(one) | 1 for one in np.frombuffer(np.random.default_rng().bytes(32), "<u8")]
+        self._states: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._ids: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._sorted: NDArray[np.uint64] = np.zeros(0, np.uint64)  # mixed names, and
+        self._order: NDArray[np.uint32] = np.zeros(0, np.uint32)  # the slots that have them
+        self._new: dict[bytes, int] = {}  # by name, written since these were sorted
+        self._free: list[int] = []  # the next one at the end
+        self._oldest_gone: list[int] = []  # to be taken when nothing else is left; the next one at the end
+        self.others: list[int] = []  # slots of keys that are no domain's, as they were loaded
+        self._load()
+
+    def _load(self) -> None:
+        states, ids, mixed, numbers = [], [], [], []
+        for first, rows, raw in self._chunks(self.file.pages):
+            state = _states_of(rows, raw)
+            states.append(state)
+            ids.append(rows["id"].copy())
+            used = (state == LIVE) | (state == GONE)
+            named = np.flatnonzero(used & (rows["kind"] == Kind.DOMAIN))
+            mixed.append(self._mix(rows["name"][named]))
+            numbers.append((named + first).astype(np.uint32))
+            self.others += (np.flatnonzero(used & (rows["kind"] != Kind.DOMAIN)) + first).tolist()
+        if states:
+            self._states, self._ids = np.concatenate(states), np.concatenate(ids)
+            names, where = np.concatenate(mixed), np.concatenate(numbers)
+            order = np.argsort(names, kind="stable")
+            self._sorted, self._order = names[order], where[order]
+        self._free = np.flatnonzero(self._states == FREE)[::-1].tolist()
+
+    def _chunks(self, pages: int) -> Iterator[tuple[int, _Rows, bytes]]:
+        """The number of the first slot, the slots, and their bytes, thousands at a time."""
+        for page in range(HEADER_PAGES, pages, KEYRING_LOAD_PAGES):
+            raw = self.file.read(page, min(KEYRING_LOAD_PAGES, pages - page))
+            yield (page - HEADER_PAGES) * SLOTS_PER_PAGE, np.frombuffer(raw, _ROW), raw
+
+    def _mix(self, names: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        mixed = np.zeros(len(names), np.uint64)
+        for word, factor in enumerate(self._mixing):
+            mixed += names[:, word] * np.uint64(factor)
+        return mixed
+
+    @property
+    def _pages(self) -> int:
+        """Of the file, as far as its slots are known."""
+        return HEADER_PAGES + len(self._states) // SLOTS_PER_PAGE
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """How many are free, live, gone and damaged."""
+        free, live, gone, damaged = np.bincount(self._states, minlength=4)[:4].tolist()
+        return free, live, gone, damaged
+
+    def read(self, number: int) -> Slot | None:
+        """What a slot has, None if it is free; Corrupt if it is damaged."""
+        with self.lock:
+            page = self.file.read(HEADER_PAGES + number // SLOTS_PER_PAGE, 1)
+        at = number % SLOTS_PER_PAGE * SLOT_BYTES
+        return parse_slot(page[at : at + SLOT_BYTES])
+
+    def is_live(self, number: int, key_id: bytes) -> bool:
+        """Whether a slot has the key of this id."""
+        with self.lock:
+            if not 0 <= number < len(self._states) or self._states[number] != LIVE:
+                return False
+            return int(self._ids[number]) == int.from_bytes(key_id, "little")
+
+    def has_id(self, number: int, key_id: bytes) -> bool:
+        """Whether a slot has, or had last, the key of this id."""
+        return int(self._ids[number]) == int.from_bytes(key_id, "little")
+
+    def find(self, tenant: bytes, domain: bytes) -> tuple[int, Slot] | None:
+        """The slot of a domain, live or gone."""
+        name = tenant + domain
+        number = self._new.get(name)
+        candidates = [number] if number is not None else self._sorted_in(name)
+        for one in candidates:
+            if self._states[one] in (LIVE, GONE):
+                slot = self.read(one)
+                if (
+                    slot is not None
+                    and slot.kind == Kind.DOMAIN
+                    and (slot.tenant, slot.domain) == (tenant, domain)
+                ):
+                    return one, slot
+        return None
+
+    def _sorted_in(self, name: bytes) -> list[int]:
+        words = (int.from_bytes(name[at : at + 8], "little") for at in range(0, len(name), 8))
+        mixed = sum(word * factor for word, factor in zip(words, self._mixing, strict=True)) & _U64
+        with self.lock:
+            ordered, order = self._sorted, self._order
+        first = int(np.searchsorted(ordered, np.uint64(mixed), "left"))
+        last = int(np.searchsorted(ordered, np.uint64(mixed), "right"))
+        return [int(one) for one in order[first:last]]
+
+    def check_room(self, count: int, kept: int) -> None:
+        """NoSpace unless so many slots can be taken, and those of erased tenants kept."""
+        growing = max(self._slots_max - len(self._states), 0)
+        gone = int(np.count_nonzero(self._states == GONE)) - kept
+        if count > len(self._free) + growing + gone:
+            raise NoSpace(f"The keyring has {self._slots_max} keys, which is its maximum.")
+
+    def take(self, taken: Collection[int] = ()) -> int:
+        """A slot to be written, and none of those that are taken already."""
+        if not self._free and len(self._states) < self._slots_max:
+            self._grow()
+        if self._free:
+            return self._free.pop()
+        if not self._oldest_gone:
+            self._look_for_gone(taken)
+        while self._oldest_gone:
+            number = self._oldest_gone.pop()
+            if self._states[number] == GONE and number not in taken:
+                return number
+        raise NoSpace(f"The keyring has {self._slots_max} keys, which is its maximum.")
+
+    def give_back(self, number: int) -> None:
+        """A slot was taken and not written, or freed."""
+        self._free.append(number)
+
+    def _grow(self) -> None:
+        had = len(self._states)
+        pages = min(max(STEP_PAGES_MIN, had // SLOTS_PER_PAGE), KEYRING_STEP_PAGES_MAX)
+        pages = min(pages, -(-(self._slots_max - had) // SLOTS_PER_PAGE))
+        self.file.write(HEADER_PAGES + had // SLOTS_PER_PAGE, bytes(pages * PAGE_BYTES))
+        self.file.sync()
+        more = pages * SLOTS_PER_PAGE
+        with self.lock:
+            self._states = np.concatenate([self._states, np.zeros(more, np.uint8)])
+            self._ids = np.concatenate([self._ids, np.zeros(more, np.uint64)])
+        self._free += range(had + more - 1, had - 1, -1)
+
+    def _look_for_gone(self, taken: Collection[int]) -> None:
+        found: list[tuple[int, int]] = []
+        for first, rows, _ in self._chunks(self._pages):
+            gone = np.flatnonzero(
+                (self._states[first : first + len(rows)] == GONE) & (rows["kind"] == Kind.DOMAIN)
+            )
+            gone = gone[~np.isin(gone + first, list(taken))]
+            found += zip(rows["when"][gone].tolist(), (gone + first).tolist(), strict=True)
+            found = sorted(found)[:KEYRING_ROTATED_AT_ONCE]
+        self._oldest_gone = [number for _, number in reversed(found)]
+
+    def write(self, changes: Mapping[int, Slot | None]) -> None:
+        """Overwrite slots in place; nothing is durable, or known to readers, until the caller has synced."""
+        pages: dict[int, bytearray] = {}
+        for number, slot in sorted(changes.items()):
+            page = HEADER_PAGES + number // SLOTS_PER_PAGE
+            if page not in pages:
+                pages[page] = bytearray(self.file.read(page, 1))
+            at = number % SLOTS_PER_PAGE * SLOT_BYTES
+            pages[page][at : at + SLOT_BYTES] = pack_slot(slot)
+        for page, data in pages.items():
+            with self.lock:  # nobody reads half of it
+                self.file.write(page, bytes(data))
+
+    def publish(self, changes: Mapping[int, Slot | None]) -> None:
+        """Have readers see slots as they are now."""
+        with self.lock:
+            for number, slot in changes.items():
+                self._ids[number] = 0 if slot is None else int.from_bytes(slot.id, "little")
+                self._states[number] = FREE if slot is None else LIVE if slot.state == State.LIVE else GONE
+                if slot is not None and slot.kind == Kind.DOMAIN:
+                    self._new[slot.tenant + slot.domain] = number
+        if len(self._new) > KEYRING_NEW_NAMES_MAX:
+            self._sort_in()
+
+    def _sort_in(self) -> None:
+        """Move the names of the dictionary to the sorted ones. The lock is held only to replace these."""
+        names = np.frombuffer(b"".join(self._new), "<u8").reshape(-1, 4)
+        numbers = np.fromiter(self._new.values(), np.uint32, len(self._new))
+        kept = np.isin(self._order, numbers, invert=True)  # the others may have had other names
+        mixed = np.concatenate([self._sorted[kept], self._mix(names)])
+        numbers = np.concatenate([self._order[kept], numbers])
+        order = np.argsort(mixed, kind="stable")
+        with self.lock:
+            self._sorted, self._order = mixed[order], numbers[order]
+            self._new = {}
+
+    def live_where(self, tenant: bytes | None = None, wrapped_by: bytes | None = None) -> Iterator[list[int]]:
+        """The numbers of live domain keys that are of a tenant, or wrapped by a key, some at a time."""
+        for first, rows, _ in self._chunks(self._pages):
+            of = (self._states[first : first + len(rows)] == LIVE) & (rows["kind"] == Kind.DOMAIN)
+            if tenant is not None:
+                low, high = (np.uint64(int.from_bytes(tenant[at : at + 8], "little")) for at in (0, 8))
+                of &= (rows["name"][:, 0] == low) & (rows["name"][:, 1] == high)
+            if wrapped_by is not None:
+                of &= rows["by"] == np.uint64(int.from_bytes(wrapped_by, "little"))
+            found = (np.flatnonzero(of) + first).tolist()
+            for at in range(0, len(found), KEYRING_ROTATED_AT_ONCE):
+                yield found[at : at + KEYRING_ROTATED_AT_ONCE]
+
+
+def _states_of(rows: _Rows, raw: bytes) -> NDArray[np.uint8]:
+    """What slots have; all that are not free are checked, so that damaged ones are known."""
+    used = np.frombuffer(raw, "<u8").reshape(len(rows), -1).any(axis=1)
+    states = np.where(rows["state"] == State.LIVE, LIVE, GONE).astype(np.uint8)
+    states[~used] = FREE
+    view = memoryview(raw)
+    begins = (np.flatnonzero(used) * SLOT_BYTES).tolist()
+    checks = np.fromiter((crc32c(view[at : at + CHECKED_BYTES]) for at in begins), np.uint32, len(begins))
+    good = np.isin(rows["state"], (State.LIVE, State.GONE)) & np.isin(rows["kind"], tuple(Kind))
+    good[used] &= rows["crc"][used] == checks
+    states[used & ~good] = DAMAGED
+    return states

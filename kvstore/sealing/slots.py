@@ -1,0 +1,224 @@
+"""The keyring's bytes: its header, and slots with one wrapped key each (docs/sealing.md).
+
+What always holds: a slot lies within one sector, and so does a header; whatever of a slot is in clear, with the store
+and the slot's number, is authenticated by the tag of its wrapped key. Every wrapping draws a nonce of its own.
+What it doesn't do: read or write a file, or decide which key wraps which.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import struct
+from io import FileIO
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from crc32c import crc32c
+
+from kvstore.errors import Corrupt, WrongVersion
+from kvstore.limits import (
+    MASTER_ID_BYTES_MAX,
+    MASTER_WRAPPED_BYTES_MAX,
+    PAGE_BYTES,
+    SECTOR_BYTES,
+    TENANT_BYTES,
+)
+from nic_offload import aead
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "Header",
+    "Kind",
+    "Root",
+    "Slot",
+    "State",
+    "fresh_id",
+    "fresh_key",
+    "pack_header",
+    "pack_slot",
+    "parse_header",
+    "parse_slot",
+    "root_associated",
+    "unwrapped",
+    "wrapped",
+]
+
+FORMAT_VERSION: Final = 1
+DOMAIN_BYTES: Final = 16
+ID_BYTES: Final = 8
+UUID_BYTES: Final = 16
+SLOT_BYTES: Final = 128
+CLEAR_BYTES: Final = 64  # of a slot, which the tag of its key covers
+CHECKED_BYTES: Final = SLOT_BYTES - 4  # which its CRC32C covers
+SLOTS_PER_PAGE: Final = PAGE_BYTES // SLOT_BYTES
+HEADER_PAGES: Final = 2  # a copy in the first sector of each
+NO_ID: Final = bytes(ID_BYTES)
+NO_NAME: Final = bytes(TENANT_BYTES)
+
+_MAGIC: Final = b"TKVKEYRG"
+_HEADER: Final = struct.Struct(f"<8sI4x16sQQ{MASTER_ID_BYTES_MAX}s")
+_ROOT: Final = struct.Struct(f"<8sI{MASTER_WRAPPED_BYTES_MAX}s")
+_ROOTS: Final = 2
+_CRC: Final = struct.Struct("<I")
+_CRC_AT: Final = SECTOR_BYTES - _CRC.size
+_CLEAR: Final = struct.Struct("<II8s16s16sQ8s")
+_SEALED_BYTES: Final = aead.NONCE_BYTES + aead.KEY_BYTES + aead.TAG_BYTES
+_NUMBER: Final = struct.Struct("<I")
+_PURPOSE: Final = b"tkv root"
+
+assert _CLEAR.size == CLEAR_BYTES
+assert CLEAR_BYTES + _SEALED_BYTES + _CRC.size == SLOT_BYTES
+assert SECTOR_BYTES % SLOT_BYTES == 0
+assert _HEADER.size + _ROOTS * _ROOT.size <= _CRC_AT
+
+
+class State(enum.IntEnum):
+    """What a slot has. Far apart, so that a few flipped bits don't make one of another."""
+
+    FREE = 0
+    LIVE = int.from_bytes(b"LIVE", "little")
+    GONE = int.from_bytes(b"GONE", "little")  # its key was destroyed; it still says whose, and when
+
+
+class Kind(enum.IntEnum):
+    """What a key is for."""
+
+    STORE = 1
+    TENANT = 2
+    DOMAIN = 3
+
+
+class Slot(NamedTuple):
+    """A slot that is not free."""
+
+    state: int
+    kind: int
+    id: bytes
+    tenant: bytes
+    domain: bytes  # of a tenant's key: its version, as u64
+    when_ms: int  # when the key was made, or destroyed
+    wrapped_by: bytes  # the id of the key that wraps this one
+    sealed: bytes = bytes(_SEALED_BYTES)  # nonce, key, tag
+
+    @property
+    def version(self) -> int:
+        """Of a tenant's key: the highest is in use."""
+        return int.from_bytes(self.domain[:8], "little")
+
+    def gone(self, at_ms: int) -> Slot:
+        """The same without its key."""
+        return self._replace(state=State.GONE, when_ms=at_ms, wrapped_by=NO_ID, sealed=bytes(_SEALED_BYTES))
+
+
+class Root(NamedTuple):
+    """A root key: its id, and how the master key wraps it."""
+
+    id: bytes
+    wrapped: bytes
+
+
+class Header(NamedTuple):
+    """What the keyring says about itself."""
+
+    store_uuid: bytes
+    sequence: int  # of two copies the one with the higher counts
+    made_ms: int
+    master_id: str
+    roots: tuple[Root, ...]  # two while one replaces the other: the last is the new one
+
+
+def fresh_id() -> bytes:
+    """A random id; never zeros."""
+    while (drawn := secrets.token_bytes(ID_BYTES)) == NO_ID:
+        pass
+    return drawn
+
+
+def fresh_key() -> bytearray:
+    """A random key in memory that can be wiped, of which there is no other copy."""
+    key = bytearray(aead.KEY_BYTES)
+    with FileIO("/dev/urandom") as source:
+        got = source.readinto(key)
+    assert got == len(key), got
+    return key
+
+
+def root_associated(store_uuid: bytes, root_id: bytes) -> bytes:
+    """What a master key authenticates beside a root key."""
+    return _PURPOSE + store_uuid + root_id
+
+
+def pack_header(header: Header) -> bytes:
+    """One sector."""
+    master = header.master_id.encode()
+    assert len(master) <= MASTER_ID_BYTES_MAX, master
+    fixed = _HEADER.pack(
+        _MAGIC, FORMAT_VERSION, header.store_uuid, header.sequence, header.made_ms, master
+    ) + b"".join(_ROOT.pack(root.id, len(root.wrapped), root.wrapped) for root in header.roots)
+    fixed = fixed.ljust(_CRC_AT, b"\0")
+    return fixed + _CRC.pack(crc32c(fixed))
+
+
+def parse_header(sectors: list[bytes]) -> Header:
+    """The copy that counts; Corrupt if none is whole."""
+    found = [header for header in map(_header_in, sectors) if header is not None]
+    if found:
+        return max(found, key=lambda header: header.sequence)
+    for sector in sectors:
+        version = int.from_bytes(sector[8:12], "little")
+        if sector[:8] == _MAGIC and version != FORMAT_VERSION:
+            raise WrongVersion(f"The keyring has format {version}; this build reads format {FORMAT_VERSION}.")
+    raise Corrupt("The keyring's header is damaged, or the file is no keyring; it was left unchanged.")
+
+
+def _header_in(sector: bytes) -> Header | None:
+    magic, version, store_uuid, sequence, made_ms, master = _HEADER.unpack_from(sector)
+    if (magic, version) != (_MAGIC, FORMAT_VERSION):
+        return None
+    if _CRC.unpack_from(sector, _CRC_AT)[0] != crc32c(sector[:_CRC_AT]):
+        return None
+    found = [_ROOT.unpack_from(sector, _HEADER.size + at * _ROOT.size) for at in range(_ROOTS)]
+    roots = tuple(Root(root_id, blob[:length]) for root_id, length, blob in found if root_id != NO_ID)
+    return Header(store_uuid, sequence, made_ms, master.rstrip(b"\0").decode("utf-8", "replace"), roots)
+
+
+def pack_slot(slot: Slot | None) -> bytes:
+    """A slot's bytes; zeros for a free one."""
+    if slot is None:
+        return bytes(SLOT_BYTES)
+    row = _CLEAR.pack(*slot[:-1]) + slot.sealed
+    return row + _CRC.pack(crc32c(row))
+
+
+def parse_slot(row: bytes) -> Slot | None:
+    """What a slot has, None if it is free; Corrupt if it is damaged."""
+    if row.count(0) == SLOT_BYTES:
+        return None
+    slot = Slot._make((*_CLEAR.unpack_from(row), row[CLEAR_BYTES:CHECKED_BYTES]))
+    whole = _CRC.unpack_from(row, CHECKED_BYTES)[0] == crc32c(row[:CHECKED_BYTES])
+    if not whole or slot.state not in (State.LIVE, State.GONE) or slot.kind not in tuple(Kind):
+        raise Corrupt("A slot of the keyring is damaged; nothing sealed with its key can be opened.")
+    return slot
+
+
+def wrapped(slot: Slot, key: Buffer, by: Buffer, store_uuid: bytes, number: int) -> Slot:
+    """The slot with a key in it, wrapped by another under a nonce of its own."""
+    nonce = secrets.token_bytes(aead.NONCE_BYTES)
+    return slot._replace(sealed=nonce + aead.seal(by, nonce, _associated(slot, store_uuid, number), key))
+
+
+def unwrapped(slot: Slot, by: Buffer, store_uuid: bytes, number: int) -> bytearray:
+    """The key in a slot, in memory that its caller wipes; Corrupt if any of the slot was changed."""
+    nonce, sealed = slot.sealed[: aead.NONCE_BYTES], slot.sealed[aead.NONCE_BYTES :]
+    try:
+        return aead.unseal(by, nonce, _associated(slot, store_uuid, number), sealed)
+    except aead.NotAuthentic as error:
+        raise Corrupt(
+            f"The key in slot {number} of the keyring was changed, or belongs elsewhere."
+        ) from error
+
+
+def _associated(slot: Slot, store_uuid: bytes, number: int) -> bytes:
+    return store_uuid + _NUMBER.pack(number) + _CLEAR.pack(*slot[:-1])

@@ -1,0 +1,150 @@
+"""A keyring in memory that can lose its power at any write, and names for what is in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.errors import StorageError
+from kvstore.limits import KEYRING_SLOTS_MAX, PAGE_BYTES, SECTOR_BYTES
+from kvstore.sealing.keyring import Keyring, new_image
+from kvstore.sealing.master_key import LocalMaster
+
+if TYPE_CHECKING:
+    import random
+
+    from kvstore.sealing.keyring import Name
+
+STORE = b"a store of tests"
+ACME, ZETA = b"acme".ljust(16, b"."), b"zeta".ljust(16, b".")
+
+
+def master(first: int = 0) -> LocalMaster:
+    """One of several master keys."""
+    return LocalMaster(bytearray(range(first, first + 32)))
+
+
+def user(number: int) -> bytes:
+    """The domain of a user."""
+    return b"user" + number.to_bytes(12, "little")
+
+
+def users(*numbers: int, tenant: bytes = ACME) -> list[Name]:
+    """Names of several users' domains."""
+    return [(tenant, user(number)) for number in numbers]
+
+
+class FakeClock:
+    """It goes on by a second with each look."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1_763_716_000_000
+
+    def wall_ms(self) -> int:
+        """A second later than the last time."""
+        self.now_ms += 1_000
+        return self.now_ms
+
+    def monotonic_ns(self) -> int:
+        """The same."""
+        return self.wall_ms() * 1_000_000
+
+
+class PowerLost(Exception):
+    """The machine stopped here."""
+
+
+class Memory:
+    """A file: what was written, and for each sector what the drive may have of it until a sync.
+
+    With `steps`, the machine stops in that write or sync: before it, or, for a write, when it has begun.
+    """
+
+    def __init__(self, image: bytes, steps: int = 1 << 30) -> None:
+        self.now = bytearray(image)
+        self.durable = bytearray(image)
+        self.pending: dict[int, list[bytes]] = {}  # by sector: what it had since the last sync
+        self.steps = steps
+        self.done: list[str] = []
+        self.fails = False
+
+    @property
+    def pages(self) -> int:
+        """Whole pages."""
+        return len(self.now) // PAGE_BYTES
+
+    def read(self, page: int, count: int) -> bytes:
+        """What was written."""
+        return bytes(self.now[page * PAGE_BYTES : (page + count) * PAGE_BYTES])
+
+    def _step(self, what: str) -> None:
+        if len(self.done) >= self.steps:
+            raise PowerLost
+        if self.fails:
+            raise StorageError("The drive failed.")
+        self.done.append(what)
+
+    def write(self, page: int, data: bytes) -> None:
+        """All sectors, of which those of the last write before the stop may be old or new as well."""
+        assert len(data) % PAGE_BYTES == 0
+        at = page * PAGE_BYTES
+        assert at <= len(self.now)
+        for sector in range(at // SECTOR_BYTES, (at + len(data)) // SECTOR_BYTES):
+            new = data[sector * SECTOR_BYTES - at :][:SECTOR_BYTES]
+            old = bytes(self.now[sector * SECTOR_BYTES :][:SECTOR_BYTES])
+            if new != old:
+                self.pending.setdefault(sector, []).append(new)
+        stopped = len(self.done) >= self.steps
+        if not stopped:
+            self.now[at : at + len(data)] = data
+        self._step("write")
+
+    def sync(self) -> None:
+        """What was written is durable."""
+        self._step("sync")
+        self.durable[:] = self.now
+        self.pending.clear()
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def after_power_loss(self, chance: random.Random) -> bytes:
+        """What the drive has: each sector as it was at the last sync, or as any write since had it."""
+        image = self.durable.ljust(len(self.now), b"\0")
+        for sector, versions in self.pending.items():
+            kept = chance.choice([None, *versions])
+            end = (sector + 1) * SECTOR_BYTES
+            if kept is not None:
+                if len(image) < end:
+                    image = image.ljust(-(-end // PAGE_BYTES) * PAGE_BYTES, b"\0")
+                image[end - SECTOR_BYTES : end] = kept
+        return bytes(image)
+
+    def after_kill(self, chance: random.Random) -> Memory:
+        """The file of the next process on the same machine: all that was written, and not durable yet."""
+        left = Memory(bytes(self.durable))
+        left.now = bytearray(self.now)
+        left.pending = {sector: list(versions) for sector, versions in self.pending.items()}
+        if len(self.done) >= self.steps and chance.random() < 0.5:  # the last write may have come through
+            for sector, versions in left.pending.items():
+                end = (sector + 1) * SECTOR_BYTES
+                if end <= len(left.now):
+                    left.now[end - SECTOR_BYTES : end] = versions[-1]
+        return left
+
+
+def new_keyring(slots_max: int = KEYRING_SLOTS_MAX, *, steps: int = 1 << 30) -> tuple[Keyring, Memory]:
+    """An empty keyring in memory."""
+    file = Memory(new_image(master(), STORE, FakeClock()), steps)
+    return opened(file, slots_max=slots_max), file
+
+
+def opened(file: Memory | bytes, first: int = 0, *, slots_max: int = KEYRING_SLOTS_MAX) -> Keyring:
+    """Open what a file has, with one of several master keys."""
+    memory = Memory(file) if isinstance(file, bytes) else file
+    return Keyring.of(memory, master(first), STORE, FakeClock(), slots_max)
+
+
+def keys_of(keyring: Keyring, names: list[Name]) -> dict[Name, bytes | None]:
+    """The keys that these domains have."""
+    found = {name: keyring.domain(*name) for name in names}
+    return {name: None if key is None else bytes(key.key) for name, key in found.items()}

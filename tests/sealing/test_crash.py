@@ -1,0 +1,238 @@
+"""A machine that stops at any write or sync of a keyring, with each sector of its file old or new: nothing is lost.
+
+Each step is stopped in several ways: the process dies (what was written is there, and not durable), the power goes, or
+first the one and then the other. Afterwards every key is as it was or as it was to be; what had been acknowledged
+stands; and the same step, taken again, ends as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from kvstore.errors import NoKeyring, WrongMasterKey
+from kvstore.sealing.keyring import Keyring
+from kvstore.sealing.keyring_file import keyring_path
+from tests.sealing.rig import (
+    ACME,
+    STORE,
+    ZETA,
+    Memory,
+    PowerLost,
+    keys_of,
+    master,
+    new_keyring,
+    opened,
+    users,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvstore.sealing.keyring import Name
+
+ENDS = int(os.environ.get("TRIGGERKV_KEYRING_CRASHES", "12"))  # of each step, by different chances
+SLOTS_MAX = 1024
+OLD = [*users(*range(40)), *users(1, 2, tenant=ZETA)]  # over two pages
+ERASED = users(3, 17, 18)
+NEW = [*users(*range(100, 140)), *users(7, tenant=b"new".ljust(16, b"."))]
+
+
+class Change(NamedTuple):
+    """A step, and which keys may be gone or made by it."""
+
+    act: Callable[[Keyring], object]
+    erases: list[Name]
+    makes: list[Name]
+    is_with_master: int = 0  # the master key that it ends with
+
+
+CHANGES = {
+    "ensure": Change(lambda ring: ring.ensure(NEW), [], NEW),
+    "ensure what was erased": Change(lambda ring: ring.ensure(ERASED), [], ERASED),
+    "grow": Change(lambda ring: ring.ensure(users(*range(1000, 1070))), [], users(*range(1000, 1070))),
+    "erase": Change(lambda ring: ring.erase(users(1, 39)), users(1, 39), []),
+    "erase a tenant": Change(lambda ring: ring.erase_tenant(ACME), users(*range(40)), []),
+    "rotate a tenant": Change(lambda ring: ring.rotate_tenant(ACME), [], []),
+    "rotate the master": Change(lambda ring: ring.rotate_master(master(1)), [], [], 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keyring grows by a page or two, so that it does so often."""
+    monkeypatch.setattr("kvstore.sealing.slot_table.STEP_PAGES_MIN", 1)
+
+
+def prepared() -> tuple[bytes, dict[Name, bytes | None]]:
+    """A keyring with keys of two tenants, some of them erased, and what it has."""
+    ring, file = new_keyring(SLOTS_MAX)
+    ring.ensure(OLD)
+    ring.erase(ERASED)
+    return bytes(file.durable), keys_of(ring, [*OLD, *NEW])
+
+
+def steps_of(change: Change, image: bytes) -> int:
+    """How many writes and syncs it takes, those of the opening included."""
+    file = Memory(image)
+    change.act(opened(file, slots_max=SLOTS_MAX))
+    return len(file.done)
+
+
+def reopened(file: Memory | bytes, change: Change) -> Keyring:
+    """With the master key that the file has: after a rotation that was cut off it is the one or the other."""
+    try:
+        return opened(file, slots_max=SLOTS_MAX)
+    except WrongMasterKey:
+        assert change.is_with_master
+        return opened(file, change.is_with_master, slots_max=SLOTS_MAX)
+
+
+def check(ring: Keyring, change: Change, before: dict[Name, bytes | None], *, acknowledged: bool) -> None:
+    """Each key is old or new; none is another, and none that was acknowledged is missing."""
+    now = keys_of(ring, [*before, *change.makes])
+    for name, key in before.items():
+        if name in change.erases:
+            assert now[name] in ((None,) if acknowledged else (key, None)), name
+        elif name not in change.makes:
+            assert now[name] == key, name
+    if acknowledged:
+        assert all(now[name] for name in change.makes)
+    status = ring.status()
+    assert status.damaged == 0
+    assert not status.is_master_rotating
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_stop_at_any_step_leaves_each_key_old_or_new(what: str) -> None:
+    change = CHANGES[what]
+    image, before = prepared()
+    total = steps_of(change, image)
+    chance = random.Random(what)
+    for steps in range(total + 1):
+        for end in range(ENDS):
+            file = Memory(image, steps)
+            acknowledged = True
+            try:
+                change.act(opened(file, slots_max=SLOTS_MAX))
+            except PowerLost:
+                acknowledged = False
+            assert acknowledged == (steps == total)
+            left: Memory | bytes
+            if end % 3 == 0:
+                left = file.after_kill(chance)
+            elif end % 3 == 1:
+                left = file.after_power_loss(chance)
+            else:  # a process dies, the next one finishes what it can, and then the power goes
+                left = file.after_kill(chance)
+                left.steps = chance.randrange(6)
+                with suppress(PowerLost):
+                    reopened(left, change)
+                left = left.after_power_loss(chance)
+            ring = reopened(left, change)
+            check(ring, change, before, acknowledged=acknowledged)
+            if ring._header.master_id == master().id:
+                change.act(ring)  # again
+            check(ring, change, before, acknowledged=True)
+            made = keys_of(ring, change.makes)
+            durable = ring._file.durable  # type: ignore[attr-defined]
+            last = opened(bytes(durable), change.is_with_master, slots_max=SLOTS_MAX)
+            check(last, change, before, acknowledged=True)
+            assert keys_of(last, change.makes) == made
+            assert last.status().rotating == ()
+
+
+@pytest.mark.parametrize("what", ["ensure", "ensure what was erased"])
+def test_a_key_that_a_killed_process_wrote_is_durable_before_the_next_one_gives_it(what: str) -> None:
+    change = CHANGES[what]
+    image, _ = prepared()
+    chance = random.Random(what)
+    found = 0
+    for steps in range(steps_of(change, image)):
+        for _ in range(ENDS):
+            file = Memory(image, steps)
+            with pytest.raises(PowerLost):
+                change.act(opened(file, slots_max=SLOTS_MAX))
+            left = file.after_kill(chance)
+            given = {
+                name: key
+                for name, key in keys_of(opened(left, slots_max=SLOTS_MAX), change.makes).items()
+                if key
+            }
+            found += len(given)
+            assert keys_of(opened(left.after_power_loss(chance), slots_max=SLOTS_MAX), list(given)) == given
+    assert found
+
+
+@pytest.mark.parametrize("meanwhile", ["ensure", "erase", "erase a tenant", "rotate the master"])
+def test_other_changes_during_a_rotation_that_was_cut_off(meanwhile: str) -> None:
+    """A tenant that has two keys can do all that others can, and is rotated to the end afterwards."""
+    rotate, change = CHANGES["rotate a tenant"], CHANGES[meanwhile]
+    image, before = prepared()
+    chance = random.Random(meanwhile)
+    seen = 0
+    for steps in range(1, steps_of(rotate, image)):
+        file = Memory(image, steps)
+        with pytest.raises(PowerLost):
+            rotate.act(opened(file, slots_max=SLOTS_MAX))
+        half = file.after_power_loss(chance)
+        ring = opened(half, slots_max=SLOTS_MAX)
+        seen += bool(ring.status().rotating)
+        total = steps_of(change, half)
+        for inner in range(total + 1):
+            file = Memory(half, inner)
+            acknowledged = True
+            try:
+                change.act(opened(file, slots_max=SLOTS_MAX))
+            except PowerLost:
+                acknowledged = False
+            ring = reopened(file.after_power_loss(chance), change)
+            check(ring, change, before, acknowledged=acknowledged)
+            ring.rotate_tenant(ACME)
+            check(ring, change, before, acknowledged=acknowledged)
+            assert ring.status().rotating == ()
+    assert seen
+
+
+def test_an_erasure_is_durable_before_it_is_acknowledged() -> None:
+    """Whatever of the file's sectors the drive has after a power loss, none has the key."""
+    image, _ = prepared()
+    chance = random.Random(1)
+    for act, names in (
+        (CHANGES["erase"].act, CHANGES["erase"].erases),
+        (CHANGES["erase a tenant"].act, CHANGES["erase a tenant"].erases),
+    ):
+        file = Memory(image)
+        ring = opened(file, slots_max=SLOTS_MAX)
+        slots = [found for found in (ring._slots.find(*name) for name in names) if found is not None]
+        sealed = [slot.sealed[12:] for _, slot in slots if any(slot.sealed)]
+        assert all(one in image for one in sealed)
+        act(ring)
+        for _ in range(20):
+            left = file.after_power_loss(chance)
+            assert not [one for one in sealed if one in left]
+
+
+def test_a_stop_while_a_keyring_is_made_leaves_none_or_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = keyring_path(tmp_path)
+    for name in ("open", "write", "fsync", "link"):
+        real = getattr(os, name)
+
+        def stop(*_: object, **__: object) -> object:
+            raise PowerLost
+
+        monkeypatch.setattr(os, name, stop)
+        with pytest.raises(PowerLost):
+            Keyring.create(path, master(), STORE)
+        monkeypatch.setattr(os, name, real)
+        with pytest.raises(NoKeyring):
+            Keyring.open(path, master(), STORE)
+    Keyring.create(path, master(), STORE)
+    Keyring.open(path, master(), STORE).close()
