@@ -62,7 +62,9 @@ class StepRecord(RecordWrite):
         size_bytes = record_bytes(len(payload))
         self._memory = mmap.mmap(-1, size_bytes)
         self._memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-        domain = step.item.name.user if kind is Kind.SESSION else NO_DOMAIN  # others' sessions name chunks, too
+        domain = (
+            step.item.name.user if kind is Kind.SESSION else NO_DOMAIN
+        )  # others' sessions name chunks, too
         super().__init__(writes, owner, _address(self._memory), size_bytes, tenant, domain)
         self.step = step
         self.kind = kind
