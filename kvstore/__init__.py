@@ -7,7 +7,7 @@
 What most programs need can be imported from here, and is loaded when it is first used, so `import kvstore` is fast and
 needs no fabric library:
 
-- `Client`, `AsyncClient` (asyncio), `ClusterClient` (several nodes): `help(kvstore.Client)` has an example of each call;
+- `Client`, `AsyncClient` (asyncio), `ClusterClient` (several nodes); `help(kvstore.Client)` has examples of all calls;
 - `Block` and `block_key`: a block, and its key; `FlagWords`: words whose values fire puts;
 - `Hit`, `Miss` and `MissReason`: what a get gives; `Durability`: what a put reaches; `KvError`: all errors.
 
