@@ -148,6 +148,9 @@ class NodeConfig:
     capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
     hot_bytes: int = HOT_BYTES_DEFAULT  # of memory for recently used blocks
     eviction: str = POLICY_DEFAULT  # which blocks go when room is needed
+    master_key: str | None = (
+        None  # where the key is that protects those of records; None: they are in the clear
+    )
     provider: str | None = None  # None: the best that libfabric offers
     cluster: ClusterConfig | None = None
     tied: bool = False  # to standard input: the node stops when it ends

@@ -175,6 +175,8 @@ PIN_TIMEOUT_MS_MAX = 600_000
 PINS_MAX = 8192  # of all tenants of a node
 PINS_OF_TENANT_MAX = 1024
 
+VAULT_KEYS_MAX = 1 << 14  # unwrapped keys in locked memory: 1.5 MiB of the 8 MiB that a process may lock
+VAULT_NAMES_MAX = 1 << 16  # domains whose keys are known without a look into the keyring
 MASTER_COMMAND_MS = 10_000  # for a command that prints the master key
 MASTER_FILE_BYTES_MAX = 66  # 64 hexadecimal digits and the end of their line
 MASTER_ID_BYTES_MAX = 64

@@ -136,6 +136,11 @@ OPTIONS: Final = (
     Option("capacity", "size of a new folder's only drive, a file", parse_size, "1GiB", "SIZE"),
     Option("hot", "memory for recently used blocks", parse_size, "256MiB", "SIZE"),
     Option("eviction", "eviction policy: lru or s3fifo", str, "lru", "POLICY"),
+    Option(
+        "master_key",
+        "encrypt what is stored, with keys that this one protects: file:, credential:, command: or vault: and where",
+        metavar="KIND:WHERE",
+    ),
     Option("provider", "libfabric provider; by default the best available", metavar="NAME"),
     Option(
         "cluster",

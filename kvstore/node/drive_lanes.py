@@ -84,7 +84,9 @@ def _open(drive: Drive, fabric: Fabric) -> Lane | None:
     if drive.direct_fd is None:
         return None
     try:
-        lane = Lane(fabric, LANE_TAG, drive.direct_fd, LANE_DEPTH, LANE_BYTES_MAX, drive.record_format)
+        lane = Lane(
+            fabric, LANE_TAG, drive.direct_fd, LANE_DEPTH, LANE_BYTES_MAX, drive.record_format, drive.cipher
+        )
     except FabricError as error:
         log.warning("Puts to drive %d are written by Python: %s", drive.number, error)
         return None

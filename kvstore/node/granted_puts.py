@@ -472,6 +472,7 @@ class Granted:
             came.expires_unix_ms,
             max(one.lease.durability, _WRITTEN),
             came.id,
+            came.domain,
         )
 
     # --- how it ended

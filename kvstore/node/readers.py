@@ -64,7 +64,7 @@ class Readers:
 
     def _open(self, fabric: Fabric, drive: Drive, fd: int) -> None:
         try:
-            self._of[drive] = Reader(fabric, fd, DRIVE_QUEUE_DEPTH, drive.record_format)
+            self._of[drive] = Reader(fabric, fd, DRIVE_QUEUE_DEPTH, drive.record_format, drive.cipher)
         except FabricError as error:
             log.warning("Blocks are read by Python: %s", error)
 

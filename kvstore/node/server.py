@@ -55,6 +55,7 @@ from kvstore.node.session_calls import SessionsService
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.upkeep_calls import UpkeepService
+from kvstore.sealing.store_keys import keys_opener
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
 from kvstore.wire import (
@@ -408,6 +409,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
             without=config.without,
             progress=_progress_shown_by(clock),
             policy=config.eviction,
+            open_keys=keys_opener(config.data, config.master_key),
         ) as store,
         Audit(clock, config.audit) as audit,
         Fabric(config.provider, address=address.fabric_opens_at(provider)) as fabric,

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import Overloaded, ProtocolError, ReadOnly, StorageError
 from kvstore.limits import (
-    BATCH_BLOCKS_MAX,
     DELETES_QUEUED_MAX,
     HEADER_BYTES,
     LENT_PAGES,
@@ -35,6 +34,7 @@ from kvstore.limits import (
     STORE_QUEUED_MAX,
 )
 from kvstore.miss import Miss, MissReason
+from kvstore.storage.batches import check_batch, check_steps
 from kvstore.storage.checks import Checks
 from kvstore.storage.deletes import Deletes
 from kvstore.storage.eviction.items import Guard, Reason
@@ -86,8 +86,9 @@ if TYPE_CHECKING:
     from kvstore.storage.volume import Volume
     from kvstore.storage.wipes import Wiped
     from kvstore.storage.writes import Lane
+    from nic_offload.vault import RecordCipher
 
-__all__ = ["Drive", "check_batch", "check_steps"]
+__all__ = ["Drive"]
 
 log = logging.getLogger(__name__)
 
@@ -260,6 +261,11 @@ class Drive(Handle):
     def direct_fd(self) -> int | None:
         """Give the descriptor that a lane is to write through, and a reader to read through; None if they can't."""
         return self._volume.disk.direct_fd
+
+    @property
+    def cipher(self) -> RecordCipher | None:
+        """Give what lanes and readers encrypt and decrypt its records with; None: they are in the clear."""
+        return self._volume.codec.cipher
 
     @property
     def record_format(self) -> RecordFormat:
@@ -454,10 +460,6 @@ class Drive(Handle):
         """Tell where a block is, or why it is gone."""
         return self.keeping.explain((tenant, key))
 
-    def wake_up(self) -> None:
-        """Let `poll` be called soon; from any thread."""
-        os.eventfd_write(self.fileno(), 1)
-
     def poll(self) -> None:
         """Do what has become possible, and call the callbacks of what has ended."""
         if self._volume.keys is not None:
@@ -594,16 +596,3 @@ class Drive(Handle):
         if self._closed:
             raise StorageError("The drive is closed.")
         check_batch(items)
-
-
-def check_batch(items: Sequence[object]) -> None:
-    """Refuse a batch that is too large."""
-    if len(items) > BATCH_BLOCKS_MAX:
-        raise ProtocolError(f"A batch has at most {BATCH_BLOCKS_MAX} blocks; this one has {len(items)}.")
-
-
-def check_steps(items: Sequence[SessionItem]) -> None:
-    """Refuse steps of sessions that are too many, or too large."""
-    check_batch(items)
-    if any(len(item.keys) > SESSION_BLOCKS_MAX for item in items):
-        raise ProtocolError(f"At most {SESSION_BLOCKS_MAX} blocks are appended to a session at a time.")

@@ -36,7 +36,7 @@ from kvstore.errors import Overloaded, StorageError
 from kvstore.limits import GENERATIONS_PER_DRIVE, PREFIX_STEP_BLOCKS, SESSION_BLOCKS_MAX
 from kvstore.placement import Placement
 from kvstore.storage.all_drives import AllManifests, Deletions, SessionSteps
-from kvstore.storage.drive import check_batch, check_steps
+from kvstore.storage.batches import check_batch, check_steps
 from kvstore.storage.drive_files import FolderBay
 from kvstore.storage.eviction.items import together
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
@@ -94,7 +94,7 @@ class Store(Handle):
         self._lock = lock
         self.keys = keys
         if keys is not None:
-            keys.on_finished(drives[0].wake_up)
+            keys.on_finished(lambda: os.eventfd_write(drives[0].fileno(), 1))
         self._clock = clock
         self.drives = tuple(drives)
         self._only = drives[0] if len(drives) == 1 else None

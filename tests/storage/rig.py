@@ -23,6 +23,7 @@ from kvstore.storage.items import (
     SessionStep,
 )
 from kvstore.storage.manifests import SessionName
+from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.storage.store import Store
 from kvstore.wire.record import record_bytes
 from tests.storage.fake_lane import FakeLane
@@ -166,6 +167,7 @@ class StoreRig:
         fingerprint: bytes = FINGERPRINT,
         expires_ms: int = 0,
         length: int | None = None,
+        domain: bytes = NO_DOMAIN,
     ) -> int:
         tag = self._take_slot()
         address = self._slot_of[tag]
@@ -180,6 +182,7 @@ class StoreRig:
             expires_ms,
             durability,
             tag,
+            domain,
         )
         self.take_note()
         if not any(lane.takes(item, self._puts_done) for lane in self.lanes):

@@ -1,0 +1,139 @@
+"""The keys of an open store: the keyring behind, the C core's vault in front.
+
+    open_keys = keys_opener(data, "file:/etc/triggerkv/master.key")
+    store = Store.open(data, open_keys=open_keys, ...)
+
+What always holds: a key is durable before anybody is told of it. New keys are made by a thread of its own, since that
+waits for the drive; callers are called back by `settle_finished`, in the order of asking. A data folder that has a
+keyring is not opened without its master key: its records would look damaged.
+
+What it doesn't do: keep unwrapped keys anywhere but in the vault, from which those go that were not used lately.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ConfigError, KvError, StorageError
+from kvstore.limits import VAULT_KEYS_MAX, VAULT_NAMES_MAX
+from kvstore.sealing.keyring import Keyring
+from kvstore.sealing.keyring_file import keyring_path
+from kvstore.sealing.masters import open_master
+from nic_offload.vault import KeyName, Vault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvstore.sealing.keyring import DomainKey
+
+    Then = Callable[[StorageError | None], None]
+
+__all__ = ["StoreKeys", "keys_opener"]
+
+
+class StoreKeys:
+    """Of one store; all calls come from one thread but for `wake`."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        """Take over an open keyring."""
+        self._keyring = keyring
+        self.vault = Vault(VAULT_KEYS_MAX)
+        self.header_secret = bytes(keyring.store_key)
+        self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
+        self._worker = ThreadPoolExecutor(1, "kvstore-keys")
+        self._lock = Lock()  # for these two:
+        self._asked: list[tuple[tuple[bytes, bytes], Then]] = []
+        self._made: deque[tuple[Then, StorageError | None]] = deque()
+        self._wake: Callable[[], object] = lambda: None
+
+    def name_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
+        """Tell which key a domain has; None if it has none yet."""
+        name = self._names.get((tenant, domain))
+        if name is not None:
+            self._names.move_to_end((tenant, domain))
+            return name
+        key = self._keyring.domain(tenant, domain)
+        return None if key is None else self._take(key)
+
+    def ensure(self, tenant: bytes, domain: bytes, then: Then) -> None:
+        """Make a key for a domain, durably; `then` is called by `settle_finished`."""
+        with self._lock:
+            self._asked.append(((tenant, domain), then))
+            is_first = len(self._asked) == 1
+        if is_first:
+            self._worker.submit(self._make)
+
+    def load(self, name: KeyName) -> bool:
+        """Put a key into the vault again; False if it is gone for good."""
+        key = self._keyring.by_number(name.number, name.id.to_bytes(8, "little"))
+        if key is None:
+            return False
+        self._take(key)
+        return True
+
+    def settle_finished(self) -> None:
+        """Call back for what is done."""
+        while self._made:
+            then, error = self._made.popleft()
+            then(error)
+
+    def on_finished(self, wake: Callable[[], object]) -> None:
+        """Call this, from the keys' thread, when there is something to settle."""
+        self._wake = wake
+
+    def close(self) -> None:
+        """Wipe all keys. The fabric and the drives are closed before."""
+        self._worker.shutdown()
+        self._keyring.close()
+        self.vault.close()
+
+    def _take(self, key: DomainKey) -> KeyName:
+        name = KeyName(key.number, int.from_bytes(key.id, "little"))
+        with key:
+            self.vault.put(key.tenant, key.domain, name, key.key)
+        self._names[key.tenant, key.domain] = name
+        if len(self._names) > VAULT_NAMES_MAX:
+            self._names.popitem(last=False)
+        return name
+
+    def _make(self) -> None:
+        with self._lock:
+            asked, self._asked = self._asked, []
+        error: StorageError | None = None
+        try:
+            for key in self._keyring.ensure(list(dict.fromkeys(name for name, _ in asked))):
+                key.close()  # it is taken when it is asked for, by the store's thread
+        except StorageError as failure:
+            error = failure
+        except KvError as failure:
+            error = StorageError(f"The erase domain's key could not be made: {failure}")
+        self._made.extend((then, error) for _, then in asked)
+        self._wake()
+
+
+def keys_opener(data: Path, master_key: str | None) -> Callable[[bytes], StoreKeys] | None:
+    """Give what opens the keys of the store in a data folder; None if its records are not encrypted.
+
+    ConfigError if they are, and no master key is given. The first opening with one makes the keyring.
+    """
+    path = keyring_path(data)
+    if master_key is None:
+        if path.exists():
+            raise ConfigError(
+                f"The records in {data} are encrypted: give their master key (--master-key), or delete the"
+                " folder and what is in it."
+            )
+        return None
+    option = master_key
+
+    def open_keys(store_uuid: bytes) -> StoreKeys:
+        master = open_master(option)
+        if not path.exists():
+            Keyring.create(path, master, store_uuid)
+        return StoreKeys(Keyring.open(path, master, store_uuid))
+
+    return open_keys

@@ -1,0 +1,28 @@
+"""How much a store is asked for at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.errors import ProtocolError
+from kvstore.limits import BATCH_BLOCKS_MAX, SESSION_BLOCKS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.storage.items import SessionItem
+
+__all__ = ["check_batch", "check_steps"]
+
+
+def check_batch(items: Sequence[object]) -> None:
+    """Refuse a batch that is too large."""
+    if len(items) > BATCH_BLOCKS_MAX:
+        raise ProtocolError(f"A batch has at most {BATCH_BLOCKS_MAX} blocks; this one has {len(items)}.")
+
+
+def check_steps(items: Sequence[SessionItem]) -> None:
+    """Refuse steps of sessions that are too many, or too large."""
+    check_batch(items)
+    if any(len(item.keys) > SESSION_BLOCKS_MAX for item in items):
+        raise ProtocolError(f"At most {SESSION_BLOCKS_MAX} blocks are appended to a session at a time.")
