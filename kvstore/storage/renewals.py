@@ -43,7 +43,7 @@ __all__ = ["Renewal", "Renewals", "lives_as_long"]
 
 
 def lives_as_long(expires_ms: int, wanted_ms: int) -> bool:
-    """Tell whether one time to expire is no earlier than another; 0 is never."""
+    """Return whether one time to expire is no earlier than another; 0 is never."""
     return not expires_ms or 0 < wanted_ms <= expires_ms
 
 
@@ -86,7 +86,7 @@ class Renewal:
         self.is_foreign = False  # what is on the drive is no header of this block
 
     def begin(self, tag: int) -> DiskOp | None:
-        """Give the write; None if nothing is written any more."""
+        """Return the write; None if nothing is written any more."""
         return self._renewals.begin(self, tag)
 
     def end(self, result: int) -> None:
@@ -189,7 +189,7 @@ class Renewals:
         return told
 
     def is_unsynced(self, generation: int) -> bool:
-        """Tell whether power loss could bring the header back that a block had before."""
+        """Return whether power loss could bring the header back that a block had before."""
         return generation in self._unsynced
 
     def _note_unsynced(self, renewal: Renewal) -> None:
