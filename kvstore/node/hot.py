@@ -123,7 +123,7 @@ class HotPages:
         return piece
 
     def has(self, generation: int) -> bool:
-        """Whether this record is kept. This does not count as a use."""
+        """Whether this record is kept. A look is not a use."""
         return generation in self._probation or generation in self._protected
 
     def look_again(self) -> None:
@@ -169,7 +169,7 @@ class HotPages:
         return piece
 
     def peek(self, generation: int) -> Piece | None:
-        """This record's piece. This does not count as a use."""
+        """The piece of this record. A look is not a use."""
         return self._protected.get(generation) or self._probation.get(generation)
 
     def touch(self, generation: int) -> None:
