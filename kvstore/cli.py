@@ -103,9 +103,11 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _fsck(arguments: argparse.Namespace) -> int:
+    from kvstore.sealing.store_keys import keys_opener
     from kvstore.storage.fsck import run
 
-    return run(arguments.data, repair=arguments.repair, payloads=arguments.payloads)
+    open_keys = keys_opener(arguments.data, arguments.master_key)
+    return run(arguments.data, repair=arguments.repair, payloads=arguments.payloads, open_keys=open_keys)
 
 
 def _keys(arguments: argparse.Namespace) -> int:
@@ -228,6 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("data", type=Path, metavar="DATA", help="the node's folder")
     fsck.add_argument("--repair", action="store_true", help="rebuild a wrong index from the drive")
     fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
+    fsck.add_argument("--master-key", metavar="KIND:WHERE", help="of a node whose records are encrypted")
     fsck.set_defaults(run=_fsck)
 
     _add_keys(commands)

@@ -13,6 +13,7 @@ KEY_BYTES = 32
 TENANT_BYTES = 16
 FINGERPRINT_BYTES = 16
 USER_BYTES = 16
+DOMAIN_BYTES = 16  # of an erase domain
 SESSION_BYTES = 16
 GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
 
@@ -175,6 +176,8 @@ PIN_TIMEOUT_MS_MAX = 600_000
 PINS_MAX = 8192  # of all tenants of a node
 PINS_OF_TENANT_MAX = 1024
 
+ERASE_TIMEOUT_S = 600.0  # of a call that erases a user or a tenant
+ERASE_STEP_BLOCKS = 1024  # entries that an erasure looks at between other work
 VAULT_KEYS_MAX = 1 << 14  # unwrapped keys in locked memory: 1.5 MiB of the 8 MiB that a process may lock
 VAULT_NAMES_MAX = 1 << 16  # domains whose keys are known without a look into the keyring
 MASTER_COMMAND_MS = 10_000  # for a command that prints the master key

@@ -8,7 +8,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from kvstore.limits import FINGERPRINT_BYTES, KEY_BYTES, SESSION_BYTES, TENANT_BYTES, USER_BYTES
+from kvstore.limits import DOMAIN_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SESSION_BYTES, TENANT_BYTES, USER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,6 +42,11 @@ def tenant_name(tenant: str, salt: bytes) -> bytes:
 def user_name(tenant: bytes, user: str) -> bytes:
     """A user as the drive knows them; `tenant` is that of `tenant_name`, so this one is salted as well."""
     return _digest(b"triggerkv user", USER_BYTES, [tenant, user.encode()])
+
+
+def domain_of(user: str) -> bytes:
+    """The erase domain of a user's blocks: which of their tenant's keys encrypts them."""
+    return _digest(b"triggerkv domain", DOMAIN_BYTES, [user.encode()])
 
 
 def session_name(user: bytes, session: str) -> bytes:

@@ -33,6 +33,7 @@ from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
 from kvstore.client.cluster import ClusterClient, ClusterPin, ClusterPuts
 from kvstore.client.cluster_blocks import ClusterBlock
+from kvstore.client.erasing import Erasure
 from kvstore.client.nodes import Everywhere, Nodes
 from kvstore.client.observing import Happened
 from kvstore.client.puts import ArmedPuts
@@ -56,6 +57,7 @@ __all__ = [
     "ClusterClient",
     "ClusterPin",
     "ClusterPuts",
+    "Erasure",
     "Everywhere",
     "Explained",
     "Happened",

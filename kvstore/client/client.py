@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 from kvstore.client.block_calls import BlockCalls
 from kvstore.client.blocks import fingerprint_of
 from kvstore.client.core import Core
+from kvstore.client.erasing import ErasingCalls
 from kvstore.client.inline import InlineCalls
 from kvstore.client.observing import ObservingCalls
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
 from kvstore.client.transfers import Transfers
 from kvstore.durability import Durability
-from kvstore.limits import LEASE_TIMEOUT_MS, LEASE_TIMEOUT_MS_MAX
+from kvstore.limits import ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS, LEASE_TIMEOUT_MS_MAX
 from kvstore.reach import Reach
 from nic_offload.handle import Handle
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
     from kvstore.client.blocks import Block, HasFingerprint, Hit, PutResult
+    from kvstore.client.erasing import Erasure
     from kvstore.client.gets import Ended, Get, NoGet
     from kvstore.client.inline import Data
     from kvstore.client.observing import Happened, LookedUp
@@ -132,6 +134,7 @@ class Client(Handle):
         self._blocks = BlockCalls(core.channel, core.calling, reach, fingerprint, core.lookups)
         self._inline = InlineCalls(core.channel, core.calling, reach, fingerprint, core.lookups, core.spans)
         self._observing = ObservingCalls(core.channel, core.calling, reach)
+        self._erasing = ErasingCalls(core.channel, core.calling, reach)
         self._steps = StepCalls(core.channel, core.calling, reach)
         self._sessions = SessionCalls(self, core, self._steps)
 
@@ -497,6 +500,27 @@ class Client(Handle):
         16
         """
         return self._sessions.import_one(file, user, name, durability, progress)
+
+    # --- erasing
+
+    def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
+        """Erase a user on this node: their sessions, and the blocks of their erase domain or of those sessions alone.
+
+        On a node that encrypts, the keys are destroyed first. Other gets of these blocks are `MISS(erased)`.
+
+        >>> _ = client.session("mallory", "chat 1").append([key], tokens=16)
+        >>> client.erase_user("mallory").sessions
+        1
+        """
+        return self._erasing.user(user, timeout_s)
+
+    def erase_tenant(self, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
+        """Erase all sessions and blocks of this client's tenant on this node.
+
+        >>> client.erase_tenant().receipt[:10]
+        '{"at_ms":1'
+        """
+        return self._erasing.tenant(timeout_s)
 
     # --- what the node does
 

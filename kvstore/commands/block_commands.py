@@ -129,6 +129,20 @@ def _pin(arguments: argparse.Namespace) -> int:
     return _each(keys, pinned, ("pinned", "not stored"), arguments)
 
 
+def _erase(arguments: argparse.Namespace) -> int:
+    if (arguments.user is None) == (not arguments.whole_tenant):
+        raise ConfigError("Say what to erase: --user NAME, or --whole-tenant.")
+    with _client(arguments) as client:
+        done = client.erase_tenant() if arguments.user is None else client.erase_user(arguments.user)
+    how = f"{done.keys} keys destroyed" if done.keys else "overwritten"
+    print(
+        done.receipt
+        if arguments.json
+        else f"erased {done.sessions} sessions and {done.blocks} blocks of {done.size_bytes} bytes: {how}"
+    )
+    return Status.DONE
+
+
 def _each(
     keys: list[bytes], outcomes: list[bool], words: tuple[str, str], arguments: argparse.Namespace
 ) -> int:
@@ -193,6 +207,17 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     get.add_argument("--out", type=Path, metavar="FILE", help="instead of standard output")
     reach_node(get)
     get.set_defaults(run=_get)
+
+    erase = commands.add_parser(
+        "erase",
+        help="erase a user, or all that a tenant stored",
+        description="Erase a user's sessions and blocks on a node, or all that the tenant stored there. The keys"
+        " of what was encrypted are destroyed; what was not is overwritten. With --json the receipt is printed.",
+    )
+    erase.add_argument("--user", metavar="NAME", help="whose sessions and blocks")
+    erase.add_argument("--whole-tenant", action="store_true", help="all of the caller's tenant")
+    reach_node(erase)
+    erase.set_defaults(run=_erase)
 
     delete = commands.add_parser(
         "delete",

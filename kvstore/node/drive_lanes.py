@@ -58,7 +58,7 @@ class DriveLanes:
         self._idle_ticks = 0
         for number, items in by_lane.items():
             self._known += len(items)
-            self._drives[number - 1].under_way(items, done)
+            self._drives[number - 1].puts.under_way(items, done)
 
     def take(self) -> Iterator[tuple[Drive, list[Written]]]:
         """Take what has ended, each drive's in the order of generations."""

@@ -315,9 +315,8 @@ class Granted:
     def came(self, number: int) -> None:
         """Take what a receiver has, and let the store hear of it."""
         area = self._areas.get(number)
-        if area is None:
-            return
-        self._go_on(area, self._take(area))
+        if area is not None:
+            self._go_on(area, self._take(area))
 
     def _taken(self, area: PutArea, state: State) -> None:
         if state.broken:

@@ -40,6 +40,7 @@ from kvstore.node.block_calls import BlocksService
 from kvstore.node.cluster_calls import ClusterService
 from kvstore.node.connection_guard import Doorkeeper
 from kvstore.node.core_dumps import keep_out_of_dumps
+from kvstore.node.erasing import ErasingService
 from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.health import add_standard_services
 from kvstore.node.listening import Certificates, listen
@@ -61,6 +62,7 @@ from kvstore.storage.store import Store
 from kvstore.wire import (
     blocks_pb2_grpc,
     cluster_pb2_grpc,
+    erasing_pb2_grpc,
     kvstore_pb2_grpc,
     lookups_pb2_grpc,
     observing_pb2_grpc,
@@ -115,6 +117,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     """Let a server answer for a node."""
     gate.before, gate.heard = node.take_note, node.turns.heard
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
+    erasing_pb2_grpc.add_ErasingServicer_to_server(ErasingService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]
     add_batches(server, node, gate)
     cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(node, gate), server)  # type: ignore[no-untyped-call]

@@ -3,16 +3,16 @@
     open_keys = keys_opener(data, "file:/etc/triggerkv/master.key")
     store = Store.open(data, open_keys=open_keys, ...)
 
-What always holds: a key is durable before anybody is told of it. New keys are made by a thread of its own, since that
-waits for the drive; callers are called back by `settle_finished`, in the order of asking. A data folder that has a
-keyring is not opened without its master key: its records would look damaged.
+What always holds: a key is durable before anybody is told of it. Keys are made and destroyed by a thread of their own,
+since that waits for the drive; callers are called back by `settle_finished`, in the order of asking. A data folder that
+has a keyring is not opened without its master key: its records would look damaged.
 
 What it doesn't do: keep unwrapped keys anywhere but in the vault, from which those go that were not used lately.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -25,10 +25,11 @@ from kvstore.sealing.masters import open_master
 from nic_offload.vault import KeyName, Vault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
-    from kvstore.sealing.keyring import DomainKey
+    from kvstore.sealing.keyring import DomainKey, Erased
 
     Then = Callable[[StorageError | None], None]
 
@@ -44,6 +45,7 @@ class StoreKeys:
         self.vault = Vault(VAULT_KEYS_MAX)
         self.header_secret = bytes(keyring.store_key)
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
+        self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
         self._worker = ThreadPoolExecutor(1, "kvstore-keys")
         self._lock = Lock()  # for these two:
         self._asked: list[tuple[tuple[bytes, bytes], Then]] = []
@@ -52,6 +54,8 @@ class StoreKeys:
 
     def name_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
         """Tell which key a domain has; None if it has none yet."""
+        if self._erasing and (self._erasing[tenant, None] or self._erasing[tenant, domain]):
+            return None  # it gets another key when that has ended
         name = self._names.get((tenant, domain))
         if name is not None:
             self._names.move_to_end((tenant, domain))
@@ -66,6 +70,27 @@ class StoreKeys:
             is_first = len(self._asked) == 1
         if is_first:
             self._worker.submit(self._make)
+
+    def erase(self, tenant: bytes, domain: bytes | None) -> Future[list[Erased]]:
+        """Destroy the key of a domain, or all of a tenant; from here on nothing is encrypted with them."""
+        for name in [one for one in self._names if one[0] == tenant and domain in {None, one[1]}]:
+            self.vault.drop(self._names.pop(name).number)
+        self._erasing[tenant, domain] += 1
+        return self._worker.submit(self._erase, tenant, domain)
+
+    def erased(self, tenant: bytes, domain: bytes | None, keys: Sequence[Erased]) -> None:
+        """Note in the store's thread that an erasure has ended."""
+        for key in keys:
+            if key.number is not None:
+                self.vault.drop(key.number)
+        self._erasing[tenant, domain] -= 1
+        if not self._erasing[tenant, domain]:
+            del self._erasing[tenant, domain]
+
+    def _erase(self, tenant: bytes, domain: bytes | None) -> list[Erased]:
+        if domain is None:
+            return self._keyring.erase_tenant(tenant)
+        return self._keyring.erase([(tenant, domain)])
 
     def load(self, name: KeyName) -> bool:
         """Put a key into the vault again; False if it is gone for good."""

@@ -63,9 +63,10 @@ class _Deletions:
 
     def heard(self, answers: Sequence[DeleteDone]) -> None:
         """Take what a drive says; its tags are positions in the batch."""
-        for at, error, found in answers:
+        for at, error, found, size_bytes in answers:
             so_far = self._so_far[at]
-            now = DeleteDone(so_far.tag, so_far.error or error, so_far.found or found)
+            size_bytes += so_far.size_bytes  # noqa: PLW2901 - of all drives
+            now = DeleteDone(so_far.tag, so_far.error or error, so_far.found or found, size_bytes)
             self._so_far[at] = now
             self._left[at] -= 1
             if not self._left[at]:

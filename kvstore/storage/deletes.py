@@ -2,6 +2,7 @@
 
 Always holds: a block that is being deleted is not found from the call on; a deletion is reported when no header of
 its name is left on the drive and, if requested, this is synced; a block whose put is in progress is deleted after it.
+One that is erased is reported when its bytes are overwritten as well, unless their key is destroyed.
 
 It doesn't check references to a block: sessions keep listing deleted blocks, and find them gone.
 """
@@ -15,6 +16,7 @@ from kvstore.errors import StorageError
 from kvstore.storage.eviction.items import Reason
 from kvstore.storage.items import DeleteDone, DeleteItem, DeletesDone
 from kvstore.storage.outbox import Outbox
+from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.index import Entry
     from kvstore.storage.puts import Puts
+    from kvstore.storage.scrubs import Scrubs
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
 
@@ -31,7 +34,8 @@ __all__ = ["Deletes"]
 class Deletes:
     """All deletions that have not been reported yet."""
 
-    def __init__(self, writes: Writes, wipes: Wipes, keeping: Keeping, puts: Puts) -> None:
+    def __init__(self, writes: Writes, wipes: Wipes, scrubs: Scrubs, keeping: Keeping, puts: Puts) -> None:
+        self._scrubs = scrubs
         self._writes = writes
         self._wipes = wipes
         self._keeping = keeping
@@ -49,14 +53,25 @@ class Deletes:
     def _delete(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
         if not items:
             return
+        names = [(item.tenant, item.key) for item in items]
+        erased = items[0].erased  # those of one call are alike
         try:
-            gone = self._keeping.drop([(item.tenant, item.key) for item in items], Reason.DELETED)
+            if erased is None:
+                gone = self._keeping.drop(names, Reason.DELETED)
+            else:
+                gone = self._keeping.drop(names, Reason.ERASED, spared=erased)
         except StorageError as error:
             self._report(items, [None] * len(items), done, error)
             return
         synced = any(item.durability is Durability.SYNCED for item in items)
 
         def wiped(error: StorageError | None) -> None:
+            if error is None and erased is not None:
+                self._scrubs.after_all(overwritten)
+            else:
+                overwritten(error)
+
+        def overwritten(error: StorageError | None) -> None:
             if error is None and synced:
                 self._writes.after_sync(lambda error: self._report(items, gone, done, error))
             else:
@@ -74,4 +89,5 @@ class Deletes:
         error: StorageError | None,
     ) -> None:
         for item, entry in zip(items, gone, strict=True):
-            self.outbox.add(done, DeleteDone(item.tag, error, entry is not None))
+            size_bytes = 0 if entry is None else record_bytes(entry.length)
+            self.outbox.add(done, DeleteDone(item.tag, error, entry is not None, size_bytes))

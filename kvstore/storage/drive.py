@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.errors import Overloaded, ProtocolError, ReadOnly, StorageError
 from kvstore.limits import (
     DELETES_QUEUED_MAX,
+    ERASE_STEP_BLOCKS,
     HEADER_BYTES,
     LENT_PAGES,
     LENT_SHARE,
@@ -120,7 +121,7 @@ class Drive(Handle):
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
         self._quota_queue = queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
         renewals = Renewals(self._writes, index, self._extents, self._traffic, keeping, volume.codec)
-        self._puts = Puts(
+        self.puts = Puts(
             self._writes,
             index,
             keeping,
@@ -131,7 +132,7 @@ class Drive(Handle):
             doubtful=self.doubtful,
             elsewhere=self._elsewhere,
         )
-        self._deletes = Deletes(self._writes, self._wipes, keeping, self._puts)
+        self._deletes = Deletes(self._writes, self._wipes, self._scrubs, keeping, self.puts)
         self._sessions = Sessions(
             self._writes, self._wipes, index, self.manifests, keeping, queue, clock, others=self.others
         )
@@ -139,7 +140,7 @@ class Drive(Handle):
         self._gets = Gets(volume.codec, index, self._extents, self._traffic, keeping, clock)
         self._sends = Sends(self._extents, self._traffic, keeping)
         self._outboxes: tuple[Outbox[Any], ...] = (
-            self._puts.outbox,
+            self.puts.outbox,
             self._gets.outbox,
             self._deletes.outbox,
             self._sessions.outbox,
@@ -206,7 +207,7 @@ class Drive(Handle):
 
     def has_synced(self, generation: int) -> bool:
         """Tell whether a block that is stored here survives power loss by now."""
-        return self._puts.has_synced(generation)
+        return self.puts.has_synced(generation)
 
     @property
     def has_doubts(self) -> bool:
@@ -229,7 +230,7 @@ class Drive(Handle):
     @property
     def puts_left(self) -> int:
         """Tell how many puts it would accept now."""
-        return STORE_QUEUED_MAX - self._puts.outbox.promised
+        return STORE_QUEUED_MAX - self.puts.outbox.promised
 
     @property
     def deletes_left(self) -> int:
@@ -251,7 +252,7 @@ class Drive(Handle):
         self._check(items)
         if len(items) > self.puts_left:
             raise Overloaded("The drive's queue of puts is full.")
-        self._puts.accept(items, done)
+        self.puts.accept(items, done)
         self._quota_queue.step()
         self._set_off()
 
@@ -292,20 +293,12 @@ class Drive(Handle):
         self._set_off()
         return self._volume.last_generation
 
-    def under_way(self, items: Sequence[PutItem], done: PutsDone) -> None:
-        """Note blocks that the lane writes; each is reported like any other put."""
-        self._puts.under_way(items, done)
-
     def written(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
         """Note their ends, in the order of generations: tag, generation, offset, result. They go into the index."""
         for tag, generation, offset, result in rows:
-            self._puts.written(tag, generation, offset, result)
+            self.puts.written(tag, generation, offset, result)
         self._writes.settle_finished()
         self._set_off()
-
-    def is_putting(self, name: Name) -> bool:
-        """Tell whether a put of this name is under way here."""
-        return self._puts.is_under_way(name)
 
     def _elsewhere(self, name: Name) -> Callable[[Sequence[tuple[PutItem, PutsDone]]], None] | None:
         for other in filter(lambda one: one.takes_puts, self.others):
@@ -316,7 +309,7 @@ class Drive(Handle):
 
     def _take_over(self, puts: Sequence[tuple[PutItem, PutsDone]]) -> None:
         for item, done in puts:
-            self._puts.accept([item], done)
+            self.puts.accept([item], done)
         self._quota_queue.step()
         self._set_off()
 
@@ -358,6 +351,13 @@ class Drive(Handle):
         gone = self.keeping.drop(names, Reason.CLEARED)
         self._set_off()
         return sum(record_bytes(entry.length) for entry in gone if entry is not None)
+
+    def of_domain(self, tenant: bytes, domain: int | None, after: bytes) -> tuple[list[Name], bytes | None]:
+        """Give blocks of a tenant, all or those of one key, and from where to look on; None: there are no more."""
+        rows = self._index.after(after or tenant, ERASE_STEP_BLOCKS)
+        names = [name for name, entry in rows if name[0] == tenant and domain in {None, entry.domain}]
+        is_more = len(rows) == ERASE_STEP_BLOCKS and rows[-1][0][0] == tenant
+        return names, b"".join(rows[-1][0]) if is_more else None
 
     def drop(self, names: Sequence[Name], then: Wiped) -> None:
         """Forget blocks for good, as a deletion does that has to be synced; `then` is called from `poll` or at once."""
@@ -466,7 +466,7 @@ class Drive(Handle):
             self._volume.keys.settle_finished()
         self._traffic.poll()
         self._writes.settle_finished()
-        self._puts.settle_renewed()
+        self.puts.settle_renewed()
         self._sessions.slices.step()
         self._wipes.settle_finished()
         if not self._closed:
@@ -496,7 +496,7 @@ class Drive(Handle):
             quarantined_bytes=self.keeping.quarantined_bytes,
             doubted=len(self._doubts),
             eviction=self.keeping.core.statistics(),
-            puts_pending=self._puts.outbox.promised,
+            puts_pending=self.puts.outbox.promised,
             waiting_for_room=self._writes.waiting,
             waiting_for_quota=len(self._quota_queue),
             gets_pending=self._gets.outbox.promised + self._sends.blocks,
@@ -517,7 +517,7 @@ class Drive(Handle):
             return
         self._closed = True
         self._writes.seal()
-        self._puts.lane_is_lost()
+        self.puts.lane_is_lost()
         self._sends.close()
         self._room.close()
         self._quota_queue.close()

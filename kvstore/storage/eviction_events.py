@@ -41,7 +41,7 @@ from kvstore.storage.session_space import SessionSpace
 from kvstore.wire.record import record_bytes, records_begin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -66,6 +66,7 @@ _MISSES: Final = {
     Reason.QUOTA: MissReason.QUOTA,
     Reason.ERASED: MissReason.ERASED,
 }
+_OVERWRITTEN: Final = frozenset({Reason.QUARANTINED, Reason.ERASED})
 _SAID: Final = {
     Reason.SPACE: "evicted for room",
     Reason.STRANDED: "evicted for room, since its session had a gap before it",
@@ -192,16 +193,29 @@ class Keeping:
 
     # Ways out.
 
-    def drop(self, names: Sequence[Name], reason: Reason) -> list[Entry | None]:
-        """Take blocks out of the index, then wipe and free them; give what they were."""
+    def drop(
+        self, names: Sequence[Name], reason: Reason, *, spared: Collection[int] = ()
+    ) -> list[Entry | None]:
+        """Take blocks out of the index, then wipe and free them; give what they were. `spared` is as in `let_go`."""
         if self._writes.stopped is not None:
             raise self._writes.stopped_again()
         gone = self._forget(names)
-        self.let_go(((name, entry) for name, entry in zip(names, gone, strict=True) if entry), reason)
+        blocks = ((name, entry) for name, entry in zip(names, gone, strict=True) if entry)
+        self.let_go(blocks, reason, spared=spared)
         return gone
 
-    def let_go(self, blocks: Iterable[tuple[Name, Entry]], reason: Reason, *, wipe: bool = True) -> None:
-        """Wipe and free blocks that the index does not have any more; what is quarantined is overwritten before."""
+    def let_go(
+        self,
+        blocks: Iterable[tuple[Name, Entry]],
+        reason: Reason,
+        *,
+        wipe: bool = True,
+        spared: Collection[int] = (),
+    ) -> None:
+        """Wipe and free blocks that the index does not have any more.
+
+        What is quarantined or erased is overwritten before, except what was encrypted with the keys of `spared`.
+        """
         now_ms = self._clock.wall_ms()
         blocks = list(blocks)
         self._tell([name for name, _ in blocks], reason)
@@ -210,7 +224,8 @@ class Keeping:
                 self._places[name] = self.core.places(entry.generation)
             for told in self.core.gone([entry.generation], reason, now_ms):
                 self._history.add(name, told)
-            instead = self._quarantine_pages(name, entry) if reason is Reason.QUARANTINED else None
+            overwrites = reason in _OVERWRITTEN and entry.domain not in spared
+            instead = self._quarantine_pages(name, entry) if overwrites else None
             self._leave_ground([entry], instead, wipe=wipe)
 
     def evict(self, victims: Sequence[Eviction]) -> None:

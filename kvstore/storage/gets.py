@@ -110,7 +110,7 @@ class Gets:
             hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
             self.outbox.add(read.done, hit)
         elif found is Flaw.NO_KEY:
-            self._keeping.drop([name], Reason.ERASED)
+            self._keeping.drop([name], Reason.ERASED, spared=[entry.domain])
             self._miss(item, read.done, MissReason.ERASED)
         else:
             self._keeping.quarantine(name, entry.generation, wipe=not is_foreign)

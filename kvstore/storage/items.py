@@ -6,7 +6,7 @@ Those that are made once a block are named tuples, which Python makes several ti
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -95,12 +95,19 @@ class GetDone(NamedTuple):
 
 
 class DeleteItem(NamedTuple):
-    """A block to be deleted; `durability` says what the deletion has to survive."""
+    """A block to be deleted; `durability` says what the deletion has to survive.
+
+    If it is erased, nobody is to read its bytes any more, not even from the drive: it is overwritten, unless it was
+    encrypted with a key that is destroyed.
+    """
 
     tenant: bytes
     key: bytes
     durability: Durability
     tag: int
+    erased: Collection[int] | None = (
+        None  # numbers of destroyed keys, as entries have them; None: it is only deleted
+    )
 
 
 class DeleteDone(NamedTuple):
@@ -109,6 +116,7 @@ class DeleteDone(NamedTuple):
     tag: int
     error: StorageError | None
     found: bool
+    size_bytes: int = 0  # of its record
 
 
 class SessionStep(enum.Enum):

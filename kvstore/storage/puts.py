@@ -192,6 +192,15 @@ class Puts:
         """Tell whether a put of this name was accepted and is not published."""
         return name in self._by_name
 
+    def of_domain(self, tenant: bytes, domain: bytes | None) -> list[Name]:
+        """Tell which names of a tenant, or of one domain of it, are being put."""
+        return [
+            name
+            for name, work in self._by_name.items()
+            if name[0] == tenant
+            and (domain is None or any(item.domain == domain for item, _ in work.items()))
+        ]
+
     def after(self, name: Name, then: Callable[[], None]) -> bool:
         """Call back when the put of this name has ended, if there is one under way."""
         write = self._by_name.get(name)

@@ -85,6 +85,10 @@ class Renewal:
         self.is_read = False
         self.is_foreign = False  # what is on the drive is no header of this block
 
+    def items(self) -> list[tuple[PutItem, PutsDone]]:
+        """Give the puts that wait for it."""
+        return self.followers
+
     def begin(self, tag: int) -> DiskOp | None:
         """Give the write; None if nothing is written any more."""
         return self._renewals.begin(self, tag)

@@ -16,15 +16,19 @@ import mmap
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from kvstore.errors import ReadOnly
 from kvstore.limits import PAGE_BYTES, SCRUB_PIECE_BYTES
 from kvstore.storage.disk import DiskOp, DiskOpKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from kvstore.errors import StorageError
     from kvstore.storage.extents import Extents
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.writes import Writes
+
+    Then = Callable[[StorageError | None], None]
 
 __all__ = ["Scrubs"]
 
@@ -38,13 +42,14 @@ class Scrubs:
         self._traffic = traffic
         self._zeros: mmap.mmap | None = None  # made with the first
         self.zeros_address = 0
-        self._waiting: deque[_Scrub] = deque()
+        self._waiting: deque[_Scrub | Then] = deque()
+        self._failed = False  # some extent could not be overwritten
         self._closed = False
 
     @property
     def pending(self) -> int:
         """How many are not over."""
-        return len(self._waiting)
+        return sum(isinstance(one, _Scrub) for one in self._waiting)
 
     def add(self, start: int, pages: int, over: Callable[[], object]) -> None:
         """Overwrite an extent and free it; `over` is called when it is free."""
@@ -55,17 +60,36 @@ class Scrubs:
         if len(self._waiting) == 1:
             self._begin_next()
 
+    def after_all(self, then: Callable[[StorageError | None], None]) -> None:
+        """Call back when all that was added so far is overwritten, or never will be."""
+        self._waiting.append(then)
+        if len(self._waiting) == 1:
+            self._begin_next()
+
     def close(self) -> None:
         """Begin no more."""
         self._closed = True
-        while len(self._waiting) > 1:
-            self._waiting.pop()
+        begun = [self._waiting.popleft()] if self._waiting else []
+        left, self._waiting = self._waiting, deque(begun)
+        self._tell(left)
 
     def _begin_next(self) -> None:
         if self._closed or self._writes.stopped is not None:
-            self._waiting.clear()
-        if self._waiting:
-            self._traffic.add(self._waiting[0])
+            left, self._waiting = self._waiting, deque()
+            self._tell(left)
+        while self._waiting:
+            first = self._waiting[0]
+            if isinstance(first, _Scrub):
+                self._traffic.add(first)
+                return
+            self._waiting.popleft()
+            error = ReadOnly("The drive could not overwrite all that was erased.") if self._failed else None
+            first(error)
+
+    def _tell(self, left: Iterable[_Scrub | Then]) -> None:
+        for one in left:
+            if not isinstance(one, _Scrub):
+                one(ReadOnly("The drive has stopped before all that was erased was overwritten."))
 
     def wrote(self, scrub: _Scrub, result: int) -> None:
         """Take the result of a piece."""
@@ -77,6 +101,8 @@ class Scrubs:
         if result > 0 and scrub.at == scrub.pages * PAGE_BYTES:
             self._extents.release(scrub.start, scrub.pages)
             scrub.over()
+        else:
+            self._failed = True
         self._begin_next()
 
 

@@ -159,9 +159,22 @@ class Store(Handle):
         """Give the position of the drive that is home to each lot of names."""
         return self._placement.homes
 
+    def of_domain(self, tenant: bytes, domain: bytes | None, number: int | None) -> Iterator[list[Name]]:
+        """Give the names of a tenant's blocks, all or those of one domain: what is being put, then what is stored.
+
+        Some at a time, for as long as the caller likes to take; what comes meanwhile may be among them or not.
+        """
+        for drive in self.drives:
+            yield drive.puts.of_domain(tenant, domain)
+        for drive in self.drives:
+            after: bytes | None = b""
+            while after is not None:
+                names, after = drive.of_domain(tenant, number, after)
+                yield names
+
     def is_putting(self, name: Name) -> bool:
         """Tell whether a put of this name is under way."""
-        return any(drive.is_putting(name) for drive in self.drives)
+        return any(drive.puts.is_under_way(name) for drive in self.drives)
 
     @property
     def name(self) -> str:
@@ -433,7 +446,7 @@ class Store(Handle):
         by_drive: dict[Drive, list[PutItem]] = {}
         for item, name, (holder, entry) in zip(items, names, self._find(names), strict=True):
             # Wherever a put of the name is under way: it may be on no drive's index for now, and not at home.
-            under_way = next((drive for drive in self.drives if drive.is_putting(name)), None)
+            under_way = next((drive for drive in self.drives if drive.puts.is_under_way(name)), None)
             if under_way is not None:
                 by_drive.setdefault(under_way, []).append(item)
                 continue

@@ -125,7 +125,7 @@ class FakeLane:
         op = DiskOp(DiskOpKind.WRITE, address, size, record.offset, self._next_tag)
         self._next_tag += 1
         self._disk.in_flight.append(op)
-        self.drive.under_way([item], done)
+        self.drive.puts.under_way([item], done)
         return True
 
     def step(self) -> None:

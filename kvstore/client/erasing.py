@@ -1,0 +1,68 @@
+"""Erasing a user or a tenant: the calls, and what a node answers.
+
+What always holds: when a call returns, what it erased is gone from that node's memory and drives, durably. A call ends
+within its timeout, with an error if the erasure has not; it can be asked for again.
+What it doesn't do: ask other nodes of a cluster. Each is asked by a client of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.wire import erasing_pb2 as pb
+from kvstore.wire import erasing_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import grpc
+
+    from kvstore.reach import Reach
+
+__all__ = ["ErasingCalls", "Erasure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """What an erasure came to on one node."""
+
+    at_unix_ms: int
+    blocks: int
+    size_bytes: int  # of their records on the drives
+    sessions: int
+    keys: int  # destroyed; 0 on a node that doesn't encrypt: there, the bytes were overwritten
+    receipt: str  # one line of JSON, as it stands in the node's audit log
+
+
+class ErasingCalls:
+    """The calls of one client. Any thread."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        calling: Callable[[str], AbstractContextManager[None]],
+        reach: Reach,
+    ) -> None:
+        self._stub = erasing_pb2_grpc.ErasingStub(channel)  # type: ignore[no-untyped-call]
+        self._calling = calling
+        self._tenant = reach.tenant
+
+    def user(self, user: str, timeout_s: float) -> Erasure:
+        """As `Client.erase_user`."""
+        request = pb.EraseUserRequest(tenant=self._tenant, user=user)
+        with self._calling("Erasing a user"):
+            return _erasure(self._stub.EraseUser(request, timeout=timeout_s))
+
+    def tenant(self, timeout_s: float) -> Erasure:
+        """As `Client.erase_tenant`."""
+        request = pb.EraseTenantRequest(tenant=self._tenant)
+        with self._calling("Erasing a tenant"):
+            return _erasure(self._stub.EraseTenant(request, timeout=timeout_s))
+
+
+def _erasure(answer: pb.EraseResponse) -> Erasure:
+    return Erasure(
+        answer.at_unix_ms, answer.blocks, answer.bytes, answer.sessions, answer.keys, answer.receipt
+    )

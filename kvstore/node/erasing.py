@@ -1,0 +1,186 @@
+"""The service Erasing: what a user or a tenant stored, gone for good, with a receipt.
+
+First the keys are destroyed, durably: from then on nobody reads what was encrypted with them, whatever happens next.
+Then sessions and blocks leave the index, the memory and the drive as in a deletion; what was in the clear, or was
+encrypted with another key, is overwritten.
+
+What always holds: an erasure is answered when every block and session that was stored when it was asked for is gone
+from memory and drive, and this would survive a power failure. One that was interrupted can be asked for again; it has
+destroyed the keys or has not. A call erases only what its caller's tenant has.
+
+What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
+tenant's, the others' remain. Without encryption, earlier versions of a session's record may be in pages that are free.
+Nodes of a cluster are asked one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from kvstore.durability import Durability
+from kvstore.limits import SESSIONS_LISTED_STEP
+from kvstore.names import domain_of, user_name
+from kvstore.node.calls import Ends, refusals
+from kvstore.node.session_names import check_text
+from kvstore.sealing.receipts import Receipt
+from kvstore.sealing.store_keys import StoreKeys
+from kvstore.storage.items import DeleteItem, SessionItem, SessionStep
+from kvstore.storage.manifests import SessionName
+from kvstore.wire import erasing_pb2 as pb
+from kvstore.wire import erasing_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.node.authorization import Gate
+    from kvstore.node.calls import Context
+    from kvstore.node.node import Node
+    from kvstore.node.tenants import Tenant
+    from kvstore.sealing.keyring import Erased
+    from kvstore.storage.index import Name
+    from kvstore.storage.items import DeleteDone, SessionDone
+
+__all__ = ["ErasingService"]
+
+
+class ErasingService(erasing_pb2_grpc.ErasingServicer):
+    """One node's."""
+
+    def __init__(self, node: Node, gate: Gate) -> None:
+        self._node = node
+        self._gate = gate
+
+    async def EraseUser(self, request: pb.EraseUserRequest, context: Context) -> pb.EraseResponse:  # noqa: N802 - the proto's
+        """Erase a user."""
+        async with refusals(context, self._node.counters):
+            tenant = self._gate.enter("erase user", context, request.tenant)
+            check_text("user", request.user)
+            named = user_name(tenant.id, request.user)
+            erasure = _Erasure(self._node, tenant.id)
+            await erasure.destroy([named, domain_of(request.user)])
+            await erasure.sessions(named)
+            await erasure.blocks_of(domain_of(request.user))
+            return self._answer(erasure, tenant, domain_of(request.user), context.peer())
+        raise AssertionError
+
+    async def EraseTenant(self, request: pb.EraseTenantRequest, context: Context) -> pb.EraseResponse:  # noqa: N802
+        """Erase a tenant."""
+        async with refusals(context, self._node.counters):
+            tenant = self._gate.enter("erase tenant", context, request.tenant)
+            erasure = _Erasure(self._node, tenant.id)
+            await erasure.destroy([None])
+            await erasure.sessions(None)
+            await erasure.blocks_of(None)
+            return self._answer(erasure, tenant, None, context.peer())
+        raise AssertionError
+
+    def _answer(self, erasure: _Erasure, tenant: Tenant, domain: bytes | None, peer: str) -> pb.EraseResponse:
+        node = self._node
+        receipt = Receipt(
+            at_ms=node.clock.wall_ms(),
+            tenant=tenant.name,
+            domain=domain,
+            blocks=erasure.blocks,
+            size_bytes=erasure.size_bytes,
+            keys=tuple(erasure.keys),
+            node=node.store.name,
+            store_uuid=node.store.drives[0].store_uuid,
+            drives=tuple(drive.number for drive in node.store.drives),
+            peer=peer,
+        )
+        self._gate.audit.note(receipt.what, tenant=tenant.name, peer=peer, **receipt.fields())
+        return pb.EraseResponse(
+            at_unix_ms=receipt.at_ms,
+            blocks=erasure.blocks,
+            bytes=erasure.size_bytes,
+            sessions=erasure.removed,
+            keys=sum(key.number is not None for key in erasure.keys),
+            receipt=receipt.line(),
+        )
+
+
+class _Erasure:
+    """One that is under way, and what it has come to."""
+
+    def __init__(self, node: Node, tenant: bytes) -> None:
+        self._node = node
+        self._tenant = tenant
+        self._keys = node.store.keys if isinstance(node.store.keys, StoreKeys) else None
+        self.keys: list[Erased] = []
+        self.blocks = self.size_bytes = self.removed = 0
+
+    async def destroy(self, domains: Sequence[bytes | None]) -> None:
+        """Destroy the keys of domains; None: of the whole tenant."""
+        if self._keys is None:
+            return
+        for domain in domains:
+            destroyed: list[Erased] = []
+            waiting = asyncio.wrap_future(self._keys.erase(self._tenant, domain))
+            try:
+                destroyed = await waiting
+            finally:
+                self._keys.erased(self._tenant, domain, destroyed)
+            self.keys += destroyed
+
+    async def sessions(self, user: bytes | None) -> None:
+        """Remove the sessions of a user, or of all, and erase the blocks that nothing names any more."""
+        node = self._node
+        while found := self._some_sessions(user):
+            for name in found:
+                ends: Ends[SessionDone] = Ends(1)
+                over = await node.turns.long(self._tenant)
+                try:
+                    item = SessionItem(name, SessionStep.REMOVE, Durability.SYNCED, 0)
+                    node.store.change_sessions([item], ends.heard)
+                    (done,) = await ends.all()
+                finally:
+                    over()
+                if done.error is not None:
+                    raise done.error
+                node.traces.forget(name)
+                self.removed += 1
+                await self._erase(list(done.unreferenced))
+
+    async def blocks_of(self, domain: bytes | None) -> None:
+        """Erase the blocks of a domain, or all."""
+        node = self._node
+        node.granted.take_all()  # what has landed is being put
+        numbers = [domain_number_of(key) for key in self.keys if key.domain == domain]
+        number = None if domain is None else numbers[0] if numbers else -1
+        for names in node.store.of_domain(self._tenant, domain, number):
+            await self._erase(names)
+
+    async def _erase(self, names: Sequence[Name]) -> None:
+        if not names:
+            return
+        node = self._node
+        erased = frozenset(domain_number_of(key) for key in self.keys if key.number is not None)
+        items = [
+            DeleteItem(tenant, key, Durability.SYNCED, at, erased) for at, (tenant, key) in enumerate(names)
+        ]
+        ends: Ends[DeleteDone] = Ends(len(items))
+        async with node.turns.of(self._tenant):
+            node.granted.delete(names)
+            node.store.delete(items, ends.heard)
+            node.deletions.note(names)
+            if node.upkeep is not None:
+                node.upkeep.waited.cancel(names)
+        for done in await ends.all():
+            if done.error is not None:
+                raise done.error
+            self.blocks += done.found
+            self.size_bytes += done.size_bytes
+
+    def _some_sessions(self, user: bytes | None) -> list[SessionName]:
+        manifests = self._node.store.manifests
+        if user is None:
+            page, _ = manifests.page(self._tenant, b"", SESSIONS_LISTED_STEP)
+            return [name for name, _ in page]
+        listed = manifests.of_user(self._tenant, user, b"", SESSIONS_LISTED_STEP)
+        return [SessionName(self._tenant, user, one.session) for one in listed]
+
+
+def domain_number_of(key: Erased) -> int:
+    """Give what entries have of a destroyed key."""
+    return 0 if key.number is None else key.number + 1

@@ -1,0 +1,36 @@
+# Generated from proto sources with BLAKE2b ed5294e85838eff3617c6c2613ec668f
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EraseUserRequest(_message.Message):
+    __slots__ = ("tenant", "user")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    user: str
+    def __init__(self, tenant: _Optional[str] = ..., user: _Optional[str] = ...) -> None: ...
+
+class EraseTenantRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class EraseResponse(_message.Message):
+    __slots__ = ("at_unix_ms", "blocks", "bytes", "sessions", "keys", "receipt")
+    AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    at_unix_ms: int
+    blocks: int
+    bytes: int
+    sessions: int
+    keys: int
+    receipt: str
+    def __init__(self, at_unix_ms: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., keys: _Optional[int] = ..., receipt: _Optional[str] = ...) -> None: ...

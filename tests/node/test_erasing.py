@@ -1,0 +1,188 @@
+"""A node with a master key: what it keeps, what an erasure leaves, and what it says without its key."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Block, Client, Hit
+from kvstore.demo.node_process import NodeProcess
+from kvstore.errors import KvError
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key
+from nic_offload.memory import allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SIZE, COUNT = 40_000, 12
+MARK = b"-- what ada said to the model --"
+
+
+@contextmanager
+def node_of(folder: Path, *, encrypted: bool) -> Iterator[NodeProcess]:
+    key = folder / "master.key"
+    if encrypted and not key.exists():
+        command = [sys.executable, "-m", "kvstore", "keys", "new-master", str(key)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    arguments = ["--master-key", f"file:{key}"] if encrypted else []
+    node = NodeProcess(folder / "data", capacity="64MiB", arguments=arguments)
+    try:
+        yield node
+    finally:
+        node.stop()
+
+
+def payload(number: int) -> bytes:
+    return (MARK + number.to_bytes(32, "little")) * (SIZE // 64)
+
+
+def keys_of(user: str) -> list[bytes]:
+    return [block_key(user.encode(), bytes([number])) for number in range(COUNT)]
+
+
+def put(client: Client, user: str) -> None:
+    with allocate(SIZE * COUNT) as memory, client.register(memory) as region:
+        for number in range(COUNT):
+            memory[SIZE * number : SIZE * (number + 1)] = payload(number)
+        blocks = [Block(key, region, SIZE * at, SIZE) for at, key in enumerate(keys_of(user))]
+        assert [one.error for one in client.put(blocks)] == [None] * COUNT
+    assert client.session(user, "chat").append(keys_of(user), tokens=COUNT) == COUNT
+
+
+def got(client: Client, user: str) -> list[bytes | MissReason]:
+    with allocate(SIZE * COUNT) as memory, client.register(memory) as region:
+        blocks = [Block(key, region, SIZE * at, SIZE) for at, key in enumerate(keys_of(user))]
+        return [
+            bytes(memory[SIZE * at : SIZE * (at + 1)]) if isinstance(one, Hit) else one.reason
+            for at, one in enumerate(client.get(blocks))
+        ]
+
+
+WHOLE = [payload(number) for number in range(COUNT)]
+
+
+def files_with(folder: Path, mark: bytes) -> list[str]:
+    return [file.name for file in folder.rglob("*") if file.is_file() and mark in file.read_bytes()]
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_an_erased_user_is_gone_from_memory_drive_and_after_restarts(
+    tmp_path: Path, *, encrypted: bool
+) -> None:
+    with node_of(tmp_path, encrypted=encrypted) as node:
+        with Client(node.target) as client:
+            put(client, "ada")
+            put(client, "bob")
+            assert got(client, "ada") == got(client, "bob") == WHOLE
+        assert files_with(tmp_path / "data", MARK) == ([] if encrypted else ["drive-0.kv"])
+        node.kill()
+        node.start()
+        with Client(node.target) as client:
+            assert got(client, "ada") == WHOLE
+            erased = client.erase_user("ada")
+            assert (erased.blocks, erased.sessions) == (COUNT, 1)
+            assert erased.size_bytes >= COUNT * SIZE
+            assert (erased.keys > 0) is encrypted
+            said = json.loads(erased.receipt)
+            assert said["how"] == ("keys destroyed" if encrypted else "overwritten")
+            assert "ada" not in erased.receipt
+            assert got(client, "ada") == [MissReason.ERASED] * COUNT
+            assert "erased" in str(client.explain(keys_of("ada"))[0])
+            assert not list(client.sessions("ada"))
+            assert got(client, "bob") == WHOLE
+            again = client.erase_user("ada")
+            assert (again.blocks, again.sessions) == (0, 0)
+        node.kill()
+        shutil.rmtree(tmp_path / "data" / "index-0")
+        node.start()
+        with Client(node.target) as client:
+            assert got(client, "ada") == [MissReason.UNKNOWN] * COUNT
+            assert got(client, "bob") == WHOLE
+            put(client, "ada")
+            assert got(client, "ada") == WHOLE
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_an_erased_tenant_leaves_no_byte_on_the_drive(tmp_path: Path, *, encrypted: bool) -> None:
+    with node_of(tmp_path, encrypted=encrypted) as node, Client(node.target) as client:
+        put(client, "ada")
+        client.put_inline(block_key(b"of nobody"), MARK * 100)
+        keyring = (tmp_path / "data" / "keyring").read_bytes() if encrypted else b""
+        erased = client.erase_tenant()
+        assert (erased.blocks, erased.sessions) == (COUNT + 1, 1)
+        assert got(client, "ada") == [MissReason.ERASED] * COUNT
+        assert isinstance(client.get_inline(block_key(b"of nobody"), 3200), Miss)
+        assert files_with(tmp_path / "data", MARK) == []
+        if encrypted:
+            assert (tmp_path / "data" / "keyring").read_bytes() != keyring
+        put(client, "ada")
+        assert got(client, "ada") == WHOLE
+
+
+def test_an_old_index_brings_nothing_of_an_erased_user_back(tmp_path: Path) -> None:
+    with node_of(tmp_path, encrypted=True) as node:
+        with Client(node.target) as client:
+            put(client, "ada")
+        node.stop()
+        shutil.copytree(tmp_path / "data" / "index-0", tmp_path / "old")
+        shutil.copy(tmp_path / "data" / "drive-0.kv", tmp_path / "drive")
+        node.start()
+        with Client(node.target) as client:
+            client.erase_tenant()
+        node.kill()
+        shutil.rmtree(tmp_path / "data" / "index-0")
+        shutil.copytree(tmp_path / "old", tmp_path / "data" / "index-0")
+        shutil.copy(tmp_path / "drive", tmp_path / "data" / "drive-0.kv")
+        node.start()
+        with Client(node.target) as client:
+            assert got(client, "ada") == [MissReason.ERASED] * COUNT, "though the index says where they were"
+
+
+def test_without_its_master_key_or_with_another_a_node_says_so_and_changes_nothing(tmp_path: Path) -> None:
+    with node_of(tmp_path, encrypted=True) as node, Client(node.target) as client:
+        put(client, "ada")
+    (tmp_path / "other.key").write_bytes(os.urandom(32))
+    (tmp_path / "other.key").chmod(0o600)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "data").iterdir() if file.is_file()}
+    serve = [
+        sys.executable,
+        "-m",
+        "kvstore",
+        "serve",
+        "--data",
+        str(tmp_path / "data"),
+        "--listen",
+        "127.0.0.1:0",
+    ]
+    for more, why in (
+        ([], "are encrypted: give their master key"),
+        (["--master-key", f"file:{tmp_path}/other.key"], "sealed with master key"),
+        (["--master-key", f"file:{tmp_path}/none.key"], "none.key"),
+    ):
+        done = subprocess.run([*serve, *more], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode not in {0, 70}
+        assert why in done.stderr
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.splitlines()) <= 2
+    after = {file.name: file.read_bytes() for file in (tmp_path / "data").iterdir() if file.is_file()}
+    assert {name for name in before if before[name] != after.get(name)} <= {"lock"}
+    with node_of(tmp_path, encrypted=True) as node, Client(node.target) as client:
+        assert got(client, "ada") == WHOLE
+
+
+def test_a_user_has_a_name(tmp_path: Path) -> None:
+    with (
+        node_of(tmp_path, encrypted=False) as node,
+        Client(node.target) as client,
+        pytest.raises(KvError, match="1 to 128 bytes"),
+    ):
+        client.erase_user("")
