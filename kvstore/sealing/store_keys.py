@@ -12,6 +12,7 @@ What it doesn't do: keep unwrapped keys anywhere but in the vault, from which th
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     Then = Callable[[StorageError | None], None]
 
+log = logging.getLogger(__name__)
 __all__ = ["StoreKeys", "keys_opener"]
 
 
@@ -60,7 +62,11 @@ class StoreKeys:
         if name is not None:
             self._names.move_to_end((tenant, domain))
             return name
-        key = self._keyring.domain(tenant, domain)
+        try:
+            key = self._keyring.domain(tenant, domain)
+        except KvError as error:  # `ensure` says the same to whoever wants to write
+            log.warning("A key of the keyring can't be used: %s", error)
+            return None
         return None if key is None else self._take(key)
 
     def ensure(self, tenant: bytes, domain: bytes, then: Then) -> None:
@@ -94,7 +100,11 @@ class StoreKeys:
 
     def load(self, name: KeyName) -> bool:
         """Put a key into the vault again; False if it is gone for good."""
-        key = self._keyring.by_number(name.number, name.id.to_bytes(8, "little"))
+        try:
+            key = self._keyring.by_number(name.number, name.id.to_bytes(8, "little"))
+        except KvError as error:  # its slot is damaged: nobody can read the record now
+            log.warning("The key %d of the keyring can't be used: %s", name.number, error)
+            return False
         if key is None:
             return False
         self._take(key)
@@ -158,8 +168,11 @@ def keys_opener(data: Path, master_key: str | None) -> Callable[[bytes], StoreKe
 
     def open_keys(store_uuid: bytes) -> StoreKeys:
         master = open_master(option)
-        if not path.exists():
-            Keyring.create(path, master, store_uuid)
-        return StoreKeys(Keyring.open(path, master, store_uuid))
+        try:
+            if not path.exists():
+                Keyring.create(path, master, store_uuid)
+            return StoreKeys(Keyring.open(path, master, store_uuid))
+        finally:
+            master.close()
 
     return open_keys
