@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError, KvError, StorageError
+from kvstore.errors import ConfigError, Corrupt, KvError, StorageError
 from kvstore.limits import VAULT_KEYS_MAX, VAULT_NAMES_MAX
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
     Then = Callable[[StorageError | None], None]
 
-log = logging.getLogger(__name__)
 __all__ = ["StoreKeys", "keys_opener"]
+
+log = logging.getLogger(__name__)
 
 
 class StoreKeys:
@@ -99,11 +100,11 @@ class StoreKeys:
         return self._keyring.erase([(tenant, domain)])
 
     def load(self, name: KeyName) -> bool:
-        """Put a key into the vault again; False if it is gone for good."""
+        """Put a key into the vault again; False if it is gone for good, StorageError if that can't be told now."""
         try:
             key = self._keyring.by_number(name.number, name.id.to_bytes(8, "little"))
-        except KvError as error:  # its slot is damaged: nobody can read the record now
-            log.warning("The key %d of the keyring can't be used: %s", name.number, error)
+        except Corrupt as error:  # nobody can read the record now
+            log.warning("Key %d of the keyring can't be used: %s", name.number, error)
             return False
         if key is None:
             return False
