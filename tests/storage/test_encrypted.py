@@ -272,7 +272,10 @@ def test_a_put_whose_domain_gets_no_key_fails_and_writes_nothing(tmp_path: Path)
 def test_a_drive_that_was_rolled_back_encrypts_other_bytes_otherwise(sealed: StoreRig) -> None:
     """Its generations are given once more: with the same nonces, what is put now would give away what was put then."""
     assert sealed.disk is not None
+    sealed.store.close()
     before = dict(sealed.disk.pages)
+    sealed.disk = FakeDisk(before)
+    sealed.open()
 
     def written() -> tuple[int, bytes, bytes]:
         (entry,) = sealed.store.lookup([(TENANT, key(1))])
