@@ -1,0 +1,124 @@
+"""What encryption costs: two nodes on one machine, alike but for a master key, in turns.
+
+A client puts batches that are `written`, and gets them when they are no longer in the node's memory. For each node: the
+CPU time that its process used, a gigabyte, and the rate that the caller saw. The same library's AES-256-GCM alone is
+measured beside them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.client import Block, Client, Hit
+from kvstore.demo.node_process import NodeProcess
+from kvstore.durability import Durability
+from nic_offload import aead
+from nic_offload.memory import allocate
+
+if TYPE_CHECKING:
+    from tests.bench.form import Form
+
+_KIB, _MIB = 1 << 10, 1 << 20
+_SIZES = ((32 * _KIB, 2048), (256 * _KIB, 512), (_MIB, 128), (4 * _MIB, 32))  # of a block; how many
+_ROUNDS = 5
+_COST_GOAL = 0.15  # CPU seconds a GB more than without
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class _Side:
+    """A node, and a client of it."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        more = ["--hot", "128MiB", *arguments]
+        self.node = NodeProcess(folder, capacity="2GiB", arguments=more)
+        self.client = Client(self.node.target, call_timeout_ms=60_000, get_timeout_ms=60_000)
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.node.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+
+    def close(self) -> None:
+        self.client.close()
+        self.node.stop()
+
+
+def run(form: Form) -> None:
+    """Measure."""
+    with tempfile.TemporaryDirectory(dir=Path.home()) as made:
+        folder = Path(made)
+        key = folder / "master.key"
+        command = [sys.executable, "-m", "kvstore", "keys", "new-master", str(key)]
+        subprocess.run(command, check=True, capture_output=True)
+        plain, sealed = _Side(folder / "plain"), _Side(folder / "sealed", "--master-key", f"file:{key}")
+        try:
+            for size, count in _SIZES:
+                _compare(form, plain, sealed, size, count)
+        finally:
+            plain.close()
+            sealed.close()
+    form.note("AES-256-GCM alone, one core", _bare_s_a_gb(), "CPU s/GB")
+
+
+def _compare(form: Form, plain: _Side, sealed: _Side, size: int, count: int) -> None:
+    costs: dict[str, list[tuple[float, float]]] = {"put, written": [], "get, cold": []}
+    rates: dict[str, list[tuple[float, float]]] = {"put, written": [], "get, cold": []}
+    for _ in range(_ROUNDS):
+        both = [_round(side, size, count) for side in (plain, sealed)]
+        for what, pairs in costs.items():
+            pairs.append((both[0][what][0], both[1][what][0]))
+            rates[what].append((both[0][what][1], both[1][what][1]))
+    for what, pairs in costs.items():
+        name = f"{size // _KIB}K {what}"
+        without, with_it = (statistics.median(pair[at] for pair in pairs) for at in (0, 1))
+        more = statistics.median(b - a for a, b in pairs)
+        form.note(f"{name}: node, in the clear", without, "CPU s/GB")
+        form.note(f"{name}: node, encrypted", with_it, "CPU s/GB")
+        form.note(f"{name}: encryption", more, "CPU s/GB", goal=_COST_GOAL, lower_is_better=True)
+        form.note(f"{name}: rate, encrypted", statistics.median(b for _, b in rates[what]), "GB/s")
+        form.note(f"{name}: rate of in the clear", statistics.median(b / a for a, b in rates[what]), "x")
+
+
+def _round(side: _Side, size: int, count: int) -> dict[str, tuple[float, float]]:
+    """CPU seconds a GB of the node, and GB/s as the caller sees it."""
+    gigabytes = size * count / 1e9
+    found = {}
+    with allocate(size * count) as memory, side.client.register(memory) as region:
+        memory[: size * count] = secrets.token_bytes(size) * count
+        salt = secrets.token_bytes(24)
+        blocks = [Block(salt + at.to_bytes(8), region, size * at, size) for at in range(count)]
+        began, cpu = time.perf_counter(), side.cpu_s()
+        results = side.client.put(blocks, durability=Durability.WRITTEN)
+        assert all(one.error is None for one in results)
+        found["put, written"] = (side.cpu_s() - cpu) / gigabytes, gigabytes / (time.perf_counter() - began)
+        _fill_memory(side)
+        began, cpu = time.perf_counter(), side.cpu_s()
+        assert all(isinstance(one, Hit) for one in side.client.get(blocks))
+        found["get, cold"] = (side.cpu_s() - cpu) / gigabytes, gigabytes / (time.perf_counter() - began)
+        side.client.delete([block.key for block in blocks])
+    return found
+
+
+def _fill_memory(side: _Side) -> None:
+    """Have other blocks in the node's memory."""
+    size, count = 4 * _MIB, 64
+    with allocate(size) as memory, side.client.register(memory) as region:
+        blocks = [Block(secrets.token_bytes(32), region, 0, size) for _ in range(count)]
+        side.client.put(blocks, durability=Durability.WRITTEN)
+        side.client.get(blocks)
+        side.client.delete([block.key for block in blocks])
+
+
+def _bare_s_a_gb() -> float:
+    data, rounds = bytearray(256 * _KIB), 400
+    began = time.process_time()
+    for number in range(rounds):
+        aead.seal(bytes(32), number.to_bytes(12), b"", data)
+    return (time.process_time() - began) / (rounds * len(data) / 1e9)
