@@ -172,8 +172,8 @@ class Keyring(Handle):
             )
         except WrongMasterKey:
             raise WrongMasterKey(
-                f"Master key {master.id} doesn't open the keyring: it was replaced by another of this name, or the"
-                " keyring was changed."
+                f"Master key {master.id} doesn't open the keyring: it was replaced by another of this name, or no"
+                " longer allows the version that was used, or the keyring was changed."
             ) from None
 
     def _open_store_key(self, found: Found) -> None:
@@ -479,12 +479,14 @@ class Keyring(Handle):
                     count += self._rewrap_domains(numbers, old.slot.id, latest.slot.id)
         with self._writing:
             self._check_usable()
-            if self._tenants.get(tenant) == [*older, latest]:
+            ids = {old.slot.id for old in older}
+            done = [key for key in self._tenants.get(tenant, ()) if key.slot.id in ids]  # they may have moved
+            if done:
                 with self._keys:
-                    self._tenants[tenant] = [latest]
-                for old in older:
-                    self._forget(old.slot.id)
-                self._free([old.number for old in older])
+                    self._tenants[tenant] = [key for key in self._tenants[tenant] if key.slot.id not in ids]
+                for key_id in ids:
+                    self._forget(key_id)
+                self._free([key.number for key in done])
         return count
 
     def _rewrap_domains(self, numbers: Sequence[int], old_id: bytes, new_id: bytes) -> int:

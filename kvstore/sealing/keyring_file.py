@@ -71,7 +71,7 @@ class FolderFile:
         try:
             if locks:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._writing = _open_directly(path)
+                self._writing = _open_directly(self._fd)
             self._pages = os.fstat(self._fd).st_size // PAGE_BYTES
         except BlockingIOError as error:
             self.close()
@@ -162,7 +162,9 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _open_directly(path: Path) -> int:
+def _open_directly(fd: int) -> int:
+    """Open the same file for writing."""
+    path = f"/proc/self/fd/{fd}"
     try:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:

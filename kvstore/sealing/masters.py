@@ -255,6 +255,9 @@ def new_master_file(path: Path) -> str:
         try:
             os.write(fd, key.hex().encode() + b"\n")
             os.fsync(fd)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

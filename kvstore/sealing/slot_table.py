@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from crc32c import crc32c
 
-from kvstore.errors import NoSpace
+from kvstore.errors import InvalidArgument, NoSpace
 from kvstore.limits import (
     KEYRING_LOAD_PAGES,
     KEYRING_NEW_NAMES_MAX,
@@ -23,9 +23,11 @@ from kvstore.limits import (
     KEYRING_SLOTS_MAX,
     KEYRING_STEP_PAGES_MAX,
     PAGE_BYTES,
+    TENANT_BYTES,
 )
 from kvstore.sealing.slots import (
     CHECKED_BYTES,
+    DOMAIN_BYTES,
     HEADER_PAGES,
     SLOT_BYTES,
     SLOTS_PER_PAGE,
@@ -165,6 +167,8 @@ class SlotTable:
 
     def find(self, tenant: bytes, domain: bytes) -> tuple[int, Slot] | None:
         """The slot of a domain, live or gone."""
+        if (len(tenant), len(domain)) != (TENANT_BYTES, DOMAIN_BYTES):
+            raise InvalidArgument(f"A tenant and a domain have {TENANT_BYTES} and {DOMAIN_BYTES} bytes.")
         name = tenant + domain
         number = self._new.get(name)
         candidates = [number] if number is not None else self._sorted_in(name)

@@ -12,12 +12,13 @@ What it doesn't do: keep unwrapped keys anywhere but in the vault, from which th
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError, KvError, StorageError
+from kvstore.errors import ConfigError, Corrupt, KvError, StorageError
 from kvstore.limits import VAULT_KEYS_MAX, VAULT_NAMES_MAX
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     Then = Callable[[StorageError | None], None]
 
 __all__ = ["StoreKeys", "keys_opener"]
+
+log = logging.getLogger(__name__)
 
 
 class StoreKeys:
@@ -60,7 +63,11 @@ class StoreKeys:
         if name is not None:
             self._names.move_to_end((tenant, domain))
             return name
-        key = self._keyring.domain(tenant, domain)
+        try:
+            key = self._keyring.domain(tenant, domain)
+        except KvError as error:  # `ensure` says the same to whoever wants to write
+            log.warning("A key of the keyring can't be used: %s", error)
+            return None
         return None if key is None else self._take(key)
 
     def ensure(self, tenant: bytes, domain: bytes, then: Then) -> None:
@@ -93,8 +100,12 @@ class StoreKeys:
         return self._keyring.erase([(tenant, domain)])
 
     def load(self, name: KeyName) -> bool:
-        """Put a key into the vault again; False if it is gone for good."""
-        key = self._keyring.by_number(name.number, name.id.to_bytes(8, "little"))
+        """Put a key into the vault again; False if it is gone for good, StorageError if that can't be told now."""
+        try:
+            key = self._keyring.by_number(name.number, name.id.to_bytes(8, "little"))
+        except Corrupt as error:  # nobody can read the record now
+            log.warning("Key %d of the keyring can't be used: %s", name.number, error)
+            return False
         if key is None:
             return False
         self._take(key)
@@ -158,8 +169,11 @@ def keys_opener(data: Path, master_key: str | None) -> Callable[[bytes], StoreKe
 
     def open_keys(store_uuid: bytes) -> StoreKeys:
         master = open_master(option)
-        if not path.exists():
-            Keyring.create(path, master, store_uuid)
-        return StoreKeys(Keyring.open(path, master, store_uuid))
+        try:
+            if not path.exists():
+                Keyring.create(path, master, store_uuid)
+            return StoreKeys(Keyring.open(path, master, store_uuid))
+        finally:
+            master.close()
 
     return open_keys

@@ -119,7 +119,9 @@ class VaultMaster:
         if call.broken:
             raise self._failed(call.broken)
         if call.status == _BAD_REQUEST and what == "decrypt":
-            raise WrongMasterKey(f"Vault's key {self.id} did not wrap this key.")
+            raise WrongMasterKey(
+                f"Vault's key {self.id} did not wrap this key, or no longer allows that version."
+            )
         if call.status != _OK:
             advice = _ADVICE.get(call.status)
             raise self._failed(

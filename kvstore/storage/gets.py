@@ -99,7 +99,11 @@ class Gets:
             self._keeping.unreadable(name, entry.generation, wipe=True)
             self._miss(item, read.done, MissReason.UNREADABLE, os.strerror(-result))
             return
-        found = self._codec.open_record(item.slot_address, result, entry.offset)
+        try:
+            found = self._codec.open_record(item.slot_address, result, entry.offset)
+        except StorageError as error:  # the keys can't be read now
+            self._miss(item, read.done, MissReason.UNREADABLE, str(error))
+            return
         # Another record's good header is not ours to wipe.
         is_its = is_header_of(found, name, entry)
         is_foreign = isinstance(found, Header) and not is_its

@@ -44,7 +44,10 @@ class Keys(Protocol):
         ...
 
     def load(self, name: KeyName) -> bool:
-        """Put a key into the vault, which has let go of it; False if it is gone for good."""
+        """Put a key into the vault, which has let go of it; False if it is gone for good.
+
+        StorageError if that can't be told now.
+        """
         ...
 
     def settle_finished(self) -> None:

@@ -28,6 +28,11 @@ def user(number: int) -> bytes:
     return b"user" + number.to_bytes(12, "little")
 
 
+def at(number: int) -> slice:
+    """Where a slot lies in a keyring's file."""
+    return slice(8192 + number * 128, 8192 + (number + 1) * 128)
+
+
 def users(*numbers: int, tenant: bytes = ACME) -> list[Name]:
     """Names of several users' domains."""
     return [(tenant, user(number)) for number in numbers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from kvstore.errors import (
     Closed,
     Corrupt,
     FolderLocked,
+    InvalidArgument,
     NoKeyring,
     NoSpace,
     ReadOnly,
@@ -30,6 +30,7 @@ from tests.sealing.rig import (
     ZETA,
     FakeClock,
     Memory,
+    at,
     keys_of,
     master,
     new_keyring,
@@ -40,13 +41,6 @@ from tests.sealing.rig import (
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvstore.sealing.master_key import LocalMaster
-
-
-def at(number: int) -> slice:
-    """Where a slot lies in a keyring's file."""
-    return slice(8192 + number * 128, 8192 + (number + 1) * 128)
 
 
 def test_a_key_is_the_same_after_opening_again_and_others_differ(tmp_path: Path) -> None:
@@ -406,6 +400,23 @@ def test_nothing_more_is_written_after_a_failed_write() -> None:
     assert keys_of(keyring, users(1)) == {(ACME, user(1)): bytes(one.key)}
 
 
+@pytest.mark.parametrize(
+    "name", [(ACME[:15], user(1)), (ACME, user(1) + b"."), (ACME[:15], b"." + user(1)), (b"", b"")]
+)
+def test_names_of_other_lengths_are_refused(name: tuple[bytes, bytes]) -> None:
+    keyring, file = new_keyring()
+    before = bytes(file.now)
+    for ask in (
+        lambda: keyring.ensure([name]),
+        lambda: keyring.erase([name]),
+        lambda: keyring.domain(*name),
+        lambda: keyring.erased_ms(*name),
+    ):
+        with pytest.raises(InvalidArgument):
+            ask()
+    assert file.now == before
+
+
 def test_one_sync_makes_a_batch_durable_and_known_domains_need_none() -> None:
     keyring, file = new_keyring()
     keyring.ensure(users(0))
@@ -416,94 +427,6 @@ def test_one_sync_makes_a_batch_durable_and_known_domains_need_none() -> None:
     assert len(file.done) == before + 2
     keyring.erase(users(*range(20)))
     assert file.done[before + 2 :] == ["write", "sync"]
-
-
-def test_rotation_of_a_tenant_keeps_domain_keys_and_destroys_its_old_key() -> None:
-    keyring, file = new_keyring()
-    names = users(*range(100))
-    keys = {(key.tenant, key.domain): bytes(key.key) for key in keyring.ensure(names)}
-    keyring.erase(users(5))
-    keys[ACME, user(5)] = None  # type: ignore[assignment]
-    old = keyring._tenants[ACME][0].slot
-    assert keyring.rotate_tenant(ACME) == 99
-    assert keyring.rotate_tenant(b"nobody".ljust(16)) == 0
-    for ring in (keyring, opened(bytes(file.durable))):
-        assert keys_of(ring, names) == keys
-        assert ring.status().tenants == ((ACME, 2),)
-        assert ring.status().rotating == ()
-    assert old.sealed[12:] not in file.durable
-    assert old.id not in file.durable
-
-
-def test_rotation_of_the_master_key_replaces_the_root_and_no_domain_key() -> None:
-    keyring, file = new_keyring()
-    names = [*users(*range(10)), (ZETA, user(1))]
-    keys = {(key.tenant, key.domain): bytes(key.key) for key in keyring.ensure(names)}
-    store_key, old = bytes(keyring.store_key), bytes(file.durable)
-    root = keyring._header.root
-    keyring.rotate_master(master(1))
-    assert keys_of(keyring, names) == keys
-    image = bytes(file.durable)
-    with pytest.raises(WrongMasterKey):
-        opened(image)
-    ring = opened(image, 1)
-    assert keys_of(ring, names) == keys
-    assert ring.store_key == store_key
-    assert root.id not in image
-    assert root.wrapped not in image
-    # With the old master key and an old copy somebody has the old root key, which opens nothing of the new file.
-    spy = opened(old)
-    for number in range(len(ring._slots)):
-        slot = slots.parse_slot(image[at(number)])
-        if slot is not None and slot.kind != slots.Kind.DOMAIN:
-            with pytest.raises(Corrupt):
-                slots.unwrapped(slot, spy._root, STORE, number)
-    ring.rotate_master(master(1))  # the same again: as when a key of Vault has another version
-    assert keys_of(ring, names) == keys
-
-
-def reachable(file: Memory, masters: list[LocalMaster]) -> set[bytes]:
-    """All keys that anything ever written to a file gives to the holder of these master keys."""
-    roots = {
-        slots.parse_header([data[:512]]).root for page, data in file.written if page < slots.HEADER_PAGES
-    }
-    rows = {
-        ((page - slots.HEADER_PAGES) * 32 + place, data[place * 128 :][:128])
-        for page, data in file.written
-        if page >= slots.HEADER_PAGES
-        for place in range(32)
-    }
-    found: dict[bytes, bytes] = {}
-    for root_id, blob in roots:
-        for one in masters:
-            with suppress(WrongMasterKey):
-                found[root_id] = bytes(one.unwrap(slots.root_associated(STORE, root_id), blob))
-    keys: set[bytes] = set()
-    for _ in range(3):  # from root keys to those of tenants, and on to those of domains
-        for number, row in rows:
-            slot = slots.parse_slot(row)
-            if slot is not None and slot.wrapped_by in found:
-                key = bytes(slots.unwrapped(slot, found[slot.wrapped_by], STORE, number))
-                found[slot.id] = key
-                keys.add(key)
-    return keys
-
-
-@pytest.mark.parametrize("rotates", ["tenant, master", "master, tenant", "master", "tenant", ""])
-def test_old_cells_and_copies_need_the_old_master_key_once_both_were_rotated(rotates: str) -> None:
-    """docs/sealing.md: first each tenant's key, then the master key; then the old one can be destroyed."""
-    keyring, file = new_keyring()
-    (one, two) = keyring.ensure(users(1, 2))
-    keyring.erase(users(1))
-    for what in filter(None, rotates.split(", ")):
-        if what == "tenant":
-            keyring.rotate_tenant(ACME)
-        else:
-            keyring.rotate_master(master(1))
-    assert {bytes(one.key), bytes(two.key)} < reachable(file, [master(), master(1)])
-    by_new = reachable(file, [master(1)])
-    assert (bytes(two.key) in by_new) == ("master" in rotates)
-    assert (bytes(one.key) in by_new) == (rotates in ("master, tenant", "master"))
 
 
 def test_a_master_key_that_does_not_give_back_what_it_wraps_changes_nothing() -> None:

@@ -42,7 +42,7 @@ def kill(rig: StoreRig) -> None:
 def test_what_is_deleted_is_unknown_and_its_space_comes_back(fake: StoreRig) -> None:
     free = fake.store.statistics().free_bytes
     fake.put(1, b"payload")
-    assert fake.delete(1) == DeleteDone(fake._next_tag - 1, None, found=True)
+    assert fake.delete(1) == DeleteDone(fake._next_tag - 1, None, found=True, size_bytes=8192)
     done, _ = fake.get(1)
     assert done.miss is not None
     assert done.miss.reason is MissReason.UNKNOWN

@@ -174,7 +174,7 @@ def test_a_deletion_is_reported_when_every_drive_has_done_it(pair: StoreRig) -> 
     assert tag not in pair.delete_done
     pair.disks[1].let_go()
     pair.settle()
-    assert pair.delete_done[tag] == DeleteDone(tag, None, found=True)
+    assert pair.delete_done[tag] == DeleteDone(tag, None, found=True, size_bytes=8192)
     assert pair.delete(number).found is False
 
 

@@ -267,3 +267,33 @@ def test_a_put_whose_domain_gets_no_key_fails_and_writes_nothing(tmp_path: Path)
     ring.make(TENANT, NO_DOMAIN)
     assert rig.put(1, MARK).error is None
     rig.store.close()
+
+
+def test_a_drive_that_was_rolled_back_encrypts_other_bytes_otherwise(sealed: StoreRig) -> None:
+    """Its generations are given once more: with the same nonces, what is put now would give away what was put then."""
+    assert sealed.disk is not None
+    sealed.store.close()
+    before = dict(sealed.disk.pages)
+    sealed.disk = FakeDisk(before)
+    sealed.open()
+
+    def written() -> tuple[int, bytes, bytes]:
+        (entry,) = sealed.store.lookup([(TENANT, key(1))])
+        assert entry is not None
+        assert sealed.disk is not None
+        header = sealed.disk.pages[entry.offset // 4096]
+        return entry.generation, header[48:64], sealed.disk.pages[entry.offset // 4096 + 1]
+
+    first, second = os.urandom(4096), os.urandom(4096)
+    sealed.put(1, first)
+    generation, salt, ciphertext = written()
+    sealed.kill()
+    sealed.disk = FakeDisk(before)
+    shutil.rmtree(sealed.data / "index-0")
+    sealed.open()
+    sealed.put(1, second)
+    again, other_salt, other = written()
+    assert again == generation, "or this test shows nothing"
+    assert other_salt != salt
+    keystream = bytes(a ^ b for a, b in zip(first, ciphertext, strict=True))
+    assert bytes(a ^ b for a, b in zip(other, keystream, strict=True)) != second
