@@ -49,8 +49,12 @@ def test_loops_over_a_large_session(beside: Beside, name: str) -> None:
     check_speed(alone, under)
 
 
-@pytest.mark.parametrize("name", ["pins", "tiny_puts", "deletes", "watches", "histories"])
-def test_loops_over_a_thousand_blocks(beside: Beside, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "slower_max"),
+    [("pins", 2.0), ("tiny_puts", 3.0), ("deletes", 2.0), ("watches", 3.0), ("histories", 2.0)],
+)
+def test_loops_over_a_thousand_blocks(beside: Beside, name: str, slower_max: float) -> None:
+    """The ends of puts, and what watches are told of them, wait for no turn (docs/security.md)."""
     alone, under, did = beside.endure(name, token="evil")
     assert did.get("OK")
-    check_speed(alone, under)
+    check_speed(alone, under, slower_max)
