@@ -42,6 +42,7 @@ __all__ = [
     "Provider",
     "Result",
     "check_drive",
+    "check_encryption",
     "check_fabric",
     "check_gpu",
     "check_io_uring",
