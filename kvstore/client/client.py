@@ -508,7 +508,8 @@ class Client(Handle):
 
         On a node that encrypts, the keys are destroyed first. Other gets of these blocks are `MISS(erased)`.
 
-        >>> _ = client.session("mallory", "chat 1").append([key], tokens=16)
+        >>> _ = client.put_inline(block_key(b"of mallory"), b"KV")
+        >>> _ = client.session("mallory", "chat 1").append([block_key(b"of mallory")], tokens=16)
         >>> client.erase_user("mallory").sessions
         1
         """
@@ -517,7 +518,9 @@ class Client(Handle):
     def erase_tenant(self, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
         """Erase all sessions and blocks of this client's tenant on this node.
 
-        >>> client.erase_tenant().receipt[:10]
+        >>> with Client(client.target, tenant="acme") as other:
+        ...     _ = other.put_inline(block_key(b"theirs"), b"KV")
+        ...     other.erase_tenant().receipt[:10]
         '{"at_ms":1'
         """
         return self._erasing.tenant(timeout_s)
