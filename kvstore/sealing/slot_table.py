@@ -13,7 +13,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from crc32c import crc32c
 
 from kvstore.errors import InvalidArgument, NoSpace
 from kvstore.limits import (
@@ -36,6 +35,7 @@ from kvstore.sealing.slots import (
     pack_slot,
     parse_slot,
 )
+from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -13,8 +13,6 @@ import struct
 from io import FileIO
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from crc32c import crc32c
-
 from kvstore.errors import Corrupt, WrongVersion
 from kvstore.limits import (
     MASTER_ID_BYTES_MAX,
@@ -24,6 +22,7 @@ from kvstore.limits import (
     TENANT_BYTES,
 )
 from nic_offload import aead
+from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
