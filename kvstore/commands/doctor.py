@@ -42,6 +42,7 @@ __all__ = [
     "Provider",
     "Result",
     "check_drive",
+    "check_encryption",
     "check_fabric",
     "check_gpu",
     "check_io_uring",
@@ -266,6 +267,23 @@ def check_memory(
     )
 
 
+def check_encryption(proc: Path = _PROC) -> Iterator[Result]:
+    """Whether a node can encrypt what it stores, and memory can get onto a drive in the clear."""
+    from nic_offload import aead  # noqa: PLC0415 - as in check_fabric
+
+    swaps = proc / "swaps"
+    places = [line.split()[0] for line in swaps.read_text().splitlines()[1:]] if swaps.exists() else []
+    why_not = aead.available()
+    yield Result(
+        "encryption",
+        "warn" if why_not or places else "ok",
+        why_not
+        or ("AES-256-GCM; memory is swapped to " + ", ".join(places) if places else "AES-256-GCM; no swap"),
+        "With --master-key a node encrypts what it stores. Memory that is swapped gets onto a drive as it is.",
+        "swapoff -a, or encrypt the swap." if places else "",
+    )
+
+
 def check_gpu(names: Callable[[], list[str]] = gpu_names) -> Iterator[Result]:
     """A GPU, if there is one; none is fine."""
     if found := names():
@@ -281,6 +299,7 @@ def examine(data: Path, progress: Told = lambda _what, _done, _total: None) -> l
         ("io_uring", lambda: check_io_uring(data)),
         ("data folder", lambda: check_drive(data)),
         ("memory", check_memory),
+        ("encryption", check_encryption),
         ("GPU", check_gpu),
     )
     results: list[Result] = []

@@ -69,6 +69,15 @@ def test_shared_memory_in_small_pages_is_told_with_what_to_do(
     assert bool(huge.do) is bool(advice)
 
 
+def test_memory_that_may_be_swapped_is_told(tmp_path: Path) -> None:
+    (bare,) = doctor.check_encryption(tmp_path)
+    assert (bare.status, bare.found, bare.do) == ("ok", "AES-256-GCM; no swap", "")
+    (tmp_path / "swaps").write_text("Filename Type Size Used Priority\n/dev/vda2 partition 1 0 -2\n")
+    (swapped,) = doctor.check_encryption(tmp_path)
+    assert (swapped.status, swapped.found) == ("warn", "AES-256-GCM; memory is swapped to /dev/vda2")
+    assert "swapoff" in swapped.do
+
+
 def test_each_usable_provider_says_who_fires() -> None:
     offered = [
         FakeProvider("net", ordered=True),
@@ -190,15 +199,15 @@ def _proc(root: Path, available_kib: int, capabilities: str = "0") -> Path:
 
 def test_a_small_memlock_warns_unless_the_process_is_exempt(tmp_path: Path) -> None:
     proc = _proc(tmp_path, 30 << 20)
-    _, bound, _ = doctor.check_memory(proc, 8 << 20)
+    _, bound, *_ = doctor.check_memory(proc, 8 << 20)
     assert (bound.status, bound.found) == ("warn", "8.0 MiB")
     assert "LimitMEMLOCK" in bound.do
-    _, unlimited, _ = doctor.check_memory(proc, resource.RLIM_INFINITY)
+    _, unlimited, *_ = doctor.check_memory(proc, resource.RLIM_INFINITY)
     assert (unlimited.status, unlimited.found) == ("ok", "unlimited")
 
 
 def test_cap_ipc_lock_is_read_from_the_kernel(tmp_path: Path) -> None:
-    _, exempt, _ = doctor.check_memory(_proc(tmp_path, 30 << 20, f"{1 << 14:016x}"), 8 << 20)
+    _, exempt, *_ = doctor.check_memory(_proc(tmp_path, 30 << 20, f"{1 << 14:016x}"), 8 << 20)
     assert exempt.status == "ok"
     assert "CAP_IPC_LOCK" in exempt.found
 
