@@ -80,7 +80,7 @@ class ObservingCalls:
             request_id=request_id,
             user=user,
             session=session,
-            last=min(check_number("The number of look-ups", last), LOOKUPS_LISTED_MAX),
+            last=min(check_number("The number of look-ups", last, 64), LOOKUPS_LISTED_MAX),
         )
         with self._calling("Asking for look-ups"):
             answer = self._lookups.ListLookups(request, timeout=self._timeout_s)
