@@ -166,6 +166,10 @@ release: setup ## dist/: two manylinux wheels below 1 MiB, triggerkv and trigger
 test-ends: release ## the wheels with the oldest and the newest dependencies, on each Python that is here, or on $(PYTHONS) (minutes)
 	@tools/test_ends.sh $(PYTHONS)
 
+.PHONY: test-ends-short
+test-ends-short: wheel ## the same in two minutes: a new user's first steps, on the Python of .venv or on $(PYTHONS)
+	@tools/test_ends.sh --short $(PYTHONS)
+
 .PHONY: clean
 clean: ## remove .venv and all that was built
 	rm -rf .venv .venv-engines .cache build dist *.egg-info nic_offload/*.so nic_offload/_core.c kvstore/storage/*.so kvstore/storage/_uring.c

@@ -4,8 +4,12 @@
 
     kvstore serve --data ./node --http 127.0.0.1:9100 --ui
 
-What most programs need can be imported from here: `from kvstore import Block, Client, FlagWords, block_key`. It is
-loaded when it is first used, so `import kvstore` is fast and needs no fabric library.
+What most programs need can be imported from here, and is loaded when it is first used, so `import kvstore` is fast and
+needs no fabric library:
+
+- `Client`, `AsyncClient` (asyncio), `ClusterClient` (several nodes); `help(kvstore.Client)` has examples of all calls;
+- `Block` and `block_key`: a block, and its key; `FlagWords`: words whose values fire puts;
+- `Hit`, `Miss` and `MissReason`: what a get gives; `Durability`: what a put reaches; `KvError`: all errors.
 
 `kvstore --help` lists the commands: `put`, `get`, `sessions`, `explain`, `doctor`, and others. `kvstore.names` makes
 keys, `kvstore.errors` has the errors, `kvstore.testing` has nodes for tests, `kvstore.engines` has adapters for

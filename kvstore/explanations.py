@@ -50,6 +50,7 @@ SAID = {
     Outcome.NODE_AWAY: "the node was not reached, or did not answer in time",
     Outcome.GIVEN_UP: "not sent before the caller gave up or went away",
     Outcome.NO_SESSION: "there was no such session",
+    Outcome.ERASED: "erased at somebody's request, with the key that it was encrypted with",
 }
 DO = {
     Outcome.UNSPECIFIED: "Request fewer blocks at a time to see each of them.",
@@ -74,6 +75,7 @@ DO = {
     Outcome.GIVEN_UP: "The caller gave up or died: check where the time went, or raise its timeout.",
     Outcome.NO_SESSION: "No turn was appended to that session, it expired, or it was removed: check `kvstore"
     " sessions`.",
+    Outcome.ERASED: "They were erased (`kvstore erase`); the audit log says when and for whom.",
 }
 assert set(SAID) == set(Outcome)
 assert set(ASKED) == set(Kind)

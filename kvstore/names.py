@@ -13,7 +13,7 @@ from kvstore.limits import DOMAIN_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SESSION_B
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["block_key", "layout_fingerprint", "session_name", "tenant_name", "user_name"]
+__all__ = ["block_key", "domain_of", "layout_fingerprint", "session_name", "tenant_name", "user_name"]
 
 
 def _digest(purpose: bytes, size_bytes: int, parts: Iterable[bytes]) -> bytes:

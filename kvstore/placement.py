@@ -53,25 +53,25 @@ class Placement:
 
     @property
     def homes(self) -> bytes:
-        """Give the home of each lot, which a name falls into by the upper bits of its CRC-32."""
+        """Return the home of each lot, which a name falls into by the upper bits of its CRC-32."""
         return bytes(order[0] for order in self._orders)
 
     def order(self, tenant: bytes, name: bytes) -> tuple[int, ...]:
-        """Give the drives for a name, its home first."""
+        """Return the drives for a name, its home first."""
         return self.order_of(lot_of(tenant, name))
 
     def order_of(self, lot: int) -> tuple[int, ...]:
-        """Give the drives for a lot."""
+        """Return the drives for a lot."""
         return self._orders[lot]
 
 
 def lot_of(tenant: bytes, name: bytes) -> int:
-    """Give the lot of a name."""
+    """Return the lot of a name."""
     return crc32(tenant + name) >> _LOT_SHIFT
 
 
 def lots_of(uuid: bytes, weight: int) -> list[float]:
-    """Give a drive's time of arrival at each lot, the earliest of which is home: exponential, its rate the weight."""
+    """Return a drive's time of arrival at each lot, the earliest of which is home: exponential, its rate the weight."""
     draws = _DRAWS.unpack(shake_128(uuid).digest(_DRAWS.size))
     log = math.log
     return [(_LOG_OF_ALL - log(draw + 1)) / weight for draw in draws]

@@ -100,7 +100,7 @@ def test_each_option_can_be_said_in_each_place(
         "data": "d", "drive": "a:1GiB", "without_drive": "2", "listen": "[::1]:5", "capacity": "3GiB", "hot": "4GiB",
         "eviction": "s3fifo", "provider": "net", "tenants": "t", "tls_cert": "c", "tls_key": "k", "tls_clients": "ca",
         "audit": "log", "events": "ipc://x", "events_replay": "ipc://y", "events_as": "arrays", "http": "127.0.0.1:9",
-        "otel": "http://h:1", "fabric_address": "h", "fabric_ports": "7071-7080",
+        "otel": "http://h:1", "master_key": "file:k", "fabric_address": "h", "fabric_ports": "7071-7080",
         "cluster": "e:1,e:2/x", "cluster_address": "h:5", "cluster_ca": "eca", "cluster_cert": "ec",
         "cluster_key": "ek", "cluster_user": "u", "cluster_password": "p",
             "cluster_replicas": "2", "cluster_secret": "s", "cluster_nodes_ca": "nca",

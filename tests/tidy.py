@@ -35,7 +35,7 @@ LAYERS = {
     "kvstore.storage": _BASE,
     "kvstore.cluster": _BASE,
     "kvstore.sealing": _BASE,
-    "kvstore.node": {*_BASE, "kvstore.cluster", "kvstore.storage"},
+    "kvstore.node": {*_BASE, "kvstore.cluster", "kvstore.sealing", "kvstore.storage"},
     "kvstore.client": {*_BASE, "kvstore.cluster"},
     "kvstore.engines": {*_BASE, "kvstore.client"},
     "kvstore.commands": {*_BASE, "kvstore.client", "kvstore.cluster", "kvstore.sealing", "kvstore.storage"},

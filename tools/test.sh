@@ -6,7 +6,7 @@
 # speed. If it failed, it is run again alone when all parts have ended, and counts as passed if it passes then. Every
 # first failure is listed at the end, whatever became of it.
 #
-# Each part has half an hour. What hangs where pytest's own timeout can't end it (in C, or behind the last test) is a
+# Each part has half an hour, and attacks that go on for longer have more. What hangs where pytest's own timeout can't end it (in C, or behind the last test) is a
 # failure: its part is ended, and this output ends with where each of its threads stood.
 #
 # `hostile` runs those instead that compare a neighbour's times with and without an attack beside it, one by one: with
@@ -26,7 +26,9 @@ paths[hostile]=tests/hostile
 
 part() { # in a process of its own; its paths are words, hence no quotes
   export TRIGGERKV_FAILURES=".cache/failures-$1"
-  exec timeout --foreground --signal=ABRT --kill-after=30 "${PART_S:-1800}" \
+  local limit_s=${PART_S:-1800}
+  [[ $1 != hostile ]] || limit_s=$((limit_s + 120 * ${TRIGGERKV_HOSTILE_S:-0}))
+  exec timeout --foreground --signal=ABRT --kill-after=30 "$limit_s" \
     "$py" -X faulthandler -m pytest ${paths[$1]} -o cache_dir=".cache/pytest-$1"
 }
 log() { echo ".cache/tests-$1.log"; }

@@ -1,19 +1,28 @@
 #!/usr/bin/env bash
 # The wheels of dist/ with the oldest dependencies that they accept, and with the newest, on each Python from 3.11 that is
-# here (on the PATH, or of pyenv). The oldest ones are installed for the oldest Python only: later ones have no wheels.
+# here (on the PATH, of pyenv, or that of .venv). The oldest ones are installed for the oldest Python only: later ones have no wheels.
 #
-#   tools/test_ends.sh [VERSION...]    of these Pythons only, such as 3.11
+#   tools/test_ends.sh [VERSION...]            of these Pythons only, such as 3.11
+#   tools/test_ends.sh --short [VERSION...]    the wheel of make wheel, and in place of tests tools/first_steps.py
 #
 # What always holds: environments lie in .cache/ends and are kept; the tests run the installed wheel where the demo does,
 # and this tree's Python files, with the environment's dependencies, where pytest does. A Python that is not here is named.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
+short='' maker=release
 wheels=(dist/triggerkv-*manylinux*.whl dist/triggerkv_sim-*manylinux*.whl)
-[[ -f ${wheels[0]} && -f ${wheels[1]} ]] || {
-  echo "There are no wheels in dist/; run make release." >&2
-  exit 1
-}
+if [[ ${1:-} == --short ]]; then
+  shift
+  short=short- maker=wheel
+  wheels=("$(ls -t dist/triggerkv-*-linux_*.whl 2>/dev/null | head -n 1 || true)") # the last one that was made
+fi
+for wheel in "${wheels[@]}"; do
+  [[ -f $wheel ]] || {
+    echo "There is no wheel ${wheel:+$wheel }in dist/; run make $maker." >&2
+    exit 1
+  }
+done
 tests=(tests/wire tests/testing/test_local_node.py tests/storage/test_index.py tests/client/test_sessions.py)
 mkdir -p .cache/ends
 
@@ -27,8 +36,8 @@ PYTHON
 
 find_python() {
   local one
-  for one in "python$1" "$HOME/.pyenv/versions/$1".*/bin/python; do
-    "$one" -c '' 2>/dev/null || continue
+  for one in "python$1" "$HOME/.pyenv/versions/$1".*/bin/python "$PWD/.venv/bin/python"; do
+    [[ $("$one" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) == "$1" ]] || continue
     printf '%s\n' "$one"
     return
   done
@@ -36,13 +45,20 @@ find_python() {
 }
 
 check() { # version oldest|newest
-  local python home=.cache/ends/$1-$2 more=(--upgrade)
+  local python home=.cache/ends/$short$1-$2 more=(--upgrade)
   python=$(find_python "$1") || {
     echo "Python $1: not here, not tested"
     return
   }
   [[ $2 == newest ]] || more=(--constraint "$oldest")
   [[ -x $home/bin/python ]] || "$python" -m venv "$home"
+  if [[ $short ]]; then
+    "$home/bin/pip" install --quiet "${more[@]}" "${wheels[0]}"
+    "$home/bin/pip" install --quiet --no-deps --force-reinstall "${wheels[0]}"
+    "$home/bin/pip" check
+    (cd / && "$OLDPWD/$home/bin/python" -I -W error "$OLDPWD/tools/first_steps.py")
+    return
+  fi
   "$home/bin/pip" install --quiet "${more[@]}" "${wheels[0]}[otel]" "${wheels[1]}" pytest pytest-timeout hypothesis crc32c
   "$home/bin/pip" install --quiet --no-deps --force-reinstall "${wheels[@]}"
   "$home/bin/pip" check
@@ -52,7 +68,11 @@ check() { # version oldest|newest
 }
 
 versions=("$@")
-[[ $# -gt 0 ]] || versions=(3.11 3.12 3.13 3.14)
+if (($# == 0)) && [[ $short ]]; then
+  versions=("$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')") # which is here for certain
+elif (($# == 0)); then
+  versions=(3.11 3.12 3.13 3.14)
+fi
 for version in "${versions[@]}"; do
   [[ $version != 3.11 ]] || check 3.11 oldest
   check "$version" newest

@@ -2,9 +2,7 @@
 
 Three blocks are put by one store to a flag word, named as a turn of a session, and resumed:
 
->>> from kvstore.client import Block, Client
->>> from kvstore.names import block_key
->>> from nic_offload.flags import FlagWords
+>>> from kvstore import Block, Client, FlagWords, block_key
 >>> memory = bytearray(b"KV of three blocks..." * 1000)
 >>> with Client("127.0.0.1:7070") as client, FlagWords.create(1) as flags:
 ...     region = client.register(memory)
@@ -22,7 +20,7 @@ True
 
 `Client` has all calls of one node, `Session` those of one session, `ClusterClient` spreads blocks over a cluster,
 `AsyncClient` is for asyncio. A get gives a `Hit` or a `Miss` with its reason for each block; `Client.explain` and
-`Client.looked_up` say more about a miss. `kvstore.errors` has the errors, `kvstore.testing` a node for tests,
+`Client.looked_up` say more about a miss. `kvstore.errors` has the errors, `kvstore.testing` nodes for tests,
 `help(...)` an example of each method.
 """
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
+from kvstore.client.checks import check_number
 from kvstore.durability import Durability
 from kvstore.errors import KvError
 from kvstore.limits import BATCH_BLOCKS_MAX
@@ -114,7 +115,9 @@ class BlockCalls:
     ) -> list[Stored | Miss]:
         """As `Client.exists`."""
         names = [
-            kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint, length=length)
+            kvstore_pb2.BlockName(
+                key=key, fingerprint=self._fingerprint, length=check_number("A block's length", length, 64)
+            )
             for key, length in zip(keys, lengths or [0] * len(keys), strict=True)
         ]
         states: list[pb.BlockState] = []
@@ -185,6 +188,7 @@ class BlockCalls:
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
         """As `Client.pin`."""
+        check_number("A pin's time to live in ms", time_to_live_ms)
         numbers: list[int] = []
         pinned: list[bool] = []
         try:

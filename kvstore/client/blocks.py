@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvstore.errors import InvalidArgument, KeyTaken
+from kvstore.errors import InvalidArgument, KeyTaken, NotRegistered
 from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
 from kvstore.names import layout_fingerprint
 
@@ -81,7 +81,10 @@ class Block:
                 raise InvalidArgument(
                     f"A block of {self.length} bytes has pieces of {self.pieces.length} bytes in total."
                 )
-        elif not 0 <= self.offset <= self.region.length - self.length:
+        elif not 0 <= self.offset <= getattr(self.region, "length", 0) - self.length:
+            if not hasattr(self.region, "length"):
+                kind = type(self.region).__name__
+                raise NotRegistered(f"A block's region is what `Client.register` returns, not a {kind}.")
             raise InvalidArgument(
                 f"Bytes {self.offset} to {self.offset + self.length} are not in the registered region,"
                 f" which has {self.region.length}."

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from nic_offload.fabric import Fabric
 
-__all__ = ["check_armed", "check_gets", "check_lease", "check_memory", "check_reserved"]
+__all__ = ["check_armed", "check_gets", "check_lease", "check_memory", "check_number", "check_reserved"]
 
 _key, _length = attrgetter("key"), attrgetter("length")
 
@@ -59,6 +59,13 @@ def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_
         )
     _check_whole(blocks)
     check_memory(fabric, blocks)
+
+
+def check_number(what: str, number: int, bits: int = 32) -> int:
+    """Refuse a number that no message of this width can carry; returns it."""
+    if not 0 <= number < 1 << bits:
+        raise InvalidArgument(f"{what} must be 0 to {(1 << bits) - 1}, not {number}.")
+    return number
 
 
 def check_lease(lease_ms: int, what_lasts: str) -> None:

@@ -53,16 +53,16 @@ class ErasingCalls:
         """As `Client.erase_user`."""
         request = pb.EraseUserRequest(tenant=self._tenant, user=user)
         with self._calling("Erasing a user"):
-            return _erasure(self._stub.EraseUser(request, timeout=timeout_s))
+            return _erasure(self._stub.EraseUser(request, timeout=timeout_s).erased)
 
     def tenant(self, timeout_s: float) -> Erasure:
         """As `Client.erase_tenant`."""
         request = pb.EraseTenantRequest(tenant=self._tenant)
         with self._calling("Erasing a tenant"):
-            return _erasure(self._stub.EraseTenant(request, timeout=timeout_s))
+            return _erasure(self._stub.EraseTenant(request, timeout=timeout_s).erased)
 
 
-def _erasure(answer: pb.EraseResponse) -> Erasure:
+def _erasure(answer: pb.Erased) -> Erasure:
     return Erasure(
         answer.at_unix_ms, answer.blocks, answer.bytes, answer.sessions, answer.keys, answer.receipt
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
+from kvstore.client.checks import check_number
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["InlineCalls"]
 
 _CLOCK = SystemClock()
+_LENGTH = "A block's length"
+_EXPIRES = "The time at which a block expires"
 
 
 class InlineCalls:
@@ -86,6 +89,7 @@ class InlineCalls:
     ) -> Durability:
         """As `Client.put_inline`; `read_ns` says of a copy when its bytes were asked for."""
         view = _view(data)
+        check_number(_EXPIRES, expires_unix_ms, 64)
 
         def parts() -> Iterator[pb.PutRequest]:
             yield pb.PutRequest(
@@ -152,6 +156,7 @@ class InlineCalls:
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`."""
+        check_number(_EXPIRES, expires_unix_ms, 64)
         keys: list[bytes] = []
         ended: dict[int, batches_pb2.BlockEnd] = {}
         broken: KvError | None = None
@@ -263,6 +268,8 @@ class InlineCalls:
         )
         if not wanted:
             return
+        for _, length in wanted:
+            check_number(_LENGTH, length, 64)
         chunks: list[memoryview] = []
         had, given = 0, 0
         with within(span):  # and no longer: what is between two blocks is the caller's
@@ -289,6 +296,7 @@ class InlineCalls:
             raise ProtocolError(f"The node sent {given} of the {len(wanted)} requested blocks.")
 
     def _name(self, key: bytes, length: int) -> pb.BlockName:
+        length = check_number(_LENGTH, length, 64)
         return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
 
 

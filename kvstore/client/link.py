@@ -67,16 +67,16 @@ class Operation(Protocol):
     """
 
     def event(self, event: Event) -> None:
-        """One of its tags has an event."""
+        """Handle an event of one of its tags."""
         ...
 
     def lost(self, error: KvError) -> None:
-        """The link is lost; nothing more will come."""
+        """Handle the loss of the link: no more events will come."""
         ...
 
 
 class Host(Protocol):
-    """What operations ask of the client that they belong to."""
+    """What operations need of their client."""
 
     @property
     def fabric(self) -> Fabric:
@@ -95,7 +95,7 @@ class Host(Protocol):
 
     @property
     def slabs(self) -> Slabs:
-        """Registered memory through which blocks of pieces go."""
+        """Registered memory for transfers of blocks in pieces."""
         ...
 
     def next_tags(self) -> int:
@@ -112,20 +112,20 @@ class Host(Protocol):
         ...
 
     def settle(self, decide: Callable[[], None]) -> None:
-        """Call this, with the lock held, once all events have been told that the fabric has reported by now."""
+        """Call this, with the lock held, once all events that the fabric has reported by now were handled."""
         ...
 
     def cancel_fetch(
         self, link: Link, blocks: Sequence[tuple[int, int]], failed: Callable[[], None], *, called: bool
     ) -> None:
-        """Ask the node to end blocks of a fetch, by word and generation; `failed`, with the lock held, if not.
+        """Ask the node to cancel blocks of a fetch, by word and generation; `failed` is called, locked, if that fails.
 
         `called`: the fetch was asked for by gRPC, and not over the fabric.
         """
         ...
 
     def lose(self, link: Link, error: KvError) -> None:
-        """End a link: when this returns, nothing comes in through it any more."""
+        """End a link: when this returns, nothing arrives through it any more."""
         ...
 
 
@@ -267,7 +267,7 @@ class Link:
         )
 
     def gather_region(self) -> Region:
-        """Where puts of pieces are put together: room for each slot that the node has granted, from the first on."""
+        """Memory in which puts of pieces are gathered, with room for each granted slot."""
         sender = self.sender
         assert sender is not None, "a link without one has its puts reserved"
         if self._gathered is None:
@@ -326,17 +326,17 @@ class Link:
         threading.Thread(target=read, name="kvstore-link", daemon=True).start()
 
     def operation(self, tag: int) -> Operation | None:
-        """Whose tag it is, if that is not over."""
+        """The pending operation that owns a tag, if any."""
         return self.operations.get(tag - tag % TAGS_OF_ONE)
 
     def take_generations(self, count: int) -> int:
-        """Fresh generations for words of our own gets: the first of `count`."""
+        """Reserve `count` new generations for words of our gets; returns the first."""
         first = self._generation
         self._generation += count
         return first
 
     def take_words(self, count: int) -> list[int]:
-        """Acknowledgement words for operations to come."""
+        """Reserve acknowledgement words for new operations."""
         if count > len(self._free_words):
             raise Overloaded(
                 f"The client has {ACK_WORDS} acknowledgement words and all but a few are in use."
@@ -347,11 +347,11 @@ class Link:
         return taken
 
     def give_back_words(self, words: list[int]) -> None:
-        """Words of operations that are over."""
+        """Return the words of completed operations."""
         self._free_words.extend(words)
 
     def word_address(self, word: int) -> int:
-        """A word in our memory."""
+        """The address of a word in our memory."""
         return self._acks.address + word * _WORD_BYTES
 
     def lose(self, error: KvError) -> None:

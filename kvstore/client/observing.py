@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvstore.client.checks import check_number
 from kvstore.limits import LOOKUPS_LISTED_MAX
 from kvstore.wire import blocks_pb2, lookups_pb2, lookups_pb2_grpc, observing_pb2_grpc
 from kvstore.wire import observing_pb2 as pb
@@ -79,7 +80,7 @@ class ObservingCalls:
             request_id=request_id,
             user=user,
             session=session,
-            last=min(last, LOOKUPS_LISTED_MAX),
+            last=min(check_number("The number of look-ups", last), LOOKUPS_LISTED_MAX),
         )
         with self._calling("Asking for look-ups"):
             answer = self._lookups.ListLookups(request, timeout=self._timeout_s)

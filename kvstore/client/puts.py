@@ -42,12 +42,15 @@ _REACHED = (None, *Durability)  # by code
 
 
 class ArmedPuts:
-    """A batch of armed puts. Wait for it, check its progress, or ignore it.
+    """A batch of armed puts, as `Client.arm` returns it. Wait for it, check its progress, or ignore it.
 
-    Each block is a row of a group, into which the C core writes when it fired and what the node acknowledged. Events
-    tell only what went wrong, and once, if nobody waits, that all of it is over. Of the batch's tags the put of block i
-    has number 2i, its acknowledgement 2i + 1.
+    `wait` gives the result of each put, `progress` says how many have fired, landed and ended, `cancel` withdraws those
+    that have not been sent. The memory may be overwritten once a put has landed (`wait_landed`).
     """
+
+    # Each block is a row of a group, into which the C core writes when it fired and what the node acknowledged. Events
+    # tell only what went wrong, and once, if nobody waits, that all of it is over. Of the batch's tags the put of
+    # block i has number 2i, its acknowledgement 2i + 1.
 
     def __init__(
         self,

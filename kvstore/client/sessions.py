@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from kvstore.client.block_calls import durability_message
+from kvstore.client.checks import check_number
 from kvstore.client.request_ids import as_request
 from kvstore.client.resuming import Manifest, Resuming
 from kvstore.client.session_export import export_session, import_session
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from nic_offload.flags import FlagWord
 
 _CLOCK = SystemClock()
+_LIVES = "A session's time to live in ms"
+_SHARED = "The number of a session's blocks"
 T = TypeVar("T")
 
 __all__ = ["AnyHome", "ListedSession", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
@@ -231,6 +234,8 @@ class Session:
         """
         if not keys:
             raise InvalidArgument("A turn has at least one block.")
+        check_number("A turn's tokens", tokens)
+        check_number(_LIVES, time_to_live_ms or 0, 64)
         if self._blocks is None:
             self._look()
         first = self._blocks or 0
@@ -305,6 +310,7 @@ class Session:
         durability: Durability = Durability.WRITTEN,
     ) -> Session:
         """Create a session that shares this one's first blocks, or all. The two change independently."""
+        check_number(_SHARED, blocks or 0)
         fork = Session(self._find, self.user if user is None else user, name)
         if not self._calls.home.is_here(fork.user):
             raise SessionRefused(
@@ -322,6 +328,7 @@ class Session:
 
     def truncate(self, blocks: int, *, durability: Durability = Durability.WRITTEN) -> None:
         """Keep only its first blocks. The others stay stored."""
+        check_number(_SHARED, blocks)
         kept = durability_message(durability)
         self._blocks = self._ask(
             "Truncating a session",
@@ -355,6 +362,7 @@ class Session:
 
         It is then removed, with its protection. Its blocks stay, subject to eviction.
         """
+        check_number(_LIVES, time_to_live_ms, 64)
         request = pb.LimitSessionRequest(
             time_to_live_ms=time_to_live_ms, durability=durability_message(durability)
         )
@@ -378,6 +386,7 @@ class Session:
 
         The session's manifest records it, synced: it survives a restart of the node, a lost index and power loss.
         """
+        check_number(_SHARED, blocks)
         self._ask(
             "Protecting a session",
             lambda timeout_s: self._calls.stub.ProtectSession(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import pieces_of
 from kvstore.client.call_routes import Reserving
-from kvstore.client.checks import check_armed, check_gets, check_lease, check_reserved
+from kvstore.client.checks import check_armed, check_gets, check_lease, check_number, check_reserved
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import ARMED_BLOCKS_MAX
 from kvstore.client.puts import ArmedPuts
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Transfers"]
 
+_EXPIRES = "The time at which a block expires"
+
 
 class Transfers:
     """Of one client. Any thread."""
@@ -61,6 +63,7 @@ class Transfers:
         core = self._core
         check_reserved(core.open_fabric, blocks)
         check_lease(lease_ms, "A lease lasts")
+        check_number(_EXPIRES, expires_unix_ms, 64)
         span = None if core.spans is None else core.spans.put(blocks, durability)
         try:
             return self._reserve(blocks, durability, lease_ms, expires_unix_ms, watch, span)
@@ -83,6 +86,7 @@ class Transfers:
         core = self._core
         check_armed(core.open_fabric, blocks, ARMED_BLOCKS_MAX, core.block_bytes_max)
         check_lease(lease_ms, "A put waits for its flag")
+        check_number(_EXPIRES, expires_unix_ms, 64)
         link = core.attached(core.reach.call_timeout_s)
         # It has to know the slot beforehand, and to find the bytes in one piece.
         by_nic = flag is not None and core.fabric.deferred_work and not any(map(pieces_of, blocks))

@@ -102,6 +102,7 @@ def _drives_document(told: StatusResponse) -> dict[str, object]:
         "node": told.node,
         "version": told.version,
         "takes_puts": not told.read_only,
+        "encrypted": told.encrypted,
         "drives": [
             {
                 "number": one.number,
@@ -130,7 +131,9 @@ def _drives_page(told: StatusResponse) -> str:
         for one in told.drives
     ]
     lines = table(rows)
-    return "\n".join([f"node {printable(told.node)}, version {printable(told.version)}", *lines])
+    how = "encrypted" if told.encrypted else "not encrypted (kvstore serve --master-key)"
+    node = f"node {printable(told.node)}, version {printable(told.version)}, what is stored is {how}"
+    return "\n".join([node, *lines])
 
 
 def table(rows: Iterable[tuple[str, ...]]) -> list[str]:

@@ -33,6 +33,7 @@ from kvstore.limits import (
     DOOR_FIRST_MESSAGE_MS,
     INLINE_CHUNK_BYTES,
     INLINE_TIMEOUT_MS,
+    METADATA_MAX,
 )
 from kvstore.node.admission import Entrance
 from kvstore.node.calls import refusals
@@ -40,7 +41,7 @@ from kvstore.node.fair import Places
 from kvstore.node.messages import Messages
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sized
 
     from kvstore.node.admission import Begun
     from kvstore.node.authorization import Gate
@@ -65,6 +66,7 @@ class Door(grpc.aio.ServerInterceptor):
         self._counters = counters
         self._timings = timings
         self._wrapped: dict[str, Any] = {}
+        self._refusing: Any = grpc.stream_unary_rpc_method_handler(self._refuse)
         self._entrance = Entrance(gate.tenants.known)
         self._messages = Messages(gate.tenants.known)
         self._answers = Places(DOOR_ANSWERS_BYTES_MAX, gate.tenants.known)
@@ -75,6 +77,9 @@ class Door(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Give the call's handler as it is to be for this caller; made once for each call that there is."""
+        metadata: Sized = handler_call_details.invocation_metadata or ()
+        if len(metadata) > METADATA_MAX:
+            return self._refusing
         method = str(handler_call_details.method)
         handler = self._wrapped.get(method)
         if handler is None:
@@ -83,6 +88,12 @@ class Door(grpc.aio.ServerInterceptor):
                 return None
             handler = self._wrapped[method] = self._guarded(method, found)
         return handler
+
+    async def _refuse(self, _: Any, context: Any) -> None:
+        """End a call whose metadata costs too much to look at once more."""
+        self._gate.floods(context.peer())
+        async with refusals(context, self._counters):
+            raise ProtocolError(f"A call has at most {METADATA_MAX} entries of metadata.")
 
     def _guarded(self, method: str, handler: Any) -> Any:
         call, is_public = method.rpartition("/")[2], method in _PUBLIC

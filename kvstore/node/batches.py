@@ -20,6 +20,7 @@ from kvstore.durability import Durability
 from kvstore.errors import KvError, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
+    BATCH_PUTS_AHEAD,
     BATCH_READS_AHEAD,
     HEADER_BYTES,
     INLINE_CHUNK_BYTES,
@@ -31,6 +32,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.node.calls import durability_of, miss_message, refusals
 from kvstore.node.connection import check_block, check_count
 from kvstore.node.inline import check_chunk, deadline
+from kvstore.node.time_slices import Turn
 from kvstore.storage.items import PutItem
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import kvstore_pb2
@@ -171,25 +173,35 @@ class _Puts:
         self._freed = asyncio.Event()  # memory has come back
         self._over = False
         self._stopped = False
+        self._turn = Turn(node.turns, tenant.id, 1)
 
     async def take(self, message: PutMessage) -> None:
-        """Take what a message brings."""
-        for name, chunk in message.parts:
-            check_chunk(len(chunk))
-            if name is not None:
-                if self._filling is not None:
-                    raise ProtocolError("A block began before the bytes of the previous one had arrived.")
-                await self._begin(name)
-            filling = self._filling
-            if filling is None:
-                raise ProtocolError("Bytes arrived that belong to no block.")
-            self._fill(filling, chunk)
-        self._hand_over()
+        """Take what a message brings; of many blocks a few in each turn."""
+        try:
+            for name, chunk in message.parts:
+                check_chunk(len(chunk))
+                if name is not None:
+                    if self._filling is not None:
+                        raise ProtocolError("A block began before the bytes of the previous one had arrived.")
+                    if self._number and self._number % TURN_STEP_BLOCKS == 0:
+                        self._hand_over()
+                        await self._turn.next()
+                    await self._begin(name)
+                filling = self._filling
+                if filling is None:
+                    raise ProtocolError("Bytes arrived that belong to no block.")
+                self._fill(filling, chunk)
+            self._hand_over()
+        finally:
+            self._turn.end()
 
     async def _begin(self, name: kvstore_pb2.BlockName) -> None:
         check_block(name.key, name.fingerprint, name.length)
         number, self._number = self._number, self._number + 1
         piece = None
+        while len(self._pieces) >= BATCH_PUTS_AHEAD:  # all that end together are told of together
+            self._hand_over()
+            await self._wait_for_an_end()
         while piece is None:
             try:
                 piece = self._inline.take(self._who, name.length)
@@ -203,6 +215,7 @@ class _Puts:
         self._filling = _Filling(number, name, piece, view)
 
     async def _wait_for_an_end(self) -> None:
+        self._turn.end()
         self._freed.clear()
         await self._freed.wait()
 

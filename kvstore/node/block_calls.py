@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from kvstore.limits import BLOCK_BYTES_MAX, TURN_STEP_BLOCKS
+from kvstore.errors import ProtocolError
+from kvstore.limits import BLOCK_BYTES_MAX, PINS_OF_TENANT_MAX, TURN_STEP_BLOCKS
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, miss_message, refusals
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
     from kvstore.node.node import Node
-    from kvstore.storage.eviction_events import Explanation
+    from kvstore.node.pins import Pinned
+    from kvstore.node.time_slices import Turn
+    from kvstore.storage.eviction_events import Explanation, Held
     from kvstore.storage.items import DeleteDone
 
 __all__ = ["BlocksService"]
@@ -102,12 +105,11 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             durability = kept_durability_of(request.durability)
             items = [DeleteItem(tenant.id, key, durability, at) for at, key in enumerate(request.keys)]
             ends: Ends[DeleteDone] = Ends(len(items))
-            async with self._node.turns.of(tenant.id):
-                self._node.granted.delete((tenant.id, key) for key in request.keys)
-                self._node.store.delete(items, ends.heard)
-                self._node.deletions.note((tenant.id, key) for key in request.keys)
-                if (upkeep := self._node.upkeep) is not None:
-                    upkeep.waited.cancel((tenant.id, key) for key in request.keys)
+            async with self._node.turns.of(tenant.id) as turn:
+                for first in range(0, len(items), TURN_STEP_BLOCKS):
+                    if first:
+                        await turn.next()
+                    self._delete(items[first : first + TURN_STEP_BLOCKS], ends)
                 membership = self._node.membership
                 digest = 0 if membership is None else membership.digest
             done = sorted(await ends.all(), key=lambda one: one.tag)
@@ -125,6 +127,14 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                 found=[one.found for one in done], members_digest=digest, node=self._node.store.name
             )
         raise AssertionError
+
+    def _delete(self, items: Sequence[DeleteItem], ends: Ends[DeleteDone]) -> None:
+        names = [(item.tenant, item.key) for item in items]
+        self._node.granted.delete(names)
+        self._node.store.delete(items, ends.heard)
+        self._node.deletions.note(names)
+        if (upkeep := self._node.upkeep) is not None:
+            upkeep.waited.cancel(names)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: N802
         """Say where blocks are, or how they went."""
@@ -159,18 +169,48 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("pin", context, request.tenant, len(request.keys))
             check_keys(request.keys)
-            async with self._node.turns.of(tenant.id):
-                pinned = self._node.pins.pin(tenant.id, request.keys, request.time_to_live_ms)
+            async with self._node.turns.of(tenant.id) as turn:
+                pinned = await self._pin(turn, tenant.id, request)
             return pb.PinResponse(
                 pin=pinned.pin, time_to_live_ms=pinned.time_to_live_ms, pinned=pinned.pinned
             )
         raise AssertionError
 
+    async def _pin(self, turn: Turn, tenant: bytes, request: pb.PinRequest) -> Pinned:
+        """Pin blocks, a few in each turn."""
+        pins, size_bytes = self._node.pins, 0
+        held: list[Held | None] = []
+        steps = [
+            request.keys[at : at + TURN_STEP_BLOCKS] for at in range(0, len(request.keys), TURN_STEP_BLOCKS)
+        ]
+        for step in steps:
+            size_bytes += pins.bytes_of(tenant, step)
+            await turn.next()
+        pins.refuse_too_much(tenant, size_bytes)
+        try:
+            for step in steps:
+                held += pins.hold(tenant, step)
+                await turn.next()
+            return pins.pin(tenant, held, size_bytes, request.time_to_live_ms)
+        except BaseException:
+            pins.let_go(held)
+            raise
+
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:  # noqa: N802
         """End pins."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("unpin", context, request.tenant, len(request.pins))
-            return pb.UnpinResponse(ended=self._node.pins.unpin(tenant.id, request.pins))
+            if len(request.pins) > PINS_OF_TENANT_MAX:
+                raise ProtocolError(
+                    f"A call may end at most {PINS_OF_TENANT_MAX} pins, not {len(request.pins)}."
+                )
+            ended = 0
+            async with self._node.turns.of(tenant.id) as turn:
+                for at, pin in enumerate(request.pins):
+                    if at:
+                        await turn.next()  # each may be of a thousand blocks
+                    ended += self._node.pins.unpin(tenant.id, pin)
+            return pb.UnpinResponse(ended=ended)
         raise AssertionError
 
     def _states(self, tenant: bytes, blocks: Sequence[kvstore_pb2.BlockName]) -> list[pb.BlockState]:

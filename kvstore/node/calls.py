@@ -41,16 +41,16 @@ T = TypeVar("T")
 
 
 class HasMetadata(Protocol):
-    """A call, as far as its headers go."""
+    """A call's headers."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """What its caller said beside the request."""
+        """The headers that the caller sent."""
         ...
 
 
 @contextlib.asynccontextmanager
 async def refusals(context: Context, counters: Counters | None = None) -> AsyncIterator[None]:
-    """Let an error of ours end the call with its own status; any other is a bug, and gRPC says so."""
+    """End the call with the status of an error of ours; any other error is a bug, which gRPC reports."""
     try:
         yield
     except KvError as error:
@@ -60,7 +60,7 @@ async def refusals(context: Context, counters: Counters | None = None) -> AsyncI
 
 
 def durability_of(value: int) -> Durability:
-    """The durability that a message asks for; if it says none, `written`."""
+    """The durability that a message requests; `written` if it names none."""
     try:
         return Durability(value or Durability.WRITTEN)
     except ValueError:
@@ -68,12 +68,12 @@ def durability_of(value: int) -> Durability:
 
 
 def kept_durability_of(value: int) -> Durability:
-    """The same for what is never only in memory."""
+    """The same, at least `written`."""
     return max(durability_of(value), Durability.WRITTEN)
 
 
 def miss_message(miss: Miss) -> kvstore_pb2.GetMiss:
-    """A miss as the proto has it, whose reasons have our numbers."""
+    """A miss as a message; the proto's reasons have our numbers."""
     reason = cast("kvstore_pb2.MissReason", int(miss.reason))
     return kvstore_pb2.GetMiss(reason=reason, detail=miss.detail)
 
@@ -87,7 +87,7 @@ def check_keys(keys: Sequence[bytes], blocks_max: int = BATCH_BLOCKS_MAX) -> Non
 
 
 class Ends(Generic[T]):
-    """The ends of a batch that the store reports, in whatever portions; awaited once, when all have come."""
+    """Collects the results of a batch, which the store reports in parts; awaited once, for all of them."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -95,11 +95,11 @@ class Ends(Generic[T]):
         self._all: asyncio.Future[list[T]] = asyncio.get_running_loop().create_future()
 
     def heard(self, ended: Sequence[T]) -> None:
-        """Take what the store reports."""
+        """Collect results that the store reports."""
         self._ended += ended
         if len(self._ended) == self._count and not self._all.done():  # done: its call was given up
             self._all.set_result(self._ended)
 
     async def all(self) -> list[T]:
-        """All of them, in the order in which they ended."""
+        """All results, in order of completion."""
         return await self._all

@@ -66,7 +66,7 @@ def check_key(key: bytes) -> None:
 
 
 def check_fingerprint(fingerprint: bytes) -> None:
-    """Refuse what can't be a layout's fingerprint."""
+    """Refuse an invalid fingerprint."""
     if len(fingerprint) != FINGERPRINT_BYTES:
         raise ProtocolError(f"A layout fingerprint has {FINGERPRINT_BYTES} bytes, not {len(fingerprint)}.")
 
@@ -80,13 +80,13 @@ def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
 
 
 def refuse_expired(expires_unix_ms: int, now_ms: int) -> None:
-    """Refuse a time to live that is over before anything is put."""
+    """Refuse an expiry in the past."""
     if 0 < expires_unix_ms <= now_ms:
         raise Expired("The requested time to live has already ended; nothing was put.")
 
 
 def check_generation(generation: int) -> None:
-    """Refuse what no acknowledgement word can hold."""
+    """Refuse a generation that does not fit into an acknowledgement word."""
     if not 0 < generation <= GENERATION_MAX:
         raise ProtocolError(f"A word's generation is 1 to {GENERATION_MAX}, not {generation}.")
 
@@ -100,7 +100,7 @@ class AckArea:
     words: int
 
     def target(self, word: int) -> int:
-        """The address of one of them."""
+        """The address of one word."""
         if not 0 <= word < self.words:
             raise ProtocolError(
                 f"The client has {self.words} acknowledgement words, and {word} is not one of them."
@@ -159,23 +159,23 @@ class Connection:
         self.landing_key = self._region.key
 
     def failed(self, generation: int, error: KvError) -> None:
-        """Remember why a put failed, for its client to ask: of as many as may be under way at a time."""
+        """Remember why a put failed, for its client to ask: of as many puts as may be pending."""
         self._failures[generation] = error
         if len(self._failures) > self.layout.slots:
             del self._failures[next(iter(self._failures))]
 
     def why_failed(self, generations: Iterable[int]) -> list[tuple[int, KvError]]:
-        """Say why these failed, as far as it is known, and forget it."""
+        """Return why these puts failed, as far as that is known, and forget it."""
         told = ((generation, self._failures.pop(generation, None)) for generation in generations)
         return [(generation, error) for generation, error in told if error is not None]
 
     def slots_not_there(self, wanted: int) -> int:
-        """Of how many slots the memory has yet to come, so that so many more can be leased."""
+        """For how many slots memory must be allocated before so many more can be leased."""
         used = self.layout.slots - self.slots.in_state(SlotState.FREE)
         return max(0, min(self.layout.slots, used + wanted) - self._slots_there)
 
     def have_slots(self, count: int) -> Callable[[], None] | None:
-        """Have the memory of so many more; NoMemory if there is not as much.
+        """Allocate the memory of so many more slots; NoMemory if there is not enough.
 
         It takes a while for much, and others wait: of that the rest is had by a call of what this gives, anywhere.
         """
@@ -188,34 +188,34 @@ class Connection:
         return partial(self._have, start + at_once, start + size_bytes)
 
     def _have(self, start: int, end: int) -> None:
-        """In pieces, since the kernel lets nobody else change what the process has of memory meanwhile."""
+        """Populate in pieces, because the kernel blocks other changes of the process's memory meanwhile."""
         for at in range(start, end, LANDING_AT_ONCE_BYTES):
             populate(self._memory, at, min(LANDING_AT_ONCE_BYTES, end - at))
 
     def all_there(self) -> int:
-        """Note that registering them has brought the memory of all slots; give its bytes."""
+        """Note that registration has allocated the memory of all slots; returns its size."""
         self._slots_there = self.layout.slots
         return self.landing_bytes
 
     @property
     def landing_bytes(self) -> int:
-        """How much memory is there for blocks to land in."""
+        """How many bytes of landing memory are allocated."""
         return self._slots_there * self.layout.slot_bytes
 
     def about(self) -> dict[str, Any]:
-        """What a line of the log says about it."""
+        """Its fields for a log line."""
         return about(connection=self.number, tenant=self.owner.name)
 
     def remote(self, offset: int) -> int:
-        """An offset in the landing area as the client's fabric addresses it."""
+        """The address of an offset in the landing area for the client's fabric."""
         return self._region.base + offset
 
     def slot_address(self, slot: int) -> int:
-        """The slot's header page in this process."""
+        """The address of the slot's header page in this process."""
         return self._region.address + self.layout.header(slot)
 
     def check(self, block: BlockRequest) -> None:
-        """Refuse what could not be put over this connection."""
+        """Refuse a block that can't be put over this connection."""
         check_block(block.key, block.fingerprint, block.length)
         if block.length > self.layout.block_bytes_max:
             raise ProtocolError(
@@ -273,7 +273,7 @@ class Connection:
         )
 
     def word_put(self, word: int, generation: int, code: int) -> WordPut:
-        """One acknowledgement, ready to be put."""
+        """An acknowledgement word to send."""
         return WordPut(
             endpoint=self.endpoint,
             peer=self.peer,
@@ -283,7 +283,7 @@ class Connection:
         )
 
     def close(self) -> None:
-        """End it: nothing comes in after this, and nothing more goes out."""
+        """Close it: afterwards nothing arrives over it, and nothing is sent."""
         if self.closed:
             return
         self.closed = True
@@ -293,6 +293,6 @@ class Connection:
         self.fabric.remove_peer(self.peer)
 
     def free_memory(self) -> None:
-        """Give the landing area back, once the drive is done with it."""
+        """Free the landing area. The drive must be done with it."""
         assert self.closed
         self._memory.close()

@@ -155,6 +155,7 @@ class Doorkeeper:
         self._knocked: dict[str, list[int]] = {}  # by source: when it connected, or was refused a call
         self._refused: deque[str] = deque(maxlen=DOOR_KNOCKS_OF_SOURCE_MAX)  # peers, since the last look
         self._still: deque[str] = deque(maxlen=DOOR_CONNECTIONS_OF_SOURCE_MAX)  # peers that take no answer
+        self._flooding: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
         self._pressing: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
         self._pressed: dict[str, list[int]] = {}  # by peer: when its calls could not wait their turn
         self._barred: dict[str, int] = {}  # until when
@@ -198,6 +199,10 @@ class Doorkeeper:
         """Note that a call of this peer could not wait its turn; one that goes on is hung up on."""
         self._pressing.append(peer)
 
+    def floods(self, peer: str) -> None:
+        """Note that this peer sent a call that costs a hundred others: it is hung up on, and its source barred."""
+        self._flooding.append(peer)
+
     def expects(self, port: int, client: Ip) -> None:
         """Let nobody but this client stay at an endpoint's port, until it is closed."""
         self._fabric[port] = client
@@ -234,7 +239,7 @@ class Doorkeeper:
         before, self._opened = self._opened, _connections_opened()
         if self._opened is None or self._opened != before:
             return True
-        heard = self._refused or self._still or self._pressing
+        heard = self._refused or self._still or self._pressing or self._flooding
         return bool(self._unproved or heard or self._barred or self._expects_more)
 
     def look(self) -> None:
@@ -253,6 +258,7 @@ class Doorkeeper:
             ip = ip_of_peer(self._refused.popleft())
             knocked += [] if ip is None else [source_of(ip)]
         self._end_pressing(now_ns)
+        self._end_flooding(now_ns)
         self._bar(knocked, now_ns)
         self._end_still()
         for source, links in self._grouped(lambda link: link.own_port == self._port, lambda one: one.source):
@@ -290,6 +296,15 @@ class Doorkeeper:
             self._hang_up(links)
             self._knocks(source, len(links) * DOOR_KNOCKS_OF_PRESSING, now_ns)
             self._turned_away(source, "connections that went on calling when told to wait", len(links))
+
+    def _end_flooding(self, now_ns: int) -> None:
+        floods = {_ip_and_port(peer) for peer in self._flooding}
+        self._flooding.clear()
+        for source in {source_of(one[0]) for one in floods if one is not None}.difference(self._barred):
+            # It may have hung up itself by now, and be back.
+            self._knocks(source, DOOR_KNOCKS_OF_SOURCE_MAX + 1, now_ns)
+            self._turned_away(source, "a connection that sent calls with too much metadata", 1)
+        self._hang_up(link for link in self._links.values() if link and (link.ip, link.port) in floods)
 
     def _grouped(
         self, which: Callable[[_Link], bool], by: Callable[[_Link], T]

@@ -51,7 +51,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         self._node = node
         self._gate = gate
 
-    async def EraseUser(self, request: pb.EraseUserRequest, context: Context) -> pb.EraseResponse:  # noqa: N802 - the proto's
+    async def EraseUser(self, request: pb.EraseUserRequest, context: Context) -> pb.EraseUserResponse:  # noqa: N802
         """Erase a user."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("erase user", context, request.tenant)
@@ -61,10 +61,11 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             await erasure.destroy([named, domain_of(request.user)])
             await erasure.sessions(named)
             await erasure.blocks_of(domain_of(request.user))
-            return self._answer(erasure, tenant, domain_of(request.user), context.peer())
+            erased = self._answer(erasure, tenant, domain_of(request.user), context.peer())
+            return pb.EraseUserResponse(erased=erased)
         raise AssertionError
 
-    async def EraseTenant(self, request: pb.EraseTenantRequest, context: Context) -> pb.EraseResponse:  # noqa: N802
+    async def EraseTenant(self, request: pb.EraseTenantRequest, context: Context) -> pb.EraseTenantResponse:  # noqa: N802
         """Erase a tenant."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
@@ -72,10 +73,10 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             await erasure.destroy([None])
             await erasure.sessions(None)
             await erasure.blocks_of(None)
-            return self._answer(erasure, tenant, None, context.peer())
+            return pb.EraseTenantResponse(erased=self._answer(erasure, tenant, None, context.peer()))
         raise AssertionError
 
-    def _answer(self, erasure: _Erasure, tenant: Tenant, domain: bytes | None, peer: str) -> pb.EraseResponse:
+    def _answer(self, erasure: _Erasure, tenant: Tenant, domain: bytes | None, peer: str) -> pb.Erased:
         node = self._node
         receipt = Receipt(
             at_ms=node.clock.wall_ms(),
@@ -90,7 +91,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             peer=peer,
         )
         self._gate.audit.note(receipt.what, tenant=tenant.name, peer=peer, **receipt.fields())
-        return pb.EraseResponse(
+        return pb.Erased(
             at_unix_ms=receipt.at_ms,
             blocks=erasure.blocks,
             bytes=erasure.size_bytes,
@@ -146,7 +147,7 @@ class _Erasure:
         """Erase the blocks of a domain, or all."""
         node = self._node
         node.granted.take_all()  # what has landed is being put
-        numbers = [domain_number_of(key) for key in self.keys if key.domain == domain]
+        numbers = [_domain_number(key) for key in self.keys if key.domain == domain]
         number = None if domain is None else numbers[0] if numbers else -1
         for names in node.store.of_domain(self._tenant, domain, number):
             await self._erase(names)
@@ -155,7 +156,7 @@ class _Erasure:
         if not names:
             return
         node = self._node
-        erased = frozenset(domain_number_of(key) for key in self.keys if key.number is not None)
+        erased = frozenset(_domain_number(key) for key in self.keys if key.number is not None)
         items = [
             DeleteItem(tenant, key, Durability.SYNCED, at, erased) for at, (tenant, key) in enumerate(names)
         ]
@@ -181,6 +182,6 @@ class _Erasure:
         return [SessionName(self._tenant, user, one.session) for one in listed]
 
 
-def domain_number_of(key: Erased) -> int:
+def _domain_number(key: Erased) -> int:
     """Give what entries have of a destroyed key."""
     return 0 if key.number is None else key.number + 1

@@ -121,7 +121,7 @@ class Fetches:
     def enqueue(
         self, connection: Connection, requests: Sequence[FetchRequest], looking: Looking, *, called: bool
     ) -> None:
-        """Queue the fetches, all or none, and start what can be started. `called`: they have come by gRPC."""
+        """Queue the fetches, all or none, and start those that can start. `called`: they came over gRPC."""
         if len(requests) > self._queued.left(connection.tenant):
             raise Overloaded("The tenant's share of the node's queued fetches is used up; try again later.")
         looking.expect()
@@ -142,9 +142,9 @@ class Fetches:
         self.pump()
 
     def cancel(self, connection: Connection, words: Mapping[int, int], *, called: bool) -> None:
-        """End fetches, given as generation and word of each. Their words say so, or stand behind bytes on their way.
+        """Cancel fetches, given by generation and word. Each word confirms it, or follows bytes already on the wire.
 
-        `called`: they were asked for by gRPC, so of those that are not known here nothing is under way anywhere.
+        `called`: they were requested over gRPC, so an unknown one is not in progress anywhere.
         """
         gone = self._queued.withdraw(
             connection.tenant, connection.number, lambda fetch: fetch.request.ack_generation in words
@@ -188,16 +188,16 @@ class Fetches:
 
     @property
     def waiting(self) -> int:
-        """How many wait for their turn."""
+        """How many are queued."""
         return len(self._queued)
 
     @property
     def are_waiting(self) -> bool:
-        """Whether any waits for its turn, or for the drive."""
+        """Whether any is queued, or waits for the drive."""
         return len(self._queued) > 0 or self._reading_bytes > 0
 
     def pump(self) -> None:
-        """Send what is hot, and read ahead as far as the memory goes; of much, the rest goes on a round later."""
+        """Send hot blocks, and start reads as far as memory allows; what is left continues in the next round."""
         self._settle()
         rested_s = self._turns.rests_s()
         left = 0 if self._goes_on else FETCHES_A_ROUND
@@ -217,7 +217,7 @@ class Fetches:
         self.pump()
 
     def _begin_in_turn(self, batch: Sequence[Fetch]) -> None:
-        """Each tenant is charged for its part of the time."""
+        """Begin fetches in turn, charging each tenant for the time taken."""
         began_ns = self._clock.monotonic_ns()
         self._begin_all(batch)
         each_ns = (self._clock.monotonic_ns() - began_ns) // len(batch)
@@ -225,7 +225,7 @@ class Fetches:
             self._turns.worked(tenant, count * each_ns)
 
     def _settle(self) -> None:
-        """Do what is due of what has ended."""
+        """Process completed fetches."""
         if self._arrived:
             self._keep_arrived()
         if self._sent:
@@ -267,7 +267,7 @@ class Fetches:
             self._store.get(reads, self._read)
 
     def _next(self, most: int) -> list[Fetch]:
-        """Take those whose turn it is, as far as the drive is to be asked ahead."""
+        """Take the next fetches in turn, as many as the drive should have queued."""
         batch: list[Fetch] = []
         ahead_bytes = self._reading_bytes
         while ahead_bytes < READ_AHEAD_BYTES and len(batch) < most:
@@ -293,7 +293,7 @@ class Fetches:
         reads: list[GetItem],
         cold: list[tuple[Fetch, Entry, Drive]],
     ) -> bool:
-        """Take a fetch on; False if there is no room for it."""
+        """Begin a fetch; False if there is no memory for it."""
         put = None
         drive = None
         if entry is None:
@@ -326,7 +326,7 @@ class Fetches:
         return True
 
     def _fits(self, fetch: Fetch, entry: Entry, now_ms: int) -> bool:
-        """Whether what is stored is what was asked for."""
+        """Whether the stored block matches the request."""
         request = fetch.request
         if (
             not entry.expires_ms
@@ -376,7 +376,7 @@ class Fetches:
             self._sent[False, queued_ns] += sent
 
     def _keep_arrived(self) -> None:
-        """What readers have read stays in the hot memory, if the index still names it."""
+        """Keep blocks that readers have read in the hot memory, if the index still names them."""
         arrived, self._arrived = self._arrived, []
         self._memory.came((fetch.piece, fetch.name, fetch.entry) for fetch in arrived)
         if self._store.has_doubts:
@@ -462,7 +462,7 @@ class Fetches:
             self._looked(fetch.request, fetch.looking)
 
     def _looked(self, request: FetchRequest, looking: Looking) -> None:
-        """One block more of a look-up is over."""
+        """Count one more completed block of a look-up."""
         if request.seen is not None:
             request.seen.over()
         looking.left -= 1
@@ -471,7 +471,7 @@ class Fetches:
             looking.over()
 
     def sent(self, event: Event) -> None:
-        """The fabric is done with a put of ours, or with all that a reader was handed."""
+        """Handle the completion of a put of ours, or of everything that a reader was given."""
         if self.readers.sent(event):
             return
         fetch = self._under_way.get(event.tag)
@@ -489,7 +489,7 @@ class Fetches:
         self._end_later(fetch)
 
     def _served(self, fetch: Fetch, posted_ns: int) -> None:
-        """A reader has read it, and sent it then."""
+        """Handle a block that a reader has read and sent."""
         looking = fetch.looking
         looking.outcomes[fetch.at] = Outcome.DRIVE
         looking.drive_last_ns = posted_ns
@@ -500,14 +500,14 @@ class Fetches:
         self._arrived.append(fetch)
 
     def _unread_one(self, fetch: Fetch) -> None:
-        """A reader could not read it, or found something else. Nothing was sent, and its memory is ours again."""
+        """Handle a block that a reader could not read, or found changed: nothing was sent, and its memory is ours."""
         fetch.sending, fetch.group = False, None
         self._reading_bytes += fetch.size_bytes  # once more than its group has it
         fetch.looking.size_bytes -= fetch.request.sent_bytes
         self._unread.append(fetch)
 
     def _end_later(self, fetch: Fetch) -> None:
-        """It is over, but for its memory as long as the drive may write to it."""
+        """End a fetch, but keep its memory while the drive may still write to it."""
         if fetch.group is None or fetch.group.late is None:
             self._end(fetch)
             return
@@ -518,7 +518,7 @@ class Fetches:
             self._looked(fetch.request, fetch.looking)
 
     def _note_sent(self) -> None:
-        """Count what was sent by now, and how long it took: once for blocks that were asked for together."""
+        """Count the blocks sent by now and the time they took, once for each batch requested together."""
         now_ns = self._clock.monotonic_ns()
         for (hot, queued_ns), lengths in self._sent.items():
             self._counters.found(lengths, in_memory=hot)
@@ -554,7 +554,7 @@ class Fetches:
             put_words(self._fabric, [self._miss(fetch, MissReason.CORRUPT)])
 
     def forget(self, connection: Connection) -> None:
-        """The connection's endpoint is closed: what it waited for, and what was being sent over it, is over."""
+        """End all fetches of a connection whose endpoint is closed."""
         self._queued.drop(connection.tenant, connection.number)
         if self._arrived:
             self._keep_arrived()

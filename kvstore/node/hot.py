@@ -49,7 +49,7 @@ __all__ = ["HotMemory", "HotPages", "HotStatistics", "Piece"]
 
 @dataclass(slots=True)
 class Piece:
-    """A run of pages and who uses it."""
+    """A run of pages, and its refcount."""
 
     start: int
     pages: int
@@ -60,7 +60,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class HotStatistics:
-    """What lies in the hot memory, and what it was good for."""
+    """How much the hot memory holds, and how often blocks were found there."""
 
     capacity_bytes: int
     kept_bytes: int
@@ -72,7 +72,7 @@ class HotStatistics:
 
 
 class HotPages:
-    """Which pages hold what; no memory, no I/O."""
+    """Which pages hold which records. It touches no memory and does no I/O."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class HotPages:
         self._found = self._not_found = self._evicted = 0
 
     def take(self, pages: int, tenant: Hashable = b"") -> Piece | None:
-        """A piece to read into for a tenant, with one user; None: all that could make room is in use."""
+        """Allocate a piece for a tenant's read, with one user; None if everything evictable is in use."""
         start = self._free.allocate(pages)
         if start is None and self._going:
             self._free_what_went()
@@ -116,32 +116,32 @@ class HotPages:
         return Piece(start, pages)
 
     def take_unasked(self, pages: int) -> Piece | None:
-        """A piece to read into for somebody who has not asked yet: others are not to wait for that room."""
+        """Allocate a piece for a read that nobody has requested yet; None while requested reads wait for room."""
         refused = self.refused
         piece = None if refused else self.take(pages)
         self.refused = refused
         return piece
 
     def has(self, generation: int) -> bool:
-        """Whether this record is kept. To ask is no use of it."""
+        """Whether this record is kept. A look is not a use."""
         return generation in self._probation or generation in self._protected
 
     def look_again(self) -> None:
-        """Uses that are not counted here may have ended, and nobody has said so: those that were refused try again."""
+        """Retry refused allocations: uses that are not counted here end without notice."""
         self._free_what_went()
         if self.refused:
             self.refused = False
             self._freed()
 
     def _free_what_went(self) -> None:
-        """Free what was forgotten while somebody else used it, who is done now."""
+        """Free forgotten pieces whose last outside use has ended."""
         for generation, piece in list(self._going.items()):
             if self._may_go(generation):
                 del self._going[generation]
                 self.release(piece)
 
     def keep(self, piece: Piece, generation: int, name: Name | None = None) -> None:
-        """Its bytes are this record's: let others find it, unless they have it already."""
+        """Keep a piece as this record, so that later reads find it, unless the record is kept already."""
         if piece.generation or generation in self._probation or generation in self._protected:
             return
         if name is not None:
@@ -152,7 +152,7 @@ class HotPages:
         self._kept_pages += piece.pages
 
     def find(self, generation: int) -> Piece | None:
-        """The piece with this record and one user more; it has earned its place."""
+        """Find this record's piece and add a user; a piece found again is protected from scans."""
         piece = self._protected.get(generation)
         if piece is not None:
             self._protected.move_to_end(generation)
@@ -169,17 +169,17 @@ class HotPages:
         return piece
 
     def peek(self, generation: int) -> Piece | None:
-        """The piece with this record. To look is no use of it."""
+        """The piece of this record. A look is not a use."""
         return self._protected.get(generation) or self._probation.get(generation)
 
     def touch(self, generation: int) -> None:
-        """Somebody has used this record, who needed no piece."""
+        """Count a use of this record that needed no piece."""
         piece = self.find(generation)
         if piece is not None:
             self.release(piece)
 
     def release(self, piece: Piece) -> None:
-        """One user is done. Without any, and not kept, the piece is free."""
+        """Remove one user. A piece without users that is not kept becomes free."""
         piece.users -= 1
         if not piece.users and not piece.generation:
             self._free.release(piece.start, piece.pages)
@@ -188,7 +188,7 @@ class HotPages:
             self._freed()
 
     def forget(self, piece: Piece) -> None:
-        """Its bytes are not what they should be: nobody finds it any more."""
+        """Stop keeping a piece whose bytes are wrong."""
         if not piece.generation:
             return
         if self._protected.pop(piece.generation, None) is not None:
@@ -212,7 +212,7 @@ class HotPages:
             self._going[known_as] = piece
 
     def drop_dead(self, names: Iterable[Name], lookup: Lookup) -> None:
-        """The index has changed under these names: let go of what is kept under them, unless it names that now."""
+        """Drop the pieces kept under these names, unless the index still names their records."""
         kept = [name for name in names if name in self._named]
         if not kept:
             return
@@ -225,7 +225,7 @@ class HotPages:
                 )  # one that is in use is freed, and waiters are woken, when its last user is done
 
     def statistics(self) -> HotStatistics:
-        """Where it stands."""
+        """The current counts."""
         return HotStatistics(
             capacity_bytes=self._pages * PAGE_BYTES,
             kept_bytes=self._kept_pages * PAGE_BYTES,
@@ -298,22 +298,22 @@ class HotMemory:
         ] = {}  # what is being read under a name, and was named by the index ever since
 
     def take(self, length_bytes: int, tenant: Hashable) -> Piece | None:
-        """A piece for a tenant's record with such a payload."""
+        """Allocate a piece for a tenant's record with a payload of this length."""
         return self.pages.take(pages_of(length_bytes), tenant)
 
     def address(self, piece: Piece) -> int:
-        """A piece's header page in this process."""
+        """The address of a piece's header page in this process."""
         return self.region.address + piece.start * PAGE_BYTES
 
     def payload(self, piece: Piece, length_bytes: int) -> memoryview:
-        """The payload in a piece."""
+        """A view of the payload in a piece."""
         start = piece.start * PAGE_BYTES + HEADER_BYTES
         return self.view[start : start + length_bytes]
 
     def shelve(self, found: Iterable[tuple[bytes, bytes, Entry | None]]) -> None:
-        """Let blocks be sent without asking us: tenant, key and what the index says of each now.
+        """List blocks on the shelf, so that the C core serves them: tenant, key and current index entry of each.
 
-        Those that expire are not, because the shelf knows no time.
+        Blocks that expire are not listed, because the shelf has no clock.
         """
         blocks = []
         for tenant, key, entry in found:
@@ -329,7 +329,7 @@ class HotMemory:
             self.shelf.put(blocks)
 
     def keep(self, found: Iterable[tuple[Piece, int, Name, Entry | None]]) -> None:
-        """Keep what was read, if the index still names it, and let it be sent without us."""
+        """Keep records that were read, if the index still names them, and list them on the shelf."""
         kept = []
         for piece, generation, name, entry in found:
             if entry is not None and entry.generation == generation:
@@ -338,11 +338,11 @@ class HotMemory:
         self.shelve(kept)
 
     def expect(self, name: Name, generation: int) -> None:
-        """A record that the index names at this moment is going to be read."""
+        """Note that a read of this record, which the index names now, has begun."""
         self._expected[name] = generation
 
     def came(self, found: Iterable[tuple[Piece | None, Name, Entry | None]]) -> None:
-        """It was read, and sent. Keep it, if the index has named it ever since, and let it be sent without us."""
+        """Keep records that were read and sent, if the index has named them since `expect`, and shelve them."""
         kept = []
         for piece, name, entry in found:
             if entry is None or piece is None or self._expected.get(name) != entry.generation:
@@ -353,11 +353,11 @@ class HotMemory:
         self.shelve(kept)
 
     def expect_no_more(self, name: Name) -> None:
-        """It was not read."""
+        """Note that the read failed."""
         self._expected.pop(name, None)
 
     def changed(self, names: Sequence[Name], lookup: Lookup, *, are_new: bool) -> None:
-        """The index names something else under these, or nothing: nobody is sent what it named, nor is that kept."""
+        """Unlist and drop the blocks of these names: the index has other entries for them now, or none."""
         if are_new:  # before they are unlisted: what comes meanwhile is to find the one or the other
             self.stored(names)
         for tenant, key in names:
@@ -367,15 +367,15 @@ class HotMemory:
         self.pages.drop_dead(names, lookup)
 
     def stored(self, names: Iterable[Name]) -> None:
-        """Something is stored under these names: what comes under them is compared with that."""
+        """Note that these names are stored, so that later puts of them are compared with the stored block."""
         self.shelf.stored(b"".join(map(b"".join, names)), are_stored=True)
 
     def gone(self, names: Iterable[Name]) -> None:
-        """Nothing is stored under these names any more."""
+        """Note that these names are no longer stored."""
         self.shelf.stored(b"".join(map(b"".join, names)), are_stored=False)
 
     def close(self) -> None:
-        """Give the memory back; the fabric is closed already."""
+        """Free the memory. The fabric must be closed already."""
         self.view.release()
         self._memory.close()
         os.close(self.fd)

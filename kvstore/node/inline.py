@@ -38,7 +38,7 @@ __all__ = ["InlineBlocks", "InlineRead", "PendingRead", "check_chunk", "deadline
 
 @asynccontextmanager
 async def deadline(what: str) -> AsyncIterator[None]:
-    """End what a client that stands still would hold up."""
+    """A deadline for the next step of a client, which may have stalled."""
     try:
         async with asyncio.timeout(INLINE_TIMEOUT_MS / 1000):
             yield
@@ -76,7 +76,7 @@ class InlineBlocks:
         self._shares = Shares(memory.size_bytes // 2, tenants_known)  # a reader here does not stop the fabric
 
     def take(self, who: Holder, length: int) -> Piece:
-        """Give memory for a block, or say Overloaded."""
+        """Allocate memory for a block; Overloaded if there is none."""
         may = self._shares.may_hold(who, pages_of(length) * PAGE_BYTES)
         piece = self.memory.take(length, who[0]) if may else None
         if piece is None:
@@ -85,7 +85,7 @@ class InlineBlocks:
         return piece
 
     def give_back(self, who: Holder, piece: Piece) -> None:
-        """Take memory back."""
+        """Free memory."""
         self._shares.release(who, piece.pages * PAGE_BYTES)
         self.memory.pages.release(piece)
 
@@ -101,9 +101,9 @@ class InlineBlocks:
         chunks: AsyncIterator[bytes],
         before_kept: Callable[[PutItem], object] = lambda _: None,
     ) -> Durability:
-        """Take a block in chunks and keep it; returns the durability reached.
+        """Receive a block in chunks and store it; returns the durability reached.
 
-        `before_kept` is called when the bytes are there, and may refuse: nothing comes between it and the store.
+        `before_kept` is called once all bytes have arrived, right before the store is, and may refuse.
         """
         check_block(key, fingerprint, length)
         refuse_expired(expires_unix_ms, self._clock.wall_ms())
@@ -164,7 +164,7 @@ class InlineBlocks:
             raise ProtocolError(f"{filled} bytes arrived and {length} were announced.")
 
     async def get(self, peer: str, tenant: bytes, key: bytes, fingerprint: bytes, length: int) -> InlineRead:
-        """Find or read a block, and check it."""
+        """Find a block in memory or read it, and check it."""
         return await self.begin_get(peer, tenant, key, fingerprint, length).read()
 
     def begin_get(self, peer: str, tenant: bytes, key: bytes, fingerprint: bytes, length: int) -> PendingRead:
@@ -240,7 +240,7 @@ class PendingRead:
             self._read.set_result(read)
 
     def arrived(self, read: InlineRead) -> None:
-        """Take it, or give its memory back if nobody wants it any more."""
+        """Deliver it, or free its memory if its caller is gone."""
         if self._read.done():
             read.close()
         else:
@@ -251,7 +251,7 @@ class PendingRead:
         return await self._read
 
     def drop(self) -> None:
-        """Let it go."""
+        """Discard it."""
         if not self._read.cancel():
             self._read.result().close()
 
@@ -277,11 +277,11 @@ class InlineRead:
         self._length = length
 
     def chunks(self) -> Iterator[bytes]:
-        """The payload, in pieces that gRPC likes."""
+        """The payload, in chunks of the size gRPC handles best."""
         return map(bytes, self.views())
 
     def views(self) -> Iterator[memoryview]:
-        """The same where it stands; not to be looked at after `close`."""
+        """The same as views of the memory; they are invalid after `close`."""
         payload = self._memory.payload(self._piece, self._length)
         for start in range(0, self._length, INLINE_CHUNK_BYTES):
             yield payload[start : start + INLINE_CHUNK_BYTES]

@@ -105,7 +105,7 @@ class Node:
         address: FabricAddress | None = None,
         tenants_known: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`tenants_known` tells how many share what there is."""
+        """`tenants_known` returns how many tenants share the node's resources."""
         self.address = address or FabricAddress("127.0.0.1")
         self.readiness = Readiness()
         self.at_endpoint: Callable[[int, Ip], object] = lambda *_: None  # for whom each endpoint's port is
@@ -183,11 +183,11 @@ class Node:
 
     @property
     def landing_bytes(self) -> int:
-        """How much memory is given to clients to put into."""
+        """How many bytes of landing memory clients hold."""
         return self.landing.total
 
     def _tick(self) -> None:
-        """Do what only time brings about."""
+        """Run periodic work."""
         self.ticked_ns = self.clock.monotonic_ns()
         self.take_note()
         self.hot.pages.look_again()
@@ -210,9 +210,9 @@ class Node:
         slots: int,
         seal: Seal | None = None,
     ) -> tuple[Connection, bytes]:
-        """Open a connection with a landing area of its own; and the fabric address that its client is to be told.
+        """Open a connection with its own landing area; returns it and the fabric address for its client.
 
-        `caller` is where the call comes from, in gRPC's words. Without a `seal` what comes over the fabric is believed.
+        `caller` is the source of the call, as gRPC names it. Without a `seal`, fabric messages are not authenticated.
         """
         if provider != self.fabric.provider:
             raise ProtocolError(
@@ -293,7 +293,7 @@ class Node:
         return LandingLayout(granted, block_bytes_max)
 
     def _let_land(self, connection: Connection, slots: int) -> None:
-        """Have memory for so many more slots of a connection, as far as it has not been there; Overloaded without."""
+        """Allocate the memory of so many more slots of a connection, where it is missing; Overloaded if it can't."""
         layout, new = connection.layout, connection.slots_not_there(slots)
         if not new:
             return
@@ -325,7 +325,7 @@ class Node:
             self.detach(connection)
 
     def detach(self, connection: Connection) -> None:
-        """Close a connection. What had landed is still kept; the rest is forgotten."""
+        """Close a connection. Blocks that have landed are still stored; other puts are dropped."""
         if connection.closed:
             return
         connection.close()
@@ -351,24 +351,24 @@ class Node:
             connection.free_memory()
 
     def take_note(self) -> None:
-        """Take note of what the fabric did without us; done before anybody asks."""
+        """Process what the C core has done by itself; called before any request is answered."""
         self.granted.take_all()
         self.fabric_calls.served()
 
     def later(self, delay_s: float, do: Callable[..., object], *arguments: object) -> None:
-        """Do something in a while."""
+        """Run something later, on the loop."""
         self._loop.call_later(delay_s, or_stop(do), *arguments)
 
     def note_freed(self) -> None:
-        """Memory that outlasts connections has come free."""
+        """Note that memory which outlives its connection was freed."""
         self._freed.set()
 
     def find(self, number: int) -> Connection | None:
-        """The connection with this number, whoever's it is."""
+        """The connection with this number, of any tenant."""
         return self._connections.get(number)
 
     def connection(self, number: int, owner: Tenant | None) -> Connection:
-        """The connection with this number. One of another owner is answered like one that does not exist."""
+        """The connection with this number. A connection of another tenant is treated as nonexistent."""
         connection = self._connections.get(number)
         if connection is None or (owner is not None and owner.id != connection.tenant):
             raise ProtocolError(
@@ -412,7 +412,7 @@ class Node:
         return [None if there else next(in_order) for there in stored]
 
     def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
-        """Take leases back from a client that promises not to write.
+        """Release leases that a client returns: it promises not to write.
 
         Returns how many there were to take, and the generations of those that were over: their words have been put.
         """
@@ -586,7 +586,7 @@ class Node:
             await self._freed.wait()
 
     async def close(self) -> None:
-        """Close all connections and wait, not for ever, until the drive has what had landed."""
+        """Close all connections, and wait within a bound until all landed blocks are on the drive."""
         self.prefetches.close()
         self.take_note()
         for connection in list(self._connections.values()):

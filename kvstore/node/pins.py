@@ -12,8 +12,14 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.errors import Overloaded, ProtocolError
-from kvstore.limits import PIN_TIMEOUT_MS, PIN_TIMEOUT_MS_MAX, PINS_MAX, PINS_OF_TENANT_MAX
+from kvstore.errors import Overloaded
+from kvstore.limits import (
+    PIN_TIMEOUT_MS,
+    PIN_TIMEOUT_MS_MAX,
+    PINNED_ENDED_AT_ONCE,
+    PINS_MAX,
+    PINS_OF_TENANT_MAX,
+)
 from kvstore.storage.eviction.items import Guard
 from kvstore.wire.record import record_bytes
 
@@ -54,26 +60,38 @@ class Pins:
         self._bytes: dict[bytes, int] = {}
         self.count = 0
 
-    def pin(self, tenant: bytes, keys: Sequence[bytes], time_to_live_ms: int) -> Pinned:
-        """Pin what is stored of these blocks; Overloaded, and nothing pinned, if that is more than may be."""
+    def bytes_of(self, tenant: bytes, keys: Sequence[bytes]) -> int:
+        """Tell how much a pin of these blocks would hold."""
+        entries = self._store.lookup([(tenant, key) for key in keys])
+        return sum(record_bytes(entry.length) for entry in entries if entry is not None)
+
+    def hold(self, tenant: bytes, keys: Sequence[bytes]) -> list[Held | None]:
+        """Hold blocks, for a pin; None for each that is not stored."""
+        return self._store.hold([(tenant, key) for key in keys], Guard.LEASE)
+
+    def let_go(self, held: Sequence[Held | None]) -> None:
+        """Let blocks go that no pin came to hold."""
+        self._store.release([one for one in held if one is not None], Guard.LEASE)
+
+    def pin(
+        self, tenant: bytes, held: Sequence[Held | None], size_bytes: int, time_to_live_ms: int
+    ) -> Pinned:
+        """Pin blocks that are held; Overloaded, and nothing pinned, if that is more than may be."""
         time_to_live_ms = min(time_to_live_ms or PIN_TIMEOUT_MS, PIN_TIMEOUT_MS_MAX)
-        names = [(tenant, key) for key in keys]
-        entries = self._store.lookup(names)
-        wanted_bytes = sum(record_bytes(entry.length) for entry in entries if entry is not None)
-        self._refuse_too_much(tenant, wanted_bytes)
-        held = self._store.hold(names, Guard.LEASE)
-        pin = _Pin([one for one in held if one is not None], wanted_bytes)
+        self.refuse_too_much(tenant, size_bytes)
+        pin = _Pin([one for one in held if one is not None], size_bytes)
         number = 0
         if pin.held:
             number = secrets.randbits(63) + 1
             self._of_tenant.setdefault(tenant, {})[number] = pin
-            self._bytes[tenant] = self._bytes.get(tenant, 0) + wanted_bytes
+            self._bytes[tenant] = self._bytes.get(tenant, 0) + size_bytes
             deadline_ns = self._clock.monotonic_ns() + time_to_live_ms * 1_000_000
             heapq.heappush(self._deadlines, (deadline_ns, tenant, number))
             self.count += 1
         return Pinned(number, time_to_live_ms, [one is not None for one in held])
 
-    def _refuse_too_much(self, tenant: bytes, wanted_bytes: int) -> None:
+    def refuse_too_much(self, tenant: bytes, wanted_bytes: int) -> None:
+        """Overloaded, if a tenant, or all, would have too much pinned."""
         if self._bytes.get(tenant, 0) + wanted_bytes > self._half_bytes // 2:
             raise Overloaded(
                 f"A tenant may pin at most {self._half_bytes // 2} bytes of this node at a time."
@@ -86,20 +104,17 @@ class Pins:
                 "The node has its maximum number of pins; let some end, or pin more blocks per call."
             )
 
-    def unpin(self, tenant: bytes, pins: Sequence[int]) -> int:
-        """End pins of a tenant; returns how many had not ended yet."""
-        if len(pins) > PINS_OF_TENANT_MAX:
-            raise ProtocolError(f"A call may end at most {PINS_OF_TENANT_MAX} pins, not {len(pins)}.")
-        return sum(self._end(tenant, pin) for pin in pins)
-
     def expire(self) -> None:
-        """End those whose time is over."""
-        now_ns = self._clock.monotonic_ns()
-        while self._deadlines and self._deadlines[0][0] <= now_ns:
+        """End those whose time is over, a bounded number of blocks at a time."""
+        now_ns, blocks = self._clock.monotonic_ns(), 0
+        while self._deadlines and self._deadlines[0][0] <= now_ns and blocks < PINNED_ENDED_AT_ONCE:
             _, tenant, number = heapq.heappop(self._deadlines)
-            self._end(tenant, number)
+            pin = self._of_tenant.get(tenant, {}).get(number)
+            blocks += 0 if pin is None else len(pin.held)
+            self.unpin(tenant, number)
 
-    def _end(self, tenant: bytes, number: int) -> bool:
+    def unpin(self, tenant: bytes, number: int) -> bool:
+        """End a pin of a tenant; tell whether it had not ended yet."""
         mine = self._of_tenant.get(tenant, {})
         pin = mine.pop(number, None)
         if pin is None:

@@ -233,7 +233,7 @@ def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) ->
 
     keeper = Doorkeeper(node.clock, port, turned_away, clients)
     gate.let_in, gate.turned_away, gate.stands_still = keeper.proved, keeper.refused, keeper.stands_still
-    gate.presses = keeper.presses
+    gate.presses, gate.floods = keeper.presses, keeper.floods
     node.at_endpoint = keeper.expects
     keeper.start()
     return keeper
@@ -353,9 +353,10 @@ async def _serve_node(
         await server.start()
         statistics = store.statistics()
         log.info(
-            "node %s: %s, %d blocks, %s free of %s%s, fabric %s",
+            "node %s: %s%s, %d blocks, %s free of %s%s, fabric %s",
             store.name,
             _drives_shown(store),
+            ", encrypted" if store.keys is not None else "",
             statistics.blocks,
             show_size(statistics.free_bytes),
             show_size(statistics.capacity_bytes),

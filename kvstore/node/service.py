@@ -305,5 +305,6 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 corrupt_found=store.quarantined,
                 index_rebuilt=store.rebuilt,
                 drives=map(_drive_message, self._node.store.drive_states()),
+                encrypted=self._node.store.keys is not None,
             )
         raise AssertionError

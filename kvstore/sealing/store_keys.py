@@ -21,7 +21,7 @@ from kvstore.errors import ConfigError, KvError, StorageError
 from kvstore.limits import VAULT_KEYS_MAX, VAULT_NAMES_MAX
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
-from kvstore.sealing.masters import open_master
+from kvstore.sealing.masters import check_master, open_master
 from nic_offload.vault import KeyName, Vault
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ def keys_opener(data: Path, master_key: str | None) -> Callable[[bytes], StoreKe
                 " folder and what is in it."
             )
         return None
+    check_master(master_key)
     option = master_key
 
     def open_keys(store_uuid: bytes) -> StoreKeys:

@@ -161,7 +161,7 @@ class AllManifests:
         return next((found for one in self._manifests if (found := one.get(name)) is not None), None)
 
     def keys(self, name: SessionName, first: int = 0, until: int | None = None) -> list[bytes] | None:
-        """Give a session's block keys, or some of them; None if there is no such session."""
+        """Return a session's block keys, or a range of them; None if there is no such session."""
         for manifests in self._manifests:
             keys = manifests.keys(name, first, until)
             if keys is not None:
@@ -171,7 +171,7 @@ class AllManifests:
     def keys_of(
         self, tenant: bytes, manifest: Manifest, first: int = 0, until: int | None = None
     ) -> list[bytes]:
-        """Give block keys of a session that was found; StorageError if a chunk of theirs is no more."""
+        """Return block keys of a session that was found; StorageError if a chunk of theirs is no more."""
         *others, last = self._manifests
         for manifests in others:
             with suppress(StorageError):
@@ -193,7 +193,7 @@ class AllManifests:
         return sum(map(len, self._manifests))
 
     def references(self, names: Iterable[Name]) -> list[int]:
-        """Tell how many chunks and tails name each block."""
+        """Return the refcount of each block."""
         names = list(names)
         counts = (manifests.references(names) for manifests in self._manifests)
         return [sum(each) for each in zip(*counts, strict=True)]

@@ -20,7 +20,7 @@ __all__ = ["Deadlines"]
 
 
 class Deadlines:
-    """Of one drive's sessions; about 250 bytes for each that has one."""
+    """The deadlines of one drive's sessions; about 250 bytes for each that expires."""
 
     __slots__ = ("_heap", "_times_ms")
 
@@ -32,7 +32,7 @@ class Deadlines:
         return len(self._times_ms)
 
     def set(self, name: SessionName, time_ms: int) -> None:
-        """Let a session end then; 0 is never."""
+        """Set when a session expires; 0 is never."""
         if self._times_ms.get(name, 0) == time_ms:
             return
         if not time_ms:
@@ -45,7 +45,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def due(self, now_ms: int, names_max: int) -> list[SessionName]:
-        """Give those whose time has come, and forget them."""
+        """Return the expired sessions, and remove them from the list."""
         names: list[SessionName] = []
         while self._heap and self._heap[0][0] <= now_ms and len(names) < names_max:
             time_ms, name = heapq.heappop(self._heap)

@@ -68,7 +68,7 @@ class Disk(Protocol):
         ...
 
     def submit(self, ops: Sequence[DiskOp]) -> int:
-        """Start operations, in one system call; tell how many, from the first, were accepted."""
+        """Start operations, in one system call; return how many, from the first, were accepted."""
         ...
 
     def reap(self) -> list[DiskDone]:
@@ -76,7 +76,7 @@ class Disk(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Give an eventfd, readable when `reap` has something; writing to it wakes its waiters."""
+        """Return an eventfd, readable when `reap` has something; writing to it wakes its waiters."""
         ...
 
     def read_at(self, offset: int, length: int) -> bytes:

@@ -56,7 +56,7 @@ class Doubts:
         return max(0, noted - len(self._believed))  # of those believed, some may be gone meanwhile
 
     def of(self, generations: Iterable[int]) -> set[int]:
-        """Tell which of these blocks are doubted."""
+        """Return which of these blocks are doubted."""
         if not self._index.has_doubts:
             return set()
         with self._index.reading() as transaction:
@@ -68,7 +68,7 @@ class Doubts:
             }
 
     def add(self, generations: Iterable[int]) -> None:
-        """Doubt these blocks, those of them that are stored."""
+        """Mark these blocks as doubted, as far as they are stored."""
         generations = set(generations)
         self._believed -= generations
 
@@ -80,7 +80,7 @@ class Doubts:
         self._write(doubt)
 
     def add_above(self, generation: int) -> None:
-        """Doubt all blocks with a higher generation than this, some at a time: a transaction has its bounds."""
+        """Mark all blocks of higher generations as doubted, in transactions of bounded size."""
         while some := self._first_above(generation):
 
             def doubt(transaction: Any, some: list[bytes] = some) -> None:
@@ -100,14 +100,14 @@ class Doubts:
             return list(islice(cursor.iternext(values=False), _AT_ONCE))
 
     def believe(self, generations: Iterable[int]) -> None:
-        """Note that the CRC of these blocks was checked and is right; `commit` makes it outlive the process."""
+        """Record that the CRCs of these blocks were checked and are right; `commit` makes that durable."""
         if self._index.has_doubts:
             self._believed |= self.of(generations)  # others would cost a commit for nothing
             if len(self._believed) > BATCH_BLOCKS_MAX:
                 self.commit()
 
     def commit(self) -> None:
-        """Record what has been verified. If that fails it is doubted again, which costs another check."""
+        """Make it durable which blocks were verified. If that fails they are doubted again, and checked once more."""
         believed, self._believed = self._believed, set()
         if not believed:
             return

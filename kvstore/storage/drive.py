@@ -177,45 +177,45 @@ class Drive(Handle):
 
     @property
     def store_uuid(self) -> bytes:
-        """Tell which store it belongs to."""
+        """Return which store it belongs to."""
         return self._volume.superblock.store_uuid
 
     @property
     def uuid(self) -> bytes:
-        """Tell the drive's own uuid."""
+        """Return the drive's own uuid."""
         return self._volume.superblock.drive_uuid
 
     @property
     def capacity_bytes(self) -> int:
-        """Tell how much of the drive is in use for records and what belongs to them."""
+        """Return how many bytes of the drive are used for records and their metadata."""
         return self._volume.superblock.capacity_bytes
 
     @property
     def failure(self) -> StorageError | None:
-        """Why the drive takes no more writes, if it doesn't."""
+        """Why the drive accepts no more writes; empty if it does."""
         return self._writes.stopped
 
     @property
     def takes_puts(self) -> bool:
-        """Tell whether it takes writes."""
+        """Return whether it accepts writes."""
         return self._writes.stopped is None
 
     @property
     def writes(self) -> tuple[int, int]:
-        """Tell how many records the drive was given since the opening, and how many of these have ended."""
+        """Return how many writes have begun since the opening, and how many have completed."""
         return self._writes.begun, self._writes.ended
 
     def has_synced(self, generation: int) -> bool:
-        """Tell whether a block that is stored here survives power loss by now."""
+        """Return whether a block stored here would survive power loss now."""
         return self.puts.has_synced(generation)
 
     @property
     def has_doubts(self) -> bool:
-        """Tell whether any block may be doubted."""
+        """Return whether any block may be doubted."""
         return bool(self._doubts) or self._writes.sync_failed
 
     def doubtful(self, generations: Sequence[int]) -> Collection[int]:
-        """Tell which of these blocks are not known to be whole: no put is to be settled with them."""
+        """Return which of these blocks are doubted: no put may be acknowledged because of them."""
         if not self.has_doubts:
             return ()
         found = self._doubts.of(generations)
@@ -224,31 +224,31 @@ class Drive(Handle):
         return found
 
     def believe(self, generations: Sequence[int]) -> None:
-        """Note that the CRC of these blocks was checked and is right."""
+        """Record that the CRCs of these blocks were checked and are right."""
         self._doubts.believe(generations)
 
     @property
     def puts_left(self) -> int:
-        """Tell how many puts it would accept now."""
+        """Return how many puts it would accept now."""
         return STORE_QUEUED_MAX - self.puts.outbox.promised
 
     @property
     def deletes_left(self) -> int:
-        """Tell how many deletions it would accept now."""
+        """Return how many deletions it would accept now."""
         return DELETES_QUEUED_MAX - self._deletes.outbox.promised
 
     @property
     def sessions_left(self) -> int:
-        """Tell how many steps of sessions it would accept now."""
+        """Return how many steps of sessions it would accept now."""
         return SESSIONS_QUEUED_MAX - self._sessions.outbox.promised
 
     @property
     def salt(self) -> bytes:
-        """Give a secret of the store that never leaves the node, for the names of tenants."""
+        """Return a secret of the store that never leaves the node, for the names of tenants."""
         return blake2b(key=self._volume.superblock.secret, person=b"tkv tenant salt").digest()
 
     def put(self, items: Sequence[PutItem], done: PutsDone) -> None:
-        """Keep blocks; `done` gets each one's end. Overloaded, and nothing done, if the queue has no room."""
+        """Store blocks; `done` is called with each result. Overloaded, and none stored, if the queue is full."""
         self._check(items)
         if len(items) > self.puts_left:
             raise Overloaded("The drive's queue of puts is full.")
@@ -260,12 +260,12 @@ class Drive(Handle):
 
     @property
     def direct_fd(self) -> int | None:
-        """Give the descriptor that a lane is to write through, and a reader to read through; None if they can't."""
+        """Return the descriptor for a lane and a reader; None if the drive can't have them."""
         return self._volume.disk.direct_fd
 
     @property
     def cipher(self) -> RecordCipher | None:
-        """Give what lanes and readers encrypt and decrypt its records with; None: they are in the clear."""
+        """Return what lanes and readers encrypt and decrypt its records with; None: they are in the clear."""
         return self._volume.codec.cipher
 
     @property
@@ -277,11 +277,11 @@ class Drive(Handle):
         )
 
     def use_lane(self, lane: Lane) -> None:
-        """Let a lane write here, on ground that it is lent."""
+        """Attach a lane, which writes here on the ground lent to it."""
         self._writes.lane = lane
 
     def lend(self) -> None:
-        """Let the lane have ground, if it has none and there is room for all who wait."""
+        """Lend the lane ground, if it has none and no put is waiting for room."""
         pages = min(LENT_PAGES, self.capacity_bytes // PAGE_BYTES // LENT_SHARE)
         if self.keeping.refusal(pages) is None and not self._traffic.queued:
             self._writes.lend(pages)
@@ -314,7 +314,7 @@ class Drive(Handle):
         self._set_off()
 
     def get(self, items: Sequence[GetItem], done: GetsDone) -> None:
-        """Read blocks into slots; `done` gets each one's end, a miss BUSY if the queue has no room."""
+        """Read blocks into slots; `done` is called with each result: a miss BUSY if the queue is full."""
         self._check(items)
         if self._gets.outbox.promised + len(items) > STORE_QUEUED_MAX:
             self._gets.refuse(items, done)
@@ -334,7 +334,7 @@ class Drive(Handle):
         self._set_off()
 
     def delete(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
-        """Forget blocks for good; `done` gets each one's end. Overloaded, and nothing done, if there is no room."""
+        """Delete blocks; `done` is called with each result. Overloaded, and none deleted, if the queue is full."""
         self._check(items)
         if len(items) > self.deletes_left:
             raise Overloaded("The drive's queue of deletions is full.")
@@ -342,9 +342,9 @@ class Drive(Handle):
         self._set_off()
 
     def evict(self, generations: Sequence[int]) -> int:
-        """Drop the blocks that have these generations, if there still are such; give the bytes that come free.
+        """Evict the blocks with these generations that are still stored; return how many bytes that frees.
 
-        They are free when their readers are done and their headers wiped; no event reports that.
+        The bytes are free once the blocks' readers are done and their headers wiped; no event reports that.
         """
         self._check(generations)
         names = [name for name in self._index.names_of(generations) if name is not None]
@@ -353,14 +353,14 @@ class Drive(Handle):
         return sum(record_bytes(entry.length) for entry in gone if entry is not None)
 
     def of_domain(self, tenant: bytes, domain: int | None, after: bytes) -> tuple[list[Name], bytes | None]:
-        """Give blocks of a tenant, all or those of one key, and from where to look on; None: there are no more."""
+        """Return blocks of a tenant, all or those of one key, and from where to look on; None: there are no more."""
         rows = self._index.after(after or tenant, ERASE_STEP_BLOCKS)
         names = [name for name, entry in rows if name[0] == tenant and domain in {None, entry.domain}]
         is_more = len(rows) == ERASE_STEP_BLOCKS and rows[-1][0][0] == tenant
         return names, b"".join(rows[-1][0]) if is_more else None
 
     def drop(self, names: Sequence[Name], then: Wiped) -> None:
-        """Forget blocks for good, as a deletion does that has to be synced; `then` is called from `poll` or at once."""
+        """Delete blocks, synced; `then` is called from `poll` or at once."""
 
         def wiped(error: StorageError | None) -> None:
             if error is None:
@@ -372,11 +372,11 @@ class Drive(Handle):
         self._set_off()
 
     def holds_session(self, name: SessionName) -> bool:
-        """Tell whether a session is here, or may come to be, or may not have gone from the drive for good."""
+        """Return whether a session is stored here, is being created, or its removal is not durable yet."""
         return self._sessions.holds(name)
 
     def change_sessions(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
-        """Do steps of sessions; `done` gets each one's end. Overloaded, and nothing done, if there is no room."""
+        """Change sessions; `done` is called with each result. Overloaded, and none changed, if the queue is full."""
         self._check(items)
         check_steps(items)
         if len(items) > self.sessions_left:
@@ -385,31 +385,31 @@ class Drive(Handle):
         self._set_off()
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes]) -> int:
-        """Tell how many of these keys, from the first on, are stored without a gap."""
+        """Return how many of these keys, counted from the first, are stored without a gap."""
         self._check(keys)
         return self._index.prefix(tenant, keys, self._clock.wall_ms())
 
     def missing(self, tenant: bytes, keys: Sequence[bytes]) -> list[bytes]:
-        """Give those of these keys that are not stored here, in their order."""
+        """Return those of these keys that are not stored here, in their order."""
         return self._index.missing(tenant, keys, self._clock.wall_ms())
 
     def names(self) -> Iterator[bytes]:
-        """Give the names of all blocks, many at once: tenant and key, tenant and key."""
+        """Return the names of all blocks, many at once: tenant and key, tenant and key."""
         return self._index.names()
 
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
-        """Tell which block has each generation."""
+        """Return which block has each generation."""
         return self._index.names_of(generations)
 
     def lookup(self, keys: Sequence[tuple[bytes, bytes]]) -> list[Entry | None]:
-        """Tell of each (tenant, key) what the index has; expired blocks are included. One that fails has nothing."""
+        """Return the index entry of each (tenant, key), expired ones included, or None. A failed index has none."""
         try:
             return self._index.lookup(keys)
         except StorageError:  # the drive has stopped by it
             return [None] * len(keys)
 
     def verify_payload(self, item: GetItem, done: GetDone) -> GetDone:
-        """Check the payload of a hit in its slot; give the hit, or the miss that it turned into."""
+        """Check the payload of a hit in its slot; return the hit, or a miss if the check failed."""
         if done.miss is not None:
             return done
         if crc32c_at(item.slot_address + HEADER_BYTES, done.length) == done.crc32c:
@@ -419,7 +419,7 @@ class Drive(Handle):
         return GetDone(done.tag, Miss(MissReason.CORRUPT, "the payload failed its CRC"))
 
     def quarantine(self, tenant: bytes, key: bytes, generation: int) -> None:
-        """Forget a block that failed a check. Its extent is used again when the drive has overwritten all of it.
+        """Remove a block that failed a check. Its extent is reused once the drive has overwritten all of it.
 
         Its header is wiped first: it may be good, and would come back after a later deletion of the name.
         """
@@ -427,41 +427,41 @@ class Drive(Handle):
         self._traffic.pump()  # after a check of the payload, the next call may be late
 
     def used(self, generations: Sequence[int]) -> None:
-        """Note that blocks were got from memory, so that the drive keeps them as if it had been asked."""
+        """Record that blocks were read from memory, so that eviction counts it as a use."""
         self._check(generations)
         self.keeping.used(generations)
 
     def hold(self, names: Sequence[Name], guard: Guard) -> list[Held | None]:
-        """Keep blocks from being evicted, each once more, as long as the process lives; None if not stored."""
+        """Guard blocks from eviction until `release` or the process ends, refcounted; None for each not stored."""
         self._check(names)
         return self.keeping.hold(names, guard)
 
     def release(self, held: Sequence[Held], guard: Guard) -> None:
-        """Let blocks go again that were held with this guard."""
+        """Release blocks that were guarded with this guard."""
         self._check(held)
         self.keeping.unguard([one.generation for one in held], guard)
         self._look_again()
         self._set_off()
 
     def protect(self, session: SessionName, blocks: int = SESSION_BLOCKS_MAX) -> Refusal | None:
-        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected."""
+        """Protect a session's first blocks from eviction, including future ones; FULL if too many are protected."""
         if not 1 <= blocks <= SESSION_BLOCKS_MAX:
             raise ProtocolError(f"A session has 1 to {SESSION_BLOCKS_MAX} blocks to protect, not {blocks}.")
         return self.keeping.protect(session, blocks)
 
     def unprotect(self, session: SessionName) -> Refusal | None:
-        """Let a session's blocks go again; NOT_HELD if it was not protected."""
+        """End the protection of a session's blocks; NOT_HELD if it was not protected."""
         refusal = self.keeping.unprotect(session)
         self._look_again()
         self._set_off()
         return refusal
 
     def explain(self, tenant: bytes, key: bytes) -> Explanation:
-        """Tell where a block is, or why it is gone."""
+        """Return where a block is, or why it was removed."""
         return self.keeping.explain((tenant, key))
 
     def poll(self) -> None:
-        """Do what has become possible, and call the callbacks of what has ended."""
+        """Advance all pending work, and call the callbacks of completed operations."""
         if self._volume.keys is not None:
             self._volume.keys.settle_finished()
         self._traffic.poll()
@@ -483,11 +483,11 @@ class Drive(Handle):
             self._wake_if_due()
 
     def fileno(self) -> int:
-        """Give the descriptor that is readable when `poll` has something to do."""
+        """Return the descriptor that is readable when `poll` has something to do."""
         return self._volume.disk.fileno()
 
     def statistics(self) -> Statistics:
-        """Tell where the drive stands."""
+        """Return the drive's statistics."""
         return Statistics(
             capacity_bytes=self.capacity_bytes,
             free_bytes=self._extents.free_pages * PAGE_BYTES,
@@ -512,7 +512,7 @@ class Drive(Handle):
         )
 
     def close(self) -> None:
-        """Finish what was accepted, make it durable, and mark the index clean if the drive never failed."""
+        """Complete all accepted work, make it durable, and mark the index as clean if the drive never failed."""
         if self._closed:
             return
         self._closed = True
@@ -537,7 +537,7 @@ class Drive(Handle):
         self._quota_queue.quotas = quotas
 
     def wake(self) -> None:
-        """Do soon what quotas that have changed bring about."""
+        """Apply changed quotas soon."""
         self._look_again()
         self._wake_if_due()
 
@@ -580,7 +580,7 @@ class Drive(Handle):
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether anything that was accepted has not ended."""
+        """Return whether any accepted operation is still pending."""
         if self._writes.without_keys:
             return True
         if self._sessions.slices or any(outbox.promised for outbox in self._outboxes):
@@ -589,7 +589,7 @@ class Drive(Handle):
 
     @property
     def has_timers(self) -> bool:
-        """Tell whether anything is under way, or is to expire."""
+        """Return whether any work is pending or any session or block has a time to live."""
         return bool(self.is_busy or self.deadlines or self.keeping.core.has_timers)
 
     def _check(self, items: Sequence[object]) -> None:

@@ -36,7 +36,7 @@ class Bay(Protocol):
     """Opens drives by their numbers."""
 
     def numbers(self) -> Sequence[int]:
-        """Tell which drives there are."""
+        """Return which drives there are."""
         ...
 
     def open(self, number: int) -> Disk:
@@ -58,7 +58,7 @@ class FolderBay:
         self._made: list[Path] = []
 
     def numbers(self) -> list[int]:
-        """Tell which drives there are, those that were asked for among them."""
+        """Return which drives there are, those that were asked for among them."""
         for spec in self._specs:
             self._adopt(spec)
         linked = self.linked()
@@ -78,7 +78,7 @@ class FolderBay:
         self._made.clear()
 
     def linked(self) -> list[int]:
-        """Tell which drives the folder has names for."""
+        """Return which drives the folder has names for."""
         return [number for number in range(DRIVES_MAX) if os.path.lexists(drive_path(self._data, number))]
 
     def _adopt(self, spec: DriveSpec) -> None:

@@ -145,7 +145,7 @@ def count_drives(
     drive_set: DriveSet | None,
     indexes: Collection[int] = (),
 ) -> int:
-    """Tell how many drives the store has. What the file says counts: a drive may be of a set that never did."""
+    """Return how many drives the store has. What the file says counts: a drive may be of a set that never did."""
     if drive_set is not None:
         said = [drive_set.drives]
     else:

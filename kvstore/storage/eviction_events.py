@@ -112,7 +112,7 @@ class Explanation(NamedTuple):
 
     @property
     def miss(self) -> Miss:
-        """Give the outcome of a get of a block that is not stored."""
+        """Return the outcome of a get of a block that is not stored."""
         if self.gone is None:
             return Miss(MissReason.UNKNOWN)
         if self.gone.reason in _FOR_ROOM:
@@ -123,7 +123,7 @@ class Explanation(NamedTuple):
 
 
 def watermarks(capacity_pages: int) -> Watermarks:
-    """Give how much of a drive is kept free, so that puts need not wait."""
+    """Return how much of a drive is kept free, so that puts need not wait."""
     low = min(capacity_pages // _LOW_FRACTION, _LOW_PAGES_MAX)
     return Watermarks(low, 2 * low)
 
@@ -196,7 +196,7 @@ class Keeping:
     def drop(
         self, names: Sequence[Name], reason: Reason, *, spared: Collection[int] = ()
     ) -> list[Entry | None]:
-        """Take blocks out of the index, then wipe and free them; give what they were. `spared` is as in `let_go`."""
+        """Take blocks out of the index, then wipe and free them; return what they were. `spared` is as in `let_go`."""
         if self._writes.stopped is not None:
             raise self._writes.stopped_again()
         gone = self._forget(names)
@@ -283,7 +283,7 @@ class Keeping:
                 self._doubts.add([generation])
 
     def believe(self, generations: Iterable[int]) -> None:
-        """Note that the CRC of these blocks was checked and is right."""
+        """Record that the CRCs of these blocks were checked and are right."""
         self._doubts.believe(generations)
 
     @property
@@ -357,11 +357,11 @@ class Keeping:
 
     @property
     def takes_writes(self) -> bool:
-        """Tell whether blocks can go from the drive."""
+        """Return whether blocks can go from the drive."""
         return self._writes.stopped is None
 
     def generations_of(self, tenant: bytes) -> array[int]:
-        """Give the generations of all blocks of a tenant, in ascending order."""
+        """Return the generations of all blocks of a tenant, in ascending order."""
         return _column("Q", self._index.generations_of_tenant(tenant))
 
     def renewed(self, generation: int, expires_ms: int) -> None:
@@ -379,7 +379,7 @@ class Keeping:
         )
 
     def has_passing_guards(self) -> bool:
-        """Tell whether any block has a guard that is to end by and by."""
+        """Return whether any block has a guard that is to end by and by."""
         guarded = self.core.statistics().guarded
         return any(blocks for guard, blocks in guarded.items() if guard is not Guard.PROTECTED)
 
@@ -391,7 +391,7 @@ class Keeping:
         return refusal
 
     def may_protect(self, name: SessionName) -> bool:
-        """Tell whether a session is protected, or one more may be."""
+        """Return whether a session is protected, or one more may be."""
         return name in self.protected or len(self.protected) < PROTECTED_SESSIONS_MAX
 
     def protect_first(self, name: SessionName, blocks: int, length: int) -> Iterator[None]:
@@ -431,13 +431,13 @@ class Keeping:
         return self._index.after(name, limit)
 
     def explain(self, name: Name) -> Explanation:
-        """Tell where a block is, or went."""
+        """Return where a block is, or went."""
         entry = self._index.lookup([name])[0]
         doubted = entry is not None and entry.generation in self._doubts.of([entry.generation])
         return Explanation(entry is not None, doubted, self._history.of(name), self._clock.wall_ms())
 
     def miss(self, name: Name) -> Miss:
-        """Give the miss of a block that is not in the index."""
+        """Return the miss of a block that is not in the index."""
         return Explanation(stored=False, doubted=False, gone=self._history.of(name), now_ms=0).miss
 
     # The opening.
@@ -455,7 +455,7 @@ class Keeping:
         )
 
     def _digest(self, *parts: bytes) -> int:
-        """Give 64 bits for a name, never 0; keyed, so that no client can make two names collide."""
+        """Return 64 bits for a name, never 0; keyed, so that no client can make two names collide."""
         digest = blake2b(b"".join(parts), digest_size=8, key=self._secret).digest()
         return int.from_bytes(digest, "little") or 1
 

@@ -52,7 +52,7 @@ class Extents:
 
     @classmethod
     def around(cls, live: ArrayLike, first_page: int, until_page: int) -> Extents:
-        """Give what live extents leave, rows `(start, length)` in order; Corrupt if they overlap or lie outside."""
+        """Return the free extents between live ones, which are rows `(start, length)`; Corrupt if they overlap."""
         extents = cls(first_page, first_page)
         extents._until = until_page
         starts, lengths = np.asarray(live, np.int64).reshape(-1, 2).T
@@ -74,17 +74,17 @@ class Extents:
 
     @property
     def free_extents(self) -> int:
-        """In how many pieces they lie."""
+        """How many free extents there are."""
         return len(self._by_start)
 
     @property
     def first_page(self) -> int:
-        """The page from which on extents lie."""
+        """The first page for extents."""
         return self._first
 
     @property
     def until_page(self) -> int:
-        """The page behind them."""
+        """The page after the last one for extents."""
         return self._until
 
     @property
@@ -93,13 +93,13 @@ class Extents:
         return self._lengths[-1] if self._lengths else 0
 
     def longest_starts(self, count: int) -> list[int]:
-        """Tell where the longest free extents begin, the longest first."""
+        """Return where the longest free extents begin, the longest first."""
         return list(
             islice((start for length in reversed(self._lengths) for start in self._by_length[length]), count)
         )
 
     def some_starts(self, count: int) -> list[int]:
-        """Tell where some free extents begin, of all lengths alike: in turn one of each, the longest first."""
+        """Return where some free extents begin: one of each length in turn, the longest first."""
         of_lengths = [iter(self._by_length[length]) for length in reversed(self._lengths)]
         starts: list[int] = []
         while of_lengths and len(starts) < count:
@@ -109,7 +109,7 @@ class Extents:
         return starts[:count]
 
     def free_at(self, start: int) -> int:
-        """Tell how many pages the free extent that begins here has; 0 if there is none."""
+        """Return how many pages the free extent that begins here has; 0 if there is none."""
         return self._by_start.get(start, 0)
 
     def allocate(self, length: int) -> int | None:
@@ -137,11 +137,11 @@ class Extents:
         self._pins[start] = self._pins.get(start, 0) + 1
 
     def is_pinned(self, start: int) -> bool:
-        """Tell whether an extent is being read."""
+        """Return whether an extent is being read."""
         return start in self._pins
 
     def unpin(self, start: int) -> None:
-        """Take one pin back."""
+        """Remove one pin."""
         left = self._pins.pop(start) - 1
         if left:
             self._pins[start] = left

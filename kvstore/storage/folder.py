@@ -118,11 +118,11 @@ class FolderLock:
             raise StorageError(f"The data folder {data} cannot be used: {error.strerror}.") from error
 
     def place(self, number: int) -> NotePlace:
-        """Give the place where commits of one drive's index are noted."""
+        """Return the place where commits of one drive's index are noted."""
         return NotePlace(self._page, number)
 
     def release(self) -> None:
-        """Let another process have it."""
+        """Unlock it for other processes."""
         self._page.close()
         os.close(self._fd)
 
@@ -137,7 +137,7 @@ class NotePlace:
 
     @property
     def note(self) -> CommitNote:
-        """The last note, by this process or an earlier one; of no drive, if it is damaged."""
+        """The last note of this process or an earlier one; an empty one if it is damaged."""
         return CommitNote._make(self._read(b"note", self._at))
 
     def write_note(self, note: CommitNote) -> None:

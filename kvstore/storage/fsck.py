@@ -103,7 +103,7 @@ class Report:
 
     @property
     def damage(self) -> list[str]:
-        """What is wrong."""
+        """The damage found."""
         return [what for what in _DAMAGE if self.counts[what]]
 
     @property
@@ -112,7 +112,7 @@ class Report:
         return [what for what in self.damage if not (self.repaired and _DAMAGE[what])]
 
     def lines(self) -> list[str]:
-        """Give a table for people."""
+        """Return a table for people."""
         shown = [*_NOTES, *self.damage]
         width = max(map(len, shown))
         return [
@@ -177,7 +177,7 @@ def check(
 
 
 def _usable(data: Path, bay: Bay, report: Report, last: ExitStack) -> list[tuple[int, Disk, Superblock]]:
-    """Give the drives that an opening would believe; report the others. If there is none, raise what is wrong."""
+    """Return the drives that an opening would believe; report the others. If there is none, raise what is wrong."""
     disks, found = find_drives(bay, last)
     drive_set = read_set(data)
     count = count_drives(found, drive_set)
@@ -226,7 +226,7 @@ class _Checked:
         self.doubts.add_above(0)
 
     def compare(self, boot_id: str) -> None:
-        """Hold the folder's index against the drive."""
+        """Compare the folder's index with the drive."""
         _check_drive(self.volume.disk, self._superblock, self.report)
         example = f"index-{self._number}"
         try:
@@ -385,7 +385,7 @@ def _check_payloads(
 def _joined(
     ours: Iterator[tuple[N, T]], drives: Iterator[tuple[N, T]]
 ) -> Iterator[tuple[N, T | None, T | None]]:
-    """Bring two sequences in one order together by name."""
+    """Merge two sorted sequences by name."""
     left, right = next(ours, None), next(drives, None)
     while left is not None or right is not None:
         if right is None or (left is not None and left[0] < right[0]):

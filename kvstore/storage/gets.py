@@ -58,7 +58,7 @@ class Gets:
         self.outbox: Outbox[GetDone] = Outbox()
 
     def accept(self, items: Sequence[GetItem], done: GetsDone) -> None:
-        """Take gets on; each is reported through the outbox."""
+        """Accept gets; each is reported through the outbox."""
         now_ms = self._clock.wall_ms()
         self.outbox.promised += len(items)
         try:
@@ -152,7 +152,7 @@ class _Read:
 
 
 def mismatch(item: GetItem, entry: Entry, now_ms: int) -> tuple[MissReason, str] | None:
-    """Say why what is stored is not what was asked for."""
+    """Return why the stored block is not the requested one; None if it is."""
     assert item.slot_address % PAGE_BYTES == 0
     if entry.expires_ms != 0 and entry.expires_ms <= now_ms:
         return MissReason.EXPIRED, ""

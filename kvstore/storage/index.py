@@ -105,7 +105,7 @@ assert _OWNER.size == _OWNER_ROW.itemsize == 48 + _PLACE.size
 
 
 class Entry(NamedTuple):
-    """Where a block lies and what its header says."""
+    """Where a block is on the drive, and what its header says."""
 
     offset: int
     length: int
@@ -117,7 +117,7 @@ class Entry(NamedTuple):
 
 
 def header_of(name: Name, entry: Entry) -> Header:
-    """Give the header that a block has to have on the drive."""
+    """Return the header that a block must have on the drive."""
     tenant, key = name
     return Header(
         Kind.BLOCK,
@@ -133,12 +133,12 @@ def header_of(name: Name, entry: Entry) -> Header:
 
 
 def is_header_of(found: object, name: Name, entry: Entry) -> bool:
-    """Tell whether a header is the one that the index names, but for its expiry, which may have been put off."""
+    """Return whether a header is the one that the index names, but for its expiry, which may have been put off."""
     return isinstance(found, Header) and found._replace(expires_ms=entry.expires_ms) == header_of(name, entry)
 
 
 def kernel_boot_id() -> str:
-    """Name this boot of the kernel."""
+    """Return the id of this boot of the kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
@@ -193,7 +193,7 @@ class Index:
 
     @classmethod
     def empty(cls, folder: Path, capacity_bytes: int) -> Index:
-        """Throw away what is there and begin anew."""
+        """Discard the index and create an empty one."""
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
         else:
@@ -209,7 +209,7 @@ class Index:
         self._put_meta(superblock, boot_id, clean=False)
 
     def close_clean(self, superblock: Superblock, boot_id: str) -> None:
-        """Make everything durable, say so, and close. The superblock and all records are durable already."""
+        """Make everything durable, mark the index as clean, and close. Superblock and records are durable already."""
         # LMDB's synced commit makes all data pages durable before the page that makes them current, so
         # power loss in the middle leaves the mark of the epoch before, which is over.
         if self._doubted:
@@ -224,14 +224,14 @@ class Index:
             seal(self._folder)
 
     def abandon(self) -> None:
-        """Close without saying that all is well. One that raised is taken away: the next opening makes another."""
+        """Close without marking the index as clean. A failed index is removed, and the next opening builds another."""
         self._env.close()
         if self._doubted and not self._readonly:
             with suppress(OSError):
                 (self._folder / DATA_NAME).unlink(missing_ok=True)
 
     def lookup(self, names: Sequence[Name]) -> list[Entry | None]:
-        """Find many in one read transaction."""
+        """Look up many blocks in one read transaction."""
         try:
             with self._env.begin(db=self.blocks, buffers=True) as transaction:
                 found = [transaction.get(tenant + key) for tenant, key in names]
@@ -240,7 +240,7 @@ class Index:
             raise self._unreadable(error) from error
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> int:
-        """Tell how many keys from the first are stored and not over, every one of them looked at.
+        """Return how many keys from the first are stored and not over, every one of them looked at.
 
         Bisection would not do: expiry and quarantine leave holes.
         """
@@ -259,7 +259,7 @@ class Index:
         return len(keys)
 
     def missing(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> list[bytes]:
-        """Give those of these keys that are not stored, or over, in their order."""
+        """Return those of these keys that are not stored, or over, in their order."""
         missing = []
         try:
             with self._env.begin(db=self.blocks, buffers=True) as transaction:
@@ -272,14 +272,14 @@ class Index:
         return missing
 
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
-        """Tell which block has each generation."""
+        """Return which block has each generation."""
         with self.reading() as transaction:
             table = self.generations
             rows = [transaction.get(_GENERATION.pack(one), db=table) for one in generations]
         return [None if row is None else (row[:TENANT_BYTES], row[TENANT_BYTES:48]) for row in rows]
 
     def publish(self, entries: Iterable[tuple[Name, Entry]]) -> None:
-        """Make a batch visible, each in place of what had its name before."""
+        """Publish a batch; each entry replaces the one of the same name."""
         rows, owners = [], []
         for (tenant, key), entry in entries:
             name = tenant + key
@@ -308,7 +308,7 @@ class Index:
         self.write(renew_all)
 
     def remove(self, names: Iterable[Name]) -> list[Entry | None]:
-        """Forget blocks; give what was known of each."""
+        """Remove blocks; return the entry of each."""
 
         def remove_all(transaction: Any) -> list[Entry | None]:
             return [self._remove_one(transaction, tenant + key) for tenant, key in names]
@@ -316,13 +316,13 @@ class Index:
         return self.write(remove_all)
 
     def entries(self) -> Iterator[tuple[Name, Entry]]:
-        """Give all entries, in the order of their names."""
+        """Return all entries, in the order of their names."""
         with self.reading() as transaction:
             for name, value in transaction.cursor(self.blocks):
                 yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), Entry._make(_ENTRY_ROW.unpack(value))
 
     def after(self, name: bytes, limit: int) -> list[tuple[Name, Entry]]:
-        """Give so many entries behind a name, tenant and key, in the order of their names."""
+        """Return so many entries after a name (tenant and key), ordered by name."""
         with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             rows = islice(cursor, limit) if cursor.set_range(name + b"\0") else ()
             return [
@@ -331,12 +331,12 @@ class Index:
             ]
 
     def names(self) -> Iterator[bytes]:
-        """Give the names of all blocks, many at once: tenant and key, tenant and key."""
+        """Return the names of all blocks, many at once: tenant and key, tenant and key."""
         for rows in self.block_rows():
             yield rows[:, :_NAME_BYTES].tobytes()
 
     def owners(self) -> Iterator[tuple[int, Name, int, int]]:
-        """Give generation, name, offset and length of all blocks, in the order of generations."""
+        """Return generation, name, offset and length of all blocks, ordered by generation."""
         with self.reading() as transaction:
             for generation, row in transaction.cursor(self.generations):
                 name, offset, length = _OWNER.unpack(row)
@@ -344,7 +344,7 @@ class Index:
                 yield number, (name[:TENANT_BYTES], name[TENANT_BYTES:]), offset, length
 
     def lives(self) -> NDArray[Any]:
-        """Give place, size, generation and expiry of all blocks, in no order, as one array of records."""
+        """Return place, size, generation and expiry of all blocks as one array of records, unordered."""
         parts = [np.empty(0, _LIFE_ROW)]
         for rows in self.block_rows():
             values = np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
@@ -352,11 +352,11 @@ class Index:
         return np.concatenate(parts)
 
     def block_rows(self) -> Iterator[NDArray[np.uint8]]:
-        """Give the rows by name, thousands at once, in their order: name and value."""
+        """Return the rows by name, thousands at once, in their order: name and value."""
         return rows_of(self._folder, *_BLOCKS)
 
     def owner_rows(self) -> Iterator[NDArray[np.uint8]]:
-        """Give the rows by generation, thousands at once, in their order: generation and value."""
+        """Return the rows by generation, thousands at once, in their order: generation and value."""
         return rows_of(self._folder, *_OWNERS)
 
     def check_order(self) -> None:
@@ -365,14 +365,14 @@ class Index:
         check_order(self._folder, *_OWNERS)
 
     def generations_of(self, tenant: bytes, keys: Sequence[bytes]) -> list[int]:
-        """Tell which generation each block has, 0 if there is none."""
+        """Return which generation each block has, 0 if there is none."""
         names = [tenant + key for key in keys]
         with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             found = dict(cursor.getmulti(names))
         return [_BORN.unpack(found[name])[0] if name in found else 0 for name in names]
 
     def generations_of_tenant(self, tenant: bytes) -> NDArray[np.uint64]:
-        """Give the generations of all blocks of a tenant, in ascending order."""
+        """Return the generations of all blocks of a tenant, in ascending order."""
         parts = [np.empty(0, np.uint64)]
         with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             there = cursor.set_range(tenant)
@@ -386,7 +386,7 @@ class Index:
         return np.sort(np.concatenate(parts))
 
     def extents(self, lives: NDArray[Any] | None = None) -> NDArray[np.int64]:
-        """Give page and pages of every record in whatever table, a row each, in the order of pages."""
+        """Return page and pages of every record in whatever table, a row each, in the order of pages."""
         lives = self.lives() if lives is None else lives
         parts = [lives[["offset", "length"]].astype(_PLACE_ROW)]
         with self.reading(buffers=True) as transaction:
@@ -513,7 +513,7 @@ class Index:
             raise lmdb.CorruptedError("the file is shorter than what it says it holds")
 
     def _cover(self) -> None:
-        """Make the file as long as it says: LMDB doesn't write pages at its end that a transaction has freed again."""
+        """Extend the file to its stated length: LMDB doesn't write pages at its end that a transaction has freed."""
         used_bytes = self._used_bytes()
         if used_bytes > self._covered_bytes:
             if self._file_bytes() < used_bytes:
@@ -527,7 +527,7 @@ class Index:
         return (self._folder / "data.mdb").stat().st_size
 
     def _doubt(self, superblock: Superblock, boot_id: str, note: CommitNote) -> str:
-        """Say why this is not the index of this drive as it was left; nothing if it is."""
+        """Return why this is not the drive's index as it was closed; empty if it is."""
         with self._env.begin(db=self._meta) as transaction:
             meta, commit = transaction.get(_META_KEY), transaction.get(_COMMIT_KEY)
             doubted = transaction.get(_DOUBTED_KEY)

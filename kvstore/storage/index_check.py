@@ -102,7 +102,7 @@ def _refuse_different(by_name: tuple[int, int], by_generation: tuple[int, int]) 
 
 
 def _blocks(index: Index) -> tuple[int, int]:
-    """Check the rows by name; give their number, and a sum over what the rows by generation are to say."""
+    """Check the rows by name; return their number, and a sum over what the rows by generation are to say."""
     count = total = 0
     for rows in index.block_rows():
         if (crc32_of_each(rows[:, :-CHECK_BYTES]) != _number(rows[:, -CHECK_BYTES:], "<u4")).any():

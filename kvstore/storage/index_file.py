@@ -115,7 +115,7 @@ def unseal(folder: Path) -> None:
 
 
 def is_sealed(folder: Path) -> bool:
-    """Tell whether the file is, to the last byte, what it was when it was sealed."""
+    """Return whether the file is, to the last byte, what it was when it was sealed."""
     with suppress(OSError):
         said = (folder / _SEAL_NAME).read_bytes()
         if len(said) == _SEAL.size + _CRC.size and _CRC.unpack_from(said, _SEAL.size)[0] == crc32c(
@@ -170,7 +170,7 @@ class _Walk:
         self._used = np.zeros(self._pages, np.uint8)  # 1: something leads there
 
     def begin(self) -> _Head:
-        """Give the head that counts."""
+        """Return the head that counts."""
         heads = [self._head(number) for number in range(_METAS)]
         first, second = (head.transaction for head in heads)
         if (first, second) != (0, 0) and (first & 1 or not second & 1 or abs(first - second) != 1):
@@ -242,14 +242,14 @@ class _Walk:
             raise Corrupt("a tree has not as many entries or pages as it says")
 
     def _below(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Give the pages that branch pages lead to."""
+        """Return the pages that branch pages lead to."""
         _, nodes = self._sound(numbers, _BRANCH)
         low, high, flags = nodes[:, 2:5].T
         below: NDArray[np.uint64] = (low | high << 16 | flags << 32).astype(np.uint64)
         return below
 
     def _sound(self, numbers: NDArray[np.uint64], kind: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Read pages of one kind to which something leads; give them and their nodes."""
+        """Read pages of one kind to which something leads; return them and their nodes."""
         self._claim(numbers)
         data = b"".join([self._read(number, 1) for number in numbers.tolist()])
         pages = np.frombuffer(data, np.uint8).reshape(-1, PAGE_BYTES)

@@ -51,7 +51,7 @@ class _Table:
         self._name_bytes, self._value_bytes = name_bytes, value_bytes
 
     def levels(self) -> Iterator[_Level]:
-        """Give the branches, the root first."""
+        """Return the branches, the root first."""
         pages = np.array([self._root])
         for _ in range(self._depth - 1):
             parts = [self._children(some) for some in _parts(pages)]
@@ -79,7 +79,7 @@ class _Table:
             yield nodes[:, NODE_BYTES:], counts
 
     def _nodes(self, pages: Numbers) -> tuple[Numbers, Numbers]:
-        """Tell where the nodes of some pages are in the file, in the order of their names, and how many each has."""
+        """Return where the nodes of some pages are in the file, in the order of their names, and how many each has."""
         words = self._data.reshape(-1, PAGE_BYTES)[pages].view("<u2")
         first = PAGE_HEAD_BYTES // 2
         counts = words[:, _LOWER_AT].astype(np.int64) // 2 - first

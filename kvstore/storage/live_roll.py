@@ -28,7 +28,7 @@ __all__ = ["Roll", "write_roll"]
 
 
 def write_roll(disk: Disk, superblock: Superblock, copy: int, live_pages: NDArray[np.int64]) -> int:
-    """Write the bits of live header pages into a copy of the roll, durably; give the CRC32C."""
+    """Write the bits of live header pages into a copy of the roll, durably; return the CRC32C."""
     bits = np.zeros(roll_bytes(superblock.capacity_bytes), np.uint8)
     np.bitwise_or.at(bits, live_pages >> 3, (1 << (live_pages & 7)).astype(np.uint8))
     data = bits.tobytes()
@@ -54,7 +54,7 @@ class Roll:
             self.is_damaged = crc32c(self._bits) != superblock.roll_crc32c or not self._bits
 
     def allows(self, offset: int, generation: int) -> bool:
-        """Tell whether a record that stands there is valid."""
+        """Return whether a record that stands there is valid."""
         if generation >= self._generation or self.is_damaged:
             return True
         page = offset // PAGE_BYTES

@@ -52,7 +52,7 @@ class SessionName(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a record of a session or a chunk lies."""
+    """Where the record of a session or chunk is on the drive."""
 
     offset: int
     length: int
@@ -61,7 +61,7 @@ class Place(NamedTuple):
 
     @property
     def pages(self) -> int:
-        """Tell how many pages the record takes."""
+        """Return how many pages the record occupies."""
         return record_bytes(self.length) // PAGE_BYTES
 
 
@@ -72,7 +72,7 @@ class Stored(NamedTuple):
     manifest: Manifest
 
     def is_over(self, now_ms: int, epoch: int | None = None) -> bool:
-        """Tell whether its time, or its epoch, is over. Then it is as good as gone, and will be soon."""
+        """Return whether it has expired or its epoch is over. It is then treated as removed, and removed soon."""
         return 0 < self.manifest.expires_ms <= now_ms or epoch not in (None, self.manifest.epoch)
 
 
@@ -90,7 +90,7 @@ class Listed(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """What a change has set free: records on the drive, and blocks that nothing names any more."""
+    """What a change has freed: records on the drive, and blocks whose refcount fell to zero."""
 
     manifest: Place | None  # the one before
     chunks: list[Place]
@@ -111,14 +111,14 @@ class Manifests:
         return None if row is None else _stored(row)
 
     def keys(self, name: SessionName, first: int = 0, until: int | None = None) -> list[bytes] | None:
-        """Give a session's block keys, or some of them; None if there is no such session."""
+        """Return a session's block keys, or a range of them; None if there is no such session."""
         stored = self.get(name)
         return None if stored is None else self.keys_of(name.tenant, stored.manifest, first, until)
 
     def keys_of(
         self, tenant: bytes, manifest: Manifest, first: int = 0, until: int | None = None
     ) -> list[bytes]:
-        """Give block keys of a session that was found, or some of them; no chunk is read but theirs.
+        """Return block keys of a session that was found, or some of them; no chunk is read but theirs.
 
         StorageError if the session has changed meanwhile, so that a chunk of theirs is no more.
         """
@@ -176,13 +176,13 @@ class Manifests:
             return int(transaction.stat(self._index.sessions)["entries"])
 
     def references(self, names: Iterable[Name]) -> list[int]:
-        """Tell how many chunks and tails name each block."""
+        """Return the refcount of each block."""
         with self._index.reading() as transaction:
             rows = [transaction.get(tenant + key, db=self._index.references) for tenant, key in names]
         return [0 if row is None else _COUNT.unpack_from(row)[0] for row in rows]
 
     def chunk_keys(self, tenant: bytes, chunk: bytes) -> tuple[bytes, ...]:
-        """Give the keys in a chunk."""
+        """Return the keys in a chunk."""
         with self._index.reading() as transaction:
             row = transaction.get(tenant + chunk, db=self._index.chunks)
         if row is None:
@@ -190,7 +190,7 @@ class Manifests:
         return split_keys(row[_CHUNK.size : -CHECK_BYTES])
 
     def all(self) -> Iterator[tuple[SessionName, Stored]]:
-        """Give all sessions."""
+        """Return all sessions."""
         with self._index.reading() as transaction:
             for name, row in transaction.cursor(self._index.sessions):
                 tenant, user, session = (
@@ -201,7 +201,7 @@ class Manifests:
                 yield SessionName(tenant, user, session), _stored(row)
 
     def pages_of_tenants(self) -> Counter[bytes]:
-        """Tell how many pages the records of each tenant take."""
+        """Return how many pages the records of each tenant take."""
         pages: Counter[bytes] = Counter()
         with self._index.reading(buffers=True) as transaction:
             for table in (self._index.sessions, self._index.chunks):
@@ -210,20 +210,20 @@ class Manifests:
         return pages
 
     def all_chunks(self) -> Iterator[tuple[bytes, bytes, Place, int]]:
-        """Give tenant, key, place and references of all chunks."""
+        """Return tenant, key, place and refcount of all chunks."""
         with self._index.reading() as transaction:
             for name, row in transaction.cursor(self._index.chunks):
                 *place, count = _CHUNK.unpack_from(row)
                 yield name[:TENANT_BYTES], name[TENANT_BYTES:], Place._make(place), count
 
     def all_references(self) -> Iterator[tuple[Name, int]]:
-        """Give all blocks that are named, and how often."""
+        """Return all referenced blocks and their refcounts."""
         with self._index.reading() as transaction:
             for name, row in transaction.cursor(self._index.references):
                 yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), _COUNT.unpack_from(row)[0]
 
     def all_owed(self) -> Iterator[tuple[bytes, bytes]]:
-        """Give tenant and key of each chunk that a session owes."""
+        """Return tenant and key of each chunk that a session owes."""
         if self._index.owed is not None:
             with self._index.reading() as transaction:
                 for name, row in transaction.cursor(self._index.owed):
@@ -233,7 +233,7 @@ class Manifests:
     def name_chunks(
         self, name: SessionName, chunks: Sequence[bytes], written: Written, work_max: int
     ) -> tuple[int, list[Place]]:
-        """Count the first of these chunks for a session that will name them; give how many, and what came free."""
+        """Count the first of these chunks for a session that will name them; return how many, and what came free."""
         return self._index.write(
             lambda transaction: _Change(self._index, transaction, name).name_chunks(chunks, written, work_max)
         )
@@ -241,7 +241,7 @@ class Manifests:
     def replace(
         self, name: SessionName, new: Stored | None, written: Written, work_max: int = _NO_END
     ) -> Changed:
-        """Put a session in the place of what has its name, or remove it; `written` are chunks on the drive.
+        """Replace the session of this name, or remove it; `written` are the chunks that are on the drive.
 
         If that gives up more than so much, chunks are owed. StorageError, and nothing changed, if the new one names a
         chunk that is neither known nor written.
@@ -251,11 +251,11 @@ class Manifests:
         )
 
     def settle(self, name: SessionName, work_max: int = _NO_END) -> Changed:
-        """Give up some of the chunks that a session owes."""
+        """Release some of the chunks that a session owes."""
         return self._index.write(lambda transaction: _Change(self._index, transaction, name).settle(work_max))
 
     def settle_all(self) -> bool:
-        """Give up all that sessions owe, at an opening; tell whether there was anything."""
+        """Release all chunks that sessions owe, at an opening; return whether there were any."""
         with self._index.reading() as transaction:
             owing = [bytes(name) for name, _ in transaction.cursor(self._index.owed)]
         user_end = TENANT_BYTES + USER_BYTES
@@ -332,7 +332,7 @@ class _Change:
             self._transaction.delete(self._row_name, db=self._index.owed)
 
     def _name_chunk(self, chunk: bytes, written: tuple[Place, bytes] | None) -> int:
-        """Count a chunk once more; give what that costs, in counts of blocks."""
+        """Increment a chunk's refcount; return how many block refcounts that changed."""
         row = self._transaction.get(self._tenant + chunk, db=self._index.chunks)
         if row is not None:
             *place, count = _CHUNK.unpack_from(row)
@@ -348,7 +348,7 @@ class _Change:
         return SESSION_CHUNK_BLOCKS
 
     def _drop_chunk(self, chunk: bytes) -> int:
-        """Count a chunk once less; give what that costs."""
+        """Decrement a chunk's refcount; return how many block refcounts that changed."""
         row = self._transaction.get(self._tenant + chunk, db=self._index.chunks)
         if row is None:
             raise StorageError("The index contradicts itself: a session lists a missing chunk.")

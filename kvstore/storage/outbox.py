@@ -33,7 +33,7 @@ class Outbox(Generic[T]):
         self._waiting.setdefault(callback, []).append(result)
 
     def deliver(self) -> None:
-        """Call the callbacks of what has been gathered; what they cause may wait for the next time."""
+        """Call the callbacks of all gathered results. What these calls produce may wait for the next delivery."""
         for callback in list(self._waiting):
             results = self._waiting.pop(callback, [])
             self.promised -= len(results)

@@ -90,7 +90,7 @@ class Puts:
         self.outbox: Outbox[PutDone] = Outbox()
 
     def accept(self, items: Sequence[PutItem], done: PutsDone) -> None:
-        """Take puts on; each is reported through the outbox, later or at once."""
+        """Accept puts; each is reported through the outbox, later or at once."""
         self.outbox.promised += len(items)
         try:
             stored = self._index.lookup([item[:2] for item in items])
@@ -150,7 +150,7 @@ class Puts:
             self._ended(write, list(write.items()), None, refusal)
 
     def _check(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
-        """Settle a put with what is stored if that is whole, and write it otherwise."""
+        """Complete a put whose block is stored and whole; write it otherwise."""
         write = _Write(self._writes, self, item, done, replaces=None)
         self._by_name[write.name] = write
         self._checks.check(write.name, entry, lambda finding: self._checked(write, entry, finding))
@@ -182,14 +182,14 @@ class Puts:
             self._ended(write, list(write.items()), None, self._writes.stopped_again())
 
     def _hand_over(self, write: _Write, other: TakesPuts) -> None:
-        """Let another drive decide, which has a block of this name as well: it may have been acknowledged there."""
+        """Pass the put to another drive that has a block of this name: it may have been acknowledged there."""
         items = list(write.items())
         del self._by_name[write.name]
         self.outbox.promised -= len(items)
         other(items)
 
     def is_under_way(self, name: Name) -> bool:
-        """Tell whether a put of this name was accepted and is not published."""
+        """Return whether a put of this name was accepted and is not in the index yet."""
         return name in self._by_name
 
     def of_domain(self, tenant: bytes, domain: bytes | None) -> list[Name]:
@@ -202,7 +202,7 @@ class Puts:
         ]
 
     def after(self, name: Name, then: Callable[[], None]) -> bool:
-        """Call back when the put of this name has ended, if there is one under way."""
+        """Call back when the pending put of this name has completed, if there is one."""
         write = self._by_name.get(name)
         if write is not None:
             write.afterwards.append(then)
@@ -267,7 +267,7 @@ class Puts:
             self._afterwards(work)
 
     def _afterwards(self, work: _Write | Renewal) -> None:
-        """Do what waited for the end of the puts of a name, when the last of them has ended."""
+        """Run what waited for the puts of a name, once the last of them has completed."""
         more = self._by_name.get(work.name)
         if more is not None:
             more.afterwards += work.afterwards
@@ -276,7 +276,7 @@ class Puts:
             then()
 
     def _settle(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
-        """Report a put whose name is stored, as soon as it is as durable as this put asks."""
+        """Report a put whose block is stored already, as soon as that is as durable as requested."""
         if (entry.length, entry.fingerprint) != (item.length, item.fingerprint):
             self._report(
                 item, done, KeyTaken("Another block is stored under the key, of another length or layout.")
@@ -291,7 +291,7 @@ class Puts:
             self._report(item, done, None)
 
     def has_synced(self, generation: int) -> bool:
-        """Tell whether a block that is stored survives power loss by now, for as long as it is said to live."""
+        """Return whether a block that is stored survives power loss by now, for as long as it is said to live."""
         return generation <= self._writes.synced_generation and not self._renewals.is_unsynced(generation)
 
     def _renew(self, item: PutItem, done: PutsDone, entry: Entry) -> None:

@@ -51,47 +51,47 @@ __all__ = ["Charged", "Made", "Quota", "QuotaQueue", "Quotas", "Wanting"]
 
 
 class Quota(NamedTuple):
-    """How a tenant stands. One without a quota is not counted."""
+    """A tenant's quota and use. Without a quota, use is not counted."""
 
     bytes_max: int  # 0: it has none
     used_bytes: int
 
 
 class Made(NamedTuple):
-    """What was done for room."""
+    """The outcome of making room."""
 
     blocks: int  # that went
     more: bool  # a bound was met: there may be more that can go
 
 
 class Wanting(Protocol):
-    """Something that needs room in its tenant's quota."""
+    """An operation that needs room in its tenant's quota."""
 
     @property
     def tenant(self) -> bytes:
-        """Whose it is."""
+        """The tenant that it is charged to."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """How much it needs."""
+        """How many bytes it needs."""
         ...
 
     @property
     def pages_to_evict(self) -> int:
-        """How much is to be made free for it."""
+        """How many pages must be evicted for it."""
         ...
 
     def enter(self, quotas: Quotas) -> bool:
-        """Tell whether there is room for it."""
+        """Return whether there is room for it."""
         ...
 
     def is_too_large(self, quotas: Quotas) -> bool:
-        """Tell whether there never will be."""
+        """Return whether it is larger than the quota."""
         ...
 
     def may_wait(self, quotas: Quotas) -> bool:
-        """Tell whether there may be soon."""
+        """Return whether it may wait for room."""
         ...
 
     def let_in(self) -> None:
@@ -104,7 +104,7 @@ class Wanting(Protocol):
 
 
 class Charged(RecordWrite):
-    """A write of a tenant's block, and what it has been let in with."""
+    """A write of a tenant's block, and the bytes charged for it."""
 
     __slots__ = ("charged_pages",)
 
@@ -116,19 +116,19 @@ class Charged(RecordWrite):
 
     @property
     def pages_to_evict(self) -> int:
-        """How much is to be made free for it."""
+        """How many pages must be evicted for it."""
         return self.size_bytes // PAGE_BYTES
 
     def enter(self, quotas: Quotas) -> bool:
-        """Tell whether there is room for it; then it is charged."""
+        """Charge it if there is room, and return whether there was."""
         return quotas.enter(self)
 
     def is_too_large(self, quotas: Quotas) -> bool:
-        """Tell whether there never will be."""
+        """Return whether it is larger than the quota."""
         return not quotas.could_hold(self.tenant, self.size_bytes // PAGE_BYTES)
 
     def may_wait(self, quotas: Quotas) -> bool:
-        """Tell whether there may be soon."""
+        """Return whether it may wait for room."""
         return quotas.waits_for_own(self.tenant)
 
     def let_in(self) -> None:
@@ -150,7 +150,7 @@ class Charged(RecordWrite):
 
 
 class Quotas:
-    """Of all tenants, on all drives of a store."""
+    """The quotas of all tenants of a store, over all its drives."""
 
     def __init__(self, drives: Sequence[Keeping], clock: Clock) -> None:
         self._drives = drives
@@ -165,7 +165,7 @@ class Quotas:
             keeping.owner_numbers = self._numbers
 
     def change(self, bytes_max: Mapping[bytes, int]) -> None:
-        """Let these tenants have so much, and all others as much as there is. It looks at each block of who is new."""
+        """Set the quotas of these tenants; all others have none. It examines all blocks of tenants new to it."""
         new = [tenant for tenant in bytes_max if tenant not in self._numbers]
         if len(self._numbers) + len(new) > QUOTA_OWNERS_MAX:
             raise ConfigError(
@@ -181,26 +181,26 @@ class Quotas:
         self._over = {tenant for tenant in bytes_max if self._excess_pages(tenant, 0) > 0}
 
     def of(self, tenant: bytes) -> Quota:
-        """Tell how a tenant stands."""
+        """Return a tenant's quota and its use."""
         return Quota(
             self._pages_max.get(tenant, 0) * PAGE_BYTES,
             self._used_pages(tenant) * PAGE_BYTES if tenant in self._pages_max else 0,
         )
 
     def limits(self, tenant: bytes) -> bool:
-        """Tell whether a tenant has a quota."""
+        """Return whether a tenant has a quota."""
         return tenant in self._pages_max
 
     def could_hold(self, tenant: bytes, pages: int) -> bool:
-        """Tell whether it could have so much if it had nothing else."""
+        """Return whether so many bytes fit into the tenant's quota if nothing else is stored."""
         return tenant not in self._pages_max or pages <= self._pages_max[tenant]
 
     def has_room(self, tenant: bytes, pages: int) -> bool:
-        """Tell whether it may have so much more."""
+        """Return whether so many more bytes fit into the tenant's quota."""
         return tenant not in self._pages_max or self._excess_pages(tenant, pages) <= 0
 
     def enter(self, write: Charged) -> bool:
-        """Let a put in if there is room for it."""
+        """Charge a put if there is room for it."""
         if write.tenant not in self._pages_max:
             return True
         pages = write.size_bytes // PAGE_BYTES
@@ -211,7 +211,7 @@ class Quotas:
         return True
 
     def leave(self, write: Charged) -> None:
-        """Note that a put is in the index, or never will be."""
+        """End a put's pending charge: it is in the index, or has failed."""
         if write.charged_pages:
             left = self._under_way[write.tenant] - write.charged_pages
             write.charged_pages = 0
@@ -221,7 +221,7 @@ class Quotas:
                 del self._under_way[write.tenant]
 
     def waits_for_own(self, tenant: bytes) -> bool:
-        """Tell whether something of a tenant will be free to go by and by."""
+        """Return whether any of the tenant's guarded or pending blocks will become evictable."""
         if tenant in self._under_way:
             return True
         for one in self._drives:
@@ -230,7 +230,7 @@ class Quotas:
         return any(one.has_passing_guards() for one in self._drives)
 
     def make_room(self, tenant: bytes, pages: int, blocks_max: int) -> Made:
-        """Let so many of a tenant's blocks go that there is room for these pages, as far as they may."""
+        """Evict the tenant's blocks until these pages fit, as far as guards allow."""
         number, now_ms = self._numbers[tenant], self._clock.wall_ms()
         steps = Steps(EVICTION_STEPS_MAX)
         drives = [one for one in self._drives if one.takes_writes]
@@ -253,7 +253,7 @@ class Quotas:
         return Made(evicted, steps.left <= 0 or (evicted == blocks_max and excess_pages > 0))
 
     def shrink(self, blocks_max: int) -> int:
-        """Let go what tenants have too much of since their quotas have changed; give how many blocks went."""
+        """Evict blocks of tenants that exceed a changed quota; return how many."""
         evicted = 0
         for tenant in list(self._over):
             made = self.make_room(tenant, 0, blocks_max - evicted)
@@ -265,7 +265,7 @@ class Quotas:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether `shrink` has something to do."""
+        """Return whether `shrink` has something to do."""
         return bool(self._over)
 
     def _used_pages(self, tenant: bytes) -> int:
@@ -283,7 +283,7 @@ class Quotas:
 
 
 class QuotaQueue:
-    """The puts to one drive, and its steps of sessions, that wait for room in their tenants' quotas."""
+    """Puts and session steps of one drive that wait for room in their tenants' quotas."""
 
     def __init__(self, quotas: Quotas, writes: Writes, traffic: Traffic, clock: Clock) -> None:
         self.quotas = quotas
@@ -299,19 +299,19 @@ class QuotaQueue:
 
     @property
     def is_due(self) -> bool:
-        """Tell whether there is something to do that no drive brings about."""
+        """Return whether there is work that no completion of a drive will trigger."""
         return self._more or self.quotas.is_over
 
     def look_again(self) -> None:
-        """Do a step soon: guards have ended."""
+        """Run a step soon, because guards were released."""
         self._more = bool(self._waiting)
 
     def close(self) -> None:
-        """End all waits for guards."""
+        """Refuse everything that waits for guards."""
         self._closing = self._more = True
 
     def add(self, wanting: Wanting) -> None:
-        """Let something go on, at once if there is room for it."""
+        """Queue an operation; it proceeds at once if there is room."""
         tenant = wanting.tenant
         if tenant not in self._waiting and wanting.enter(self.quotas):
             wanting.let_in()
@@ -322,7 +322,7 @@ class QuotaQueue:
             self._more = True
 
     def step(self) -> None:
-        """Make room for what waits, and let it in, within bounds."""
+        """Make room for waiting operations and let them proceed, within bounds."""
         self._more = False
         if self._waiting:
             self._writes.sync_if_awaited(at_once=True)

@@ -30,7 +30,7 @@ __all__ = ["Ahead"]
 
 
 class Ahead:
-    """A reader of one drive, by one walk, in pieces of at most `piece_bytes`."""
+    """Reads one drive for one walk, in pieces of at most `piece_bytes`."""
 
     def __init__(self, disk: Disk, piece_bytes: int) -> None:
         self._disk = disk
@@ -97,7 +97,7 @@ class Ahead:
         return self._memory[begin : begin + length] if result == length else None
 
     def _free_abandoned(self) -> None:
-        """Take back the pieces that will not be requested, as far as the drive is done with them."""
+        """Free the buffers of predicted reads that were not requested and have completed."""
         self._reap()
         kept = set(self._guesses.values())
         for piece, result in list(self._results.items()):

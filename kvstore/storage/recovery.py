@@ -83,7 +83,7 @@ def scan(volume: Volume, progress: Progress | None = None) -> Generator[Found]:
 
 
 def rebuild(volume: Volume, index: Index, progress: Progress | None = None) -> int:
-    """Fill an empty index from the drive; give the highest generation met, 0 if there is none."""
+    """Fill an empty index from the drive; return the highest generation met, 0 if there is none."""
     generation_max = 0
     sessions = _Sessions(volume, index)
     batch: list[tuple[tuple[bytes, bytes], Entry]] = []
@@ -118,7 +118,7 @@ def _entry_of(offset: int, header: Header) -> Entry:
 
 
 def open_copy(codec: HeaderCodec, record: bytes, offset: int) -> tuple[Header | Flaw, bytes]:
-    """Open a record that was read; give its header and its payload, in the clear."""
+    """Open a record that was read; return its header and its payload, in the clear."""
     memory = ctypes.create_string_buffer(record, len(record))
     header = codec.open_record(ctypes.addressof(memory), len(record), offset)
     if isinstance(header, Flaw):
@@ -129,7 +129,7 @@ def open_copy(codec: HeaderCodec, record: bytes, offset: int) -> tuple[Header | 
 def extents_around(
     index: Index, superblock: Superblock, lives: NDArray[Any] | None = None
 ) -> tuple[NDArray[np.int64], Extents]:
-    """Give the header pages of an index and the free extents between its records; Corrupt if it contradicts itself."""
+    """Return the header pages of an index and the free extents between its records; Corrupt if it is inconsistent."""
     live = index.extents(lives)
     first = records_begin(superblock.capacity_bytes)
     extents = Extents.around(live, first // PAGE_BYTES, superblock.capacity_bytes // PAGE_BYTES)
@@ -267,7 +267,7 @@ class _Walk:
         self._unreadable_pages = 0
 
     def step(self, position: int, end: int) -> tuple[Found | None, int]:
-        """Look at one place; give what is there and where to look next."""
+        """Look at one place; return what is there and where to look next."""
         try:
             at = self._show(position, end)
         except StorageError:
@@ -307,7 +307,7 @@ class _Walk:
         return position + PAGE_BYTES
 
     def _next_magic(self, at: int) -> int:
-        """Give the next page of the window that begins like a header, or the window's end."""
+        """Return the next page of the window that begins like a header, or the window's end."""
         magics = (RECORD_MAGIC,) if self._codec.cipher is None else (RECORD_MAGIC, ENCRYPTED_MAGIC)
         return self._window_at + min(self._next_page_with(magic, at) for magic in magics)
 

@@ -43,7 +43,7 @@ __all__ = ["Renewal", "Renewals", "lives_as_long"]
 
 
 def lives_as_long(expires_ms: int, wanted_ms: int) -> bool:
-    """Tell whether one time to expire is no earlier than another; 0 is never."""
+    """Return whether one time to expire is no earlier than another; 0 is never."""
     return not expires_ms or 0 < wanted_ms <= expires_ms
 
 
@@ -90,7 +90,7 @@ class Renewal:
         return self.followers
 
     def begin(self, tag: int) -> DiskOp | None:
-        """Give the write; None if nothing is written any more."""
+        """Return the write; None if nothing is written any more."""
         return self._renewals.begin(self, tag)
 
     def end(self, result: int) -> None:
@@ -193,7 +193,7 @@ class Renewals:
         return told
 
     def is_unsynced(self, generation: int) -> bool:
-        """Tell whether power loss could bring the header back that a block had before."""
+        """Return whether power loss could bring the header back that a block had before."""
         return generation in self._unsynced
 
     def _note_unsynced(self, renewal: Renewal) -> None:

@@ -44,7 +44,7 @@ _FOR_GOOD: Final = frozenset({Stuck.EMPTY, Stuck.PROTECTED})  # these don't end 
 
 
 class _Search:
-    """What has been done for the put that waits first."""
+    """The progress of the search for the first waiting put."""
 
     def __init__(self, record: RecordWrite, since_ns: int, sought_pages: int) -> None:
         self.record = record
@@ -77,24 +77,24 @@ class Room:
 
     @property
     def is_due(self) -> bool:
-        """Tell whether there is something to do that no drive brings about."""
+        """Return whether there is work that no completion of a drive will trigger."""
         first = self._writes.first_waiting
         return self._more or (
             first is not None and (self._search is None or self._search.record is not first)
         )
 
     def look_again(self) -> None:
-        """Do a step soon: guards have ended."""
+        """Run a step soon, because guards were released."""
         self._more = True
         if self._search is not None:
             self._search.look_again_ns = self._search.since_ns
 
     def close(self) -> None:
-        """End all waits for guards: they will not be released."""
+        """Refuse all puts that wait for guards: these will not be released."""
         self._closing = self._more = True
 
     def step(self) -> None:
-        """Do what can be done now, within bounds."""
+        """Make room now, within bounds."""
         self._more = False
         if self._writes.stopped is not None:
             while self._writes.waiting:
@@ -111,7 +111,7 @@ class Room:
             self._clear(search)
 
     def _searching(self) -> _Search | None:
-        """Give what has been done for the put that waits first, if one does."""
+        """Return the search for the first waiting put, if there is one."""
         first = self._writes.first_waiting
         found_room = self._search is not None and self._search.record is not first
         if found_room or first is None:
@@ -142,7 +142,7 @@ class Room:
         return plan.stuck
 
     def _clear(self, search: _Search) -> None:
-        """Let go what stands in one place."""
+        """Evict the blocks of one contiguous run of pages."""
         if search.pages > self._most_pages:
             self._refuse(search, f"it has {self._most_pages * PAGE_BYTES} bytes in all")
         elif search.to_clear or self._find(search):
@@ -152,7 +152,7 @@ class Room:
             self._more = True
 
     def _find(self, search: _Search) -> bool:
-        """Look for a place, a step at a time; tell whether one has been found."""
+        """Search for a run of pages to clear, one step at a time; return whether one was found."""
         now_ns = self._clock.monotonic_ns()
         if search.clearings is None and now_ns >= search.look_again_ns:
             core = self._keeping.core

@@ -21,18 +21,18 @@ CHECK_BYTES: Final = 4
 
 
 def checked(name: bytes, row: bytes) -> bytes:
-    """Give a row with its check."""
+    """Return a row with its check."""
     return row + crc32(row, crc32(name)).to_bytes(CHECK_BYTES, "little")
 
 
 def is_whole(name: bytes, row: bytes) -> bool:
-    """Tell whether a row is what was put under this name."""
+    """Return whether a row is what was put under this name."""
     said = int.from_bytes(row[-CHECK_BYTES:], "little")
     return len(row) > CHECK_BYTES and crc32(row[:-CHECK_BYTES], crc32(name)) == said
 
 
 def crc32_of_each(rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Give the CRC-32 of many rows of one length, which is even: a step for every two bytes, of all rows at once."""
+    """Return the CRC-32 of many rows of one length, which is even: a step for every two bytes, of all rows at once."""
     table = _steps()
     crcs = np.full(len(rows), 0xFFFFFFFF, np.uint32)
     for column in np.ascontiguousarray(rows).view("<u2").T:
@@ -42,6 +42,6 @@ def crc32_of_each(rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 @cache
 def _steps() -> NDArray[np.uint32]:
-    """Give what the lower half of a CRC and two bytes make of its upper half, for each of their sums."""
+    """Return what the lower half of a CRC and two bytes make of its upper half, for each of their sums."""
     low, high = 0xFFFF, 0xFFFF0000  # `crc32` inverts before and after
     return np.array([crc32((both ^ low).to_bytes(2, "little")) ^ high for both in range(low + 1)], np.uint32)

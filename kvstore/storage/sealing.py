@@ -36,7 +36,7 @@ class Keys(Protocol):
     header_secret: bytes  # of the tags of encrypted records' headers
 
     def name_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
-        """Tell which key a domain has; None if it has none yet. The key is in the vault then."""
+        """Return which key a domain has; None if it has none yet. The key is in the vault then."""
         ...
 
     def ensure(self, tenant: bytes, domain: bytes, then: Callable[[StorageError | None], None]) -> None:
@@ -65,7 +65,7 @@ OpenKeys: TypeAlias = "Callable[[bytes], Keys]"
 
 
 def domain_number(name: KeyName | None) -> int:
-    """Give what rows and headers have of a key: its number from 1 on; 0: there is none, it is in the clear."""
+    """Return what rows and headers have of a key: its number from 1 on; 0: there is none, it is in the clear."""
     return 0 if name is None else name.number + 1
 
 
@@ -78,7 +78,7 @@ class Staging:
         self._idle_bytes = 0
 
     def take(self, size_bytes: int) -> int:
-        """Give the address of memory of this size, in whole pages."""
+        """Return the address of memory of this size, in whole pages."""
         size = 1 << (size_bytes - 1).bit_length()
         idle = self._idle.get(size)
         if idle:

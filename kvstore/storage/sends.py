@@ -27,7 +27,7 @@ __all__ = ["Send", "Sends"]
 
 
 class Send:
-    """Blocks of one tenant that are handed on together."""
+    """Blocks of one tenant that are passed to a reader together."""
 
     reads: Final = True
 
@@ -36,7 +36,7 @@ class Send:
     def __init__(
         self, tenant: bytes, entries: Sequence[Entry], size_bytes: int, start: Callable[[], bool]
     ) -> None:
-        """`start` hands them on; it tells whether anything is left to do."""
+        """`start` passes them to the reader; it returns whether any is still wanted."""
         self.tenant = tenant
         self.entries = entries
         self.size_bytes = size_bytes  # of their records
@@ -45,7 +45,7 @@ class Send:
         self.tag = 0
 
     def begin(self, tag: int) -> Elsewhere | None:
-        """Hand them on."""
+        """Pass them to the reader."""
         assert self.sends is not None
         self.tag = tag
         if self._start():
@@ -60,7 +60,7 @@ class Send:
 
 
 class Sends:
-    """All of a drive."""
+    """All sends of a drive."""
 
     def __init__(self, extents: Extents, traffic: Traffic, keeping: Keeping) -> None:
         self._extents = extents
@@ -80,7 +80,7 @@ class Sends:
             self._traffic.add(send)
 
     def begun(self, send: Send) -> None:
-        """They were handed on."""
+        """They were passed to the reader."""
         self._begun[send.tag] = send
 
     def over(self, send: Send) -> None:
@@ -90,12 +90,12 @@ class Sends:
         self.let_go(send)
 
     def close(self) -> None:
-        """Who had any has closed, and the drive is done with all of them."""
+        """Their readers are closed, so the drive is done with all of them."""
         for send in list(self._begun.values()):
             self.over(send)
 
     def let_go(self, send: Send) -> None:
-        """Let their extents go."""
+        """Release their extents."""
         self.blocks -= len(send.entries)
         for entry in send.entries:
             self._extents.unpin(entry.offset // PAGE_BYTES)

@@ -47,11 +47,11 @@ class SessionSpace:
         self._total = self.used.total()
 
     def fits(self, tenant: bytes, pages: int) -> bool:
-        """Tell whether sessions of a tenant may take so many more pages."""
+        """Return whether sessions of a tenant may take so many more pages."""
         return self.used[tenant] + pages <= self._pages_max - self._total - pages
 
     def is_changing(self, tenant: bytes) -> bool:
-        """Tell whether records of a tenant are coming or leaving."""
+        """Return whether records of a tenant are coming or leaving."""
         return tenant in self.coming or tenant in self.leaving
 
     def take(self, tenant: bytes, pages: int) -> None:
@@ -108,26 +108,26 @@ class Claim:
 
     @property
     def fits(self) -> bool:
-        """Tell whether sessions may take so much of the drive."""
+        """Return whether sessions may take so much of the drive."""
         return self.space.fits(self.tenant, self.pages)
 
     def enter(self, quotas: Quotas) -> bool:
-        """Tell whether there is room for it."""
+        """Return whether there is room for it."""
         if not self.grows and not self.space.is_changing(self.tenant):
             return True
         return self.fits and quotas.has_room(self.tenant, self.pages)
 
     @property
     def pages_to_evict(self) -> int:
-        """How much is to be made free for it."""
+        """How many pages must be evicted for it."""
         return self.pages if self.grows and self.fits else 0
 
     def is_too_large(self, quotas: Quotas) -> bool:
-        """Tell whether there never will be."""
+        """Return whether it is larger than the quota."""
         return self.grows and not quotas.could_hold(self.tenant, self.pages)
 
     def may_wait(self, quotas: Quotas) -> bool:
-        """Tell whether there may be soon."""
+        """Return whether it may wait for room."""
         return self.space.is_changing(self.tenant) or (self.fits and quotas.waits_for_own(self.tenant))
 
     def let_in(self) -> None:

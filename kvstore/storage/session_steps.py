@@ -74,11 +74,11 @@ class StepRecord(RecordWrite):
 
     @property
     def place(self) -> Place:
-        """Tell where it is, once it has been begun."""
+        """Return where it is, once it has been begun."""
         return Place(self.offset, len(self.payload), self.crc32c, self.generation)
 
     def header(self) -> Header:
-        """Give the header, now that place and generation are known."""
+        """Return the header, now that place and generation are known."""
         return Header(
             self.kind,
             self.key,

@@ -78,7 +78,7 @@ class Neighbour(Protocol):
     keeping: Keeping
 
     def lookup(self, keys: Sequence[Name]) -> list[Entry | None]:
-        """Tell which blocks it has."""
+        """Return which blocks it has."""
         ...
 
 
@@ -132,7 +132,7 @@ class Sessions:
         self.accept([SessionItem(name, SessionStep.EXPIRE, durability, 0) for name in names], _nobody)
 
     def holds(self, name: SessionName) -> bool:
-        """Tell whether a session is here, or a step of it under way, or something left of it on the drive."""
+        """Return whether a session is here, or a step of it under way, or something left of it on the drive."""
         return name in self._steps or name in self._doubtful or self._manifests.get(name) is not None
 
     def publish(self, records: Sequence[RecordWrite]) -> None:
@@ -247,7 +247,7 @@ class Sessions:
         self._begin(removal)
 
     def _done_before(self, item: SessionItem) -> Manifest | None:
-        """Give the session if it has been appended these keys already, at this place."""
+        """Return the session if it has been appended these keys already, at this place."""
         stored = self._manifests.get(item.name)
         if item.first_block is None or stored is None or stored.manifest.blocks == item.first_block:
             return None
@@ -336,7 +336,7 @@ class Sessions:
         return names
 
     def _unnamed(self, names: Sequence[Name]) -> Sequence[Name]:
-        """Give those of these blocks that no session names, wherever it is."""
+        """Return those of these blocks that no session names, wherever it is."""
         for manifests in (self._manifests, *(other.manifests for other in self._others)):
             names = _without_references(manifests, names)
         return names
@@ -403,7 +403,7 @@ class Sessions:
     def _name_chunks(
         self, name: SessionName, manifest: Manifest, written: Mapping[bytes, tuple[Place, bytes]]
     ) -> Generator[None, None, list[Place]]:
-        """Count in slices what a session will name, but for a last slice; give what came free."""
+        """Count in slices what a session will name, but for a last slice; return what came free."""
         before = self._manifests.get(name)
         known = set(before.manifest.chunks) if before is not None else set()
         chunks = [one for one in dict.fromkeys(manifest.chunks) if one not in known]

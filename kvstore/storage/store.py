@@ -131,7 +131,7 @@ class Store(Handle):
         policy: str = POLICY_DEFAULT,
         open_keys: OpenKeys | None = None,
     ) -> Store:
-        """Open a data folder: making a drive if it has none, taking those on that are given, leaving out `without`.
+        """Open a data folder. Creates a drive if there is none, adds the given ones, and leaves out `without`.
 
         With `open_keys`, records are encrypted.
         """
@@ -156,11 +156,11 @@ class Store(Handle):
 
     @property
     def homes(self) -> bytes:
-        """Give the position of the drive that is home to each lot of names."""
+        """Return the position of the home drive of each lot of names."""
         return self._placement.homes
 
     def of_domain(self, tenant: bytes, domain: bytes | None, number: int | None) -> Iterator[list[Name]]:
-        """Give the names of a tenant's blocks, all or those of one domain: what is being put, then what is stored.
+        """Return the names of a tenant's blocks, all or those of one domain: what is being put, then what is stored.
 
         Some at a time, for as long as the caller likes to take; what comes meanwhile may be among them or not.
         """
@@ -173,21 +173,21 @@ class Store(Handle):
                 yield names
 
     def is_putting(self, name: Name) -> bool:
-        """Tell whether a put of this name is under way."""
+        """Return whether a put of this name is in progress."""
         return any(drive.puts.is_under_way(name) for drive in self.drives)
 
     @property
     def name(self) -> str:
-        """Tell the store's own name: the beginning of its uuid."""
+        """Return the store's own name: the beginning of its uuid."""
         return self.drives[0].store_uuid.hex()[:12]
 
     @property
     def salt(self) -> bytes:
-        """Give a secret of the store that never leaves the node, for the names of tenants."""
+        """Return a secret of the store that never leaves the node, for the names of tenants."""
         return self.drives[0].salt
 
     def put(self, items: Sequence[PutItem], done: PutsDone) -> None:
-        """Keep blocks; `done` gets each one's end. Overloaded, and nothing done, if a drive's queue has no room."""
+        """Store blocks; `done` is called with each result. Overloaded, and none stored, if a drive's queue is full."""
         if self._only is not None:
             self._only.put(items, done)
             return
@@ -199,7 +199,7 @@ class Store(Handle):
             drive.put(some, done)
 
     def get(self, items: Sequence[GetItem], done: GetsDone) -> None:
-        """Read blocks into slots; `done` gets each one's end, a miss BUSY if a drive's queue has no room."""
+        """Read blocks into slots; `done` is called with each result: a miss BUSY if a drive's queue is full."""
         if self._only is not None:
             self._only.get(items, done)
             return
@@ -212,7 +212,7 @@ class Store(Handle):
             drive.get(some, done)
 
     def delete(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
-        """Forget blocks for good; `done` gets each one's end. Overloaded, and nothing done, if there is no room."""
+        """Delete blocks; `done` is called with each result. Overloaded, and none deleted, if the queue is full."""
         if self._only is not None:
             self._only.delete(items, done)
             return
@@ -220,14 +220,14 @@ class Store(Handle):
         self._deletions.accept(items, done)
 
     def evict(self, generations: Sequence[int]) -> int:
-        """Drop the blocks that have these generations, if there still are such; give the bytes that come free.
+        """Evict the blocks with these generations that are still stored; return how many bytes that frees.
 
-        They are free when their readers are done and their headers wiped; no event reports that.
+        The bytes are free once the blocks' readers are done and their headers wiped; no event reports that.
         """
         return sum(drive.evict(some) for drive, some in self._by_drive(generations).items())
 
     def change_sessions(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
-        """Do steps of sessions; `done` gets each one's end. Overloaded, and nothing done, if there is no room."""
+        """Change sessions; `done` is called with each result. Overloaded, and none changed, if the queue is full."""
         if self._only is not None:
             self._only.change_sessions(items, done)
             return
@@ -235,7 +235,7 @@ class Store(Handle):
         self._steps.accept(items, done)
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes]) -> int:
-        """Tell how many of these keys, from the first on, are stored without a gap."""
+        """Return how many of these keys, counted from the first, are stored without a gap."""
         if self._only is not None:
             return self._only.prefix(tenant, keys)
         check_batch(keys)
@@ -247,12 +247,12 @@ class Store(Handle):
         return len(keys)
 
     def names(self) -> Iterator[bytes]:
-        """Give the names of all blocks, many at once: tenant and key, tenant and key."""
+        """Return the names of all blocks, many at once: tenant and key, tenant and key."""
         for drive in self.drives:
             yield from drive.names()
 
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
-        """Tell which block has each generation."""
+        """Return which block has each generation."""
         if self._only is not None:
             return self._only.names_of(generations)
         drives = map(self.drive_of, generations)
@@ -262,46 +262,46 @@ class Store(Handle):
         ]
 
     def lookup(self, keys: Sequence[tuple[bytes, bytes]]) -> list[Entry | None]:
-        """Give what the index has of each (tenant, key); expired blocks are included."""
+        """Return the index entry of each (tenant, key), expired ones included, or None."""
         if self._only is not None:
             return self._only.lookup(keys)
         return [entry for _, entry in self._find(keys)]
 
     def verify_payload(self, item: GetItem, done: GetDone) -> GetDone:
-        """Check the payload of a hit in its slot; give the hit, or the miss that it turned into."""
+        """Check the payload of a hit in its slot; return the hit, or a miss if the check failed."""
         drive = self._only or self.drive_of(done.generation)
         return done if drive is None else drive.verify_payload(item, done)
 
     @property
     def has_doubts(self) -> bool:
-        """Tell whether any block may be doubted, which is so for a while after a crash."""
+        """Return whether any block may be doubted, as some are for a while after a crash."""
         return any(drive.has_doubts for drive in self.drives)
 
     def doubtful(self, generations: Sequence[int]) -> Collection[int]:
-        """Tell which of these blocks are not known to be whole: nobody is to be told that they are stored."""
+        """Return which of these blocks are doubted: clients must not be told that they are stored."""
         if not self.has_doubts:
             return ()
         return {one for drive, some in self._by_drive(generations).items() for one in drive.doubtful(some)}
 
     def believe(self, generations: Sequence[int]) -> None:
-        """Note that the CRC of these blocks was checked and is right."""
+        """Record that the CRCs of these blocks were checked and are right."""
         if self.has_doubts:
             for drive, some in self._by_drive(generations).items():
                 drive.believe(some)
 
     def quarantine(self, tenant: bytes, key: bytes, generation: int) -> None:
-        """Forget a block that failed a check. Its extent is used again when the drive has overwritten all of it."""
+        """Remove a block that failed a check. Its extent is reused once the drive has overwritten all of it."""
         drive = self._only or self.drive_of(generation)
         if drive is not None:
             drive.quarantine(tenant, key, generation)
 
     def used(self, generations: Sequence[int]) -> None:
-        """Note that blocks were got from memory, so that the store keeps them as if it had been asked."""
+        """Record that blocks were read from memory, so that eviction counts it as a use."""
         for drive, some in self._by_drive(generations).items():
             drive.used(some)
 
     def hold(self, names: Sequence[Name], guard: Guard) -> list[Held | None]:
-        """Keep blocks from being evicted, each once more, as long as the process lives; None if not stored."""
+        """Guard blocks from eviction until `release` or the process ends, refcounted; None for each not stored."""
         if self._only is not None:
             return self._only.hold(names, guard)
         check_batch(names)
@@ -316,15 +316,15 @@ class Store(Handle):
         return held
 
     def release(self, held: Sequence[Held], guard: Guard) -> None:
-        """Let blocks go again that were held with this guard."""
+        """Release blocks that were guarded with this guard."""
         of_generation = {one.generation: one for one in held}
         for drive, some in self._by_drive([one.generation for one in held]).items():
             drive.release([of_generation[generation] for generation in some], guard)
 
     def protect(self, session: SessionName, blocks: int = SESSION_BLOCKS_MAX) -> Refusal | None:
-        """Keep a session's first blocks from being evicted, those to come as well; FULL if too many are protected.
+        """Protect a session's first blocks from eviction, including future ones; FULL if too many are protected.
 
-        It lasts as long as the process, or until a step of the session says otherwise: `SessionStep.PROTECT` lasts.
+        It lasts until the process ends or a step of the session changes it. `SessionStep.PROTECT` outlives the process.
         """
         refusals = [drive.protect(session, blocks) for drive in self.drives]
         refusal = next(filter(None, refusals), None)
@@ -333,43 +333,43 @@ class Store(Handle):
         return refusal
 
     def unprotect(self, session: SessionName) -> Refusal | None:
-        """Let a session's blocks go again; NOT_HELD if it was not protected."""
+        """End the protection of a session's blocks; NOT_HELD if it was not protected."""
         refusals = [drive.unprotect(session) for drive in self.drives]
         return next(filter(None, refusals), None)
 
     @property
     def protected(self) -> Collection[SessionName]:
-        """Tell which sessions are protected."""
+        """Return which sessions are protected."""
         return self.drives[0].keeping.protected  # all drives are told
 
     def explain(self, tenant: bytes, key: bytes) -> Explanation:
-        """Tell where a block is, or why it is gone."""
+        """Return where a block is, or why it was removed."""
         told = [drive.explain(tenant, key) for drive in self._in_order((tenant, key))]
         return max(told, key=lambda one: (one.stored, one.gone.at_ms if one.gone is not None else -1))
 
     def change_quotas(self, bytes_max: Mapping[bytes, int]) -> None:
-        """Let these tenants have so many bytes of the drives, and all others what there is."""
+        """Set the quotas of these tenants, in bytes of all drives; all other tenants have none."""
         self._quotas.change(bytes_max)
         for drive in self.drives:
             drive.wake()
 
     def quota(self, tenant: bytes) -> Quota:
-        """Tell how a tenant stands with its quota."""
+        """Return a tenant's quota and its use."""
         return self._quotas.of(tenant)
 
     def listen(self, listener: Listener) -> None:
-        """Let somebody hear of blocks that come and go, on all drives. He may not call the store."""
+        """Call a listener when blocks are stored or removed on any drive. It must not call the store."""
         for drive in self.drives:
             drive.keeping.listener = listener
 
     @property
     def writes(self) -> tuple[int, int]:
-        """Tell how many records the drives were given since the opening, and how many of these have ended."""
+        """Return how many writes have begun since the opening, and how many have completed."""
         begun, ended = zip(*(drive.writes for drive in self.drives), strict=True)
         return sum(begun), sum(ended)
 
     def poll(self) -> None:
-        """Do what has become possible, and call the callbacks of what has ended."""
+        """Advance all pending work, and call the callbacks of completed operations."""
         if self._only is not None:
             self._only.poll()
             return
@@ -386,15 +386,15 @@ class Store(Handle):
 
     @property
     def has_timers(self) -> bool:
-        """Tell whether anything is under way, or is to expire."""
+        """Return whether any work is pending or any session or block has a time to live."""
         return any(drive.has_timers for drive in self.drives)
 
     def fileno(self) -> int:
-        """Give the descriptor that is readable when `poll` has something to do."""
+        """Return the descriptor that is readable when `poll` has something to do."""
         return self._only.fileno() if self._only is not None else self._ready.fileno()
 
     def statistics(self) -> Statistics:
-        """Tell where the store stands."""
+        """Return the store's statistics."""
         each = [drive.statistics() for drive in self.drives]
         if len(each) == 1:
             return each[0]
@@ -409,7 +409,7 @@ class Store(Handle):
         return Statistics(**total)
 
     def drive_states(self) -> list[DriveState]:
-        """Tell how each drive is doing, those left out included."""
+        """Return the state of each drive, including those left out."""
         states = [
             DriveState(drive.number, drive.statistics(), str(drive.failure or "")) for drive in self.drives
         ]
@@ -419,7 +419,7 @@ class Store(Handle):
         return sorted(states, key=lambda state: state.number)
 
     def close(self) -> None:
-        """Finish what was accepted, make it durable, and mark each index clean whose drive never failed."""
+        """Complete all accepted work, make it durable, and mark the index of each drive that never failed as clean."""
         if self._closed:
             return
         self._closed = True
@@ -433,7 +433,7 @@ class Store(Handle):
             self._drain()
 
     def _drain(self) -> None:
-        """Finish what goes from one drive to another."""
+        """Complete operations that involve several drives."""
         while self._deletions.outbox.promised or self._steps.outbox.promised:
             if not any(drive.is_busy for drive in self.drives):
                 raise StorageError("The store is unusable after an earlier exception.")
@@ -459,7 +459,7 @@ class Store(Handle):
         return by_drive
 
     def _find(self, names: Sequence[Name]) -> list[tuple[Drive | None, Entry | None]]:
-        """Find blocks, each at home first; one that is over, or doubted, only counts where no drive has another."""
+        """Find blocks, each at home first. An expired or doubted copy counts only if no drive has a better one."""
         now_ms = self._clock.wall_ms()
         order = self._placement.order
         orders = [order(tenant, key) for tenant, key in names]
@@ -490,7 +490,7 @@ class Store(Handle):
         return found
 
     def _missing(self, tenant: bytes, keys: Sequence[bytes]) -> set[bytes]:
-        """Tell which keys no drive has, having asked each one's home first."""
+        """Return the keys that no drive has; each key's home is asked first."""
         order = self._placement.order
         by_home: dict[int, list[bytes]] = {}
         for key in keys:
@@ -514,12 +514,12 @@ class Store(Handle):
         return by_drive
 
     def drive_of(self, generation: int) -> Drive | None:
-        """Tell which drive has the block of this generation."""
+        """Return the drive that stores the block of this generation."""
         return self._by_number.get(generation // GENERATIONS_PER_DRIVE)
 
 
 def _decides(item: PutItem, failed: Drive, entry: Entry | None, now_ms: int) -> bool:
-    """Tell whether what a failed drive has settles a put: it has other bytes, or is as good as what is asked for."""
+    """Return whether what a failed drive has settles a put: it has other bytes, or is as good as what is asked for."""
     if entry is None or _is_over(entry, now_ms) or failed.doubtful([entry.generation]):
         return False
     if (entry.length, entry.fingerprint, entry.crc32c) != (item.length, item.fingerprint, item.crc32c):

@@ -129,7 +129,7 @@ def format_drive(
 
 
 def renewed(superblock: Superblock) -> Superblock:
-    """Give the superblock that voids every record on its drive: their tags are of a drive that was."""
+    """Return the superblock that voids every record on its drive: their tags are of a drive that was."""
     return superblock._replace(
         drive_uuid=os.urandom(16),
         epoch=superblock.epoch + 1,

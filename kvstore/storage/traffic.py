@@ -34,40 +34,40 @@ __all__ = ["Elsewhere", "Traffic", "Work"]
 
 
 class Elsewhere(enum.Enum):
-    """What work gives that was handed on: `Traffic.ended` is called when the drive is done with it."""
+    """Marks work that another thread executes: `Traffic.ended` is called when it has completed."""
 
     BEGUN = enum.auto()
 
 
 class Work(Protocol):
-    """One operation on the drive and what it is for."""
+    """One operation on the drive and its purpose."""
 
     @property
     def tenant(self) -> bytes:
-        """Whose turn it takes; empty: the store's own."""
+        """The tenant it is scheduled for; empty: the store itself."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """What it counts for among the bytes in flight."""
+        """How many bytes it adds to those in flight."""
         ...
 
     @property
     def reads(self) -> bool:
-        """Whether somebody waits to send on what it brings."""
+        """Whether a client waits for the bytes that it reads."""
         ...
 
     def begin(self, tag: int) -> DiskOp | Elsewhere | None:
-        """Give the operation, at the last moment before it starts; None if nothing is left to do."""
+        """Return the operation, right before it starts; None if there is nothing left to do."""
         ...
 
     def end(self, result: int) -> None:
-        """Take the result: all bytes, or `-errno`."""
+        """Handle the result: all bytes, or `-errno`."""
         ...
 
 
 class _Line:
-    """What waits of one tenant."""
+    """The queued work of one tenant."""
 
     __slots__ = ("credit_bytes", "works")
 
@@ -77,7 +77,7 @@ class _Line:
 
 
 class Traffic:
-    """The one way to the drive while the store runs."""
+    """The only path to the drive while the store runs."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -92,12 +92,12 @@ class Traffic:
 
     @property
     def queued(self) -> int:
-        """How many wait."""
+        """How many operations are queued."""
         return len(self._first) + sum(len(line.works) for line in self._lines.values())
 
     @property
     def in_flight(self) -> int:
-        """How many the drive has."""
+        """How many operations are in flight."""
         return len(self._in_flight)
 
     def add(self, work: Work) -> None:
@@ -112,7 +112,7 @@ class Traffic:
         self._first.appendleft(work)
 
     def poll(self) -> None:
-        """Collect what has ended, refill the drive, then hand out the results."""
+        """Collect completions, start more work, then deliver the results."""
         ended = []
         for tag, result in self._disk.reap():
             work = self._in_flight.pop(tag)
@@ -124,7 +124,7 @@ class Traffic:
             work.end(result)
 
     def ended(self, tag: int) -> None:
-        """Note that the drive is done with work that was handed on."""
+        """Record the completion of work that another thread executed."""
         work = self._in_flight.pop(tag)
         self._count(work, -work.size_bytes)
 
@@ -147,7 +147,7 @@ class Traffic:
             self._refused = ops[accepted:]
 
     def _next(self) -> Work | None:
-        """What is served next; it stays where it is."""
+        """The queue that is served next; it is not removed."""
         if self._first:
             return self._first[0]
         while self._lines:

@@ -76,7 +76,7 @@ class UringDisk:
         return self._fd
 
     def submit(self, ops: Sequence[DiskOp]) -> int:
-        """Start operations in one system call; tell how many were accepted."""
+        """Start operations in one system call; return how many were accepted."""
         count = min(len(ops), self._depth)
         struct.pack_into(f"={_OP_WORDS * count}Q", self._ops_bytes, 0, *chain.from_iterable(ops[:count]))
         return _checked(lib.store_ring_submit(self._ring, self._ops, count), self._path, "starting I/O")
@@ -89,7 +89,7 @@ class UringDisk:
         return list(starmap(DiskDone, _DONE.iter_unpack(self._done_bytes[: count * _DONE.size])))
 
     def fileno(self) -> int:
-        """Give the ring's eventfd."""
+        """Return the ring's eventfd."""
         return self._event_fd
 
     def read_at(self, offset: int, length: int) -> bytes:
@@ -116,7 +116,7 @@ class UringDisk:
             raise StorageError(f"The drive {self._path} could not be synced: {error.strerror}.") from error
 
     def data_ranges(self, start: int) -> Iterator[tuple[int, int]]:
-        """Give the parts of a file that are no holes; a device is one part."""
+        """Return the parts of a file that are no holes; a device is one part."""
         while start < self._capacity_bytes:
             begin, end = self._next_data(start)
             if begin >= end:

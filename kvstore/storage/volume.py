@@ -48,7 +48,7 @@ class Volume:
 
     @property
     def last_generation(self) -> int:
-        """Tell the highest generation that may have been given."""
+        """Return the highest generation that may have been given."""
         return self._next_generation - 1
 
     def begin_epoch(self, live_pages: NDArray[np.int64] | None = None) -> None:
@@ -74,7 +74,7 @@ class Volume:
         self._next_generation = max(self._next_generation, used + 1)
 
     def take_generation(self) -> int:
-        """Give the next generation."""
+        """Return the next generation."""
         generation = self._next_generation
         if generation >= self.superblock.generation_ceiling:
             self._reserve(generation)
@@ -82,7 +82,7 @@ class Volume:
         return generation
 
     def take_generations(self, count: int) -> int:
-        """Give the first of so many generations, one after the other."""
+        """Return the first of so many generations, one after the other."""
         first = self._next_generation
         if first + count > self.superblock.generation_ceiling:
             self._reserve(first + count - 1)

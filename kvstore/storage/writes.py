@@ -49,7 +49,7 @@ _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Owner(Protocol):
-    """Whoever writes records."""
+    """A part of the store that writes records."""
 
     def publish(self, records: Sequence[RecordWrite]) -> None:
         """Make records that are whole on the drive known; StorageError if that cannot be."""
@@ -61,22 +61,22 @@ class Owner(Protocol):
 
 
 class Lane(Protocol):
-    """What writes by itself on ground that it was lent."""
+    """The C core's writer, on ground lent to it."""
 
     def lend(self, ground: Ground) -> bool:
         """Take ground; False if it has some, or has failed."""
         ...
 
     def seal(self) -> tuple[int, Ground]:
-        """Give it back: how many records stand on it, and what is left."""
+        """Take the ground back; return how many records are on it, and the unused rest."""
         ...
 
     def fail(self) -> None:
-        """Begin no more, and answer nobody."""
+        """Begin no more writes, and report none."""
         ...
 
     def clear(self, generation: int) -> None:
-        """Tell of its records below this generation, each when it and all that come before it have ended."""
+        """Report its records below this generation, each once it and all earlier ones have completed."""
         ...
 
 
@@ -121,7 +121,7 @@ class RecordWrite:
         self.result: int | None = None
 
     def header(self) -> Header:
-        """Give the header, now that place and generation are known."""
+        """Return the header, now that place and generation are known."""
         raise AssertionError("this record has no header")
 
     def begin(self, tag: int) -> DiskOp | None:
@@ -191,17 +191,17 @@ class Writes:
 
     @property
     def sync_failed(self) -> bool:
-        """Tell whether nothing will ever be synced again."""
+        """Return whether a sync has failed, so that none will succeed again."""
         return self._failed_generation == 0
 
     @property
     def waiting(self) -> int:
-        """How many wait for room."""
+        """How many records wait for room."""
         return len(self._waiting)
 
     @property
     def first_waiting(self) -> RecordWrite | None:
-        """The record that has to find room next."""
+        """The record that needs room next."""
         return self._waiting[0] if self._waiting else None
 
     def add(self, record: RecordWrite) -> None:
@@ -216,7 +216,7 @@ class Writes:
         self._traffic.add(record)
 
     def key_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
-        """Tell which key the lane encrypts a domain's blocks with; None where nothing is encrypted."""
+        """Return which key the lane encrypts a domain's blocks with; None where nothing is encrypted."""
         return None if self._keys is None else self._keys.name_of(tenant, domain)
 
     def _has_key(self, record: RecordWrite, error: StorageError | None) -> None:
@@ -236,7 +236,7 @@ class Writes:
             self._traffic.add_first(self._resumed)
 
     def refuse_first(self, error: StorageError) -> None:
-        """Say that there will be no room for the record that has waited longest."""
+        """Refuse the record that has waited longest, because there will be no room for it."""
         self._fail(self._waiting.popleft(), error)
 
     def settle_finished(self) -> None:
@@ -339,14 +339,14 @@ class Writes:
             (self._unhurried if unhurried else self._awaiting).append(then)
 
     def sync_if_awaited(self, *, at_once: bool = False) -> None:
-        """Queue a sync if somebody waits for one; while one is under way, the next gathers those who come."""
+        """Queue a sync if a record waits for one; records that arrive during a sync wait for the next."""
         hurry = self._awaiting or len(self._unhurried) > UNSYNCED_FREES_MAX or (at_once and self._unhurried)
         if hurry and self._sync is None:
             self._sync = _Sync(self)
             self._traffic.add_first(self._sync)
 
     def begin(self, record: RecordWrite, tag: int) -> DiskOp | None:
-        """Give a record its place, its generation and its header."""
+        """Assign a record its place, its generation and its header."""
         was_resumed = record is self._resumed
         if was_resumed:
             self._resumed = None
@@ -379,7 +379,7 @@ class Writes:
         )
 
     def _fill_in(self) -> None:
-        """Make the headers of what has begun, all of it before the drive has any."""
+        """Fill in the headers of all writes that have begun, before the drive gets any of them."""
         if self._bare:
             self._note_begun(self._bare[-1].generation)
             # What another tenant left in a slot must not reach the drive behind the payload.
@@ -408,13 +408,13 @@ class Writes:
                     ctypes.memset(row[1], 0, row[2])
 
     def begin_sync(self, sync: _Sync) -> None:
-        """Let a sync that starts now stand for all that has ended."""
+        """Begin a sync that covers all writes completed by now."""
         sync.generation = self._published_generation
         sync.awaited = self._awaiting + self._unhurried
         self._awaiting, self._unhurried = [], []
 
     def synced(self, sync: _Sync, result: int) -> None:
-        """Take the result of a sync: tell those that waited for it."""
+        """Handle the result of a sync: report the records that waited for it."""
         self._sync = None
         self.syncs += 1
         failure = None
@@ -432,7 +432,7 @@ class Writes:
             then(failure)
 
     def stop(self, error: StorageError, generation: int) -> None:
-        """Take no more, and report none as kept that has this generation or a higher one."""
+        """Accept no more, and report no record of this or a higher generation as stored."""
         self._failed_generation = min(self._failed_generation, generation)
         if self.stopped is None or isinstance(self.stopped, NoSpace):
             self.stopped = error
@@ -441,7 +441,7 @@ class Writes:
             self.seal()
 
     def stopped_again(self) -> StorageError:
-        """Say to a later one why nothing is taken any more."""
+        """Refuse a later record, with the reason why none is accepted."""
         if isinstance(self.stopped, NoSpace):
             return NoSpace(str(self.stopped))
         return ReadOnly("The drive failed earlier and accepts no more puts until the store is reopened.")
@@ -487,7 +487,7 @@ class _Lent:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will end on it, and all that has is retired."""
+        """Whether all its records have completed and were reported."""
         return self.left == 0 and not self.ended
 
 
@@ -513,7 +513,7 @@ class _Sync:
 
 
 def write_error(result: int) -> StorageError:
-    """Give what a failed write means."""
+    """Return what a failed write means."""
     if -result in _FULL_ERRNOS:
         return NoSpace("The file system under the drive has no space left; the store accepts no more puts.")
     return ReadOnly(f"The drive could not be written: {os.strerror(-result)}; it accepts no more puts.")

@@ -1,7 +1,8 @@
-# Generated from proto sources with BLAKE2b ed5294e85838eff3617c6c2613ec668f
+# Generated from proto sources with BLAKE2b 4e5dcc10e1ce93284ecf4ebc14a45b55
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -19,7 +20,19 @@ class EraseTenantRequest(_message.Message):
     tenant: str
     def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
-class EraseResponse(_message.Message):
+class EraseUserResponse(_message.Message):
+    __slots__ = ("erased",)
+    ERASED_FIELD_NUMBER: _ClassVar[int]
+    erased: Erased
+    def __init__(self, erased: _Optional[_Union[Erased, _Mapping]] = ...) -> None: ...
+
+class EraseTenantResponse(_message.Message):
+    __slots__ = ("erased",)
+    ERASED_FIELD_NUMBER: _ClassVar[int]
+    erased: Erased
+    def __init__(self, erased: _Optional[_Union[Erased, _Mapping]] = ...) -> None: ...
+
+class Erased(_message.Message):
     __slots__ = ("at_unix_ms", "blocks", "bytes", "sessions", "keys", "receipt")
     AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]

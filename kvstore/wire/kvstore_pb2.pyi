@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b ed5294e85838eff3617c6c2613ec668f
+# Generated from proto sources with BLAKE2b 4e5dcc10e1ce93284ecf4ebc14a45b55
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -394,7 +394,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt", "drives", "mapped")
+    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt", "drives", "mapped", "encrypted")
     NODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
@@ -407,6 +407,7 @@ class StatusResponse(_message.Message):
     INDEX_REBUILT_FIELD_NUMBER: _ClassVar[int]
     DRIVES_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
+    ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: str
     provider: str
@@ -419,7 +420,8 @@ class StatusResponse(_message.Message):
     index_rebuilt: bool
     drives: _containers.RepeatedCompositeFieldContainer[DriveStatus]
     mapped: int
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ..., drives: _Optional[_Iterable[_Union[DriveStatus, _Mapping]]] = ..., mapped: _Optional[int] = ...) -> None: ...
+    encrypted: bool
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ..., drives: _Optional[_Iterable[_Union[DriveStatus, _Mapping]]] = ..., mapped: _Optional[int] = ..., encrypted: bool = ...) -> None: ...
 
 class DriveStatus(_message.Message):
     __slots__ = ("number", "blocks", "capacity_bytes", "free_bytes", "takes_puts", "failure")

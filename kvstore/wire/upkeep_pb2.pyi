@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b ed5294e85838eff3617c6c2613ec668f
+# Generated from proto sources with BLAKE2b 4e5dcc10e1ce93284ecf4ebc14a45b55
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

@@ -6,13 +6,13 @@ import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import pytest
 
 from kvstore import errors
-from kvstore.client import Block
+from kvstore.client import Block, Client
 from kvstore.config import NodeConfig, parse_listen, parse_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import (
@@ -24,6 +24,7 @@ from kvstore.errors import (
     Overloaded,
     ProtocolError,
     RegionBusy,
+    UsageError,
 )
 from kvstore.limits import (
     ACK_WORDS,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WAIT_S = 20.0
+KEY = bytes(range(32))
 
 
 @pytest.fixture
@@ -433,3 +435,31 @@ def test_errors_of_the_command_are_one_sentence(tmp_path: Path) -> None:
 def test_every_error_of_the_tree_is_a_kverror() -> None:
     for error in errors.__all__:
         assert issubclass(getattr(errors, error), KvError)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.put_inline(KEY, b"x", expires_unix_ms=-1),
+        lambda client: client.put_many_inline([(KEY, b"x")], expires_unix_ms=1 << 64),
+        lambda client: client.put([Block(KEY, client.register(bytearray(16)), 0, 16)], expires_unix_ms=-1),
+        lambda client: client.get_inline(KEY, -1),
+        lambda client: list(client.get_many_inline([(KEY, -1)])),
+        lambda client: client.exists([KEY], lengths=[-1]),
+        lambda client: client.pin([KEY], time_to_live_ms=1 << 40),
+        lambda client: client.looked_up(last=-1),
+        lambda client: client.session("ada", "chat").append([KEY], tokens=-1),
+        lambda client: client.session("ada", "chat").append([KEY], tokens=1, time_to_live_ms=-1),
+        lambda client: client.session("ada", "chat").limit(-1),
+        lambda client: client.session("ada", "chat").truncate(-1),
+        lambda client: client.session("ada", "chat").fork("other", blocks=-1),
+        lambda client: client.session("ada", "chat").protect(-1),
+        lambda _: Block(KEY, cast("Any", bytearray(16)), 0, 16),
+    ],
+)
+def test_a_value_that_no_message_can_carry_is_a_typed_error(
+    node: NodeProcess, call: Callable[[Client], object]
+) -> None:
+    with small_client(node.target) as client, pytest.raises(UsageError) as raised:
+        call(client)
+    assert is_one_sentence(raised.value)

@@ -33,6 +33,8 @@ from nic_offload.sockaddr import SocketAddress, ip_of
 from nic_offload.trigger import TriggeredPut, arm
 from tests.hostile import h2
 from tests.hostile.calling import Told, bearer, channel
+from tests.hostile.frames import FRAME_ATTACKS
+from tests.hostile.loops import LOOP_ATTACKS
 from tests.hostile.memory import MEMORY_ATTACKS
 from tests.hostile.sessions import LARGE, SESSION_ATTACKS
 
@@ -480,6 +482,8 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = (
     }
     | MEMORY_ATTACKS
     | SESSION_ATTACKS
+    | FRAME_ATTACKS
+    | LOOP_ATTACKS
 )
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ __all__ = [
     "answer_pings",
     "connected",
     "data",
+    "frame",
     "goes_away",
     "half",
     "headers",
@@ -30,7 +31,8 @@ _END_STREAM, _END_HEADERS = 1, 4
 _WINDOW_MAX = (1 << 31) - 1 - 65_535
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Any frame."""
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
@@ -44,18 +46,18 @@ def headers(stream: int, path: str, *more: tuple[str, str], ends: bool = False) 
     block = b"\x83\x86\x04" + _text(path) + b"\x01" + _text("node")
     for name, value in (("content-type", "application/grpc"), ("te", "trailers"), *more):
         block += b"\x00" + _text(name) + _text(value)
-    return _frame(_HEADERS, _END_HEADERS | (_END_STREAM if ends else 0), stream, block)
+    return frame(_HEADERS, _END_HEADERS | (_END_STREAM if ends else 0), stream, block)
 
 
 def reset(stream: int) -> bytes:
     """The end of a call whose caller has lost interest."""
-    return _frame(_RESET, 0, stream, struct.pack(">I", 8))
+    return frame(_RESET, 0, stream, struct.pack(">I", 8))
 
 
 def data(stream: int, message: bytes, *, ends: bool = False) -> bytes:
     """One message of gRPC."""
     body = b"\x00" + struct.pack(">I", len(message)) + message
-    return _frame(_DATA, _END_STREAM if ends else 0, stream, body)
+    return frame(_DATA, _END_STREAM if ends else 0, stream, body)
 
 
 def half(length: int) -> bytes:
@@ -65,17 +67,17 @@ def half(length: int) -> bytes:
 
 def more(stream: int, some: bytes) -> bytes:
     """Bytes of a call."""
-    return _frame(_DATA, 0, stream, some)
+    return frame(_DATA, 0, stream, some)
 
 
 def window(stream: int, size: int) -> bytes:
     """Room for more bytes of a call; for those of all calls, with the number 0."""
-    return _frame(_WINDOW, 0, stream, struct.pack(">I", size))
+    return frame(_WINDOW, 0, stream, struct.pack(">I", size))
 
 
 def no_windows() -> bytes:
     """No room for a byte of any call."""
-    return _frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
+    return frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
 
 
 def answer_pings(link: socket.socket) -> None:
@@ -86,9 +88,9 @@ def answer_pings(link: socket.socket) -> None:
         while came := link.recv(1 << 16):
             said += came
             while len(said) >= 9 and len(said) >= 9 + int.from_bytes(said[:3]):
-                frame, said = said[: 9 + int.from_bytes(said[:3])], said[9 + int.from_bytes(said[:3]) :]
-                if frame[3] in (_SETTINGS, _PING) and not frame[4]:
-                    link.sendall(_frame(frame[3], 1, 0, frame[9:] if frame[3] == _PING else b""))
+                one, said = said[: 9 + int.from_bytes(said[:3])], said[9 + int.from_bytes(said[:3]) :]
+                if one[3] in (_SETTINGS, _PING) and not one[4]:
+                    link.sendall(frame(one[3], 1, 0, one[9:] if one[3] == _PING else b""))
 
 
 def connected(host: str, port: int, source: str = "127.0.0.1", timeout_s: float = 5.0) -> socket.socket:
@@ -125,7 +127,7 @@ class Answers:
             kind, flags, stream = self._said[3], self._said[4], int.from_bytes(self._said[5:9])
             payload, self._said = self._said[9:over], self._said[over:]
             if kind in (_SETTINGS, _PING) and not flags & 1:
-                self._link.sendall(_frame(kind, 1, 0, payload if kind == _PING else b""))
+                self._link.sendall(frame(kind, 1, 0, payload if kind == _PING else b""))
             elif kind == _WINDOW and stream:
                 self.windows[stream] = self.windows.get(stream, 0) + int.from_bytes(payload)
             elif kind == _WINDOW:

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.clock import SystemClock
 from kvstore.errors import Overloaded
-from kvstore.limits import DOOR_FIRST_MESSAGE_MS, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
+from kvstore.limits import DOOR_FIRST_MESSAGE_MS, METADATA_MAX, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
 from kvstore.node import authentication
 from kvstore.node.audit import Audit
 from kvstore.node.authentication import Door
@@ -73,6 +73,17 @@ def test_a_caller_without_credentials_is_refused_before_its_message_is_awaited(
     with h2.connected("127.0.0.1", int(guarded.target.rpartition(":")[2])) as link:
         link.sendall(h2.headers(1, f"/kvstore.v1.{path}", *token))
         assert b"16" in answered(link, DOOR_FIRST_MESSAGE_MS / 2000)
+
+
+def test_a_call_with_too_much_metadata_is_refused_and_its_source_has_to_do_without(
+    guarded: NodeProcess,
+) -> None:
+    """A byte can name an entry of kilobytes: gRPC's own bound holds only for peers that keep to its settings."""
+    with h2.connected("127.0.0.1", int(guarded.target.rpartition(":")[2]), "127.0.0.7") as link:
+        more = [("x", str(number)) for number in range(METADATA_MAX)]
+        link.sendall(h2.headers(1, "/kvstore.v1.KvStore/Status", ("authorization", "Bearer acme"), *more))
+        assert b"grpc-status\x013" in answered(link, WAIT_S).replace(b"\x00\x0b", b"")
+        assert h2.goes_away(link, 5.0)
 
 
 def test_a_stream_that_says_nothing_ends_in_its_time(guarded: NodeProcess) -> None:

@@ -207,6 +207,19 @@ def test_calls_that_are_refused_are_knocks(door: Door) -> None:
     assert not stays(link)
 
 
+def test_a_call_with_too_much_metadata_ends_its_connection_and_bars_its_source(door: Door) -> None:
+    floods, gone, honest = door.come(THERE), door.come(THERE), door.come()
+    for link in (floods, honest):
+        door.keeper.proved(peer(link))
+    for link in (floods, gone):
+        door.keeper.floods(peer(link))
+    gone.close()
+    assert door.keeper.must_look()
+    door.look()
+    assert (stays(floods), stays(honest)) == (False, True)
+    assert door.keeper.barred() == [THERE]
+
+
 def test_at_an_endpoint_nobody_stays_but_its_client(door: Door) -> None:
     with socket.create_server((HERE, 0)) as endpoint, ExitStack() as undo:
         port = endpoint.getsockname()[1]

@@ -38,7 +38,13 @@ def client(node: NodeInProcess) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize(
-    "call", [lambda one: one.pin(KEYS).close(), lambda one: one.delete(KEYS), lambda one: one.prefetch(KEYS)]
+    "call",
+    [
+        lambda one: one.pin(KEYS).close(),
+        lambda one: one.delete(KEYS),
+        lambda one: one.prefetch(KEYS),
+        lambda one: one.put_many_inline((bytes(reversed(key)), key) for key in KEYS),
+    ],
 )
 def test_a_call_of_many_blocks_waits_for_its_tenants_turn(
     node: NodeInProcess, client: Client, call: Callable[[Client], Any]
@@ -52,6 +58,46 @@ def test_a_call_of_many_blocks_waits_for_its_tenants_turn(
         finally:
             node.call(lambda one: one.turns._give())
         done.result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("part", "call"),
+    [
+        ("hold", lambda one: one.pin(KEYS).close()),
+        ("delete", lambda one: one.delete(KEYS)),
+        ("put", lambda one: one.put_many_inline((bytes(reversed(key)), key) for key in KEYS)),
+    ],
+)
+def test_a_call_of_many_blocks_lets_others_work_between_steps(
+    node: NodeInProcess, client: Client, part: str, call: Callable[[Client], Any]
+) -> None:
+    at: list[int] = []
+    turned = 0
+
+    def count(inside: Node) -> asyncio.Task[None]:
+        do = getattr(inside.store, part)
+
+        def noted(things: Any, *more: Any) -> Any:
+            at.extend([turned] * len(things))
+            return do(things, *more)
+
+        vars(inside.store)[part] = noted
+
+        async def turn() -> None:
+            nonlocal turned
+            while True:
+                turned += 1
+                await asyncio.sleep(0)
+
+        return asyncio.create_task(turn())
+
+    counting = node.call(count)
+    try:
+        call(client)
+    finally:
+        node.call(lambda _: counting.cancel())
+    assert len(at) == len(KEYS)
+    assert max(map(at.count, set(at))) <= 2 * TURN_STEP_BLOCKS  # the first of a stream wait for no turn
 
 
 def test_a_stream_of_gets_from_memory_lets_others_work_between_steps(

@@ -218,8 +218,9 @@ def test_no_transaction_of_a_long_step_is_long(filled: StoreRig, monkeypatch: py
 def test_a_fork_of_what_is_removed_meanwhile_gives_back_what_it_has_counted(filled: StoreRig) -> None:
     filled.append(1, long_keys(0))
     fork = filled.start_step(2, SessionStep.FORK, blocks=6 * SESSION_CHUNK_BLOCKS, source=1)
-    chunks = [chunk for _, chunk, _, _ in filled.drive.manifests.all_chunks()]
-    gone = max(chunks)
+    source = filled.drive.manifests.get(SessionName(TENANT, USER, name(1)))
+    assert source is not None
+    gone = source.manifest.chunks[-1]
     filled.drive._index.write(lambda one: one.delete(TENANT + gone, db=filled.drive._index.chunks))
     filled.settle()
     assert isinstance(filled.session_done[fork].error, StorageError)

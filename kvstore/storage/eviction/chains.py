@@ -52,7 +52,7 @@ class _Chain:
         self.queued = False  # stands among the broken ones
 
     def find(self, position: int) -> int:
-        """Give where a position's place is, or would be."""
+        """Return where a position's place is, or would be."""
         return bisect_left(self.places, position << _LINK_BITS)
 
     def is_broken(self) -> bool:
@@ -160,7 +160,7 @@ class Chains:
         return True
 
     def at(self, session: int, position: int) -> int:
-        """Tell which row stands at a place; `NO_ROW` if none does."""
+        """Return which row stands at a place; `NO_ROW` if none does."""
         chain = self._of(session)
         if chain is None or chain.places[-1] >> _LINK_BITS < position:
             return NO_ROW
@@ -168,7 +168,7 @@ class Chains:
         return self._link_row[place & _LINK_MASK] if place >> _LINK_BITS == position else NO_ROW
 
     def leave(self, row: int, session: int | None = None) -> list[int]:
-        """Take a row out of one session, or of all; give the other rows that are tails by it.
+        """Take a row out of one session, or of all; return the other rows that are tails by it.
 
         The row itself may be one by it too if it was taken out of one session.
         """
@@ -190,7 +190,7 @@ class Chains:
         return tails
 
     def sessions(self, row: int) -> Iterator[int]:
-        """Give the sessions that a row is in."""
+        """Return the sessions that a row is in."""
         link = self._first[row]
         while link != _NO_LINK:
             chain = self._chains[self._link_chain[link]]
@@ -199,15 +199,15 @@ class Chains:
             link = self._link_next[link]
 
     def last_session(self, row: int) -> int:
-        """Give the session that a row joined last; 0 if it is in none."""
+        """Return the session that a row joined last; 0 if it is in none."""
         return next(self.sessions(row)) if self._first[row] != _NO_LINK else 0
 
     def position(self, row: int) -> int:
-        """Give the position of a row in a session."""
+        """Return the position of a row in a session."""
         return self._positions[row]
 
     def rows(self, session: int, first_position: int = 0, until: int = SESSION_BLOCKS_MAX) -> list[int]:
-        """Give the rows of a session from a position on, up to another, in order."""
+        """Return the rows of a session from a position on, up to another, in order."""
         chain = self._of(session)
         if chain is None:
             return []
@@ -217,7 +217,7 @@ class Chains:
         ]
 
     def stranded(self) -> int:
-        """Give the tail of a broken session, or `NO_ROW`. One that stands in another session too is no such."""
+        """Return the tail of a broken session, or `NO_ROW`. One that stands in another session too is no such."""
         while self._broken:
             index = self._broken[0]
             chain = self._chains[index]

@@ -45,7 +45,7 @@ class _Land:
         self.steps = 0
 
     def look(self, page: int) -> tuple[int, int]:
-        """Give the pages of what begins here, and its generation, 0 if it is free; no pages if it has to stay."""
+        """Return the pages of what begins here, and its generation, 0 if it is free; no pages if it has to stay."""
         self.steps += 1
         free = self._extents.free_at(page)
         if free:

@@ -125,7 +125,7 @@ class Evictor:
         self._policy.restored(pages)
 
     def admitted(self, records: Sequence[Record], now_ms: int) -> dict[int, Refusal]:
-        """Note blocks that can be got from now on; give those refused: EXISTS as a whole, others their session."""
+        """Note blocks that can be got from now on; return those refused: EXISTS as a whole, others their session."""
         refused = {}
         tick = self._tick(now_ms)
         free = self._free_rows
@@ -210,14 +210,14 @@ class Evictor:
             self._pass_on(row, self._chains.leave(row, session), now_ms, was_free=was_free)
 
     def gone(self, generations: Sequence[int], reason: Reason, now_ms: int) -> list[Eviction]:
-        """Note that blocks are gone for a reason that was not decided here; give those that were kept."""
+        """Note that blocks are gone for a reason that was not decided here; return those that were kept."""
         rows = dict.fromkeys(self._rows.find_all(generations))  # each once, though it may be named twice
         return [self._forget(row, reason, now_ms) for row in rows]
 
     # Guards.
 
     def hold(self, generations: Sequence[int], guard: Guard) -> dict[int, Refusal]:
-        """Guard blocks, each once more; give those refused."""
+        """Guard blocks, each once more; return those refused."""
         refused = {}
         for generation in generations:
             row = self._rows.find(generation)
@@ -227,7 +227,7 @@ class Evictor:
         return refused
 
     def release(self, generations: Sequence[int], guard: Guard, now_ms: int) -> dict[int, Refusal]:
-        """Take one guard of each block back; give those refused. The last one's end is a use."""
+        """Take one guard of each block back; return those refused. The last one's end is a use."""
         refused = {}
         lifted = []
         for generation in generations:
@@ -260,7 +260,7 @@ class Evictor:
         return None
 
     def protected_blocks(self, session: int) -> int:
-        """Tell how many of a session's first blocks are protected."""
+        """Return how many of a session's first blocks are protected."""
         return self._protected.get(session, 0)
 
     def unprotect_session(self, session: int, now_ms: int) -> Refusal | None:
@@ -274,7 +274,7 @@ class Evictor:
         return None
 
     def is_guarded(self, generation: int) -> bool:
-        """Tell whether a block that is kept may not go."""
+        """Return whether a block that is kept may not go."""
         row = self._rows.find(generation)
         return row >= 0 and self._guards.words[row] != 0
 
@@ -285,19 +285,19 @@ class Evictor:
         return sessions, self._chains.position(row) if sessions else 0
 
     def lacks(self, session: int, position: int) -> bool:
-        """Tell whether a session would go on, or have a gap less, with a block at this position."""
+        """Return whether a session would go on, or have a gap less, with a block at this position."""
         if self._chains.at(session, position) != NO_ROW:
             return False
         return position == 0 or self._chains.at(session, position - 1) != NO_ROW
 
     @property
     def protected_pages(self) -> int:
-        """Tell how many pages are of blocks that are protected."""
+        """Return how many pages are of blocks that are protected."""
         return self._guards.protected_pages
 
     @property
     def knows_names(self) -> bool:
-        """Tell whether the names in records are of any use here."""
+        """Return whether the names in records are of any use here."""
         return self._policy.knows_names
 
     # What goes.
@@ -331,7 +331,7 @@ class Evictor:
         return EvictionPlan(goal.mode, victims, pages, more, stuck)
 
     def oldest_use(self, owner: int, steps: Steps) -> int | None:
-        """Tell when the block of an owner that goes first was used, as the number of the use; None: none may go."""
+        """Return when the block of an owner that goes first was used, as the number of the use; None: none may go."""
         while (row := self.owners.oldest(owner)) != NO_ROW:
             if self._may_go(row):
                 return self.owners.stamp(row)
@@ -348,7 +348,7 @@ class Evictor:
         return self._forget(row, Reason.QUOTA, now_ms)
 
     def statistics(self) -> Statistics:
-        """Tell where the core stands."""
+        """Return where the core stands."""
         return Statistics(
             policy=self._policy.name,
             mode=self._pressure.mode,
@@ -419,7 +419,7 @@ class Evictor:
         return self._chains.position(row) < self._protected.get(session, 0)
 
     def _unprotect(self, session: int, row: int) -> bool:
-        """Take back what a session holds of a row of its own; tell whether that was the row's last guard."""
+        """Take back what a session holds of a row of its own; return whether that was the row's last guard."""
         if not self._is_protected_by(session, row):
             return False
         self._guards.drop(row, Guard.PROTECTED)
@@ -446,13 +446,13 @@ class Evictor:
         return victims
 
     def _stranded(self) -> int:
-        """Give a block behind a gap that may go, or `NO_ROW`. Where the last one may not go, the policy decides."""
+        """Return a block behind a gap that may go, or `NO_ROW`. Where the last one may not go, the policy decides."""
         while (row := self._chains.stranded()) != NO_ROW and self._guards.words[row]:
             self._chains.leave_stranded()
         return row
 
     def _candidate(self, steps: Steps) -> int:
-        """Give the policy's choice among the blocks that may go, setting aside those that may not."""
+        """Return the policy's choice among the blocks that may go, setting aside those that may not."""
         while (row := self._policy.candidate(steps)) != NO_ROW:
             if self._may_go(row):
                 return row
@@ -488,7 +488,7 @@ class Evictor:
         return eviction
 
     def _pass_on(self, row: int, tails: Iterable[int], now_ms: int, *, was_free: bool) -> None:
-        """Give the blocks that are tails now, since this one is not behind them any more, its rank."""
+        """Return the blocks that are tails now, since this one is not behind them any more, its rank."""
         for tail in tails:
             if self._guards.words[tail]:
                 continue

@@ -64,6 +64,6 @@ class Ground:
             self._free.append(spot)
 
     def at(self, start: int) -> Standing | None:
-        """Tell which block begins at a page."""
+        """Return which block begins at a page."""
         spot = self._spots.find(start)
         return None if spot < 0 else Standing(self._generations[spot], self._pages[spot])

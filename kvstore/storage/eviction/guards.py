@@ -45,7 +45,7 @@ class Guards:
             self.words.extend([0] * missing)
 
     def count(self, row: int, guard: Guard) -> int:
-        """Tell how many guards of a kind a row has."""
+        """Return how many guards of a kind a row has."""
         return self.words[row] >> guard * _COUNT_BITS & _COUNT_MASK
 
     def add(self, row: int, guard: Guard) -> Refusal | None:
@@ -71,7 +71,7 @@ class Guards:
         self._change(row, -self.words[row])
 
     def is_protected(self, row: int) -> bool:
-        """Tell whether the longest of its guards is that one."""
+        """Return whether the longest of its guards is that one."""
         return self.words[row] >> Guard.PROTECTED * _COUNT_BITS != 0
 
     def tally(self) -> dict[Guard, int]:

@@ -45,14 +45,14 @@ class IdMap:
         return self._count
 
     def find(self, number: int) -> int:
-        """Give the row, or -1."""
+        """Return the row, or -1."""
         part = number >> _RUN_BITS & self._mask
         numbers = self._numbers[part]
         at = bisect_left(numbers, number)
         return self._rows[part][at] if at < len(numbers) and numbers[at] == number else -1
 
     def find_all(self, wanted: Iterable[int]) -> list[int]:
-        """Give the rows of those that are known, in the order asked for."""
+        """Return the rows of those that are known, in the order asked for."""
         found: list[int] = []
         add = found.append
         mask, parts, rows = self._mask, self._numbers, self._rows
@@ -103,7 +103,7 @@ class IdMap:
         self._count = end
 
     def remove(self, number: int) -> int:
-        """Forget a number; give the row it had, or -1 if it was not known."""
+        """Forget a number; return the row it had, or -1 if it was not known."""
         part = number >> _RUN_BITS & self._mask
         numbers = self._numbers[part]
         at = bisect_left(numbers, number)

@@ -143,7 +143,7 @@ class Statistics(NamedTuple):
 
 
 def together(each: Sequence[Statistics]) -> Statistics:
-    """Give where the cores of a store's drives stand as one. A session that has blocks on several counts once."""
+    """Return where the cores of a store's drives stand as one. A session that has blocks on several counts once."""
     return Statistics(
         policy=each[0].policy,
         mode=max(one.mode for one in each),

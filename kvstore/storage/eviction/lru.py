@@ -93,7 +93,7 @@ class Lru:
         self._rings.unlink(row + 1)
 
     def candidate(self, steps: Steps) -> int:
-        """Give the row used longest ago."""
+        """Return the row used longest ago."""
         del steps
         return self._rings.after[0] - 1 if self._rings.after[0] else NO_ROW
 

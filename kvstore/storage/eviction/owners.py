@@ -131,10 +131,10 @@ class Owners:
                 del self.pages[owner]
 
     def oldest(self, owner: int) -> int:
-        """Give the row of an owner that was used longest ago, of those not set aside; `NO_ROW` if there is none."""
+        """Return the row of an owner that was used longest ago, of those not set aside; `NO_ROW` if there is none."""
         node = self._rings.after[owner]
         return node - _HEADS if node >= _HEADS else NO_ROW
 
     def stamp(self, row: int) -> int:
-        """Tell the number of a row's last use."""
+        """Return the number of a row's last use."""
         return self._stamps[row]

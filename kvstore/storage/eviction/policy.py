@@ -67,7 +67,7 @@ class Policy(Protocol):
         ...
 
     def candidate(self, steps: Steps) -> int:
-        """Give the row that should go first, and the same one until something changes.
+        """Return the row that should go first, and the same one until something changes.
 
         `NO_ROW` if there is none, or if the steps are used up before one is found.
         """

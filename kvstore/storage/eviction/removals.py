@@ -35,5 +35,5 @@ class History:
             self._by_name.popitem(last=False)
 
     def of(self, name: Name) -> Eviction | None:
-        """Tell how a block went, if it is remembered."""
+        """Return how a block went, if it is remembered."""
         return self._by_name.get(name)

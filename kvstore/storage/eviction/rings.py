@@ -47,7 +47,7 @@ class Rings:
             self.after[head], self.before[head] = first, end - 1
 
     def is_linked(self, node: int) -> bool:
-        """Tell whether a node that may not even exist is in a ring."""
+        """Return whether a node that may not even exist is in a ring."""
         return node < len(self.after) and self.after[node] != node
 
     def push(self, head: int, node: int) -> None:
@@ -82,7 +82,7 @@ class Rings:
         self.after[source] = self.before[source] = source
 
     def nodes(self, head: int) -> Iterator[int]:
-        """Give the nodes of a ring in order, head excluded; it must not change meanwhile."""
+        """Return the nodes of a ring in order, head excluded; it must not change meanwhile."""
         node = self.after[head]
         while node != head:
             yield node

@@ -103,7 +103,7 @@ class S3Fifo:
             self._ghosts.add(name64, self._pages[row])
 
     def candidate(self, steps: Steps) -> int:
-        """Give the next row that goes, moving on those that were used."""
+        """Return the next row that goes, moving on those that were used."""
         after, uses, queue_pages = self._rings.after, self._uses, self._queue_pages
         while steps.left > 0:
             small = queue_pages[_SMALL] > self._small_pages_max or not queue_pages[_MAIN]
@@ -164,7 +164,7 @@ class Ghosts:
             self._forget_oldest()
 
     def take(self, name64: int) -> bool:
-        """Tell whether a name is remembered, and forget it."""
+        """Return whether a name is remembered, and forget it."""
         entry = self._known.remove(name64)
         if entry < 0:
             return False

@@ -89,7 +89,7 @@ class TimerWheel:
             self._count -= 1
 
     def advance(self, now_ms: int, rows_max: int, steps_max: int) -> list[int]:
-        """Give rows that have expired, in about the order of their times, until a bound is met."""
+        """Return rows that have expired, in about the order of their times, until a bound is met."""
         target = now_ms // TIMER_TICK_MS
         rings = self._rings
         expired: list[int] = []
