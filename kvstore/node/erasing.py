@@ -16,6 +16,7 @@ Nodes of a cluster are asked one by one.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
@@ -116,13 +117,13 @@ class _Erasure:
         if self._keys is None:
             return
         for domain in domains:
-            destroyed: list[Erased] = []
-            waiting = asyncio.wrap_future(self._keys.erase(self._tenant, domain))
-            try:
-                destroyed = await waiting
-            finally:
-                self._keys.erased(self._tenant, domain, destroyed)
-            self.keys += destroyed
+            under_way = asyncio.wrap_future(self._keys.erase(self._tenant, domain))
+            # A call that is given up doesn't stop what it began: only its end is the end of the erasure.
+            under_way.add_done_callback(partial(self._erased, self._keys, domain))
+            self.keys += await asyncio.shield(under_way)
+
+    def _erased(self, keys: StoreKeys, domain: bytes | None, _: object) -> None:
+        keys.erased(self._tenant, domain)
 
     async def sessions(self, user: bytes | None) -> None:
         """Remove the sessions of a user, or of all, and erase the blocks that nothing names any more."""

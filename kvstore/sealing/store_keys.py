@@ -26,7 +26,7 @@ from kvstore.sealing.masters import check_master, open_master
 from nic_offload.vault import KeyName, Vault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -79,20 +79,24 @@ class StoreKeys:
             self._worker.submit(self._make)
 
     def erase(self, tenant: bytes, domain: bytes | None) -> Future[list[Erased]]:
-        """Destroy the key of a domain, or all of a tenant; from here on nothing is encrypted with them."""
-        for name in [one for one in self._names if one[0] == tenant and domain in {None, one[1]}]:
-            self.vault.drop(self._names.pop(name).number)
+        """Destroy the key of a domain, or all of a tenant; from here on nothing is encrypted with them.
+
+        `erased` is to be called when this has ended, and not before.
+        """
+        self._forget(tenant, domain)
         self._erasing[tenant, domain] += 1
         return self._worker.submit(self._erase, tenant, domain)
 
-    def erased(self, tenant: bytes, domain: bytes | None, keys: Sequence[Erased]) -> None:
-        """Note in the store's thread that an erasure has ended."""
-        for key in keys:
-            if key.number is not None:
-                self.vault.drop(key.number)
+    def erased(self, tenant: bytes, domain: bytes | None) -> None:
+        """Note in the store's thread that an erasure has ended, however."""
+        self._forget(tenant, domain)  # again: a read may have loaded a key while it was still there
         self._erasing[tenant, domain] -= 1
         if not self._erasing[tenant, domain]:
             del self._erasing[tenant, domain]
+
+    def _forget(self, tenant: bytes, domain: bytes | None) -> None:
+        for name in [one for one in self._names if one[0] == tenant and domain in {None, one[1]}]:
+            self.vault.drop(self._names.pop(name).number)
 
     def _erase(self, tenant: bytes, domain: bytes | None) -> list[Erased]:
         if domain is None:
