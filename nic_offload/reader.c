@@ -12,10 +12,11 @@
  *
  * What always holds: nothing of a record is sent unless its header is the expected one, bit by bit, including its tag
  * for this place on this drive (except its expiry, which may have been extended), and its payload has the expected
- * CRC, or, if it is encrypted, its tag. An operation that is cancelled, late, or whose endpoint is closed ends at once, as it would without a reader,
- * and nothing more is copied for it; but the drive may still be reading its extent. So records are read in batches,
- * and the pages and extents of a batch may be reused after its TK_READ, which is reported once, whatever became of
- * the operations. The pieces of one record are copied in order; those of different records as they arrive.
+ * CRC, or, if it is encrypted, its tag. An operation that is cancelled, late, or whose endpoint is closed ends at once,
+ * as it would without a reader, and nothing more is copied for it; but the drive may still be reading its extent. So
+ * records are read in batches, and the pages and extents of a batch may be reused after its TK_READ, which is reported
+ * once, whatever became of the operations. The pieces of one record are copied in order; those of different records as
+ * they arrive.
  *
  * What it doesn't do: read anything twice. If a read failed or found another record, the operation fails with
  * -ENODATA, and the application finds out why. It doesn't keep extents from being freed: the application does, from

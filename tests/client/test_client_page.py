@@ -21,39 +21,30 @@ def fenced(page: str, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+def printed_by(example: str) -> str:
+    """Run it with warnings as errors."""
+    command = [sys.executable, "-W", "error", "-c", example]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_example_of_the_page_runs_as_printed_and_prints_what_it_says(node: NodeProcess) -> None:
     example, *_ = fenced("client.md", "python")
     printed, _ = fenced("client.md", "text")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", example.replace("127.0.0.1:7070", node.target)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed
+    assert printed_by(example.replace("127.0.0.1:7070", node.target)) == printed
 
 
 def test_the_example_with_asyncio_runs_as_printed(node: NodeProcess) -> None:
     _, example, *_ = fenced("client.md", "python")
-    example = example.replace("127.0.0.1:7070", node.target)
-    subprocess.run([sys.executable, "-W", "error", "-c", example], timeout=60, check=True)
+    assert printed_by(example.replace("127.0.0.1:7070", node.target)) == ""
 
 
 def test_the_examples_of_a_users_own_tests_run_as_printed() -> None:
     _, _, in_memory, in_a_process = fenced("client.md", "python")
     _, printed = fenced("client.md", "text")
-    for example, prints in ((in_memory, printed), (in_a_process, "")):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", example],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == prints
+    assert printed_by(in_memory) == printed
+    assert printed_by(in_a_process) == ""
 
 
 def test_the_page_of_the_eight_steps_names_every_step_under_its_number() -> None:
