@@ -33,6 +33,8 @@ _HANDLES = (
 )
 _PARTS = (
     "aead",
+    "gcm_libcrypto",
+    "gcm_vaes",
     "blake2b",
     "caller",
     "core",

@@ -1,4 +1,4 @@
-"""Authenticated encryption with AES-256-GCM, of OpenSSL's libcrypto (`aead.c`).
+"""Authenticated encryption with AES-256-GCM, of OpenSSL's libcrypto or Intel's IPSec-MB (`aead.c`).
 
 What always holds: a library that fails a test vector is not used, and nothing of a message is given whose tag is wrong.
 What it doesn't do: prevent a nonce from being used twice with a key, which would give both messages away.
@@ -15,7 +15,17 @@ from nic_offload.errors import KvError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["KEY_BYTES", "NONCE_BYTES", "TAG_BYTES", "NotAuthentic", "available", "seal", "unseal", "wipe"]
+__all__ = [
+    "KEY_BYTES",
+    "NONCE_BYTES",
+    "TAG_BYTES",
+    "NotAuthentic",
+    "available",
+    "library",
+    "seal",
+    "unseal",
+    "wipe",
+]
 
 KEY_BYTES: int = lib.TK_AEAD_KEY
 NONCE_BYTES: int = lib.TK_AEAD_NONCE
@@ -28,8 +38,15 @@ class NotAuthentic(KvError):
 
 def available() -> str | None:
     """Say why there is no encryption on this machine; None if there is."""
-    message = ffi.new("char[]", lib.TK_AEAD_MESSAGE)
-    return None if not lib.tk_aead_load(message) else ffi.string(message).decode()
+    code, message = _load()
+    return message if code else None
+
+
+def library() -> str:
+    """Give the name of the library that encrypts; it must be available."""
+    code, message = _load()
+    assert not code, message
+    return message
 
 
 def seal(key: Buffer, nonce: bytes, associated: bytes, data: Buffer) -> bytes:
@@ -55,6 +72,11 @@ def unseal(key: Buffer, nonce: bytes, associated: bytes, sealed: Buffer) -> byte
 def wipe(secret: bytearray) -> None:
     """Overwrite it with zeros."""
     lib.tk_wipe(ffi.from_buffer(secret), len(secret))
+
+
+def _load() -> tuple[int, str]:
+    message = ffi.new("char[]", lib.TK_AEAD_MESSAGE)
+    return lib.tk_aead_load(message), ffi.string(message).decode()
 
 
 def _of(key: Buffer, nonce: bytes, associated: bytes) -> tuple[object, object]:

@@ -41,7 +41,7 @@
 #define TOLD_NS 1000000u     /* or after so long */
 #define PIECE_BYTES (256u << 10) /* of a payload that are encrypted and written together */
 #define STAGED_BYTES (8u << 20)	 /* that were encrypted and are being written */
-#define ENCRYPTED_A_ROUND PIECE_BYTES /* so that the wire is not kept waiting */
+#define ENCRYPTED_A_ROUND (512u << 10) /* so that the wire is not kept waiting */
 
 /* A record on its way. */
 struct record {
@@ -117,7 +117,6 @@ static void free_lane(struct tk_lane *lane)
 	if (lane->records)
 		wipe(lane->records, lane->setup.depth * sizeof *lane->records);
 	aead_close(lane->stream.aead);
-	wipe(&lane->stream, sizeof lane->stream);
 	pthread_mutex_destroy(&lane->lock);
 	free(lane->records);
 	free(lane->pieces);
@@ -417,7 +416,7 @@ static int encrypt_piece(struct tk_lane *lane, struct record *record)
 	record->is_whole = is_last || status;
 	struct piece piece = {.record = record, .taken = taken, .offset = offset,
 			      .parts = {{.iov_len = 0}, {.iov_base = bytes, .iov_len = size}}};
-	if (status) { /* libcrypto failed: nothing of it is written any more, and the drive takes no more */
+	if (status) { /* the library failed: nothing of it is written any more, and the drive takes no more */
 		record->told.result = status;
 		piece.is_over = 1;
 		*piece_of(lane, lane->pieces_begun++) = piece;

@@ -62,8 +62,7 @@ static int begin(struct aead *aead, int decrypts, const uint8_t *record_key, con
 	memcpy(with_it.behind_it, &fixed->domain, sizeof with_it.behind_it);
 	memcpy(with_it.payload_tag, fixed->payload_tag, sizeof with_it.payload_tag);
 	size_t length = what == IDENTITY ? sizeof with_it : offsetof(struct associated, payload_tag);
-	int status = aead_begin(aead, decrypts, record_key, nonce);
-	return status ? status : aead_associate(aead, &with_it, length);
+	return aead_begin(aead, decrypts, record_key, nonce, &with_it, length);
 }
 
 int record_begin(struct record_stream *stream, const struct tk_encryption *with, const struct vault_key *key,
@@ -82,8 +81,11 @@ int record_begin(struct record_stream *stream, const struct tk_encryption *with,
 	};
 	memcpy(stream->fixed.magic, MAGIC, sizeof stream->fixed.magic);
 	memcpy(stream->fixed.salt, with->salt, sizeof stream->fixed.salt);
-	make_record_key(key, with->salt, stream->record_key);
-	return begin(stream->aead, 0, stream->record_key, with, &stream->fixed, offset, PAYLOAD);
+	uint8_t record_key[TK_AEAD_KEY];
+	make_record_key(key, with->salt, record_key);
+	int status = begin(stream->aead, 0, record_key, with, &stream->fixed, offset, PAYLOAD);
+	wipe(record_key, sizeof record_key);
+	return status;
 }
 
 int record_end(struct record_stream *stream, const struct tk_encryption *with, char *page)
@@ -97,12 +99,11 @@ int record_end(struct record_stream *stream, const struct tk_encryption *with, c
 	memcpy(row.fixed, &stream->fixed, sizeof row.fixed);
 	tk_write_tagged(with->secret, with->drive, &row, 1);
 	if (!status)
-		status = begin(stream->aead, 0, stream->record_key, with, &stream->fixed, stream->offset, IDENTITY);
+		status = begin(stream->aead, 0, NULL, with, &stream->fixed, stream->offset, IDENTITY);
 	if (!status)
 		status = aead_step(stream->aead, page + HEADER_BYTES, &identity, sizeof identity);
 	if (!status)
 		status = aead_end(stream->aead, (uint8_t *)page + HEADER_BYTES + sizeof identity);
-	wipe(stream->record_key, sizeof stream->record_key);
 	return status;
 }
 
@@ -150,6 +151,7 @@ int record_open(struct aead *aead, const struct tk_encryption *with, uint64_t of
 	wipe(&key, sizeof key);
 	memcpy(tag, page + HEADER_BYTES + sizeof identity, sizeof tag);
 	status = begin(aead, 1, record_key, with, &fixed, offset, IDENTITY);
+	wipe(record_key, sizeof record_key);
 	if (!status)
 		status = aead_step(aead, &identity, page + HEADER_BYTES, sizeof identity);
 	if (!status)
@@ -159,9 +161,8 @@ int record_open(struct aead *aead, const struct tk_encryption *with, uint64_t of
 		memcpy(plain->key, identity.key, sizeof plain->key);
 		memcpy(plain->owner, identity.owner, sizeof plain->owner);
 		memcpy(plain->fingerprint, identity.fingerprint, sizeof plain->fingerprint);
-		status = begin(aead, 1, record_key, with, &fixed, offset, PAYLOAD);
+		status = begin(aead, 1, NULL, with, &fixed, offset, PAYLOAD);
 	}
-	wipe(record_key, sizeof record_key);
 	return status;
 }
 

@@ -28,7 +28,6 @@ struct record_stream {
 	struct encrypted_fixed fixed;
 	struct header_fixed plain;
 	uint64_t offset;
-	uint8_t record_key[TK_AEAD_KEY];
 };
 int record_begin(struct record_stream *stream, const struct tk_encryption *with, const struct vault_key *key,
 		 const struct header_fixed *plain, uint64_t offset);

@@ -38,7 +38,7 @@ struct tk_aead {
 	uint32_t associated_bytes;
 	uint64_t associated; /* their address */
 };
-int tk_aead_load(char *message); /* -ENOENT: there is none, and why */
+int tk_aead_load(char *message); /* whose it is; -ENOENT: there is none, and why */
 int tk_aead_encrypt(const struct tk_aead *of, const void *from, size_t length, void *to);
 int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, void *to); /* -EBADMSG: the tag is wrong */
 void tk_wipe(void *secret, size_t length);

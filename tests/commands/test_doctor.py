@@ -69,12 +69,17 @@ def test_shared_memory_in_small_pages_is_told_with_what_to_do(
     assert bool(huge.do) is bool(advice)
 
 
-def test_memory_that_may_be_swapped_is_told(tmp_path: Path) -> None:
+def test_memory_that_may_be_swapped_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nic_offload.aead.library", lambda: "a library")
     (bare,) = doctor.check_encryption(tmp_path)
-    assert (bare.status, bare.found, bare.do) == ("ok", "AES-256-GCM; no swap", "")
+    assert (bare.status, bare.found, bare.do) == ("ok", "AES-256-GCM of a library; no swap", "")
+    (tmp_path / "cpuinfo").write_text("flags\t: avx2 vaes vpclmulqdq\n")
+    (slow,) = doctor.check_encryption(tmp_path)
+    assert slow.status == "ok"
+    assert "apt install libipsec-mb1" in slow.do
     (tmp_path / "swaps").write_text("Filename Type Size Used Priority\n/dev/vda2 partition 1 0 -2\n")
     (swapped,) = doctor.check_encryption(tmp_path)
-    assert (swapped.status, swapped.found) == ("warn", "AES-256-GCM; memory is swapped to /dev/vda2")
+    assert (swapped.status, swapped.found) == ("warn", "AES-256-GCM of a library; memory is swapped to /dev/vda2")
     assert "swapoff" in swapped.do
 
 

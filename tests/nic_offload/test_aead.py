@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +63,33 @@ def test_a_secret_that_is_wiped_is_zeros() -> None:
     secret = bytearray(KEY)
     aead.wipe(secret)
     assert secret == bytes(32)
+
+
+_ALONE = """
+import hashlib
+from nic_offload import aead
+data = bytes(range(251)) * 4001
+sealed = aead.seal(bytes(range(32)), bytes(12), b"said of it", data)
+assert aead.unseal(bytes(range(32)), bytes(12), b"said of it", sealed) == data
+print(aead.library() + ": " + hashlib.sha256(sealed).hexdigest())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="hides a file in a mount namespace of its own")
+def test_both_libraries_give_the_same_bytes_and_libcrypto_alone_is_enough() -> None:
+    """IPSec-MB encrypts where it is installed and the CPU has VAES; without it, libcrypto does."""
+    hide = "for at in /usr/lib/*/libIPSec_MB.so.1; do [ ! -e $at ] || mount --bind /dev/null $at; done"
+    script = [sys.executable, "-c", _ALONE]
+    here = subprocess.run(script, capture_output=True, text=True, check=True, timeout=60).stdout
+    bare = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f'{hide}; exec "$@"', "sh", *script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    library, _, digest = bare.partition(": ")
+    assert library == "OpenSSL's libcrypto.so.3"
+    assert here.partition(": ")[2] == digest
+    if " vaes " in Path("/proc/cpuinfo").read_text(encoding="ascii"):
+        assert here.startswith("Intel's libIPSec_MB.so.1: ")
