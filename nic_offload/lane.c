@@ -39,9 +39,9 @@
 #define UNHURRIED_NS 500000u /* or after so long */
 #define TOLD_COUNT 64u	     /* records reported to the application together, */
 #define TOLD_NS 1000000u     /* or after so long */
-#define PIECE_BYTES (256u << 10) /* of a payload that are encrypted and written together */
+#define PIECE_BYTES (512u << 10) /* of a payload that are encrypted and written together */
 #define STAGED_BYTES (8u << 20)	 /* that were encrypted and are being written */
-#define ENCRYPTED_A_ROUND (512u << 10) /* so that the wire is not kept waiting */
+#define ENCRYPTED_A_ROUND (1u << 20) /* while they are in the cache, and so that the wire is not kept waiting */
 
 /* A record on its way. */
 struct record {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = ((32 * _KIB, 2048), (256 * _KIB, 512), (_MIB, 128), (4 * _MIB, 32))  # of a block; how many
-_ROUNDS = 9
+_ROUNDS = 15
 _OF_A_PROCESS = 2  # of a clock's number, as clock_getcpuclockid makes it: the CPU time of all threads
 _COST_GOAL = 0.15  # CPU seconds a GB more than without
 
@@ -68,8 +68,10 @@ def run(form: Form) -> None:
 def _compare(form: Form, plain: _Side, sealed: _Side, size: int, count: int) -> None:
     costs: dict[str, list[tuple[float, float]]] = {"put, written": [], "get, cold": []}
     rates: dict[str, list[tuple[float, float]]] = {"put, written": [], "get, cold": []}
-    for _ in range(_ROUNDS):
-        both = [_round(side, size, count) for side in (plain, sealed)]
+    for number in range(_ROUNDS):
+        first, second = (plain, sealed) if number % 2 else (sealed, plain)
+        of = {id(side): _round(side, size, count) for side in (first, second)}
+        both = [of[id(plain)], of[id(sealed)]]
         for what, pairs in costs.items():
             pairs.append((both[0][what][0], both[1][what][0]))
             rates[what].append((both[0][what][1], both[1][what][1]))
