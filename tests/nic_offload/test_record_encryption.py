@@ -159,7 +159,8 @@ def test_a_write_that_fails_is_the_last_of_a_lane_that_encrypts(tmp_path: Path, 
         drive.lend(pages=1000)
         _, group = rig.put([1, 2], LENGTH_MAX, durability=WRITTEN, domains=(ADA, ADA))
         assert group.wait_landed(20)
-        assert [one.result < 0 for one in drive.wait_written(2)] == [True, True]
+        written = drive.wait_written(1)  # the other one may have come when the lane took no more
+        assert all(one.result < 0 for one in written)
         assert not group.wait(1, 0.05), "no word says that it was written"
         assert not drive.lane.lend(Ground(0, 900, 10, 10))
         drive.close()
