@@ -127,7 +127,8 @@ void aead_close(struct aead *aead)
 	free(aead);
 }
 
-int aead_begin(struct aead *aead, int decrypts, const uint8_t *key, const uint8_t *nonce, const void *associated, size_t length)
+int aead_begin(struct aead *aead, int decrypts, const uint8_t *key, const uint8_t nonce[TK_AEAD_NONCE],
+	       const void *associated, size_t length)
 {
 	aead->decrypts = decrypts;
 	return aead->library->begin(aead->stream, decrypts, key, nonce, associated, length);
@@ -138,7 +139,7 @@ int aead_step(struct aead *aead, void *to, const void *from, size_t length)
 	return aead->library->step(aead->stream, aead->decrypts, to, from, length);
 }
 
-int aead_end(struct aead *aead, uint8_t *tag)
+int aead_end(struct aead *aead, uint8_t tag[TK_AEAD_TAG])
 {
 	return aead->decrypts ? aead->library->check_tag(aead->stream, tag) : aead->library->give_tag(aead->stream, tag);
 }

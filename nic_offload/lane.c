@@ -17,92 +17,18 @@
  * (the application does). A crash before that leaves it to recovery, which scans the ground.
  */
 #define _GNU_SOURCE
-#include "lane.h"
-
-#include "header.h"
-#include "progress.h"
-#include "record_encryption.h"
-#include "staged.h"
+#include "lane_inside.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <liburing.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#define PAGE TK_TAGGED_PAGE
-#define STUMBLES_MAX 16u     /* of one write: EINTR and EAGAIN say nothing of the drive */
-#define DIRECT_ALIGN 512u
-#define UNHURRIED_COUNT 16u  /* writes that are submitted together where no peer waits for one, */
-#define UNHURRIED_NS 500000u /* or after so long */
 #define TOLD_COUNT 64u	     /* records reported to the application together, */
 #define TOLD_NS 1000000u     /* or after so long */
-#define PIECE_BYTES (512u << 10) /* of a payload that are encrypted and written together */
 #define STAGED_BYTES (8u << 20)	 /* that were encrypted and are being written */
 #define ENCRYPTED_A_ROUND (1u << 20) /* while they are in the cache, and so that the wire is not kept waiting */
-
-/* A record on its way. */
-struct record {
-	struct lane_word word;
-	struct tk_written told;
-	uint64_t size;
-	uint32_t pieces; /* that are not over */
-	int is_whole;	 /* no more pieces will begin */
-	int has_ended, is_told; /* to the application: its peer is next */
-	int has_landed; /* for its peer: what it hears next comes behind that */
-
-	/* Of one that is encrypted, until it is whole. */
-	char *payload;
-	uint32_t length, encrypted; /* bytes */
-	struct header_fixed header;
-	struct vault_key key;
-};
-
-/* A write. Staged memory is taken and given back in the order in which pieces are begun. */
-struct piece {
-	struct record *record;
-	struct iovec parts[2]; /* as far as they are not written */
-	uint64_t offset, moved, size; /* offset: of what is to be written first */
-	uint32_t stumbles;
-	uint32_t taken; /* of the staged memory, with what was left out before it */
-	int is_over;
-};
-
-struct tk_lane {
-	struct tk_fabric *fabric;
-	struct tk_lane *next;
-	struct tk_lane_setup setup;
-
-	/* The progress thread's own. */
-	struct io_uring ring;
-	int event_fd; /* rings when a write has ended */
-	struct record *records; /* a ring of `depth` */
-	char *headers;		/* a page for each; unless they are encrypted */
-	uint32_t first, count;
-	uint64_t bytes; /* of these */
-	struct piece *pieces; /* a ring of `depth`, by their numbers: */
-	uint64_t pieces_begun, pieces_freed; /* of the next one, and of the oldest whose place is taken */
-
-	/* With encryption. */
-	struct record_stream stream; /* of the first record that is not whole */
-	uint32_t whole;		     /* records before that one */
-	struct staged staged;
-	uint32_t unsubmitted;
-	uint64_t submit_at_ns; /* at the latest */
-
-	pthread_mutex_t lock; /* for all that follows */
-	struct tk_ground ground; /* what is left of it */
-	uint32_t used;	       /* records that stand on it */
-	uint64_t begun;	       /* since the lane was opened, atomic */
-	uint64_t clear_until;  /* records of lower generations may be told of */
-	int failed; /* an errno: a write did */
-	struct tk_written *written;
-	uint32_t written_count, written_capacity;
-	int told;
-	uint64_t tell_at_ns;
-};
 
 static void free_lane(struct tk_lane *lane)
 {
@@ -266,33 +192,6 @@ uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name)
 	return lanes->homes[~crc / (uint32_t)((UINT64_C(1) << 32) / TK_LOTS)];
 }
 
-static void prepare(struct tk_lane *lane, struct piece *piece)
-{
-	struct io_uring_sqe *sqe = io_uring_get_sqe(&lane->ring); /* there are as many entries as pieces */
-	struct iovec *parts = piece->parts + !piece->parts[0].iov_len;
-	io_uring_prep_writev(sqe, 0, parts, (unsigned)(piece->parts + 2 - parts), piece->offset + piece->moved);
-	sqe->flags |= IOSQE_FIXED_FILE;
-	io_uring_sqe_set_data(sqe, piece);
-	uint64_t at_ns = piece->record->word.word ? 0 : lane->fabric->now_ns + UNHURRIED_NS;
-	if (!lane->unsubmitted++ || at_ns < lane->submit_at_ns)
-		lane->submit_at_ns = at_ns;
-}
-
-static struct piece *piece_of(struct tk_lane *lane, uint64_t number)
-{
-	return &lane->pieces[number % lane->setup.depth];
-}
-
-/* Begins to write a piece; there is a place for it. */
-static void begin_piece(struct tk_lane *lane, const struct piece *piece)
-{
-	struct piece *placed = piece_of(lane, lane->pieces_begun++);
-	*placed = *piece;
-	placed->size = placed->parts[0].iov_len + placed->parts[1].iov_len;
-	placed->record->pieces++;
-	prepare(lane, placed);
-}
-
 /* The next pages and the next generation; 0: there is no room. */
 static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *told)
 {
@@ -310,24 +209,6 @@ static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *
 	}
 	pthread_mutex_unlock(&lane->lock);
 	return fits;
-}
-
-/* Its header page is made, and all of it begins to be written. */
-static void write_plain(struct tk_lane *lane, struct record *record, uint32_t padded)
-{
-	char *header = lane->headers + (size_t)(record - lane->records) * PAGE;
-	struct tk_tagged row = {.address = (uint64_t)(uintptr_t)header, .number = record->told.offset};
-	memcpy(row.fixed, &record->header, sizeof record->header);
-	tk_write_tagged(lane->setup.secret, lane->setup.name, &row, 1);
-	memset(record->payload + record->length, 0, padded - record->length);
-	struct piece piece = {
-		.record = record,
-		.parts = {{.iov_base = header, .iov_len = PAGE}, {.iov_base = record->payload, .iov_len = padded}},
-		.offset = record->told.offset,
-	};
-	begin_piece(lane, &piece);
-	record->is_whole = 1;
-	lane->whole++;
 }
 
 struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, const uint8_t *owner,
@@ -368,149 +249,13 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 	lane->count++;
 	lane->bytes += record->size;
 	if (!encryption->vault)
-		write_plain(lane, record, padded);
+		write_plain(lane, record);
 	return record;
 }
 
 void lane_landed(struct record *record)
 {
 	record->has_landed = 1;
-}
-
-static void free_pieces(struct tk_lane *lane)
-{
-	while (lane->pieces_freed < lane->pieces_begun && piece_of(lane, lane->pieces_freed)->is_over)
-		staged_give(&lane->staged, piece_of(lane, lane->pieces_freed++)->taken);
-}
-
-static void end_if_over(struct record *record)
-{
-	record->has_ended = record->is_whole && !record->pieces;
-}
-
-/* Encrypts the next bytes of a record, and begins to write them; of a large one the header page comes with the last of them.
- * 0: there is no room for them now. */
-static int encrypt_piece(struct tk_lane *lane, struct record *record)
-{
-	const struct tk_encryption *with = &lane->setup.encryption;
-	uint32_t left = (uint32_t)(record->size - PAGE) - record->encrypted, size = left < PIECE_BYTES ? left : PIECE_BYTES;
-	int is_first = !record->encrypted, is_last = size == left, status = 0;
-	uint32_t taken, payload = record->length - record->encrypted < size ? record->length - record->encrypted : size;
-	if (lane->pieces_begun - lane->pieces_freed + 2 > lane->setup.depth)
-		return 0;
-	char *memory = staged_take(&lane->staged, size + (is_last ? PAGE : 0), &taken);
-	if (!memory)
-		return 0;
-	char *page = memory, *bytes = memory + (is_last ? PAGE : 0);
-	if (is_first) {
-		status = record_begin(&lane->stream, with, &record->key, &record->header, record->told.offset);
-		wipe(&record->key, sizeof record->key);
-	}
-	if (!status)
-		status = aead_step(lane->stream.aead, bytes, record->payload + record->encrypted, payload);
-	memset(bytes + payload, 0, size - payload);
-	if (!status && is_last)
-		status = record_end(&lane->stream, with, page);
-	uint64_t offset = record->told.offset + PAGE + record->encrypted;
-	record->encrypted += size;
-	record->is_whole = is_last || status;
-	struct piece piece = {.record = record, .taken = taken, .offset = offset,
-			      .parts = {{.iov_len = 0}, {.iov_base = bytes, .iov_len = size}}};
-	if (status) { /* the library failed: nothing of it is written any more, and the drive takes no more */
-		record->told.result = status;
-		piece.is_over = 1;
-		*piece_of(lane, lane->pieces_begun++) = piece;
-		free_pieces(lane);
-	} else if (is_first && is_last) {
-		piece.parts[0] = (struct iovec){.iov_base = page, .iov_len = PAGE};
-		piece.offset -= PAGE;
-		begin_piece(lane, &piece);
-	} else if (is_last) { /* the memory of both is given back with the later one */
-		piece.taken = 0;
-		begin_piece(lane, &piece);
-		piece.parts[1] = (struct iovec){.iov_base = page, .iov_len = PAGE};
-		piece.offset = record->told.offset;
-		piece.taken = taken;
-		begin_piece(lane, &piece);
-	} else {
-		begin_piece(lane, &piece);
-	}
-	end_if_over(record);
-	return 1;
-}
-
-static int encrypt(struct tk_lane *lane, uint32_t budget)
-{
-	uint32_t done = 0;
-	while (lane->whole < lane->count && done < budget) {
-		struct record *record = &lane->records[(lane->first + lane->whole) % lane->setup.depth];
-		uint32_t before = record->encrypted;
-		if (!encrypt_piece(lane, record))
-			break;
-		done += record->encrypted - before;
-		lane->whole += (uint32_t)record->is_whole;
-	}
-	return done > 0;
-}
-
-/* Notes what was written; returns whether the piece is over. */
-static int settle(struct tk_lane *lane, struct piece *piece, int moved)
-{
-	if ((moved == -EINTR || moved == -EAGAIN) && ++piece->stumbles <= STUMBLES_MAX) {
-		prepare(lane, piece);
-		return 0;
-	}
-	if (moved <= 0 || moved % DIRECT_ALIGN || piece->moved + (uint64_t)moved > piece->size) {
-		if (!piece->record->told.result)
-			piece->record->told.result = moved < 0 ? moved : -EIO;
-		return 1;
-	}
-	piece->moved += (uint64_t)moved;
-	for (int i = 0; moved; i++) {
-		size_t part = piece->parts[i].iov_len < (size_t)moved ? piece->parts[i].iov_len : (size_t)moved;
-		piece->parts[i].iov_base = (char *)piece->parts[i].iov_base + part;
-		piece->parts[i].iov_len -= part;
-		moved -= (int)part;
-	}
-	if (piece->moved == piece->size)
-		return 1;
-	prepare(lane, piece);
-	return 0;
-}
-
-static int reap(struct tk_lane *lane)
-{
-	struct io_uring_cqe *cqe;
-	int busy = 0;
-	while (!io_uring_peek_cqe(&lane->ring, &cqe)) {
-		struct piece *piece = io_uring_cqe_get_data(cqe);
-		int moved = cqe->res;
-		io_uring_cqe_seen(&lane->ring, cqe);
-		busy = 1;
-		if (!settle(lane, piece, moved))
-			continue;
-		piece->is_over = 1;
-		piece->record->pieces--;
-		end_if_over(piece->record);
-	}
-	free_pieces(lane);
-	return busy;
-}
-
-/* Writes that no peer waits for are submitted together, and not between a peer's `landed` and its next put. The kernel may not
- * take what there is now; then it is offered again in the next round. */
-static void submit(struct tk_lane *lane)
-{
-	if (!lane->unsubmitted)
-		return;
-	if (lane->unsubmitted < UNHURRIED_COUNT && lane->submit_at_ns > lane->fabric->now_ns) {
-		if (lane->submit_at_ns < lane->fabric->next_deadline_ns)
-			lane->fabric->next_deadline_ns = lane->submit_at_ns;
-		return;
-	}
-	io_uring_submit(&lane->ring);
-	lane->unsubmitted = io_uring_sq_ready(&lane->ring);
-	lane->submit_at_ns = 0;
 }
 
 /* Whether the peer has had every acknowledgement that it is to have. */
@@ -587,10 +332,10 @@ int poll_lanes(struct tk_fabric *fabric)
 {
 	int busy = 0;
 	for (struct tk_lane *lane = fabric->lanes; lane; lane = lane->next) {
-		submit(lane);
+		submit_writes(lane);
 		if (lane->count) {
-			busy |= reap(lane) | retire(lane) | encrypt(lane, ENCRYPTED_A_ROUND);
-			submit(lane);
+			busy |= reap_writes(lane) | retire(lane) | encrypt_some(lane, ENCRYPTED_A_ROUND);
+			submit_writes(lane);
 		}
 		tell_in_time(lane);
 	}
@@ -612,13 +357,13 @@ void lanes_end(struct tk_fabric *fabric)
 	for (struct tk_lane *lane = fabric->lanes; lane; lane = lane->next)
 		for (uint32_t i = 0; i < lane->count; i++) {
 			struct record *record = &lane->records[(lane->first + i) % lane->setup.depth];
-			for (encrypt(lane, UINT32_MAX); !record->has_ended; encrypt(lane, UINT32_MAX)) {
+			for (encrypt_some(lane, UINT32_MAX); !record->has_ended; encrypt_some(lane, UINT32_MAX)) {
 				struct io_uring_cqe *cqe;
 				lane->submit_at_ns = 0;
-				submit(lane);
+				submit_writes(lane);
 				if (io_uring_wait_cqe(&lane->ring, &cqe))
 					continue;
-				reap(lane);
+				reap_writes(lane);
 			}
 		}
 }

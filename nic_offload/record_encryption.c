@@ -166,7 +166,7 @@ int record_open(struct aead *aead, const struct tk_encryption *with, uint64_t of
 	return status;
 }
 
-void record_payload_tag(const char *page, uint8_t *tag)
+void record_payload_tag(const char *page, uint8_t tag[TK_AEAD_TAG])
 {
 	memcpy(tag, page + offsetof(struct encrypted_fixed, payload_tag), TK_AEAD_TAG);
 }

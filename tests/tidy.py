@@ -56,9 +56,6 @@ C_LINES_ALLOWED = {  # to be split; none is to be added
     "nic_offload/core.h": "the declarations that cffi reads, in one file",
     "nic_offload/desk.c": "calls that are answered without Python",
     "nic_offload/handles.c": "what Python holds, and how each kind ends",
-    "nic_offload/lane.c": "the writer of a drive",
-    "nic_offload/reader.c": "the reader of a drive",
-    "nic_offload/receiver.c": "puts by grants, on the node",
     "sim/replay/events.c": "the simulator's queue of events, and its resources",
 }
 BOUND = re.compile(r"^_?(?:(?!\w*_PER_)[A-Z][A-Z0-9_]*_(?:MAX|MS|S)|(?:[A-Z0-9_]+_)?TRIES)$")

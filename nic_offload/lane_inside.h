@@ -1,0 +1,85 @@
+/*
+ * What the two files of a lane share: lane.c and lane_writes.c.
+ */
+#ifndef TRIGGERKV_LANE_INSIDE_H
+#define TRIGGERKV_LANE_INSIDE_H
+
+#include "lane.h"
+
+#include "header.h"
+#include "progress.h"
+#include "record_encryption.h"
+#include "staged.h"
+
+#include <liburing.h>
+
+#define PAGE TK_TAGGED_PAGE
+
+/* A record on its way. */
+struct record {
+	struct lane_word word;
+	struct tk_written told;
+	uint64_t size;
+	uint32_t pieces; /* that are not over */
+	int is_whole;	 /* no more pieces will begin */
+	int has_ended, is_told; /* to the application: its peer is next */
+	int has_landed; /* for its peer: what it hears next comes behind that */
+
+	/* Of one that is encrypted, until it is whole. */
+	char *payload;
+	uint32_t length, encrypted; /* bytes */
+	struct header_fixed header;
+	struct vault_key key;
+};
+
+/* A write. Staged memory is taken and given back in the order in which pieces are begun. */
+struct piece {
+	struct record *record;
+	struct iovec parts[2]; /* as far as they are not written */
+	uint64_t offset, moved, size; /* offset: of what is to be written first */
+	uint32_t stumbles;
+	uint32_t taken; /* of the staged memory, with what was left out before it */
+	int is_over;
+};
+
+struct tk_lane {
+	struct tk_fabric *fabric;
+	struct tk_lane *next;
+	struct tk_lane_setup setup;
+
+	/* The progress thread's own. */
+	struct io_uring ring;
+	int event_fd; /* rings when a write has ended */
+	struct record *records; /* a ring of `depth` */
+	char *headers;		/* a page for each; unless they are encrypted */
+	uint32_t first, count;
+	uint64_t bytes; /* of these */
+	struct piece *pieces; /* a ring of `depth`, by their numbers: */
+	uint64_t pieces_begun, pieces_freed; /* of the next one, and of the oldest whose place is taken */
+
+	/* With encryption. */
+	struct record_stream stream; /* of the first record that is not whole */
+	uint32_t whole;		     /* records before that one */
+	struct staged staged;
+	uint32_t unsubmitted;
+	uint64_t submit_at_ns; /* at the latest */
+
+	pthread_mutex_t lock; /* for all that follows */
+	struct tk_ground ground; /* what is left of it */
+	uint32_t used;	       /* records that stand on it */
+	uint64_t begun;	       /* since the lane was opened, atomic */
+	uint64_t clear_until;  /* records of lower generations may be told of */
+	int failed; /* an errno: a write did */
+	struct tk_written *written;
+	uint32_t written_count, written_capacity;
+	int told;
+	uint64_t tell_at_ns;
+};
+
+/* lane_writes.c */
+void write_plain(struct tk_lane *lane, struct record *record); /* there is a place for it */
+int encrypt_some(struct tk_lane *lane, uint32_t budget);
+int reap_writes(struct tk_lane *lane);
+void submit_writes(struct tk_lane *lane);
+
+#endif

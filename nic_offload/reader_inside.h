@@ -1,0 +1,81 @@
+/*
+ * What the two files of a reader share: reader.c and reader_pieces.c.
+ */
+#ifndef TRIGGERKV_READER_INSIDE_H
+#define TRIGGERKV_READER_INSIDE_H
+
+#include "header.h"
+#include "progress.h"
+#include "record_encryption.h"
+#include "staged.h"
+
+#include <liburing.h>
+
+#define PAGE TK_TAGGED_PAGE
+#define STAGED_BYTES (8u << 20)	 /* that are being read, or were and wait to be copied */
+
+/* A record that is being read. The progress thread's own once its work was taken in. */
+struct reading {
+	struct reading *next; /* waits for places */
+	struct batch *batch;
+	struct work *work; /* NULL: the bytes are no longer wanted */
+	uint32_t size, begun, over; /* bytes: in all; of pieces that were begun; of those that are over */
+	int failed;
+	uint64_t offset;
+	struct header_fixed header;
+	struct aead *aead; /* NULL: it is not encrypted, or not begun */
+	uint8_t payload_tag[TK_AEAD_TAG];
+};
+
+/* Of a record. Memory is taken and given back in the order in which pieces are begun. */
+struct piece {
+	struct piece *next; /* was read, too */
+	struct reading *reading;
+	uint64_t number;
+	char *memory;
+	uint32_t at, size, moved, stumbles; /* of the record */
+	uint32_t taken; /* of the memory, with what was left out before it */
+	enum { PIECE_READING, PIECE_READ, PIECE_OVER } state;
+	int is_listed; /* among those that were read: so it is not used again */
+};
+
+/* A batch: records that were submitted together. It is freed when both of its ends have been reported. */
+struct batch {
+	struct batch *next; /* that were read and have not told so */
+	struct tk_reader *reader;
+	struct tk_region *region; /* in use as long as the drive may write to it */
+	uint64_t tag, read_ns, posted_ns;
+	uint32_t unread;   /* of which the drive is not done with the pages */
+	uint32_t not_over; /* puts */
+	int read_is_told;
+	struct reading readings[];
+};
+
+struct tk_reader {
+	struct tk_fabric *fabric;
+	struct tk_reader *next;
+	struct tk_reader_setup setup;
+
+	/* The progress thread's own. */
+	struct io_uring ring;
+	int event_fd; /* rings when a read has ended */
+	struct reading *first, *last; /* that wait for places */
+	struct piece *pieces; /* as many as the ring is deep; by the number of each */
+	uint64_t begun, freed; /* the numbers of the next one, and of the oldest whose memory is taken */
+	struct staged staged;
+	struct piece *read_first_piece, *read_last_piece; /* to be copied */
+	uint32_t in_ring, in_ring_bytes;
+	int unsubmitted;
+	struct batch *read_first; /* whose READ waits for the end of their puts */
+	char *scratch; /* a page */
+};
+
+void reading_over(struct tk_reader *reader, struct reading *reading); /* the drive no longer uses its memory */
+
+/* reader_pieces.c */
+int start_readings(struct tk_reader *reader);
+void submit_reads(struct tk_reader *reader);
+int reap_reads(struct tk_reader *reader);
+int copy_read(struct tk_reader *reader, uint32_t budget);
+
+#endif

@@ -1,0 +1,66 @@
+/*
+ * What the two files of a receiver share: receiver.c and receiver_puts.c.
+ */
+#ifndef TRIGGERKV_RECEIVER_INSIDE_H
+#define TRIGGERKV_RECEIVER_INSIDE_H
+
+#include "progress.h"
+#include "shelf.h"
+
+/* A put that is being read. */
+struct reading {
+	int is_open;
+	int is_whole; /* it has been read, and its peer is to be told `code`, if that is any */
+	uint32_t slot, code, copied;
+	struct record *record; /* with which a lane writes it; NULL: none does */
+	struct tk_room room;
+	struct tk_put_head head;
+	uint32_t crc;
+	uint64_t began_ns;
+};
+
+/* A slot: the generation of its next or current put; the flag's value when that comes, 0 once it has; its last value. */
+struct flag {
+	uint64_t generation, due, before;
+};
+
+struct tk_receiver {
+	struct tk_receiver_setup setup;
+	struct tk_fabric *fabric;
+	struct tk_shelf *shelf;
+
+	/* The progress thread's own. */
+	struct tk_receiver *next;
+	struct tk_endpoint *endpoint; /* NULL: it is closed, or the peer has broken the protocol */
+	struct flag *awaited; /* by slot */
+	uint32_t *queue; /* slots whose flags have come, a ring */
+	uint32_t queue_first, queue_count;
+	struct reading reading;
+
+	pthread_mutex_t lock; /* for all that follows */
+	const struct tk_lanes *lanes;
+	struct tk_room *rooms;
+	uint32_t rooms_count, rooms_capacity;
+	struct tk_came *came;
+	uint32_t came_count, came_capacity;
+	uint32_t wanted_pages, starved;
+	uint32_t differed, taken, expired;
+	int broken;
+	int told;	     /* reported: there is something to take */
+	uint64_t told_ns;    /* when it last was */
+	uint64_t tell_at_ns; /* when to report it; atomic, because it is read without the lock; 0: nothing to report */
+};
+
+/* receiver.c */
+void await_put(struct tk_receiver *receiver, uint32_t slot, uint64_t generation);
+void tell_of_puts(struct tk_receiver *receiver); /* under the lock */
+void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came); /* under the lock */
+int give_room_back(struct tk_receiver *receiver); /* under the lock */
+void break_off(struct tk_receiver *receiver, int status);
+
+/* receiver_puts.c */
+void scan_flags(struct tk_receiver *receiver);
+int take_puts(struct tk_receiver *receiver, uint32_t *budget); /* whether it made progress */
+void take_rest(struct tk_receiver *receiver);
+
+#endif
