@@ -79,7 +79,10 @@ def test_memory_that_may_be_swapped_is_told(tmp_path: Path, monkeypatch: pytest.
     assert "apt install libipsec-mb1" in slow.do
     (tmp_path / "swaps").write_text("Filename Type Size Used Priority\n/dev/vda2 partition 1 0 -2\n")
     (swapped,) = doctor.check_encryption(tmp_path)
-    assert (swapped.status, swapped.found) == ("warn", "AES-256-GCM of a library; memory is swapped to /dev/vda2")
+    assert (swapped.status, swapped.found) == (
+        "warn",
+        "AES-256-GCM of a library; memory is swapped to /dev/vda2",
+    )
     assert "swapoff" in swapped.do
 
 
