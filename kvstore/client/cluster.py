@@ -49,6 +49,7 @@ from kvstore.limits import (
     REPLICAS_MAX,
 )
 from kvstore.miss import Miss, MissReason
+from kvstore.names import SHARED, is_in_domain
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -185,11 +186,16 @@ class ClusterClient(Handle):
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
     ) -> Durability:
         """As `Client.put_inline`, on each owner; the least that was reached."""
         (result,) = self.put_many_inline(
-            [(key, data)], durability=durability, expires_unix_ms=expires_unix_ms, timeout_s=timeout_s
+            [(key, data)],
+            durability=durability,
+            expires_unix_ms=expires_unix_ms,
+            domain=domain,
+            timeout_s=timeout_s,
         )
         if result.error is not None:
             raise result.error
@@ -207,6 +213,7 @@ class ClusterClient(Handle):
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`, on each owner; of each block there is a result."""
@@ -219,6 +226,7 @@ class ClusterClient(Handle):
                 (given[at] for at in some),
                 durability=durability,
                 expires_unix_ms=expires_unix_ms,
+                domain=domain,
                 timeout_s=timeout_s,
             )
 
@@ -431,6 +439,8 @@ class ClusterClient(Handle):
     def _put_back(
         self, nodes: Iterable[str], key: bytes, read_ns: int, copied: Callable[[], bytes | None]
     ) -> None:
+        if is_in_domain(key):
+            return  # which one a get doesn't say, and it may have been erased since: the nodes copy it to each other
         for node in nodes:
             if self._repairs.has_room and (data := copied()) is not None:
                 self._repairs.add(node, key, data, read_ns)

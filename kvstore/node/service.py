@@ -90,6 +90,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     slots=connection.layout.slots,
                     landing_key=connection.landing_key,
                     parts=True,
+                    encrypts=self._node.store.keys is not None,
                 )
                 if connection.seal is not None:
                     answer.seal = connection.seal.told
@@ -144,7 +145,13 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 self._node,
                 connection,
                 [
-                    BlockRequest(block.name.key, block.name.fingerprint, block.name.length, block.ack_word)
+                    BlockRequest(
+                        block.name.key,
+                        block.name.fingerprint,
+                        block.name.length,
+                        block.ack_word,
+                        block.name.domain,
+                    )
                     for block in request.blocks
                 ],
                 durability_of(request.durability),
@@ -256,6 +263,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     start.expires_unix_ms,
                     (message.chunk async for message in request_iterator),
                     before_kept,
+                    start.name.domain,
                 )
             if spans is not None and parent is not None:
                 spans.inline_put(parent, began_ns, 1, start.name.length, durability)

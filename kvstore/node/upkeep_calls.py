@@ -202,6 +202,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
                         start.expires_unix_ms,
                         (message.chunk async for message in request_iterator),
                         take,
+                        start.name.domain,
                     )
             except _Unwelcome:
                 return pb.CopyResponse()
