@@ -525,7 +525,7 @@ class Client(Handle):
         >>> client.erase_user("mallory").sessions
         1
         """
-        return self._erasing.user(user, timeout_s)
+        return self._erasing.user(user, timeout_s).erasure
 
     def erase_tenant(self, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
         """Erase all sessions and blocks of this client's tenant on this node.
@@ -535,7 +535,7 @@ class Client(Handle):
         ...     other.erase_tenant().receipt[:10]
         '{"at_ms":1'
         """
-        return self._erasing.tenant(timeout_s)
+        return self._erasing.tenant(timeout_s).erasure
 
     # --- what the node does
 

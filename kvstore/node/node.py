@@ -33,7 +33,7 @@ from kvstore.limits import (
 )
 from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.connection_calls import already_stored
-from kvstore.node.deletions import Deletions
+from kvstore.node.deletions import Deletions, Erasures
 from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fail_stop import or_stop
@@ -159,6 +159,7 @@ class Node:
         )
         self.pins = Pins(store, clock)
         self.deletions = Deletions(clock)
+        self.erasures = Erasures(clock)
         self.traces = Traces(clock)
         self.lookups = Lookups(store, clock, lookup_log, spans)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
