@@ -89,6 +89,7 @@ __all__ = [
     "NoSpace",
     "NodeUnavailable",
     "NotAuthenticated",
+    "NotEncrypted",
     "NotRegistered",
     "Overloaded",
     "PortTaken",
