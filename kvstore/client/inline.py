@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
-from kvstore.client.checks import check_number
+from kvstore.client.checks import check_key, check_number, check_wanted, checked_puts, view_of
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["InlineCalls"]
 
 _CLOCK = SystemClock()
-_LENGTH = "A block's length"
 _EXPIRES = "The time at which a block expires"
 
 
@@ -88,14 +87,15 @@ class InlineCalls:
         read_ns: int | None = None,
     ) -> Durability:
         """As `Client.put_inline`; `read_ns` says of a copy when its bytes were asked for."""
-        view = _view(data)
+        view = view_of(data)
+        name = self._name(key, len(view))
         check_number(_EXPIRES, expires_unix_ms, 64)
 
         def parts() -> Iterator[pb.PutRequest]:
             yield pb.PutRequest(
                 start=pb.PutStart(
                     tenant=self._tenant,
-                    name=self._name(key, len(view)),
+                    name=name,
                     durability=durability_message(durability),
                     expires_unix_ms=expires_unix_ms,
                     is_copy=read_ns is not None,
@@ -161,7 +161,8 @@ class InlineCalls:
         ended: dict[int, batches_pb2.BlockEnd] = {}
         broken: KvError | None = None
         span = None if self._spans is None else self._spans.inline("kvstore.put")
-        views: Iterator[tuple[bytes, memoryview]] = ((key, _view(data)) for key, data in blocks)
+        failed: list[Exception] = []
+        views = _views(blocks, failed)
         if span is not None:
             views = span.sized(views)
         head = batches_pb2.PutBatchRequest(
@@ -176,6 +177,8 @@ class InlineCalls:
             raise
         except KvError as error:
             broken = error
+        if failed:
+            raise failed[0]
         results = [_result(key, ended.get(number), broken) for number, key in enumerate(keys)]
         if span is not None:
             span.put(len(keys), [one.error for one in results if one.error is not None])
@@ -208,6 +211,7 @@ class InlineCalls:
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> Iterator[bytes | Miss]:
         """As `Client.get_many_inline`."""
+        check_wanted(wanted)
         timeout_s = self._within(timeout_s, many=True)
         if self._spans is None:
             return self._get_many(wanted, timeout_s, None)
@@ -268,8 +272,6 @@ class InlineCalls:
         )
         if not wanted:
             return
-        for _, length in wanted:
-            check_number(_LENGTH, length, 64)
         chunks: list[memoryview] = []
         had, given = 0, 0
         with within(span):  # and no longer: what is between two blocks is the caller's
@@ -296,12 +298,20 @@ class InlineCalls:
             raise ProtocolError(f"The node sent {given} of the {len(wanted)} requested blocks.")
 
     def _name(self, key: bytes, length: int) -> pb.BlockName:
-        length = check_number(_LENGTH, length, 64)
+        check_key(key)
+        check_number("A block's length", length, 64)
         return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
 
 
-def _view(data: Data) -> memoryview:
-    return memoryview(b"".join(data) if isinstance(data, (list, tuple)) else data).cast("B")
+def _views(
+    blocks: Iterable[tuple[bytes, Data]], failed: list[Exception]
+) -> Iterator[tuple[bytes, memoryview]]:
+    """The caller's blocks. gRPC takes them, and tells nobody of an exception meanwhile: it is put into `failed`."""
+    try:
+        yield from checked_puts(blocks)
+    except Exception as error:
+        failed.append(error)
+        raise
 
 
 def _result(key: bytes, end: batches_pb2.BlockEnd | None, broken: KvError | None) -> PutResult:
