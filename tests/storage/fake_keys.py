@@ -62,6 +62,9 @@ class FakeKeys:
                 return True
         return False
 
+    def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
+        return next((names for names, (one, _) in self.ring.keys.items() if one.number == number), None)
+
     def settle_finished(self) -> None:
         finished, self._finished = self._finished, []
         for tenant, domain, then in finished:
