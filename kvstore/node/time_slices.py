@@ -51,6 +51,11 @@ class Turn:
         await self._turns.wait(self._tenant)
         self._is_mine = True
 
+    async def begin_again(self) -> None:
+        """Wait until it is this one's turn, unless it still is."""
+        if not self._is_mine:
+            await self.begin()
+
     def end(self) -> None:
         """Let others work, if it was this one's turn."""
         if self._is_mine:
