@@ -168,9 +168,12 @@ ROOMS_IDLE_TICKS = 10  # a client that has put nothing for so long keeps none
 LANDING_AT_ONCE_BYTES = 1 << 20  # of it are had while a reservation waits
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 
+LEASES_MAX = 32_768  # of a node; its garbage collector looks at each: 10 ms for all
 LEASE_TIMEOUT_MS = 30_000
 LEASE_TIMEOUT_MS_MAX = 600_000
 LEASE_MARGIN_MS = 1_000  # a client gives a put up this long before the node ends its lease
+STALLED_MS = 5_000  # a client that takes nothing for so long of what is to go to it is detached
+STALLED_LOOK_MS = 1_000  # between two looks for such
 QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
 
 PIN_TIMEOUT_MS = 30_000  # of a pin whose owner asked for no time
