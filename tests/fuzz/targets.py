@@ -60,7 +60,7 @@ def fabric_calls(data: bytes) -> None:
 def grpc_fields(data: bytes) -> None:
     """Messages that the node takes apart by itself, and headers."""
     with suppress(KvError, DecodeError):
-        parts.parse_put(data)
+        list(parts.parse_put(data).parts())
     with suppress(KvError, DecodeError):
         list(parts.got_parts(data))
     with suppress(DecodeError):
