@@ -110,6 +110,7 @@ class Keyring(Handle):
         self._failed = False
         self._root = bytearray()
         self._store_slot = -1
+        self._store_id = b""
         self._unsealed: OrderedDict[bytes, bytearray] = OrderedDict()  # tenants' keys by id, latest used last
         self._tenants: dict[bytes, list[TenantKey]] = {}  # live ones by version: the last is in use
         self._gone_tenants: dict[bytes, TenantKey] = {}
@@ -180,6 +181,7 @@ class Keyring(Handle):
         if found.store is None:
             raise Corrupt("The keyring has no key of the store; it was left unchanged.")
         self._store_slot, slot = found.store
+        self._store_id = slot.id
         self._store_key = unwrapped(slot, self._root, self._header.store_uuid, self._store_slot)
 
     def _finish(self, found: Found) -> None:
@@ -198,6 +200,22 @@ class Keyring(Handle):
         return self._store_key
 
     @property
+    def store_key_id(self) -> bytes:
+        """The id of the key of the store, which is the keyring's own: no rotation changes it."""
+        return self._store_id
+
+    @property
+    def sequence(self) -> int:
+        """How often its header was changed."""
+        return self._header.sequence
+
+    def count_up(self) -> None:
+        """Change the header's sequence, durably: a copy from before is known by it."""
+        with self._writing:
+            self._check_usable()
+            self._write_header(self._header._replace(sequence=self._header.sequence + 1))
+
+    @property
     def store_uuid(self) -> bytes:
         """Whose it is."""
         return self._header.store_uuid
@@ -210,6 +228,10 @@ class Keyring(Handle):
     def by_number(self, number: int, key_id: bytes) -> DomainKey | None:
         """The key that a record names; None if it was destroyed, and with an older keyring if it is unknown."""
         return self._unseal(number, key_id)
+
+    def has(self, number: int, key_id: bytes) -> bool:
+        """Whether it has the key that a record names."""
+        return self._slots.is_live(number, key_id)
 
     def erased_ms(self, tenant: bytes, domain: bytes) -> int | None:
         """When the key of a domain that has none was destroyed; None if that isn't known, or not the case."""

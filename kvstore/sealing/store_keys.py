@@ -18,15 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError, Corrupt, KvError, StorageError
+from kvstore.errors import ConfigError, Corrupt, KvError, NoKeyring, StorageError, WrongKeyring
 from kvstore.limits import VAULT_KEYS_MAX, VAULT_NAMES_MAX
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import check_master, open_master
+from kvstore.wire.record import KeyringMark
 from nic_offload.vault import KeyName, Vault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -115,6 +116,15 @@ class StoreKeys:
         self._take(key)
         return True
 
+    @property
+    def mark(self) -> KeyringMark:
+        """What drives are to know of the keyring."""
+        return KeyringMark(self._keyring.store_key_id, self._keyring.sequence)
+
+    def count_up(self) -> None:
+        """Make it another one, durably."""
+        self._keyring.count_up()
+
     def settle_finished(self) -> None:
         """Call back for what is done."""
         while self._made:
@@ -155,10 +165,13 @@ class StoreKeys:
         self._wake()
 
 
-def keys_opener(data: Path, master_key: str | None) -> Callable[[bytes], StoreKeys] | None:
+def keys_opener(
+    data: Path, master_key: str | None
+) -> Callable[[bytes, Sequence[KeyringMark]], StoreKeys] | None:
     """Give what opens the keys of the store in a data folder; None if its records are not encrypted.
 
-    ConfigError if they are, and no master key is given. The first opening with one makes the keyring.
+    ConfigError if they are, and no master key is given. The first opening with one makes the keyring; if a drive has a
+    mark of one, there was one, and it is not replaced.
     """
     path = keyring_path(data)
     if master_key is None:
@@ -171,13 +184,40 @@ def keys_opener(data: Path, master_key: str | None) -> Callable[[bytes], StoreKe
     check_master(master_key)
     option = master_key
 
-    def open_keys(store_uuid: bytes) -> StoreKeys:
+    def open_keys(store_uuid: bytes, marks: Sequence[KeyringMark]) -> StoreKeys:
+        if marks and not path.exists():
+            raise NoKeyring(
+                f"There is no keyring {path}, and the store's records are encrypted with one (id"
+                f" {marks[0].id.hex()}): restore it from a backup, or give up what is encrypted (`kvstore keys"
+                " new-keyring`)."
+            )
         master = open_master(option)
         try:
             if not path.exists():
                 Keyring.create(path, master, store_uuid)
-            return StoreKeys(Keyring.open(path, master, store_uuid))
+            keyring = Keyring.open(path, master, store_uuid)
         finally:
             master.close()
+        try:
+            _check_marks(keyring, marks)
+        except WrongKeyring:
+            keyring.close()
+            raise
+        return StoreKeys(keyring)
 
     return open_keys
+
+
+def _check_marks(keyring: Keyring, marks: Sequence[KeyringMark]) -> None:
+    """WrongKeyring if the drives were in use with another keyring, or with a later state of this one."""
+    for mark in marks:
+        if mark.id != keyring.store_key_id:
+            how = f"has the id {keyring.store_key_id.hex()}, and the store's records are encrypted with {mark.id.hex()}"
+        elif mark.sequence > keyring.sequence:
+            how = f"is an older copy: it was changed {keyring.sequence} times, and the drives know of {mark.sequence}"
+        else:
+            continue
+        raise WrongKeyring(
+            f"The keyring {how}: restore the newest copy, or go on with this one and give up what it has no keys for"
+            " (`kvstore keys accept-keyring`)."
+        )
