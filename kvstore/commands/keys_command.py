@@ -7,7 +7,8 @@
     kvstore keys new-keyring --data ./node --master-key file:KEY --yes
 
 What always holds: no key is printed, nor anything that a source of one said. `status` needs no key and works beside a
-running node; the others lock the keyring. With a master key it is opened too, which finishes what was under way.
+running node. A running node rotates its keys by itself, for those who have its master key; otherwise the keyring is
+locked, and opened, which finishes what was under way.
 `new-keyring` and `accept-keyring` give nothing up without `--yes`.
 """
 
@@ -23,11 +24,13 @@ from kvcli.running import Status
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
 from kvstore.limits import TENANT_BYTES
+from kvstore.sealing.control import find_control, proof
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
-from kvstore.sealing.keyring_state import read_status
-from kvstore.sealing.masters import new_master_file, open_master
+from kvstore.sealing.keyring_state import read_root, read_status
+from kvstore.sealing.masters import check_master, new_master_file, open_master
 from kvstore.storage.giving_up import EncryptedStore
+from nic_offload.aead import wipe
 
 if TYPE_CHECKING:
     import argparse
@@ -56,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
             data, option, _given(arguments.new_master_key, "rotate-master needs --new-master-key.")
         )
     if arguments.action == "rotate-tenant":
-        return _rotate_tenant(data, option, arguments.tenant)
+        tenant = None if arguments.tenant is None else _tenant_id(arguments.tenant)
+        return _rotate_tenant(data, option, tenant)
     with EncryptedStore(data) as store:
         if arguments.action == "new-keyring":
             return _new_keyring(store, data, option, is_sure=arguments.yes)
@@ -142,7 +146,26 @@ def _lines(status: KeyringStatus) -> list[str]:
     return lines
 
 
+def _proof(data: Path, option: str, challenge: bytes) -> str:
+    """Show a node that we have its master key."""
+    with closing(open_master(option)) as master:
+        root = read_root(keyring_path(data), master)
+    try:
+        return proof(root, challenge).hex()
+    finally:
+        wipe(root)
+
+
 def _rotate_master(data: Path, option: str, new_option: str) -> int:
+    check_master(new_option)
+    if (node := find_control(data)) is not None:
+        with closing(node):
+            shown = _proof(data, option, node.challenge)
+            key_id = node.ask(do="rotate-master", new_master_key=new_option, proof=shown)
+        _print(
+            f"The running node's keyring is sealed with master key {key_id} now; start it with that from now on."
+        )
+        return 0
     with _opened(data, option) as keyring:
         new = open_master(new_option)
         try:
@@ -153,8 +176,14 @@ def _rotate_master(data: Path, option: str, new_option: str) -> int:
     return 0
 
 
-def _rotate_tenant(data: Path, option: str, tenant: str | None) -> int:
-    wanted = None if tenant is None else _tenant_id(tenant)
+def _rotate_tenant(data: Path, option: str, wanted: bytes | None) -> int:
+    if (node := find_control(data)) is not None:
+        with closing(node):
+            shown = _proof(data, option, node.challenge)
+            named = None if wanted is None else wanted.hex()
+            for tenant, count in node.ask(do="rotate-tenant", tenant=named, proof=shown).items():
+                _print(f"{tenant}: {count} keys wrapped by a new key")
+        return 0
     with _opened(data, option) as keyring:
         known = [one for one, _ in keyring.status().tenants]
         if wanted is not None and wanted not in known:

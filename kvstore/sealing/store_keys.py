@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from kvstore.sealing.keyring import DomainKey, Erased
+    from kvstore.sealing.domain_key import DomainKey, Erased
 
     Then = Callable[[StorageError | None], None]
 
@@ -51,6 +51,10 @@ class StoreKeys:
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
         self._worker = ThreadPoolExecutor(1, "kvstore-keys")
+        self._rotator = ThreadPoolExecutor(
+            1, "kvstore-rotation"
+        )  # a long rotation keeps nobody from new keys
+        self._closing = False
         self._lock = Lock()  # for these two:
         self._asked: list[tuple[tuple[bytes, bytes], Then]] = []
         self._made: deque[tuple[Then, StorageError | None]] = deque()
@@ -125,6 +129,36 @@ class StoreKeys:
         """Make it another one, durably."""
         self._keyring.count_up()
 
+    @property
+    def tenants(self) -> list[bytes]:
+        """Those that have keys."""
+        return self._keyring.tenants
+
+    @property
+    def rotating(self) -> list[bytes]:
+        """Tenants whose rotation was interrupted."""
+        return self._keyring.rotating
+
+    def proof(self, challenge: bytes) -> bytes:
+        """What only those can give that have the master key."""
+        return self._keyring.proof(challenge)
+
+    def rotate_tenant(self, tenant: bytes) -> Future[int]:
+        """Wrap the keys of a tenant's domains by a new one; how many. `close` interrupts it."""
+        return self._rotator.submit(self._keyring.rotate_tenant, tenant, lambda: not self._closing)
+
+    def rotate_master(self, option: str) -> Future[str]:
+        """Seal the keyring with another master key; its id."""
+        return self._rotator.submit(self._rotate_master, option)
+
+    def _rotate_master(self, option: str) -> str:
+        master = open_master(option)
+        try:
+            self._keyring.rotate_master(master)
+            return master.id
+        finally:
+            master.close()
+
     def settle_finished(self) -> None:
         """Call back for what is done."""
         while self._made:
@@ -137,6 +171,8 @@ class StoreKeys:
 
     def close(self) -> None:
         """Wipe all keys. The fabric and the drives are closed before."""
+        self._closing = True
+        self._rotator.shutdown(cancel_futures=True)
         self._worker.shutdown()
         self._keyring.close()
         self.vault.close()
