@@ -241,6 +241,18 @@ class FolderLocked(StorageError):
     """Another process has this data folder open."""
 
 
+class NotEncrypted(StorageError):
+    """The node does not encrypt what it stores, so it has no key of an erase domain that could be destroyed."""
+
+    def __init__(
+        self,
+        sentence: str = "The node does not encrypt blocks, so it has no key for an erase domain: start it with"
+        " --master-key, or put the block without a domain.",
+    ) -> None:
+        """It says what can be done about it."""
+        super().__init__(sentence)
+
+
 class NoKeyring(StorageError):
     """The data folder has no keyring, so nothing that was sealed in it can be opened."""
 

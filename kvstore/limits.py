@@ -180,6 +180,10 @@ PINS_OF_TENANT_MAX = 1024
 PINNED_ENDED_AT_ONCE = 1024  # blocks whose pins are over, between two looks at other work
 
 ERASE_TIMEOUT_S = 600.0  # of a call that erases a user or a tenant
+ERASED_COPIES_REFUSED_MS = 60_000  # so long a node takes no copies of what it has erased
+ERASE_ROUND_MS = (
+    45_000  # by then all nodes of a cluster have erased it, or all are asked again; a copy takes the rest
+)
 ERASE_STEP_BLOCKS = 1024  # entries that an erasure looks at between other work
 VAULT_KEYS_MAX = 1 << 14  # unwrapped keys in locked memory: 1.5 MiB of the 8 MiB that a process may lock
 VAULT_NAMES_MAX = 1 << 16  # domains whose keys are known without a look into the keyring

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvstore.client.blocks import regions_of, whole_of
 from kvstore.errors import InvalidArgument, NotRegistered
 from kvstore.limits import BATCH_BLOCKS_MAX, LEASE_TIMEOUT_MS_MAX
+from kvstore.names import fits_domain, is_in_domain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,9 +16,17 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from nic_offload.fabric import Fabric
 
-__all__ = ["check_armed", "check_gets", "check_lease", "check_memory", "check_number", "check_reserved"]
+__all__ = [
+    "check_armed",
+    "check_domain",
+    "check_gets",
+    "check_lease",
+    "check_memory",
+    "check_number",
+    "check_reserved",
+]
 
-_key, _length = attrgetter("key"), attrgetter("length")
+_key, _length, _domain = attrgetter("key"), attrgetter("length"), attrgetter("domain")
 
 
 def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
@@ -42,10 +51,29 @@ def _check_whole(blocks: Sequence[Block]) -> None:
         raise InvalidArgument("A part of a block can be fetched, but not put.")
 
 
+def check_domain(key: bytes, domain: bytes) -> None:
+    """Refuse to put a block into another erase domain than the one that its key was made for."""
+    if fits_domain(key, domain):
+        return
+    if domain:
+        raise InvalidArgument(
+            "The block's key was not made for its erase domain: use kvstore.names.in_domain(key, domain)."
+        )
+    raise InvalidArgument("The block's key belongs to an erase domain; say which one, by its `domain`.")
+
+
+def _check_domains(blocks: Sequence[Block]) -> None:
+    if any(map(_domain, blocks)) or any(map(is_in_domain, map(_key, blocks))):
+        for one in blocks:
+            if one.key:  # else it is checked when it is named
+                check_domain(one.key, one.domain)
+
+
 def check_reserved(fabric: Fabric, blocks: Sequence[Block]) -> None:
     """Refuse to ask for slots for these."""
     check_gets(fabric, blocks, BATCH_BLOCKS_MAX)
     _check_whole(blocks)
+    _check_domains(blocks)
 
 
 def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_max: int) -> None:
@@ -58,6 +86,7 @@ def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_
             f"The client was opened for blocks of up to {bytes_max} bytes, and one has {largest}."
         )
     _check_whole(blocks)
+    _check_domains(blocks)
     check_memory(fabric, blocks)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Block
+from kvstore.names import SHARED
 from nic_offload.pieces import Pieces, pieces_said
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class ClusterBlock(NamedTuple):
     pieces: ClusterPieces | None = None  # where its bytes are instead; see `of_pieces`
     whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
     skip: int = 0  # bytes of it before this part
+    domain: bytes = (
+        SHARED  # the erase domain it is put into; its key is one of `kvstore.names.in_domain` then
+    )
 
     @classmethod
     def of_pieces(
@@ -60,6 +64,7 @@ class ClusterBlock(NamedTuple):
         threshold: int = 1,
         whole: int = 0,
         skip: int = 0,
+        domain: bytes = SHARED,
     ) -> ClusterBlock:
         """A block whose bytes are in pieces of registered memory, as `Block.of_pieces` has them.
 
@@ -67,7 +72,7 @@ class ClusterBlock(NamedTuple):
         """
         where = ClusterPieces(memories if isinstance(memories, tuple) else tuple(memories), rows)
         length = sum(length for _, length, _ in pieces_said(rows))
-        return cls(key, where.memories[0], 0, length, threshold, where, whole, skip)
+        return cls(key, where.memories[0], 0, length, threshold, where, whole, skip, domain)
 
     def copied(self) -> bytes | None:
         """A copy of its current contents; None if the memory has a part of it only."""
@@ -91,6 +96,7 @@ def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
             one.threshold,
             whole=one.whole,
             skip=one.skip,
+            domain=one.domain,
         )
         for one in blocks
     ]
@@ -105,6 +111,11 @@ def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
         ):
             one = blocks[at]
             plain[at] = Block.of_pieces(
-                one.key, pieces, threshold=one.threshold, whole=one.whole, skip=one.skip
+                one.key,
+                pieces,
+                threshold=one.threshold,
+                whole=one.whole,
+                skip=one.skip,
+                domain=one.domain,
             )
     return [one for one in plain if one is not None]

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
-from kvstore.client.checks import check_number
+from kvstore.client.checks import check_domain, check_number
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError, UsageError
+from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX, INLINE_CHUNK_BYTES
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
+from kvstore.names import SHARED
 from kvstore.wire import batches_pb2, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.parts import encoded_put, got_parts
@@ -84,18 +85,20 @@ class InlineCalls:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
         read_ns: int | None = None,
     ) -> Durability:
         """As `Client.put_inline`; `read_ns` says of a copy when its bytes were asked for."""
         view = _view(data)
         check_number(_EXPIRES, expires_unix_ms, 64)
+        check_domain(key, domain)
 
         def parts() -> Iterator[pb.PutRequest]:
             yield pb.PutRequest(
                 start=pb.PutStart(
                     tenant=self._tenant,
-                    name=self._name(key, len(view)),
+                    name=self._name(key, len(view), domain),
                     durability=durability_message(durability),
                     expires_unix_ms=expires_unix_ms,
                     is_copy=read_ns is not None,
@@ -153,6 +156,7 @@ class InlineCalls:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`."""
@@ -160,6 +164,7 @@ class InlineCalls:
         keys: list[bytes] = []
         ended: dict[int, batches_pb2.BlockEnd] = {}
         broken: KvError | None = None
+        mistakes: list[Exception] = []
         span = None if self._spans is None else self._spans.inline("kvstore.put")
         views: Iterator[tuple[bytes, memoryview]] = ((key, _view(data)) for key, data in blocks)
         if span is not None:
@@ -168,13 +173,13 @@ class InlineCalls:
             tenant=self._tenant, durability=durability_message(durability), expires_unix_ms=expires_unix_ms
         )
         try:
-            parts = self._parts(head, views, keys)
+            parts = _noting(self._parts(head, views, keys, domain), mistakes)
             with within(span), self._calling("A stream of puts"):
                 for answer in self._put_batch(parts, timeout=self._within(timeout_s, many=True)):
                     ended.update((end.number, end) for end in answer.ends)
-        except UsageError:
-            raise
         except KvError as error:
+            if mistakes:
+                raise mistakes[0] from None
             broken = error
         results = [_result(key, ended.get(number), broken) for number, key in enumerate(keys)]
         if span is not None:
@@ -186,13 +191,15 @@ class InlineCalls:
         head: batches_pb2.PutBatchRequest,
         blocks: Iterable[tuple[bytes, memoryview]],
         keys: list[bytes],
+        domain: bytes,
     ) -> Iterator[bytes]:
         """Give messages of about a chunk each, of small blocks several in one."""
         parts: list[tuple[pb.BlockName | None, memoryview]] = []
         left = INLINE_CHUNK_BYTES
         for key, view in blocks:
+            check_domain(key, domain)
             keys.append(key)
-            name: pb.BlockName | None = self._name(key, len(view))
+            name: pb.BlockName | None = self._name(key, len(view), domain)
             at = 0
             while at < len(view) or name is not None:
                 chunk = view[at : at + left]
@@ -295,9 +302,18 @@ class InlineCalls:
         if given < len(wanted):
             raise ProtocolError(f"The node sent {given} of the {len(wanted)} requested blocks.")
 
-    def _name(self, key: bytes, length: int) -> pb.BlockName:
+    def _name(self, key: bytes, length: int, domain: bytes = SHARED) -> pb.BlockName:
         length = check_number(_LENGTH, length, 64)
-        return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
+        return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length, domain=domain)
+
+
+def _noting(parts: Iterator[bytes], mistakes: list[Exception]) -> Iterator[bytes]:
+    """The same, with what making them raised: gRPC calls this in a thread of its own, and would only log it."""
+    try:
+        yield from parts
+    except Exception as error:
+        mistakes.append(error)
+        raise
 
 
 def _view(data: Data) -> memoryview:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import Overloaded
 from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, PAGE_BYTES
+from kvstore.storage.sealing import NO_DOMAIN
 
 if TYPE_CHECKING:
     from kvstore.durability import Durability
@@ -91,6 +92,7 @@ class Lease:
     durability: Durability
     ack_word: int
     expires_unix_ms: int
+    domain: bytes = NO_DOMAIN
     state: SlotState = SlotState.LEASED
     leased_ns: int = 0
     deadline_ns: int = 0

@@ -90,6 +90,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     slots=connection.layout.slots,
                     landing_key=connection.landing_key,
                     parts=True,
+                    encrypts=self._node.store.keys is not None,
                 )
                 if connection.seal is not None:
                     answer.seal = connection.seal.told
@@ -144,7 +145,13 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 self._node,
                 connection,
                 [
-                    BlockRequest(block.name.key, block.name.fingerprint, block.name.length, block.ack_word)
+                    BlockRequest(
+                        block.name.key,
+                        block.name.fingerprint,
+                        block.name.length,
+                        block.ack_word,
+                        block.name.domain,
+                    )
                     for block in request.blocks
                 ],
                 durability_of(request.durability),
@@ -242,7 +249,10 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             parent = None if spans is None else spans.parent_of(context)
 
             def before_kept(item: PutItem) -> None:
-                if start.is_copy and self._node.deletions.may_be_since(item[:2], start.read_ms_ago):
+                if start.is_copy and (
+                    self._node.deletions.may_be_since(item[:2], start.read_ms_ago)
+                    or self._node.erasures.refuse_copies(tenant.id, item.domain)
+                ):
                     raise Expired("The block may have been deleted since this copy of it was read.")
 
             async with self._node.turns.moving(tenant.id):
@@ -256,6 +266,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     start.expires_unix_ms,
                     (message.chunk async for message in request_iterator),
                     before_kept,
+                    start.name.domain,
                 )
             if spans is not None and parent is not None:
                 spans.inline_put(parent, began_ns, 1, start.name.length, durability)

@@ -194,6 +194,13 @@ class Keyring(Handle):
         """Whether it has the key that a record names."""
         return self._slots.is_live(number, key_id)
 
+    def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
+        """The tenant and the domain whose key is in this slot; None if there is none."""
+        slot = self._slots.read(number)
+        if slot is None or slot.kind != Kind.DOMAIN or slot.state != State.LIVE:
+            return None
+        return slot.tenant, slot.domain
+
     def erased_ms(self, tenant: bytes, domain: bytes) -> int | None:
         """When the key of a domain that has none was destroyed; None if that isn't known, or not the case."""
         found = self._slots.find(tenant, domain)

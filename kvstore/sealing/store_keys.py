@@ -159,6 +159,14 @@ class StoreKeys:
         finally:
             master.close()
 
+    def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
+        """Which tenant's and which domain's key has this number; None if it is gone, or can't be read now."""
+        try:
+            return self._keyring.domain_of(number)
+        except KvError as error:
+            log.warning("Key %d of the keyring can't be read: %s", number, error)
+            return None
+
     def settle_finished(self) -> None:
         """Call back for what is done."""
         while self._made:

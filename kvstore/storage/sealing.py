@@ -53,6 +53,10 @@ class Keys(Protocol):
         """
         ...
 
+    def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
+        """Return which tenant's and which domain's key has this number; None if there is none."""
+        ...
+
     def settle_finished(self) -> None:
         """Call back for the keys that have been made."""
         ...

@@ -72,6 +72,9 @@ class FakeKeys:
     def count_up(self) -> None:
         self.ring.mark = self.ring.mark._replace(sequence=self.ring.mark.sequence + 1)
 
+    def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
+        return next((names for names, (one, _) in self.ring.keys.items() if one.number == number), None)
+
     def settle_finished(self) -> None:
         finished, self._finished = self._finished, []
         for tenant, domain, then in finished:
