@@ -170,6 +170,7 @@ def test_nothing_is_armed_where_nobody_answers() -> None:
                 arm(fabric, [notify])
 
 
+@pytest.mark.timeout(240)
 def test_a_thread_that_hangs_while_it_looks_for_its_sockets_holds_up_nobody() -> None:
     """In a process of its own: a call that has no end is one that no signal's handler of Python interrupts."""
     code = (
