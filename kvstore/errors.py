@@ -90,6 +90,7 @@ __all__ = [
     "NoSpace",
     "NodeUnavailable",
     "NotAuthenticated",
+    "NotEncrypted",
     "NotRegistered",
     "Overloaded",
     "PortTaken",

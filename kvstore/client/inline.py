@@ -17,7 +17,7 @@ from kvstore.client.checks import check_domain, check_number
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
+from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError, UsageError
 from kvstore.limits import BATCH_BLOCKS_MAX, INLINE_CHUNK_BYTES
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
@@ -177,6 +177,8 @@ class InlineCalls:
             with within(span), self._calling("A stream of puts"):
                 for answer in self._put_batch(parts, timeout=self._within(timeout_s, many=True)):
                     ended.update((end.number, end) for end in answer.ends)
+        except UsageError:
+            raise
         except KvError as error:
             if mistakes:
                 raise mistakes[0] from None

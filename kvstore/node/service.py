@@ -249,10 +249,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             parent = None if spans is None else spans.parent_of(context)
 
             def before_kept(item: PutItem) -> None:
-                if start.is_copy and (
-                    self._node.deletions.may_be_since(item[:2], start.read_ms_ago)
-                    or self._node.erasures.refuse_copies(tenant.id, item.domain)
-                ):
+                if not start.is_copy:
+                    return
+                if self._node.erasures.refuse_copies(tenant.id, item.domain):
+                    raise Expired("The block may have been erased since this copy of it was read.")
+                if self._node.deletions.may_be_since(item[:2], start.read_ms_ago):
                     raise Expired("The block may have been deleted since this copy of it was read.")
 
             async with self._node.turns.moving(tenant.id):
