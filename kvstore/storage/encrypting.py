@@ -288,10 +288,12 @@ class Encrypting:
 
     def _end(self, sweep: _Sweep) -> bool:
         """Say on the drive that nothing is left."""
-        if sweep.failed:
-            self.why = f"{sweep.failed} free pieces could not be overwritten; they are tried again at the next start."
-            self._closed = True
-            return False
+
+        def overwritten(error: StorageError | None) -> None:
+            if error is not None or sweep.failed or self._keeping.leaves_some:
+                self._give_up("Some pages could not be overwritten; that is tried again at the next start.")
+            else:
+                self._writes.after_sync(synced)
 
         def synced(error: StorageError | None) -> None:
             self.is_working = False
@@ -300,8 +302,13 @@ class Encrypting:
                 self.is_active, self._extents.unwritten, self.why = False, None, ""
                 self._memory = mmap.mmap(-1, PAGE_BYTES)
 
-        self._writes.after_sync(synced)
+        self._keeping.after_scrubs(overwritten)
         return True
+
+    def _give_up(self, why: str) -> None:
+        self.is_working = False
+        self.why = why
+        self._closed = True
 
     # Memory and the drive.
 

@@ -165,6 +165,7 @@ class Keeping:
         self._quarantined_pages: Counter[bytes] = Counter()  # that are not in use again, by their tenant
         self.protected: set[SessionName] = set()
         self.plain_bytes = 0  # of blocks in the clear, while there may be any
+        self.leaves_some = False  # pages stay as they are, and out of use, until the next opening
         self._moved: dict[int, tuple[int, int]] = {}  # generations that blocks had when they were guarded
         self._places: dict[Name, tuple[list[int], int]] = {}  # of blocks that are being replaced
 
@@ -333,6 +334,7 @@ class Keeping:
             self.ground.take(entry.offset // PAGE_BYTES)
             if not entry.domain:
                 self.plain_bytes -= record_bytes(entry.length)
+        self.leaves_some |= not wipe
         if wipe:
             self._wipes.free([(entry.offset, entry.length) for entry in entries], instead=instead)
 
@@ -357,6 +359,10 @@ class Keeping:
     def after_wipes(self, then: Callable[[StorageError | None], None]) -> None:
         """Call back when all that is being wiped is free."""
         self._wipes.free((), then)
+
+    def after_scrubs(self, then: Callable[[StorageError | None], None]) -> None:
+        """Call back when all that is being overwritten is, or never will be."""
+        self._scrubs.after_all(then)
 
     def void(self, entry: Entry) -> None:
         """Wipe and free a record that never was in the index."""

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import random
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.limits import ENCRYPT_REST_MS
+from kvstore.durability import Durability
+from kvstore.errors import KeyTaken
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, ENCRYPT_REST_MS, ENCRYPT_SHARE, HEADER_BYTES, PAGE_BYTES
+from kvstore.storage.eviction.items import Guard
 from kvstore.storage.fsck import check
+from kvstore.storage.manifests import SessionName
+from kvstore.wire.record import record_bytes
 from tests.storage.fake_keys import FakeKeyring
 from tests.storage.fakes import FakeBay, FakeDisk
-from tests.storage.rig import USER, StoreRig
+from tests.storage.rig import TENANT, USER, Slots, StoreRig, key, name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
+
+    from kvstore.storage.index import Entry
 
 MARK = b"what the user said, word by word"
 LABEL = "a label of hers"
@@ -158,3 +168,270 @@ def test_it_goes_on_after_being_killed_at_any_moment(plain: StoreRig, *, power: 
     assert not is_marked(rig)
     assert is_sound(rig)
     assert not is_marked(rig)
+
+
+def entry_of(rig: StoreRig, number: int) -> Entry | None:
+    return rig.store.lookup([(TENANT, key(number))])[0]
+
+
+def until(rig: StoreRig, happened: Callable[[], bool]) -> None:
+    """Let it go on, a poll at a time."""
+    for _ in range(TURNS_MAX):
+        if happened():
+            return
+        rig.clock.now_ms += ENCRYPT_REST_MS
+        rig.store.poll()
+    raise AssertionError("it never came to that")
+
+
+def held_in_the_middle(rig: StoreRig) -> int:
+    """Go on until a block is being written anew; which."""
+    until(rig, lambda: any(rig.store.is_putting((TENANT, key(number))) for number in range(BLOCKS)))
+    return next(number for number in range(BLOCKS) if rig.store.is_putting((TENANT, key(number))))
+
+
+@pytest.mark.parametrize("durability", list(Durability)[1:])
+@pytest.mark.parametrize("in_the_middle", [False, True])
+def test_a_block_that_is_deleted_meanwhile_stays_deleted(
+    plain: StoreRig, durability: Durability, *, in_the_middle: bool
+) -> None:
+    rig = opened(plain)
+    deleted: list[int] = []
+    for at in range(BLOCKS):
+        number = held_in_the_middle(rig) if in_the_middle else at
+        deleted.append(number)
+        done = rig.delete(number, durability)
+        assert (done.error, done.found) == (None, True)
+        assert entry_of(rig, number) is None
+        if at == 2:
+            rig.kill()  # with a new index, of all that can be found on the drive
+            shutil.rmtree(rig.data / "index-0")
+            opened(rig)
+            assert not [one for one in deleted if entry_of(rig, one) is not None]
+    encrypted(rig)
+    assert not any(entry_of(rig, number) for number in range(BLOCKS))
+    assert not is_marked(rig)
+    assert is_sound(rig)
+
+
+def test_a_put_of_a_block_that_is_being_written_anew_is_settled_with_it(plain: StoreRig) -> None:
+    rig = opened(plain)
+    for _ in range(BLOCKS // 2):
+        number = held_in_the_middle(rig)
+        same, other = (
+            rig.start_put(number, payload(number), Durability.SYNCED),
+            rig.start_put(number, b"other"),
+        )
+        longer = rig.start_put(number, payload(number), expires_ms=rig.clock.now_ms + 1_000_000)
+        rig.settle()
+        assert rig.put_done[same].error is None
+        assert isinstance(rig.put_done[other].error, KeyTaken)
+        assert rig.put_done[longer].error is None
+    encrypted(rig)
+    assert is_whole(rig)
+    assert not is_marked(rig)
+
+
+def test_what_is_held_stays_held_and_is_let_go_by_those_who_hold_it(plain: StoreRig) -> None:
+    rig = opened(plain)
+    names = [(TENANT, key(number)) for number in range(BLOCKS)]
+    pins = [rig.store.hold(names, Guard.LEASE) for _ in range(2)]
+    assert rig.store.protect(SessionName(TENANT, USER, name(1)), 3) is None
+    core = rig.drive.keeping.core
+    encrypted(rig)
+    assert not is_marked(rig)
+    entries = [entry for entry in rig.store.lookup(names) if entry is not None]
+    assert all(entry.domain for entry in entries)
+    assert all(core.is_guarded(entry.generation) for entry in entries)
+    assert core.statistics().guarded[Guard.LEASE] == BLOCKS - 3
+    assert core.statistics().guarded[Guard.PROTECTED] == 3
+    for held in pins:
+        assert all(core.is_guarded(entry.generation) for entry in entries)
+        rig.store.release([one for one in held if one is not None], Guard.LEASE)
+    assert core.statistics().guarded[Guard.LEASE] == 0
+    assert [core.is_guarded(entry.generation) for entry in entries] == [True] * 3 + [False] * (BLOCKS - 3)
+    assert rig.drive.keeping._moved == {}
+
+
+def test_a_block_that_is_evicted_or_expires_meanwhile_does_not_come_back(plain: StoreRig) -> None:
+    rig = opened(plain)
+    evicted = []
+    for _ in range(4):
+        number = held_in_the_middle(rig)
+        evicted.append(number)
+        (gone,) = [entry for entry in rig.store.lookup([(TENANT, key(number))]) if entry is not None]
+        assert rig.store.evict([gone.generation]) > 0
+        assert entry_of(rig, number) is None
+        until(rig, lambda: not rig.store.is_putting((TENANT, key(evicted[-1]))))
+    encrypted(rig)
+    assert not any(entry_of(rig, number) for number in evicted)
+    assert is_whole(rig, set(range(BLOCKS)) - set(evicted))
+    assert not is_marked(rig)
+    assert is_sound(rig)
+
+
+def test_a_get_of_the_old_place_is_right_while_the_block_moves(plain: StoreRig) -> None:
+    rig = opened(plain)
+    assert rig.disk is not None
+    for number in range(BLOCKS):
+        before = len(rig.disk.in_flight)
+        item = rig.start_get(number)
+        if len(rig.disk.in_flight) > before:
+            rig.disk.held.add(rig.disk.in_flight[-1].tag)
+        for _ in range(20):
+            rig.clock.now_ms += ENCRYPT_REST_MS
+            rig.store.poll()
+        rig.disk.let_go()
+        rig.settle()
+        done = rig.store.verify_payload(item, rig.get_done[item.tag])
+        assert done.miss is None
+        got = ctypes.string_at(item.slot_address + HEADER_BYTES, done.length)
+        assert got == payload(number)
+    encrypted(rig)
+    assert not is_marked(rig)
+
+
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_a_damaged_block_is_a_miss_and_is_overwritten(plain: StoreRig, *, unreadable: bool) -> None:
+    rig = opened(plain)
+    entry = entry_of(rig, 3)
+    assert entry is not None
+    assert rig.disk is not None
+    if unreadable:
+        rig.disk.unreadable.add(entry.offset // PAGE_BYTES + 1)
+    else:
+        rig.disk.flip(entry.offset + PAGE_BYTES + 7, 3)
+    encrypted(rig)
+    assert rig.get_miss(3)
+    assert is_whole(rig, [number for number in range(BLOCKS) if number != 3])
+    assert not is_marked(rig)
+
+
+def test_a_full_drive_waits_for_room_and_says_so(tmp_path: Path) -> None:
+    rig = StoreRig(tmp_path / "data", FakeDisk(), Slots(64, 1 << 20))
+    rig.open()
+    size = 900 << 10
+    numbers = range(DRIVE_CAPACITY_BYTES_MIN // size)
+    for number in numbers:
+        assert rig.put(number, bytes([number]) * size).error is None
+    small = (MARK * 128)[:PAGE_BYTES]
+    filler = itertools.count(1000)
+    while rig.drive._extents.longest * PAGE_BYTES > size // 2:
+        assert rig.put(next(filler), small * 100).error is None
+    there = {number for number in numbers if entry_of(rig, number) is not None}
+    rig.store.close()
+    opened(rig)
+    for _ in range(200):
+        turn(rig)
+    said = rig.store.statistics()
+    assert said.clear_bytes > 0
+    assert "free in one piece" in said.clear_why
+    assert {number for number in numbers if entry_of(rig, number) is not None} == there, "nothing had to go"
+    rig.delete(min(there))
+    rig.delete(max(there))
+    encrypted(rig)
+    assert not is_marked(rig)
+    rig.store.close()
+
+
+def test_it_works_a_bounded_part_of_the_time_and_not_while_others_wait(plain: StoreRig) -> None:
+    rig = opened(plain)
+    work = rig.drive._encrypting
+    begun: list[int] = []
+    while rig.store.statistics().clear_bytes:
+        was_working = work.is_working
+        rig.store.poll()
+        if work.is_working and not was_working:
+            begun.append(rig.clock.now_ms)
+        rig.clock.now_ms += 7 if work.is_working else 1
+        assert len(begun) < TURNS_MAX
+        if len(begun) > 3:
+            break
+    rests = [after - before for before, after in itertools.pairwise(begun)]
+    assert all(rest >= ENCRYPT_REST_MS for rest in rests)
+    worked_ms, rest_ms = 4_000, 0
+    work._since_ns = rig.clock.monotonic_ns()
+    rig.clock.now_ms += worked_ms
+    work._left_bytes = 0
+    work._go_on()
+    rest_ms = work._rest_until_ns // 1_000_000 - rig.clock.now_ms
+    assert rest_ms == worked_ms * (ENCRYPT_SHARE - 1)
+    encrypted(rig)
+
+
+def test_a_lane_goes_on_meanwhile(plain: StoreRig) -> None:
+    rig = opened(plain)
+    rig.use_lanes(3)
+    for number in range(100, 130):
+        assert rig.put(number, payload(number)).error is None
+        turn(rig)
+    for _ in range(TURNS_MAX):
+        if not rig.store.statistics().clear_bytes:
+            break
+        turn(rig)
+        rig.step_lanes()
+    assert is_whole(rig, [*range(BLOCKS), *range(100, 130)])
+    rig.close()
+    assert not is_marked(rig)
+    opened(rig)
+    assert rig.store.statistics().clear_bytes == 0
+
+
+def test_sessions_change_meanwhile_and_chunks_move(tmp_path: Path) -> None:
+    rig = StoreRig(tmp_path / "data", FakeDisk())
+    rig.open()
+    numbers = range(130)
+    for number in numbers:
+        assert rig.put(number, MARK).error is None
+    assert rig.append(1, numbers, label=LABEL).error is None
+    assert rig.fork(2, 1, 127, label=LABEL).error is None
+    rig.store.close()
+    opened(rig)
+    for at in range(200):
+        turn(rig)
+        if at % 5 == 0:
+            assert rig.append(2, [at % 130]).error is None
+        if at == 60:
+            assert rig.remove(1).error is None
+    encrypted(rig)
+    assert not is_marked(rig)
+    keys = b"".join(key(number) for number in range(126))
+    assert not any(keys[:64] in page for page in pages(rig).values())
+    session = rig.session(2)
+    assert session is not None
+    assert session[:127] == list(range(127))
+    assert rig.session(1) is None
+    assert is_sound(rig)
+    assert rig.session(2) == session
+    rig.store.close()
+
+
+def test_what_could_not_be_overwritten_is_tried_again_at_the_next_start(plain: StoreRig) -> None:
+    rig = opened(plain)
+    assert rig.disk is not None
+    left = next(
+        page for page, content in pages(rig).items() if MARK in content and page not in live_pages(rig)
+    )
+    rig.disk.unwritable.add(left)
+    for _ in range(1000):
+        turn(rig)
+    said = rig.store.statistics()
+    assert said.clear_bytes > 0
+    assert "tried again at the next start" in said.clear_why
+    assert is_marked(rig)
+    rig.store.close()
+    opened(rig)
+    encrypted(rig)
+    assert not is_marked(rig)
+
+
+def live_pages(rig: StoreRig) -> set[int]:
+    entries = (entry_of(rig, number) for number in range(BLOCKS))
+    return {
+        page
+        for entry in entries
+        if entry is not None
+        for page in range(
+            entry.offset // PAGE_BYTES, (entry.offset + record_bytes(entry.length)) // PAGE_BYTES
+        )
+    }
