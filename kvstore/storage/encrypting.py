@@ -11,7 +11,7 @@ Always holds:
 - Once nothing is left, and that is durable, the superblock says so. Until then the free pages are looked through again
   by each process.
 - It works at most one part of the time in `ENCRYPT_SHARE`, on one record or piece at a time, and begins none, but the
-  first of a stretch, while other work is queued.
+  first of a stretch, while a tenant's work is queued.
 - It makes no room: a record that finds none stays as it is, and is tried again.
 - A block keeps what the eviction knows of it; those who use it, or hold it, don't notice.
 
@@ -91,6 +91,7 @@ class Encrypting:
         )
         self._left_out = False  # some were, on the way through the index, to be tried again
         self._sweep: _Sweep | None = None
+        self._is_ending = False
         self._since_ns = self._rest_until_ns = 0
         self._left_bytes = 0
         self._memory = mmap.mmap(-1, PAGE_BYTES)
@@ -109,6 +110,8 @@ class Encrypting:
         """Begin a stretch of work, if it is time for one."""
         if not self.is_active or self.is_working or self._closed:
             return
+        if self._is_ending and not self._has_ended():
+            return
         if self._writes.stopped is not None:
             self.why = "The drive takes no writes."
             return
@@ -116,25 +119,31 @@ class Encrypting:
         if now_ns < self._rest_until_ns:
             return
         self._since_ns, self._left_bytes = now_ns, ENCRYPT_STRETCH_BYTES
+        self._is_ending = True
         self._go_on()
+
+    def _has_ended(self) -> bool:
+        """Return whether all of the last stretch is over, old places overwritten; then it rests."""
+        if self._puts.rewriting or self._keeping.is_overwriting:
+            return False
+        self._is_ending = False
+        now_ns = self._clock.monotonic_ns()
+        worked_ns = now_ns - self._since_ns
+        self._rest_until_ns = now_ns + max(worked_ns * (ENCRYPT_SHARE - 1), ENCRYPT_REST_MS * _NS_PER_MS)
+        return True
 
     def close(self) -> None:
         """Begin nothing more."""
         self._closed = True
 
     def _go_on(self) -> None:
-        """Begin the next piece of work, or rest."""
+        """Begin the next piece of work, if it belongs to this stretch."""
         self.is_working = False
         is_first = self._left_bytes == ENCRYPT_STRETCH_BYTES
         if self._closed or self._writes.stopped is not None:
             return
-        if self._left_bytes > 0 and (is_first or not self._traffic.queued):
+        if self._left_bytes > 0 and (is_first or not self._traffic.tenants_wait):
             self.is_working = self._begin()
-        if not self.is_working:
-            now_ns = self._clock.monotonic_ns()
-            worked_ns = now_ns - self._since_ns
-            rest_ns = max(worked_ns * (ENCRYPT_SHARE - 1), ENCRYPT_REST_MS * _NS_PER_MS)
-            self._rest_until_ns = now_ns + rest_ns
 
     def _begin(self) -> bool:
         """Begin one piece of work; False if there is nothing to do now."""
@@ -238,9 +247,10 @@ class Encrypting:
         self._sweep = _Sweep(self._extents.first_page)
         self._extents.unwritten = []
         self._writes.seal()
+        self.is_working = True
         self._writes.after_sync(self._synced, unhurried=True)  # behind all that replaced records wait for
         self._writes.sync_if_awaited(at_once=True)
-        return True
+        return self.is_working
 
     def _synced(self, error: StorageError | None) -> None:
         if error is None:
@@ -302,13 +312,14 @@ class Encrypting:
                 self.is_active, self._extents.unwritten, self.why = False, None, ""
                 self._memory = mmap.mmap(-1, PAGE_BYTES)
 
-        self._keeping.after_scrubs(overwritten)
-        return True
+        self.is_working = True
+        self._keeping.after_scrubs(overwritten)  # which may be at once
+        return self.is_working
 
     def _give_up(self, why: str) -> None:
         self.is_working = False
         self.why = why
-        self._closed = True
+        self._closed, self._sweep = True, None
 
     # Memory and the drive.
 

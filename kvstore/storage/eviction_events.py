@@ -360,6 +360,11 @@ class Keeping:
         """Call back when all that is being wiped is free."""
         self._wipes.free((), then)
 
+    @property
+    def is_overwriting(self) -> bool:
+        """Return whether anything is being overwritten."""
+        return self._scrubs.pending > 0
+
     def after_scrubs(self, then: Callable[[StorageError | None], None]) -> None:
         """Call back when all that is being overwritten is, or never will be."""
         self._scrubs.after_all(then)

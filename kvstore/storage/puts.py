@@ -87,6 +87,7 @@ class Puts:
         self._clock = clock
         self._by_name: dict[Name, _Write | Renewal] = {}  # accepted and not published
         self._on_lane: dict[int, _Write] = {}  # those that a lane writes, by tag
+        self.rewriting = 0  # blocks
         self.outbox: Outbox[PutDone] = Outbox()
 
     def accept(self, items: Sequence[PutItem], done: PutsDone) -> None:
@@ -193,7 +194,8 @@ class Puts:
     ) -> bool:
         """Write a block anew that lies at this address, in the place of its entry; False if that is no longer so.
 
-        `over` hears when its old place is being wiped, or that nothing has come of it. It is in no quota.
+        `over` hears when it was written, or that nothing has come of it; its old place is overwritten later. It is in
+        no quota.
         """
         if name in self._by_name or self._index.lookup([name])[0] != entry:
             return False
@@ -209,6 +211,7 @@ class Puts:
         )
         self._by_name[name] = write = _Rewrite(self._writes, self, item, _nobody, replaces=entry)
         write.over = over
+        self.rewriting += 1
         self._writes.add(write)
         return True
 
@@ -224,10 +227,11 @@ class Puts:
     def _finish_rewrite(self, write: _Rewrite, error: StorageError | None) -> None:
         if error is None and write.has_moved:
             self._writes.after_sync(lambda error: self._end_rewrite(write, error))
-            return
-        if error is None:
-            self._keeping.void(write.entry())
-        self._end_rewrite(write, error)
+        else:
+            if error is None:
+                self._keeping.void(write.entry())
+            self._end_rewrite(write, error)
+        write.over(error)
 
     def _end_rewrite(self, write: _Rewrite, error: StorageError | None) -> None:
         """Overwrite the old place, and go on with what has waited: later puts of its name, and deletions."""
@@ -240,7 +244,7 @@ class Puts:
             self.accept([item], done)
         if write.afterwards:
             self._afterwards(write)
-        write.over(error)
+        self.rewriting -= 1
 
     def is_under_way(self, name: Name) -> bool:
         """Return whether a put of this name was accepted and is not in the index yet."""

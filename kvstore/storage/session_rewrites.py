@@ -115,9 +115,9 @@ class SessionRewrites:
         def synced(error: StorageError | None) -> None:
             if error is None:
                 self._wipes.free([(old.offset, old.length)])
-            over(error)
 
-        self._writes.after_sync(synced)
+        self._writes.after_sync(synced, unhurried=True)
+        over(None)
 
 
 def _nobody(_: Sequence[SessionDone]) -> None:

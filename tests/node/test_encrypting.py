@@ -19,7 +19,7 @@ from tests.node.test_erasing import MARK, WHOLE, files_with, got, keys_of, put
 if TYPE_CHECKING:
     from pathlib import Path
 
-KILLS = 3
+KILLS = 2
 WAIT_S = 60
 LABEL = "what ada calls her chat"
 USERS = ("ada", "bob", "eve")

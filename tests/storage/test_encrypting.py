@@ -16,7 +16,6 @@ from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, ENCRYPT_REST_MS, ENCRYPT_SH
 from kvstore.storage.eviction.items import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.manifests import SessionName
-from kvstore.wire.record import record_bytes
 from tests.storage.fake_keys import FakeKeyring
 from tests.storage.fakes import FakeBay, FakeDisk
 from tests.storage.rig import TENANT, USER, Slots, StoreRig, key, name
@@ -185,9 +184,14 @@ def until(rig: StoreRig, happened: Callable[[], bool]) -> None:
 
 
 def held_in_the_middle(rig: StoreRig) -> int:
-    """Go on until a block is being written anew; which."""
-    until(rig, lambda: any(rig.store.is_putting((TENANT, key(number))) for number in range(BLOCKS)))
-    return next(number for number in range(BLOCKS) if rig.store.is_putting((TENANT, key(number))))
+    """Go on until a block is being written anew, and say which; when all were, one of those that are left."""
+
+    def rewritten() -> list[int]:
+        return [number for number in range(BLOCKS) if rig.store.is_putting((TENANT, key(number)))]
+
+    until(rig, lambda: bool(rewritten()) or not rig.drive.keeping.plain_bytes)
+    there = (number for number in range(BLOCKS) if entry_of(rig, number) is not None)
+    return next(iter(rewritten()), next(there, 0))
 
 
 @pytest.mark.parametrize("durability", list(Durability)[1:])
@@ -349,13 +353,14 @@ def test_it_works_a_bounded_part_of_the_time_and_not_while_others_wait(plain: St
             break
     rests = [after - before for before, after in itertools.pairwise(begun)]
     assert all(rest >= ENCRYPT_REST_MS for rest in rests)
-    worked_ms, rest_ms = 4_000, 0
-    work._since_ns = rig.clock.monotonic_ns()
+    until(rig, lambda: work.is_working)
+    worked_ms = 4_000
     rig.clock.now_ms += worked_ms
-    work._left_bytes = 0
-    work._go_on()
-    rest_ms = work._rest_until_ns // 1_000_000 - rig.clock.now_ms
-    assert rest_ms == worked_ms * (ENCRYPT_SHARE - 1)
+    until_ms = rig.clock.now_ms + worked_ms * (ENCRYPT_SHARE - 1)
+    while rig.clock.now_ms < until_ms:
+        rig.store.poll()
+        rig.clock.now_ms += not work.is_working
+    assert not work.is_working
     encrypted(rig)
 
 
@@ -409,10 +414,8 @@ def test_sessions_change_meanwhile_and_chunks_move(tmp_path: Path) -> None:
 def test_what_could_not_be_overwritten_is_tried_again_at_the_next_start(plain: StoreRig) -> None:
     rig = opened(plain)
     assert rig.disk is not None
-    left = next(
-        page for page, content in pages(rig).items() if MARK in content and page not in live_pages(rig)
-    )
-    rig.disk.unwritable.add(left)
+    until(rig, lambda: rig.drive._encrypting._sweep is not None)
+    rig.disk.unwritable.add(next(page for page, content in pages(rig).items() if MARK in content))
     for _ in range(1000):
         turn(rig)
     said = rig.store.statistics()
@@ -423,15 +426,3 @@ def test_what_could_not_be_overwritten_is_tried_again_at_the_next_start(plain: S
     opened(rig)
     encrypted(rig)
     assert not is_marked(rig)
-
-
-def live_pages(rig: StoreRig) -> set[int]:
-    entries = (entry_of(rig, number) for number in range(BLOCKS))
-    return {
-        page
-        for entry in entries
-        if entry is not None
-        for page in range(
-            entry.offset // PAGE_BYTES, (entry.offset + record_bytes(entry.length)) // PAGE_BYTES
-        )
-    }
