@@ -104,7 +104,9 @@ class Encrypting:
             return 0
         at = self._extents.first_page if self._sweep is None else self._sweep.page
         free = min(self._extents.free_pages, self._extents.until_page - at)
-        return self._keeping.plain_bytes + free * PAGE_BYTES
+        return max(
+            PAGE_BYTES, self._keeping.plain_bytes + free * PAGE_BYTES
+        )  # 0: it is durable that nothing is
 
     def step(self) -> None:
         """Begin a stretch of work, if it is time for one."""
@@ -268,12 +270,15 @@ class Encrypting:
         extents = self._extents
         found = extents.free_from(sweep.page, sweep.until_page)
         while found is None:
-            if extents.unwritten:
-                sweep.page, pages = extents.unwritten.pop()
-                sweep.until_page = sweep.page + pages
-                found = extents.free_from(sweep.page, sweep.until_page)
-                continue
-            return self._end(sweep)
+            if self._writes.lends:  # all was looked at but for what a lane has, or gave back as it was
+                self._writes.lends = False
+                self._writes.seal()
+                sweep.begun = self._writes.begun
+            if not extents.unwritten:
+                return self._end(sweep) if self._writes.have_ended(sweep.begun) else False
+            sweep.page, pages = extents.unwritten.pop()
+            sweep.until_page = sweep.page + pages
+            found = extents.free_from(sweep.page, sweep.until_page)
         start, pages = found
         pages = min(pages, ENCRYPT_PIECE_BYTES // PAGE_BYTES)
         extents.hold(start, pages)
@@ -306,7 +311,7 @@ class Encrypting:
                 self._writes.after_sync(synced)
 
         def synced(error: StorageError | None) -> None:
-            self.is_working = False
+            self.is_working, self._writes.lends = False, True
             if error is None and not self._closed:
                 self._volume.note_nothing_plain()
                 self.is_active, self._extents.unwritten, self.why = False, None, ""
@@ -317,7 +322,7 @@ class Encrypting:
         return self.is_working
 
     def _give_up(self, why: str) -> None:
-        self.is_working = False
+        self.is_working, self._writes.lends = False, True
         self.why = why
         self._closed, self._sweep = True, None
 
@@ -348,6 +353,9 @@ class _Sweep:
     def __init__(self, page: int) -> None:
         self.page = page
         self.until_page: int | None = None  # None: the drive's end
+        self.begun = (
+            0  # so many writes had begun when all was looked at: what is under way is on no free page
+        )
         self.failed = 0
 
 

@@ -118,7 +118,7 @@ class Extents:
         starts = (
             start for start, length in self._by_start.items() if start < until and start + length > page
         )
-        start = min(starts, default=None)
+        start = min(starts, default=None) if page < until else None
         if start is None:
             return None
         begin = max(start, page)

@@ -169,6 +169,7 @@ class Writes:
         self._bare: list[RecordWrite] = []  # begun, and without headers so far
         self._begun: deque[RecordWrite | _Lent] = deque()  # given to the drive and not retired, by generation
         self.lane: Lane | None = None
+        self.lends = True  # no ground is lent otherwise
         self._lent: _Lent | None = None  # what the lane has now
         self._on_lanes: deque[_Lent] = deque()  # all that is not over
         self._awaiting: list[AfterSync] = []
@@ -274,7 +275,13 @@ class Writes:
         pages = min(pages, self._extents.longest)
         records = min(pages // 2, LENT_RECORDS_MAX)
         free = LENT_MAX - len(self._on_lanes)
-        if self.lane is None or self._lent is not None or self.stopped is not None or self._waiting:
+        if (
+            not self.lends
+            or self.lane is None
+            or self._lent is not None
+            or self.stopped is not None
+            or self._waiting
+        ):
             return
         if not records or not free:
             return
@@ -300,6 +307,10 @@ class Writes:
             self._lent = None
             self._extents.release(page, pages, unwritten=True)
         self.settle_finished()
+
+    def have_ended(self, begun: int) -> bool:
+        """Return whether as many writes have ended, and all that stands on ground that was lent."""
+        return self.ended >= begun and not self._on_lanes
 
     def seal(self) -> None:
         """Take back what the lane has not used."""
