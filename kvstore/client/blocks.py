@@ -76,6 +76,8 @@ class Block:
 
     def __post_init__(self) -> None:
         """Refuse what no node would take, before anything is sent."""
+        if not isinstance(self.key, bytes):
+            raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(self.key).__name__}.")
         if self.key and len(self.key) != KEY_BYTES:
             raise InvalidArgument(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
         if self.domain and len(self.domain) != DOMAIN_BYTES:

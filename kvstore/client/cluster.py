@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvstore.client.block_calls import Prefix, Stored
 from kvstore.client.blocks import PutResult
-from kvstore.client.cluster_blocks import blocks_of
+from kvstore.client.checks import check_key, check_keys, check_lengths, check_wanted, checked_puts
+from kvstore.client.cluster_blocks import blocks_of, keys_of
 from kvstore.client.cluster_removals import Removals
 from kvstore.client.nodes import Nodes
 from kvstore.client.repairs import Repairs
@@ -118,6 +119,7 @@ class ClusterClient(Handle):
 
     def owners(self, key: bytes) -> list[str]:
         """The nodes that a block is kept on, now, its first owner first."""
+        check_key(key)
         now = self.nodes.map
         return [
             now.members[at].node
@@ -153,7 +155,7 @@ class ClusterClient(Handle):
         expires_unix_ms: int = 0,
     ) -> ClusterPuts:
         """As `Client.arm`: a put to each owner, all of them fired by the one flag."""
-        keys = [block.key for block in blocks]
+        keys = keys_of(blocks)
         parts = self._owned(keys)
 
         def arm(client: Client, some: list[int]) -> ArmedPuts:
@@ -177,7 +179,7 @@ class ClusterClient(Handle):
         def copied(at: int, _: object) -> bytes | None:
             return blocks[at].copied()
 
-        return self._found([block.key for block in blocks], get, self._get_s(timeout_s), copied)
+        return self._found(keys_of(blocks), get, self._get_s(timeout_s), copied)
 
     # --- inside gRPC
 
@@ -219,7 +221,7 @@ class ClusterClient(Handle):
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`, on each owner; of each block there is a result."""
-        given = list(blocks)
+        given = list(checked_puts(blocks))
         keys = [key for key, _ in given]
         parts = self._owned(keys)
 
@@ -243,6 +245,7 @@ class ClusterClient(Handle):
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> Iterator[bytes | Miss]:
         """As `Client.get_many_inline`, of the first owner that has it; the timeout is for all of them."""
+        check_wanted(wanted)
         until_s = _now_s() + self._get_s(timeout_s)
         for first in range(0, len(wanted), _INLINE_A_ROUND):
             part = wanted[first : first + _INLINE_A_ROUND]
@@ -260,6 +263,8 @@ class ClusterClient(Handle):
         self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[Stored | Miss]:
         """As `Client.exists`: whether any of its owners has it. A node that is away is a Miss that says so."""
+        check_keys(keys)
+        check_lengths(lengths, keys)
         sizes = lengths or [0] * len(keys)
 
         def ask(client: Client, some: list[int], left_s: float) -> list[Stored | Miss]:
@@ -284,6 +289,7 @@ class ClusterClient(Handle):
         the deletion: all are asked twice, the second time with the same map as this client has; NodeUnavailable if
         that doesn't come to be in a call's time.
         """
+        check_keys(keys)
         return self._removals.delete(keys, durability, self._call_s(None))
 
     def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> list[Erasure]:
@@ -305,6 +311,7 @@ class ClusterClient(Handle):
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> ClusterPin:
         """As `Client.pin`, on each owner that answers; raises if none does."""
+        check_keys(keys)
         parts = self._owned(keys)
         answers = self._each(
             parts, lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Block
+from kvstore.client.checks import check_blocks
 from kvstore.names import SHARED
 from nic_offload.pieces import Pieces, pieces_said
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kvstore.client.client import Client
     from kvstore.client.nodes import Everywhere
 
-__all__ = ["ClusterBlock", "ClusterPieces", "blocks_of"]
+__all__ = ["ClusterBlock", "ClusterPieces", "blocks_of", "keys_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,12 @@ class ClusterBlock(NamedTuple):
         if self.pieces is not None:
             return self.pieces.copied()
         return self.memory.copied(self.offset, self.length)
+
+
+def keys_of(blocks: Sequence[ClusterBlock]) -> list[bytes]:
+    """Their keys. Refuses anything but a list of such blocks."""
+    check_blocks(blocks, ClusterBlock)  # a single one is a tuple, whose fields are none
+    return [one.key for one in blocks]
 
 
 def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:

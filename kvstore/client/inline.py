@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
-from kvstore.client.checks import check_domain, check_number
+from kvstore.client.checks import check_domain, check_key, check_number, check_wanted, checked_puts, view_of
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["InlineCalls"]
 
 _CLOCK = SystemClock()
-_LENGTH = "A block's length"
 _EXPIRES = "The time at which a block expires"
 
 
@@ -90,7 +89,8 @@ class InlineCalls:
         read_ns: int | None = None,
     ) -> Durability:
         """As `Client.put_inline`; `read_ns` says of a copy when its bytes were asked for."""
-        view = _view(data)
+        view = view_of(data)
+        name = self._name(key, len(view), domain)
         check_number(_EXPIRES, expires_unix_ms, 64)
         check_domain(key, domain)
 
@@ -98,7 +98,7 @@ class InlineCalls:
             yield pb.PutRequest(
                 start=pb.PutStart(
                     tenant=self._tenant,
-                    name=self._name(key, len(view), domain),
+                    name=name,
                     durability=durability_message(durability),
                     expires_unix_ms=expires_unix_ms,
                     is_copy=read_ns is not None,
@@ -166,7 +166,7 @@ class InlineCalls:
         broken: KvError | None = None
         mistakes: list[Exception] = []
         span = None if self._spans is None else self._spans.inline("kvstore.put")
-        views: Iterator[tuple[bytes, memoryview]] = ((key, _view(data)) for key, data in blocks)
+        views = checked_puts(blocks)
         if span is not None:
             views = span.sized(views)
         head = batches_pb2.PutBatchRequest(
@@ -217,6 +217,7 @@ class InlineCalls:
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> Iterator[bytes | Miss]:
         """As `Client.get_many_inline`."""
+        check_wanted(wanted)
         timeout_s = self._within(timeout_s, many=True)
         if self._spans is None:
             return self._get_many(wanted, timeout_s, None)
@@ -277,8 +278,6 @@ class InlineCalls:
         )
         if not wanted:
             return
-        for _, length in wanted:
-            check_number(_LENGTH, length, 64)
         chunks: list[memoryview] = []
         had, given = 0, 0
         with within(span):  # and no longer: what is between two blocks is the caller's
@@ -305,7 +304,8 @@ class InlineCalls:
             raise ProtocolError(f"The node sent {given} of the {len(wanted)} requested blocks.")
 
     def _name(self, key: bytes, length: int, domain: bytes = SHARED) -> pb.BlockName:
-        length = check_number(_LENGTH, length, 64)
+        check_key(key)
+        check_number("A block's length", length, 64)
         return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length, domain=domain)
 
 
@@ -316,10 +316,6 @@ def _noting(parts: Iterator[bytes], mistakes: list[Exception]) -> Iterator[bytes
     except Exception as error:
         mistakes.append(error)
         raise
-
-
-def _view(data: Data) -> memoryview:
-    return memoryview(b"".join(data) if isinstance(data, (list, tuple)) else data).cast("B")
 
 
 def _result(key: bytes, end: batches_pb2.BlockEnd | None, broken: KvError | None) -> PutResult:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import pieces_of
 from kvstore.client.call_routes import Reserving
-from kvstore.client.checks import check_armed, check_gets, check_lease, check_number, check_reserved
+from kvstore.client.checks import (
+    are_pieces,
+    check_armed,
+    check_gets,
+    check_lease,
+    check_number,
+    check_reserved,
+)
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import ARMED_BLOCKS_MAX
 from kvstore.client.puts import ArmedPuts
@@ -170,7 +177,7 @@ class Transfers:
         ended: Ended | None,
     ) -> Get | NoGet:
         """As `Client.getting`."""
-        if any(map(pieces_of, blocks)):
+        if are_pieces(blocks):
             raise InvalidArgument("A block of pieces can't be fetched in the background: use `get`.")
         return self._getting(blocks, layout, timeout_s, watch, ended, is_awaited=False)
 
