@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvcli.progress import bars
 from kvcli.running import Status
@@ -34,7 +34,7 @@ from nic_offload.aead import wipe
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from kvstore.sealing.keyring_state import KeyringStatus
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 T = TypeVar("T")
+Clear: TypeAlias = "Mapping[int, tuple[int, str]]"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,14 +98,18 @@ def _status(data: Path, option: str | None, *, as_json: bool) -> int:
     if option is not None:
         _opened(data, option).close()
     status = read_status(keyring_path(data))
+    node = find_control(data)
+    clear = {} if node is None else node.clear
+    if node is not None:
+        node.close()
     if as_json:
-        _print(json.dumps(_document(status), indent=2))
+        _print(json.dumps(_document(status, clear), indent=2))
     else:
-        _print("\n".join(_lines(status)))
+        _print("\n".join(_lines(status, clear)))
     return Status.NO if status.damaged else Status.DONE
 
 
-def _document(status: KeyringStatus) -> dict[str, object]:
+def _document(status: KeyringStatus, clear: Clear) -> dict[str, object]:
     return {
         "store": status.store_uuid.hex(),
         "master_key": status.master_id,
@@ -118,11 +123,14 @@ def _document(status: KeyringStatus) -> dict[str, object]:
         },
         "tenants": [{"id": tenant.hex(), "version": version} for tenant, version in status.tenants],
         "rotating_tenants": [tenant.hex() for tenant in status.rotating],
+        "clear": [
+            {"drive": drive, "bytes": size, "why_not": why} for drive, (size, why) in sorted(clear.items())
+        ],
         "copies_on_write": status.copies_on_write,
     }
 
 
-def _lines(status: KeyringStatus) -> list[str]:
+def _lines(status: KeyringStatus, clear: Clear) -> list[str]:
     lines = [
         f"store       {status.store_uuid.hex()}",
         f"master key  {status.master_id}",
@@ -130,6 +138,11 @@ def _lines(status: KeyringStatus) -> list[str]:
         f"keys        {status.live} live, {status.erased} erased, {status.damaged} damaged, {status.free} free",
     ]
     lines += [f"tenant      {tenant.hex()}  key version {version}" for tenant, version in status.tenants]
+    lines += [
+        f"drive {drive}     {show_size(size)} at most in the clear, being encrypted. {why}".rstrip()
+        for drive, (size, why) in sorted(clear.items())
+        if size
+    ]
     lines += [
         f"The rotation of tenant {tenant.hex()} was interrupted; `kvstore keys rotate-tenant` finishes it."
         for tenant in status.rotating

@@ -45,13 +45,13 @@ class ControlSocket:
     """Of one node."""
 
     def __init__(
-        self, data: Path, keys: StoreKeys, audit: Audit, clear_bytes: Callable[[], dict[int, int]]
+        self, data: Path, keys: StoreKeys, audit: Audit, clear: Callable[[], dict[int, tuple[int, str]]]
     ) -> None:
         """Listen in the data folder, which is locked, and go on with what was interrupted."""
         self._data = data
         self._keys = keys
         self._audit = audit
-        self._clear_bytes = clear_bytes
+        self._clear = clear
         self._loop = asyncio.get_running_loop()
         self._callers: set[asyncio.Task[None]] = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -83,8 +83,7 @@ class ControlSocket:
             if len(self._callers) > CONTROL_CALLERS_MAX:
                 raise Overloaded("The node has enough to do for others that manage its keys.")
             challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-            clear = {str(drive): size for drive, size in self._clear_bytes().items()}
-            writer.write(line_of({"challenge": challenge.hex(), "clear": clear}))
+            writer.write(line_of({"challenge": challenge.hex(), "clear": self._clear()}))
             async with asyncio.timeout(CONTROL_ASK_MS / 1000):
                 line = await reader.readline()
             if line:

@@ -385,6 +385,12 @@ def _of_drives(states: Sequence[DriveState]) -> list[Metric]:
             "drive",
             {number: one.quarantined_bytes for number, one in here.items()},
         ),
+        _gauges(
+            "kvstore_drive_clear_bytes",
+            "What may be in the clear of a drive that is being encrypted, at most.",
+            "drive",
+            {number: one.clear_bytes for number, one in here.items()},
+        ),
     ]
 
 

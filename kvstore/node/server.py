@@ -287,7 +287,12 @@ def _control(store: Store, config: NodeConfig, gate: Gate) -> ControlSocket | No
     """Let `kvstore keys` speak to the node, if it has keys."""
     if not isinstance(store.keys, StoreKeys):
         return None
-    return ControlSocket(config.data, store.keys, gate.audit, dict)
+
+    def clear() -> dict[int, tuple[int, str]]:
+        here = ((one.number, one.statistics) for one in store.drive_states())
+        return {number: (one.clear_bytes, one.clear_why) for number, one in here if one is not None}
+
+    return ControlSocket(config.data, store.keys, gate.audit, clear)
 
 
 async def _end(control: ControlSocket | None) -> None:

@@ -1,6 +1,6 @@
 """How `kvstore keys` speaks to the node that has a data folder open: a socket in that folder, lines of JSON.
 
-    node      {"challenge": HEX, "clear": {"0": BYTES, ...}}
+    node      {"challenge": HEX, "clear": {DRIVE: [BYTES, WHY], ...}}
     command   {"do": "rotate-tenant", "tenant": HEX or null, "proof": HEX}
               {"do": "rotate-master", "new_master_key": "KIND:WHERE", "proof": HEX}
     node      {"done": ...}   or   {"error": SENTENCE, "kind": NAME}
@@ -64,7 +64,8 @@ class Control:
         self._lines = connection.makefile("rb")
         hello = self._heard()
         self.challenge = bytes.fromhex(hello["challenge"])
-        self.clear_bytes = {int(drive): int(size) for drive, size in hello["clear"].items()}
+        # What of each drive is in the clear and being encrypted, and why that doesn't go on.
+        self.clear = {int(drive): (int(size), str(why)) for drive, (size, why) in hello["clear"].items()}
 
     def ask(self, **what: Any) -> Any:
         """Have it do something; the error that it answers with, or NodeUnavailable."""

@@ -8,8 +8,7 @@ to check (see `GetDone`); memory of a slot is not touched after its report; ever
 
 Room is made by eviction (`kvstore.storage.room`), in steps of `poll`, which is called every `TIMER_TICK_MS` as well.
 
-Of the other drives of its store it asks only which blocks and sessions they have, and tells them of its sessions
-(`others`). It knows no connections, no leases of slots and no tenants' rights.
+Of the other drives it asks only which blocks and sessions they have, and tells them of its own (`others`).
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.storage.batches import check_batch, check_steps
 from kvstore.storage.checks import Checks
 from kvstore.storage.deletes import Deletes
+from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.eviction_events import Explanation, Held, Keeping
@@ -52,14 +52,14 @@ from kvstore.storage.renewals import Renewals
 from kvstore.storage.room import Room
 from kvstore.storage.scrubs import Scrubs
 from kvstore.storage.sends import Sends
+from kvstore.storage.session_rewrites import SessionRewrites
 from kvstore.storage.sessions import Sessions
 from kvstore.storage.traffic import Traffic
 from kvstore.storage.wipes import Wipes
 from kvstore.storage.writes import Writes
-from kvstore.wire.record import FORMAT_VERSION, RECORD_MAGIC, Kind, record_bytes
+from kvstore.wire.record import record_bytes
 from nic_offload.checksum import crc32c_at
 from nic_offload.handle import Handle
-from nic_offload.lane import RecordFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from kvstore.storage.volume import Volume
     from kvstore.storage.wipes import Wiped
     from kvstore.storage.writes import Lane
+    from nic_offload.lane import RecordFormat
     from nic_offload.vault import RecordCipher
 
 __all__ = ["Drive"]
@@ -139,6 +140,10 @@ class Drive(Handle):
         self.deadlines = self._sessions.deadlines
         self._gets = Gets(volume.codec, index, self._extents, self._traffic, keeping, clock)
         self._sends = Sends(self._extents, self._traffic, keeping)
+        rewrites = SessionRewrites(self._writes, self._wipes, self.manifests, self._sessions)
+        self._encrypting = Encrypting(
+            volume, index, self._extents, self._traffic, self._writes, keeping, self.puts, rewrites, clock
+        )
         self._outboxes: tuple[Outbox[Any], ...] = (
             self.puts.outbox,
             self._gets.outbox,
@@ -256,8 +261,6 @@ class Drive(Handle):
         self._quota_queue.step()
         self._set_off()
 
-    # A lane (`nic_offload.lane`), which writes blocks by itself.
-
     @property
     def direct_fd(self) -> int | None:
         """Return the descriptor for a lane and a reader; None if the drive can't have them."""
@@ -271,10 +274,7 @@ class Drive(Handle):
     @property
     def record_format(self) -> RecordFormat:
         """What a lane makes headers of blocks with, and a reader compares them with."""
-        superblock = self._volume.superblock
-        return RecordFormat(
-            RECORD_MAGIC, FORMAT_VERSION, Kind.BLOCK, superblock.secret, superblock.drive_uuid
-        )
+        return self._volume.record_format
 
     def use_lane(self, lane: Lane) -> None:
         """Attach a lane, which writes here on the ground lent to it."""
@@ -354,10 +354,7 @@ class Drive(Handle):
 
     def of_domain(self, tenant: bytes, domain: int | None, after: bytes) -> tuple[list[Name], bytes | None]:
         """Return blocks of a tenant, all or those of one key, and from where to look on; None: there are no more."""
-        rows = self._index.after(after or tenant, ERASE_STEP_BLOCKS)
-        names = [name for name, entry in rows if name[0] == tenant and domain in {None, entry.domain}]
-        is_more = len(rows) == ERASE_STEP_BLOCKS and rows[-1][0][0] == tenant
-        return names, b"".join(rows[-1][0]) if is_more else None
+        return self._index.of_domain(tenant, domain, after, ERASE_STEP_BLOCKS)
 
     def drop(self, names: Sequence[Name], then: Wiped) -> None:
         """Delete blocks, synced; `then` is called from `poll` or at once."""
@@ -474,6 +471,7 @@ class Drive(Handle):
         self._doubts.commit()
         self._quota_queue.step()
         self._room.step()
+        self._encrypting.step()
         self._writes.sync_if_awaited()
         self._traffic.pump()  # the sync that has become due, and what has been freed
         try:
@@ -509,6 +507,8 @@ class Drive(Handle):
             syncs=self._writes.syncs,
             takes_puts=self.takes_puts,
             rebuilt=self._rebuilt,
+            clear_bytes=self._encrypting.clear_bytes,
+            clear_why=self._encrypting.why,
         )
 
     def close(self) -> None:
@@ -519,6 +519,7 @@ class Drive(Handle):
         self._writes.seal()
         self.puts.lane_is_lost()
         self._sends.close()
+        self._encrypting.close()
         self._room.close()
         self._quota_queue.close()
         self._scrubs.close()
@@ -581,7 +582,7 @@ class Drive(Handle):
     @property
     def is_busy(self) -> bool:
         """Return whether any accepted operation is still pending."""
-        if self._writes.without_keys:
+        if self._writes.without_keys or self._encrypting.is_working:
             return True
         if self._sessions.slices or any(outbox.promised for outbox in self._outboxes):
             return True
@@ -590,7 +591,8 @@ class Drive(Handle):
     @property
     def has_timers(self) -> bool:
         """Return whether any work is pending or any session or block has a time to live."""
-        return bool(self.is_busy or self.deadlines or self.keeping.core.has_timers)
+        waits = self.deadlines or self.keeping.core.has_timers or self._encrypting.is_active
+        return bool(waits) or self.is_busy
 
     def _check(self, items: Sequence[object]) -> None:
         if self._closed:

@@ -164,6 +164,9 @@ class Keeping:
         self.quarantined = 0  # since the opening
         self._quarantined_pages: Counter[bytes] = Counter()  # that are not in use again, by their tenant
         self.protected: set[SessionName] = set()
+        self.plain_bytes = 0  # of blocks in the clear, while there may be any
+        self.leaves_some = False  # pages stay as they are, and out of use, until the next opening
+        self._moved: dict[int, tuple[int, int]] = {}  # generations that blocks had when they were guarded
         self._places: dict[Name, tuple[list[int], int]] = {}  # of blocks that are being replaced
 
     # Ways in.
@@ -329,8 +332,55 @@ class Keeping:
     ) -> None:
         for entry in entries:
             self.ground.take(entry.offset // PAGE_BYTES)
+            if not entry.domain:
+                self.plain_bytes -= record_bytes(entry.length)
+        self.leaves_some |= not wipe
         if wipe:
             self._wipes.free([(entry.offset, entry.length) for entry in entries], instead=instead)
+
+    # What is written anew.
+
+    def moved(self, name: Name, old: Entry, new: Entry) -> None:
+        """Note that a block was written anew elsewhere, and is the same to all that know it."""
+        guards = self.core.moved(old.generation, new.generation)
+        if guards:
+            self._moved[old.generation] = (new.generation, guards)
+        self.ground.take(old.offset // PAGE_BYTES)
+        self.ground.put(new.offset // PAGE_BYTES, _pages(new), new.generation)
+        self.plain_bytes -= record_bytes(old.length)
+        self._tell([name], None)
+
+    def overwrite(self, old: Entry) -> None:
+        """Wipe, overwrite and free the place from which a block was moved."""
+        self._wipes.free(
+            [(old.offset, old.length)], instead=lambda start, pages: self._scrubs.add(start, pages, _nothing)
+        )
+
+    def after_wipes(self, then: Callable[[StorageError | None], None]) -> None:
+        """Call back when all that is being wiped is free."""
+        self._wipes.free((), then)
+
+    @property
+    def is_overwriting(self) -> bool:
+        """Return whether anything is being overwritten."""
+        return self._scrubs.pending > 0
+
+    def after_scrubs(self, then: Callable[[StorageError | None], None]) -> None:
+        """Call back when all that is being overwritten is, or never will be."""
+        self._scrubs.after_all(then)
+
+    def void(self, entry: Entry) -> None:
+        """Wipe and free a record that never was in the index."""
+        self._wipes.free([(entry.offset, entry.length)])
+
+    def _known_as(self, generation: int) -> int:
+        """Return the generation of a block that somebody guards, and takes one guard back of."""
+        if generation not in self._moved:
+            return generation
+        now, guards = self._moved.pop(generation)
+        if guards > 1:
+            self._moved[generation] = (now, guards - 1)
+        return now
 
     # Uses and guards.
 
@@ -344,6 +394,8 @@ class Keeping:
 
     def unguard(self, generations: Sequence[int], guard: Guard) -> None:
         """Take that back; a block that is gone has lost its guards."""
+        if self._moved:
+            generations = [self._known_as(one) for one in generations]
         self.core.release(generations, guard, self._clock.wall_ms())
 
     def hold(self, names: Sequence[Name], guard: Guard) -> list[Held | None]:
@@ -473,6 +525,10 @@ def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequ
         for keeping in of_drives:
             with suppress(StorageError):
                 keeping.joined(name, keys, 0)
+
+
+def _nothing() -> None:
+    """Be told of what is not awaited."""
 
 
 def _no_digest(*_: bytes) -> int:

@@ -32,10 +32,12 @@ class Extents:
         "_by_start",
         "_first",
         "_free_pages",
+        "_held",
         "_lengths",
         "_parked",
         "_pins",
         "_until",
+        "unwritten",
     )
 
     def __init__(self, first_page: int, until_page: int) -> None:
@@ -48,6 +50,8 @@ class Extents:
         self._pins: dict[int, int] = {}  # start -> how many read from it
         self._parked: dict[int, int] = {}  # released while pinned: start -> length
         self._free_pages = 0
+        self._held = (0, 0)  # free pages that somebody overwrites
+        self.unwritten: list[tuple[int, int]] | None = None  # given back as they were, if it is to be noted
         self._add(first_page, until_page - first_page)
 
     @classmethod
@@ -108,24 +112,46 @@ class Extents:
             of_lengths = [one for one, start in zip(of_lengths, first, strict=True) if start is not None]
         return starts[:count]
 
+    def free_from(self, page: int, until: int | None = None) -> tuple[int, int] | None:
+        """Return the first free pages from one on, and how many there are; None if there are none before the last."""
+        until = self._until if until is None else until
+        starts = (
+            start for start, length in self._by_start.items() if start < until and start + length > page
+        )
+        start = min(starts, default=None) if page < until else None
+        if start is None:
+            return None
+        begin = max(start, page)
+        return begin, min(start + self._by_start[start], until) - begin
+
+    def hold(self, start: int, length: int) -> None:
+        """Keep free pages from being allocated, until `let_go`; they stay free."""
+        self._held = (start, start + length)
+
+    def let_go(self) -> None:
+        """End that."""
+        self._held = (0, 0)
+
     def free_at(self, start: int) -> int:
         """Return how many pages the free extent that begins here has; 0 if there is none."""
         return self._by_start.get(start, 0)
 
     def allocate(self, length: int) -> int | None:
         """Take the start of the smallest free extent that is long enough; None if there is none."""
-        at = bisect_left(self._lengths, length)
-        if at == len(self._lengths):
-            return None
-        whole = self._lengths[at]
-        start = next(iter(self._by_length[whole]))
-        self._remove(start)
-        self._add(start + length, whole - length)
-        return start
+        first, until = self._held
+        for whole in self._lengths[bisect_left(self._lengths, length) :]:
+            for start in self._by_length[whole]:
+                if start >= until or start + length <= first:
+                    self._remove(start)
+                    self._add(start + length, whole - length)
+                    return start
+        return None
 
-    def release(self, start: int, length: int) -> None:
-        """Free an extent; if it is being read, when its readers are done."""
+    def release(self, start: int, length: int, *, unwritten: bool = False) -> None:
+        """Free an extent, of which nothing may have been written; if it is being read, when its readers are done."""
         assert self._first <= start < start + length <= self._until
+        if unwritten and self.unwritten is not None:
+            self.unwritten.append((start, length))
         if start in self._pins:
             assert start not in self._parked
             self._parked[start] = length

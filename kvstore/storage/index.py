@@ -330,6 +330,15 @@ class Index:
                 for found, row in rows
             ]
 
+    def of_domain(
+        self, tenant: bytes, domain: int | None, after: bytes, limit: int
+    ) -> tuple[list[Name], bytes | None]:
+        """Return blocks of a tenant, all or those of one key, and from where to look on; None: there are no more."""
+        rows = self.after(after or tenant, limit)
+        names = [name for name, entry in rows if name[0] == tenant and domain in {None, entry.domain}]
+        is_more = len(rows) == limit and rows[-1][0][0] == tenant
+        return names, b"".join(rows[-1][0]) if is_more else None
+
     def names(self) -> Iterator[bytes]:
         """Return the names of all blocks, many at once: tenant and key, tenant and key."""
         for rows in self.block_rows():
@@ -350,6 +359,15 @@ class Index:
             values = np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
             parts.append(values[_LIFE].astype(_LIFE_ROW))
         return np.concatenate(parts)
+
+    def plain_bytes(self) -> int:
+        """Return what blocks take that are in the clear."""
+        count = 0
+        for rows in self.block_rows():
+            values = np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
+            pages = -(-values["length"][values["domain"] == 0].astype(np.int64) // PAGE_BYTES)
+            count += int(pages.sum()) * PAGE_BYTES + len(pages) * HEADER_BYTES
+        return count
 
     def block_rows(self) -> Iterator[NDArray[np.uint8]]:
         """Return the rows by name, thousands at once, in their order: name and value."""

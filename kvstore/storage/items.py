@@ -131,6 +131,7 @@ class SessionStep(enum.Enum):
     LIMIT = enum.auto()  # end by itself at `expires_ms`, or not at all
     PROTECT = enum.auto()  # keep its first so many blocks from being evicted, over restarts too; 0: none
     EXPIRE = enum.auto()  # be gone, if its time is over by now
+    REWRITE = enum.auto()  # stay as it is, in a record that is written anew
 
 
 class SessionItem(NamedTuple):
@@ -197,6 +198,8 @@ class Statistics:
     syncs: int
     takes_puts: bool
     rebuilt: bool
+    clear_bytes: int  # that are in the clear and are being encrypted, at most
+    clear_why: str  # why they are not
 
 
 @dataclass(frozen=True, slots=True)

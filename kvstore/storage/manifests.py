@@ -21,7 +21,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import StorageError
-from kvstore.limits import PAGE_BYTES, SESSION_BYTES, SESSION_CHUNK_BLOCKS, TENANT_BYTES, USER_BYTES
+from kvstore.limits import (
+    ENCRYPT_LOOKED_AT_ONCE,
+    PAGE_BYTES,
+    SESSION_BYTES,
+    SESSION_CHUNK_BLOCKS,
+    TENANT_BYTES,
+    USER_BYTES,
+)
 from kvstore.storage.row_check import CHECK_BYTES, checked
 from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, parse_manifest, split_keys
 from kvstore.wire.record import record_bytes
@@ -208,6 +215,62 @@ class Manifests:
                 for name, row in transaction.cursor(table):
                     pages[bytes(name[:TENANT_BYTES])] += Place._make(_PLACE.unpack_from(row)).pages
         return pages
+
+    def session_below(
+        self, generation: int, after: bytes
+    ) -> tuple[tuple[SessionName, Place] | None, bytes | None]:
+        """Find the next session whose record has a lower generation, behind a row; and from where to look on.
+
+        None there: all were looked at. A bounded number of rows is.
+        """
+        row, place, after_it = self._below(self._index.sessions, generation, after)
+        if row is None or place is None:
+            return None, after_it
+        user_end = TENANT_BYTES + USER_BYTES
+        name = SessionName(row[:TENANT_BYTES], row[TENANT_BYTES:user_end], row[user_end:])
+        return (name, place), after_it
+
+    def chunk_below(
+        self, generation: int, after: bytes
+    ) -> tuple[tuple[bytes, bytes, Place] | None, bytes | None]:
+        """Find the next such chunk: its tenant, its key and where it is."""
+        row, place, after_it = self._below(self._index.chunks, generation, after)
+        if row is None or place is None:
+            return None, after_it
+        return (row[:TENANT_BYTES], row[TENANT_BYTES:], place), after_it
+
+    def _below(
+        self, table: Any, generation: int, after: bytes
+    ) -> tuple[bytes | None, Place | None, bytes | None]:
+        with self._index.reading() as transaction, transaction.cursor(table) as cursor:
+            there = cursor.set_range(after or b"\0")
+            if there and cursor.key() == after:
+                there = cursor.next()
+            for _ in range(ENCRYPT_LOOKED_AT_ONCE):
+                if not there:
+                    return None, None, None
+                place = Place._make(_PLACE.unpack_from(cursor.value()))
+                if place.generation < generation:
+                    return bytes(cursor.key()), place, bytes(cursor.key())
+                after = bytes(cursor.key())
+                there = cursor.next()
+        return None, None, after
+
+    def move_chunk(self, tenant: bytes, chunk: bytes, old: Place, new: Place) -> bool:
+        """Note another place of a chunk; False, and nothing is changed, if it isn't at the old one any more."""
+
+        def move(transaction: Any) -> bool:
+            row = transaction.get(tenant + chunk, db=self._index.chunks)
+            if row is None:
+                return False
+            *place, count = _CHUNK.unpack_from(row)
+            if Place._make(place) != old:
+                return False
+            moved = checked(tenant + chunk, _CHUNK.pack(*new, count) + row[_CHUNK.size : -CHECK_BYTES])
+            transaction.put(tenant + chunk, moved, db=self._index.chunks)
+            return True
+
+        return self._index.write(move)
 
     def all_chunks(self) -> Iterator[tuple[bytes, bytes, Place, int]]:
         """Return tenant, key, place and refcount of all chunks."""

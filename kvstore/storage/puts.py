@@ -87,6 +87,7 @@ class Puts:
         self._clock = clock
         self._by_name: dict[Name, _Write | Renewal] = {}  # accepted and not published
         self._on_lane: dict[int, _Write] = {}  # those that a lane writes, by tag
+        self.rewriting = 0  # blocks
         self.outbox: Outbox[PutDone] = Outbox()
 
     def accept(self, items: Sequence[PutItem], done: PutsDone) -> None:
@@ -188,6 +189,63 @@ class Puts:
         self.outbox.promised -= len(items)
         other(items)
 
+    def rewrite(
+        self, name: Name, entry: Entry, address: int, over: Callable[[StorageError | None], None]
+    ) -> bool:
+        """Write a block anew that lies at this address, in the place of its entry; False if that is no longer so.
+
+        `over` hears when it was written, or that nothing has come of it; its old place is overwritten later. It is in
+        no quota.
+        """
+        if name in self._by_name or self._index.lookup([name])[0] != entry:
+            return False
+        item = PutItem(
+            *name,
+            entry.fingerprint,
+            entry.length,
+            entry.crc32c,
+            address,
+            entry.expires_ms,
+            Durability.WRITTEN,
+            0,
+        )
+        self._by_name[name] = write = _Rewrite(self._writes, self, item, _nobody, replaces=entry)
+        write.over = over
+        self.rewriting += 1
+        self._writes.add(write)
+        return True
+
+    def _publish_rewrite(self, write: _Rewrite) -> None:
+        """Let the index have its new place, unless the block has gone meanwhile."""
+        old = write.replaces
+        assert old is not None
+        write.has_moved = self._index.lookup([write.name])[0] == old
+        if write.has_moved:
+            self._index.publish([(write.name, write.entry())])
+            self._keeping.moved(write.name, old, write.entry())
+
+    def _finish_rewrite(self, write: _Rewrite, error: StorageError | None) -> None:
+        if error is None and write.has_moved:
+            self._writes.after_sync(lambda error: self._end_rewrite(write, error))
+        else:
+            if error is None:
+                self._keeping.void(write.entry())
+            self._end_rewrite(write, error)
+        write.over(error)
+
+    def _end_rewrite(self, write: _Rewrite, error: StorageError | None) -> None:
+        """Overwrite the old place, and go on with what has waited: later puts of its name, and deletions."""
+        if error is None and write.has_moved:
+            assert write.replaces is not None
+            self._keeping.overwrite(write.replaces)
+        del self._by_name[write.name]
+        self.outbox.promised -= len(write.followers)
+        for item, done in write.followers:
+            self.accept([item], done)
+        if write.afterwards:
+            self._afterwards(write)
+        self.rewriting -= 1
+
     def is_under_way(self, name: Name) -> bool:
         """Return whether a put of this name was accepted and is not in the index yet."""
         return name in self._by_name
@@ -210,7 +268,10 @@ class Puts:
 
     def publish(self, records: Sequence[RecordWrite]) -> None:
         """Put blocks into the index; wipe and free what they replace."""
-        writes = cast("Sequence[_Write]", records)
+        writes = cast("Sequence[_Write]", [one for one in records if not isinstance(one, _Rewrite)])
+        for record in records:
+            if isinstance(record, _Rewrite):
+                self._publish_rewrite(record)
         replacing = [write for write in writes if write.replaces is not None]
         before = self._index.lookup([write.name for write in replacing]) if replacing else ()
         blocks = [(write.name, write.entry()) for write in writes]
@@ -224,6 +285,9 @@ class Puts:
     def finish(self, record: RecordWrite, error: StorageError | None) -> None:
         """Report a block and the later puts of its name."""
         assert isinstance(record, _Write)
+        if isinstance(record, _Rewrite):
+            self._finish_rewrite(record, error)
+            return
         if record.charged_pages:
             self._queue.quotas.leave(record)
         item = record.item
@@ -371,6 +435,36 @@ class _Write(Charged):
             item.crc32c,
             self.expires_ms,
         )
+
+
+class _Rewrite(_Write):
+    """A block that is stored, on its way to another place."""
+
+    waits_for_room = False
+
+    __slots__ = ("has_moved", "over")
+
+    def __init__(
+        self, writes: Writes, puts: Puts, item: PutItem, done: PutsDone, replaces: Entry | None
+    ) -> None:
+        super().__init__(writes, puts, item, done, replaces)
+        self.has_moved = False
+        self.over: Callable[[StorageError | None], None] = _nothing
+
+    def header(self) -> Header:
+        self.followers, followers = [], self.followers  # what they ask for is theirs to get afterwards
+        try:
+            return super().header()
+        finally:
+            self.followers = followers
+
+
+def _nobody(_: Sequence[PutDone]) -> None:
+    """Take the end of a put that is none."""
+
+
+def _nothing(_: StorageError | None) -> None:
+    """Be told of what is not awaited."""
 
 
 def _refusal(item: PutItem, now_ms: int, *, encrypts: bool) -> StorageError | None:

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 __all__ = ["Neighbour", "Sessions"]
 
 _REMOVALS: Final = frozenset({SessionStep.REMOVE, SessionStep.EXPIRE})
+_SAME_BLOCKS: Final = frozenset({SessionStep.LIMIT, SessionStep.REWRITE})
 
 _NAME_SIZES: Final = (TENANT_BYTES, USER_BYTES, SESSION_BYTES)
 
@@ -134,6 +135,10 @@ class Sessions:
     def holds(self, name: SessionName) -> bool:
         """Return whether a session is here, or a step of it under way, or something left of it on the drive."""
         return name in self._steps or name in self._doubtful or self._manifests.get(name) is not None
+
+    def is_changing(self, name: SessionName) -> bool:
+        """Return whether a step of a session is under way."""
+        return name in self._steps
 
     def publish(self, records: Sequence[RecordWrite]) -> None:
         """Begin to put manifests into the index, each behind its chunks."""
@@ -264,8 +269,11 @@ class Sessions:
         stored = self._manifests.get(source) if source is not None else None
         source_epoch = item.source_epoch if item.step is SessionStep.FORK else item.epoch
         stored = None if self._is_over(stored, source_epoch) else stored
-        if item.step is SessionStep.LIMIT and stored is not None:
-            return stored.manifest._replace(expires_ms=item.expires_ms or 0), {}
+        if item.step in _SAME_BLOCKS and stored is not None:
+            is_limit = item.step is SessionStep.LIMIT
+            return stored.manifest._replace(
+                expires_ms=item.expires_ms or 0
+            ) if is_limit else stored.manifest, {}
         if item.step is SessionStep.PROTECT and stored is not None:
             self._refuse_to_protect(item)
             return stored.manifest._replace(protected=item.blocks), {}

@@ -401,8 +401,9 @@ class Store(Handle):
         total: dict[str, Any] = {
             field.name: (any if field.name in _ANY else sum)(getattr(one, field.name) for one in each)
             for field in fields(Statistics)
-            if field.name != "eviction"
+            if field.name not in {"eviction", "clear_why"}
         }
+        total["clear_why"] = next((one.clear_why for one in each if one.clear_why), "")
         total["eviction"] = together([one.eviction for one in each])
         total["deletes_pending"] = self._deletions.outbox.promised  # not once for each drive
         total["sessions_pending"] = self._steps.outbox.promised

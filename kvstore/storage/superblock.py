@@ -137,7 +137,6 @@ def renewed(superblock: Superblock) -> Superblock:
         roll_copy=0,
         roll_crc32c=0,
         keyring=None,
-        has_plain=True,
     )
 
 

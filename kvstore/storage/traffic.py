@@ -96,6 +96,11 @@ class Traffic:
         return len(self._first) + sum(len(line.works) for line in self._lines.values())
 
     @property
+    def tenants_wait(self) -> bool:
+        """Whether any tenant's work is queued."""
+        return len(self._lines) > (b"" in self._lines)
+
+    @property
     def in_flight(self) -> int:
         """How many operations are in flight."""
         return len(self._in_flight)

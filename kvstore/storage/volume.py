@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final
 from kvstore.errors import ReadOnly
 from kvstore.limits import GENERATIONS_PER_DRIVE
 from kvstore.storage.live_roll import write_roll
-from kvstore.storage.superblock import write_superblock
-from kvstore.wire.record import HeaderCodec
+from kvstore.storage.superblock import EPOCH_FORMATTED, write_superblock
+from kvstore.wire.record import FORMAT_VERSION, RECORD_MAGIC, HeaderCodec, Kind
+from nic_offload.lane import RecordFormat
 from nic_offload.vault import SALT_BYTES, RecordCipher
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class Volume:
         """Return the highest generation that may have been given."""
         return self._next_generation - 1
 
+    @property
+    def record_format(self) -> RecordFormat:
+        """What a lane makes headers of blocks with, and a reader compares them with."""
+        secret, drive_uuid = self.superblock.secret, self.superblock.drive_uuid
+        return RecordFormat(RECORD_MAGIC, FORMAT_VERSION, Kind.BLOCK, secret, drive_uuid)
+
     def begin_epoch(self, live_pages: NDArray[np.int64] | None = None) -> None:
         """Begin an epoch of taking puts, durably, with generations reserved for it.
 
@@ -68,6 +75,10 @@ class Volume:
     def end_epoch(self) -> None:
         """Begin the epoch of a closed store, durably; generations that were not used are given back."""
         self._next_epoch(generation_ceiling=self._next_generation)
+
+    def note_nothing_plain(self) -> None:
+        """Say, durably, that nothing on the drive is in the clear."""
+        self._write(self.superblock._replace(plain_below=0))  # waits for the drive, once
 
     def skip_generations(self, used: int) -> None:
         """Give none that is not higher than one found on the drive."""
@@ -103,7 +114,12 @@ class Volume:
         said = self.superblock._replace(
             epoch=self.superblock.epoch + 1, generation_ceiling=generation_ceiling
         )
-        self._write(said if self.keys is None else said._replace(keyring=self.keys.mark))
+        if self.keys is not None:
+            if said.keyring is None:  # from here on nothing is written in the clear
+                is_new = self.superblock.epoch == EPOCH_FORMATTED
+                said = said._replace(plain_below=0 if is_new else self._next_generation)
+            said = said._replace(keyring=self.keys.mark)
+        self._write(said)
 
     def _write(self, superblock: Superblock) -> None:
         write_superblock(self.disk, superblock)

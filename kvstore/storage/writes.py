@@ -84,6 +84,7 @@ class RecordWrite:
     """One record on its way to the drive."""
 
     reads: Final = False
+    waits_for_room = True  # or else it is refused, with NoSpace, where there is none
 
     __slots__ = (
         "_writes",
@@ -168,6 +169,7 @@ class Writes:
         self._bare: list[RecordWrite] = []  # begun, and without headers so far
         self._begun: deque[RecordWrite | _Lent] = deque()  # given to the drive and not retired, by generation
         self.lane: Lane | None = None
+        self.lends = True  # no ground is lent otherwise
         self._lent: _Lent | None = None  # what the lane has now
         self._on_lanes: deque[_Lent] = deque()  # all that is not over
         self._awaiting: list[AfterSync] = []
@@ -273,17 +275,25 @@ class Writes:
         pages = min(pages, self._extents.longest)
         records = min(pages // 2, LENT_RECORDS_MAX)
         free = LENT_MAX - len(self._on_lanes)
-        if self.lane is None or self._lent is not None or self.stopped is not None or self._waiting:
+        if (
+            not self.lends
+            or self.lane is None
+            or self._lent is not None
+            or self.stopped is not None
+            or self._waiting
+        ):
             return
         if not records or not free:
+            return
+        page = self._extents.allocate(pages)
+        if page is None:
             return
         try:
             generation = self._volume.take_generations(records)
         except StorageError as error:
+            self._extents.release(page, pages, unwritten=True)
             self.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             return
-        page = self._extents.allocate(pages)
-        assert page is not None
         taken = {lent.place for lent in self._on_lanes}
         place = next(place for place in range(LENT_MAX) if place not in taken)
         ground = Ground(page, generation, pages, records)
@@ -295,8 +305,12 @@ class Writes:
         if not self.lane.lend(ground):
             self._lent.left = 0
             self._lent = None
-            self._extents.release(page, pages)
+            self._extents.release(page, pages, unwritten=True)
         self.settle_finished()
+
+    def have_ended(self, begun: int) -> bool:
+        """Return whether as many writes have ended, and all that stands on ground that was lent."""
+        return self.ended >= begun and not self._on_lanes
 
     def seal(self) -> None:
         """Take back what the lane has not used."""
@@ -306,7 +320,7 @@ class Writes:
         used, left = self.lane.seal()
         lent.left = used - lent.told
         if left.pages:
-            self._extents.release(left.page, left.pages)
+            self._extents.release(left.page, left.pages, unwritten=True)
 
     def ended_on_lane(self, record: RecordWrite, generation: int, offset: int, result: int) -> None:
         """Take note of a record of the lane's, each in the order of generations; `settle_finished` does the rest."""
@@ -359,11 +373,13 @@ class Writes:
             if self.stopped is not None:
                 raise self.stopped_again()
             if self._waiting and not was_resumed:
+                _refuse_unless_it_waits(record)
                 self._waiting.append(record)
                 return None
             self.seal()
             page = self._extents.allocate(record.size_bytes // PAGE_BYTES)
             if page is None:
+                _refuse_unless_it_waits(record)
                 self._waiting.appendleft(record)
                 return None
             record.offset = page * PAGE_BYTES
@@ -515,6 +531,11 @@ class _Sync:
 
     def end(self, result: int) -> None:
         self._writes.synced(self, result)
+
+
+def _refuse_unless_it_waits(record: RecordWrite) -> None:
+    if not record.waits_for_room:
+        raise NoSpace("There is no room for it now.")
 
 
 def write_error(result: int) -> StorageError:

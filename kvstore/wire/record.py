@@ -68,7 +68,7 @@ ENCRYPTED_MAGIC = b"TKVSEALD"
 _DRIVE_MAGIC = b"TKVDRIVE"
 _TAG_BYTES = 16
 _SUPERBLOCK = struct.Struct("<8sII16s16s32sQQQQQIIQI")
-_KEYRING = struct.Struct("<8sQI4x")  # behind the superblock's CRC, with one of all before; or zeros
+_KEYRING = struct.Struct("<8sQQ")  # behind the superblock's CRC, with one of all before; or zeros
 _CRC = struct.Struct("<I")
 _MAGIC_VERSION = struct.Struct("<8sI")
 _FIXED = struct.Struct("<8sHHI32s16s16sQQI4x")  # what the tag covers
@@ -132,7 +132,7 @@ class Superblock(NamedTuple):
     set_number: int  # of the last set of drives that this one was part of
     set_drives: int  # how many drives the store had then, those left out included
     keyring: KeyringMark | None = None  # None: no record is encrypted
-    has_plain: bool = True  # the drive may have records, or what is left of them, in the clear
+    plain_below: int = 0  # records of lower generations, and free pages, may be in the clear; 0: nothing is
 
 
 class Header(NamedTuple):
@@ -190,7 +190,7 @@ def pack_superblock(superblock: Superblock) -> bytes:
     )
     page = fixed + _CRC.pack(crc32c(fixed))
     if superblock.keyring is not None:
-        page += _KEYRING.pack(*superblock.keyring, not superblock.has_plain)
+        page += _KEYRING.pack(*superblock.keyring, superblock.plain_below)
         page += _CRC.pack(crc32c(page))
     return page.ljust(PAGE_BYTES, b"\0")
 
@@ -210,8 +210,8 @@ def parse_superblock(page: bytes) -> Superblock | Flaw:
     if any(page[_KEYRING_AT:_KEYRING_END]):
         if _CRC.unpack_from(page, _KEYRING_END - _CRC.size)[0] != crc32c(page[: _KEYRING_END - _CRC.size]):
             return Flaw.CHECK
-        key_id, sequence, has_no_plain = _KEYRING.unpack_from(page, _KEYRING_AT)
-        superblock = superblock._replace(keyring=KeyringMark(key_id, sequence), has_plain=not has_no_plain)
+        key_id, sequence, plain_below = _KEYRING.unpack_from(page, _KEYRING_AT)
+        superblock = superblock._replace(keyring=KeyringMark(key_id, sequence), plain_below=plain_below)
     in_range = (
         superblock.capacity_bytes % PAGE_BYTES == 0
         and superblock.generation_ceiling <= GENERATION_MAX + 1

@@ -103,3 +103,32 @@ def _holes(live: dict[int, int]) -> dict[int, int]:
             holes[position] = start - position
         position = start + length
     return holes
+
+
+def test_what_is_held_is_not_given_out() -> None:
+    extents = Extents(10, 110)
+    extents.hold(30, 20)
+    assert extents.free_pages == 100
+    assert extents.allocate(20) == 10, "as far as to what is held"
+    assert extents.allocate(1) is None, "the rest begins with it"
+    extents.release(12, 8)
+    assert extents.allocate(8) == 12, "the smallest that is long enough and free of it"
+    extents.let_go()
+    assert extents.allocate(80) == 30
+
+
+def test_free_pages_are_found_from_a_page_on_and_what_was_not_written_is_noted() -> None:
+    extents = Extents(10, 110)
+    assert extents.allocate(20) == 10
+    assert extents.free_from(0) == (30, 80)
+    assert extents.free_from(50) == (50, 60)
+    assert extents.free_from(50, 60) == (50, 10)
+    assert extents.free_from(10, 30) is None
+    assert extents.free_from(110) is None
+    assert extents.free_from(50, 50) is None
+    extents.release(10, 5, unwritten=True)
+    assert extents.unwritten is None
+    extents.unwritten = []
+    extents.release(15, 5, unwritten=True)
+    extents.release(20, 5)
+    assert extents.unwritten == [(15, 5)]

@@ -199,6 +199,15 @@ class Evictor:
         self._states[row] &= ~_OVERDUE
         self._wheel.insert(row, expires_ms)
 
+    def moved(self, generation: int, to: int) -> int:
+        """Note that a block has another generation; return how many guards it has that somebody is to take back."""
+        row = self._rows.find(generation)
+        self._rows.remove(generation)
+        added = self._rows.add(to, row)
+        assert added
+        self._generations[row] = to
+        return sum(self._guards.count(row, guard) for guard in Guard if guard is not Guard.PROTECTED)
+
     def left(self, session: int, first_position: int, now_ms: int) -> None:
         """Note that a session ends before a position: blocks from there on are as old as its tail was."""
         rows = self._chains.rows(session, first_position)

@@ -1,0 +1,89 @@
+"""A plain node that is given a master key: what it has is encrypted while it goes on, and is killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from kvstore.client import Client
+from kvstore.demo.node_process import NodeProcess
+from kvstore.sealing.control import find_control
+from kvstore.sealing.masters import new_master_file
+from tests.node.test_erasing import MARK, WHOLE, files_with, got, keys_of, put
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KILLS = 2
+WAIT_S = 60
+LABEL = "what ada calls her chat"
+USERS = ("ada", "bob", "eve")
+
+
+def status(data: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "kvstore", "keys", "status", "--data", str(data), "--json"]
+    said: dict[str, Any] = json.loads(
+        subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S).stdout
+    )
+    return said
+
+
+def clear_bytes(data: Path) -> int:
+    node = find_control(data)
+    assert node is not None
+    with closing(node):
+        return node.clear[0][0]
+
+
+def test_a_plain_drive_is_encrypted_under_load_and_over_kills(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    node = NodeProcess(data, capacity="64MiB")
+    try:
+        with Client(node.target) as client:
+            for user in (*USERS, "gone"):
+                put(client, user)
+            assert client.session("ada", LABEL).append(keys_of("ada"), tokens=1) == len(WHOLE)
+            client.erase_user("eve")
+            client.delete(keys_of("gone"))
+        assert files_with(data, MARK) == ["drive-0.kv"]
+        assert "drive-0.kv" in files_with(data, LABEL.encode())
+        node.stop()
+        new_master_file(tmp_path / "master.key")
+        node.arguments = ["--master-key", f"file:{tmp_path / 'master.key'}"]
+        node.start()
+        (drive,) = status(data)["clear"]
+        assert drive["drive"] == 0
+        seen, chance = [drive["bytes"]], random.Random(7)
+        for kill in range(KILLS):
+            with Client(node.target) as client:
+                until = time.monotonic() + chance.uniform(0.0, 0.4)
+                while time.monotonic() < until:
+                    assert got(client, "ada") == got(client, "bob") == WHOLE
+                put(client, f"later {kill}")
+            node.kill()
+            node.start()
+        until = time.monotonic() + WAIT_S
+        with Client(node.target) as client:
+            while (left := clear_bytes(data)) and time.monotonic() < until:
+                seen.append(left)
+                assert got(client, "ada") == got(client, "bob") == WHOLE
+            for kill in range(KILLS):
+                assert got(client, f"later {kill}") == WHOLE
+        assert left == 0
+        assert seen[0] > 3 * sum(map(len, WHOLE))
+        node.kill()
+        drive = (data / "drive-0.kv").read_bytes()
+        assert MARK not in drive
+        assert LABEL.encode() not in drive
+        node.start()
+        assert clear_bytes(data) == 0
+        with Client(node.target) as client:
+            assert got(client, "ada") == got(client, "bob") == WHOLE
+            assert LABEL in {session.session for session in client.sessions("ada")}
+    finally:
+        node.stop()
