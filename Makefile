@@ -53,9 +53,8 @@ setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (2.4 G
 	@tools/setup_engines.sh
 
 .PHONY: test-engines
-test-engines: setup-engines etcd ## tests/engines: real engines with our node beside them (minutes)
-	@timeout --foreground --signal=ABRT --kill-after=30 2700 \
-	  .venv-engines/bin/python -X faulthandler -m pytest tests/engines $(PYTEST_ARGS)
+test-engines: setup-engines etcd ## tests/engines: real engines with our node beside them, in two parts (minutes)
+	@$(if $(PYTEST_ARGS),.venv-engines/bin/python -m pytest tests/engines $(PYTEST_ARGS),tools/test.sh engines)
 
 .PHONY: test-hosts
 test-hosts: setup-engines etcd ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/, and vLLM (minutes)

@@ -10,19 +10,29 @@
 # failure: its part is ended, and this output ends with where each of its threads stood.
 #
 # `hostile` runs those instead that compare a neighbour's times with and without an attack beside it, one by one: with
-# other tests beside them they would say nothing. With other arguments it hands them to one pytest.
+# other tests beside them they would say nothing. `engines` runs those of real engines, in two parts beside each other. With
+# other arguments it hands them to one pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=.venv/bin/python
 # Hundreds of processes are started, and each would compile every module anew: half of what its start costs.
 unset PYTHONDONTWRITEBYTECODE
-if (($#)) && [[ $1 != hostile ]]; then exec "$py" -m pytest "$@"; fi
+if (($#)) && [[ $1 != hostile && $1 != engines ]]; then exec "$py" -m pytest "$@"; fi
 
 parts=(service fabric rest)
 declare -A paths=([service]="tests/client tests/node" [fabric]="tests/bench tests/conformance tests/crash tests/nic_offload tests/sim tests/examples")
 paths[rest]=$(printf -- '--ignore=%s ' ${paths[service]} ${paths[fabric]} tests/hostile)
 paths[hostile]=tests/hostile
-(($# == 0)) || parts=(hostile)
+paths[vllm]="tests/engines/test_vllm*.py"
+paths[adapters]="tests/engines --ignore-glob=*/test_vllm*.py"
+case ${1:-} in
+  hostile) parts=(hostile) ;;
+  engines)
+    parts=(adapters vllm)
+    py=.venv-engines/bin/python
+    export OMP_NUM_THREADS=1 # torch's threads wait for each other by spinning, and the cores are taken
+    ;;
+esac
 
 part() { # in a process of its own; its paths are words, hence no quotes
   export TRIGGERKV_FAILURES=".cache/failures-$1"

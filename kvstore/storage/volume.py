@@ -70,7 +70,7 @@ class Volume:
         self._next_epoch(generation_ceiling=self._next_generation)
 
     def skip_generations(self, used: int) -> None:
-        """Give none that is not higher than one found on the drive."""
+        """Issue only generations above any that was found on the drive."""
         self._next_generation = max(self._next_generation, used + 1)
 
     def take_generation(self) -> int:
