@@ -44,9 +44,7 @@ class Gate:
         self.let_in: Callable[[str], object] = lambda _: None  # a call was allowed
         self.turned_away: Callable[[str], object] = lambda _: None  # a call was refused
         self.stands_still: Callable[[str], object] = lambda _: None  # a caller does not read its answer
-        self.presses: Callable[[str], object] = lambda _: (
-            None
-        )  # a call never began: the queue was full, or it was cancelled there
+        self.presses: Callable[[str], object] = lambda _: None  # a call was not begun: overload, or cancelled
         self.floods: Callable[[str], object] = lambda _: None  # a call had too much metadata
         self.heard: Callable[[bytes], object] = lambda _: None  # with the tenant's id: it made a call
         self.tenants = tenants
