@@ -168,9 +168,12 @@ ROOMS_IDLE_TICKS = 10  # a client that has put nothing for so long keeps none
 LANDING_AT_ONCE_BYTES = 1 << 20  # of it are had while a reservation waits
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
 
+LEASES_MAX = 32_768  # of a node; its garbage collector looks at each: 10 ms for all
 LEASE_TIMEOUT_MS = 30_000
 LEASE_TIMEOUT_MS_MAX = 600_000
 LEASE_MARGIN_MS = 1_000  # a client gives a put up this long before the node ends its lease
+STALLED_MS = 5_000  # a client that takes nothing for so long of what is to go to it is detached
+STALLED_LOOK_MS = 1_000  # between two looks for such
 QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
 
 PIN_TIMEOUT_MS = 30_000  # of a pin whose owner asked for no time
@@ -193,6 +196,10 @@ MASTER_ID_BYTES_MAX = 64
 MASTER_WRAPPED_BYTES_MAX = 180  # of a key, as a master key's service gives it
 VAULT_CALL_MS = 5_000  # for Vault to answer, from looking up its name to the last byte
 VAULT_ANSWER_BYTES_MAX = 64 << 10
+CONTROL_CALLERS_MAX = 4  # of a node's socket for its keys
+CONTROL_LINE_BYTES_MAX = 4096  # of what one of them says
+CONTROL_ASK_MS = 10_000  # in which it has to say it; it may ask Vault before
+CONTROL_CALL_MS = 600_000  # for a rotation: a keyring of 4,194,304 keys takes five minutes
 KEYRING_SLOTS_MAX = 1 << 22  # keys of a store: 512 MiB
 KEYRING_STEP_PAGES_MAX = 256  # that a keyring grows by
 KEYRING_LOAD_PAGES = 1024  # of it are read at a time
@@ -236,6 +243,7 @@ SHARES = 8  # a caller that receives nothing may hold one part in so many of the
 TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
 SEND_BYTES_MAX = 2 << 20  # of payloads that a reader is handed together, unless one is larger
 TURN_STEP_BLOCKS = 32  # of a call that names many: a part of a millisecond
+TURN_STEP_PUTS = 16  # of a stream that puts many: a millisecond, if others have to be evicted for them
 TURNS_OTHERS_MS = 1_000  # a tenant that called within this is there
 MOVING_MAX = 2  # blocks of a tenant inside gRPC at a time, while others call;
 MOVING_MS = 250  # of one that takes longer the place is given to the next
@@ -323,6 +331,8 @@ CHUNK_BYTES_MAX = 4 << 20  # of one that a client sends
 MESSAGE_BYTES_MAX = (8 << 20) + (
     64 << 10
 )  # what gRPC takes: a chunk that is too large is refused in our words
+MESSAGE_FIELDS_MAX = BATCH_BLOCKS_MAX + 64  # of a message of a stream of blocks: parts, and a few more
+PART_FIELDS_MAX = 16  # of such a part
 MESSAGES_COMING_MAX = 32  # that the node waits for at a time: they may come by halves
 MESSAGE_AHEAD_BYTES = 64 << 10  # of a message that it does not wait for yet
 HTTP_CONNECTIONS_MAX = 256  # at a time

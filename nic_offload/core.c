@@ -177,13 +177,21 @@ static void unlist_ready(struct tk_fabric *fabric, const struct tk_endpoint *end
 	}
 }
 
+/* It may be introducing itself; what has been stalled for longer will not come through in a moment. */
+static int may_still_post(const struct tk_endpoint *endpoint, uint64_t now_ns)
+{
+	return endpoint->stalled && now_ns - endpoint->stalled_ns < DRAIN_NS;
+}
+
 /* Messages on the wire get a moment to arrive. Not every provider takes them back when its endpoint is closed: a peer of
  * shm may read one later, and crashes if it can't find its sender; a peer of sockets is left with half a message; and rxm,
  * which returns unfinished ones, sometimes crashes in doing so. */
 static void drain_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	uint64_t until_ns = tk_now_ns() + DRAIN_NS;
-	while ((endpoint->in_flight || endpoint->stalled) && tk_now_ns() < until_ns) {
+	for (uint64_t now_ns; (now_ns = tk_now_ns()) < until_ns;) {
+		if (!endpoint->in_flight && !may_still_post(endpoint, now_ns))
+			break;
 		if (!drain_completions(fabric) && !nic_poll(fabric))
 			sched_yield();
 	}

@@ -281,6 +281,8 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 		     char *message);
 int tk_endpoint_close(struct tk_endpoint *endpoint);
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out);
+/* For how long its peer has taken nothing of what is to go out; 0: nothing waits. */
+uint64_t tk_endpoint_stalled_ns(const struct tk_endpoint *endpoint);
 /* Called once, before anything goes through it: from now on each word, head, call and answer is sent with a tag made with
  * one key, and accepted only with a tag made with the other; see seal.c. `words`: where acknowledgements come in, or NULL. */
 #define TK_SEAL_BYTES 16

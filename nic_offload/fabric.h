@@ -182,6 +182,8 @@ struct tk_endpoint {
 	int is_ready; /* it is in the fabric's list */
 	uint32_t in_flight;
 	int stalled; /* the provider took nothing when last asked; it may be introducing itself to the peer */
+	uint64_t stalled_ns; /* since when; atomic */
+	uint64_t again_ns; /* when it is asked again */
 	struct shared_words shared_words;
 	struct shared_reads shared_reads;
 	int doorbell; /* of the peer, if it is on this machine and something of ours is put without the fabric */

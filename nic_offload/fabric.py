@@ -242,6 +242,11 @@ class Endpoint(Handle):
             raise FabricError.from_code("Getting the endpoint's address", length)
         return bytes(ffi.buffer(out, length))
 
+    @property
+    def stalled_ns(self) -> int:
+        """For how long its peer has taken nothing of what is to go out; 0: nothing waits."""
+        return int(lib.tk_endpoint_stalled_ns(self.handle))
+
     def seal(self, out: bytes, into: bytes, words: Region | None = None) -> None:
         """Tag all that is put through it to be believed, and believe only what is tagged: see `seal.c`.
 

@@ -95,6 +95,12 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 	return 0;
 }
 
+uint64_t tk_endpoint_stalled_ns(const struct tk_endpoint *endpoint)
+{
+	uint64_t since_ns = __atomic_load_n(&endpoint->stalled_ns, __ATOMIC_RELAXED);
+	return since_ns ? tk_now_ns() - since_ns : 0;
+}
+
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out)
 {
 	if (!fabric_is_ours(endpoint->fabric))

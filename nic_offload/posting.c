@@ -13,6 +13,8 @@
 
 #define COMPLETIONS_A_ROUND 64
 #define POSTED_MAX 64u /* puts of one endpoint on the wire at a time */
+#define STALL_SHARE 8 /* one that has been stalled is asked again after an eighth of the time since then, */
+#define STALL_PAUSE_NS_MAX 1000000000u /* or a second: to try to reach a peer that is gone costs a connection each time */
 #define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond, */
 #define MOVED_RESTED_NS 25000u /* and up to twenty after a nap */
 #define TOO_LATE 2 /* what posting gives for a put whose deadline is over, */
@@ -211,17 +213,31 @@ static void posted(struct tk_fabric *fabric, struct work *work, int status)
 	}
 }
 
+static void pause_stalled(struct tk_endpoint *endpoint, uint64_t now_ns)
+{
+	if (!endpoint->stalled_ns)
+		__atomic_store_n(&endpoint->stalled_ns, now_ns, __ATOMIC_RELAXED);
+	uint64_t pause_ns = (now_ns - endpoint->stalled_ns) / STALL_SHARE;
+	endpoint->again_ns = now_ns + (pause_ns < STALL_PAUSE_NS_MAX ? pause_ns : STALL_PAUSE_NS_MAX);
+}
+
 static int post_ready_of(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	int busy = 0;
+	if (endpoint->stalled && fabric->now_ns < endpoint->again_ns)
+		return 0;
 	for (uint32_t count = 0; count < POSTED_MAX && endpoint->ready.head; count++) {
 		if (endpoint->in_flight >= POSTED_MAX)
 			break;
 		struct work *work = endpoint->ready.head;
 		int status = post_one(fabric, work);
 		endpoint->stalled = status == -FI_EAGAIN;
-		if (endpoint->stalled)
+		if (endpoint->stalled) {
+			pause_stalled(endpoint, tk_now_ns());
 			break;
+		}
+		if (endpoint->stalled_ns)
+			__atomic_store_n(&endpoint->stalled_ns, 0, __ATOMIC_RELAXED);
 		queue_pop(&endpoint->ready);
 		posted(fabric, work, status);
 		busy = 1;

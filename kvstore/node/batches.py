@@ -26,6 +26,7 @@ from kvstore.limits import (
     INLINE_CHUNK_BYTES,
     SESSION_BLOCKS_MAX,
     TURN_STEP_BLOCKS,
+    TURN_STEP_PUTS,
 )
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
@@ -166,6 +167,7 @@ class _Puts:
         self._expires_ms = first.expires_unix_ms
         self._filling: _Filling | None = None
         self._number = 0
+        self._parts = 0  # that have come
         self._whole: list[PutItem] = []  # to be handed to the store together
         self._pieces: dict[int, Piece] = {}  # of blocks that are whole and not answered for
         self._lengths: dict[int, int] = {}  # of the same
@@ -179,14 +181,15 @@ class _Puts:
     async def take(self, message: PutMessage) -> None:
         """Take what a message brings; of many blocks a few in each turn."""
         try:
-            for name, chunk in message.parts:
+            for name, chunk in message.parts():
                 check_chunk(len(chunk))
+                self._parts += 1
+                if self._parts % TURN_STEP_PUTS == 0:
+                    self._hand_over()
+                    await self._turn.next()
                 if name is not None:
                     if self._filling is not None:
                         raise ProtocolError("A block began before the bytes of the previous one had arrived.")
-                    if self._number and self._number % TURN_STEP_BLOCKS == 0:
-                        self._hand_over()
-                        await self._turn.next()
                     await self._begin(name)
                 filling = self._filling
                 if filling is None:
@@ -341,6 +344,7 @@ class _Gets:
         self._peer = context.peer()
         self._tenant = tenant.id
         self._number = 0
+        self._turn = Turn(node.turns, tenant.id, 1)
         self._pending: deque[tuple[int, bytes, PendingRead]] = deque()
         self._chunks: list[tuple[int, memoryview]] = []  # to be sent together
         self._chunks_bytes = 0
@@ -352,10 +356,17 @@ class _Gets:
             self._looking.over()
             self._looking = self._lookups.begin(self._context, self._tenant, Kind.GET, 0)
         self._looking.blocks += len(names)
+        try:
+            await self._take(names)
+        finally:
+            self._turn.end()
+
+    async def _take(self, names: Sequence[kvstore_pb2.BlockName]) -> None:
         for name in names:
             number, self._number = self._number, self._number + 1
             if self._number % TURN_STEP_BLOCKS == 0:
-                await asyncio.sleep(0)  # blocks in memory come at once, and others wait for the thread
+                self._turn.end()  # blocks in memory come at once, and others wait for the thread
+            await self._turn.begin_again()
             if len(self._pending) >= BATCH_READS_AHEAD:
                 await self._send_first()
             while True:
@@ -377,6 +388,8 @@ class _Gets:
 
     async def _send_first(self) -> None:
         number, key, pending = self._pending.popleft()
+        if not pending.has_come:
+            self._turn.end()
         read: InlineRead = await pending.read()
         self._looking.read(read)
         self._unsent.append(read)
@@ -408,6 +421,7 @@ class _Gets:
             await self._write(message)
 
     async def _write(self, message: bytes) -> None:
+        self._turn.end()  # it may take its reader long
         async with deadline("A reader"):
             await self._context.write(message)
 

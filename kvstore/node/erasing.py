@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvstore.node.calls import Context
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
-    from kvstore.sealing.keyring import Erased
+    from kvstore.sealing.domain_key import Erased
     from kvstore.storage.index import Name
     from kvstore.storage.items import DeleteDone, SessionDone
 

@@ -251,6 +251,11 @@ class PendingRead:
         else:
             self._read.set_result(read)
 
+    @property
+    def has_come(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return self._read.done()
+
     async def read(self) -> InlineRead:
         """The block, once it is there."""
         return await self._read

@@ -19,15 +19,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.errors import Overloaded
-from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, PAGE_BYTES
+from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, LEASES_MAX, PAGE_BYTES
+from kvstore.node.fair import Places
 from kvstore.storage.sealing import NO_DOMAIN
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.durability import Durability
+    from kvstore.node.connection import Connection
     from kvstore.node.session_traces import SessionTrace
     from kvstore.node.span_notes import PutTrace
 
-__all__ = ["LandingLayout", "Lease", "SlotState", "Slots", "pages_of"]
+__all__ = ["LandingLayout", "Lease", "LeaseTable", "SlotState", "Slots", "pages_of"]
 
 _FLAG_BYTES = 8
 
@@ -115,6 +119,7 @@ class Slots:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
+        self.busy = 0  # slots that are leased, or hold what is being written
 
     def take(self, count: int) -> list[int]:
         """Take free slots, all or none; each must be given to `hold` next."""
@@ -129,6 +134,7 @@ class Slots:
         """Enter a lease of a taken slot."""
         assert lease.generation not in self._leases
         self._leases[lease.generation] = lease
+        self.busy += 1
 
     def lease(self, generation: int) -> Lease:
         """One that is held."""
@@ -146,6 +152,7 @@ class Slots:
         """The drive is done with the slot, one way or the other."""
         lease = self._leases.pop(generation)
         assert lease.state is SlotState.WRITING
+        self.busy -= 1
         self._release(lease)
         return lease
 
@@ -155,6 +162,7 @@ class Slots:
         if lease is None or lease.state is not SlotState.LEASED:
             return None
         lease.state = SlotState.QUARANTINED
+        self.busy -= 1
         return lease
 
     def abort(self, slot: int, generation: int) -> Lease | None:
@@ -163,6 +171,7 @@ class Slots:
         if lease is None or lease.slot != slot or lease.state is SlotState.WRITING:
             return None
         del self._leases[generation]
+        self.busy -= lease.state is SlotState.LEASED
         self._release(lease)
         return lease
 
@@ -180,3 +189,42 @@ class Slots:
     def _release(self, lease: Lease) -> None:
         lease.state = SlotState.FREE
         self._free.append(lease.slot)
+
+
+class LeaseTable:
+    """All leases of a node, by generation; each tenant has its share of `LEASES_MAX`."""
+
+    def __init__(self, tenants_known: Callable[[], int]) -> None:
+        self._places = Places(LEASES_MAX, tenants_known)
+        self._connections: dict[int, Connection] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def refuse_more(self, connection: Connection, count: int) -> None:
+        """Overloaded, if the connection's tenant may not have so many more."""
+        if count > self._places.left(connection.tenant):
+            raise Overloaded("The tenant's share of the node's leases is used up; wait for puts to finish.")
+
+    def add(self, generation: int, connection: Connection) -> None:
+        """Enter one."""
+        self._connections[generation] = connection
+        self._places.take(connection.tenant)
+
+    def get(self, generation: int) -> Connection | None:
+        """Whose it is, if there is such a one."""
+        return self._connections.get(generation)
+
+    def of(self, generation: int) -> Connection:
+        """Whose it is, of one that there is."""
+        return self._connections[generation]
+
+    def end(self, generation: int) -> Connection:
+        """Remove one that there is; whose it was."""
+        connection = self._connections.pop(generation)
+        self._places.give_back(connection.tenant)
+        return connection
+
+    def pop(self, generation: int) -> Connection | None:
+        """Remove one, if it is there; whose it was."""
+        return self.end(generation) if generation in self._connections else None

@@ -42,13 +42,14 @@ from kvstore.node.fetching import Fetches
 from kvstore.node.granted_puts import Granted
 from kvstore.node.hot import HotMemory
 from kvstore.node.inline import InlineBlocks
-from kvstore.node.landing import LandingLayout, SlotState
+from kvstore.node.landing import LandingLayout, LeaseTable
 from kvstore.node.lookup_history import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
 from kvstore.node.readiness import Readiness
 from kvstore.node.session_traces import Traces
 from kvstore.node.span_notes import End
+from kvstore.node.stalled import Stalled
 from kvstore.node.statistics import Counters
 from kvstore.node.ticks import Ticks
 from kvstore.node.time_slices import Turns
@@ -113,8 +114,7 @@ class Node:
         self.upkeep: Upkeep | None = None  # of copies of blocks
         self.sharing: Sharing | None = None  # of the hot memory, with clients on this machine
         self.spans = spans
-        self.store = store
-        self.fabric = fabric
+        self.store, self.fabric = store, fabric
         self.hot = HotMemory(
             fabric, hot_bytes, lambda: self._loop.call_soon(self.fetches.pump), tenants_known
         )
@@ -124,7 +124,7 @@ class Node:
         self._numbers = itertools.count(1)
         # Tags of fetches and generations of leases: one sequence, begun at random, so no word of an earlier life fits.
         self._tags = itertools.count(secrets.randbits(48) + 1)
-        self._leased: dict[int, Connection] = {}  # by generation, until the drive is done or the lease over
+        self._leased = LeaseTable(tenants_known)  # until the drive is done or the lease over
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
         self.places = Places(self.address.clients_max(), tenants_known)
         # Others hold all that is registered in the machine's memory, whether or not anything lands in it.
@@ -157,11 +157,9 @@ class Node:
         self.inline = InlineBlocks(
             store, self.hot, self.granted, clock, self.counters, self.timings, tenants_known
         )
-        self.pins = Pins(store, clock)
-        self.deletions = Deletions(clock)
-        self.erasures = Erasures(clock)
-        self.traces = Traces(clock)
-        self.lookups = Lookups(store, clock, lookup_log, spans)
+        self.pins, self.deletions, self.erasures = Pins(store, clock), Deletions(clock), Erasures(clock)
+        self._stalled = Stalled(clock, self.detach)
+        self.traces, self.lookups = Traces(clock), Lookups(store, clock, lookup_log, spans)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
         self._loop.add_reader(fabric.fileno(), or_stop(self._fabric_events))
         self._loop.add_reader(store.fileno(), or_stop(self._drive_events))
@@ -195,6 +193,7 @@ class Node:
         self.granted.tick()
         self.pins.expire()
         self.prefetches.pump()
+        self._stalled.look(self._connections.values())
         self.store.poll()
 
     # --- connections
@@ -344,8 +343,7 @@ class Node:
 
     def _free_if_idle(self, connection: Connection) -> None:
         # Every leased slot still ends in an event: its block had landed, or its watch was withdrawn.
-        busy = connection.slots.in_state(SlotState.WRITING) + connection.slots.in_state(SlotState.LEASED)
-        if connection.closed and not busy and not connection.filling:
+        if connection.closed and not connection.slots.busy and not connection.filling:
             self._closing.discard(connection)
             self._freed.set()
             self.landing.give_back(connection.tenant, connection.landing_bytes)
@@ -401,13 +399,14 @@ class Node:
             return [None] * len(blocks)
         if expires_unix_ms and durability is Durability.LANDED:  # no lease outlives its block
             lease_ms = min(lease_ms, max(1, expires_unix_ms - self.clock.wall_ms()))
+        self._leased.refuse_more(connection, len(wanted))
         self._let_land(connection, len(wanted))
         now_ns = self.clock.monotonic_ns()
         deadline_ns = now_ns + lease_ms * 1_000_000
         leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms, taken)
         self.counters.leased += len(leases)
         for lease in leases:
-            self._leased[lease.generation] = connection
+            self._leased.add(lease.generation, connection)
             lease.leased_ns, lease.deadline_ns = now_ns, deadline_ns
         in_order = iter(leases)
         return [None if there else next(in_order) for there in stored]
@@ -426,7 +425,7 @@ class Node:
         self.fabric.cancel([lease.generation for lease in released])
         now_ns = self.clock.monotonic_ns()
         for lease in released:
-            self._leased.pop(lease.generation, None)
+            self._leased.pop(lease.generation)
             if lease.ended_in_vain(now_ns):
                 self.lookups.lease_over(connection.tenant, lease.key)
         if self.spans is not None:
@@ -500,7 +499,7 @@ class Node:
         ended = None if self.spans is None else self._ends(batch)
         now_ns = self.clock.monotonic_ns()
         for done in batch:
-            connection = self._leased.pop(done.tag)
+            connection = self._leased.end(done.tag)
             lease = connection.slots.finished(done.tag)
             if done.error is None:
                 lengths.append(lease.length)
@@ -539,12 +538,12 @@ class Node:
 
     def _ends(self, batch: Sequence[PutDone]) -> list[tuple[Lease, End]]:
         return [
-            (self._leased[done.tag].slots.lease(done.tag), End.FAILED if done.error else End.KEPT)
+            (self._leased.of(done.tag).slots.lease(done.tag), End.FAILED if done.error else End.KEPT)
             for done in batch
         ]
 
     def _lease_over(self, event: Event) -> None:
-        connection = self._leased.pop(event.tag, None)
+        connection = self._leased.pop(event.tag)
         lease = connection.slots.expired(event.tag) if connection is not None else None
         if connection is None or lease is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, cast
 
 from kvcli.version import package_version
@@ -136,87 +137,94 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             seal=Seal.fresh() if request.seals else None,
         )
 
+    @asynccontextmanager
+    async def _over(self, number: int, owner: Tenant | None) -> AsyncIterator[Connection]:
+        """A connection, for something that is done in one go: milliseconds, if it names a thousand blocks."""
+        tenant = self._node.connection(number, owner).tenant
+        async with self._node.turns.whole(tenant):
+            yield self._node.connection(number, owner)  # it may have ended meanwhile
+
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         """Lease slots."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("reserve", context, len(request.blocks))
-            connection = self._node.connection(request.connection, owner)
-            leases = reserve(
-                self._node,
-                connection,
-                [
-                    BlockRequest(
-                        block.name.key,
-                        block.name.fingerprint,
-                        block.name.length,
-                        block.ack_word,
-                        block.name.domain,
-                    )
-                    for block in request.blocks
-                ],
-                durability_of(request.durability),
-                request.lease_ms,
-                request.expires_unix_ms,
-                context,
-            )
-            return pb.ReserveResponse(leases=[_lease_message(connection, lease) for lease in leases])
+            async with self._over(request.connection, owner) as connection:
+                leases = reserve(
+                    self._node,
+                    connection,
+                    [
+                        BlockRequest(
+                            block.name.key,
+                            block.name.fingerprint,
+                            block.name.length,
+                            block.ack_word,
+                            block.name.domain,
+                        )
+                        for block in request.blocks
+                    ],
+                    durability_of(request.durability),
+                    request.lease_ms,
+                    request.expires_unix_ms,
+                    context,
+                )
+                return pb.ReserveResponse(leases=[_lease_message(connection, lease) for lease in leases])
         raise AssertionError
 
     async def WhyFailed(self, request: pb.WhyFailedRequest, context: Context) -> pb.WhyFailedResponse:  # noqa: N802
         """Say why puts failed."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("why_failed", context)
-            connection = self._node.connection(request.connection, owner)
-            check_count(len(request.generations), ACK_WORDS)
-            return pb.WhyFailedResponse(
-                puts=[
-                    pb.FailedPut(
-                        generation=generation,
-                        name=type(error).__name__,
-                        sentence=str(error),
-                        code=code_of(error),
-                    )
-                    for generation, error in connection.why_failed(request.generations)
-                ]
-            )
+            async with self._over(request.connection, owner) as connection:
+                check_count(len(request.generations), ACK_WORDS)
+                return pb.WhyFailedResponse(
+                    puts=[
+                        pb.FailedPut(
+                            generation=generation,
+                            name=type(error).__name__,
+                            sentence=str(error),
+                            code=code_of(error),
+                        )
+                        for generation, error in connection.why_failed(request.generations)
+                    ]
+                )
         raise AssertionError
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         """Take leases back."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("abort", context)
-            connection = self._node.connection(request.connection, owner)
-            leases = [(lease.slot, lease.generation) for lease in request.leases]
-            released, expired = self._node.abort(connection, leases)
-            return pb.AbortResponse(released=released, expired=expired)
+            async with self._over(request.connection, owner) as connection:
+                leases = [(lease.slot, lease.generation) for lease in request.leases]
+                released, expired = self._node.abort(connection, leases)
+                return pb.AbortResponse(released=released, expired=expired)
         raise AssertionError
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:  # noqa: N802
         """Queue fetches."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("fetch", context, len(request.blocks))
-            connection = self._node.connection(request.connection, owner)
-            fetch(
-                self._node,
-                connection,
-                [block.name.fingerprint for block in request.blocks],
-                [
-                    FetchRow(
-                        block.name.key,
-                        block.name.length,
-                        block.ack_word,
-                        block.ack_generation,
-                        block.target,
-                        block.target_key,
-                        block.skip,
-                        block.part,
-                    )
-                    for block in request.blocks
-                ],
-                context,
-                called=True,
-            )
-            return pb.FetchResponse()
+            async with self._over(request.connection, owner) as connection:
+                fetch(
+                    self._node,
+                    connection,
+                    [block.name.fingerprint for block in request.blocks],
+                    [
+                        FetchRow(
+                            block.name.key,
+                            block.name.length,
+                            block.ack_word,
+                            block.ack_generation,
+                            block.target,
+                            block.target_key,
+                            block.skip,
+                            block.part,
+                        )
+                        for block in request.blocks
+                    ],
+                    context,
+                    called=True,
+                )
+                return pb.FetchResponse()
         raise AssertionError
 
     async def CancelFetch(  # noqa: N802
@@ -225,14 +233,14 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         """End fetches whose time is over."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("cancel_fetch", context)
-            connection = self._node.connection(request.connection, owner)
-            check_count(len(request.blocks))
-            for block in request.blocks:
-                connection.acks.target(block.ack_word)
-                check_generation(block.ack_generation)
-            words = {block.ack_generation: block.ack_word for block in request.blocks}
-            self._node.fetches.cancel(connection, words, called=request.called)
-            return pb.CancelFetchResponse()
+            async with self._over(request.connection, owner) as connection:
+                check_count(len(request.blocks))
+                for block in request.blocks:
+                    connection.acks.target(block.ack_word)
+                    check_generation(block.ack_generation)
+                words = {block.ack_generation: block.ack_word for block in request.blocks}
+                self._node.fetches.cancel(connection, words, called=request.called)
+                return pb.CancelFetchResponse()
         raise AssertionError
 
     async def Put(  # noqa: N802
@@ -249,10 +257,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             parent = None if spans is None else spans.parent_of(context)
 
             def before_kept(item: PutItem) -> None:
-                if start.is_copy and (
-                    self._node.deletions.may_be_since(item[:2], start.read_ms_ago)
-                    or self._node.erasures.refuse_copies(tenant.id, item.domain)
-                ):
+                if not start.is_copy:
+                    return
+                if self._node.erasures.refuse_copies(tenant.id, item.domain):
+                    raise Expired("The block may have been erased since this copy of it was read.")
+                if self._node.deletions.may_be_since(item[:2], start.read_ms_ago):
                     raise Expired("The block may have been deleted since this copy of it was read.")
 
             async with self._node.turns.moving(tenant.id):

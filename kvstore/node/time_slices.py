@@ -51,6 +51,11 @@ class Turn:
         await self._turns.wait(self._tenant)
         self._is_mine = True
 
+    async def begin_again(self) -> None:
+        """Wait until it is this one's turn, unless it still is."""
+        if not self._is_mine:
+            await self.begin()
+
     def end(self) -> None:
         """Let others work, if it was this one's turn."""
         if self._is_mine:
@@ -88,6 +93,7 @@ class Turns:
         self._spent_ns: dict[bytes, int] = {}  # of those who wait or work
         self._moving: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
         self._long: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
+        self._whole: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
         self._rests: dict[bytes, int] = {}  # until when, by tenant
         self._is_given = False  # somebody works, or will in a moment
         self._began_ns = 0
@@ -169,6 +175,18 @@ class Turns:
             asyncio.get_running_loop().call_later(rest_s, place.release)
 
         return over
+
+    @asynccontextmanager
+    async def whole(self, tenant: bytes) -> AsyncIterator[None]:
+        """Do something that has no steps, once this tenant has rested from what was done for it before."""
+        async with self._whole.setdefault(tenant, asyncio.Semaphore(1)):
+            while self.rests(tenant):  # noqa: ASYNC110 - a rest has an end that is known
+                await asyncio.sleep((self._rests[tenant] - self._clock.monotonic_ns()) / _NS)
+            began_ns = self._clock.monotonic_ns()
+            try:
+                yield
+            finally:
+                self.worked(tenant, self._clock.monotonic_ns() - began_ns)
 
     def worked(self, tenant: bytes, took_ns: int) -> None:
         """Note that something was done for a tenant, in one go: then it may have to rest."""

@@ -4,7 +4,9 @@ The generated classes copy a chunk two or three times on its way into a message 
 send it. Here a message is joined once from what stands in memory, and read as views into what has come.
 
 Always holds: what is made here the generated classes read, and the other way round; unknown fields are passed over;
-bytes that are no message are ProtocolError, and nothing behind the end of a message is looked at.
+bytes that are no message are ProtocolError, and nothing behind the end of a message is looked at. A message has at most
+`MESSAGE_FIELDS_MAX` fields, and a part of one `PART_FIELDS_MAX`. The parts of a message of puts are read one by one, as
+they are taken: a thousand at once would keep others waiting for milliseconds.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from google.protobuf.message import DecodeError
 
 from kvstore.errors import ProtocolError
+from kvstore.limits import MESSAGE_FIELDS_MAX, PART_FIELDS_MAX
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import kvstore_pb2
 
@@ -39,17 +42,21 @@ class GotPart(NamedTuple):
 
 
 class PutMessage(NamedTuple):
-    """What a client that puts says; each part is a name, if a block begins, and bytes."""
+    """What a client that puts says."""
 
     tenant: str
     durability: int
     expires_unix_ms: int
-    parts: list[tuple[kvstore_pb2.BlockName | None, memoryview]]
+    unread: list[memoryview]  # its parts
 
     @property
     def named(self) -> int:
         """How many blocks begin."""
-        return sum(name is not None for name, _ in self.parts)
+        return sum(map(_has_name, self.unread))
+
+    def parts(self) -> Iterator[tuple[kvstore_pb2.BlockName | None, memoryview]]:
+        """Read its parts: each is a name, if a block begins, and bytes."""
+        return map(_put_part, self.unread)
 
 
 def encoded_get(parts: Sequence[tuple[int, memoryview | bytes]]) -> bytes:
@@ -76,10 +83,10 @@ def encoded_put(
 
 def got_parts(message: bytes) -> Iterator[GotPart]:
     """Read a GetBatchResponse."""
-    for field, part in _fields(memoryview(message)):
+    for field, part in _fields(memoryview(message), MESSAGE_FIELDS_MAX):
         if field == _PART_OF_GETS:
             number, miss, chunk = 0, None, memoryview(b"")
-            for inner, value in _fields(_bytes(part)):
+            for inner, value in _fields(_bytes(part), PART_FIELDS_MAX):
                 if inner == _NUMBER and isinstance(value, int):
                     number = value
                 elif inner == _MISS:
@@ -91,12 +98,12 @@ def got_parts(message: bytes) -> Iterator[GotPart]:
 
 
 def parse_put(message: bytes) -> PutMessage:
-    """Read a PutBatchRequest."""
-    parts: list[tuple[kvstore_pb2.BlockName | None, memoryview]] = []
+    """Read a PutBatchRequest, but for its parts."""
+    parts: list[memoryview] = []
     tenant, durability, expires_unix_ms = "", 0, 0
-    for field, value in _fields(memoryview(message)):
+    for field, value in _fields(memoryview(message), MESSAGE_FIELDS_MAX):
         if field == _PART_OF_PUTS:
-            parts.append(_put_part(_bytes(value)))
+            parts.append(_bytes(value))
         elif field == _TENANT:
             tenant = _text(_bytes(value))
         elif field == _DURABILITY and isinstance(value, int):
@@ -108,13 +115,20 @@ def parse_put(message: bytes) -> PutMessage:
 
 def _put_part(part: memoryview) -> tuple[kvstore_pb2.BlockName | None, memoryview]:
     name, chunk = None, memoryview(b"")
-    for field, value in _fields(part):
+    for field, value in _fields(part, PART_FIELDS_MAX):
         if field == _NAME:
             name = name or kvstore_pb2.BlockName()
             _merge(name, _bytes(value))
         elif field == _CHUNK_PUT:
             chunk = _bytes(value)
     return name, chunk
+
+
+def _has_name(part: memoryview) -> bool:
+    """Whether a part has a name, which nearly always comes first, or not at all."""
+    if not part or part[0] == _NAME << _KIND_BITS | _LENGTH:
+        return len(part) > 0
+    return any(field == _NAME for field, _ in _fields(part, PART_FIELDS_MAX))
 
 
 def _merge(message: kvstore_pb2.BlockName | kvstore_pb2.GetMiss, view: memoryview) -> None:
@@ -146,10 +160,12 @@ def _varint(number: int) -> bytes:
     return bytes(encoded)
 
 
-def _fields(view: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def _fields(view: memoryview, fields_max: int) -> Iterator[tuple[int, int | memoryview]]:
     """The fields of a message by number: integers as they are, bytes as views."""
-    at = 0
-    while at < len(view):
+    at, end = 0, len(view)
+    for _ in range(fields_max):
+        if at >= end:
+            return
         tag, at = _read_varint(view, at)
         field, kind = tag >> _KIND_BITS, tag & (1 << _KIND_BITS) - 1
         if kind == _VARINT:
@@ -162,13 +178,17 @@ def _fields(view: memoryview) -> Iterator[tuple[int, int | memoryview]]:
             length = 8 if kind == _FIXED_64 else 4
         else:
             raise ProtocolError("A message of a stream of blocks has a field of an unknown type.")
-        if length > len(view) - at:
+        if length > end - at:
             raise ProtocolError("A message of a stream of blocks is truncated.")
         yield field, view[at : at + length]
         at += length
+    if at < end:
+        raise ProtocolError(f"A message of a stream of blocks has more than {fields_max} fields.")
 
 
 def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    if at < len(view) and view[at] < _MORE:  # nearly all of them
+        return view[at], at + 1
     number = 0
     for count, byte in enumerate(view[at : at + _VARINT_BYTES_MAX]):
         number |= (byte & _SEVEN_BITS) << 7 * count

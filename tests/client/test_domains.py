@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Hit, Stored
 from kvstore.demo.node_process import NodeProcess
+from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument, NotEncrypted, ProtocolError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import (
@@ -205,6 +206,29 @@ def test_a_node_that_does_not_encrypt_takes_no_domain(
     with NodeProcess(tmp_path / "data", capacity="32MiB") as node, Client(node.target, slots=4) as client:
         with pytest.raises((NotEncrypted, AssertionError), match="--master-key"):
             put(client, key, ADA)
+        assert got(client, key) is MissReason.UNKNOWN
+
+
+def test_its_lane_writes_none_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.client.transfers._refuse_domains", lambda *_: None)
+    key = in_domain(block_key(b"plain"), ADA)
+    with NodeProcess(tmp_path / "data", capacity="32MiB") as node, Client(node.target, slots=4) as client:
+        put_over_fabric(client, block_key(b"first"), SHARED)
+        with allocate(SIZE) as memory, client.register(memory) as region:
+            (result,) = client.put([Block(key, region, 0, SIZE, domain=ADA)])
+        assert isinstance(result.error, NotEncrypted)
+        assert got(client, key) is MissReason.UNKNOWN
+
+
+def test_no_block_of_a_domain_is_said_to_have_landed_in_the_clear(tmp_path: Path) -> None:
+    key = in_domain(block_key(b"plain"), ADA)
+    with NodeProcess(tmp_path / "data", capacity="32MiB") as node, Client(node.target, slots=4) as client:
+        with (
+            allocate(SIZE) as memory,
+            client.register(memory) as region,
+            pytest.raises(NotEncrypted, match="--master-key"),
+        ):
+            client.put([Block(key, region, 0, SIZE, domain=ADA)], durability=Durability.LANDED)
         assert got(client, key) is MissReason.UNKNOWN
 
 

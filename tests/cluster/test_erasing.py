@@ -24,6 +24,7 @@ from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 IN_VAIN = (NodeUnavailable, DeadlineExceeded)  # by which call it ended
 ADA, GRACE = domain_of("ada"), domain_of("grace")
@@ -38,9 +39,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(folder, stack, 3, ("--master-key", f"file:{master}"))
 
 
-def put(world: World, domain: bytes, count: int = COUNT) -> list[bytes]:
+def put(world: World, domain: bytes, count: int = COUNT, *, node: str = "") -> list[bytes]:
+    """On their owners, or on one node."""
+    client = world.client.nodes.at(node) if node else world.client
     keys = [in_domain(one_key(), domain) for _ in range(count)]
-    results = world.client.put_many_inline([(key, data(key)) for key in keys], domain=domain)
+    results = client.put_many_inline([(key, data(key)) for key in keys], domain=domain)
     assert {one.error for one in results} == {None}
     return keys
 
@@ -50,26 +53,24 @@ def anywhere(world: World, keys: Sequence[bytes]) -> int:
     return sum(sum(world.there(node, list(keys))) for node in world.nodes)
 
 
-def test_copies_are_in_the_erase_domain_of_their_block(world: World) -> None:
-    plain = [one_key() for _ in range(4)]
-    keys = [in_domain(key, ADA) for key in plain]
-    first = world.client.nodes.at(world.nodes[0].target)
-    for some, domain in ((keys, ADA), (plain, SHARED)):
-        results = first.put_many_inline([(key, data(key)) for key in some], domain=domain)
-        assert {one.error for one in results} == {None}
-    wait_until(lambda: world.on_two([*keys, *plain]), "each is on both of its owners", WAIT_S)
-    for node in world.nodes:
-        client = world.client.nodes.at(node.target)
-        here = sum(world.there(node, keys))
-        assert client.erase_user("ada").blocks == here
-        assert not any(world.there(node, keys))
-    assert world.on_two(plain)
+def test_copies_are_in_the_erase_domain_of_their_block(tmp_path: Path) -> None:
+    master = tmp_path / "master.key"
+    new_master_file(master)
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, 1, ("--master-key", f"file:{master}"))
+        adas, plain = (put(world, domain, 4, node=world.nodes[0].target) for domain in (ADA, SHARED))
+        second = world.add(tmp_path / "second")
+        world.settled()
+        wait_until(lambda: world.on_two([*adas, *plain]), "each is on both", WAIT_S)
+        assert world.client.nodes.at(second.target).erase_user("ada").blocks == 4
+        assert world.there(second, adas) == [False] * 4
+        assert world.there(second, plain) == [True] * 4
 
 
 def test_an_erased_user_is_gone_from_all_nodes_and_no_copy_brings_them_back(world: World) -> None:
     adas, graces = put(world, ADA), put(world, GRACE)
     home = world.client.nodes.of("ada")
-    (named,) = put_at(home.target, world)
+    (named,) = put(world, SHARED, 1, node=home.target)
     home.session("ada", "chat").append([named], tokens=1)
     done = world.client.erase_user("ada")
     assert len(done) == len(world.nodes)
@@ -84,12 +85,6 @@ def test_an_erased_user_is_gone_from_all_nodes_and_no_copy_brings_them_back(worl
     assert world.client.erase_user("ada")[0].blocks == 0
     again = put(world, ADA, 4)
     assert anywhere(world, again) == 8
-
-
-def put_at(node: str, world: World) -> list[bytes]:
-    key = one_key()
-    world.client.nodes.at(node).put_inline(key, data(key))
-    return [key]
 
 
 def test_a_copy_that_comes_after_an_erasure_is_not_taken(world: World) -> None:

@@ -32,6 +32,7 @@ from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from nic_offload.trigger import TriggeredPut, arm
 from tests.hostile import h2
+from tests.hostile.attaching import ATTACHING_ATTACKS
 from tests.hostile.calling import Told, bearer, channel
 from tests.hostile.frames import FRAME_ATTACKS
 from tests.hostile.loops import LOOP_ATTACKS
@@ -484,6 +485,7 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = (
     | SESSION_ATTACKS
     | FRAME_ATTACKS
     | LOOP_ATTACKS
+    | ATTACHING_ATTACKS
 )
 
 if __name__ == "__main__":

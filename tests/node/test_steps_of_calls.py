@@ -44,6 +44,7 @@ def client(node: NodeInProcess) -> Iterator[Client]:
         lambda one: one.delete(KEYS),
         lambda one: one.prefetch(KEYS),
         lambda one: one.put_many_inline((bytes(reversed(key)), key) for key in KEYS),
+        lambda one: list(one.get_many_inline([(key, len(key)) for key in KEYS])),
     ],
 )
 def test_a_call_of_many_blocks_waits_for_its_tenants_turn(

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import ProtocolError
+from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import kvstore_pb2
 from kvstore.wire.parts import encoded_get, encoded_put, got_parts, parse_put
@@ -39,7 +40,7 @@ def test_puts_are_read_alike(
     assert pb.PutBatchRequest.FromString(encoded) == head
     for read in (parse_put(encoded), parse_put(head.SerializeToString())):
         assert read[:3] == (tenant, durability, expires)
-        assert [(name, bytes(chunk)) for name, chunk in read.parts] == parts
+        assert [(name, bytes(chunk)) for name, chunk in read.parts()] == parts
         assert read.named == sum(name is not None for name, _ in parts)
 
 
@@ -52,7 +53,7 @@ def test_a_miss_is_read() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_have_an_outcome(message: bytes) -> None:
-    for read in (parse_put, lambda one: list(got_parts(one))):
+    for read in (lambda one: list(parse_put(one).parts()), lambda one: list(got_parts(one))):
         try:
             read(message)
         except ProtocolError:
@@ -66,7 +67,7 @@ def test_a_cut_is_told_or_leaves_whole_parts(
     encoded = encoded_put(pb.PutBatchRequest(), parts)
     cut = data.draw(st.integers(0, len(encoded) - 1))
     try:
-        read = parse_put(encoded[:cut]).parts
+        read = list(parse_put(encoded[:cut]).parts())
     except ProtocolError:
         return
     assert [(name, bytes(chunk)) for name, chunk in read] == parts[: len(read)]
@@ -77,4 +78,30 @@ def test_fields_of_newer_messages_are_passed_over() -> None:
     assert parse_put(newer + pb.PutBatchRequest(tenant="acme").SerializeToString()).tenant == "acme"
     for broken in (b"\x7b", b"\x0a\x05ab", b"\xff" * 11, b"\x22\x02\x08\x01\x0a\x01\xff", b"\x20\x01"):
         with pytest.raises(ProtocolError):
-            parse_put(broken)
+            list(parse_put(broken).parts())
+
+
+def test_no_message_has_fields_without_end() -> None:
+    """A message of 8 MiB may have four million: seconds of a node's thread."""
+    many = b"\x22\x00" * BATCH_BLOCKS_MAX
+    assert len(parse_put(many).unread) == BATCH_BLOCKS_MAX
+    for too_many in (b"\x22\x00" * (4 << 20), b"\x28\x00" * (4 << 20)):
+        with pytest.raises(ProtocolError, match="more than 1088 fields"):
+            parse_put(too_many)
+    inside = b"\x28\x00" * 17
+    with pytest.raises(ProtocolError, match="more than 16 fields"):
+        list(parse_put(b"\x22" + bytes((len(inside),)) + inside).parts())
+
+
+@pytest.mark.parametrize("part", [b"", b"\x12\x00", b"\x12\x00\x0a\x00", b"\x0a\x00\x12\x00"])
+def test_a_name_counts_wherever_it_stands(part: bytes) -> None:
+    read = parse_put(b"\x22" + bytes((len(part),)) + part)
+    assert read.named == sum(name is not None for name, _ in read.parts())
+
+
+def test_parts_are_read_as_they_are_taken() -> None:
+    broken = b"\x22\x00" + b"\x22\x02\x12\x05"
+    parts = parse_put(broken).parts()
+    assert next(parts) == (None, memoryview(b""))
+    with pytest.raises(ProtocolError):
+        next(parts)
