@@ -45,7 +45,7 @@ demo: setup-engines ## blocks put by a flag store and read back; a chat that goe
 	@.venv-engines/bin/python -m kvstore chat
 
 .PHONY: test
-test: setup etcd ## all tests, in three parts beside each other; with PYTEST_ARGS one pytest with these
+test: setup etcd ## all tests, three parts at a time; with PYTEST_ARGS one pytest with these
 	@tools/test.sh $(PYTEST_ARGS)
 
 .PHONY: setup-engines
