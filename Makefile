@@ -45,7 +45,7 @@ demo: setup-engines ## blocks put by a flag store and read back; a chat that goe
 	@.venv-engines/bin/python -m kvstore chat
 
 .PHONY: test
-test: setup etcd ## all tests, in three parts beside each other; with PYTEST_ARGS one pytest with these
+test: setup etcd ## all tests, three parts at a time; with PYTEST_ARGS one pytest with these
 	@tools/test.sh $(PYTEST_ARGS)
 
 .PHONY: setup-engines
@@ -53,9 +53,8 @@ setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (2.4 G
 	@tools/setup_engines.sh
 
 .PHONY: test-engines
-test-engines: setup-engines etcd ## tests/engines: real engines with our node beside them (minutes)
-	@timeout --foreground --signal=ABRT --kill-after=30 2700 \
-	  .venv-engines/bin/python -X faulthandler -m pytest tests/engines $(PYTEST_ARGS)
+test-engines: setup-engines etcd ## tests/engines: real engines with our node beside them, in two parts (minutes)
+	@$(if $(PYTEST_ARGS),.venv-engines/bin/python -m pytest tests/engines $(PYTEST_ARGS),tools/test.sh engines)
 
 .PHONY: test-hosts
 test-hosts: setup-engines etcd ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/, and vLLM (minutes)

@@ -43,14 +43,14 @@ def available() -> str | None:
 
 
 def library() -> str:
-    """Give the name of the library that encrypts; it must be available."""
+    """The name of the library that encrypts. Fails if there is none."""
     code, message = _load()
     assert not code, message
     return message
 
 
 def seal(key: Buffer, nonce: bytes, associated: bytes, data: Buffer) -> bytes:
-    """Give the encrypted bytes and their tag."""
+    """Encrypt; returns the encrypted bytes and their tag."""
     view = ffi.from_buffer(data)
     out = bytearray(len(view) + TAG_BYTES)
     of, kept = _of(key, nonce, associated)
@@ -60,7 +60,7 @@ def seal(key: Buffer, nonce: bytes, associated: bytes, data: Buffer) -> bytes:
 
 
 def unseal(key: Buffer, nonce: bytes, associated: bytes, sealed: Buffer) -> bytearray:
-    """Give back what was sealed, in memory that can be wiped; NotAuthentic if it is anything else."""
+    """Decrypt into memory that can be wiped; NotAuthentic if the bytes, the tag or the key is wrong."""
     view = ffi.from_buffer(sealed)
     out = bytearray(max(len(view) - TAG_BYTES, 0))
     of, kept = _of(key, nonce, associated)

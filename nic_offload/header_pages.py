@@ -21,7 +21,7 @@ _PLACE = "=QQII"
 
 
 def row_of(fixed: str) -> struct.Struct:
-    """Give what packs a page: its address and number, where zeros begin and end, then fields in this little format."""
+    """A function that packs a page: address and number, the bounds of its zeros, then fields in this little format."""
     row = struct.Struct(_PLACE + fixed)
     assert row.size == ffi.sizeof("struct tk_tagged")
     return row

@@ -104,7 +104,7 @@ class Lane:
         return 0 if self._fabric.closed else int(lib.tk_lane_begun(self.handle))
 
     def lend(self, ground: Ground) -> bool:
-        """Give it ground, unless it has some or has failed."""
+        """Provide ground, unless it has some or has failed."""
         lent = ffi.new("struct tk_ground *", tuple(ground))
         return not self._fabric.closed and not lib.tk_lane_lend(self.handle, lent)
 

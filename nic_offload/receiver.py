@@ -123,7 +123,7 @@ class Receiver:
         lib.tk_receiver_use(self._handle, ffi.NULL if lanes is None else lanes.handle)
 
     def feed(self, rooms: Sequence[Room]) -> None:
-        """Give it rooms."""
+        """Grant it slots."""
         packed = ffi.from_buffer("struct tk_room[]", b"".join([_ROOM.pack(*room) for room in rooms]))
         code = lib.tk_receiver_feed(self._handle, packed, len(rooms))
         if code:

@@ -44,7 +44,7 @@ _ROW = "=QQQQII"
 
 
 def row_of(fixed: str) -> struct.Struct:
-    """Give what packs a record to encrypt.
+    """The function that packs a record to encrypt.
 
     Its fields: source, target, offset, key id, key number, bytes at the target; then the header's, little-endian.
     """
@@ -133,7 +133,7 @@ class RecordCipher:
         return True
 
     def tag(self, fixed: bytes, offset: int) -> bytes:
-        """Give the tag of a header of this place."""
+        """The tag of a header at this place."""
         state = self._keyed.copy()
         state.update(offset.to_bytes(8, "little") + fixed)
         return state.digest()

@@ -146,5 +146,5 @@ def point(preset: Preset, size_bytes: int, setting: Setting | None = None) -> Po
 def curve(
     preset: Preset, sizes_bytes: Sequence[int] = SIZES_BYTES, setting: Setting | None = None
 ) -> list[Point]:
-    """Give the sizes' points, in their order."""
+    """Yield the points of the sizes, in order."""
     return [point(preset, size_bytes, setting) for size_bytes in sizes_bytes]

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All tests, in three parts beside each other: many wait for other processes, and leave the cores to the others.
+# All tests, in parts, three of them beside each other: many wait for other processes, and leave the cores to the others.
+# The next part begins when one has ended, the longest come first, and so all cores have work until shortly before the end.
 #
 # What always holds: each test runs once, in one of the parts; the exit status is 0 only if each has passed. A failure is a
 # failure, with one exception: a test marked `timed` judges how fast this machine was, and the other parts took of that
@@ -10,19 +11,32 @@
 # failure: its part is ended, and this output ends with where each of its threads stood.
 #
 # `hostile` runs those instead that compare a neighbour's times with and without an attack beside it, one by one: with
-# other tests beside them they would say nothing. With other arguments it hands them to one pytest.
+# other tests beside them they would say nothing. `engines` runs those of real engines, in two parts beside each other. With
+# other arguments it hands them to one pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=.venv/bin/python
 # Hundreds of processes are started, and each would compile every module anew: half of what its start costs.
 unset PYTHONDONTWRITEBYTECODE
-if (($#)) && [[ $1 != hostile ]]; then exec "$py" -m pytest "$@"; fi
+if (($#)) && [[ $1 != hostile && $1 != engines ]]; then exec "$py" -m pytest "$@"; fi
 
-parts=(service fabric rest)
-declare -A paths=([service]="tests/client tests/node" [fabric]="tests/bench tests/conformance tests/crash tests/nic_offload tests/sim tests/examples")
-paths[rest]=$(printf -- '--ignore=%s ' ${paths[service]} ${paths[fabric]} tests/hostile)
+beside=3
+parts=(client storage fabric node models cluster)
+declare -A paths=([fabric]="tests/conformance tests/nic_offload" [models]="tests/bench tests/crash tests/examples tests/sim")
+for name in client storage node cluster; do paths[$name]="tests/$name"; done
+paths[rest]=$(for name in "${parts[@]}"; do printf -- '--ignore=%s ' ${paths[$name]}; done)" --ignore=tests/hostile"
+parts=(client rest "${parts[@]:1}")
 paths[hostile]=tests/hostile
-(($# == 0)) || parts=(hostile)
+paths[vllm]="tests/engines/test_vllm*.py"
+paths[adapters]="tests/engines --ignore-glob=*/test_vllm*.py"
+case ${1:-} in
+  hostile) parts=(hostile) ;;
+  engines)
+    parts=(adapters vllm)
+    py=.venv-engines/bin/python
+    export OMP_NUM_THREADS=1 # torch's threads wait for each other by spinning, and the cores are taken
+    ;;
+esac
 
 part() { # in a process of its own; its paths are words, hence no quotes
   export TRIGGERKV_FAILURES=".cache/failures-$1"
@@ -35,19 +49,27 @@ log() { echo ".cache/tests-$1.log"; }
 
 mkdir -p .cache
 rm -f .cache/failures-*
-running=()
-for name in "${parts[@]:1}"; do
+declare -A part_of=() ended=()
+trap 'kill "${!part_of[@]}" 2>/dev/null' EXIT
+end_one() {
+  local pid code=0
+  wait -n -p pid "${!part_of[@]}" || code=$?
+  local name=${part_of[$pid]}
+  unset "part_of[$pid]"
+  ended[$name]=$code
+  [[ $name == "${parts[0]}" ]] || cat "$(log "$name")"
+}
+for name in "${parts[@]}"; do
+  ((${#part_of[@]} < beside)) || end_one
   part "$name" >"$(log "$name")" 2>&1 &
-  running+=($!)
+  part_of[$!]=$name
+  if [[ $name == "${parts[0]}" ]]; then # as it goes on; the others when they have ended
+    tail -n +1 -f --pid=$! "$(log "$name")" &
+    live=$!
+  fi
 done
-trap 'kill "${running[@]}" 2>/dev/null' EXIT
-part "${parts[0]}" 2>&1 | tee "$(log "${parts[0]}")"
-ended=("${PIPESTATUS[0]}")
-for at in "${!running[@]}"; do
-  wait "${running[$at]}"
-  ended+=($?)
-  cat "$(log "${parts[$at + 1]}")"
-done
+while ((${#part_of[@]})); do end_one; done
+wait "$live"
 trap - EXIT
 
 # 1: tests failed, and the list of failures says which. Anything else that is not 0 is pytest's own end, and no test's.
@@ -76,9 +98,9 @@ if ((${#words[@]})); then
   printf '\nFailed in the first run:\n'
   printf '  %s\n' "${words[@]}"
 fi
-for at in "${!ended[@]}"; do
-  ((ended[at] < 124)) && continue # timeout's own statuses, and signals
-  printf '\nThe tests of %s did not end by themselves (%s):\n' "${parts[$at]}" "${ended[$at]}"
-  tail -n 60 "$(log "${parts[$at]}")"
+for name in "${parts[@]}"; do
+  ((ended[$name] < 124)) && continue # timeout's own statuses, and signals
+  printf '\nThe tests of %s did not end by themselves (%s):\n' "$name" "${ended[$name]}"
+  tail -n 60 "$(log "$name")"
 done
 exit $status

@@ -159,7 +159,7 @@ class Core(Handle):
     def abort(
         self, link: Link, leases: Sequence[Leased], told: Callable[[Collection[int]], None]
     ) -> threading.Event:
-        """Give leases back; the event is set once the node has them, or the link has ended for want of an answer.
+        """Return leases; the event is set once the node has them, or the link has ended without an answer.
 
         `told`, with the lock held, hears the generations of those that were over: their words have been put.
         """

@@ -195,7 +195,7 @@ class InlineCalls:
         keys: list[bytes],
         domain: bytes,
     ) -> Iterator[bytes]:
-        """Give messages of about a chunk each, of small blocks several in one."""
+        """Yield messages of about a chunk each; small blocks share one."""
         parts: list[tuple[pb.BlockName | None, memoryview]] = []
         left = INLINE_CHUNK_BYTES
         for key, view in blocks:

@@ -105,7 +105,7 @@ class Host(Protocol):
     def abort(
         self, link: Link, leases: Sequence[Leased], answered: Callable[[Collection[int]], None]
     ) -> threading.Event:
-        """Give leases back; the event is set once the node has them, or the link has ended.
+        """Return leases; the event is set once the node has them, or the link has ended.
 
         `answered`, with the lock held, hears the generations of those that were over: their words have been put.
         """

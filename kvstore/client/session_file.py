@@ -109,7 +109,7 @@ class Reader:
             raise SessionFileError("The session in the file has turns that do not follow each other.")
 
     def blocks(self) -> Iterator[tuple[bytes, bytes]]:
-        """Give key and payload of each block."""
+        """Yield key and payload of each block."""
         for place in self.content.places():
             number, length, crc = _BLOCK.unpack(self._read_checked(_BLOCK.size, f"block {place}"))
             if number != place or not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:

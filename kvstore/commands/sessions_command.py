@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     user: str
 
     def client(self, layout: HasFingerprint | bytes = b"") -> Client:
-        """Give a client of that node."""
+        """A client of that node."""
         return Client(self.reach, layout=layout)
 
 

@@ -1,1 +1,1 @@
-"""Adapters for serving engines: one thin package each, imported by no other package."""
+"""Adapters for serving engines, a thin package for each. No other package imports them."""

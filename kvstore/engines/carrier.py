@@ -70,7 +70,7 @@ class _Area(NamedTuple):
 
 
 def part_keys(key: bytes, length: int) -> list[bytes]:
-    """Give the names of a block's parts; of a block that is not cut, its own. The first part's is always its own."""
+    """The keys of a block's parts. The first part has the block's own key, also if there is no other."""
     count = max(1, -(-length // PART_BYTES))
     return [key] + [block_key(key, b"part %d" % number) for number in range(1, count)]
 

@@ -1,7 +1,7 @@
-"""What every engine's extra configuration may say: how the node is reached (`kvstore.reach`), and how it is used.
+"""The settings that all engine adapters share: how to reach the nodes (`kvstore.reach`), and how to use them.
 
-What always holds: a name that is not known, or a value that can't be, is a ConfigError when the engine starts; that is
-the only moment at which an adapter raises.
+What always holds: an unknown name or an invalid value is a ConfigError when the engine starts. An adapter raises at no
+other time.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["EngineSettings"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Times are bounds on what a call of the engine's may wait, not on how long a block is kept."""
+    """The settings of one engine. Timeouts limit how long a call of the engine waits; blocks are kept longer."""
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"transport": ("auto", "fabric", "inline")}
 
     reach: Reach
     transport: str = "auto"  # the fabric where it opens, else inside gRPC
     replicas: int = 1  # how many nodes of a cluster keep a block
-    weights: str = ""  # what tells these weights from others of the same model name
+    weights: str = ""  # distinguishes these weights from others under the same model name
     lookup_timeout_ms: int = 500
     load_timeout_ms: int = 5_000
     save_timeout_ms: int = 5_000
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
+        """Refuse invalid values."""
         for one in fields(self)[1:]:
             value, choices = getattr(self, one.name), self.choices.get(one.name)
             if choices is not None and value not in choices:
@@ -46,12 +46,12 @@ class EngineSettings:
 
     @property
     def is_clustered(self) -> bool:
-        """Whether blocks are spread over the nodes, or kept on several of them."""
+        """Whether blocks are spread over several nodes or replicated."""
         return len(self.reach.nodes) > 1 or self.replicas > 1
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], *, where: str, of_engine: Collection[str] = ()) -> Self:
-        """Read an engine's extra configuration, which stands under `where`; `of_engine` are names the engine reads."""
+        """Parse an engine's extra configuration, found under `where`; `of_engine` are names that the engine reads."""
         reach, given = Reach.split_from(
             {name: value for name, value in extra.items() if name not in of_engine}, where=where
         )

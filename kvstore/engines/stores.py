@@ -1,7 +1,7 @@
-"""What an engine's blocks go to: a client of one node, or one of a cluster's nodes.
+"""Where an engine's blocks are stored: a client of one node, or of a cluster.
 
-Where several nodes are named, or several replicas, blocks are spread over the nodes, and each is kept on as many as
-are asked for; a block is then stored as soon as one node has it.
+If the settings name several nodes or replicas, blocks are spread over the nodes, each with the requested number of
+replicas. A put then succeeds as soon as one node has the block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Store", "block_at", "blocks_of_pieces", "open_store"]
 
 
 class Store(Protocol):
-    """The calls needed of a node's or a cluster's client; each has its own kind of blocks."""
+    """The client's methods that adapters call, of one node or a cluster. Each has its own type of block."""
 
     def register(self, memory: Buffer) -> Region | Everywhere:
         """Register memory."""
@@ -42,33 +42,33 @@ class Store(Protocol):
         ...
 
     def put_inline(self, key: bytes, data: bytes, *, domain: bytes = SHARED) -> Durability:
-        """Put one inside gRPC."""
+        """Put one block inside gRPC."""
         ...
 
     def get_inline(self, key: bytes, length: int, *, timeout_s: float) -> bytes | Miss:
-        """Get one inside gRPC."""
+        """Get one block inside gRPC."""
         ...
 
     def put_many_inline(
         self, blocks: Iterable[tuple[bytes, memoryview]], *, timeout_s: float
     ) -> list[PutResult]:
-        """Put many inside gRPC."""
+        """Put many blocks inside gRPC."""
         ...
 
     def get_many_inline(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float
     ) -> Iterator[bytes | Miss]:
-        """Get many inside gRPC."""
+        """Get many blocks inside gRPC."""
         ...
 
     def exists(
         self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float
     ) -> list[Stored | Miss]:
-        """Say what is stored."""
+        """Look up blocks."""
         ...
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float) -> Prefix:
-        """Say how many are stored, from the first on."""
+        """Count the stored blocks, from the first, without a gap."""
         ...
 
     def delete(self, keys: Sequence[bytes]) -> list[bool]:
@@ -76,7 +76,7 @@ class Store(Protocol):
         ...
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int) -> Pin | ClusterPin:
-        """Keep blocks from being evicted."""
+        """Protect blocks from eviction."""
         ...
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Store(Protocol):
 
 
 def open_store(settings: EngineSettings, layout: bytes, **of_clients: Any) -> Client | ClusterClient:
-    """Make the client of what the settings name; nothing is called yet."""
+    """Create the client that the settings describe. It makes no call yet."""
     if settings.is_clustered:
         return ClusterClient(
             settings.reach, replicas=settings.replicas, acks="any", layout=layout, **of_clients
@@ -105,7 +105,7 @@ def block_at(
 def blocks_of_pieces(
     memories: Sequence[Region | Everywhere], given: Sequence[tuple[bytes, Buffer]]
 ) -> list[Block | ClusterBlock]:
-    """Blocks in pieces of memory that the store has registered: of each its key, and its rows as in `Pieces`."""
+    """Blocks in pieces of memory that the store has registered, each given by its key and its rows, as in `Pieces`."""
     some: Any = tuple(memories)
     if not isinstance(some[0], Everywhere):
         each = Pieces.each(some, [rows for _, rows in given])

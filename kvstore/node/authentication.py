@@ -76,7 +76,7 @@ class Door(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Give the call's handler as it is to be for this caller; made once for each call that there is."""
+        """Wrap a method's handler so that it authenticates its caller first; each method is wrapped once."""
         metadata: Sized = handler_call_details.invocation_metadata or ()
         if len(metadata) > METADATA_MAX:
             return self._refusing

@@ -1,8 +1,8 @@
-"""Authorization: the `Gate` gives each call its tenant, or refuses it.
+"""Authorization: the `Gate` finds the tenant of each call, or refuses the call.
 
-What always holds: the caller is authenticated before anything in the request but the tenant's name is looked at. A
-refusal is an error of the tree with its own status, and is in the audit log. Requests are counted before they are
-executed. An open call is ended by `recheck` once its credentials admit nobody any more.
+What always holds: the caller is authenticated before anything in the request except the tenant's name is read. A
+refusal is an error of the tree with its own status, and is written to the audit log. Requests are counted before they
+are executed. `recheck` ends an open call whose credentials are no longer valid.
 """
 
 from __future__ import annotations
@@ -31,33 +31,29 @@ _OF_NODES: Final = {
     "copy",
     "drain",
     "forget",
-}  # calls that nodes of the cluster make, who make no others
+}  # calls reserved for the cluster's nodes, which may make no others
 
 _Context: TypeAlias = "ServicerContext[Any, Any]"
 
 
 class Gate:
-    """Who may do what."""
+    """Decides which calls are allowed. Its hooks are called with the peer, except as noted."""
 
     def __init__(self, tenants: Tenants, audit: Audit) -> None:
-        self.before: Callable[[], object] = lambda: None  # is done before each call
-        self.let_in: Callable[[str], object] = lambda _: None  # hears the peer of each call that is let in
-        self.turned_away: Callable[[str], object] = lambda _: None  # and of each that is not
-        self.stands_still: Callable[[str], object] = lambda _: (
-            None
-        )  # and of each that does not take its answer
-        self.presses: Callable[[str], object] = lambda _: (
-            None
-        )  # and of each whose call could not wait its turn
-        self.floods: Callable[[str], object] = lambda _: None  # and of each whose call has too much metadata
-        self.heard: Callable[[bytes], object] = lambda _: None  # and the tenant that it is for
+        self.before: Callable[[], object] = lambda: None  # called before each call
+        self.let_in: Callable[[str], object] = lambda _: None  # a call was allowed
+        self.turned_away: Callable[[str], object] = lambda _: None  # a call was refused
+        self.stands_still: Callable[[str], object] = lambda _: None  # a caller does not read its answer
+        self.presses: Callable[[str], object] = lambda _: None  # a call was not begun: overload, or cancelled
+        self.floods: Callable[[str], object] = lambda _: None  # a call had too much metadata
+        self.heard: Callable[[bytes], object] = lambda _: None  # with the tenant's id: it made a call
         self.tenants = tenants
         self.audit = audit
         self._open = Places(OPEN_CALLS_MAX, tenants.known)
         self._staying: dict[asyncio.Timeout, tuple[Credentials, str | None]] = {}
 
     def enter(self, what: str, context: _Context, claimed: str = "", requests: int = 1) -> Tenant:
-        """The tenant for whom the call is done; NotAuthenticated, TenantDenied or Overloaded."""
+        """The tenant of a call. Raises NotAuthenticated, TenantDenied or Overloaded."""
         metadata, certificate = context.invocation_metadata() or (), context.auth_context()
         return self.admit(what, metadata, certificate, context.peer(), claimed, requests)
 
@@ -70,7 +66,7 @@ class Gate:
         claimed: str = "",
         requests: int = 1,
     ) -> Tenant:
-        """The same for a caller who doesn't come over gRPC."""
+        """As `enter`, for a call that did not come over gRPC."""
         _, tenant = self._let_in(what, metadata, certificate, peer, claimed)
         assert tenant is not None, "a node's call enters by enter_node"
         self.heard(tenant.id)
@@ -79,13 +75,13 @@ class Gate:
         return tenant
 
     def enter_operator(self, what: str, context: _Context) -> None:
-        """Who calls has the cluster's secret, or the node is open; NotAuthenticated or TenantDenied."""
+        """Require the cluster's secret, unless the node is open. Raises NotAuthenticated or TenantDenied."""
         assert what in _OF_NODES
         metadata, certificate = context.invocation_metadata() or (), context.auth_context()
         self._let_in(what, metadata, certificate, context.peer(), "")
 
     def enter_node(self, what: str, context: _Context, tenant: str) -> Tenant:
-        """The tenant whose blocks a node of the cluster brings; NotAuthenticated or TenantDenied."""
+        """The tenant whose blocks another node copies here. Raises NotAuthenticated or TenantDenied."""
         assert what in _OF_NODES
         metadata, certificate = context.invocation_metadata() or (), context.auth_context()
         self._let_in(what, metadata, certificate, context.peer(), "")
@@ -119,20 +115,20 @@ class Gate:
         return caller, tenant
 
     def begins(self, what: str, context: _Context) -> str | None:
-        """Authenticate whose call's message is still to come, from here on its connection may bring it; say whose."""
+        """Authenticate a caller before its message is read; returns the tenant's name, None on an open node."""
         metadata, certificate = context.invocation_metadata() or (), context.auth_context()
         caller, _ = self._let_in(what, metadata, certificate, context.peer(), "")
         return caller.proved
 
     def credentials(self, context: _Context) -> Credentials:
-        """By what a call that stays open was let in."""
+        """The credentials of a call."""
         return credentials_of(context.invocation_metadata() or (), context.auth_context())
 
     @contextmanager
     def staying(self, what: str, context: _Context) -> Iterator[asyncio.Timeout]:
-        """Authenticate whose call stays open; `recheck` ends what is done under the scope that this gives.
+        """Authenticate the caller of a long call. `recheck` cancels the scope that this yields.
 
-        Overloaded if the tenant has as many open as it may.
+        Raises Overloaded if the tenant has too many calls open.
         """
         metadata, certificate = context.invocation_metadata() or (), context.auth_context()
         caller, _ = self._let_in(what, metadata, certificate, context.peer(), "")
@@ -148,14 +144,14 @@ class Gate:
             self._open.give_back(caller.proved)
 
     def recheck(self) -> None:
-        """End what stays open though its caller would not be let in now: the file was read again."""
+        """End open calls whose callers would be refused now; called after the file of tenants was read again."""
         now_s = asyncio.get_running_loop().time()
         for scope, (credentials, name) in self._staying.items():
             if name is not None and not scope.expired() and not self.tenants.admits(credentials, name):
                 scope.reschedule(now_s)
 
     def refused(self, what: str, context: _Context, why: str) -> None:
-        """Write down that a call was refused though its caller may be here."""
+        """Record in the audit log that a call of an authorized caller was refused."""
         try:
             tenant = self.tenants.of(self.credentials(context)).proved or ""
         except NotAuthenticated:

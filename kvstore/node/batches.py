@@ -327,7 +327,7 @@ class _Puts:
         self._changed.set()
 
     def drop(self) -> None:
-        """Give the memory of an unfinished block back; what is whole is the store's until it reports."""
+        """Free the memory of an unfinished block. A complete one belongs to the store until it reports."""
         if self._filling is not None and self._filling.piece is not None:
             self._inline.give_back(self._who, self._filling.piece)
         self._filling = None

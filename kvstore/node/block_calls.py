@@ -81,7 +81,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
     async def _prefix(
         self, tenant: bytes, request: pb.PrefixRequest
     ) -> tuple[int, kvstore_pb2.GetMiss | None]:
-        """Give how many blocks could be got without a gap, and the miss of the one behind them."""
+        """The number of blocks that could be got without a gap, and the miss of the next one."""
         stored = 0
         async with self._node.turns.of(tenant) as turn:
             for first in range(0, len(request.keys), TURN_STEP_BLOCKS):

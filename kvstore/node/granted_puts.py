@@ -235,7 +235,7 @@ class Granted:
             self._give_back(area, number)
 
     def _feed(self, area: PutArea, state: State) -> None:
-        """Give a receiver rooms of the size that it wants, as far as its client may hold memory."""
+        """Grant a receiver more slots of the size it asks for, up to what its client may hold."""
         if state.starved:
             area.idle_ticks = 0
             area.target = min(ROOMS_MAX, area.target * 2)

@@ -35,7 +35,7 @@ class Heap:
         self._used_bytes, self._has_freed = _told()[0], False
 
     def give_back(self) -> int:
-        """Give free memory back if the heap has much of it; how much it had."""
+        """Return free heap memory to the system if there is much of it; returns how much there was."""
         used_bytes, free_bytes = _told()
         if self._has_freed or used_bytes > self._used_bytes + HEAP_GROWN_BYTES_MAX:
             before_bytes = used_bytes

@@ -1,4 +1,4 @@
-"""Tenants: which callers may call, for which tenant, and how much.
+"""Tenants: how callers authenticate, for which tenant they act, and its limits.
 
 A node without a file of tenants is *open*: it listens on loopback only and takes a caller at its word. With one, every
 call proves who it comes from, by a token (`authorization: Bearer ...`) or by a client certificate that the handshake of
@@ -12,8 +12,8 @@ TLS has checked, and acts for that tenant and no other. The file (TOML):
     observer = true                      # at --http it sees all tenants' figures and sessions, and not only its own
     replicas = 2                         # on how many nodes of a cluster its blocks are kept (docs/cluster.md)
 
-A node of the same cluster proves by the cluster's secret, as its token, that it is one. It is no tenant and acts for
-none: it may bring copies of blocks, and make no other call.
+A node of the same cluster authenticates with the cluster's secret as its token. It is no tenant and acts for none: it
+may copy blocks, and make no other call.
 
 What always holds: a tenant's name on the drive depends on the store's own secret, so two tenants share nothing, not
 even the time that a look-up takes; tokens are known by their digests alone; a file that can't be used changes nothing.
@@ -67,7 +67,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How a caller authenticates; kept for as long as something that it opened stays open."""
+    """How a caller authenticates; kept while a call of it stays open."""
 
     token_sha256: str | None
     names: tuple[str, ...]  # in the certificate that the handshake has checked
@@ -119,7 +119,7 @@ class Tenants:
     _known: dict[str, Tenant] = field(default_factory=dict)
 
     def load(self, path: Path) -> int:
-        """Take the file on, in place of what was known; returns how many tenants it has."""
+        """Load the file, replacing what was known; returns how many tenants it has."""
         entries = _read(path)
         self._of_token = {one: name for name, entry in entries.items() for one in entry.tokens_sha256}
         self._of_certificate = {one: name for name, entry in entries.items() for one in entry.certificates}
@@ -130,16 +130,16 @@ class Tenants:
         return len(entries)
 
     def known(self) -> int:
-        """How many share the node; on an open one names prove nothing, and all callers are one."""
+        """How many tenants share the node. On an open node names prove nothing, so all callers count as one."""
         return 1 if self._entries is None else len(self._entries)
 
     @property
     def is_open(self) -> bool:
-        """Whether callers are taken at their word."""
+        """Whether the node doesn't authenticate callers."""
         return self._entries is None
 
     def admits(self, credentials: Credentials, name: str) -> bool:
-        """Whether one who was let in by these may still be here: the file may have been read again."""
+        """Whether these credentials still belong to this tenant: the file may have been read again."""
         try:
             return self.of(credentials).proved in (None, name)
         except NotAuthenticated:
@@ -148,7 +148,7 @@ class Tenants:
     def caller(
         self, metadata: Iterable[tuple[str, str | bytes]], certificate: Mapping[str, Iterable[bytes]]
     ) -> Caller:
-        """Find out who calls, from what came with the call and with the handshake."""
+        """Authenticate a caller by its call's metadata and its TLS certificate."""
         if self._entries is None:
             return Caller(self, None)
         return self.of(credentials_of(metadata, certificate))
@@ -172,36 +172,36 @@ class Tenants:
         raise NotAuthenticated("The call has no token; give the client one, as `token`.")
 
     def observes(self, name: str) -> bool:
-        """Whether an authenticated tenant sees what is of others; on an open node everybody does."""
+        """Whether a tenant may see the figures of others. On an open node every tenant may."""
         return self._entries is None or (name in self._entries and self._entries[name].observer)
 
     def limited(self) -> list[str]:
-        """Those of the file who have a quota of bytes, by name."""
+        """The names of the tenants with a quota, sorted."""
         return sorted(name for name, entry in (self._entries or {}).items() if entry.bytes)
 
     def quotas(self) -> dict[bytes, int]:
-        """The bytes that tenants may have, by their names on the drive; of those who have a quota."""
+        """The quotas in bytes, by the tenants' names on the drive."""
         entries = (self._entries or {}).items()
         return {tenant_name(name, self.salt): entry.bytes for name, entry in entries if entry.bytes}
 
     def placed_as(self, name: str) -> str:
-        """What stands for a tenant where names are placed on nodes: one that proves who it is need not name itself."""
+        """The tenant's name as placement uses it: empty where the caller's credentials name the tenant."""
         return "" if self._entries is not None or name == _DEFAULT else name
 
     def names(self) -> dict[bytes, tuple[str, int]]:
-        """All that are known by name, by their names on the drive, and on how many nodes each says its blocks are."""
+        """By name on the drive: each known tenant's name, and its number of replicas."""
         if self._entries is None:
             return {tenant_name(name, self.salt): (name, 0) for name in (_DEFAULT, *self._known)}
         return {tenant_name(name, self.salt): (name, entry.replicas) for name, entry in self._entries.items()}
 
     def copied(self, name: str) -> Tenant:
-        """The tenant whose blocks a node of the cluster brings; TenantDenied if there is none of this name."""
+        """The tenant whose blocks another node copies here; TenantDenied if there is none of this name."""
         if self._entries is not None and name not in self._entries:
             raise TenantDenied(f"There is no tenant {name[:64]!r}.")
         return self.named(name)
 
     def named(self, name: str) -> Tenant:
-        """The tenant of this name, which is authenticated or needs no authentication."""
+        """The tenant of this name. Its caller is authenticated, or the node is open."""
         tenant = self._known.get(name)
         if tenant is None:
             if _NAME.fullmatch(name) is None:
@@ -219,9 +219,9 @@ class Tenants:
 def credentials_of(
     metadata: Iterable[tuple[str, str | bytes]], certificate: Mapping[str, Iterable[bytes]]
 ) -> Credentials:
-    """What of a call and its handshake proves who calls."""
+    """The credentials in a call's metadata and its TLS certificate."""
     token = _token(metadata)
-    # Who signs an address for mail, or a name beside which there are others, means no host by it.
+    # The common name counts only if there is no alternative name of any type: with one, it need not be a host's.
     kind = _HOSTS if any(certificate.get(_ALTERNATIVE) or ()) else _COMMON
     names = (one.decode("utf-8", "replace") for one in certificate.get(kind) or ())
     return Credentials(None if token is None else token_digest(token), tuple(names))

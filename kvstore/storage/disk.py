@@ -92,7 +92,7 @@ class Disk(Protocol):
         ...
 
     def data_ranges(self, start: int) -> Iterator[tuple[int, int]]:
-        """Give `(begin, end)`, in order and on page bounds, of what was ever written from `start` on."""
+        """Yield the ranges `(begin, end)` ever written from `start` on, in order and page-aligned."""
         ...
 
     def close(self) -> None:

@@ -479,7 +479,7 @@ class Keeping:
     # What is asked.
 
     def after(self, name: bytes, limit: int) -> list[tuple[Name, Entry]]:
-        """Give so many blocks behind a name, tenant and key, in the order of their names; expired ones as well."""
+        """The next so many blocks after a name (tenant and key), in order of names, including expired ones."""
         return self._index.after(name, limit)
 
     def explain(self, name: Name) -> Explanation:

@@ -206,7 +206,7 @@ class _Walk:
         return _Head(free, main, last_page, transaction)
 
     def rows(self, tree: _Tree) -> Iterator[tuple[bytes, tuple[int, bytes]]]:
-        """Give key, flags and value of every row of a small tree."""
+        """Key, flags and value of every row of a small tree."""
         for pages, nodes in self._leaves(tree):
             for row, at, low, high, flags, key in nodes.tolist():
                 page, start = pages[row].tobytes(), at + NODE_BYTES
@@ -220,7 +220,7 @@ class _Walk:
                 yield page[start : start + key], (flags, value)
 
     def _leaves(self, tree: _Tree) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        """Give leaves, many at once, and their nodes; each is sound, and so is all that leads there."""
+        """Yield leaves, many at once, with their nodes. Each leaf, and each page above it, has been checked."""
         if tree.root == _NO_ROOT:
             if tree[2:7] != (0, 0, 0, 0, 0):
                 raise Corrupt("a tree without a root has pages")
@@ -315,7 +315,7 @@ def _refuse(numbers: NDArray[np.uint64], wrong: NDArray[np.bool_], why: str) -> 
 
 
 def _nodes(numbers: NDArray[np.uint64], words: NDArray[np.uint16], *, is_leaf: bool) -> NDArray[np.int64]:
-    """Give of each node of some pages its page's row, its place, both halves of its length, flags and length of key.
+    """For each node of some pages: its page's row, its offset, both halves of its length, flags and key length.
 
     Corrupt if one is unsound.
     """

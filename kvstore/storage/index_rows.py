@@ -60,7 +60,7 @@ class _Table:
             pages = level.pages
 
     def leaves(self) -> Iterator[tuple[Bytes, Numbers]]:
-        """Give rows, each a name and its value, and how many of them each leaf has."""
+        """The rows, each a name and its value, and the number of rows of each leaf."""
         if not self._depth:
             return
         pages = np.array([self._root])
@@ -99,7 +99,7 @@ class _Table:
 
 
 def rows_of(folder: Path, table: bytes, name_bytes: int, value_bytes: int) -> Iterator[Bytes]:
-    """Give arrays of rows, each a name and its value."""
+    """Arrays of rows, each a name and its value."""
     for rows, _ in _Table(folder, table, name_bytes, value_bytes).leaves():
         yield rows
 

@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 
 def scan(volume: Volume, progress: Progress | None = None) -> Generator[Found]:
-    """Give every header that the walk over the drive meets, in the order of the drive; close it unless it ended.
+    """Yield every header found by a walk over the drive, in order; close it unless it ended.
 
     A record whose key is gone is as good as none, and is stepped over a page at a time.
     """

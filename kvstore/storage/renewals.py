@@ -86,7 +86,7 @@ class Renewal:
         self.is_foreign = False  # what is on the drive is no header of this block
 
     def items(self) -> list[tuple[PutItem, PutsDone]]:
-        """Give the puts that wait for it."""
+        """The puts that wait for it."""
         return self.followers
 
     def begin(self, tag: int) -> DiskOp | None:

@@ -424,7 +424,7 @@ class Sessions:
         return freed
 
     def _take_back(self, step: Step) -> Iterator[None]:
-        """Give up the chunks that were counted for a step that failed; `_void` wipes what it has written."""
+        """Release the chunks counted for a step that failed; `_void` wipes what the step has written."""
         try:
             while self._manifests.settle(step.item.name, SESSION_SLICE_BLOCKS).owes:
                 yield

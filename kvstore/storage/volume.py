@@ -81,7 +81,7 @@ class Volume:
         self._write(self.superblock._replace(plain_below=0))  # waits for the drive, once
 
     def skip_generations(self, used: int) -> None:
-        """Give none that is not higher than one found on the drive."""
+        """Issue only generations above any that was found on the drive."""
         self._next_generation = max(self._next_generation, used + 1)
 
     def take_generation(self) -> int:

@@ -78,7 +78,7 @@ class MemoryDisk:
         """Nothing is behind."""
 
     def data_ranges(self, start: int) -> Iterator[tuple[int, int]]:
-        """Give `(begin, end)`, in order, of what was ever written from `start` on."""
+        """Yield the ranges `(begin, end)` ever written from `start` on, in order."""
         first = start // PAGE_BYTES
         pages = sorted(page for page in self._written if page >= first)
         at = 0

@@ -94,7 +94,7 @@ def split_keys(joined: bytes) -> tuple[bytes, ...]:
 
 
 def cut_turns(turns: Sequence[Turn], blocks: int, left: int) -> tuple[Turn, ...]:
-    """Give the turns of the first `left` of so many blocks.
+    """The turns of the first `left` of so many blocks.
 
     Of a turn that loses blocks, the tokens are those in proportion, rounded down: exact if its blocks have as many
     each, and no more than are there if only its last one had fewer.
@@ -108,7 +108,7 @@ def cut_turns(turns: Sequence[Turn], blocks: int, left: int) -> tuple[Turn, ...]
 
 
 def pack_manifest(manifest: Manifest) -> bytes:
-    """Give a session's payload."""
+    """Encode a session's payload."""
     counts = map(len, (manifest.chunks, manifest.tail, manifest.turns, manifest.label))
     fixed = _FIXED.pack(manifest.user, manifest.session, *counts)
     turns = (_TURN.pack(*turn) for turn in manifest.turns)

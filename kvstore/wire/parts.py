@@ -60,7 +60,7 @@ class PutMessage(NamedTuple):
 
 
 def encoded_get(parts: Sequence[tuple[int, memoryview | bytes]]) -> bytes:
-    """Give a GetBatchResponse with these chunks, each with its block's number."""
+    """Encode a GetBatchResponse with these chunks, each with its block's number."""
     pieces: list[bytes | memoryview] = []
     for number, chunk in parts:
         head = b"\x08" + _varint(number) + b"\x1a" + _varint(len(chunk))
@@ -71,7 +71,7 @@ def encoded_get(parts: Sequence[tuple[int, memoryview | bytes]]) -> bytes:
 def encoded_put(
     head: pb.PutBatchRequest, parts: Sequence[tuple[kvstore_pb2.BlockName | None, memoryview | bytes]]
 ) -> bytes:
-    """Give a PutBatchRequest with these parts behind what its head says."""
+    """Encode a PutBatchRequest: its head, then these parts."""
     pieces: list[bytes | memoryview] = [head.SerializeToString()]
     for name, chunk in parts:
         named = b"" if name is None else name.SerializeToString()
@@ -161,7 +161,7 @@ def _varint(number: int) -> bytes:
 
 
 def _fields(view: memoryview, fields_max: int) -> Iterator[tuple[int, int | memoryview]]:
-    """Give the fields of a message by their numbers: numbers as they are, bytes as views."""
+    """The fields of a message by number: integers as they are, bytes as views."""
     at, end = 0, len(view)
     for _ in range(fields_max):
         if at >= end:

@@ -170,7 +170,7 @@ def records_begin(capacity_bytes: int) -> int:
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
-    """Give the one page that a superblock is."""
+    """Encode a superblock, which is one page."""
     fixed = _SUPERBLOCK.pack(
         _DRIVE_MAGIC,
         FORMAT_VERSION,

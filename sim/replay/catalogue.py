@@ -57,7 +57,7 @@ class Policy(Protocol):
         ...
 
     def candidate(self, steps: Steps) -> int:
-        """Give the row that should go first, or -1."""
+        """The row to evict first, or -1."""
         ...
 
 
@@ -90,7 +90,7 @@ class Lru:
         del self._rows[row]
 
     def candidate(self, steps: Steps) -> int:
-        """Give the row used longest ago."""
+        """The least recently used row."""
         del steps
         return next(iter(self._rows), -1)
 

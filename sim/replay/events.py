@@ -72,7 +72,7 @@ class Events:
         return _checked(lib.events_add_resource(self._core, servers))
 
     def add_route(self, steps: Sequence[Step]) -> int:
-        """Give the route's number."""
+        """Add a route; returns its number."""
         rows = ffi.new("struct events_step[]", len(steps))
         for row, step in zip(rows, steps, strict=True):
             row.resource, row.overhead_s = step.resource, step.overhead_s
@@ -150,7 +150,7 @@ class Events:
         return bins[: _checked(count)]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._core != ffi.NULL:
             lib.events_close(self._core)
             self._core = ffi.NULL

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvstore.demo.node_process import NodeProcess
 
-ROUNDS = int(os.environ.get("TRIGGERKV_KILL_ROUNDS", "30"))
+ROUNDS = int(os.environ.get("TRIGGERKV_KILL_ROUNDS", "15"))
 BLOCKS = 12
 WAIT_S = 30.0
 ROOM_BYTES = max(64 * MIB, ROUNDS * BLOCKS * (MIB + (1 << 16)))  # for all of them: none is to be evicted

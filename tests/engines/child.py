@@ -7,7 +7,10 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from socket import socket
 
 _CALLS = (
     *(
@@ -26,19 +29,32 @@ _CALLS = (
 )
 
 
-def main() -> None:
+def forked(given: str, end: socket, log: str, environment: dict[str, str]) -> None:
+    """The same in a process that was forked, with what it would have got as one of its own."""
+    os.environ.clear()
+    os.environ.update(environment)
+    with Path(log).open("w") as file:
+        os.dup2(file.fileno(), 2)
+    os.dup2(end.fileno(), 0)
+    os.dup2(end.fileno(), 1)
+    end.close()
+    sys.stdin = os.fdopen(0)
+    main(given)
+
+
+def main(given: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints is for the log
     from vllm import LLM, SamplingParams
 
-    if "LMCache" in sys.argv[1]:
+    if "LMCache" in given:
         # vLLM for CPUs looks into the `__dict__` of every object of every module, and LMCache imports llvmlite, whose
         # library answers to any name with a function: vLLM fails on that.
         from llvmlite.binding import ffi
 
         ffi.lib._fntab["__dict__"] = {}
 
-    llm = LLM(**json.loads(sys.argv[1]))
+    llm = LLM(**json.loads(given))
     print(json.dumps("ready"), file=answers)
 
     adapters: dict[str, Any] = {}
@@ -191,4 +207,4 @@ class _Spent:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -22,6 +22,8 @@ SMALL = {
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "LMCACHE_TRACK_USAGE": "false",
+    "TORCHDYNAMO_DISABLE": "1",  # to compile takes long; test_vllm_docs.py has an engine that does
+    "VLLM_USE_AOT_COMPILE": "0",
 }
 NAMES = ("transformers_chat.py", "vllm_chat.py", "lmcache/chat.py")
 # vLLM for CPUs fails on llvmlite, which LMCache imports; tests/engines/child.py says how.

@@ -38,7 +38,7 @@ from tests.storage.rig import TENANT, Slots, StoreRig, key
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-SEEDS = int(os.environ.get("TRIGGERKV_CRASH_SEEDS", "500"))
+SEEDS = int(os.environ.get("TRIGGERKV_CRASH_SEEDS", "260"))
 FIRST = int(os.environ.get("TRIGGERKV_CRASH_FIRST", "0"))
 BATCH = 20
 LIVES = 4

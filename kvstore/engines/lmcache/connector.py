@@ -139,7 +139,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
     # --- getting
 
     async def get(self, key: CacheEngineKey) -> MemoryObj | None:
-        """Give a chunk, in LMCache's memory."""
+        """Get a chunk into LMCache's memory."""
         return (await self.batched_get([key]))[0]
 
     def support_batched_get(self) -> bool:
@@ -147,12 +147,12 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_get(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        """Give chunks; None in the place of what does not come."""
+        """Get chunks; None for each that is missing."""
         nothing: list[MemoryObj | None] = [None] * len(keys)
         return await self._elsewhere("Getting chunks", lambda: self._get(keys), nothing)
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[CacheEngineKey]) -> list[MemoryObj]:
-        """Give chunks from the first on, as many as come without a gap."""
+        """Get chunks up to the first that is missing."""
         del lookup_id
         chunks = await self.batched_get(keys)
         count = next((number for number, one in enumerate(chunks) if one is None), len(chunks))

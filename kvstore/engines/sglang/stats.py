@@ -53,7 +53,7 @@ class Moved:
         yield moved
 
     def taken(self) -> Any:
-        """Give SGLang's record of what moved since the last call."""
+        """The transfers since the last call, as SGLang's record of them."""
         from sglang.srt.observability.metrics_collector import StorageMetrics  # noqa: PLC0415  # if it is wanted
 
         metrics = StorageMetrics()

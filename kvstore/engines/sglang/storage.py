@@ -313,7 +313,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
         self._safely("Clearing", delete, None)
 
     def get_stats(self) -> Any:
-        """Give what moved since the last call, as SGLang's metrics want it; None if it wants none."""
+        """The transfers since the last call, in the form of SGLang's metrics; None if those are off."""
         if not self._config.enable_storage_metrics:
             return None
         return self._safely("Giving statistics", self._moved.taken, None)

@@ -110,7 +110,7 @@ class CacheStore:
         return ChatSession(self, self._mover.client.session(user, name))
 
     def fetched(self, wanted: Sequence[Piece]) -> tuple[DynamicCache, int, Miss | None]:
-        """Give a cache of blocks, how many tokens it has, and why not all."""
+        """A cache made of blocks, the number of its tokens, and why there are no more."""
         miss: Miss | None = None
         with self._lock:
             gathered, here = Gathered(self.shapes, self._device), 0
@@ -180,7 +180,7 @@ class ChatSession:
         self._session = session
 
     def resume(self, tokens: Any) -> Resumed:
-        """Give the KV of the first of these tokens: as many as are saved, but for one at least."""
+        """The stored KV of the longest prefix, but not of all tokens: at least one has to be computed."""
         numbers = _numbers(tokens)
         try:
             saved = self._saved(numbers)

@@ -85,7 +85,7 @@ class Gathered:
                 parts.append(together.reshape(heads, blocks * count, numbers))
 
     def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Give K and V of each layer, the newest tokens of those that have a window."""
+        """K and V of each layer; of a layer with a window, its newest tokens."""
         for layer, (k, v) in zip(self._shapes.layers, self._parts, strict=True):
             yield _newest(layer, k), _newest(layer, v)
 

@@ -114,7 +114,7 @@ class HostMemory:
         return State.UNKNOWN
 
     def wait(self, seconds: float) -> None:
-        """Give the threads a moment, if the node has been asked for anything."""
+        """Wait a moment for the threads if a request to the node is pending."""
         with self._lock:
             if self._fetching:
                 self._lock.wait(seconds)
@@ -141,7 +141,7 @@ class HostMemory:
                     self._slots.move_to_end(key)
 
     def begin_fill(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Give those that are not here a slot each, as far as there is room."""
+        """Assign a slot to each block that is not here, while there are free slots."""
         with self._lock:
             given = []
             for key in keys:

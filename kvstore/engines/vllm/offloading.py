@@ -203,7 +203,7 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
         return self._epoch + (adapter.name if adapter is not None else b"")
 
     def on_schedule_end(self, context: Any) -> None:
-        """Give the node's answers a moment rather than ask again at once."""
+        """Wait a moment for the node's answers instead of polling again at once."""
         if not context.new_req_ids:
             self._host.wait(_IDLE_WAIT_S)
 

@@ -29,6 +29,6 @@ class Ring:
         return (0 if left_out else offset), left_out + size
 
     def give_back(self, size: int) -> None:
-        """Give back what was taken first of what is still taken."""
+        """Free the oldest allocation."""
         self._given_back += size
         assert self._given_back <= self._taken

@@ -1,0 +1,54 @@
+/*
+ * What the two files of a caller share: caller.c and caller_places.c.
+ */
+#ifndef TRIGGERKV_CALLER_INSIDE_H
+#define TRIGGERKV_CALLER_INSIDE_H
+
+#include "call.h"
+#include "progress.h"
+
+enum place_state { PLACE_FREE, PLACE_CALLED, PLACE_ANSWERED /* with bytes that nobody has read yet */ };
+
+struct place {
+	enum place_state state;
+	uint64_t tag;	     /* of the call that is in it */
+	uint64_t generation; /* of that call, or of the next */
+};
+
+/* What is kept of a call until its put is over. */
+struct called {
+	struct tk_caller *caller;
+	struct work *watch; /* for its answer; of no list as long as the call has no place */
+	uint64_t tag;
+	uint64_t answer_ns; /* so long the answer may take from when the call has a place; 0: any time */
+	uint32_t good_code;
+	uint32_t length; /* without a tag */
+	char bytes[];	 /* a `call_head` and what follows it, but for what the place says */
+};
+
+struct tk_caller {
+	struct tk_caller_setup setup;
+	struct tk_fabric *fabric;
+
+	pthread_mutex_t lock;
+	struct place places[TK_CALL_PLACES];
+	uint32_t waiting; /* calls without a place, and how many bytes these are */
+	uint64_t waiting_bytes;
+
+	/* The progress thread's own. */
+	struct tk_caller *next;
+	struct queue unplaced;
+
+	struct tk_shared shared; /* of a length of 0: the node's memory is not mapped here */
+	int shares;		 /* atomic: blocks may be read from there */
+	uint64_t shared_blocks;	 /* atomic: number of blocks read from there */
+};
+
+/* Under the lock; after its call was answered. */
+static inline void free_place(struct place *place)
+{
+	place->state = PLACE_FREE;
+	place->generation++;
+}
+
+#endif
