@@ -49,6 +49,7 @@ class Gate:
         self.presses: Callable[[str], object] = lambda _: (
             None
         )  # and of each whose call could not wait its turn
+        self.brought: Callable[[str, int], object] = lambda *_: None  # the peer and the size of each message
         self.floods: Callable[[str], object] = lambda _: None  # and of each whose call has too much metadata
         self.heard: Callable[[bytes], object] = lambda _: None  # and the tenant that it is for
         self.tenants = tenants
