@@ -244,11 +244,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     keys = commands.add_parser(
         "keys",
-        help="make a master key; show and rotate the keys of a stopped node",
-        description="Make a master key; show what a keyring has; seal it with another master key; or give tenants new"
-        " keys. See docs/sealing.md.",
+        help="make a master key; show and rotate the keys of a node; go on without lost ones",
+        description="Make a master key; show what a keyring has; seal it with another master key; give tenants new"
+        " keys; or go on with a new keyring, or an older copy, when the right one is lost. See docs/sealing.md.",
     )
-    keys.add_argument("action", choices=("new-master", "status", "rotate-master", "rotate-tenant"))
+    actions = ("new-master", "status", "rotate-master", "rotate-tenant", "new-keyring", "accept-keyring")
+    keys.add_argument("action", choices=actions)
     keys.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the file that new-master makes")
     keys.add_argument("--data", type=Path, help="the node's folder")
     keys.add_argument(
@@ -260,6 +261,7 @@ def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     keys.add_argument(
         "--tenant", metavar="ID", help="a tenant as `status` shows it; by default each of them is rotated"
     )
+    keys.add_argument("--yes", action="store_true", help="give up what can't be read without the lost keys")
     keys.add_argument("--json", action="store_true", help="for programs")
     keys.set_defaults(run=_keys)
 

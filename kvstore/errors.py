@@ -31,6 +31,7 @@
     │   ├── WrongVersion       a data folder of another format version
     │   ├── FolderLocked       another node has this data folder open
     │   ├── NoKeyring          the data folder has no keyring
+    │   ├── WrongKeyring       the keyring is not the one that the drives were last used with, or an older copy of it
     │   └── ForeignDrive       a drive of another store, or of another place in this one
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
@@ -89,6 +90,7 @@ __all__ = [
     "NoSpace",
     "NodeUnavailable",
     "NotAuthenticated",
+    "NotEncrypted",
     "NotRegistered",
     "Overloaded",
     "PortTaken",
@@ -106,6 +108,7 @@ __all__ = [
     "TenantDenied",
     "UsageError",
     "WrongEpoch",
+    "WrongKeyring",
     "WrongMasterKey",
     "WrongVersion",
 ]
@@ -239,8 +242,24 @@ class FolderLocked(StorageError):
     """Another process has this data folder open."""
 
 
+class NotEncrypted(StorageError):
+    """The node does not encrypt what it stores, so it has no key of an erase domain that could be destroyed."""
+
+    def __init__(
+        self,
+        sentence: str = "The node does not encrypt blocks, so it has no key for an erase domain: start it with"
+        " --master-key, or put the block without a domain.",
+    ) -> None:
+        """It says what can be done about it."""
+        super().__init__(sentence)
+
+
 class NoKeyring(StorageError):
     """The data folder has no keyring, so nothing that was sealed in it can be opened."""
+
+
+class WrongKeyring(StorageError):
+    """The keyring is another one than the store's records are encrypted with, or an older copy; nothing was changed."""
 
 
 class ForeignDrive(StorageError):

@@ -187,6 +187,10 @@ PINS_OF_TENANT_MAX = 1024
 PINNED_ENDED_AT_ONCE = 1024  # blocks whose pins are over, between two looks at other work
 
 ERASE_TIMEOUT_S = 600.0  # of a call that erases a user or a tenant
+ERASED_COPIES_REFUSED_MS = 60_000  # so long a node takes no copies of what it has erased
+ERASE_ROUND_MS = (
+    45_000  # by then all nodes of a cluster have erased it, or all are asked again; a copy takes the rest
+)
 ERASE_STEP_BLOCKS = 1024  # entries that an erasure looks at between other work
 VAULT_KEYS_MAX = 1 << 14  # unwrapped keys in locked memory: 1.5 MiB of the 8 MiB that a process may lock
 VAULT_NAMES_MAX = 1 << 16  # domains whose keys are known without a look into the keyring
@@ -196,6 +200,10 @@ MASTER_ID_BYTES_MAX = 64
 MASTER_WRAPPED_BYTES_MAX = 180  # of a key, as a master key's service gives it
 VAULT_CALL_MS = 5_000  # for Vault to answer, from looking up its name to the last byte
 VAULT_ANSWER_BYTES_MAX = 64 << 10
+CONTROL_CALLERS_MAX = 4  # of a node's socket for its keys
+CONTROL_LINE_BYTES_MAX = 4096  # of what one of them says
+CONTROL_ASK_MS = 10_000  # in which it has to say it; it may ask Vault before
+CONTROL_CALL_MS = 600_000  # for a rotation: a keyring of 4,194,304 keys takes five minutes
 KEYRING_SLOTS_MAX = 1 << 22  # keys of a store: 512 MiB
 KEYRING_STEP_PAGES_MAX = 256  # that a keyring grows by
 KEYRING_LOAD_PAGES = 1024  # of it are read at a time

@@ -6,14 +6,29 @@ Every name is a BLAKE2b digest over length-prefixed parts, so no two lists of pa
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.limits import DOMAIN_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SESSION_BYTES, TENANT_BYTES, USER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["block_key", "domain_of", "layout_fingerprint", "session_name", "tenant_name", "user_name"]
+__all__ = [
+    "SHARED",
+    "block_key",
+    "domain_of",
+    "fits_domain",
+    "in_domain",
+    "is_in_domain",
+    "layout_fingerprint",
+    "session_name",
+    "tenant_name",
+    "user_name",
+]
+
+SHARED: Final = b""  # the domain of blocks that all users of a tenant share
+_MARK: Final = b"tkvdom"  # the end of the keys of blocks in other domains
+_CHECK_BYTES: Final = 6  # before it
 
 
 def _digest(purpose: bytes, size_bytes: int, parts: Iterable[bytes]) -> bytes:
@@ -47,6 +62,39 @@ def user_name(tenant: bytes, user: str) -> bytes:
 def domain_of(user: str) -> bytes:
     """The erase domain of a user's blocks: which of their tenant's keys encrypts them."""
     return _digest(b"triggerkv domain", DOMAIN_BYTES, [user.encode()])
+
+
+def in_domain(key: bytes, domain: bytes) -> bytes:
+    """The key of a block in an erase domain: the same prefix in two domains is two blocks.
+
+    >>> ada, key = domain_of("ada"), block_key(b"my model", b"the tokens of the first page")
+    >>> in_domain(key, ada) != in_domain(key, domain_of("grace")) != key
+    True
+    >>> in_domain(key, SHARED) == key
+    True
+    """
+    if not domain:
+        return key
+    size = KEY_BYTES - _CHECK_BYTES - len(_MARK)
+    digest = _digest(b"triggerkv in dom", size, [key, domain])
+    return digest + _check(digest, domain) + _MARK
+
+
+def is_in_domain(key: bytes) -> bool:
+    """Whether it is a key that `in_domain` made, of whatever domain."""
+    return key.endswith(_MARK)
+
+
+def fits_domain(key: bytes, domain: bytes) -> bool:
+    """Whether a block may be put into this domain: one with a key of `in_domain` into its own, any other as shared."""
+    if not is_in_domain(key):
+        return not domain
+    digest = key[: -_CHECK_BYTES - len(_MARK)]
+    return bool(domain) and key == digest + _check(digest, domain) + _MARK
+
+
+def _check(digest: bytes, domain: bytes) -> bytes:
+    return _digest(b"triggerkv dom of", _CHECK_BYTES, [digest, domain])
 
 
 def session_name(user: bytes, session: str) -> bytes:

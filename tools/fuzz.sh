@@ -24,7 +24,7 @@ mkdir -p "$out/desk"
 
 atheris=.cache/atheris
 [[ -e $atheris/atheris ]] || .venv/bin/python -m pip install --quiet --target "$atheris" atheris==3.0.0
-for name in fabric_calls grpc_fields http tenants sessions traces records index; do
+for name in fabric_calls grpc_fields http tenants sessions traces records encrypted_records index; do
   mkdir -p "$out/$name"
   printf '%s\n' "$name"
   PYTHONPATH=$atheris .venv/bin/python -m tests.fuzz "$name" "$out/$name" -runs="$python_runs" -max_len=4096 -verbosity=0 \

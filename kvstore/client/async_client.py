@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 from kvstore.client.client import Client
 from kvstore.durability import Durability
 from kvstore.limits import ASYNC_CALLS_MAX, LEASE_TIMEOUT_MS
+from kvstore.names import SHARED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -128,6 +129,7 @@ class AsyncClient:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
     ) -> Durability:
         """As `Client.put_inline`."""
@@ -135,6 +137,7 @@ class AsyncClient:
             self.sync.put_inline,
             durability=durability,
             expires_unix_ms=expires_unix_ms,
+            domain=domain,
             timeout_s=timeout_s,
         )
         return await self.call(put, key, data)
@@ -144,10 +147,15 @@ class AsyncClient:
         return await self.call(partial(self.sync.get_inline, timeout_s=timeout_s), key, length)
 
     async def put_many_inline(
-        self, blocks: Iterable[tuple[bytes, Data]], *, timeout_s: float | None = None
+        self,
+        blocks: Iterable[tuple[bytes, Data]],
+        *,
+        domain: bytes = SHARED,
+        timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`."""
-        return await self.call(partial(self.sync.put_many_inline, timeout_s=timeout_s), blocks)
+        put = partial(self.sync.put_many_inline, domain=domain, timeout_s=timeout_s)
+        return await self.call(put, blocks)
 
     async def get_many_inline(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from kvstore.client.checks import check_number
+from kvstore.client.checks import check_key, check_keys, check_lengths, check_number
 from kvstore.durability import Durability
 from kvstore.errors import KvError
 from kvstore.limits import BATCH_BLOCKS_MAX
@@ -114,10 +114,10 @@ class BlockCalls:
         self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[Stored | Miss]:
         """As `Client.exists`."""
+        check_keys(keys)
+        check_lengths(lengths, keys)
         names = [
-            kvstore_pb2.BlockName(
-                key=key, fingerprint=self._fingerprint, length=check_number("A block's length", length, 64)
-            )
+            kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint, length=length)
             for key, length in zip(keys, lengths or [0] * len(keys), strict=True)
         ]
         states: list[pb.BlockState] = []
@@ -137,6 +137,7 @@ class BlockCalls:
 
     def fingerprint_of(self, key: bytes) -> bytes | None:
         """As `Client.fingerprint_of`."""
+        check_key(key)
         with self._calling("Reading a block's layout"):
             name = kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint)
             request = pb.ExistsRequest(tenant=self._tenant, blocks=[name])
@@ -145,6 +146,7 @@ class BlockCalls:
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
         """As `Client.prefix`."""
+        check_keys(keys)
         blocks = 0
         for some in _batches(keys):
             request = pb.PrefixRequest(tenant=self._tenant, fingerprint=self._fingerprint, keys=some)
@@ -164,6 +166,7 @@ class BlockCalls:
 
     def delete_told(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> Deleted:
         """As `Client.delete`; and what the node says of itself meanwhile."""
+        check_keys(keys)
         found: list[bool] = []
         digests, nodes = set[int](), set[str]()
         for some in _batches(keys):
@@ -179,6 +182,7 @@ class BlockCalls:
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`."""
+        check_keys(keys)
         told: list[pb.Explanation] = []
         for some in _batches(keys):
             with self._calling("Explaining blocks"):
@@ -188,6 +192,7 @@ class BlockCalls:
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
         """As `Client.pin`."""
+        check_keys(keys)
         check_number("A pin's time to live in ms", time_to_live_ms)
         numbers: list[int] = []
         pinned: list[bool] = []

@@ -7,8 +7,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.errors import InvalidArgument, KeyTaken, NotRegistered
-from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
-from kvstore.names import layout_fingerprint
+from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, DOMAIN_BYTES, KEY_BYTES
+from kvstore.names import SHARED, layout_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,16 +43,26 @@ class Block:
     pieces: Pieces | None = None  # where its bytes are instead, in their order; see `of_pieces`
     whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
     skip: int = 0  # bytes of it before this part
+    domain: bytes = (
+        SHARED  # the erase domain it is put into; its key is one of `kvstore.names.in_domain` then
+    )
 
     @classmethod
     def of_pieces(
-        cls, key: bytes, pieces: Pieces, *, threshold: int = 1, whole: int = 0, skip: int = 0
+        cls,
+        key: bytes,
+        pieces: Pieces,
+        *,
+        threshold: int = 1,
+        whole: int = 0,
+        skip: int = 0,
+        domain: bytes = SHARED,
     ) -> Block:
         """A block whose bytes are in pieces of registered memory, such as an engine's pages of each layer's K and V.
 
         A put gathers them when it fires; a get scatters them. The node knows nothing of pieces.
         """
-        return cls(key, pieces.regions[0], 0, pieces.length, threshold, pieces, whole, skip)
+        return cls(key, pieces.regions[0], 0, pieces.length, threshold, pieces, whole, skip, domain)
 
     @property
     def stored_bytes(self) -> int:
@@ -66,8 +76,12 @@ class Block:
 
     def __post_init__(self) -> None:
         """Refuse what no node would take, before anything is sent."""
+        if not isinstance(self.key, bytes):
+            raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(self.key).__name__}.")
         if self.key and len(self.key) != KEY_BYTES:
             raise InvalidArgument(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
+        if self.domain and len(self.domain) != DOMAIN_BYTES:
+            raise InvalidArgument(f"An erase domain has {DOMAIN_BYTES} bytes, not {len(self.domain)}.")
         if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
             raise InvalidArgument(
                 f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {self.length}."

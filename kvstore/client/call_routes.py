@@ -93,9 +93,10 @@ class Asking:
         failures: list[KvError] = []
         metadata = (*metadata_of(wanted.watch), *self._traced(span))
         rows = [
-            ReserveRow(block.key, block.length, word)
+            ReserveRow(block.key, block.length, word, block.domain)
             for block, word in zip(wanted.blocks, wanted.words, strict=True)
         ]
+        in_domains = any(row.domain for row in rows)
         with self._client.lock:
             if link.error is not None:
                 raise link.error
@@ -105,11 +106,11 @@ class Asking:
                 None
                 if link.calls is None
                 else link.calls.begin(
-                    CallKind.RESERVE,
+                    CallKind.RESERVE_IN_DOMAINS if in_domains else CallKind.RESERVE,
                     wanted.fingerprint,
                     metadata,
                     len(rows),
-                    rows_of_reserve(rows),
+                    rows_of_reserve(rows, in_domains=in_domains),
                     self._clock.monotonic_ns() + self._timeout_ns,
                     tag,
                     group,
@@ -139,7 +140,12 @@ class Asking:
             connection=link.number,
             blocks=[
                 pb.ReserveBlock(
-                    name=pb.BlockName(key=block.key, fingerprint=wanted.fingerprint, length=block.length),
+                    name=pb.BlockName(
+                        key=block.key,
+                        fingerprint=wanted.fingerprint,
+                        length=block.length,
+                        domain=block.domain,
+                    ),
                     ack_word=word,
                 )
                 for block, word in zip(wanted.blocks, wanted.words, strict=True)

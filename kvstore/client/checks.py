@@ -2,39 +2,164 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, index
+from typing import TYPE_CHECKING, Any
 
-from kvstore.client.blocks import regions_of, whole_of
+from kvstore.client.blocks import Block, pieces_of, regions_of, whole_of
 from kvstore.errors import InvalidArgument, NotRegistered
-from kvstore.limits import BATCH_BLOCKS_MAX, LEASE_TIMEOUT_MS_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, KEY_BYTES, LEASE_TIMEOUT_MS_MAX
+from kvstore.names import fits_domain, is_in_domain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
-    from kvstore.client.blocks import Block
+    from kvstore.client.inline import Data
     from nic_offload.fabric import Fabric
 
-__all__ = ["check_armed", "check_gets", "check_lease", "check_memory", "check_number", "check_reserved"]
+__all__ = [
+    "are_pieces",
+    "check_armed",
+    "check_blocks",
+    "check_domain",
+    "check_gets",
+    "check_key",
+    "check_keys",
+    "check_lease",
+    "check_lengths",
+    "check_list",
+    "check_memory",
+    "check_name",
+    "check_number",
+    "check_reserved",
+    "check_wanted",
+    "checked_puts",
+    "view_of",
+]
 
-_key, _length = attrgetter("key"), attrgetter("length")
+_key, _length, _domain = attrgetter("key"), attrgetter("length"), attrgetter("domain")
+_LENGTH = "A block's length"
+
+
+def check_list(given: object, of: str) -> None:
+    """Refuse anything but a list. A single key is one to Python: of numbers."""
+    if type(given) is list or type(given) is tuple:
+        return
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes, bytearray, memoryview)):
+        kind = type(given).__name__
+        raise InvalidArgument(f"Expected a list of {of}, not {kind}; put a single one into a list.")
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Refuse anything but a list of keys. Two wrong lengths that add up to right ones are left to the node."""
+    check_list(keys, "keys")
+    try:
+        is_good = len(b"".join(keys)) == KEY_BYTES * len(keys)  # 10 ns a key
+    except TypeError:
+        is_good = False
+    if not is_good:
+        for key in keys:
+            check_key(key)
+
+
+def check_key(key: object) -> None:
+    """Refuse anything but a key."""
+    if not isinstance(key, bytes):
+        raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(key).__name__}.")
+    if len(key) != KEY_BYTES:
+        raise InvalidArgument(f"A block's key has {KEY_BYTES} bytes, not {len(key)}.")
+
+
+def check_lengths(lengths: Sequence[int] | None, keys: Sequence[bytes]) -> None:
+    """Refuse anything but a length for each key, or none at all."""
+    if lengths is None:
+        return
+    check_list(lengths, "lengths")
+    if lengths and len(lengths) != len(keys):
+        raise InvalidArgument(f"Each key needs its length: {len(keys)} keys, {len(lengths)} lengths.")
+    for length in lengths:
+        check_number(_LENGTH, length, 64)
+
+
+def check_wanted(wanted: Sequence[tuple[bytes, int]]) -> None:
+    """Refuse anything but a list of keys, each with the length of its block."""
+    check_list(wanted, "keys with lengths")
+    for one in wanted:
+        key, length = _pair(one, "length")
+        check_key(key)
+        check_number(_LENGTH, length, 64)
+
+
+def checked_puts(blocks: Iterable[tuple[bytes, Data]]) -> Iterator[tuple[bytes, memoryview]]:
+    """The same blocks. Raises at the first that is not a key and its data."""
+    if not isinstance(blocks, Iterable):
+        check_list(blocks, "keys with data")
+    for one in blocks:
+        key, data = _pair(one, "data")
+        check_key(key)
+        yield key, view_of(data)
+
+
+def view_of(data: Data) -> memoryview:
+    """A block's bytes, its pieces joined."""
+    try:
+        return memoryview(b"".join(data) if isinstance(data, (list, tuple)) else data).cast("B")
+    except TypeError as error:
+        raise InvalidArgument(f"A block's data is bytes or a list of its pieces: {error}.") from None
+
+
+def _pair(given: Any, other: str) -> tuple[Any, Any]:
+    try:
+        key, value = given
+    except (TypeError, ValueError):
+        kind = type(given).__name__
+        raise InvalidArgument(f"Each block is given as its key and its {other}, not as {kind}.") from None
+    return key, value
+
+
+def _count(blocks: Sequence[Block], blocks_max: int, what: str) -> None:
+    check_list(blocks, "blocks")
+    if not 1 <= len(blocks) <= blocks_max:
+        raise InvalidArgument(f"{what} 1 to {blocks_max} blocks, not {len(blocks)}.")
+
+
+def check_blocks(blocks: Sequence[object], kind: type = Block) -> None:
+    """Refuse anything but a list of such blocks."""
+    check_list(blocks, "blocks")
+    others = sorted({type(one).__name__ for one in blocks if not isinstance(one, kind)})
+    if others:
+        raise InvalidArgument(f"Expected a list of {kind.__name__}s, and {' and '.join(others)} came in it.")
+
+
+def are_pieces(blocks: Sequence[Block]) -> bool:
+    """Whether any of these is a block of pieces. Refuses anything but a list of blocks."""
+    check_list(blocks, "blocks")
+    try:
+        return any(map(pieces_of, blocks))
+    except AttributeError:  # so the check costs blocks nothing
+        check_blocks(blocks)
+        raise
 
 
 def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
     """Refuse blocks in memory that is not registered here, or no longer."""
     known = fabric.regions
-    for one in regions_of(blocks):
+    try:
+        regions = regions_of(blocks)
+    except AttributeError:
+        check_blocks(blocks)
+        raise
+    for one in regions:
         if one.handle is None or one not in known:
             raise NotRegistered("A block's memory is not registered with this client.")
 
 
 def check_gets(fabric: Fabric, blocks: Sequence[Block], blocks_max: int) -> None:
     """Refuse a get of these."""
-    if not 1 <= len(blocks) <= blocks_max:
-        raise InvalidArgument(f"A call takes 1 to {blocks_max} blocks, not {len(blocks)}.")
+    _count(blocks, blocks_max, "A call takes")
+    check_memory(fabric, blocks)
     if not all(map(_key, blocks)):
         raise InvalidArgument("A block without a key can only be armed, and must be named before it fires.")
-    check_memory(fabric, blocks)
 
 
 def _check_whole(blocks: Sequence[Block]) -> None:
@@ -42,29 +167,58 @@ def _check_whole(blocks: Sequence[Block]) -> None:
         raise InvalidArgument("A part of a block can be fetched, but not put.")
 
 
+def check_domain(key: bytes, domain: bytes) -> None:
+    """Refuse to put a block into another erase domain than the one that its key was made for."""
+    if fits_domain(key, domain):
+        return
+    if domain:
+        raise InvalidArgument(
+            "The block's key was not made for its erase domain: use kvstore.names.in_domain(key, domain)."
+        )
+    raise InvalidArgument("The block's key belongs to an erase domain; say which one, by its `domain`.")
+
+
+def _check_domains(blocks: Sequence[Block]) -> None:
+    if any(map(_domain, blocks)) or any(map(is_in_domain, map(_key, blocks))):
+        for one in blocks:
+            if one.key:  # else it is checked when it is named
+                check_domain(one.key, one.domain)
+
+
 def check_reserved(fabric: Fabric, blocks: Sequence[Block]) -> None:
     """Refuse to ask for slots for these."""
     check_gets(fabric, blocks, BATCH_BLOCKS_MAX)
     _check_whole(blocks)
+    _check_domains(blocks)
 
 
 def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_max: int) -> None:
     """Refuse to arm puts of these."""
-    if not 1 <= len(blocks) <= blocks_max:
-        raise InvalidArgument(f"A batch of puts has 1 to {blocks_max} blocks, not {len(blocks)}.")
+    _count(blocks, blocks_max, "A batch of puts has")
+    check_memory(fabric, blocks)
     largest = max(map(_length, blocks))
     if largest > bytes_max:
         raise InvalidArgument(
             f"The client was opened for blocks of up to {bytes_max} bytes, and one has {largest}."
         )
     _check_whole(blocks)
-    check_memory(fabric, blocks)
+    _check_domains(blocks)
+
+
+def check_name(what: str, name: object) -> None:
+    """Refuse a name that is not text."""
+    if not isinstance(name, str):
+        raise InvalidArgument(f"{what} is a str, not {type(name).__name__}.")
 
 
 def check_number(what: str, number: int, bits: int = 32) -> int:
     """Refuse a number that no message of this width can carry; returns it."""
-    if not 0 <= number < 1 << bits:
-        raise InvalidArgument(f"{what} must be 0 to {(1 << bits) - 1}, not {number}.")
+    try:
+        is_good = 0 <= index(number) < 1 << bits
+    except TypeError:
+        is_good = False
+    if not is_good:
+        raise InvalidArgument(f"{what} must be 0 to {(1 << bits) - 1}, not {number!r}.")
     return number
 
 

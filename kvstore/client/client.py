@@ -30,6 +30,7 @@ from kvstore.client.step_calls import StepCalls
 from kvstore.client.transfers import Transfers
 from kvstore.durability import Durability
 from kvstore.limits import ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS, LEASE_TIMEOUT_MS_MAX
+from kvstore.names import SHARED
 from kvstore.reach import Reach
 from nic_offload.handle import Handle
 
@@ -329,6 +330,7 @@ class Client(Handle):
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
     ) -> Durability:
         """Put one block, or the pieces of one, inside gRPC. The CPU copies it; no fabric is needed.
@@ -337,7 +339,12 @@ class Client(Handle):
         'WRITTEN'
         """
         return self._inline.put(
-            key, data, durability=durability, expires_unix_ms=expires_unix_ms, timeout_s=timeout_s
+            key,
+            data,
+            durability=durability,
+            expires_unix_ms=expires_unix_ms,
+            domain=domain,
+            timeout_s=timeout_s,
         )
 
     def get_inline(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
@@ -355,19 +362,24 @@ class Client(Handle):
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """Put blocks, each a key and its bytes or pieces of them, in one stream. Returns the result of each, in order.
 
         If the stream breaks, blocks without an answer get its error, and may be stored or not. Blocks not taken from
-        `blocks` have no result: the list is shorter.
+        `blocks` have no result: the list is shorter. If `blocks` raises, so does this call.
 
         >>> pages = [(block_key(b"many", bytes([i])), bytes([i]) * 4096) for i in range(3)]
         >>> [result.durability.name for result in client.put_many_inline(pages)]
         ['WRITTEN', 'WRITTEN', 'WRITTEN']
         """
         return self._inline.put_many(
-            blocks, durability=durability, expires_unix_ms=expires_unix_ms, timeout_s=timeout_s
+            blocks,
+            durability=durability,
+            expires_unix_ms=expires_unix_ms,
+            domain=domain,
+            timeout_s=timeout_s,
         )
 
     def get_many_inline(
@@ -513,7 +525,7 @@ class Client(Handle):
         >>> client.erase_user("mallory").sessions
         1
         """
-        return self._erasing.user(user, timeout_s)
+        return self._erasing.user(user, timeout_s).erasure
 
     def erase_tenant(self, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
         """Erase all sessions and blocks of this client's tenant on this node.
@@ -523,7 +535,7 @@ class Client(Handle):
         ...     other.erase_tenant().receipt[:10]
         '{"at_ms":1'
         """
-        return self._erasing.tenant(timeout_s)
+        return self._erasing.tenant(timeout_s).erasure
 
     # --- what the node does
 

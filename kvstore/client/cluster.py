@@ -32,7 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvstore.client.block_calls import Prefix, Stored
 from kvstore.client.blocks import PutResult
-from kvstore.client.cluster_blocks import blocks_of
+from kvstore.client.checks import check_key, check_keys, check_lengths, check_wanted, checked_puts
+from kvstore.client.cluster_blocks import blocks_of, keys_of
+from kvstore.client.cluster_removals import Removals
 from kvstore.client.nodes import Nodes
 from kvstore.client.repairs import Repairs
 from kvstore.clock import SystemClock
@@ -42,13 +44,14 @@ from kvstore.limits import (
     CLUSTER_CALLS_AT_ONCE,
     CLUSTER_FIRST_TRY_MS,
     CLUSTER_LAST_COPY_MS,
-    CLUSTER_MAP_AGAIN_MS,
     CLUSTER_PUTS_SLICE_MS,
+    ERASE_TIMEOUT_S,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
     REPLICAS_MAX,
 )
 from kvstore.miss import Miss, MissReason
+from kvstore.names import SHARED, is_in_domain
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Hit
     from kvstore.client.client import Client
     from kvstore.client.cluster_blocks import ClusterBlock
+    from kvstore.client.erasing import Erasure
     from kvstore.client.inline import Data
     from kvstore.client.nodes import Everywhere
     from kvstore.client.puts import ArmedPuts
@@ -73,7 +77,6 @@ __all__ = ["ClusterClient", "ClusterPin", "ClusterPuts"]
 
 _CLOCK = SystemClock()
 _PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
-_MAP_S = CLUSTER_MAP_AGAIN_MS / 1000
 _LOOK_S = CLUSTER_PUTS_SLICE_MS / 1000
 _INLINE_A_ROUND = 64  # blocks that are got inside gRPC before the first of them is given
 R = TypeVar("R")
@@ -98,6 +101,7 @@ class ClusterClient(Handle):
         self._repairs = Repairs(self.nodes.at)
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
+        self._removals = Removals(self.nodes, self._each, self._closing, _CLOCK)
 
     def register(self, memory: Buffer) -> Everywhere:
         """Let blocks be put from memory and got into it, whichever node has them. Close it when the memory goes.
@@ -115,6 +119,7 @@ class ClusterClient(Handle):
 
     def owners(self, key: bytes) -> list[str]:
         """The nodes that a block is kept on, now, its first owner first."""
+        check_key(key)
         now = self.nodes.map
         return [
             now.members[at].node
@@ -150,7 +155,7 @@ class ClusterClient(Handle):
         expires_unix_ms: int = 0,
     ) -> ClusterPuts:
         """As `Client.arm`: a put to each owner, all of them fired by the one flag."""
-        keys = [block.key for block in blocks]
+        keys = keys_of(blocks)
         parts = self._owned(keys)
 
         def arm(client: Client, some: list[int]) -> ArmedPuts:
@@ -174,7 +179,7 @@ class ClusterClient(Handle):
         def copied(at: int, _: object) -> bytes | None:
             return blocks[at].copied()
 
-        return self._found([block.key for block in blocks], get, self._get_s(timeout_s), copied)
+        return self._found(keys_of(blocks), get, self._get_s(timeout_s), copied)
 
     # --- inside gRPC
 
@@ -185,11 +190,16 @@ class ClusterClient(Handle):
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
     ) -> Durability:
         """As `Client.put_inline`, on each owner; the least that was reached."""
         (result,) = self.put_many_inline(
-            [(key, data)], durability=durability, expires_unix_ms=expires_unix_ms, timeout_s=timeout_s
+            [(key, data)],
+            durability=durability,
+            expires_unix_ms=expires_unix_ms,
+            domain=domain,
+            timeout_s=timeout_s,
         )
         if result.error is not None:
             raise result.error
@@ -207,10 +217,11 @@ class ClusterClient(Handle):
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`, on each owner; of each block there is a result."""
-        given = list(blocks)
+        given = list(checked_puts(blocks))
         keys = [key for key, _ in given]
         parts = self._owned(keys)
 
@@ -219,6 +230,7 @@ class ClusterClient(Handle):
                 (given[at] for at in some),
                 durability=durability,
                 expires_unix_ms=expires_unix_ms,
+                domain=domain,
                 timeout_s=timeout_s,
             )
 
@@ -233,6 +245,7 @@ class ClusterClient(Handle):
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> Iterator[bytes | Miss]:
         """As `Client.get_many_inline`, of the first owner that has it; the timeout is for all of them."""
+        check_wanted(wanted)
         until_s = _now_s() + self._get_s(timeout_s)
         for first in range(0, len(wanted), _INLINE_A_ROUND):
             part = wanted[first : first + _INLINE_A_ROUND]
@@ -250,6 +263,8 @@ class ClusterClient(Handle):
         self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[Stored | Miss]:
         """As `Client.exists`: whether any of its owners has it. A node that is away is a Miss that says so."""
+        check_keys(keys)
+        check_lengths(lengths, keys)
         sizes = lengths or [0] * len(keys)
 
         def ask(client: Client, some: list[int], left_s: float) -> list[Stored | Miss]:
@@ -274,53 +289,29 @@ class ClusterClient(Handle):
         the deletion: all are asked twice, the second time with the same map as this client has; NodeUnavailable if
         that doesn't come to be in a call's time.
         """
-        until_s = _now_s() + self._call_s(None)
-        found = [False] * len(keys)
-        asked = 0  # which members were all asked, the last time
-        while True:
-            now = self.nodes.map
-            part, digests = self._delete_everywhere(now, keys, durability)
-            found = [had or has for had, has in zip(found, part, strict=True)]
-            if digests <= {0} or (asked == now.digest and digests == {now.digest}):
-                return found
-            if not _left(until_s):
-                raise NodeUnavailable(
-                    "The cluster's map was changing while blocks were deleted: a copy may be left. Delete them again."
-                )
-            if asked == now.digest:
-                self._closing.wait(_MAP_S)
-            asked = now.digest
+        check_keys(keys)
+        return self._removals.delete(keys, durability, self._call_s(None))
 
-    def _delete_everywhere(
-        self, now: Map, keys: Sequence[bytes], durability: Durability
-    ) -> tuple[list[bool], set[int]]:
-        """Delete blocks on all nodes of a map; which there were, and by which maps the members went."""
-        everywhere = {one.node: list(range(len(keys))) for one in (*now.members, *now.absent)}
-        answers = self._each(
-            everywhere,
-            lambda client, _: client._blocks.delete_told(keys, durability=durability),  # noqa: SLF001 - of this package
+    def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> list[Erasure]:
+        """As `Client.erase_user`, on every member and every node that is absent from the map, as `delete`.
+
+        Returns what it came to on each of them, with its receipt; a node may be asked twice.
+        """
+        return self._removals.erase(
+            lambda client, left_s: client._erasing.user(user, left_s),  # noqa: SLF001 - of this package
+            timeout_s,
         )
-        found, digests = [False] * len(keys), set[int]()
-        for answer in answers.values():
-            if not isinstance(answer, KvError):
-                found = [had or has for had, has in zip(found, answer.found, strict=True)]
-        for one in now.members:
-            answer = answers[one.node]
-            if isinstance(answer, KvError):
-                raise answer
-            digests |= answer.digests
-        for one in now.absent:
-            answer = answers[one.node]
-            if isinstance(answer, KvError) or answer.nodes - {one.name}:
-                raise NodeUnavailable(
-                    f"{one.node} ({one.name}) is absent from the cluster and has not answered: what it has would come"
-                    " back with it. Delete again when it is there, or, if it never will be, after `kvstore cluster"
-                    f" forget {one.name}`."
-                )
-        return found, digests
+
+    def erase_tenant(self, *, timeout_s: float = ERASE_TIMEOUT_S) -> list[Erasure]:
+        """As `Client.erase_tenant`, on the same nodes as `erase_user`."""
+        return self._removals.erase(
+            lambda client, left_s: client._erasing.tenant(left_s),  # noqa: SLF001 - of this package
+            timeout_s,
+        )
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> ClusterPin:
         """As `Client.pin`, on each owner that answers; raises if none does."""
+        check_keys(keys)
         parts = self._owned(keys)
         answers = self._each(
             parts, lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms)
@@ -431,6 +422,8 @@ class ClusterClient(Handle):
     def _put_back(
         self, nodes: Iterable[str], key: bytes, read_ns: int, copied: Callable[[], bytes | None]
     ) -> None:
+        if is_in_domain(key):
+            return  # which one a get doesn't say, and it may have been erased since: the nodes copy it to each other
         for node in nodes:
             if self._repairs.has_room and (data := copied()) is not None:
                 self._repairs.add(node, key, data, read_ns)

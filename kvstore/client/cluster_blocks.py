@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Block
+from kvstore.client.checks import check_blocks
+from kvstore.names import SHARED
 from nic_offload.pieces import Pieces, pieces_said
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from kvstore.client.client import Client
     from kvstore.client.nodes import Everywhere
 
-__all__ = ["ClusterBlock", "ClusterPieces", "blocks_of"]
+__all__ = ["ClusterBlock", "ClusterPieces", "blocks_of", "keys_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,9 @@ class ClusterBlock(NamedTuple):
     pieces: ClusterPieces | None = None  # where its bytes are instead; see `of_pieces`
     whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
     skip: int = 0  # bytes of it before this part
+    domain: bytes = (
+        SHARED  # the erase domain it is put into; its key is one of `kvstore.names.in_domain` then
+    )
 
     @classmethod
     def of_pieces(
@@ -60,6 +65,7 @@ class ClusterBlock(NamedTuple):
         threshold: int = 1,
         whole: int = 0,
         skip: int = 0,
+        domain: bytes = SHARED,
     ) -> ClusterBlock:
         """A block whose bytes are in pieces of registered memory, as `Block.of_pieces` has them.
 
@@ -67,7 +73,7 @@ class ClusterBlock(NamedTuple):
         """
         where = ClusterPieces(memories if isinstance(memories, tuple) else tuple(memories), rows)
         length = sum(length for _, length, _ in pieces_said(rows))
-        return cls(key, where.memories[0], 0, length, threshold, where, whole, skip)
+        return cls(key, where.memories[0], 0, length, threshold, where, whole, skip, domain)
 
     def copied(self) -> bytes | None:
         """A copy of its current contents; None if the memory has a part of it only."""
@@ -76,6 +82,12 @@ class ClusterBlock(NamedTuple):
         if self.pieces is not None:
             return self.pieces.copied()
         return self.memory.copied(self.offset, self.length)
+
+
+def keys_of(blocks: Sequence[ClusterBlock]) -> list[bytes]:
+    """Their keys. Refuses anything but a list of such blocks."""
+    check_blocks(blocks, ClusterBlock)  # a single one is a tuple, whose fields are none
+    return [one.key for one in blocks]
 
 
 def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
@@ -91,6 +103,7 @@ def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
             one.threshold,
             whole=one.whole,
             skip=one.skip,
+            domain=one.domain,
         )
         for one in blocks
     ]
@@ -105,6 +118,11 @@ def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
         ):
             one = blocks[at]
             plain[at] = Block.of_pieces(
-                one.key, pieces, threshold=one.threshold, whole=one.whole, skip=one.skip
+                one.key,
+                pieces,
+                threshold=one.threshold,
+                whole=one.whole,
+                skip=one.skip,
+                domain=one.domain,
             )
     return [one for one in plain if one is not None]

@@ -2,13 +2,13 @@
 
 What always holds: when a call returns, what it erased is gone from that node's memory and drives, durably. A call ends
 within its timeout, with an error if the erasure has not; it can be asked for again.
-What it doesn't do: ask other nodes of a cluster. Each is asked by a client of its own.
+What it doesn't do: ask other nodes of a cluster; `ClusterClient` does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.wire import erasing_pb2 as pb
 from kvstore.wire import erasing_pb2_grpc
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvstore.reach import Reach
 
-__all__ = ["ErasingCalls", "Erasure"]
+__all__ = ["Erased", "ErasingCalls", "Erasure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,14 @@ class Erasure:
     sessions: int
     keys: int  # destroyed; 0 on a node that doesn't encrypt: there, the bytes were overwritten
     receipt: str  # one line of JSON, as it stands in the node's audit log
+
+
+class Erased(NamedTuple):
+    """The same, and what the node says of itself meanwhile."""
+
+    erasure: Erasure
+    digests: set[int]  # of its map; 0: it is in no cluster
+    nodes: set[str]  # its name
 
 
 class ErasingCalls:
@@ -49,20 +57,21 @@ class ErasingCalls:
         self._calling = calling
         self._tenant = reach.tenant
 
-    def user(self, user: str, timeout_s: float) -> Erasure:
+    def user(self, user: str, timeout_s: float) -> Erased:
         """As `Client.erase_user`."""
         request = pb.EraseUserRequest(tenant=self._tenant, user=user)
         with self._calling("Erasing a user"):
-            return _erasure(self._stub.EraseUser(request, timeout=timeout_s).erased)
+            return _erased(self._stub.EraseUser(request, timeout=timeout_s).erased)
 
-    def tenant(self, timeout_s: float) -> Erasure:
+    def tenant(self, timeout_s: float) -> Erased:
         """As `Client.erase_tenant`."""
         request = pb.EraseTenantRequest(tenant=self._tenant)
         with self._calling("Erasing a tenant"):
-            return _erasure(self._stub.EraseTenant(request, timeout=timeout_s).erased)
+            return _erased(self._stub.EraseTenant(request, timeout=timeout_s).erased)
 
 
-def _erasure(answer: pb.Erased) -> Erasure:
-    return Erasure(
+def _erased(answer: pb.Erased) -> Erased:
+    erasure = Erasure(
         answer.at_unix_ms, answer.blocks, answer.bytes, answer.sessions, answer.keys, answer.receipt
     )
+    return Erased(erasure, {answer.members_digest}, {answer.node})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
-from kvstore.client.checks import check_number
+from kvstore.client.checks import check_domain, check_key, check_number, check_wanted, checked_puts, view_of
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
@@ -21,6 +21,7 @@ from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloade
 from kvstore.limits import BATCH_BLOCKS_MAX, INLINE_CHUNK_BYTES
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
+from kvstore.names import SHARED
 from kvstore.wire import batches_pb2, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.parts import encoded_put, got_parts
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["InlineCalls"]
 
 _CLOCK = SystemClock()
-_LENGTH = "A block's length"
 _EXPIRES = "The time at which a block expires"
 
 
@@ -84,18 +84,21 @@ class InlineCalls:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
         read_ns: int | None = None,
     ) -> Durability:
         """As `Client.put_inline`; `read_ns` says of a copy when its bytes were asked for."""
-        view = _view(data)
+        view = view_of(data)
+        name = self._name(key, len(view), domain)
         check_number(_EXPIRES, expires_unix_ms, 64)
+        check_domain(key, domain)
 
         def parts() -> Iterator[pb.PutRequest]:
             yield pb.PutRequest(
                 start=pb.PutStart(
                     tenant=self._tenant,
-                    name=self._name(key, len(view)),
+                    name=name,
                     durability=durability_message(durability),
                     expires_unix_ms=expires_unix_ms,
                     is_copy=read_ns is not None,
@@ -153,6 +156,7 @@ class InlineCalls:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
+        domain: bytes = SHARED,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`."""
@@ -160,21 +164,24 @@ class InlineCalls:
         keys: list[bytes] = []
         ended: dict[int, batches_pb2.BlockEnd] = {}
         broken: KvError | None = None
+        mistakes: list[Exception] = []
         span = None if self._spans is None else self._spans.inline("kvstore.put")
-        views: Iterator[tuple[bytes, memoryview]] = ((key, _view(data)) for key, data in blocks)
+        views = checked_puts(blocks)
         if span is not None:
             views = span.sized(views)
         head = batches_pb2.PutBatchRequest(
             tenant=self._tenant, durability=durability_message(durability), expires_unix_ms=expires_unix_ms
         )
         try:
-            parts = self._parts(head, views, keys)
+            parts = _noting(self._parts(head, views, keys, domain), mistakes)
             with within(span), self._calling("A stream of puts"):
                 for answer in self._put_batch(parts, timeout=self._within(timeout_s, many=True)):
                     ended.update((end.number, end) for end in answer.ends)
         except UsageError:
             raise
         except KvError as error:
+            if mistakes:
+                raise mistakes[0] from None
             broken = error
         results = [_result(key, ended.get(number), broken) for number, key in enumerate(keys)]
         if span is not None:
@@ -186,13 +193,15 @@ class InlineCalls:
         head: batches_pb2.PutBatchRequest,
         blocks: Iterable[tuple[bytes, memoryview]],
         keys: list[bytes],
+        domain: bytes,
     ) -> Iterator[bytes]:
         """Give messages of about a chunk each, of small blocks several in one."""
         parts: list[tuple[pb.BlockName | None, memoryview]] = []
         left = INLINE_CHUNK_BYTES
         for key, view in blocks:
+            check_domain(key, domain)
             keys.append(key)
-            name: pb.BlockName | None = self._name(key, len(view))
+            name: pb.BlockName | None = self._name(key, len(view), domain)
             at = 0
             while at < len(view) or name is not None:
                 chunk = view[at : at + left]
@@ -208,6 +217,7 @@ class InlineCalls:
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> Iterator[bytes | Miss]:
         """As `Client.get_many_inline`."""
+        check_wanted(wanted)
         timeout_s = self._within(timeout_s, many=True)
         if self._spans is None:
             return self._get_many(wanted, timeout_s, None)
@@ -268,8 +278,6 @@ class InlineCalls:
         )
         if not wanted:
             return
-        for _, length in wanted:
-            check_number(_LENGTH, length, 64)
         chunks: list[memoryview] = []
         had, given = 0, 0
         with within(span):  # and no longer: what is between two blocks is the caller's
@@ -295,13 +303,19 @@ class InlineCalls:
         if given < len(wanted):
             raise ProtocolError(f"The node sent {given} of the {len(wanted)} requested blocks.")
 
-    def _name(self, key: bytes, length: int) -> pb.BlockName:
-        length = check_number(_LENGTH, length, 64)
-        return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length)
+    def _name(self, key: bytes, length: int, domain: bytes = SHARED) -> pb.BlockName:
+        check_key(key)
+        check_number("A block's length", length, 64)
+        return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length, domain=domain)
 
 
-def _view(data: Data) -> memoryview:
-    return memoryview(b"".join(data) if isinstance(data, (list, tuple)) else data).cast("B")
+def _noting(parts: Iterator[bytes], mistakes: list[Exception]) -> Iterator[bytes]:
+    """The same, with what making them raised: gRPC calls this in a thread of its own, and would only log it."""
+    try:
+        yield from parts
+    except Exception as error:
+        mistakes.append(error)
+        raise
 
 
 def _result(key: bytes, end: batches_pb2.BlockEnd | None, broken: KvError | None) -> PutResult:

@@ -217,6 +217,7 @@ class Link:
         self.landing_key = answer.landing_key
         self.slots = answer.slots
         self.sends_parts = answer.parts  # a node of an earlier version does not
+        self.encrypts = answer.encrypts
         if answer.HasField("calls"):
             start = _WORDS_BYTES + _HEADS_BYTES
             self.calls = FabricCalls(client, self, answer.calls, self._acks, self._memory, start)

@@ -14,6 +14,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import PutResult
+from kvstore.client.checks import check_domain
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, InvalidArgument, KvError, ProtocolError, UsageError
 from kvstore.limits import KEY_BYTES
@@ -246,6 +247,7 @@ class ArmedPuts:
             raise InvalidArgument(
                 f"Only a put without a key can be named, once, with a key of {KEY_BYTES} bytes."
             )
+        check_domain(key, self._blocks[number].domain)
         with self._client.lock:
             self._keys[number] = key
             if self._heads is not None:

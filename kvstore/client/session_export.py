@@ -22,6 +22,7 @@ from kvstore.client.session_file import Content, Reader, Writer
 from kvstore.errors import KvError, LayoutError, NoSession, SessionFileError, SessionRefused
 from kvstore.limits import BATCH_BLOCKS_MAX, IMPORT_UNFINISHED_MS
 from kvstore.miss import Miss
+from kvstore.names import SHARED, domain_of, in_domain, is_in_domain
 from kvstore.wire.manifest import Turn
 
 if TYPE_CHECKING:
@@ -83,8 +84,10 @@ def import_session(
     if not content.keys:
         raise SessionFileError("The session in the file has no blocks, so there is nothing to import.")
     count = len(content.places())
+    domain = domain_of(user)
     for number, (key, payload) in enumerate(reader.blocks(), 1):
-        client.put_inline(key, payload, durability=durability)
+        own = _own_key(key, domain)
+        client.put_inline(own, payload, durability=durability, domain=domain if own != key else SHARED)
         if progress is not None:
             progress(number, count)
     reader.read_end()
@@ -95,12 +98,19 @@ def import_session(
     try:
         for turn, end in zip(content.turns, ends, strict=True):
             gathered.append(
-                content.keys[turn.first_block : end], turn.tokens, time_to_live_ms=IMPORT_UNFINISHED_MS
+                [_own_key(key, domain) for key in content.keys[turn.first_block : end]],
+                turn.tokens,
+                time_to_live_ms=IMPORT_UNFINISHED_MS,
             )
         return gathered.fork(name, user=user, durability=durability)
     finally:
         with suppress(KvError):  # it ends by itself
             gathered.remove()
+
+
+def _own_key(key: bytes, domain: bytes) -> bytes:
+    """The key of a block that is imported: one of somebody's erase domain goes into the importing user's."""
+    return in_domain(key, domain) if is_in_domain(key) else key
 
 
 def _refuse_known(session: Session) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from kvstore.client.block_calls import durability_message
-from kvstore.client.checks import check_number
+from kvstore.client.blocks import Block
+from kvstore.client.checks import check_keys, check_list, check_name, check_number
 from kvstore.client.request_ids import as_request
 from kvstore.client.resuming import Manifest, Resuming
 from kvstore.client.session_export import export_session, import_session
@@ -48,7 +49,6 @@ from kvstore.wire.manifest import Turn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvstore.client.blocks import Block
     from kvstore.client.client import Client
     from kvstore.client.core import Core
     from kvstore.client.puts import ArmedPuts
@@ -178,6 +178,8 @@ class SessionCalls:
 
     def one(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
         """As `Client.session`."""
+        check_name("A session's user", user)
+        check_name("A session's name", name)
         return Session(lambda: self, user, name, follower)
 
     def import_one(
@@ -232,6 +234,7 @@ class Session:
         SessionRefused, and no change, if the session was changed elsewhere since this object last saw it (`info`
         refreshes that), or if a block is not stored.
         """
+        check_keys(keys)
         if not keys:
             raise InvalidArgument("A turn has at least one block.")
         check_number("A turn's tokens", tokens)
@@ -482,8 +485,7 @@ class Session:
         expires_unix_ms: int = 0,
     ) -> Reservation:
         """As `Client.reserve`, for blocks of this session; the node traces them as such."""
-        if blocks:
-            self.notes.registered(blocks[0].region)
+        self._registered(blocks)
         return self._calls.client.reserve(
             blocks,
             durability=durability,
@@ -502,8 +504,7 @@ class Session:
         expires_unix_ms: int = 0,
     ) -> ArmedPuts:
         """As `Client.arm`, for blocks of this session; the node traces them as such."""
-        if blocks:
-            self.notes.registered(blocks[0].region)
+        self._registered(blocks)
         return self._calls.client.arm(
             blocks,
             flag,
@@ -512,6 +513,11 @@ class Session:
             expires_unix_ms=expires_unix_ms,
             watch=self.notes,
         )
+
+    def _registered(self, blocks: Sequence[Block]) -> None:
+        check_list(blocks, "blocks")
+        if blocks and isinstance(blocks[0], Block):  # the call itself refuses anything else
+            self.notes.registered(blocks[0].region)
 
     def mark(self, step: Step, *, tokens: int = 0, detail: str = "") -> None:
         """Record a step that only the application knows, such as Step.ANSWERED; the next call or `report` sends it."""

@@ -13,14 +13,21 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import pieces_of
 from kvstore.client.call_routes import Reserving
-from kvstore.client.checks import check_armed, check_gets, check_lease, check_number, check_reserved
+from kvstore.client.checks import (
+    are_pieces,
+    check_armed,
+    check_gets,
+    check_lease,
+    check_number,
+    check_reserved,
+)
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import ARMED_BLOCKS_MAX
 from kvstore.client.puts import ArmedPuts
 from kvstore.client.request_ids import current_request
 from kvstore.client.reserved import Reservation, lease_deadline_ns
 from kvstore.client.windows import get_in_windows, needs_windows
-from kvstore.errors import InvalidArgument, KvError, Overloaded
+from kvstore.errors import InvalidArgument, KvError, NotEncrypted, Overloaded
 from kvstore.limits import BATCH_BLOCKS_MAX, GET_BLOCKS_MAX
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block, Hit
     from kvstore.client.core import Core
     from kvstore.client.gets import Ended
+    from kvstore.client.link import Link
     from kvstore.client.spans import PutSpan
     from kvstore.client.transfer_watch import Watch
     from kvstore.durability import Durability
@@ -88,6 +96,7 @@ class Transfers:
         check_lease(lease_ms, "A put waits for its flag")
         check_number(_EXPIRES, expires_unix_ms, 64)
         link = core.attached(core.reach.call_timeout_s)
+        _refuse_domains(link, blocks)
         # It has to know the slot beforehand, and to find the bytes in one piece.
         by_nic = flag is not None and core.fabric.deferred_work and not any(map(pieces_of, blocks))
         if link.sender is None or by_nic:
@@ -98,7 +107,8 @@ class Transfers:
         said = core.asking.said_of_puts(watch, span)
         deadline_ns = time.monotonic_ns() + lease_ms * 1_000_000
         try:
-            heads = Heads([one.key for one in blocks], core.fingerprint, durability, expires_unix_ms, said)
+            keys, domains = [one.key for one in blocks], [one.domain for one in blocks]
+            heads = Heads(keys, core.fingerprint, durability, expires_unix_ms, said, domains)
             return ArmedPuts(core, link, blocks, durability, flag, deadline_ns, watch, span, heads)
         except KvError as error:
             if span is not None:
@@ -116,6 +126,7 @@ class Transfers:
     ) -> Reservation:
         core = self._core
         link = core.attached(core.reach.call_timeout_s)
+        _refuse_domains(link, blocks)
         with core.lock:
             words = link.take_words(len(blocks))
         asked_ns = time.monotonic_ns()
@@ -166,7 +177,7 @@ class Transfers:
         ended: Ended | None,
     ) -> Get | NoGet:
         """As `Client.getting`."""
-        if any(map(pieces_of, blocks)):
+        if are_pieces(blocks):
             raise InvalidArgument("A block of pieces can't be fetched in the background: use `get`.")
         return self._getting(blocks, layout, timeout_s, watch, ended, is_awaited=False)
 
@@ -202,3 +213,9 @@ class Transfers:
             return NoGet(len(blocks), Miss(reason, str(error)), ended)
         core.asking.fetch(link, get, fingerprint, request_id, deadline_ns, watch, span)
         return get
+
+
+def _refuse_domains(link: Link, blocks: Sequence[Block]) -> None:
+    """A block may land, and be acknowledged, before a node sees that it has no key for it."""
+    if not link.encrypts and any(one.domain for one in blocks):
+        raise NotEncrypted

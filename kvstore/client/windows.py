@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.client.blocks import Block, Hit, regions_of
+from kvstore.client.checks import are_pieces
 from kvstore.clock import SystemClock
 from kvstore.errors import FabricError
 from kvstore.limits import BATCH_BLOCKS_MAX, SLAB_BYTES, WINDOWS_AHEAD
@@ -41,7 +42,7 @@ class _Begins(Protocol):
 
 def needs_windows(blocks: Sequence[Block]) -> bool:
     """Whether one call can't bring these."""
-    return len(blocks) > BATCH_BLOCKS_MAX or any(block.pieces is not None for block in blocks)
+    return are_pieces(blocks) or len(blocks) > BATCH_BLOCKS_MAX
 
 
 def _windows(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:

@@ -132,14 +132,17 @@ def _pin(arguments: argparse.Namespace) -> int:
 def _erase(arguments: argparse.Namespace) -> int:
     if (arguments.user is None) == (not arguments.whole_tenant):
         raise ConfigError("Say what to erase: --user NAME, or --whole-tenant.")
-    with _client(arguments) as client:
+    from kvstore.client import ClusterClient
+
+    with ClusterClient(reach(arguments)) as client:  # of one node, if it is in no cluster
         done = client.erase_tenant() if arguments.user is None else client.erase_user(arguments.user)
-    how = f"{done.keys} keys destroyed" if done.keys else "overwritten"
-    print(
-        done.receipt
-        if arguments.json
-        else f"erased {done.sessions} sessions and {done.blocks} blocks of {done.size_bytes} bytes: {how}"
-    )
+    for one in done:
+        how = f"{one.keys} keys destroyed" if one.keys else "overwritten"
+        print(
+            one.receipt
+            if arguments.json
+            else f"erased {one.sessions} sessions and {one.blocks} blocks of {one.size_bytes} bytes: {how}"
+        )
     return Status.DONE
 
 
@@ -211,8 +214,9 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     erase = commands.add_parser(
         "erase",
         help="erase a user, or all that a tenant stored",
-        description="Erase a user's sessions and blocks on a node, or all that the tenant stored there. The keys"
-        " of what was encrypted are destroyed; what was not is overwritten. With --json the receipt is printed.",
+        description="Erase a user's sessions and blocks, or all that the tenant stored, on the node and on all others"
+        " of its cluster. The keys of what was encrypted are destroyed; what was not is overwritten. Prints a line for"
+        " each node; with --json, its receipt.",
     )
     erase.add_argument("--user", metavar="NAME", help="whose sessions and blocks")
     erase.add_argument("--whole-tenant", action="store_true", help="all of the caller's tenant")

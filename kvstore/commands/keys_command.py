@@ -4,27 +4,37 @@
     kvstore keys status --data ./node
     kvstore keys rotate-master --data ./node --master-key file:OLD --new-master-key file:NEW
     kvstore keys rotate-tenant --data ./node --master-key file:KEY --tenant 5f1c...
+    kvstore keys new-keyring --data ./node --master-key file:KEY --yes
 
 What always holds: no key is printed, nor anything that a source of one said. `status` needs no key and works beside a
-running node; the others lock the keyring. With a master key it is opened too, which finishes what was under way.
+running node. A running node rotates its keys by itself, for those who have its master key; otherwise the keyring is
+locked, and opened, which finishes what was under way.
+`new-keyring` and `accept-keyring` give nothing up without `--yes`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Final, TypeVar
+from contextlib import closing
+from typing import TYPE_CHECKING, TypeVar
 
+from kvcli.progress import bars
+from kvcli.running import Status
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
 from kvstore.limits import TENANT_BYTES
+from kvstore.sealing.control import find_control, proof
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
-from kvstore.sealing.keyring_state import read_status
-from kvstore.sealing.masters import new_master_file, open_master
+from kvstore.sealing.keyring_state import read_root, read_status
+from kvstore.sealing.masters import check_master, new_master_file, open_master
+from kvstore.storage.giving_up import EncryptedStore
+from nic_offload.aead import wipe
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvstore.sealing.keyring_state import KeyringStatus
@@ -32,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 T = TypeVar("T")
-_DAMAGED_STATUS: Final = 3
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,7 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
         return _rotate_master(
             data, option, _given(arguments.new_master_key, "rotate-master needs --new-master-key.")
         )
-    return _rotate_tenant(data, option, arguments.tenant)
+    if arguments.action == "rotate-tenant":
+        tenant = None if arguments.tenant is None else _tenant_id(arguments.tenant)
+        return _rotate_tenant(data, option, tenant)
+    with EncryptedStore(data) as store:
+        if arguments.action == "new-keyring":
+            return _new_keyring(store, data, option, is_sure=arguments.yes)
+        return _accept_keyring(store, data, option, is_sure=arguments.yes)
 
 
 def _given(value: T | None, sentence: str) -> T:
@@ -86,7 +101,7 @@ def _status(data: Path, option: str | None, *, as_json: bool) -> int:
         _print(json.dumps(_document(status), indent=2))
     else:
         _print("\n".join(_lines(status)))
-    return _DAMAGED_STATUS if status.damaged else 0
+    return Status.NO if status.damaged else Status.DONE
 
 
 def _document(status: KeyringStatus) -> dict[str, object]:
@@ -131,7 +146,26 @@ def _lines(status: KeyringStatus) -> list[str]:
     return lines
 
 
+def _proof(data: Path, option: str, challenge: bytes) -> str:
+    """Show a node that we have its master key."""
+    with closing(open_master(option)) as master:
+        root = read_root(keyring_path(data), master)
+    try:
+        return proof(root, challenge).hex()
+    finally:
+        wipe(root)
+
+
 def _rotate_master(data: Path, option: str, new_option: str) -> int:
+    check_master(new_option)
+    if (node := find_control(data)) is not None:
+        with closing(node):
+            shown = _proof(data, option, node.challenge)
+            key_id = node.ask(do="rotate-master", new_master_key=new_option, proof=shown)
+        _print(
+            f"The running node's keyring is sealed with master key {key_id} now; start it with that from now on."
+        )
+        return 0
     with _opened(data, option) as keyring:
         new = open_master(new_option)
         try:
@@ -142,8 +176,14 @@ def _rotate_master(data: Path, option: str, new_option: str) -> int:
     return 0
 
 
-def _rotate_tenant(data: Path, option: str, tenant: str | None) -> int:
-    wanted = None if tenant is None else _tenant_id(tenant)
+def _rotate_tenant(data: Path, option: str, wanted: bytes | None) -> int:
+    if (node := find_control(data)) is not None:
+        with closing(node):
+            shown = _proof(data, option, node.challenge)
+            named = None if wanted is None else wanted.hex()
+            for tenant, count in node.ask(do="rotate-tenant", tenant=named, proof=shown).items():
+                _print(f"{tenant}: {count} keys wrapped by a new key")
+        return 0
     with _opened(data, option) as keyring:
         known = [one for one, _ in keyring.status().tenants]
         if wanted is not None and wanted not in known:
@@ -151,6 +191,46 @@ def _rotate_tenant(data: Path, option: str, tenant: str | None) -> int:
         for one in known if wanted is None else [wanted]:
             _print(f"{one.hex()}: {keyring.rotate_tenant(one)} keys wrapped by a new key")
     return 0
+
+
+def _new_keyring(store: EncryptedStore, data: Path, option: str, *, is_sure: bool) -> int:
+    path = keyring_path(data)
+    if path.exists():
+        raise ConfigError(f"There is a keyring {path}; to go on with it, use accept-keyring.")
+    with closing(open_master(option)) as master:  # it is seen to be one before anything is given up
+        if not _given_up(store, _knows_none, is_sure=is_sure):
+            return Status.NO
+        Keyring.create(path, master, store.store_uuid)
+    _print(f"{path} is a new keyring, sealed with master key {master.id}.")
+    return Status.DONE
+
+
+def _accept_keyring(store: EncryptedStore, data: Path, option: str, *, is_sure: bool) -> int:
+    path = keyring_path(data)
+    with closing(open_master(option)) as master, Keyring.open(path, master, store.store_uuid) as keyring:
+        is_its = {mark.id for mark in store.marks} == {keyring.store_key_id}
+        is_known = keyring.has if is_its else _knows_none
+        if not _given_up(store, is_known, is_sure=is_sure):
+            return Status.NO
+    _print(f"{path} is the store's keyring from now on.")
+    return Status.DONE
+
+
+def _knows_none(_: int, __: bytes) -> bool:
+    return False
+
+
+def _given_up(store: EncryptedStore, is_known: Callable[[int, bytes], bool], *, is_sure: bool) -> bool:
+    with bars() as progress:
+        lost = store.lost(is_known, progress)
+    _print(
+        f"{lost.records} encrypted records, {show_size(lost.size_bytes)}, can't be read without the lost keys."
+    )
+    if is_sure:
+        store.give_up()
+    else:
+        _print("Restore the keyring if you can; --yes gives them up.")
+    return is_sure
 
 
 def _tenant_id(text: str) -> bytes:

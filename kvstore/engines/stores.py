@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Everywhere
+from kvstore.names import SHARED
 from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Store(Protocol):
         """Get blocks."""
         ...
 
-    def put_inline(self, key: bytes, data: bytes) -> Durability:
+    def put_inline(self, key: bytes, data: bytes, *, domain: bytes = SHARED) -> Durability:
         """Put one inside gRPC."""
         ...
 
@@ -92,10 +93,12 @@ def open_store(settings: EngineSettings, layout: bytes, **of_clients: Any) -> Cl
     return Client(settings.reach, layout=layout, **of_clients)
 
 
-def block_at(key: bytes, memory: Region | Everywhere, offset: int, length: int) -> Block | ClusterBlock:
+def block_at(
+    key: bytes, memory: Region | Everywhere, offset: int, length: int, domain: bytes = SHARED
+) -> Block | ClusterBlock:
     """A block in memory that the store has registered."""
     kind: Any = Block if not isinstance(memory, Everywhere) else ClusterBlock
-    made: Block | ClusterBlock = kind(key, memory, offset, length)
+    made: Block | ClusterBlock = kind(key, memory, offset, length, domain=domain)
     return made
 
 

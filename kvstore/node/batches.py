@@ -31,10 +31,11 @@ from kvstore.limits import (
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
 from kvstore.node.calls import durability_of, miss_message, refusals
-from kvstore.node.connection import check_block, check_count
+from kvstore.node.connection import check_block, check_count, check_domain
 from kvstore.node.inline import check_chunk, deadline
 from kvstore.node.time_slices import Turn
 from kvstore.storage.items import PutItem
+from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import kvstore_pb2
 from kvstore.wire.parts import PutMessage, encoded_get, parse_put
@@ -200,6 +201,7 @@ class _Puts:
 
     async def _begin(self, name: kvstore_pb2.BlockName) -> None:
         check_block(name.key, name.fingerprint, name.length)
+        check_domain(name.key, name.domain)
         number, self._number = self._number, self._number + 1
         piece = None
         while len(self._pieces) >= BATCH_PUTS_AHEAD:  # all that end together are told of together
@@ -249,6 +251,7 @@ class _Puts:
                 expires_ms=self._expires_ms,
                 durability=self.durability,
                 tag=filling.number,
+                domain=name.domain or NO_DOMAIN,
             )
         )
         if len(self._whole) == BATCH_BLOCKS_MAX:

@@ -11,19 +11,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvstore.durability import Durability
 from kvstore.errors import Expired, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
+    DOMAIN_BYTES,
     FINGERPRINT_BYTES,
     GENERATION_MAX,
     KEY_BYTES,
     LANDING_AT_ONCE_BYTES,
 )
+from kvstore.names import SHARED, fits_domain
 from kvstore.node.cancelling import Cancelled
 from kvstore.node.landing import LandingLayout, Lease, Slots, SlotState
 from kvstore.node.logs import about
+from kvstore.storage.items import PutItem
+from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.wire.ack import AckCode, ack_word
 from nic_offload.memory import populate
 from nic_offload.trigger import Landing, WordPut, watch_landings
@@ -32,7 +37,6 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from kvstore.durability import Durability
     from kvstore.errors import KvError
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.wire.seal import Seal
@@ -44,6 +48,7 @@ __all__ = [
     "Connection",
     "check_block",
     "check_count",
+    "check_domain",
     "check_fingerprint",
     "check_generation",
     "check_key",
@@ -77,6 +82,14 @@ def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
     check_fingerprint(fingerprint)
     if not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
         raise ProtocolError(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {length}.")
+
+
+def check_domain(key: bytes, domain: bytes) -> None:
+    """Refuse to put a block into another erase domain than the one that its key was made for."""
+    if domain and len(domain) != DOMAIN_BYTES:
+        raise ProtocolError(f"An erase domain has {DOMAIN_BYTES} bytes, not {len(domain)}.")
+    if not fits_domain(key, domain):
+        raise ProtocolError("The block's key was made for another erase domain than the one it is put into.")
 
 
 def refuse_expired(expires_unix_ms: int, now_ms: int) -> None:
@@ -116,6 +129,7 @@ class BlockRequest:
     fingerprint: bytes
     length: int
     ack_word: int
+    domain: bytes = SHARED
 
 
 class Connection:
@@ -217,6 +231,7 @@ class Connection:
     def check(self, block: BlockRequest) -> None:
         """Refuse a block that can't be put over this connection."""
         check_block(block.key, block.fingerprint, block.length)
+        check_domain(block.key, block.domain)
         if block.length > self.layout.block_bytes_max:
             raise ProtocolError(
                 f"The connection was attached for blocks of up to {self.layout.block_bytes_max} bytes,"
@@ -247,6 +262,7 @@ class Connection:
                 durability=durability,
                 ack_word=block.ack_word,
                 expires_unix_ms=expires_unix_ms,
+                domain=block.domain or NO_DOMAIN,
                 is_taken=block in taken,
             )
             for slot, block in zip(self.slots.take(len(blocks)), blocks, strict=True)
@@ -255,6 +271,21 @@ class Connection:
             self.slots.hold(lease)
         watch_landings(self.fabric, [self._watch(lease, deadline_ns) for lease in leases])
         return leases
+
+    def item(self, lease: Lease, crc32c: int) -> PutItem:
+        """What is to be stored of a lease whose block has landed."""
+        return PutItem(
+            tenant=self.tenant,
+            key=lease.key,
+            fingerprint=lease.fingerprint,
+            length=lease.length,
+            crc32c=crc32c,
+            slot_address=self.slot_address(lease.slot),
+            expires_ms=lease.expires_unix_ms,
+            durability=max(lease.durability, Durability.WRITTEN),
+            tag=lease.generation,
+            domain=lease.domain,
+        )
 
     def _watch(self, lease: Lease, deadline_ns: int) -> Landing:
         return Landing(

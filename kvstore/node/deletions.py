@@ -1,11 +1,11 @@
-"""Recently deleted blocks: copies that were read before the deletion are refused.
+"""What was deleted or erased lately: copies that were read before that are refused.
 
 A client that finds a block on its second owner puts it back to the first. Between its get and that put, the block may
 have been deleted on both.
 
 What always holds: a copy is refused if its block was deleted since it was read, by this node's own clock; also if it
 was read before the node started, or before a deletion that is no longer remembered. At most `DELETIONS_KEPT_MAX` are
-remembered.
+remembered. For `ERASED_COPIES_REFUSED_MS` after an erasure began here no copy of what it erases is taken.
 What it doesn't do: refuse a normal put of a deleted block.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.limits import COPY_LATE_MS, DELETIONS_KEPT_MAX, REPAIR_CALL_MS
+from kvstore.limits import COPY_LATE_MS, DELETIONS_KEPT_MAX, ERASED_COPIES_REFUSED_MS, REPAIR_CALL_MS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.storage.index import Name
 
-__all__ = ["Deletions"]
+__all__ = ["Deletions", "Erasures"]
 
 _MS = 1_000_000
 
@@ -60,3 +60,24 @@ class Deletions:
             or 0 < since_ns <= self._forgotten_ns
             or since_ns <= self._at_ns.get(name, since_ns - 1)
         )
+
+
+class Erasures:
+    """Of one node, since it began."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._until_ns: dict[
+            tuple[bytes, bytes | None], int
+        ] = {}  # by tenant and domain, None: the whole tenant
+
+    def note(self, tenant: bytes, domain: bytes | None) -> None:
+        """An erasure begins, or goes on."""
+        now_ns = self._clock.monotonic_ns()
+        self._until_ns = {named: until_ns for named, until_ns in self._until_ns.items() if until_ns > now_ns}
+        self._until_ns[tenant, domain] = now_ns + ERASED_COPIES_REFUSED_MS * _MS
+
+    def refuse_copies(self, tenant: bytes, domain: bytes) -> bool:
+        """Whether copies of blocks of this domain may have been read, elsewhere, before it was erased there."""
+        now_ns = self._clock.monotonic_ns()
+        return any(self._until_ns.get((tenant, one), 0) > now_ns for one in (None, domain))

@@ -10,7 +10,7 @@ destroyed the keys or has not. A call erases only what its caller's tenant has.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
 tenant's, the others' remain. Without encryption, earlier versions of a session's record may be in pages that are free.
-Nodes of a cluster are asked one by one.
+It asks no other node of a cluster, but refuses copies from those that have not been asked (`kvstore.node.deletions`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvstore.node.calls import Context
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
-    from kvstore.sealing.keyring import Erased
+    from kvstore.sealing.domain_key import Erased
     from kvstore.storage.index import Name
     from kvstore.storage.items import DeleteDone, SessionDone
 
@@ -58,6 +58,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             tenant = self._gate.enter("erase user", context, request.tenant)
             check_text("user", request.user)
             named = user_name(tenant.id, request.user)
+            self._node.erasures.note(tenant.id, domain_of(request.user))
             erasure = _Erasure(self._node, tenant.id)
             await erasure.destroy([named, domain_of(request.user)])
             await erasure.sessions(named)
@@ -70,6 +71,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         """Erase a tenant."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
+            self._node.erasures.note(tenant.id, None)
             erasure = _Erasure(self._node, tenant.id)
             await erasure.destroy([None])
             await erasure.sessions(None)
@@ -99,6 +101,8 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             sessions=erasure.removed,
             keys=sum(key.number is not None for key in erasure.keys),
             receipt=receipt.line(),
+            members_digest=0 if node.membership is None else node.membership.digest,
+            node=node.store.name,
         )
 
 

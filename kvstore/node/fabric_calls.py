@@ -315,7 +315,7 @@ class FabricCalls:
         connection = area.connection
         connection.owner.rate.take(max(1, len(rows)))
         told = Told(call.metadata)
-        if call.kind is not CallKind.RESERVE:
+        if not call.kind.reserves:
             fetch(
                 self._node,
                 connection,
@@ -326,7 +326,10 @@ class FabricCalls:
                 shares=bool(call.flags & ROWS),
             )
             return b""
-        blocks = [BlockRequest(row.key, call.fingerprint, row.length, row.ack_word) for row in rows.reserve]
+        blocks = [
+            BlockRequest(row.key, call.fingerprint, row.length, row.ack_word, row.domain)
+            for row in rows.reserve
+        ]
         leases = reserve(
             self._node,
             connection,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from kvstore.errors import Overloaded
 from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, LEASES_MAX, PAGE_BYTES
 from kvstore.node.fair import Places
+from kvstore.storage.sealing import NO_DOMAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +96,7 @@ class Lease:
     durability: Durability
     ack_word: int
     expires_unix_ms: int
+    domain: bytes = NO_DOMAIN
     state: SlotState = SlotState.LEASED
     leased_ns: int = 0
     deadline_ns: int = 0

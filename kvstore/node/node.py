@@ -33,7 +33,7 @@ from kvstore.limits import (
 )
 from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.connection_calls import already_stored
-from kvstore.node.deletions import Deletions
+from kvstore.node.deletions import Deletions, Erasures
 from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fail_stop import or_stop
@@ -56,7 +56,7 @@ from kvstore.node.time_slices import Turns
 from kvstore.node.timings import Timings
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
-from kvstore.storage.items import PutDone, PutItem
+from kvstore.storage.items import PutDone
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
 from nic_offload.memory import set_aside
@@ -157,7 +157,7 @@ class Node:
         self.inline = InlineBlocks(
             store, self.hot, self.granted, clock, self.counters, self.timings, tenants_known
         )
-        self.pins, self.deletions = Pins(store, clock), Deletions(clock)
+        self.pins, self.deletions, self.erasures = Pins(store, clock), Deletions(clock), Erasures(clock)
         self._stalled = Stalled(clock, self.detach)
         self.traces, self.lookups = Traces(clock), Lookups(store, clock, lookup_log, spans)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
@@ -482,20 +482,7 @@ class Node:
             landed.append((connection, lease, event))
 
     def _store(self, landed: Sequence[tuple[Connection, Lease, Event]]) -> None:
-        items = [
-            PutItem(
-                tenant=connection.tenant,
-                key=lease.key,
-                fingerprint=lease.fingerprint,
-                length=lease.length,
-                crc32c=event.value,
-                slot_address=connection.slot_address(lease.slot),
-                expires_ms=lease.expires_unix_ms,
-                durability=max(lease.durability, Durability.WRITTEN),
-                tag=lease.generation,
-            )
-            for connection, lease, event in landed
-        ]
+        items = [connection.item(lease, event.value) for connection, lease, event in landed]
         self.granted.before_others([(item.tenant, item.key) for item in items])
         try:
             self.store.put(items, self._kept)

@@ -39,6 +39,7 @@ from kvstore.node.batches import add_batches
 from kvstore.node.block_calls import BlocksService
 from kvstore.node.cluster_calls import ClusterService
 from kvstore.node.connection_guard import Doorkeeper
+from kvstore.node.control import ControlSocket
 from kvstore.node.core_dumps import keep_out_of_dumps
 from kvstore.node.erasing import ErasingService
 from kvstore.node.fabric_address import FabricAddress
@@ -56,7 +57,7 @@ from kvstore.node.session_calls import SessionsService
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.upkeep_calls import UpkeepService
-from kvstore.sealing.store_keys import keys_opener
+from kvstore.sealing.store_keys import StoreKeys, keys_opener
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
 from kvstore.wire import (
@@ -282,6 +283,18 @@ async def _leave_cluster(node: Node) -> None:
         await node.membership.close(for_good=has_drained)
 
 
+def _control(store: Store, config: NodeConfig, gate: Gate) -> ControlSocket | None:
+    """Let `kvstore keys` speak to the node, if it has keys."""
+    if not isinstance(store.keys, StoreKeys):
+        return None
+    return ControlSocket(config.data, store.keys, gate.audit, dict)
+
+
+async def _end(control: ControlSocket | None) -> None:
+    if control is not None:
+        await control.close()
+
+
 def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:
     try:
         from kvstore.node.kv_events import KvEvents  # noqa: PLC0415 - its packages are an extra
@@ -345,7 +358,7 @@ async def _serve_node(
     _join_cluster(node, gate, config)
     membership = node.membership
     server, health = open_server(node, gate)
-    http = keeper = None
+    http = keeper = control = None
     try:
         await health.begin(ready=False)
         address = listen(server, config, certificates)
@@ -363,6 +376,7 @@ async def _serve_node(
             ", an index rebuilt from its drive" if statistics.rebuilt else "",
             node.fabric.provider,
         )
+        control = _control(store, config, gate)
         if config.http is not None:
             http = _serve_http(node, gate, config, certificates, *config.http)
             keeper.also_at(http.port)
@@ -378,6 +392,7 @@ async def _serve_node(
         log.info("stopping")
     finally:  # a start that failed as well: a server that is left to the interpreter ends in a traceback
         await _leave_cluster(node)
+        await _end(control)
         await health.enter_graceful_shutdown()
         if http is not None:
             await http.close()

@@ -91,6 +91,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     slots=connection.layout.slots,
                     landing_key=connection.landing_key,
                     parts=True,
+                    encrypts=self._node.store.keys is not None,
                 )
                 if connection.seal is not None:
                     answer.seal = connection.seal.told
@@ -153,7 +154,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     connection,
                     [
                         BlockRequest(
-                            block.name.key, block.name.fingerprint, block.name.length, block.ack_word
+                            block.name.key,
+                            block.name.fingerprint,
+                            block.name.length,
+                            block.ack_word,
+                            block.name.domain,
                         )
                         for block in request.blocks
                     ],
@@ -252,7 +257,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             parent = None if spans is None else spans.parent_of(context)
 
             def before_kept(item: PutItem) -> None:
-                if start.is_copy and self._node.deletions.may_be_since(item[:2], start.read_ms_ago):
+                if not start.is_copy:
+                    return
+                if self._node.erasures.refuse_copies(tenant.id, item.domain):
+                    raise Expired("The block may have been erased since this copy of it was read.")
+                if self._node.deletions.may_be_since(item[:2], start.read_ms_ago):
                     raise Expired("The block may have been deleted since this copy of it was read.")
 
             async with self._node.turns.moving(tenant.id):
@@ -266,6 +275,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     start.expires_unix_ms,
                     (message.chunk async for message in request_iterator),
                     before_kept,
+                    start.name.domain,
                 )
             if spans is not None and parent is not None:
                 spans.inline_put(parent, began_ns, 1, start.name.length, durability)

@@ -38,10 +38,12 @@ from kvstore.limits import (
     UPKEEP_RETRY_MS,
     UPKEEP_SETTLE_MS,
 )
+from kvstore.names import SHARED, fits_domain
 from kvstore.node.copy_eligibility import Sureness
 from kvstore.node.landing import pages_of
 from kvstore.node.upkeep_calls import UPKEEP, Waited
 from kvstore.storage.items import GetItem
+from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.wire import kvstore_pb2, upkeep_pb2_grpc
 from kvstore.wire import upkeep_pb2 as pb
 from kvstore.wire.keepalive import keepalive_options
@@ -338,7 +340,12 @@ class Upkeep:
             if done is None or done.miss is not None:
                 return False
             payload = inline.memory.payload(piece, entry.length)
-            name = kvstore_pb2.BlockName(key=key, fingerprint=entry.fingerprint, length=entry.length)
+            domain = self._domain_of(block)
+            if domain is None:
+                return False
+            name = kvstore_pb2.BlockName(
+                key=key, fingerprint=entry.fingerprint, length=entry.length, domain=domain
+            )
             start = pb.CopyStart(
                 ticket=ticket,
                 tenant=block.tenant,
@@ -353,6 +360,15 @@ class Upkeep:
             return answer.kept
         finally:
             inline.give_back(who, piece)
+
+    def _domain_of(self, block: Block) -> bytes | None:
+        """The erase domain of a block that has been read; None if its key has been destroyed since."""
+        keys, (tenant, key) = self._node.store.keys, block.name
+        if keys is None or not block.entry.domain:
+            return SHARED
+        owner, domain = keys.domain_of(block.entry.domain - 1) or (b"", b"")
+        named = SHARED if domain == NO_DOMAIN else domain
+        return named if owner == tenant and fits_domain(key, named) else None
 
     async def _read(self, item: GetItem) -> GetDone | None:
         """Read a block into memory that stays ours until the drive is done with it, whatever becomes of us."""

@@ -187,6 +187,8 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
 
             def take(item: PutItem) -> None:
                 upkeep.waited.take((tenant.id, start.name.key), start.ticket)
+                if self._node.erasures.refuse_copies(tenant.id, item.domain):
+                    raise _Unwelcome("The block's erase domain was erased a moment ago.")
                 if item.crc32c != start.crc32c:
                     raise ProtocolError("The bytes of the copy do not match its block.")
 
@@ -202,6 +204,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
                         start.expires_unix_ms,
                         (message.chunk async for message in request_iterator),
                         take,
+                        start.name.domain,
                     )
             except _Unwelcome:
                 return pb.CopyResponse()

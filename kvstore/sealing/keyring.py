@@ -19,13 +19,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from threading import Lock, RLock
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from kvstore.clock import SystemClock
 from kvstore.errors import Closed, Corrupt, KvError, ReadOnly, StorageError, WrongMasterKey
 from kvstore.limits import KEYRING_SLOTS_MAX, KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES
+from kvstore.sealing.control import proof
+from kvstore.sealing.domain_key import DomainKey, Erased
 from kvstore.sealing.keyring_file import FolderFile, create_file
-from kvstore.sealing.keyring_state import TenantKey, found_in, header_of, header_sectors, status_of
+from kvstore.sealing.keyring_state import (
+    TenantKey,
+    found_in,
+    header_of,
+    header_sectors,
+    status_of,
+    unwrapped_root,
+)
 from kvstore.sealing.slot_table import SlotTable
 from kvstore.sealing.slots import (
     HEADER_PAGES,
@@ -47,7 +56,7 @@ from nic_offload import aead
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -55,46 +64,9 @@ if TYPE_CHECKING:
     from kvstore.sealing.keyring_state import Found, KeyringStatus
     from kvstore.sealing.master_key import Master
 
-__all__ = ["DomainKey", "Erased", "Keyring", "new_image"]
+__all__ = ["Keyring", "new_image"]
 
 Name = tuple[bytes, bytes]  # of a tenant and a domain
-
-
-class DomainKey(Handle):
-    """The key of an erase domain, unsealed. Closing it wipes the key."""
-
-    def __init__(self, number: int, slot: Slot, key: bytearray) -> None:
-        self.number = number
-        self.id = slot.id
-        self.tenant = slot.tenant
-        self.domain = slot.domain
-        self._key = key
-        self._wiped = False
-
-    def __repr__(self) -> str:
-        return f"DomainKey(number={self.number}, id={self.id.hex()})"
-
-    @property
-    def key(self) -> bytearray:
-        """Its 32 bytes; Closed once they are wiped."""
-        if self._wiped:
-            raise Closed("The domain key was wiped.")
-        return self._key
-
-    def close(self) -> None:
-        """Wipe it."""
-        self._wiped = True
-        aead.wipe(self._key)
-
-
-class Erased(NamedTuple):
-    """A destroyed key, by its slot's number and its id; without them if the domain never had one."""
-
-    tenant: bytes
-    domain: bytes
-    number: int | None
-    id: bytes | None
-    at_ms: int
 
 
 class Keyring(Handle):
@@ -110,6 +82,7 @@ class Keyring(Handle):
         self._failed = False
         self._root = bytearray()
         self._store_slot = -1
+        self._store_id = b""
         self._unsealed: OrderedDict[bytes, bytearray] = OrderedDict()  # tenants' keys by id, latest used last
         self._tenants: dict[bytes, list[TenantKey]] = {}  # live ones by version: the last is in use
         self._gone_tenants: dict[bytes, TenantKey] = {}
@@ -118,7 +91,7 @@ class Keyring(Handle):
             file.sync()  # what a killed process has written counts, once it is durable
             self._header = header_of(file)
             self._check_store(store_uuid)
-            self._open_root(master)
+            self._root = unwrapped_root(self._header, master)
             self._slots = SlotTable(file, slots_max)
             found = found_in(self._slots, self._header.root.id)
             self._tenants, self._gone_tenants = found.tenants, found.gone
@@ -160,26 +133,16 @@ class Keyring(Handle):
                 f"The keyring is of store {self._header.store_uuid.hex()}, not of {store_uuid.hex()}."
             )
 
-    def _open_root(self, master: Master) -> None:
-        header = self._header
-        if header.master_id != master.id:
-            raise WrongMasterKey(
-                f"The keyring is sealed with master key {header.master_id}, and the given one is {master.id}."
-            )
-        try:
-            self._root = master.unwrap(
-                root_associated(header.store_uuid, header.root.id), header.root.wrapped
-            )
-        except WrongMasterKey:
-            raise WrongMasterKey(
-                f"Master key {master.id} doesn't open the keyring: it was replaced by another of this name, or no"
-                " longer allows the version that was used, or the keyring was changed."
-            ) from None
+    def proof(self, challenge: bytes) -> bytes:
+        """What only those can give that have its master key."""
+        with self._keys:
+            return proof(self._root, challenge)
 
     def _open_store_key(self, found: Found) -> None:
         if found.store is None:
             raise Corrupt("The keyring has no key of the store; it was left unchanged.")
         self._store_slot, slot = found.store
+        self._store_id = slot.id
         self._store_key = unwrapped(slot, self._root, self._header.store_uuid, self._store_slot)
 
     def _finish(self, found: Found) -> None:
@@ -198,6 +161,22 @@ class Keyring(Handle):
         return self._store_key
 
     @property
+    def store_key_id(self) -> bytes:
+        """The id of the key of the store, which is the keyring's own: no rotation changes it."""
+        return self._store_id
+
+    @property
+    def sequence(self) -> int:
+        """How often its header was changed."""
+        return self._header.sequence
+
+    def count_up(self) -> None:
+        """Change the header's sequence, durably: a copy from before is known by it."""
+        with self._writing:
+            self._check_usable()
+            self._write_header(self._header._replace(sequence=self._header.sequence + 1))
+
+    @property
     def store_uuid(self) -> bytes:
         """Whose it is."""
         return self._header.store_uuid
@@ -210,6 +189,17 @@ class Keyring(Handle):
     def by_number(self, number: int, key_id: bytes) -> DomainKey | None:
         """The key that a record names; None if it was destroyed, and with an older keyring if it is unknown."""
         return self._unseal(number, key_id)
+
+    def has(self, number: int, key_id: bytes) -> bool:
+        """Whether it has the key that a record names."""
+        return self._slots.is_live(number, key_id)
+
+    def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
+        """The tenant and the domain whose key is in this slot; None if there is none."""
+        slot = self._slots.read(number)
+        if slot is None or slot.kind != Kind.DOMAIN or slot.state != State.LIVE:
+            return None
+        return slot.tenant, slot.domain
 
     def erased_ms(self, tenant: bytes, domain: bytes) -> int | None:
         """When the key of a domain that has none was destroyed; None if that isn't known, or not the case."""
@@ -405,20 +395,35 @@ class Keyring(Handle):
 
     # Rotation
 
+    @property
+    def tenants(self) -> list[bytes]:
+        """Those that have keys."""
+        with self._keys:
+            return sorted(self._tenants)
+
+    @property
+    def rotating(self) -> list[bytes]:
+        """Tenants whose rotation was begun and not finished."""
+        with self._keys:
+            return sorted(tenant for tenant, keys in self._tenants.items() if len(keys) > 1)
+
     def rotate_master(self, new: Master) -> None:
         """Seal the keyring with another master key, under a new root key. No data is written anew.
 
         What the root key wraps is wrapped by the new one in other slots; the header, which has one root key, decides
         which of them count. So the old root key is never wrapped by the new master key.
         """
+        root_id, root = fresh_id(), fresh_key()
+        try:
+            new_root = self._wrapped_root(new, root_id, root)  # it may take seconds: nobody waits for it
+        except KvError:
+            aead.wipe(root)
+            raise
         with self._writing:
-            self._check_usable()
-            root_id, root = fresh_id(), fresh_key()
             try:
+                self._check_usable()
                 header = self._header._replace(
-                    sequence=self._header.sequence + 1,
-                    master_id=new.id,
-                    root=self._wrapped_root(new, root_id, root),
+                    sequence=self._header.sequence + 1, master_id=new.id, root=new_root
                 )
                 old = [self._store_slot, *(key.number for keys in self._tenants.values() for key in keys)]
                 moves = dict(zip(old, self._take(len(old)), strict=True))
@@ -461,8 +466,11 @@ class Keyring(Handle):
             raise WrongMasterKey(f"Master key {master.id} doesn't give back what it wrapped.")
         return Root(root_id, blob)
 
-    def rotate_tenant(self, tenant: bytes) -> int:
-        """Give a tenant a new key, and wrap those of its domains by it; how many. An unfinished rotation goes on."""
+    def rotate_tenant(self, tenant: bytes, goes_on: Callable[[], bool] = lambda: True) -> int:
+        """Give a tenant a new key, and wrap those of its domains by it; how many. An unfinished rotation goes on.
+
+        Closed, and unfinished, as soon as `goes_on` says no.
+        """
         with self._writing:
             self._check_usable()
             keys = self._tenants.get(tenant)
@@ -475,6 +483,8 @@ class Keyring(Handle):
         count = 0
         for old in older:
             for numbers in self._slots.live_where(tenant=tenant, wrapped_by=old.slot.id):
+                if not goes_on():
+                    raise Closed("The rotation was interrupted; it goes on when the node is started again.")
                 with self._writing:
                     count += self._rewrap_domains(numbers, old.slot.id, latest.slot.id)
         with self._writing:

@@ -1,24 +1,25 @@
 """What a keyring's file says without any key: its header, whose keys it has, and how many.
 
 What always holds: of two slots with the same key, as a rotation of the master key leaves them that was cut off, the one
-that the header's root key wraps counts. What it doesn't do: write, or unwrap.
+that the header's root key wraps counts. What it doesn't do: write, or unwrap more than the root key.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.errors import Corrupt
+from kvstore.errors import Corrupt, WrongMasterKey
 from kvstore.limits import PAGE_BYTES, SECTOR_BYTES
 from kvstore.sealing.keyring_file import FolderFile
 from kvstore.sealing.slot_table import SlotTable
-from kvstore.sealing.slots import HEADER_PAGES, Header, Kind, Slot, State, parse_header
+from kvstore.sealing.slots import HEADER_PAGES, Header, Kind, Slot, State, parse_header, root_associated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from kvstore.sealing.keyring_file import KeyringFile
+    from kvstore.sealing.master_key import Master
 
 __all__ = [
     "Found",
@@ -27,8 +28,10 @@ __all__ = [
     "found_in",
     "header_of",
     "header_sectors",
+    "read_root",
     "read_status",
     "status_of",
+    "unwrapped_root",
 ]
 
 
@@ -76,6 +79,30 @@ def header_of(file: KeyringFile) -> Header:
     if file.pages <= HEADER_PAGES:
         raise Corrupt("The keyring was truncated; it was left unchanged.")
     return parse_header(header_sectors(file))
+
+
+def unwrapped_root(header: Header, master: Master) -> bytearray:
+    """The root key, which the caller has to wipe; WrongMasterKey if another master key wraps it."""
+    if header.master_id != master.id:
+        raise WrongMasterKey(
+            f"The keyring is sealed with master key {header.master_id}, and the given one is {master.id}."
+        )
+    try:
+        return master.unwrap(root_associated(header.store_uuid, header.root.id), header.root.wrapped)
+    except WrongMasterKey:
+        raise WrongMasterKey(
+            f"Master key {master.id} doesn't open the keyring: it was replaced by another of this name, or no"
+            " longer allows the version that was used, or the keyring was changed."
+        ) from None
+
+
+def read_root(path: Path, master: Master) -> bytearray:
+    """The root key of a keyring that a node may have open; the caller has to wipe it."""
+    file = FolderFile(path, locks=False)
+    try:
+        return unwrapped_root(header_of(file), master)
+    finally:
+        file.close()
 
 
 class Found(NamedTuple):

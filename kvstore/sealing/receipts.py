@@ -20,7 +20,7 @@ from kvstore.limits import RECEIPT_KEYS_MAX
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.sealing.keyring import Erased
+    from kvstore.sealing.domain_key import Erased
 
 __all__ = ["Receipt", "keys_digest"]
 

@@ -18,19 +18,20 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError, Corrupt, KvError, StorageError
+from kvstore.errors import ConfigError, Corrupt, KvError, NoKeyring, StorageError, WrongKeyring
 from kvstore.limits import VAULT_KEYS_MAX, VAULT_NAMES_MAX
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import check_master, open_master
+from kvstore.wire.record import KeyringMark
 from nic_offload.vault import KeyName, Vault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
-    from kvstore.sealing.keyring import DomainKey, Erased
+    from kvstore.sealing.domain_key import DomainKey, Erased
 
     Then = Callable[[StorageError | None], None]
 
@@ -50,6 +51,10 @@ class StoreKeys:
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
         self._worker = ThreadPoolExecutor(1, "kvstore-keys")
+        self._rotator = ThreadPoolExecutor(
+            1, "kvstore-rotation"
+        )  # a long rotation keeps nobody from new keys
+        self._closing = False
         self._lock = Lock()  # for these two:
         self._asked: list[tuple[tuple[bytes, bytes], Then]] = []
         self._made: deque[tuple[Then, StorageError | None]] = deque()
@@ -115,6 +120,53 @@ class StoreKeys:
         self._take(key)
         return True
 
+    @property
+    def mark(self) -> KeyringMark:
+        """What drives are to know of the keyring."""
+        return KeyringMark(self._keyring.store_key_id, self._keyring.sequence)
+
+    def count_up(self) -> None:
+        """Make it another one, durably."""
+        self._keyring.count_up()
+
+    @property
+    def tenants(self) -> list[bytes]:
+        """Those that have keys."""
+        return self._keyring.tenants
+
+    @property
+    def rotating(self) -> list[bytes]:
+        """Tenants whose rotation was interrupted."""
+        return self._keyring.rotating
+
+    def proof(self, challenge: bytes) -> bytes:
+        """What only those can give that have the master key."""
+        return self._keyring.proof(challenge)
+
+    def rotate_tenant(self, tenant: bytes) -> Future[int]:
+        """Wrap the keys of a tenant's domains by a new one; how many. `close` interrupts it."""
+        return self._rotator.submit(self._keyring.rotate_tenant, tenant, lambda: not self._closing)
+
+    def rotate_master(self, option: str) -> Future[str]:
+        """Seal the keyring with another master key; its id."""
+        return self._rotator.submit(self._rotate_master, option)
+
+    def _rotate_master(self, option: str) -> str:
+        master = open_master(option)
+        try:
+            self._keyring.rotate_master(master)
+            return master.id
+        finally:
+            master.close()
+
+    def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
+        """Which tenant's and which domain's key has this number; None if it is gone, or can't be read now."""
+        try:
+            return self._keyring.domain_of(number)
+        except KvError as error:
+            log.warning("Key %d of the keyring can't be read: %s", number, error)
+            return None
+
     def settle_finished(self) -> None:
         """Call back for what is done."""
         while self._made:
@@ -127,6 +179,8 @@ class StoreKeys:
 
     def close(self) -> None:
         """Wipe all keys. The fabric and the drives are closed before."""
+        self._closing = True
+        self._rotator.shutdown(cancel_futures=True)
         self._worker.shutdown()
         self._keyring.close()
         self.vault.close()
@@ -155,10 +209,13 @@ class StoreKeys:
         self._wake()
 
 
-def keys_opener(data: Path, master_key: str | None) -> Callable[[bytes], StoreKeys] | None:
+def keys_opener(
+    data: Path, master_key: str | None
+) -> Callable[[bytes, Sequence[KeyringMark]], StoreKeys] | None:
     """Give what opens the keys of the store in a data folder; None if its records are not encrypted.
 
-    ConfigError if they are, and no master key is given. The first opening with one makes the keyring.
+    ConfigError if they are, and no master key is given. The first opening with one makes the keyring; if a drive has a
+    mark of one, there was one, and it is not replaced.
     """
     path = keyring_path(data)
     if master_key is None:
@@ -171,13 +228,40 @@ def keys_opener(data: Path, master_key: str | None) -> Callable[[bytes], StoreKe
     check_master(master_key)
     option = master_key
 
-    def open_keys(store_uuid: bytes) -> StoreKeys:
+    def open_keys(store_uuid: bytes, marks: Sequence[KeyringMark]) -> StoreKeys:
+        if marks and not path.exists():
+            raise NoKeyring(
+                f"There is no keyring {path}, and the store's records are encrypted with one (id"
+                f" {marks[0].id.hex()}): restore it from a backup, or give up what is encrypted (`kvstore keys"
+                " new-keyring`)."
+            )
         master = open_master(option)
         try:
             if not path.exists():
                 Keyring.create(path, master, store_uuid)
-            return StoreKeys(Keyring.open(path, master, store_uuid))
+            keyring = Keyring.open(path, master, store_uuid)
         finally:
             master.close()
+        try:
+            _check_marks(keyring, marks)
+        except WrongKeyring:
+            keyring.close()
+            raise
+        return StoreKeys(keyring)
 
     return open_keys
+
+
+def _check_marks(keyring: Keyring, marks: Sequence[KeyringMark]) -> None:
+    """WrongKeyring if the drives were in use with another keyring, or with a later state of this one."""
+    for mark in marks:
+        if mark.id != keyring.store_key_id:
+            how = f"has the id {keyring.store_key_id.hex()}, and the store's records are encrypted with {mark.id.hex()}"
+        elif mark.sequence > keyring.sequence:
+            how = f"is an older copy: it was changed {keyring.sequence} times, and the drives know of {mark.sequence}"
+        else:
+            continue
+        raise WrongKeyring(
+            f"The keyring {how}: restore the newest copy, or go on with this one and give up what it has no keys for"
+            " (`kvstore keys accept-keyring`)."
+        )

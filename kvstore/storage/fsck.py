@@ -34,6 +34,7 @@ from kvstore.storage.live_roll import Roll
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.opening import find_drives
 from kvstore.storage.recovery import extents_around, open_copy, rebuild
+from kvstore.storage.sealing import opened_keys
 from kvstore.storage.volume import Volume
 from kvstore.wire.record import SUPERBLOCK_COPIES, Flaw, Superblock, parse_superblock, record_bytes
 from nic_offload.checksum import crc32c
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from kvstore.storage.index import Entry, Name
     from kvstore.storage.sealing import OpenKeys
 
-__all__ = ["Report", "check", "run"]
+__all__ = ["Report", "check", "run", "usable_drives"]
 
 T = TypeVar("T")
 N = TypeVar("N", bound="tuple[bytes, ...]")
@@ -154,10 +155,9 @@ def check(
     with ExitStack() as last:
         lock = FolderLock(data)
         last.callback(lock.release)
-        usable = _usable(data, bay or FolderBay(data, None), report, last)
-        keys = None
-        if open_keys is not None and usable:
-            keys = open_keys(usable[0][2].store_uuid)
+        usable = usable_drives(data, bay or FolderBay(data, None), report, last)
+        keys = opened_keys(data, [one[2] for one in usable], open_keys) if usable else None
+        if keys is not None:
             last.callback(keys.close)
         drives = [
             _Checked(data, lock, number, Volume(disk, superblock, keys), progress, last)
@@ -176,7 +176,9 @@ def check(
     return report
 
 
-def _usable(data: Path, bay: Bay, report: Report, last: ExitStack) -> list[tuple[int, Disk, Superblock]]:
+def usable_drives(
+    data: Path, bay: Bay, report: Report, last: ExitStack
+) -> list[tuple[int, Disk, Superblock]]:
     """Return the drives that an opening would believe; report the others. If there is none, raise what is wrong."""
     disks, found = find_drives(bay, last)
     drive_set = read_set(data)

@@ -17,6 +17,7 @@ from kvstore.storage.drive import Drive
 from kvstore.storage.drive_set import DriveSet, not_usable, plan, read_set, write_set
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.folder import index_path
+from kvstore.storage.sealing import opened_keys
 from kvstore.storage.superblock import (
     Membership,
     find_superblock,
@@ -72,10 +73,10 @@ def open_drives(
                 write_set(data, DriveSet(store_uuid, todo.set_number, todo.drives))
             undo_links.pop_all()
         alone = todo.drives == 1
-        keys = None
-        if open_keys is not None:
-            keys = open_keys(next(iter(superblocks.values())).store_uuid)
+        keys = opened_keys(data, superblocks.values(), open_keys)
+        if keys is not None:
             undo.callback(keys.close)
+            keys.count_up()
         drives = []
         for number, superblock in sorted(superblocks.items()):
             with _named(number, alone=alone):

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 from kvstore.durability import Durability
-from kvstore.errors import Expired, KeyTaken, ReadOnly, StorageError
+from kvstore.errors import Expired, KeyTaken, NotEncrypted, ReadOnly, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
@@ -38,7 +38,7 @@ from kvstore.storage.items import PutDone, PutItem, PutsDone
 from kvstore.storage.outbox import Outbox
 from kvstore.storage.quotas import Charged
 from kvstore.storage.renewals import Renewal, lives_as_long
-from kvstore.storage.sealing import domain_number
+from kvstore.storage.sealing import NO_DOMAIN, domain_number
 from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Puts:
         doubtful = self._doubtful([entry.generation for entry in stored if entry is not None])
         now_ms = self._clock.wall_ms()
         for item, entry in zip(items, stored, strict=True):
-            refusal = _refusal(item, now_ms)
+            refusal = _refusal(item, now_ms, encrypts=self._writes.encrypts)
             if refusal is not None:
                 self._report(item, done, refusal)
             elif (first := self._by_name.get(item[:2])) is not None:  # tenant and key
@@ -373,7 +373,7 @@ class _Write(Charged):
         )
 
 
-def _refusal(item: PutItem, now_ms: int) -> StorageError | None:
+def _refusal(item: PutItem, now_ms: int, *, encrypts: bool) -> StorageError | None:
     assert item.slot_address % PAGE_BYTES == 0
     if 0 < item.expires_ms <= now_ms:
         return Expired("The block's time to live ended before it was put.")
@@ -384,4 +384,6 @@ def _refusal(item: PutItem, now_ms: int) -> StorageError | None:
     sizes = (len(item.tenant), len(item.key), len(item.fingerprint))
     if sizes != _NAME_SIZES:
         return StorageError(f"A tenant, a key or a fingerprint has the wrong size: {sizes}.")
+    if item.domain != NO_DOMAIN and not encrypts:
+        return NotEncrypted()
     return None

@@ -23,8 +23,6 @@ from kvstore.storage.manifests import Manifests, Place, SessionName, Stored
 from kvstore.storage.read_ahead import Ahead
 from kvstore.wire.manifest import CHUNK_PAYLOAD_BYTES, chunk_key, parse_manifest, session_key
 from kvstore.wire.record import (
-    ENCRYPTED_MAGIC,
-    RECORD_MAGIC,
     Flaw,
     Header,
     Kind,
@@ -308,8 +306,7 @@ class _Walk:
 
     def _next_magic(self, at: int) -> int:
         """Return the next page of the window that begins like a header, or the window's end."""
-        magics = (RECORD_MAGIC,) if self._codec.cipher is None else (RECORD_MAGIC, ENCRYPTED_MAGIC)
-        return self._window_at + min(self._next_page_with(magic, at) for magic in magics)
+        return self._window_at + min(self._next_page_with(magic, at) for magic in self._codec.magics)
 
     def _next_page_with(self, magic: bytes, at: int) -> int:
         found = self._window.find(magic, at + 1)

@@ -16,15 +16,18 @@ import ctypes
 import mmap
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+from kvstore.errors import NoKeyring
 from kvstore.limits import STAGED_IDLE_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
     from kvstore.errors import StorageError
+    from kvstore.wire.record import KeyringMark, Superblock
     from nic_offload.vault import KeyName, Vault
 
-__all__ = ["NO_DOMAIN", "Keys", "OpenKeys", "Staging", "domain_number"]
+__all__ = ["NO_DOMAIN", "Keys", "OpenKeys", "Staging", "domain_number", "opened_keys"]
 
 NO_DOMAIN: Final = bytes(16)  # its tenant's own
 
@@ -50,8 +53,21 @@ class Keys(Protocol):
         """
         ...
 
+    def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
+        """Return which tenant's and which domain's key has this number; None if there is none."""
+        ...
+
     def settle_finished(self) -> None:
         """Call back for the keys that have been made."""
+        ...
+
+    @property
+    def mark(self) -> KeyringMark:
+        """Return what the drives are to know of the keyring."""
+        ...
+
+    def count_up(self) -> None:
+        """Make the mark another one, durably, so that older copies of the keyring are known as such."""
         ...
 
     def on_finished(self, wake: Callable[[], object]) -> None:
@@ -63,8 +79,23 @@ class Keys(Protocol):
         ...
 
 
-OpenKeys: TypeAlias = "Callable[[bytes], Keys]"
-"""Opens the keys of the store that has this uuid."""
+OpenKeys: TypeAlias = "Callable[[bytes, Sequence[KeyringMark]], Keys]"
+"""Opens the keys of the store that has this uuid, and whose drives have these marks: NoKeyring or WrongKeyring."""
+
+
+def opened_keys(data: Path, superblocks: Iterable[Superblock], open_keys: OpenKeys | None) -> Keys | None:
+    """Open the keys of a store with these drives; None if there are none. NoKeyring if its records need some."""
+    superblocks = list(superblocks)
+    marks = [one.keyring for one in superblocks if one.keyring is not None]
+    if open_keys is not None:
+        return open_keys(superblocks[0].store_uuid, marks)
+    if marks:
+        raise NoKeyring(
+            f"The records in {data} are encrypted with keyring {marks[0].id.hex()}, and it is lost: restore"
+            f" {data}/keyring and give its master key (--master-key), or give up what is encrypted"
+            " (`kvstore keys new-keyring`)."
+        )
+    return None
 
 
 def domain_number(name: KeyName | None) -> int:

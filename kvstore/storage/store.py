@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 import select
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -431,6 +431,9 @@ class Store(Handle):
             for drive in self.drives:
                 last.callback(drive.close)
             self._drain()
+            if self.keys is not None:
+                with suppress(StorageError):  # its copies are not told apart then
+                    self.keys.count_up()
 
     def _drain(self) -> None:
         """Complete operations that involve several drives."""

@@ -136,6 +136,8 @@ def renewed(superblock: Superblock) -> Superblock:
         roll_generation=0,
         roll_copy=0,
         roll_crc32c=0,
+        keyring=None,
+        has_plain=True,
     )
 
 

@@ -100,8 +100,10 @@ class Volume:
         return min(generation + _RESERVED_AT_ONCE, own_until)
 
     def _next_epoch(self, generation_ceiling: int) -> None:
-        epoch = self.superblock.epoch + 1
-        self._write(self.superblock._replace(epoch=epoch, generation_ceiling=generation_ceiling))
+        said = self.superblock._replace(
+            epoch=self.superblock.epoch + 1, generation_ceiling=generation_ceiling
+        )
+        self._write(said if self.keys is None else said._replace(keyring=self.keys.mark))
 
     def _write(self, superblock: Superblock) -> None:
         write_superblock(self.disk, superblock)

@@ -215,6 +215,11 @@ class Writes:
                 return
         self._traffic.add(record)
 
+    @property
+    def encrypts(self) -> bool:
+        """Whether records are encrypted."""
+        return self._keys is not None
+
     def key_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
         """Return which key the lane encrypts a domain's blocks with; None where nothing is encrypted."""
         return None if self._keys is None else self._keys.name_of(tenant, domain)

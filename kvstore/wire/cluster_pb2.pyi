@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 4e5dcc10e1ce93284ecf4ebc14a45b55
+# Generated from proto sources with BLAKE2b f460f915b114d3c8948d522dd2ad68c9
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

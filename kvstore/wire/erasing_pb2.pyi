@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 4e5dcc10e1ce93284ecf4ebc14a45b55
+# Generated from proto sources with BLAKE2b f460f915b114d3c8948d522dd2ad68c9
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
@@ -33,17 +33,21 @@ class EraseTenantResponse(_message.Message):
     def __init__(self, erased: _Optional[_Union[Erased, _Mapping]] = ...) -> None: ...
 
 class Erased(_message.Message):
-    __slots__ = ("at_unix_ms", "blocks", "bytes", "sessions", "keys", "receipt")
+    __slots__ = ("at_unix_ms", "blocks", "bytes", "sessions", "keys", "receipt", "members_digest", "node")
     AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     at_unix_ms: int
     blocks: int
     bytes: int
     sessions: int
     keys: int
     receipt: str
-    def __init__(self, at_unix_ms: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., keys: _Optional[int] = ..., receipt: _Optional[str] = ...) -> None: ...
+    members_digest: int
+    node: str
+    def __init__(self, at_unix_ms: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., keys: _Optional[int] = ..., receipt: _Optional[str] = ..., members_digest: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...

@@ -12,6 +12,7 @@ A place of the node holds one call: `head | metadata | rows`. Flags of all place
     rows       of a fetch:    key, length, ack word, its generation, target, target's key
                of parts:      the same, and of the block's bytes how many to skip and how many to send
                of a reserve:  key, length, ack word
+               of one into erase domains: the same, and the domain
 
 A place of the client holds one answer: `crc32c, length, generation, kind`, then rows (slot, already stored, generation,
 payload, flag) or an error (bytes of its name, retry_after_ms; name; sentence).
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvstore.errors import Overloaded, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES
+from kvstore.names import SHARED
 from kvstore.wire.status import error_named
 from nic_offload.checksum import crc32c
 
@@ -84,6 +86,7 @@ _HEADER = struct.Struct("<BHB")
 _FETCH = struct.Struct("<32sIIQQQ")
 _PART = struct.Struct("<32sIIQQQII")
 _RESERVE = struct.Struct("<32sII")
+_RESERVE_IN = struct.Struct("<32sII16s")
 _ANSWER = struct.Struct("<IIQB7x")
 _LEASE = struct.Struct("<IIQQQ")
 _ERROR = struct.Struct("<HI")
@@ -92,7 +95,7 @@ TAG_BYTES = 8
 LENGTH_END = 8
 _ROWS, _REFUSED = 1, 2  # kinds of answers that have bytes
 
-assert _HEAD.size + BATCH_BLOCKS_MAX * _FETCH.size + TAG_BYTES < CALL_BYTES
+assert _HEAD.size + BATCH_BLOCKS_MAX * max(_FETCH.size, _RESERVE_IN.size) + TAG_BYTES < CALL_BYTES
 assert _ANSWER.size + BATCH_BLOCKS_MAX * _LEASE.size + TAG_BYTES <= ANSWER_BYTES
 
 
@@ -102,6 +105,12 @@ class CallKind(enum.IntEnum):
     FETCH = 1
     RESERVE = 2
     FETCH_PARTS = 3  # of a node that has said that it sends them
+    RESERVE_IN_DOMAINS = 4  # of a node that has said that it encrypts
+
+    @property
+    def reserves(self) -> bool:
+        """Whether it asks for slots, and not for blocks."""
+        return self in (CallKind.RESERVE, CallKind.RESERVE_IN_DOMAINS)
 
 
 ROWS = (
@@ -115,6 +124,14 @@ class AnswerCode(enum.IntEnum):
 
     DONE = 1
     BYTES = 2  # and what there is to say lies in the client's place
+
+
+_ROW_OF = {
+    CallKind.FETCH: _FETCH,
+    CallKind.RESERVE: _RESERVE,
+    CallKind.FETCH_PARTS: _PART,
+    CallKind.RESERVE_IN_DOMAINS: _RESERVE_IN,
+}
 
 
 class FetchRow(NamedTuple):
@@ -136,6 +153,7 @@ class ReserveRow(NamedTuple):
     key: bytes
     length: int
     ack_word: int
+    domain: bytes = SHARED
 
 
 class Leased(NamedTuple):
@@ -198,9 +216,11 @@ def rows_of_parts(rows: Iterable[FetchRow]) -> bytes:
     return b"".join([_PART.pack(*row) for row in rows])
 
 
-def rows_of_reserve(rows: Iterable[ReserveRow]) -> bytes:
+def rows_of_reserve(rows: Iterable[ReserveRow], *, in_domains: bool = False) -> bytes:
     """The blocks of a reserve."""
-    return b"".join([_RESERVE.pack(*row) for row in rows])
+    if in_domains:
+        return b"".join([_RESERVE_IN.pack(*row) for row in rows])
+    return b"".join([_RESERVE.pack(*row[:3]) for row in rows])
 
 
 def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
@@ -222,7 +242,7 @@ def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
         fingerprint,
     ) = _HEAD.unpack_from(data)
     rows_at = _HEAD.size + metadata_bytes
-    row = {CallKind.FETCH: _FETCH, CallKind.RESERVE: _RESERVE, CallKind.FETCH_PARTS: _PART}.get(kind)
+    row = _ROW_OF.get(kind)
     if row is None:
         raise ProtocolError(f"There is no call {kind} over the fabric.")
     if len(data) - rows_at != blocks * row.size:
@@ -239,9 +259,16 @@ def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
         expires_unix_ms,
     )
     unpacked = row.iter_unpack(memoryview(data)[rows_at:])
-    if kind != CallKind.RESERVE:
+    if not call.kind.reserves:
         return call, Rows(fetch=[FetchRow(*fields) for fields in unpacked])
-    return call, Rows(reserve=[ReserveRow._make(fields) for fields in unpacked])
+    if call.kind is CallKind.RESERVE:
+        return call, Rows(reserve=[ReserveRow(*fields) for fields in unpacked])
+    return call, Rows(
+        reserve=[
+            ReserveRow(key, length, word, domain if any(domain) else SHARED)
+            for key, length, word, domain in unpacked
+        ]
+    )
 
 
 def header_bytes(metadata: Metadata) -> bytes:

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 4e5dcc10e1ce93284ecf4ebc14a45b55
+# Generated from proto sources with BLAKE2b f460f915b114d3c8948d522dd2ad68c9
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -116,7 +116,7 @@ class AttachRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ..., puts_by_grants: bool = ..., seals: bool = ..., shares: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts", "parts", "seal", "shared")
+    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts", "parts", "seal", "shared", "encrypts")
     CONNECTION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +127,7 @@ class AttachResponse(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    ENCRYPTS_FIELD_NUMBER: _ClassVar[int]
     connection: int
     node: str
     fabric_address: bytes
@@ -137,7 +138,8 @@ class AttachResponse(_message.Message):
     parts: bool
     seal: bytes
     shared: SharedMemory
-    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ..., parts: bool = ..., seal: _Optional[bytes] = ..., shared: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
+    encrypts: bool
+    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ..., parts: bool = ..., seal: _Optional[bytes] = ..., shared: _Optional[_Union[SharedMemory, _Mapping]] = ..., encrypts: bool = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("socket", "pass_once", "size_bytes", "slots_bytes", "words_offset", "rows_offset")
@@ -182,14 +184,16 @@ class CallArea(_message.Message):
     def __init__(self, base: _Optional[int] = ..., key: _Optional[int] = ..., first_generation: _Optional[int] = ...) -> None: ...
 
 class BlockName(_message.Message):
-    __slots__ = ("key", "fingerprint", "length")
+    __slots__ = ("key", "fingerprint", "length", "domain")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     fingerprint: bytes
     length: int
-    def __init__(self, key: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., length: _Optional[int] = ...) -> None: ...
+    domain: bytes
+    def __init__(self, key: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ..., length: _Optional[int] = ..., domain: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("connection", "blocks", "durability", "lease_ms", "expires_unix_ms")

@@ -47,6 +47,7 @@ __all__ = [
     "Flaw",
     "Header",
     "HeaderCodec",
+    "KeyringMark",
     "Kind",
     "Superblock",
     "foreign_version",
@@ -67,11 +68,14 @@ ENCRYPTED_MAGIC = b"TKVSEALD"
 _DRIVE_MAGIC = b"TKVDRIVE"
 _TAG_BYTES = 16
 _SUPERBLOCK = struct.Struct("<8sII16s16s32sQQQQQIIQI")
+_KEYRING = struct.Struct("<8sQI4x")  # behind the superblock's CRC, with one of all before; or zeros
 _CRC = struct.Struct("<I")
 _MAGIC_VERSION = struct.Struct("<8sI")
 _FIXED = struct.Struct("<8sHHI32s16s16sQQI4x")  # what the tag covers
 _ROW = row_of(_FIXED.format[1:])
 _HEADER = struct.Struct(f"<{_FIXED.size}s{_TAG_BYTES}s")
+_KEYRING_AT = _SUPERBLOCK.size + _CRC.size
+_KEYRING_END = _KEYRING_AT + _KEYRING.size + _CRC.size
 _OFFSET = struct.Struct("<Q")
 _EXPIRES_AT = 88  # in the header of a record,
 _ENCRYPTED_EXPIRES_AT = 24  # and of one that is encrypted
@@ -104,6 +108,13 @@ class Flaw(enum.Enum):
     NO_KEY = "the key of an encrypted record is gone"
 
 
+class KeyringMark(NamedTuple):
+    """Which keyring a drive's records are encrypted with, and how far that had changed when the drive was told."""
+
+    id: bytes  # of the store's key, which stays the same in every rotation
+    sequence: int
+
+
 class Superblock(NamedTuple):
     """What a drive says about itself."""
 
@@ -120,6 +131,8 @@ class Superblock(NamedTuple):
     roll_crc32c: int
     set_number: int  # of the last set of drives that this one was part of
     set_drives: int  # how many drives the store had then, those left out included
+    keyring: KeyringMark | None = None  # None: no record is encrypted
+    has_plain: bool = True  # the drive may have records, or what is left of them, in the clear
 
 
 class Header(NamedTuple):
@@ -175,12 +188,16 @@ def pack_superblock(superblock: Superblock) -> bytes:
         superblock.set_number,
         superblock.set_drives,
     )
-    return (fixed + _CRC.pack(crc32c(fixed))).ljust(PAGE_BYTES, b"\0")
+    page = fixed + _CRC.pack(crc32c(fixed))
+    if superblock.keyring is not None:
+        page += _KEYRING.pack(*superblock.keyring, not superblock.has_plain)
+        page += _CRC.pack(crc32c(page))
+    return page.ljust(PAGE_BYTES, b"\0")
 
 
 def parse_superblock(page: bytes) -> Superblock | Flaw:
     """Read one copy of a superblock."""
-    if len(page) < _SUPERBLOCK.size + _CRC.size:
+    if len(page) < _KEYRING_END:
         return Flaw.SHORT
     magic, version, index, store, drive, secret, *numbers = _SUPERBLOCK.unpack_from(page)
     if magic != _DRIVE_MAGIC:
@@ -190,6 +207,11 @@ def parse_superblock(page: bytes) -> Superblock | Flaw:
     if _CRC.unpack_from(page, _SUPERBLOCK.size)[0] != crc32c(page[: _SUPERBLOCK.size]):
         return Flaw.CHECK
     superblock = Superblock(store, drive, index, secret, *numbers)
+    if any(page[_KEYRING_AT:_KEYRING_END]):
+        if _CRC.unpack_from(page, _KEYRING_END - _CRC.size)[0] != crc32c(page[: _KEYRING_END - _CRC.size]):
+            return Flaw.CHECK
+        key_id, sequence, has_no_plain = _KEYRING.unpack_from(page, _KEYRING_AT)
+        superblock = superblock._replace(keyring=KeyringMark(key_id, sequence), has_plain=not has_no_plain)
     in_range = (
         superblock.capacity_bytes % PAGE_BYTES == 0
         and superblock.generation_ceiling <= GENERATION_MAX + 1
@@ -223,6 +245,11 @@ class HeaderCodec:
         self._load = load
         # The key block and the drive's name are hashed once; each tag starts from a copy of this state.
         self._keyed = blake2b(drive_uuid, key=secret, digest_size=_TAG_BYTES)
+
+    @property
+    def magics(self) -> tuple[bytes, ...]:
+        """Return how the headers begin that it can read."""
+        return (RECORD_MAGIC,) if self.cipher is None else (RECORD_MAGIC, ENCRYPTED_MAGIC)
 
     def pack(self, records: Iterable[tuple[int, int, int, Header]]) -> None:
         """Write whole header pages, and zeros behind payloads.

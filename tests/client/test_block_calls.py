@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.client import Client, Prefix, Stored
+from kvstore.client import Prefix, Stored
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
-from kvstore.errors import NodeUnavailable, Overloaded, ProtocolError
+from kvstore.errors import NodeUnavailable, Overloaded
 from kvstore.limits import BATCH_BLOCKS_MAX, PIN_TIMEOUT_MS, PIN_TIMEOUT_MS_MAX, PINS_OF_TENANT_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.storage.eviction.items import Guard
 from kvstore.wire import blocks_pb2 as pb
 from kvstore.wire import blocks_pb2_grpc
+from kvstore.wire.kvstore_pb2 import BlockName
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from kvstore.demo.node_process import NodeProcess
@@ -216,26 +217,18 @@ def test_a_deleted_block_takes_its_pin_along(node_here: NodeInProcess) -> None:
         assert node_here.call(leased) == 0
 
 
-BAD: list[tuple[str, Callable[[Client], Any], str]] = [
-    ("a short key", lambda client: client.exists([b"short"]), "has 32 bytes, not 5"),
-    ("a long key", lambda client: client.delete([b"x" * 33]), "has 32 bytes, not 33"),
-    ("no key", lambda client: client.explain([b""]), "has 32 bytes, not 0"),
-    ("one bad key of many", lambda client: client.pin([key(0), b""]), "has 32 bytes, not 0"),
-    ("a bad key behind a gap", lambda client: client.prefix([key(0), b""]), "has 32 bytes, not 0"),
-]
-
-
-@pytest.mark.parametrize(("call", "why"), [one[1:] for one in BAD], ids=[one[0] for one in BAD])
-def test_names_that_cannot_be_are_refused(
-    node_here: NodeInProcess, call: Callable[[Client], Any], why: str
-) -> None:
-    with small_client(node_here.target) as client, pytest.raises(ProtocolError, match=why):
-        call(client)
-
-
 @pytest.mark.parametrize(
     ("name", "request_", "why"),
     [
+        (
+            "Exists",
+            pb.ExistsRequest(blocks=[BlockName(key=b"short", fingerprint=bytes(16))]),
+            "32 bytes, not 5",
+        ),
+        ("Delete", pb.DeleteRequest(keys=[b"x" * 33]), "32 bytes, not 33"),
+        ("Explain", pb.ExplainRequest(keys=[b""]), "32 bytes, not 0"),
+        ("Pin", pb.PinRequest(keys=[key(0), b""]), "32 bytes, not 0"),
+        ("Prefix", pb.PrefixRequest(keys=[key(0), b""], fingerprint=bytes(16)), "32 bytes, not 0"),
         ("Exists", pb.ExistsRequest(), "takes 1 to 1024 blocks, not 0"),
         ("Delete", pb.DeleteRequest(keys=[bytes(32)] * 1025), "not 1025"),
         ("Delete", pb.DeleteRequest(keys=[bytes(32)], durability=9), "no durability 9"),  # type: ignore[arg-type]

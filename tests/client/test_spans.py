@@ -358,7 +358,7 @@ def test_blocks_inside_grpc_are_traced_within_the_application_s_own_span(both: B
 
 def test_a_block_inside_grpc_that_is_refused_is_an_error(both: Both) -> None:
     with pytest.raises(ProtocolError):
-        both.client.put_inline(b"no key", b"x")
+        both.client.put_inline(KEYS[2], b"")
     assert isinstance(both.client.put_many_inline([(KEYS[0], b"x"), (KEYS[1], b"")])[1].error, KvError)
     spans = both.of_client.wait_for("kvstore.put", 2)
     assert [attributes_of(span)["error.type"] for span in spans] == ["ProtocolError", "ProtocolError"]

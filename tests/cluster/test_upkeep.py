@@ -23,7 +23,7 @@ from kvstore.cluster.etcd_options import EtcdReach
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.errors import Closed, KvError, NodeUnavailable, TenantDenied
 from kvstore.limits import UPKEEP_ASKED_BLOCKS, UPKEEP_WAITED_BLOCKS_MAX, UPKEEP_WAITED_MS
-from kvstore.names import block_key
+from kvstore.names import SHARED, block_key
 from kvstore.node.copy_eligibility import Sureness
 from kvstore.node.tenants import token_digest
 from kvstore.node.upkeep import Block, Pace, Upkeep, lacking
@@ -144,8 +144,10 @@ class Stranger(NamedTuple):
         answer: pb.OfferResponse = self._call("Offer", request)
         return answer
 
-    def copy(self, key: bytes, ticket: int, crc: int | None = None) -> bool:
-        name = kvstore_pb2.BlockName(key=key, fingerprint=fingerprint_of(b""), length=len(data(key)))
+    def copy(self, key: bytes, ticket: int, crc: int | None = None, domain: bytes = SHARED) -> bool:
+        name = kvstore_pb2.BlockName(
+            key=key, fingerprint=fingerprint_of(b""), length=len(data(key)), domain=domain
+        )
         start = pb.CopyStart(
             ticket=ticket, tenant=self.tenant, name=name, crc32c=crc32c(data(key)) if crc is None else crc
         )
@@ -378,7 +380,7 @@ def test_a_deletion_asks_twice_and_is_not_acknowledged_where_maps_differ(
     assert pair.client.delete([key]) == [True]
     assert passes == [{now.digest}] * 4, "two nodes, twice"
     monkeypatch.setattr(type(pair.client.nodes), "map", Map.of(now.revision, now.members, now.digest ^ 1))
-    with pytest.raises(NodeUnavailable, match="Delete them again"):
+    with pytest.raises(NodeUnavailable, match="Repeat the call"):
         pair.client.delete([key])
 
 

@@ -49,9 +49,15 @@ def main() -> None:
         return adapters.setdefault(path, LoRARequest(Path(path).name, len(adapters) + 1, path))
 
     def say(
-        prompts: list[list[int]], tokens: int, salt: str = "", session: str = "", adapter: str = ""
+        prompts: list[list[int]],
+        tokens: int,
+        salt: str = "",
+        session: str = "",
+        adapter: str = "",
+        domain: str = "",
     ) -> dict[str, Any]:
-        params = {"session": session, "user": "ada"} if session else None
+        params = {"session": session, "user": "ada"} if session else {}
+        params |= {"domain": domain} if domain else {}
         how = SamplingParams(
             temperature=0,
             max_tokens=tokens,

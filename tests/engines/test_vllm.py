@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.client import Client
+from kvstore.sealing.masters import new_master_file
 from tests.engines.digests import read_digests
 from tests.engines.engine import PATIENT, Engine
 from tests.engines.node import Node, until
@@ -75,6 +76,44 @@ def test_a_salt_separates(engine: Engine, chats: Chats) -> None:
     assert engine.say(chats.last, tokens=24, salt="of another").cached == 0
     engine.forget()
     assert engine.say(chats.last, tokens=24, salt="of one").cached > 0
+
+
+def test_what_a_user_said_goes_with_their_erase_domain(place: Path, model: Path, chats: Chats) -> None:
+    master = place / "master.key"
+    new_master_file(master)
+    with Node(place / "encrypted", arguments=("--master-key", f"file:{master}")) as node:
+        client = Client(node.target)
+        with client, Engine(place, "domains", model, node.target, extra=PATIENT) as engine:
+            for domain in ("ada", "grace", ""):
+                engine.forget()
+                assert engine.say(chats.last, tokens=24, domain=domain).cached == 0, "it is nobody else's"
+            every: list[list[list[int]]] = []
+            for domain, is_there in (
+                ("ada", True),
+                ("grace", True),
+                ("", True),
+                ("ada", False),
+                ("grace", True),
+            ):
+                engine.forget()
+                if not is_there:
+                    erased = client.erase_user("ada")
+                    assert erased.blocks
+                    assert erased.keys == 1
+                said = engine.say(chats.last, tokens=24, domain=domain)
+                assert (said.cached > 0) is is_there
+                every.append(said.answers)
+            assert every == [chats.answers[-1]] * 5
+            with Client(node.target) as other:
+                assert other.erase_user("grace").blocks == erased.blocks
+    assert "erase domain" not in engine.log()
+
+
+def test_on_a_node_that_does_not_encrypt_a_domain_is_not_saved(engine: Engine, chats: Chats) -> None:
+    assert engine.say(chats.last, tokens=24, domain="ada").answers == chats.answers[-1]
+    engine.forget()
+    assert engine.say(chats.last, tokens=24, domain="ada").cached == 0
+    assert "--master-key" in engine.log()
 
 
 def test_a_small_engine_under_pressure_and_another_one_share_a_node(

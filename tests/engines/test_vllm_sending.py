@@ -10,6 +10,7 @@ from kvstore.durability import Durability
 from kvstore.engines.vllm.saving import Copied
 from kvstore.engines.vllm.sending import FabricSender, InlineSender
 from kvstore.errors import NodeUnavailable, Overloaded
+from kvstore.names import SHARED
 
 PAGES = [Copied(bytes([number]) * 32, number * 64, 64) for number in range(8)]
 
@@ -77,7 +78,8 @@ def test_what_the_node_had_is_stored_and_was_not_sent() -> None:
 def test_inside_grpc_the_first_failure_is_the_last_try() -> None:
     tried: list[bytes] = []
 
-    def put_inline(*put: bytes) -> None:
+    def put_inline(*put: bytes, domain: bytes) -> None:
+        assert domain == SHARED
         tried.append(put[1])
         if len(tried) == 3:
             raise NodeUnavailable("It went away.")

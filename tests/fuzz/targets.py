@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from google.protobuf.message import DecodeError
+from nic_offload._core import ffi
 
 from kvstore.client.session_file import Content, Reader, Writer
 from kvstore.clock import SystemClock
@@ -29,6 +30,7 @@ from kvstore.wire import fabric_call, manifest, parts, record
 from kvstore.wire.lookups_pb2 import LookupsByCaller
 from kvstore.wire.traceparent import TRACEPARENT_HEADER, parent_in
 from nic_offload.checksum import crc32c
+from nic_offload.vault import KeyName, RecordCipher, Vault, row_of
 from sim.replay.workload import read_trace
 from sim.units import OutOfRange
 
@@ -131,6 +133,54 @@ def records(data: bytes) -> None:
     record.foreign_version(page)
 
 
+_NAMES: Final = (bytes(32), bytes(16), bytes(16))
+_VAULT: Final = Vault(4)
+_CIPHER: Final = RecordCipher(_VAULT, bytes(range(32)), bytes(16), bytes(16))
+_PLAIN: Final = bytes(range(250)) * 20
+_PLACE: Final = 1 << 20
+_TAG: Final = slice(record._FIXED.size, record._FIXED.size + 16)
+_EXPIRES: Final = slice(24, 32)  # of an encrypted header: it may be put off in place
+_RESERVED: Final = slice(80, 104)
+_ENCRYPTED_BYTES: Final = 208  # of its page, with its tags
+
+
+@cache
+def _an_encrypted_record() -> bytes:
+    for number in (1, 2):
+        _VAULT.put(bytes(16), bytes([number] * 16), KeyName(number, number), bytes([number] * 32))
+    source, target = bytearray(PAGE_BYTES) + _PLAIN, bytearray(3 * PAGE_BYTES)
+    where = [int(ffi.cast("uintptr_t", ffi.from_buffer(one))) for one in (source, target)]
+    header = (record.RECORD_MAGIC, record.FORMAT_VERSION, 1, len(_PLAIN), *_NAMES, 9, 0, crc32c(_PLAIN))
+    assert _CIPHER.encrypt(
+        [row_of(record._FIXED.format[1:]).pack(*where, _PLACE, 1, 1, len(target), *header)]
+    )
+    return bytes(target)
+
+
+def encrypted_records(data: bytes) -> None:
+    """A record, with bytes of it changed, by somebody who has the header's key or who has not, where its keys are.
+
+    What can be opened is the block that was put, and nothing else.
+    """
+    whole = _an_encrypted_record()
+    spoilt = bytearray(whole)
+    for at in range(1, len(data) - 2, 3):
+        spoilt[int.from_bytes(data[at : at + 2], "little") % len(spoilt)] = data[at + 2]
+    if data[:1] > b"\x7f":
+        spoilt[_TAG] = _CIPHER.tag(bytes(spoilt[: _TAG.start]), _PLACE)
+    said = int.from_bytes(spoilt[12:16], "little")
+    memory = int(ffi.cast("uintptr_t", ffi.from_buffer(spoilt)))
+    changed = bytes(spoilt)
+    opened = _CIPHER.decrypt(_PLACE, memory, said if said <= len(spoilt) - PAGE_BYTES else len(_PLAIN))
+    if opened is not None:
+        kept = bytearray(changed[: PAGE_BYTES + len(_PLAIN)])
+        for free in (_EXPIRES, _RESERVED, _TAG):
+            kept[free] = whole[free]
+        assert kept[:_ENCRYPTED_BYTES] == whole[:_ENCRYPTED_BYTES], "all else is authenticated by its key"
+        assert kept[PAGE_BYTES:] == whole[PAGE_BYTES : PAGE_BYTES + len(_PLAIN)]
+        assert spoilt[PAGE_BYTES : PAGE_BYTES + len(_PLAIN)] == _PLAIN
+
+
 @cache
 def _an_index() -> bytes:
     with Store.open(_FOLDER / "store", capacity_bytes=16 << 20, clock=SystemClock()):
@@ -152,9 +202,19 @@ def index(data: bytes) -> None:
 
 
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
-    one.__name__: one for one in (fabric_calls, grpc_fields, http, tenants, sessions, traces, records, index)
+    one.__name__: one
+    for one in (
+        fabric_calls,
+        grpc_fields,
+        http,
+        tenants,
+        sessions,
+        traces,
+        records,
+        encrypted_records,
+        index,
+    )
 }
-_NAMES: Final = (bytes(32), bytes(16), bytes(16))
 _SESSION_FILE: Final = io.BytesIO()
 _WRITER: Final = Writer(_SESSION_FILE, Content(bytes(16), [manifest.Turn(0, 16, 1)], [bytes(32)]))
 _WRITER.block(0, b"block")
@@ -201,6 +261,7 @@ SEEDS: Final[dict[str, tuple[bytes, ...]]] = {
         )[:256],
         bytes(200),
     ),
+    "encrypted_records": (b"\0", b"\xff", b"\xff\x18\0\1", b"\0\0\0\0", b"\xff\0\x10\1", b"\xff\x20\0\2"),
     "index": (bytes(8), b"\x00\x10\x00\xff", b"\x08\x20\x00\x01" * 3),
 }
 # What a parser looks for, and mutation alone would hardly make: names, signs, and what is at the edge of what can be.
@@ -247,6 +308,9 @@ WORDS: Final[dict[str, tuple[bytes, ...]]] = {
         *_ODD,
     ),
     "records": (b"TKVRECRD", b"TKVDRIVE", *((1 << bit).to_bytes(8, "little") for bit in range(0, 64, 9))),
+    "encrypted_records": tuple(
+        at.to_bytes(2, "little") for at in (0, 12, 16, 24, 32, 40, 48, 64, 104, 120, 4096)
+    ),
     "index": (b"\0\0\0", b"\xff\xff\xff\xff", b"\0\x10\0\0"),
 }
 assert SEEDS.keys() == TARGETS.keys() == WORDS.keys()

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from kvstore.node.audit import Audit
-from kvstore.sealing.keyring import Erased
+from kvstore.sealing.domain_key import Erased
 from kvstore.sealing.receipts import Receipt, keys_digest
 from tests.sealing.rig import ACME, STORE, FakeClock, new_keyring, user, users
 

@@ -25,7 +25,7 @@ def keys(tmp_path: Path) -> Iterator[StoreKeys]:
     new_master_file(tmp_path / "master.key")
     open_keys = keys_opener(tmp_path, f"file:{tmp_path}/master.key")
     assert open_keys is not None
-    opened = open_keys(bytes(16))
+    opened = open_keys(bytes(16), [])
     yield opened
     opened.close()
 

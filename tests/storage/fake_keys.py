@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from kvstore.wire.record import KeyringMark
 from nic_offload.vault import KeyName, Vault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvstore.errors import StorageError
 
@@ -22,6 +23,7 @@ class FakeKeyring:
         self.header_secret = os.urandom(32)
         self.keys: dict[tuple[bytes, bytes], tuple[KeyName, bytes]] = {}
         self._numbers = 0
+        self.mark = KeyringMark(os.urandom(8), 1)
 
     def make(self, tenant: bytes, domain: bytes) -> None:
         if (tenant, domain) not in self.keys:
@@ -31,7 +33,8 @@ class FakeKeyring:
     def erase(self, tenant: bytes, domain: bytes) -> None:
         del self.keys[tenant, domain]
 
-    def open(self, _: bytes) -> FakeKeys:
+    def open(self, _: bytes, marks: Sequence[KeyringMark]) -> FakeKeys:
+        assert all(mark.id == self.mark.id and mark.sequence <= self.mark.sequence for mark in marks)
         return FakeKeys(self)
 
 
@@ -61,6 +64,16 @@ class FakeKeys:
                 self.vault.put(tenant, domain, name, secret)
                 return True
         return False
+
+    @property
+    def mark(self) -> KeyringMark:
+        return self.ring.mark
+
+    def count_up(self) -> None:
+        self.ring.mark = self.ring.mark._replace(sequence=self.ring.mark.sequence + 1)
+
+    def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
+        return next((names for names, (one, _) in self.ring.keys.items() if one.number == number), None)
 
     def settle_finished(self) -> None:
         finished, self._finished = self._finished, []

@@ -258,7 +258,7 @@ def test_a_put_whose_domain_gets_no_key_fails_and_writes_nothing(tmp_path: Path)
     rig = StoreRig(tmp_path / "data", FakeDisk())
     ring = FakeKeyring()
     rig.keyring = ring
-    ring.open = lambda _: Reluctant(ring)  # type: ignore[method-assign]
+    ring.open = lambda *_: Reluctant(ring)  # type: ignore[method-assign]
     rig.open()
     done = rig.put(1, MARK)
     assert isinstance(done.error, ReadOnly)

@@ -34,6 +34,7 @@ from kvstore.engines.vllm.weights import weights_name
 from kvstore.errors import LayoutError
 from kvstore.layout import Layer, Layout, Order
 from kvstore.limits import OBJECT_BYTES_MAX
+from kvstore.names import SHARED, in_domain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,20 +82,21 @@ class Group:
         """How long the longest of its objects is."""
         return len(self.runs[0]) * self.page_bytes
 
-    def objects(self, digest: bytes, shard: int) -> list[bytes]:
+    def objects(self, digest: bytes, shard: int, domain: bytes = SHARED) -> list[bytes]:
         """The keys of a block's objects; the digest is that of its tokens and of all before them."""
         layout = self.shards[shard]
         # A key says all that the layout does: engines that differ store side by side, and don't refuse each other.
         block = layout.fingerprint + digest
-        return [layout.key(b"%b%d/%d-%d" % (block, self.number, run.start, run.stop)) for run in self.runs]
+        keys = [layout.key(b"%b%d/%d-%d" % (block, self.number, run.start, run.stop)) for run in self.runs]
+        return [in_domain(key, domain) for key in keys]
 
-    def all_objects(self, digests: Iterable[bytes]) -> list[bytes]:
+    def all_objects(self, digests: Iterable[bytes], domain: bytes = SHARED) -> list[bytes]:
         """The keys of blocks' objects on all ranks, block by block."""
         return [
             key
             for digest in digests
             for shard in range(len(self.shards))
-            for key in self.objects(digest, shard)
+            for key in self.objects(digest, shard, domain)
         ]
 
     @property

@@ -94,7 +94,7 @@ class Loads:
             runs = group.runs
             for wanted, rows in zip(of_group, pieces, strict=True):
                 places.append((wanted, len(objects), len(objects) + len(runs)))
-                keys = group.objects(wanted.digest, self._memory.shard)
+                keys = group.objects(wanted.digest, self._memory.shard, wanted.domain)
                 objects += [
                     Object(key, rows[run.start : run.stop], len(run) * group.page_bytes)
                     for key, run in zip(keys, runs, strict=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import Stored, as_request
 from kvstore.errors import KvError
+from kvstore.names import SHARED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,25 +39,27 @@ class Lookups:
         self.step_tokens = math.lcm(*(group.block_tokens for group in identity.groups))
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-lookup")
 
-    def begin(self, digests: Sequence[Sequence[bytes]], request_id: str = "") -> Future[int]:
+    def begin(
+        self, digests: Sequence[Sequence[bytes]], request_id: str = "", domain: bytes = SHARED
+    ) -> Future[int]:
         """Ask for the usable tokens of a request; the digests are those of its blocks, group by group."""
-        return self._threads.submit(self._ask, [list(one) for one in digests], request_id)
+        return self._threads.submit(self._ask, [list(one) for one in digests], request_id, domain)
 
-    def _ask(self, digests: list[list[bytes]], request_id: str) -> int:
+    def _ask(self, digests: list[list[bytes]], request_id: str, domain: bytes) -> int:
         try:
             with as_request(request_id):  # for `kvstore explain`
-                return self._usable(digests)
+                return self._usable(digests, domain)
         except KvError as error:
             log.debug("A request's blocks could not be looked up: %s", error)
         except Exception:  # the engine goes on, whatever it was
             log.exception("A look-up failed; the prompt is computed.")
         return 0
 
-    def _usable(self, digests: list[list[bytes]]) -> int:
+    def _usable(self, digests: list[list[bytes]], domain: bytes) -> int:
         tokens = min(len(one) * group.block_tokens for one, group in zip(digests, self._groups, strict=True))
         for group, of_group in zip(self._groups, digests, strict=True):
             if not group.window_tokens:
-                tokens = min(tokens, self._prefix(group, of_group[: tokens // group.block_tokens]))
+                tokens = min(tokens, self._prefix(group, of_group[: tokens // group.block_tokens], domain))
         windowed = [
             (group, of_group)
             for group, of_group in zip(self._groups, digests, strict=True)
@@ -66,24 +69,27 @@ class Lookups:
             tokens -= tokens % self.step_tokens
             if not tokens:
                 return 0
-            reached = min((self._window(group, one, tokens) for group, one in windowed), default=tokens)
+            reached = min(
+                (self._window(group, one, tokens, domain) for group, one in windowed), default=tokens
+            )
             if reached == tokens:
                 return tokens
             tokens = reached
         return 0
 
-    def _prefix(self, group: Group, digests: Sequence[bytes]) -> int:
+    def _prefix(self, group: Group, digests: Sequence[bytes], domain: bytes) -> int:
         """How many tokens are stored from the first on."""
         if not digests:
             return 0
-        answer = self._client.prefix(group.all_objects(digests), timeout_s=self._timeout_s)
+        answer = self._client.prefix(group.all_objects(digests, domain), timeout_s=self._timeout_s)
         return answer.blocks // group.objects_of_block * group.block_tokens
 
-    def _window(self, group: Group, digests: Sequence[bytes], tokens: int) -> int:
+    def _window(self, group: Group, digests: Sequence[bytes], tokens: int, domain: bytes) -> int:
         """The length itself if all that the next token looks at is stored; else a shorter one that might do."""
         last = tokens // group.block_tokens
         first = max(0, tokens - group.window_tokens + 1) // group.block_tokens
-        answers = self._client.exists(group.all_objects(digests[first:last]), timeout_s=self._timeout_s)
+        keys = group.all_objects(digests[first:last], domain)
+        answers = self._client.exists(keys, timeout_s=self._timeout_s)
         for block in range(last - 1, first - 1, -1):
             begin = (block - first) * group.objects_of_block
             if not all(isinstance(one, Stored) for one in answers[begin : begin + group.objects_of_block]):

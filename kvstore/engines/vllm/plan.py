@@ -13,6 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvstore.names import SHARED
+
 __all__ = ["Load", "Plan", "Told", "Wanted"]
 
 
@@ -22,6 +24,7 @@ class Wanted(NamedTuple):
     group: int
     block: int
     digest: bytes
+    domain: bytes = SHARED  # the erase domain that its objects are in
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from kvstore.engines.vllm.ring import Ring
 from kvstore.errors import LayoutError
 from kvstore.limits import SAVE_BATCH_PAGES_MAX, VLLM_ACK_SLICE_MS
+from kvstore.names import SHARED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +58,7 @@ class Copied(NamedTuple):
     key: bytes
     offset: int
     length: int
+    domain: bytes = SHARED
 
 
 class Sent(Protocol):
@@ -168,9 +170,13 @@ class Saves:
         group = self._memory.groups[batch.blocks[0].group]
         runs, size = group.runs, group.page_bytes
         return [
-            Copied(key, batch.offset + at * group.block_bytes + run.start * size, len(run) * size)
+            Copied(
+                key, batch.offset + at * group.block_bytes + run.start * size, len(run) * size, wanted.domain
+            )
             for at, wanted in enumerate(batch.blocks)
-            for key, run in zip(group.objects(wanted.digest, self._memory.shard), runs, strict=True)
+            for key, run in zip(
+                group.objects(wanted.digest, self._memory.shard, wanted.domain), runs, strict=True
+            )
         ]
 
     def _outcome(self, batch: _Batch, results: list[bool | None]) -> Saved:

@@ -18,7 +18,7 @@ from kvstore.clock import SystemClock
 from kvstore.engines.vllm.chain import Chain
 from kvstore.engines.vllm.lookup import Lookups
 from kvstore.engines.vllm.plan import Load, Plan, Told, Wanted
-from kvstore.engines.vllm.session_turns import Turns
+from kvstore.engines.vllm.session_turns import Turns, domain_named
 from kvstore.engines.vllm.stats import Stats
 from kvstore.engines.vllm.transport import open_client
 from kvstore.limits import VLLM_SAVING_MAX
@@ -42,6 +42,7 @@ _NEXT_WAIT_S = 0.001
 class _Request:
     request: Any
     chains: dict[int, Chain]
+    domain: bytes  # the erase domain of its blocks
     lookup: Future[int] | None = None
     lookup_until_ns: int = 0
     asked: bool = False  # whether the answer was waited for
@@ -110,13 +111,13 @@ class Scheduling:
         chains = {
             group.block_tokens: Chain(request, group.block_tokens, self._epoch) for group in self._groups
         }
-        return _Request(request, chains, saved=[0] * len(self._groups))
+        return _Request(request, chains, domain_named(request), saved=[0] * len(self._groups))
 
     def _begin_lookup(self, known: _Request) -> None:
         digests = [known.chains[group.block_tokens].grow() for group in self._groups]
         if not self._may_load or not all(digests):
             return  # a producer, or not one block is full
-        known.lookup = self._lookups.begin(digests, known.request.request_id)
+        known.lookup = self._lookups.begin(digests, known.request.request_id, known.domain)
         known.lookup_until_ns = self._clock.monotonic_ns() + self._lookup_ns
         known.asked = False
 
@@ -181,7 +182,7 @@ class Scheduling:
             last = (known.computed_tokens + external_tokens) // size
             of_group = blocks.blocks[number]
             wanted += [
-                Wanted(number, of_group[at].block_id, digests[at])
+                Wanted(number, of_group[at].block_id, digests[at], known.domain)
                 for at in range(first, last)
                 if not of_group[at].is_null  # outside of the window
             ]
@@ -244,7 +245,7 @@ class Scheduling:
             ids = ids or self._manager.get_block_ids(known.request.request_id)
             of_group = ids[number]
             full += [
-                Wanted(number, of_group[at], digests[at])
+                Wanted(number, of_group[at], digests[at], known.domain)
                 for at in range(first, min(last, len(of_group)))
                 if of_group[at]  # 0 is nobody's: a block that has left the window
             ]

@@ -7,11 +7,12 @@ deadlines. It is called by a thread of our own, never in a step of the engine's.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import TYPE_CHECKING
 
 from kvstore.clock import SystemClock
 from kvstore.engines.stores import block_at
-from kvstore.errors import KeyTaken, KvError, Overloaded
+from kvstore.errors import KeyTaken, KvError, NotEncrypted, Overloaded
 from kvstore.limits import VLLM_ACK_MS
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ def _stored(result: PutResult) -> bool | None:
     if not result.has_block:
         return False
     return None if result.already_stored or result.error is not None else True
+
+
+@cache
+def _warn_once(said: str) -> None:
+    log.warning("Requests that name an erase domain are not saved: %s", said)
 
 
 class _Armed:
@@ -80,7 +86,7 @@ class FabricSender:
         try:
             for first in range(0, len(objects), self._part):
                 some = objects[first : first + self._part]
-                blocks = [block_at(one.key, self._region, one.offset, one.length) for one in some]
+                blocks = [block_at(one.key, self._region, one.offset, one.length, one.domain) for one in some]
                 parts.append((self._arm(blocks, left_s), len(some)))
             for armed, _ in parts:
                 if armed is not None:
@@ -103,6 +109,9 @@ class FabricSender:
                 except Overloaded:
                     if not self._last:
                         return None
+                except NotEncrypted as error:
+                    _warn_once(str(error))
+                    return None
                 except KvError as error:
                     log.debug("No room for %d objects: %s", len(blocks), error)
                     return None
@@ -138,10 +147,12 @@ class InlineSender:
             for one in objects:
                 content = self._memory[one.offset : one.offset + one.length]
                 try:
-                    self._client.put_inline(one.key, content)
+                    self._client.put_inline(one.key, content, domain=one.domain)
                     results.append(True)
                 except KeyTaken:
                     results.append(None)  # another computation's bytes, which are as good
+        except NotEncrypted as error:
+            _warn_once(str(error))
         except KvError as error:
             log.debug("%d objects were not stored: %s", len(objects) - len(results), error)
         return _Known(results + [False] * (len(objects) - len(results)))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.client import ClusterClient
 from kvstore.errors import KvError, NoSession, SessionRefused
 from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUED_MAX
+from kvstore.names import SHARED, domain_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,12 +29,18 @@ if TYPE_CHECKING:
     from kvstore.client import Client, Session
     from kvstore.engines.vllm.identity import Group
 
-__all__ = ["Turns"]
+__all__ = ["Turns", "domain_named"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 _ANONYMOUS = "anonymous"
 _TRY_WAIT_S = VLLM_TURN_AGAIN_MS / 1000
+
+
+def domain_named(request: Any) -> bytes:
+    """The erase domain that a request names; its blocks are found by requests of the same domain only."""
+    named = (request.kv_transfer_params or {}).get("domain")
+    return domain_of(str(named)) if named else SHARED
 
 
 class Turns:
@@ -61,7 +68,7 @@ class Turns:
         keys = [
             key
             for group, of_group in zip(self._groups, digests, strict=True)
-            for key in group.all_objects(of_group[: tokens // group.block_tokens])
+            for key in group.all_objects(of_group[: tokens // group.block_tokens], domain_named(request))
         ]
         self._later(lambda: self._append(session, keys, tokens))
 

@@ -1,0 +1,127 @@
+"""Deletions and erasures of a cluster: every member is asked, and every node that is absent from the map.
+
+What always holds: a call returns once all of them have answered, by one and the same map; else it raises the error of
+one that has not, since what that node has would come back with it. Repeating a call is not an error.
+
+A copy may be on its way from a node that has not been asked yet to one that has. Deletions are therefore asked for
+twice. An erasure is not: a node that has begun it refuses copies from its erase domain for `ERASED_COPIES_REFUSED_MS`,
+by when all others have begun as well, or all are asked again.
+
+What it doesn't do: reach a node that was forgotten (`kvstore cluster forget`), or what left the cluster as a file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from kvstore.errors import KvError, NodeUnavailable
+from kvstore.limits import CLUSTER_MAP_AGAIN_MS, ERASE_ROUND_MS
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from kvstore.client.block_calls import Deleted
+    from kvstore.client.client import Client
+    from kvstore.client.erasing import Erased, Erasure
+    from kvstore.client.nodes import Nodes
+    from kvstore.clock import Clock
+    from kvstore.cluster.map import Map
+    from kvstore.durability import Durability
+
+__all__ = ["Removals"]
+
+_MAP_S = CLUSTER_MAP_AGAIN_MS / 1000
+
+
+class _Answer(Protocol):
+    """What a node says of itself beside its answer."""
+
+    @property
+    def digests(self) -> set[int]:
+        """Of the maps that it has gone by; 0: it is in no cluster."""
+        ...
+
+    @property
+    def nodes(self) -> set[str]:
+        """Its name, "" of an earlier version."""
+        ...
+
+
+A = TypeVar("A", bound=_Answer)
+
+
+class Removals:
+    """Of one client. Any thread."""
+
+    def __init__(
+        self, nodes: Nodes, each: Callable[..., Mapping[str, Any]], closing: threading.Event, clock: Clock
+    ) -> None:
+        """`each` makes a call of several nodes at the same time; nothing waits on once `closing` is set."""
+        self._nodes, self._each, self._closing, self._clock = nodes, each, closing, clock
+
+    def delete(self, keys: Sequence[bytes], durability: Durability, timeout_s: float) -> list[bool]:
+        """As `ClusterClient.delete`."""
+        until_s = self._now_s() + timeout_s
+        found = [False] * len(keys)
+        asked = 0  # which members were all asked, the last time
+
+        def ask(client: Client) -> Deleted:
+            return client._blocks.delete_told(keys, durability=durability)  # noqa: SLF001 - of this package
+
+        while True:
+            now = self._nodes.map
+            answers, digests = self._asked(now, ask)
+            for answer in answers:
+                found = [had or has for had, has in zip(found, answer.found, strict=True)]
+            if digests <= {0} or (asked == now.digest and digests == {now.digest}):
+                return found
+            self._go_on(until_s, "blocks were deleted", wait=asked == now.digest)
+            asked = now.digest
+
+    def erase(self, ask: Callable[[Client, float], Erased], timeout_s: float) -> list[Erasure]:
+        """As `ClusterClient.erase_user` and `erase_tenant`; `ask` asks one node, for so many seconds at most."""
+        until_s = self._now_s() + timeout_s
+        erasures: list[Erasure] = []
+        while True:
+            now, began_s = self._nodes.map, self._now_s()
+            answers, digests = self._asked(
+                now, lambda client: ask(client, max(0.001, until_s - self._now_s()))
+            )
+            erasures += [answer.erasure for answer in answers]
+            in_time = self._now_s() - began_s <= ERASE_ROUND_MS / 1000
+            if digests <= {0} or (digests == {now.digest} and in_time):
+                return erasures
+            self._go_on(until_s, "it was erased", wait=in_time)
+
+    def _go_on(self, until_s: float, doing: str, *, wait: bool) -> None:
+        if self._now_s() >= until_s:
+            raise NodeUnavailable(
+                f"The cluster's map was changing while {doing}: a copy may be left. Repeat the call."
+            )
+        if wait:
+            self._closing.wait(_MAP_S)
+
+    def _asked(self, now: Map, ask: Callable[[Client], A]) -> tuple[list[A], set[int]]:
+        """Ask all nodes of a map; what they answer, and by which maps its members went."""
+        everywhere = {one.node: [0] for one in (*now.members, *now.absent)}
+        answers: Mapping[str, A | KvError] = self._each(everywhere, lambda client, _: ask(client))
+        digests = set[int]()
+        for one in now.members:
+            answer = answers[one.node]
+            if isinstance(answer, KvError):
+                raise answer
+            digests |= answer.digests
+        for one in now.absent:
+            answer = answers[one.node]
+            if isinstance(answer, KvError) or answer.nodes - {one.name}:
+                raise NodeUnavailable(
+                    f"{one.node} ({one.name}) is absent from the cluster and has not answered: what it has would come"
+                    " back with it. Repeat the call when it is there, or, if it never will be, after `kvstore cluster"
+                    f" forget {one.name}`."
+                )
+        return [answer for answer in answers.values() if not isinstance(answer, KvError)], digests
+
+    def _now_s(self) -> float:
+        return self._clock.monotonic_ns() / 1e9

@@ -1,0 +1,51 @@
+"""What a keyring gives: the key of an erase domain, and word of one that was destroyed. What is wiped stays so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.errors import Closed
+from nic_offload import aead
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from kvstore.sealing.slots import Slot
+
+__all__ = ["DomainKey", "Erased"]
+
+
+class DomainKey(Handle):
+    """The key of an erase domain, unsealed. Closing it wipes the key."""
+
+    def __init__(self, number: int, slot: Slot, key: bytearray) -> None:
+        self.number = number
+        self.id = slot.id
+        self.tenant = slot.tenant
+        self.domain = slot.domain
+        self._key = key
+        self._wiped = False
+
+    def __repr__(self) -> str:
+        return f"DomainKey(number={self.number}, id={self.id.hex()})"
+
+    @property
+    def key(self) -> bytearray:
+        """Its 32 bytes; Closed once they are wiped."""
+        if self._wiped:
+            raise Closed("The domain key was wiped.")
+        return self._key
+
+    def close(self) -> None:
+        """Wipe it."""
+        self._wiped = True
+        aead.wipe(self._key)
+
+
+class Erased(NamedTuple):
+    """A destroyed key, by its slot's number and its id; without them if the domain never had one."""
+
+    tenant: bytes
+    domain: bytes
+    number: int | None
+    id: bytes | None
+    at_ms: int

@@ -1,0 +1,173 @@
+"""Erasing in a cluster: every node is asked, copies keep their erase domains, and none brings anything back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import ClusterClient
+from kvstore.client.cluster_removals import Removals
+from kvstore.clock import SystemClock
+from kvstore.cluster.map import Map, Member
+from kvstore.errors import DeadlineExceeded, NodeUnavailable
+from kvstore.limits import ERASED_COPIES_REFUSED_MS
+from kvstore.names import SHARED, domain_of, in_domain
+from kvstore.node.deletions import Erasures
+from kvstore.sealing.masters import new_master_file
+from tests.cluster.test_upkeep import COUNT, WAIT_S, Stranger, World, data, has_looked, one_key
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+IN_VAIN = (NodeUnavailable, DeadlineExceeded)  # by which call it ended
+ADA, GRACE = domain_of("ada"), domain_of("grace")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("encrypted")
+    master = folder / "master.key"
+    new_master_file(master)
+    with ExitStack() as stack:
+        yield World(folder, stack, 3, ("--master-key", f"file:{master}"))
+
+
+def put(world: World, domain: bytes, count: int = COUNT, *, node: str = "") -> list[bytes]:
+    """On their owners, or on one node."""
+    client = world.client.nodes.at(node) if node else world.client
+    keys = [in_domain(one_key(), domain) for _ in range(count)]
+    results = client.put_many_inline([(key, data(key)) for key in keys], domain=domain)
+    assert {one.error for one in results} == {None}
+    return keys
+
+
+def anywhere(world: World, keys: Sequence[bytes]) -> int:
+    """How many of them, and of their copies, are on the nodes."""
+    return sum(sum(world.there(node, list(keys))) for node in world.nodes)
+
+
+def test_copies_are_in_the_erase_domain_of_their_block(tmp_path: Path) -> None:
+    master = tmp_path / "master.key"
+    new_master_file(master)
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, 1, ("--master-key", f"file:{master}"))
+        adas, plain = (put(world, domain, 4, node=world.nodes[0].target) for domain in (ADA, SHARED))
+        second = world.add(tmp_path / "second")
+        world.settled()
+        wait_until(lambda: world.on_two([*adas, *plain]), "each is on both", WAIT_S)
+        assert world.client.nodes.at(second.target).erase_user("ada").blocks == 4
+        assert world.there(second, adas) == [False] * 4
+        assert world.there(second, plain) == [True] * 4
+
+
+def test_an_erased_user_is_gone_from_all_nodes_and_no_copy_brings_them_back(world: World) -> None:
+    adas, graces = put(world, ADA), put(world, GRACE)
+    home = world.client.nodes.of("ada")
+    (named,) = put(world, SHARED, 1, node=home.target)
+    home.session("ada", "chat").append([named], tokens=1)
+    done = world.client.erase_user("ada")
+    assert len(done) == len(world.nodes)
+    assert sum(one.blocks for one in done) == 2 * COUNT + 1
+    assert sum(one.sessions for one in done) == 1
+    assert {json.loads(one.receipt)["how"] for one in done} == {"keys destroyed"}
+    assert anywhere(world, [*adas, named]) == 0
+    assert anywhere(world, graces) == 2 * COUNT
+    for node in world.nodes:
+        wait_until(lambda node=node: has_looked(node, 0), "it has looked at all", WAIT_S)  # type: ignore[misc]
+    assert anywhere(world, [*adas, named]) == 0
+    assert world.client.erase_user("ada")[0].blocks == 0
+    again = put(world, ADA, 4)
+    assert anywhere(world, again) == 8
+
+
+def test_a_copy_that_comes_after_an_erasure_is_not_taken(world: World) -> None:
+    sender, receiver = world.nodes[:2]
+    other = Stranger(receiver, *world.leases()[sender.target])
+    plain = [one_key() for _ in range(2)]
+    keys = [in_domain(plain[0], ADA), in_domain(plain[1], GRACE), one_key()]
+    answer = other.offer(keys)
+    world.client.nodes.at(receiver.target).erase_user("ada")
+    taken = [
+        other.copy(key, answer.ticket, domain=domain)
+        for key, domain in zip(keys, (ADA, GRACE, SHARED), strict=True)
+    ]
+    assert taken == [False, True, True]
+
+
+def test_copies_are_refused_for_a_while_and_of_what_was_erased() -> None:
+    clock = Clock()
+    erasures = Erasures(clock)
+    erasures.note(b"acme", ADA)
+    erasures.note(b"umbrella", None)
+    for domain in (ADA, GRACE):
+        assert erasures.refuse_copies(b"acme", domain) is (domain == ADA)
+        assert erasures.refuse_copies(b"umbrella", domain)
+        assert not erasures.refuse_copies(b"globex", domain)
+    clock.now_ms += ERASED_COPIES_REFUSED_MS - 1
+    assert erasures.refuse_copies(b"acme", ADA)
+    clock.now_ms += 1
+    assert not erasures.refuse_copies(b"acme", ADA)
+    assert not erasures.refuse_copies(b"umbrella", ADA)
+
+
+class Clock(SystemClock):
+    now_ms = 1_000_000
+
+    def monotonic_ns(self) -> int:
+        return self.now_ms * 1_000_000
+
+
+def test_an_erasure_is_not_acknowledged_while_a_node_is_absent_or_has_another_map(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = world.client.nodes.map
+    gone = Member("of another folder", "127.0.0.1:1")
+    with monkeypatch.context() as patch:
+        with_absent = Map.of(now.revision, now.members, now.digest, now.placed_as, [gone])
+        patch.setattr(type(world.client.nodes), "map", with_absent)
+        with pytest.raises(NodeUnavailable, match="forget of another folder"):
+            world.client.erase_user("nobody")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(world.client.nodes), "map", Map.of(now.revision, now.members, now.digest ^ 1))
+        with pytest.raises(IN_VAIN):
+            world.client.erase_user("nobody", timeout_s=1)
+    rounds: list[int] = []
+    asked = Removals._asked
+    monkeypatch.setattr("kvstore.client.cluster_removals.ERASE_ROUND_MS", -1)
+    monkeypatch.setattr(Removals, "_asked", lambda *given: rounds.append(1) or asked(*given))  # type: ignore[func-returns-value]
+    with pytest.raises(IN_VAIN):
+        world.client.erase_user("nobody", timeout_s=0.5)
+    assert len(rounds) > 1, "whoever was asked first may have taken copies again"
+
+
+def test_the_command_erases_on_every_node_and_prints_each_receipt(world: World) -> None:
+    keys = put(world, ADA, 4)
+    asked = [
+        sys.executable,
+        "-m",
+        "kvstore",
+        "erase",
+        "--user",
+        "ada",
+        "--json",
+        "--node",
+        world.nodes[0].target,
+    ]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+    receipts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len({one["node"] for one in receipts}) == len(receipts) == len(world.nodes)
+    assert anywhere(world, keys) == 0
+
+
+def test_a_tenant_is_erased_everywhere(world: World) -> None:
+    keys = [*put(world, ADA, 8), *put(world, SHARED, 8)]
+    with ClusterClient([world.nodes[0].target]) as client:
+        assert sum(one.blocks for one in client.erase_tenant()) >= 2 * len(keys)
+    assert anywhere(world, keys) == 0
