@@ -10,7 +10,8 @@
 # failure: its part is ended, and this output ends with where each of its threads stood.
 #
 # `hostile` runs those instead that compare a neighbour's times with and without an attack beside it, one by one: with
-# other tests beside them they would say nothing. With other arguments it hands them to one pytest.
+# other tests beside them they would say nothing. Only those that count and wait run beside them, and take what CPU
+# time they leave. With other arguments it hands them to one pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=.venv/bin/python
@@ -21,13 +22,15 @@ if (($#)) && [[ $1 != hostile ]]; then exec "$py" -m pytest "$@"; fi
 parts=(service fabric rest)
 declare -A paths=([service]="tests/client tests/node" [fabric]="tests/bench tests/conformance tests/crash tests/nic_offload tests/sim tests/examples")
 paths[rest]=$(printf -- '--ignore=%s ' ${paths[service]} ${paths[fabric]} tests/hostile)
-paths[hostile]=tests/hostile
-(($# == 0)) || parts=(hostile)
+paths[beside]="tests/hostile/test_counts.py tests/hostile/test_many_clients.py"
+paths[hostile]="tests/hostile $(printf -- '--ignore=%s ' ${paths[beside]})"
+(($# == 0)) || parts=(hostile beside)
 
 part() { # in a process of its own; its paths are words, hence no quotes
   export TRIGGERKV_FAILURES=".cache/failures-$1"
   local limit_s=${PART_S:-1800}
-  [[ $1 != hostile ]] || limit_s=$((limit_s + 120 * ${TRIGGERKV_HOSTILE_S:-0}))
+  [[ $1 != hostile && $1 != beside ]] || limit_s=$((limit_s + 120 * ${TRIGGERKV_HOSTILE_S:-0}))
+  [[ $1 != beside ]] || renice -n 19 $BASHPID >/dev/null
   exec timeout --foreground --signal=ABRT --kill-after=30 "$limit_s" \
     "$py" -X faulthandler -m pytest ${paths[$1]} -o cache_dir=".cache/pytest-$1"
 }
