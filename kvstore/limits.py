@@ -88,6 +88,10 @@ DOOR_PRESSES_MAX = 32  # calls of a connection, in that time, that could not wai
 DOOR_PRESSES_KEPT_MAX = 4_096  # between two looks
 DOOR_KNOCKS_OF_PRESSING = 20  # that such a connection counts for
 DOOR_KNOCKS_OF_LOUD = 50  # that such a connection counts for
+DOOR_FRAMES_BYTES_MAX = 64 << 20  # of a source, in that time, that belonged to no message which was read
+DOOR_CALL_BYTES = 4 << 10  # that a call may bring beside its messages: its headers, above all
+DOOR_MESSAGE_BYTES = 64  # and a message
+DOOR_MESSAGE_SHARE = 16  # beside one part in so many of it: frames, and TLS
 DOOR_BARRED_MS = 10_000
 DOOR_BARRED_SOURCES_MAX = 512  # the kernel takes filters of 4096 instructions, and one of IPv6 needs 5
 CALLS_BEGUN_MAX = 4  # at a time, of a node with one tenant; of several tenants, one call of each
@@ -336,6 +340,7 @@ CHUNK_BYTES_MAX = 4 << 20  # of one that a client sends
 MESSAGE_BYTES_MAX = (8 << 20) + (
     64 << 10
 )  # what gRPC takes: a chunk that is too large is refused in our words
+MESSAGE_SMALL_BYTES_MAX = 256 << 10  # of a call that names blocks: twice what 1,024 of them take
 MESSAGE_FIELDS_MAX = BATCH_BLOCKS_MAX + 64  # of a message of a stream of blocks: parts, and a few more
 PART_FIELDS_MAX = 16  # of such a part
 MESSAGES_COMING_MAX = 32  # that the node waits for at a time: they may come by halves

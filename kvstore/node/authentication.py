@@ -21,7 +21,8 @@ import asyncio
 import inspect
 import re
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -33,6 +34,7 @@ from kvstore.limits import (
     DOOR_FIRST_MESSAGE_MS,
     INLINE_CHUNK_BYTES,
     INLINE_TIMEOUT_MS,
+    MESSAGE_SMALL_BYTES_MAX,
     METADATA_MAX,
 )
 from kvstore.node.admission import Entrance
@@ -53,6 +55,7 @@ __all__ = ["Door"]
 
 _PUBLIC: Final = {"/grpc.health.v1.Health/Check"}
 _NOBODY: Final = ""  # no tenant's name
+_LARGE: Final = {"Put", "PutBatch", "AppendSession"}  # what these bring may be large
 _OPEN_ENDED: Final = {"Attach", "Watch", "ServerReflectionInfo"}
 # What the gate refuses it has written down itself; an error of the node's own is no refusal.
 _REFUSALS: Final = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}
@@ -101,6 +104,7 @@ class Door(grpc.aio.ServerInterceptor):
         sides = handler.request_streaming, handler.response_streaming
         behaviour = getattr(handler, "_".join("stream" if many else "unary" for many in sides))
         takes = _as_it_is if handler.request_streaming else _only
+        kind = _Kind(handler.request_deserializer, None if call in _LARGE else MESSAGE_SMALL_BYTES_MAX)
         if inspect.isasyncgenfunction(behaviour):
             behaviour = _writing(behaviour)
 
@@ -111,7 +115,7 @@ class Door(grpc.aio.ServerInterceptor):
                     if not is_public:
                         who, begun = await self._enter(_said(call), context)
                         self._refuse_more_answers(who, 1)
-                    request = await _only(_InTime(requests, self._messages, who))
+                    request = await _only(self._in_time(requests, who, kind, context))
                 made = behaviour(request, context)
                 answer = await (made if is_public else begun.of(made))
                 answer = answer if encode is None else encode(answer)
@@ -133,7 +137,7 @@ class Door(grpc.aio.ServerInterceptor):
                     # gRPC can't end a call whose first write was given up, unless the headers had gone before it.
                     await context.send_initial_metadata(())
                 async with self._staying(_said(call), context):
-                    coming = _InTime(requests, self._messages, who)
+                    coming = self._in_time(requests, who, kind, context)
                     return await begun.of(behaviour(await takes(coming), context))
 
         # One request is taken as a stream of one: gRPC would wait for it before it asked anybody here.
@@ -143,8 +147,11 @@ class Door(grpc.aio.ServerInterceptor):
             else grpc.stream_unary_rpc_method_handler
         )
         if any(sides):
-            return make(staying, handler.request_deserializer, encode)
-        return make(answering, handler.request_deserializer, None)
+            return make(staying, None, encode)
+        return make(answering, None, None)
+
+    def _in_time(self, requests: Any, who: str | None, kind: _Kind, context: Context) -> _InTime:
+        return _InTime(requests, self._messages, who, kind, partial(self._gate.brought, context.peer()))
 
     async def _enter(self, what: str, context: Context) -> tuple[str | None, Begun]:
         """Authenticate the caller, and wait until their call may begin; say whose it is."""
@@ -227,11 +234,32 @@ def _writing(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
     return written
 
 
-class _InTime:
-    """A call's messages, each of which must come within its time once it is awaited."""
+class _Kind(NamedTuple):
+    """Of a call's messages."""
 
-    def __init__(self, messages: AsyncIterator[Any], all_messages: Messages, who: str | None) -> None:
+    decode: Callable[[bytes], Any] | None
+    bytes_max: int | None  # None: as many as gRPC takes
+
+
+class _InTime:
+    """A call's messages, each of which must come within its time once it is awaited.
+
+    A message of a call that has a small one is not read if it is large: a list of millions of empty names would take
+    the thread a tenth of a second, and hundreds of MiB.
+    """
+
+    def __init__(
+        self,
+        messages: AsyncIterator[Any],
+        all_messages: Messages,
+        who: str | None,
+        kind: _Kind,
+        brought: Callable[[int], object],
+    ) -> None:
+        """`brought` hears of the size of each message."""
         self._messages = messages
+        self._kind = kind
+        self._brought = brought
         self._all = all_messages
         self._who = who
         self._began = False
@@ -245,13 +273,21 @@ class _InTime:
         async with self._all.coming(self._who):
             try:
                 async with asyncio.timeout(timeout_ms / 1000):
-                    return await anext(self._messages)
+                    message: bytes = await anext(self._messages)
+                return self._read(message)
             except DecodeError:
                 raise ProtocolError("A message of the call can't be read.") from None
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"A call's {which} message did not arrive within {timeout_ms} ms."
                 ) from None
+
+    def _read(self, message: bytes) -> Any:
+        self._brought(len(message))
+        bytes_max = self._kind.bytes_max
+        if bytes_max is not None and len(message) > bytes_max:
+            raise ProtocolError(f"A message of this call has at most {bytes_max} bytes, not {len(message)}.")
+        return message if self._kind.decode is None else self._kind.decode(message)
 
 
 async def _as_it_is(requests: _InTime) -> _InTime:

@@ -32,14 +32,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from kvstore.limits import (
     DOOR_BARRED_MS,
     DOOR_BARRED_SOURCES_MAX,
+    DOOR_CALL_BYTES,
     DOOR_CONNECTIONS_OF_SOURCE_MAX,
     DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
+    DOOR_FRAMES_BYTES_MAX,
     DOOR_GLANCE_MS,
     DOOR_KNOCKS_OF_LOUD,
     DOOR_KNOCKS_OF_PRESSING,
     DOOR_KNOCKS_OF_SOURCE_MAX,
     DOOR_LOOK_IDLE_MS,
     DOOR_LOOK_MS,
+    DOOR_MESSAGE_BYTES,
+    DOOR_MESSAGE_SHARE,
     DOOR_PRESSES_KEPT_MAX,
     DOOR_PRESSES_MAX,
     DOOR_TIMEOUT_MS,
@@ -163,6 +167,11 @@ class Doorkeeper:
         self._much_since: dict[
             str, int
         ] = {}  # by socket: when it was seen to have brought much, and not let in
+        self._brought: dict[
+            str, int
+        ] = {}  # by peer: what it may have sent, by the calls and messages that it made
+        self._beside: dict[str, int] = {}  # by socket: what had come besides, at the last count,
+        self._counted_ns = 0  # which was then
         self._unproved = 0  # connections over which no call had been let in, at the last look
         self._expects_more = False  # there is an endpoint that was not there then
         self._filter_failed = False
@@ -186,6 +195,12 @@ class Doorkeeper:
     def proved(self, peer: str) -> None:
         """Note that a call of this peer was let in; again for each, as a port may be another connection's by now."""
         self._proved[peer] = self._clock.monotonic_ns()
+        self._brought[peer] = self._brought.get(peer, 0) + DOOR_CALL_BYTES
+
+    def brought(self, peer: str, size_bytes: int) -> None:
+        """Note that a message of this peer was read."""
+        more = DOOR_MESSAGE_BYTES + size_bytes + size_bytes // DOOR_MESSAGE_SHARE
+        self._brought[peer] = self._brought.get(peer, 0) + more
 
     def refused(self, peer: str) -> None:
         """Note that a call of this peer was not let in."""
@@ -261,6 +276,7 @@ class Doorkeeper:
         self._end_flooding(now_ns)
         self._bar(knocked, now_ns)
         self._end_still()
+        self._end_frames(peers, now_ns)
         for source, links in self._grouped(lambda link: link.own_port == self._port, lambda one: one.source):
             self._keep_calls(source, links, peers, now_ns)
         for port, links in self._grouped(
@@ -271,6 +287,24 @@ class Doorkeeper:
         for peer, since_ns in list(self._proved.items()):
             if now_ns - since_ns > DOOR_TIMEOUT_MS * _MS and peers.get(peer) not in here:
                 self._proved.pop(peer, None)
+                self._brought.pop(peer, None)
+
+    def _end_frames(self, peers: dict[str, tuple[Ip, int]], now_ns: int) -> None:
+        """Hang up on sources that send bytes without end which belong to no message: pings, settings, and the like."""
+        if now_ns - self._counted_ns < DOOR_WINDOW_MS * _MS:
+            return
+        self._counted_ns, before, self._beside = now_ns, self._beside, {}
+        brought = {place: self._brought.get(peer, 0) for peer, place in peers.items()}
+        calls = self._grouped(lambda link: (link.ip, link.port) in brought, lambda one: one.source)
+        for source, links in calls:
+            for link in links:
+                self._beside[link.name] = _received_bytes(link) - brought[link.ip, link.port]
+            more = {link.name: self._beside[link.name] - max(0, before.get(link.name, 0)) for link in links}
+            if sum(one for one in more.values() if one > 0) > DOOR_FRAMES_BYTES_MAX:
+                loud = [link for link in links if more[link.name] > DOOR_FRAMES_BYTES_MAX // len(links)]
+                self._hang_up(loud)
+                self._knocks(source, DOOR_KNOCKS_OF_SOURCE_MAX + 1, now_ns)
+                self._turned_away(source, "connections with much that belongs to no call", len(loud))
 
     def _end_still(self) -> None:
         still = set()

@@ -11,6 +11,7 @@ What it doesn't do: refuse a normal put of a deleted block.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from kvstore.limits import COPY_LATE_MS, DELETIONS_KEPT_MAX, ERASED_COPIES_REFUSED_MS, REPAIR_CALL_MS
@@ -32,7 +33,8 @@ class Deletions:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._began_ns = clock.monotonic_ns()
-        self._at_ns: dict[Name, int] = {}  # the oldest first
+        # The oldest first. No plain dict: its front, if it is taken again and again, is found more and more slowly.
+        self._at_ns: OrderedDict[Name, int] = OrderedDict()
         self._forgotten_ns = 0  # the latest of those that are not kept any more
 
     def __len__(self) -> int:
@@ -42,10 +44,10 @@ class Deletions:
         """Blocks are being deleted."""
         now_ns = self._clock.monotonic_ns()
         for name in names:
-            self._at_ns.pop(name, None)
             self._at_ns[name] = now_ns
+            self._at_ns.move_to_end(name)
         while len(self._at_ns) > DELETIONS_KEPT_MAX:
-            self._forgotten_ns = self._at_ns.pop(next(iter(self._at_ns)))
+            self._forgotten_ns = self._at_ns.popitem(last=False)[1]
 
     def may_be_since(self, name: Name, read_ms_ago: int) -> bool:
         """Whether a block may have been deleted since a copy of it was read, so long before it was sent here.

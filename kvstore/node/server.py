@@ -234,7 +234,7 @@ def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) ->
 
     keeper = Doorkeeper(node.clock, port, turned_away, clients)
     gate.let_in, gate.turned_away, gate.stands_still = keeper.proved, keeper.refused, keeper.stands_still
-    gate.presses, gate.floods = keeper.presses, keeper.floods
+    gate.presses, gate.floods, gate.brought = keeper.presses, keeper.floods, keeper.brought
     node.at_endpoint = keeper.expects
     keeper.start()
     return keeper

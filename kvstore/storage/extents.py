@@ -10,6 +10,7 @@ It keeps nothing per live extent: those are in the index. Units are pages, not b
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,8 @@ class Extents:
         self._until = until_page
         self._by_start: dict[int, int] = {}  # start -> length
         self._by_end: dict[int, int] = {}  # end -> start
-        self._by_length: dict[int, dict[int, None]] = {}  # length -> its starts
+        # length -> its starts. No plain dict: its front, if it is taken again and again, is found more and more slowly.
+        self._by_length: dict[int, OrderedDict[int, None]] = {}
         self._lengths: list[int] = []  # sorted; blocks come in few sizes, so this list is short
         self._pins: dict[int, int] = {}  # start -> how many read from it
         self._parked: dict[int, int] = {}  # released while pinned: start -> length
@@ -190,7 +192,7 @@ class Extents:
         self._by_start[start] = length
         self._by_end[start + length] = start
         if length not in self._by_length:
-            self._by_length[length] = {}
+            self._by_length[length] = OrderedDict()
             insort(self._lengths, length)
         self._by_length[length][start] = None
         self._free_pages += length

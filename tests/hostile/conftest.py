@@ -1,13 +1,44 @@
-"""Attacks take as long as they are told to, and their tests may."""
+"""Attacks take as long as they are told to, and their tests may; those of a module have one node."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from tests.hostile.beside import SECONDS
+from tests.hostile.beside import SECONDS, Beside
+from tests.hostile.sessions import make_large_sessions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "hostile":
             item.add_marker(pytest.mark.timeout(120 + 4 * SECONDS))
+
+
+@pytest.fixture(scope="module")
+def one_beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
+    """The node of a module, beside which its attacks come one by one."""
+    with Beside(tmp_path_factory.mktemp("beside")) as beside:
+        yield beside
+
+
+@pytest.fixture
+def beside(one_beside: Beside) -> Beside:
+    """A neighbour that gets blocks inside gRPC."""
+    return one_beside.begin(one_beside.get_inline)
+
+
+@pytest.fixture
+def putting(one_beside: Beside) -> Beside:
+    """A neighbour that puts and gets over the fabric."""
+    return one_beside.begin(one_beside.put_and_get)
+
+
+@pytest.fixture(scope="module")
+def large_sessions(one_beside: Beside) -> None:
+    """The attacker has sessions as long as they may be."""
+    make_large_sessions({"port": one_beside.port, "token": "evil"})

@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import threading
 import time
 import urllib.request
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import pytest
 
 from kvstore.client import Block
 from kvstore.errors import KvError
 from kvstore.limits import (
-    DOOR_ANSWERS_BYTES_MAX,
-    INLINE_TIMEOUT_MS,
     LANDING_BYTES_MAX,
     MESSAGE_AHEAD_BYTES,
     MESSAGE_BYTES_MAX,
     MESSAGES_COMING_MAX,
 )
 from kvstore.names import block_key
-from kvstore.wire import batches_pb2 as batches
-from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire import observing_pb2 as observing
-from kvstore.wire.batches_pb2_grpc import BatchesStub
-from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
-from kvstore.wire.observing_pb2_grpc import ObservingStub
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
-from nic_offload.sockaddr import SocketAddress, ip_of
+from nic_offload.sockaddr import SocketAddress
 from tests.conftest import small_client
-from tests.hostile.attacks import attach_request
 from tests.hostile.beside import FIRST_S, MEMORY_MAX, SECONDS, Beside, TooSlow, check_speed, p99
-from tests.hostile.sessions import make_large_sessions
-from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
-
-
-@pytest.fixture
-def beside(tmp_path: Path) -> Iterator[Beside]:
-    with Beside(tmp_path) as beside:
-        yield beside
 
 
 @pytest.mark.parametrize("token", [{}, {"token": "evil"}], ids=["nobody", "tenant"])
@@ -77,35 +55,6 @@ def test_idle_connections_to_the_port_for_calls(beside: Beside) -> None:
 def test_calls_of_nobody(beside: Beside) -> None:
     alone, under, did = beside.endure("unknown", token="nobody's")
     assert did["UNAUTHENTICATED"] > 0
-    check_speed(alone, under)
-
-
-def test_answers_that_nobody_takes(beside: Beside) -> None:
-    """The memory that they took comes back while whoever asked is still there, and answers pings."""
-    make_large_sessions({"port": beside.port, "token": "evil"})
-    memory = beside.memory_bytes()
-    with beside.attack("unread", SECONDS, token="evil", stays_s=INLINE_TIMEOUT_MS / 1000 + 5) as did:
-        assert not beside.times(SECONDS).errors
-        time.sleep(INLINE_TIMEOUT_MS / 1000 + 3)
-        wait_until(
-            lambda: beside.memory_bytes() <= memory + MEMORY_MAX + DOOR_ANSWERS_BYTES_MAX, "memory", 30
-        )
-    assert did["asked"] > 0
-    assert any("did not read an answer" in line["why"] for line in beside.audited() if "why" in line)
-
-
-def test_lists_of_large_sessions(beside: Beside) -> None:
-    make_large_sessions({"port": beside.port, "token": "evil"})
-    alone, under, did = beside.endure("lists", token="evil")
-    assert did["OK"] > 0
-    check_speed(alone, under)
-
-
-@pytest.mark.parametrize("name", ["forks", "stored", "appends"])
-def test_changes_and_reads_of_a_large_session(beside: Beside, name: str) -> None:
-    make_large_sessions({"port": beside.port, "token": "evil"})
-    alone, under, did = beside.endure(name, token="evil")
-    assert did["OK"] > 0
     check_speed(alone, under)
 
 
@@ -228,74 +177,3 @@ def test_idle_connections_to_the_port_of_somebody_elses_endpoint(beside: Beside)
         another.attach()
     beside.client.attach()
     assert beside.client._core.link is link, "the neighbour has the connection that it had"
-
-
-@pytest.mark.parametrize("call", ["PutBatch", "GetBatch", "Watch", "Attach"])
-def test_a_stream_ends_when_its_token_is_taken_out_of_the_file(beside: Beside, call: str) -> None:
-    def requests() -> Iterator[Any]:
-        if call == "PutBatch":
-            name = pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=1)
-            yield batches.PutBatchRequest(parts=[batches.PutPart(name=name, chunk=b"x")])
-        elif call == "GetBatch":
-            yield batches.GetBatchRequest(
-                blocks=[pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=1)]
-            )
-        else:
-            yield attach_request({}, SocketAddress(ip_of("127.0.0.1"), 9).told)
-        ended.wait(20)
-
-    ended = threading.Event()
-    bearer = (("authorization", "Bearer evil"),)
-    with grpc.insecure_channel(beside.node.target) as channel:
-        made: Any
-        if call == "Watch":
-            watching = ObservingStub(channel)  # type: ignore[no-untyped-call]
-            made = watching.Watch(observing.WatchRequest(), metadata=bearer)
-        elif call == "Attach":
-            attaching = KvStoreStub(channel)  # type: ignore[no-untyped-call]
-            made = attaching.Attach(requests(), metadata=bearer)
-        else:
-            batching = BatchesStub(channel)  # type: ignore[no-untyped-call]
-            made = getattr(batching, call)(requests(), metadata=bearer)
-        next(made)
-        beside.write_tenants("good")
-        began = time.monotonic()
-        os.kill(beside.node.pid, signal.SIGHUP)
-        with suppress(grpc.RpcError):
-            for _ in made:
-                pass
-        took = time.monotonic() - began
-        ended.set()
-        ended_with = {"Attach": grpc.StatusCode.OK, "Watch": grpc.StatusCode.PERMISSION_DENIED}
-        assert made.code() in {grpc.StatusCode.UNAUTHENTICATED, ended_with.get(call)}
-        assert took < 2
-
-
-def test_what_somebody_removes_is_in_the_audit_log_with_who_and_what(beside: Beside) -> None:
-    beside.client.delete(beside.keys[:2])
-    session = beside.client.session("user", "chat")
-    session.append(beside.keys[2:4], 32)
-    session.truncate(1)
-    session.remove()
-    lines = [
-        one for one in beside.audited() if one["what"] in {"delete", "truncate session", "remove session"}
-    ]
-    assert [(one["what"], one["tenant"], one["named"]) for one in lines] == [
-        ("delete", "good", 2),
-        ("truncate session", "good", 1),
-        ("remove session", "good", 1),
-    ]
-    assert lines[0]["names"] == ",".join(key.hex() for key in beside.keys[:2])
-    assert lines[0]["found"] == 2
-    assert lines[1]["names"] == lines[2]["names"] != ""
-
-
-def test_whatever_is_refused_to_a_tenant_is_in_the_audit_log(beside: Beside) -> None:
-    with small_client(beside.node.target, token="evil") as client:
-        with pytest.raises(KvError):
-            client.exists([b"no key"])
-        with pytest.raises(KvError):
-            client.session("user", "x" * 1000).append(beside.keys, 1)
-    refused = [(one["what"], one["tenant"]) for one in beside.audited() if one["outcome"] == "refused"]
-    assert ("exists", "evil") in refused
-    assert "evil" not in {one.get("why") for one in beside.audited()}

@@ -22,9 +22,6 @@ from tests.hostile.beside import Beside, TooSlow, check_speed
 from tests.nic_offload.test_granted import head_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from kvstore.client import Client
     from kvstore.wire import kvstore_pb2 as pb
 
@@ -33,12 +30,6 @@ pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
 LENGTH = 5000
 WORDS = 64
 FORGED = (1).to_bytes(32, "little")  # the key in what head_of makes
-
-
-@pytest.fixture
-def beside(tmp_path: Path) -> Iterator[Beside]:
-    with Beside(tmp_path) as beside:
-        yield beside
 
 
 @pytest.fixture

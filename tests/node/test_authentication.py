@@ -13,7 +13,13 @@ import pytest
 
 from kvstore.clock import SystemClock
 from kvstore.errors import Overloaded
-from kvstore.limits import DOOR_FIRST_MESSAGE_MS, METADATA_MAX, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
+from kvstore.limits import (
+    DOOR_FIRST_MESSAGE_MS,
+    MESSAGE_SMALL_BYTES_MAX,
+    METADATA_MAX,
+    WATCHERS_MAX,
+    WATCHERS_OF_TENANT_MAX,
+)
 from kvstore.node import authentication
 from kvstore.node.audit import Audit
 from kvstore.node.authentication import Door
@@ -23,6 +29,9 @@ from kvstore.node.statistics import Counters
 from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.timings import Timings
 from kvstore.node.watching import Watchers
+from kvstore.wire import blocks_pb2
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.blocks_pb2_grpc import BlocksStub
 from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from tests.conftest import small_node
 from tests.hostile import h2
@@ -84,6 +93,17 @@ def test_a_call_with_too_much_metadata_is_refused_and_its_source_has_to_do_witho
         link.sendall(h2.headers(1, "/kvstore.v1.KvStore/Status", ("authorization", "Bearer acme"), *more))
         assert b"grpc-status\x013" in answered(link, WAIT_S).replace(b"\x00\x0b", b"")
         assert h2.goes_away(link, 5.0)
+
+
+def test_a_message_that_need_not_be_large_is_not_read_if_it_is(guarded: NodeProcess) -> None:
+    """Four million empty names fit into a message of gRPC's."""
+    many = blocks_pb2.ExistsRequest(blocks=[pb.BlockName()] * (MESSAGE_SMALL_BYTES_MAX // 2 + 1))
+    with grpc.insecure_channel(guarded.target) as channel:
+        exists = BlocksStub(channel).Exists  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError) as refused:
+            exists(many, metadata=(("authorization", "Bearer acme"),), timeout=WAIT_S)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"at most {MESSAGE_SMALL_BYTES_MAX} bytes" in str(refused.value.details())
 
 
 def test_a_stream_that_says_nothing_ends_in_its_time(guarded: NodeProcess) -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvstore.clock import SystemClock
 from kvstore.limits import (
     DOOR_BARRED_MS,
+    DOOR_CALL_BYTES,
     DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
     DOOR_KNOCKS_OF_PRESSING,
     DOOR_KNOCKS_OF_SOURCE_MAX,
@@ -49,12 +50,14 @@ class Door:
         self.listener = undo.enter_context(socket.create_server((HERE, 0), backlog=1024))
         self.port = self.listener.getsockname()[1]
         self.told: list[tuple[str, str, int]] = []
+        self.all_theirs: list[socket.socket] = []
         self.keeper = Doorkeeper(self.clock, self.port, lambda *one: self.told.append(one))
 
     def come(self, source: str = HERE, timeout_s: float = 5.0) -> socket.socket:
         ours = socket.create_connection((HERE, self.port), timeout_s, (source, 0))
         self._undo.enter_context(ours)
         self.theirs = self._undo.enter_context(self.listener.accept()[0])
+        self.all_theirs.append(self.theirs)
         return ours
 
     def look(self, later_ms: int = 0) -> None:
@@ -166,6 +169,36 @@ def test_who_says_much_and_proves_nothing_is_hung_up_on_a_moment_later(door: Doo
     assert not stays(loud)
     assert stays(proved)
     assert stays(late)
+
+
+def test_who_sends_much_that_belongs_to_no_call_is_hung_up_on_and_its_source_barred(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = 256 << 10
+    monkeypatch.setattr(connection_guard, "DOOR_FRAMES_BYTES_MAX", many - 1)
+    frames, blocks, other = door.come(), door.come(), door.come(THERE)
+    theirs = {}
+    for link, its in zip((frames, blocks, other), door.all_theirs, strict=True):
+        door.keeper.proved(peer(link))
+        theirs[link] = its
+
+    def send(link: socket.socket, size_bytes: int) -> None:
+        for _ in range(size_bytes // 1024):
+            link.sendall(bytes(1024))
+            assert theirs[link].recv(1024, socket.MSG_WAITALL)
+
+    door.look()
+    for _ in range(3):  # of blocks it may send as many as it likes
+        send(blocks, 2 * many)
+        door.keeper.brought(peer(blocks), 2 * many)
+        send(other, many // 2)
+        door.look(DOOR_WINDOW_MS)
+    assert all(map(stays, (frames, blocks, other)))
+    send(frames, many + DOOR_CALL_BYTES)
+    door.look(DOOR_WINDOW_MS)
+    assert [stays(one) for one in (frames, blocks, other)] == [False, True, True]
+    door.look()
+    assert door.keeper.barred() == [HERE]
 
 
 def test_a_peer_that_comes_from_a_port_again_is_let_in_again(door: Door) -> None:

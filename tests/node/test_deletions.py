@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 from kvstore.clock import SystemClock
 from kvstore.limits import COPY_LATE_MS, DELETIONS_KEPT_MAX, REPAIR_CALL_MS
 from kvstore.node.deletions import Deletions
@@ -55,3 +58,18 @@ def test_what_is_remembered_is_bounded_and_what_is_forgotten_counts_for_all() ->
     deletions.note([OTHER])
     deletions.note([NAME])
     assert deletions.may_be_since(NAME, 1)
+
+
+def test_a_deletion_costs_no_more_when_many_have_been_forgotten() -> None:
+    deletions, numbers = Deletions(SystemClock()), itertools.count()
+
+    def cost_s(count: int) -> float:
+        names = [(b"t", next(numbers).to_bytes(32)) for _ in range(count)]
+        began = time.thread_time()
+        deletions.note(names)
+        return time.thread_time() - began
+
+    deletions.note((b"t", next(numbers).to_bytes(32)) for _ in range(DELETIONS_KEPT_MAX))
+    early = min(cost_s(1000) for _ in range(5))
+    cost_s(DELETIONS_KEPT_MAX // 4)
+    assert min(cost_s(1000) for _ in range(5)) < 8 * early + 0.002

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.durability import Durability
 from kvstore.errors import Overloaded
-from kvstore.limits import PAGE_BYTES
-from kvstore.node.landing import LandingLayout, Lease, Slots, SlotState
+from kvstore.limits import LEASES_MAX, PAGE_BYTES
+from kvstore.node.landing import LandingLayout, Lease, LeaseTable, Slots, SlotState
 
 SLOTS = 4
 
@@ -33,6 +35,25 @@ def test_a_slot_is_free_again_only_when_the_drive_is_done_with_it() -> None:
         slots.take(1)
     slots.finished(7)
     assert slots.take(1) == [0]
+
+
+class Owned(NamedTuple):
+    """What a table of leases looks at in a connection."""
+
+    tenant: bytes
+
+
+def test_each_tenant_has_its_share_of_the_leases() -> None:
+    table, evil, good = LeaseTable(lambda: 2), Owned(b"evil"), Owned(b"good")
+    for count in range(LEASES_MAX // 2):
+        table.refuse_more(evil, 1)  # type: ignore[arg-type]
+        table.add(count, evil)  # type: ignore[arg-type]
+    with pytest.raises(Overloaded):
+        table.refuse_more(evil, 1)  # type: ignore[arg-type]
+    table.refuse_more(good, LEASES_MAX // 4)  # type: ignore[arg-type]
+    assert table.pop(0) is evil  # type: ignore[comparison-overlap]
+    assert table.pop(0) is None
+    table.refuse_more(evil, 1)  # type: ignore[arg-type]
 
 
 def test_all_slots_or_none_are_taken() -> None:
@@ -142,6 +163,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert self.slots.in_state(SlotState.FREE) == SLOTS - len(self.held)
         for state in (SlotState.LEASED, SlotState.WRITING, SlotState.QUARANTINED):
             assert self.slots.in_state(state) == sum(other is state for other in self.states.values())
+        assert self.slots.busy == sum(one is not SlotState.QUARANTINED for one in self.states.values())
 
 
 TestLeaseMachine = LeaseMachine.TestCase

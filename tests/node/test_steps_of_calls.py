@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 
 from kvstore.limits import BATCH_READS_AHEAD, TURN_STEP_BLOCKS
 from kvstore.names import block_key
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
+from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
 from tests.node.in_process import NodeInProcess
 
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
 
 KEYS = [block_key(b"steps", bytes([number])) for number in range(200)]
 WAIT_S = 20.0
+RESTS_S = 0.2
 
 
 @pytest.fixture
@@ -132,3 +139,38 @@ def test_a_stream_of_gets_from_memory_lets_others_work_between_steps(
         node.call(lambda _: counting.cancel())
     assert len(at) == len(KEYS)
     assert max(map(at.count, set(at))) <= TURN_STEP_BLOCKS + BATCH_READS_AHEAD
+
+
+def test_a_call_that_has_no_steps_waits_until_its_tenant_has_rested(node: NodeInProcess) -> None:
+    def requests() -> Iterator[pb.AttachRequest]:
+        yield pb.AttachRequest(
+            block_bytes_max=4096,
+            slots=1,
+            provider=node.call(lambda one: one.fabric.provider),
+            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).told,
+            ack_words=8,
+        )
+        over.wait(WAIT_S)
+
+    def rest(inside: Node) -> None:
+        inside.turns._rests[inside.connection(number, None).tenant] = time.monotonic_ns() + int(RESTS_S * 1e9)
+
+    over = threading.Event()
+    name = pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=4096)
+    cancelled = pb.CancelledBlock(ack_word=0, ack_generation=1)
+    with grpc.insecure_channel(node.target) as channel:
+        stub = KvStoreStub(channel)  # type: ignore[no-untyped-call]
+        attached = stub.Attach(requests())
+        number = next(attached).connection
+        for call, request in (
+            (stub.Reserve, pb.ReserveRequest(connection=number, blocks=[pb.ReserveBlock(name=name)])),
+            (stub.Abort, pb.AbortRequest(connection=number)),
+            (stub.CancelFetch, pb.CancelFetchRequest(connection=number, blocks=[cancelled])),
+            (stub.WhyFailed, pb.WhyFailedRequest(connection=number, generations=[1])),
+        ):
+            node.call(rest)
+            began = time.monotonic()
+            call(request, timeout=WAIT_S)
+            assert time.monotonic() - began > RESTS_S / 2
+        over.set()
+        attached.cancel()

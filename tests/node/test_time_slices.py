@@ -245,3 +245,25 @@ def test_what_is_to_be_done_again_is_done_once_and_as_early_as_anybody_asked() -
             await asyncio.sleep(0)
 
     run(ask)
+
+
+def test_what_has_no_steps_waits_until_its_tenant_has_rested() -> None:
+    async def done() -> None:
+        turns = Turns(SystemClock())
+        turns.heard(b"other")
+        turns.heard(b"long")
+        turns.worked(b"long", 20 * MS)
+        loop, ended = asyncio.get_running_loop(), list[float]()
+
+        async def work(tenant: bytes) -> None:
+            async with turns.whole(tenant):
+                turns.worked(tenant, 10 * MS)
+            ended.append(loop.time())
+
+        began = loop.time()
+        await asyncio.gather(work(b"long"), work(b"long"), work(b"other"))
+        assert ended[0] - began < 0.05, "the other tenant does not wait"
+        assert ended[1] - began >= FABRIC_REST * 20 / 1000
+        assert ended[2] - began >= FABRIC_REST * 30 / 1000, "one by one"
+
+    run(done)
