@@ -118,9 +118,12 @@ def test_whatever_is_refused_to_a_tenant_is_in_the_audit_log(beside: Beside) -> 
     """A client of ours says itself that a key is none; others need not."""
     with grpc.insecure_channel(beside.node.target) as channel:
         exists = BlocksStub(channel).Exists  # type: ignore[no-untyped-call]
+        wrong = blocks.ExistsRequest(blocks=[pb.BlockName(key=b"no key")])
         with pytest.raises(grpc.RpcError):
-            wrong = blocks.ExistsRequest(blocks=[pb.BlockName(key=b"no key")])
             exists(wrong, metadata=(("authorization", "Bearer evil"),), timeout=10)
-    refused = [(one["what"], one["tenant"]) for one in beside.audited() if one["outcome"] == "refused"]
-    assert ("exists", "evil") in refused
+
+    def refused() -> set[tuple[str, str]]:
+        return {(one["what"], one["tenant"]) for one in beside.audited() if one["outcome"] == "refused"}
+
+    wait_until(lambda: ("exists", "evil") in refused(), "it is written down", 10)
     assert "evil" not in {one.get("why") for one in beside.audited()}
