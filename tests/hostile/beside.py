@@ -78,7 +78,6 @@ class Beside:
         self.work: Callable[[int], object] = self.get_inline
         self._done = self._attacks = 0
         self._alone: tuple[float, Times] | None = None  # when it ended
-        self._before: tuple[int, int] | None = None  # descriptors and memory, before all attacks
         self._region: Region | None = None
         self.put: deque[bytes] = deque(maxlen=64)  # keys, the last
         self.keys = [block_key(b"good", bytes([number])) for number in range(8)]
@@ -145,14 +144,9 @@ class Beside:
                 process.kill()
 
     def endure(self, name: str, **told: Any) -> tuple[Times, Times, dict[str, Any]]:
-        """The neighbour alone, then beside an attack that has begun; no error may reach it at any time.
-
-        Descriptors and memory return to where they were before the node's first attack.
-        """
+        """The neighbour alone, then beside an attack that has begun; no error may reach it at any time."""
         alone = self._alone_before()
-        if self._before is None:
-            self._before = self.descriptors(), self.memory_bytes()
-        descriptors, memory = self._before
+        descriptors, memory = self.descriptors(), self.memory_bytes()
         with self.attack(name, SECONDS + FIRST_S, **told) as did:
             first = self.times(FIRST_S)
             under = self.times(SECONDS)
