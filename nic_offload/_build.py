@@ -42,6 +42,7 @@ _PARTS = (
     "counter_handles",
     "crc32c",
     "desk",
+    "desk_where",
     "fabric",
     "gcm_libcrypto",
     "gcm_vaes",

@@ -14,9 +14,7 @@
  * sent until the peer's next call in the same place, but no longer than TK_HELD_NS.
  */
 #define _GNU_SOURCE
-#include "call.h"
-#include "progress.h"
-#include "shelf.h"
+#include "desk_inside.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -44,17 +42,6 @@ int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, stru
 	return 0;
 }
 
-/* Under the shelf's lock: its peer has read the blocks whose locations it got. */
-static void let_go_held(struct tk_desk *desk, uint32_t place)
-{
-	struct held *held = &desk->held[place];
-	for (uint32_t i = 0; i < held->count; i++)
-		shelf_let_go(desk->shelf, held->blocks[i]);
-	free(held->blocks);
-	desk->held_bytes -= held->bytes;
-	*held = (struct held){.count = 0};
-}
-
 void tk_desk_answers(struct tk_desk *desk, int answers)
 {
 	__atomic_store_n(&desk->answers, answers, __ATOMIC_RELEASE);
@@ -69,7 +56,7 @@ void tk_desk_close(struct tk_desk *desk)
 		link = &(*link)->next;
 	*link = desk->next;
 	for (uint32_t place = 0; place < TK_CALL_PLACES; place++)
-		let_go_held(desk, place);
+		desk_let_go(desk, place);
 	pthread_mutex_unlock(&shelf->lock);
 	free(desk);
 }
@@ -137,14 +124,14 @@ static int is_inside_block(const struct call_part_row *row)
 	return row->part ? row->part <= row->row.length && row->skip <= row->row.length - row->part : !row->skip;
 }
 
-static void give_back(struct tk_shelf *shelf, uint32_t count)
+void desk_give_back(struct tk_shelf *shelf, uint32_t count)
 {
 	while (count)
 		shelf_let_go(shelf, shelf->found[--count]);
 }
 
 /* Under the shelf's lock: all of its blocks, or none. Each is held for sending. Returns their bytes, 0 for none. */
-static uint64_t find_all(struct tk_desk *desk, const struct call_head *head, uint64_t *sent_bytes)
+uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint64_t *sent_bytes)
 {
 	struct tk_shelf *shelf = desk->shelf;
 	uint64_t bytes = 0;
@@ -164,12 +151,12 @@ static uint64_t find_all(struct tk_desk *desk, const struct call_head *head, uin
 	uint64_t busy = desk->under_way_bytes + desk->held_bytes;
 	if (count == head->blocks && busy <= desk->setup.bytes_max && bytes <= desk->setup.bytes_max - busy)
 		return bytes;
-	give_back(shelf, count);
+	desk_give_back(shelf, count);
 	return 0;
 }
 
 /* Under the shelf's lock: makes the report about a call, to be given once it is over. */
-static struct served *note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes)
+struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes)
 {
 	size_t ids_bytes = head->blocks * sizeof(uint64_t);
 	size_t told_bytes = sizeof(struct tk_served) + ids_bytes + head->metadata_bytes;
@@ -196,7 +183,7 @@ static struct served *note(struct tk_shelf *shelf, const struct tk_desk *desk, c
 }
 
 /* Under the shelf's lock: the call is not answered here. */
-static void forget_note(struct tk_shelf *shelf, struct served *served)
+void desk_forget_note(struct tk_shelf *shelf, struct served *served)
 {
 	shelf->served_bytes -= served->told.bytes;
 	free(served);
@@ -245,71 +232,8 @@ static void send_block(struct tk_fabric *fabric, struct work *work, struct tk_de
 	fire(fabric, work, fabric->now_ns);
 }
 
-static uint32_t place_of(const struct tk_desk *desk, const struct tk_landing *landing)
-{
-	return (uint32_t)((landing->word - desk->setup.flags) / sizeof(uint64_t));
-}
-
-/* Under the shelf's lock: the blocks that were found, until its peer calls again. */
-static int hold(struct tk_fabric *fabric, struct tk_desk *desk, uint32_t place, uint32_t count, uint64_t bytes)
-{
-	struct held *held = &desk->held[place];
-	struct shelved **blocks = malloc(count * sizeof *blocks);
-	if (!blocks)
-		return 0;
-	memcpy(blocks, desk->shelf->found, count * sizeof *blocks);
-	*held = (struct held){.blocks = blocks, .count = count, .bytes = bytes, .until_ns = tk_now_ns() + TK_HELD_NS};
-	desk->held_bytes += bytes;
-	if (held->until_ns < fabric->held_until_ns)
-		fabric->held_until_ns = held->until_ns;
-	return 1;
-}
-
-/* Overwrites the call, which was copied; a peer that writes there meanwhile harms only itself. */
-static uint32_t write_where(const struct tk_desk *desk, const struct tk_landing *landing, const struct call_head *call,
-			    uint64_t target)
-{
-	char *to = (char *)(uintptr_t)landing->payload;
-	struct answer_head head = {.length = sizeof head, .generation = call->generation, .kind = ANSWER_WHERE};
-	for (uint32_t i = 0; i < call->blocks; i++) {
-		const struct tk_shelved *block = &desk->shelf->found[i]->block;
-		struct where_row row = {.offset = block->address - desk->shelf->region->address, .crc32c = block->crc32c};
-		memcpy(to + head.length, &row, sizeof row);
-		head.length += sizeof row;
-	}
-	memcpy(to, &head, sizeof head);
-	head.crc32c = tk_crc32c(to + sizeof head.crc32c, head.length - sizeof head.crc32c, 0);
-	memcpy(to, &head, sizeof head);
-	uint32_t more = tag_bytes(landing->endpoint);
-	uint64_t tag = tk_endpoint_tag(landing->endpoint, target, desk->setup.ack_key, head.generation, to, head.length);
-	memcpy(to + head.length, &tag, more);
-	return head.length + more;
-}
-
-static void send_where(struct tk_fabric *fabric, struct work *work, const struct tk_desk *desk,
-		       const struct tk_landing *landing, const struct call_head *head, uint32_t place)
-{
-	uint64_t target = desk->setup.answers + (uint64_t)place * ANSWER_BYTES;
-	work->op = (struct tk_operation){
-		.endpoint = desk->setup.endpoint,
-		.peer = desk->setup.peer,
-		.local = landing->payload,
-		.remote = target,
-		.remote_key = desk->setup.ack_key,
-		.flag_target = desk->setup.ack_base + (uint64_t)head->ack_word * 8,
-		.flag_key = desk->setup.ack_key,
-		.flag_value = head->generation << ACK_CODE_BITS | CALL_WHERE,
-		.region = landing->region,
-		.length = write_where(desk, landing, head, target),
-		.flags = TK_QUIET | TK_FLAG_PUT,
-	};
-	__atomic_add_fetch(&landing->region->uses, 1, __ATOMIC_RELAXED);
-	adopt(fabric, work);
-	fire(fabric, work, fabric->now_ns);
-}
-
 /* Under the shelf's lock. */
-static void list_served(struct tk_shelf *shelf, struct served *served)
+void desk_list_served(struct tk_shelf *shelf, struct served *served)
 {
 	served->told.ended_ns = tk_now_ns();
 	if (shelf->last)
@@ -319,88 +243,28 @@ static void list_served(struct tk_shelf *shelf, struct served *served)
 	shelf->last = served;
 }
 
-/* The peer reads the blocks itself: it gets their locations. */
-static int answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const struct tk_landing *landing,
-			const struct call_head *head)
-{
-	struct tk_shelf *shelf = desk->shelf;
-	uint32_t place = place_of(desk, landing);
-	uint64_t sent_bytes = 0;
-	pthread_mutex_lock(&shelf->lock);
-	uint64_t bytes = place < TK_CALL_PLACES ? find_all(desk, head, &sent_bytes) : 0;
-	struct served *served = bytes ? note(shelf, desk, head, sent_bytes) : NULL;
-	struct work *work = served ? take_free_work(fabric, 1) : NULL;
-	if (work && hold(fabric, desk, place, head->blocks, bytes))
-		list_served(shelf, served);
-	else if (work)
-		recycle(fabric, work), work = NULL;
-	if (bytes && !work)
-		give_back(shelf, head->blocks);
-	if (served && !work)
-		forget_note(shelf, served);
-	pthread_mutex_unlock(&shelf->lock);
-	if (!work)
-		return 0;
-	fabric->statistics.served += head->blocks;
-	send_where(fabric, work, desk, landing, head, place);
-	return 1;
-}
-
-/* Blocks whose locations peers have, and which they have not released by another call. */
-void poll_desks(struct tk_fabric *fabric)
-{
-	if (fabric->now_ns < fabric->held_until_ns)
-		return;
-	fabric->held_until_ns = UINT64_MAX;
-	for (struct tk_shelf *shelf = fabric->shelves; shelf; shelf = shelf->next) {
-		pthread_mutex_lock(&shelf->lock);
-		for (struct tk_desk *desk = shelf->desks; desk; desk = desk->next)
-			for (uint32_t place = 0; place < TK_CALL_PLACES; place++) {
-				uint64_t until_ns = desk->held[place].until_ns;
-				if (!desk->held[place].count)
-					continue;
-				if (fabric->now_ns >= until_ns)
-					let_go_held(desk, place);
-				else if (until_ns < fabric->held_until_ns)
-					fabric->held_until_ns = until_ns;
-			}
-		pthread_mutex_unlock(&shelf->lock);
-	}
-}
-
-/* The last call in this place was answered, and its answer has been read. */
-static void called_again(struct tk_desk *desk, const struct tk_landing *landing)
-{
-	uint32_t place = place_of(desk, landing);
-	if (place >= TK_CALL_PLACES || !desk->held[place].count)
-		return;
-	pthread_mutex_lock(&desk->shelf->lock);
-	let_go_held(desk, place);
-	pthread_mutex_unlock(&desk->shelf->lock);
-}
-
 int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 {
 	struct tk_desk *desk = landing->desk;
 	if (!desk || !__atomic_load_n(&desk->answers, __ATOMIC_ACQUIRE))
 		return 0;
 	struct tk_shelf *shelf = desk->shelf;
-	called_again(desk, landing);
+	desk_called_again(desk, landing);
 	const struct call_head *head = read_call(shelf, landing);
 	if (!head || !may_be_acked(desk, head->ack_word, head->generation))
 		return 0;
-	if (desk->setup.shares && head->flags & CALL_SHARES && answer_where(fabric, desk, landing, head))
+	if (desk->setup.shares && head->flags & CALL_SHARES && desk_answer_where(fabric, desk, landing, head))
 		return 1;
 	uint64_t sent_bytes = 0;
 
 	pthread_mutex_lock(&shelf->lock);
-	uint64_t bytes = find_all(desk, head, &sent_bytes);
-	struct served *served = bytes ? note(shelf, desk, head, sent_bytes) : NULL;
+	uint64_t bytes = desk_find_all(desk, head, &sent_bytes);
+	struct served *served = bytes ? desk_note(shelf, desk, head, sent_bytes) : NULL;
 	struct work *work = served ? take_free_work(fabric, head->blocks + 1) : NULL;
 	if (bytes && !work)
-		give_back(shelf, head->blocks);
+		desk_give_back(shelf, head->blocks);
 	if (served && !work)
-		forget_note(shelf, served);
+		desk_forget_note(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
 	if (!work)
 		return 0;
@@ -441,7 +305,7 @@ void over_at_desk(struct work *work, int status)
 	served->told.failed += !!status;
 	shelf_let_go(shelf, work->shelved);
 	if (!--served->left)
-		list_served(shelf, served);
+		desk_list_served(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
 	work->shelved = NULL;
 }
