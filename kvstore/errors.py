@@ -30,6 +30,7 @@
     │   ├── ReadOnly           the drive failed and accepts no more writes
     │   ├── WrongVersion       a data folder of another format version
     │   ├── FolderLocked       another node has this data folder open
+    │   ├── NotEncrypted       the node has no master key, and the block names an erase domain
     │   ├── NoKeyring          the data folder has no keyring
     │   ├── WrongKeyring       the keyring is not the one that the drives were last used with, or an older copy of it
     │   └── ForeignDrive       a drive of another store, or of another place in this one

@@ -14,6 +14,7 @@ from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import new_master_file, open_master
 from kvstore.sealing.store_keys import keys_opener
+from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.fsck import check
 from tests.storage.rig import TENANT, StoreRig
 
@@ -39,8 +40,9 @@ class Ring(StoreRig):
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Ring]:
-    """It has block 1, in the clear, and block 2, encrypted; it is closed."""
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
+    """It has block 1, which stays in the clear, and block 2, encrypted; it is closed."""
+    monkeypatch.setattr(Encrypting, "step", lambda _: None)
     new_master_file(tmp_path / "master.key")
     rig = Ring(tmp_path / "data")
     rig.open()
