@@ -191,6 +191,7 @@ ERASED_COPIES_REFUSED_MS = 60_000  # so long a node takes no copies of what it h
 ERASE_ROUND_MS = (
     45_000  # by then all nodes of a cluster have erased it, or all are asked again; a copy takes the rest
 )
+ERASE_WIPED_BYTES = 4 << 20  # of the free hot memory that an erasure overwrites between other work
 ERASE_STEP_BLOCKS = 1024  # entries that an erasure looks at between other work
 VAULT_KEYS_MAX = 1 << 14  # unwrapped keys in locked memory: 1.5 MiB of the 8 MiB that a process may lock
 VAULT_NAMES_MAX = 1 << 16  # domains whose keys are known without a look into the keyring

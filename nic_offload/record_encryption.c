@@ -42,12 +42,7 @@ _Static_assert(sizeof(struct identity) == 72, "it has no gaps");
 
 static void make_record_key(const struct vault_key *key, const uint8_t *salt, uint8_t *out)
 {
-	struct blake2b keyed;
-	uint64_t block[BLAKE2B_BLOCK / 8] = {0};
-	memcpy(block, salt, TK_SALT_BYTES);
-	blake2b_begin(&keyed, key->key, person, TK_AEAD_KEY);
-	blake2b_end(&keyed, block, TK_SALT_BYTES, out, TK_AEAD_KEY);
-	wipe(&keyed, sizeof keyed);
+	vault_derive(key, person, salt, TK_SALT_BYTES, out);
 }
 
 static int begin(struct aead *aead, int decrypts, const uint8_t *record_key, const struct tk_encryption *with,

@@ -52,6 +52,19 @@ void tk_vault_put(struct tk_vault *vault, const uint8_t *owner, const uint8_t *d
 		  const uint8_t *key);
 int tk_vault_drop(struct tk_vault *vault, uint32_t number); /* -ENOKEY: it was not there */
 uint32_t tk_vault_count(struct tk_vault *vault);
+/* A text of a domain, sealed with a key made of the domain's: as long as before, and its tag follows. -ENOKEY: that is not in
+ * the vault. -EBADMSG: it is not what was sealed. */
+struct tk_text {
+	uint64_t id, associated, text; /* of the key; addresses */
+	uint32_t number, associated_bytes, bytes, zeros; /* of the key; `bytes` without the tag */
+	uint8_t nonce[TK_AEAD_NONCE], more_zeros[4];
+};
+int tk_seal_text(struct tk_vault *vault, const struct tk_text *text, void *to);
+int tk_unseal_text(struct tk_vault *vault, const struct tk_text *text, void *to);
+
+/* Memory for keys: locked, if the system lets us, and in no core dump and no forked process. NULL: there is none. */
+void *tk_secret_pages(size_t bytes, int *is_locked);
+void tk_free_secret_pages(void *pages, size_t bytes); /* wiped */
 
 /* Encrypted records of a drive; see record_encryption.c. */
 #define TK_SALT_BYTES 16

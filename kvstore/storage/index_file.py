@@ -8,7 +8,7 @@ if one of two holds:
 - its structure is whole (`check_structure`): both heads, every page of every tree and of the free list in the file, of
   the right kind, inside its bounds and used once, with as many entries as the tree says.
 
-Always holds: nothing here writes to the index; the seal is taken away before the index is changed, and a seal that is
+Always holds: nothing here writes to the index, but to overwrite one that is discarded; the seal is taken away before the index is changed, and a seal that is
 itself damaged is none.
 
 It doesn't look into rows (`kvstore.storage.index_check` does), and doesn't know whose index it is.
@@ -40,6 +40,7 @@ __all__ = [
     "PAGE_HEAD_BYTES",
     "check_structure",
     "is_sealed",
+    "overwrite",
     "seal",
     "tree_of",
     "unseal",
@@ -112,6 +113,16 @@ def unseal(folder: Path) -> None:
     if seal_path.is_dir():  # it is not ours
         shutil.rmtree(seal_path)
     seal_path.unlink(missing_ok=True)
+
+
+def overwrite(folder: Path) -> None:
+    """Overwrite a file that is about to be discarded with zeros, durably; no file is well."""
+    with suppress(FileNotFoundError), (folder / DATA_NAME).open("r+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        zeros = bytes(_READ_BYTES)
+        for at in range(0, size, _READ_BYTES):
+            file.write(zeros[: size - at])
+        os.fsync(file.fileno())
 
 
 def is_sealed(folder: Path) -> bool:
