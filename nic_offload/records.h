@@ -70,7 +70,7 @@ void tk_free_secret_pages(void *pages, size_t bytes); /* wiped */
 #define TK_SALT_BYTES 16
 struct tk_encryption {
 	struct tk_vault *vault; /* NULL: records are not encrypted */
-	uint8_t secret[TK_TAGGED_KEY]; /* of the tags of encrypted records' headers */
+	const uint8_t *secret; /* of the tags of encrypted records' headers: TK_TAGGED_KEY bytes, which stay where they are */
 	uint8_t salt[TK_SALT_BYTES];   /* random, of this opening of the drive */
 	uint8_t drive[TK_TAGGED_NAME];
 };
@@ -84,6 +84,7 @@ struct tk_decrypted {
 	uint32_t number, zero;
 	uint8_t fixed[TK_TAGGED_FIXED];
 };
+void tk_tag_header(const struct tk_encryption *with, uint64_t offset, const void *fixed, void *tag);
 int tk_encrypt_records(const struct tk_encryption *with, const struct tk_to_encrypt *rows, uint32_t count);
 /* What a header page says, and, with 0, a stream for the payload. -EBADMSG: it is not a record of this place, or was changed.
  * -ENOKEY: its key is not in the vault; number and id say which, and `fixed` has what is in the clear. */

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import struct
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
@@ -152,13 +151,15 @@ def _has_key(what: str, code: int) -> bool:
 class RecordCipher:
     """Of one opening of a drive."""
 
-    def __init__(self, vault: Vault, secret: bytes, salt: bytes, drive: bytes) -> None:
-        """`secret` is the key of headers' tags; `salt` must be new and random."""
+    def __init__(self, vault: Vault, secret: Buffer, salt: bytes, drive: bytes) -> None:
+        """`secret`, the key of headers' tags, is used where it lies; `salt` must be new and random."""
         self.vault = vault
-        self._keyed = blake2b(drive, key=secret, digest_size=TAG_BYTES)
+        self._secret = secret  # kept, and not exported: whoever closes the keyring before us is not to fail
         self.setup: Any = ffi.new("struct tk_encryption *")
         self.setup.vault = vault.handle
-        ffi.memmove(self.setup.secret, secret, KEY_BYTES)
+        with ffi.from_buffer("uint8_t[]", secret) as view:
+            assert len(view) == KEY_BYTES
+            self.setup.secret = ffi.cast("uint8_t *", view)
         ffi.memmove(self.setup.salt, salt, SALT_BYTES)
         ffi.memmove(self.setup.drive, drive, NAME_BYTES)
 
@@ -174,9 +175,10 @@ class RecordCipher:
 
     def tag(self, fixed: bytes, offset: int) -> bytes:
         """The tag of a header at this place."""
-        state = self._keyed.copy()
-        state.update(offset.to_bytes(8, "little") + fixed)
-        return state.digest()
+        out = ffi.new("uint8_t[]", TAG_BYTES)
+        assert len(fixed) == FIXED_BYTES
+        lib.tk_tag_header(self.setup, offset, fixed, out)
+        return ffi.buffer(out)[:]
 
     def open(self, offset: int, page: int) -> tuple[Decrypted, Decryption | None] | None:
         """Look at the header page that is at this address; without its key there is no decryption.

@@ -565,14 +565,11 @@ class Index:
         """Return why this is not the drive's index as it was closed; empty if it is."""
         with self._env.begin(db=self._meta) as transaction:
             meta, commit = transaction.get(self._meta_key), transaction.get(_COMMIT_KEY)
-            in_clear = transaction.get(_META_KEY)
             doubted = transaction.get(_DOUBTED_KEY)
-        if meta is None and in_clear is not None:
-            if not self._readonly:
-                return "it may have labels of sessions in the clear"
-            self._meta_key, meta = _META_KEY, in_clear
+            if meta is None and self._readonly:
+                self._meta_key, meta = _META_KEY, transaction.get(_META_KEY)
         if meta is None or commit is None or not is_whole(self._meta_key, meta):
-            return "it is of another version, or not of an index"
+            return "it is of another version, may have labels in the clear, or is not one of an index"
         drive_uuid, epoch, clean, boot = _META.unpack(meta[:-CHECK_BYTES])
         if (drive_uuid, epoch) != (superblock.drive_uuid, superblock.epoch):
             return "it is of another drive or another time"

@@ -8,8 +8,8 @@ if one of two holds:
 - its structure is whole (`check_structure`): both heads, every page of every tree and of the free list in the file, of
   the right kind, inside its bounds and used once, with as many entries as the tree says.
 
-Always holds: nothing here writes to the index, but to overwrite one that is discarded; the seal is taken away before the index is changed, and a seal that is
-itself damaged is none.
+Always holds: nothing here writes to the index, but to overwrite one that is discarded; the seal is taken away before
+the index is changed, and a seal that is itself damaged is none.
 
 It doesn't look into rows (`kvstore.storage.index_check` does), and doesn't know whose index it is.
 """

@@ -163,7 +163,7 @@ class Manifests:
                 name, row = cursor.item()
                 if not name.startswith(tenant + user):
                     break
-                if (session := name[TENANT_BYTES + USER_BYTES :]) != after:
+                if name[TENANT_BYTES + USER_BYTES :] != after:
                     found.append(self._listed(name, _stored(row).manifest))
                 there = cursor.next()
         return found

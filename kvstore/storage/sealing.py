@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from typing_extensions import Buffer
+
     from kvstore.errors import StorageError
     from kvstore.wire.record import KeyringMark, Superblock
     from nic_offload.vault import KeyName, Vault
@@ -36,7 +38,7 @@ class Keys(Protocol):
     """Of all domains of a store."""
 
     vault: Vault
-    header_secret: bytes  # of the tags of encrypted records' headers
+    header_secret: Buffer  # of the tags of encrypted records' headers; it stays where it is
 
     def name_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
         """Return which key a domain has; None if it has none yet. The key is in the vault then."""
