@@ -70,7 +70,7 @@ def got(client: Client, user: str) -> set[bool | MissReason]:
 
 
 def keys_of(folder: Path, user: str) -> list[bytes]:
-    """The keys of a user that somebody has who has the keyring and the master key now, and all that follow from them."""
+    """The keys of a user that the keyring and the master key give now, and the record keys made of them."""
     path = folder / "copied"
     shutil.copy(folder / "data" / "keyring", path)
     master = open_master(f"file:{folder}/master.key")
