@@ -174,9 +174,7 @@ class Node:
         return len(self._leased)
 
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        self.hot.changed(
-            names, self.store.lookup, are_new=reason is None, are_erased=reason is Reason.ERASED
-        )
+        self.hot.changed(names, self.store.lookup, are_new=reason is None, are_erased=reason is Reason.ERASED)
         if reason is not None:
             self.granted.free_names(names)
         for listener in self.block_listeners:

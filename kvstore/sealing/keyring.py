@@ -83,7 +83,9 @@ class Keyring(Handle):
         self._root = _no_key()
         self._store_slot = -1
         self._store_id = b""
-        self._unsealed: OrderedDict[bytes, memoryview] = OrderedDict()  # tenants' keys by id, latest used last
+        self._unsealed: OrderedDict[bytes, memoryview] = (
+            OrderedDict()
+        )  # tenants' keys by id, latest used last
         self._tenants: dict[bytes, list[TenantKey]] = {}  # live ones by version: the last is in use
         self._gone_tenants: dict[bytes, TenantKey] = {}
         self._store_key = _no_key()

@@ -13,13 +13,14 @@ It has no key of its own, and decides nothing about them.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from kvstore.errors import NoKeyring
 from kvstore.limits import STAGED_IDLE_BYTES_MAX
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
@@ -38,7 +39,11 @@ class Keys(Protocol):
     """Of all domains of a store."""
 
     vault: Vault
-    header_secret: Buffer  # of the tags of encrypted records' headers; it stays where it is
+
+    @property
+    def header_secret(self) -> Buffer:
+        """The key of the tags of encrypted records' headers, which stays where it is."""
+        ...
 
     def name_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
         """Return which key a domain has; None if it has none yet. The key is in the vault then."""
@@ -121,7 +126,7 @@ class Staging:
             memory = idle.pop()
             self._idle_bytes -= size
         else:
-            memory = mmap.mmap(-1, size)
+            memory = undumped(size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._taken[address] = memory
         return address

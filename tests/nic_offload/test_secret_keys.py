@@ -77,7 +77,11 @@ def test_a_text_opens_with_its_key_nonce_and_surroundings_alone() -> None:
         assert text not in sealed
         assert vault.unseal_text(name, NONCE, b"of it", sealed) == text
         assert vault.unseal_text(KeyName(3, 78), NONCE, b"of it", sealed) is None
-        for nonce, of, what in ((b"n" * 12, b"of it", sealed), (NONCE, b"of", sealed), (NONCE, b"of it", b"")):
+        for nonce, of, what in (
+            (b"n" * 12, b"of it", sealed),
+            (NONCE, b"of", sealed),
+            (NONCE, b"of it", b""),
+        ):
             with pytest.raises(NotAuthentic):
                 vault.unseal_text(name, nonce, of, what)
         vault.drop(3)

@@ -94,7 +94,9 @@ def test_a_user_who_is_erased_under_load_is_gone_from_then_on_and_others_stay(
             assert load.errors == []
             assert load.refused <= {"The erase domain of the block was erased."}
             assert {True} not in [hers for began, hers, _ in load.rounds if began > answered]
-            assert all(hers <= {True, MissReason.ERASED} for began, hers, _ in load.rounds if began < answered)
+            assert all(
+                hers <= {True, MissReason.ERASED} for began, hers, _ in load.rounds if began < answered
+            )
             assert {False} not in [hers for _, hers, _ in load.rounds]
             assert all(his == {True} for _, _, his in load.rounds)
             said = json.loads(erased.receipt)

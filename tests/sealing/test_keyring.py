@@ -25,6 +25,7 @@ from kvstore.sealing import slots
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.keyring_state import read_status
+from nic_offload.secret_keys import new_key
 from tests.sealing.rig import (
     ACME,
     STORE,
@@ -453,8 +454,8 @@ def test_a_master_key_that_does_not_give_back_what_it_wraps_changes_nothing() ->
         def wrap(self, _: bytes, __: object) -> bytes:
             return b"x" * 60
 
-        def unwrap(self, _: bytes, __: bytes) -> bytearray:
-            return bytearray(32)
+        def unwrap(self, _: bytes, __: bytes) -> memoryview:
+            return new_key()
 
         def close(self) -> None:
             pass
