@@ -108,12 +108,12 @@ def _as_numbers(state: pb.UpkeepState | None) -> dict[str, int | bool] | None:
 
 
 def _text(now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | None]) -> str:
-    rows = [("node", "name", "weight", "users", "version")]
+    rows = [("node", "name", "weight", "users", "version", "zone")]
     rows += [
-        (one.node, one.name, str(one.weight), one.state or f"{share:.1%}", one.version)
+        (one.node, one.name, str(one.weight), one.state or f"{share:.1%}", one.version, one.zone)
         for one, share in zip(now.members, now.shares(), strict=True)
     ]
-    lines = [_table(rows)]
+    lines = [_table(rows if any(one.zone for one in now.members) else [row[:-1] for row in rows])]
     lines += [
         f"absent: {one.node} ({one.name}); no deletion is acknowledged without it" for one in now.absent
     ]
