@@ -125,9 +125,8 @@ class Map:
     def _placement(self) -> Placement:
         staying = [self.members[at] for at in self._staying]
         zones = tuple(one.zone for one in staying)
-        return _placement(
-            tuple((one.name.encode(), one.weight) for one in staying), zones if len(set(zones)) > 1 else ()
-        )
+        nodes = tuple((one.name.encode(), one.weight) for one in staying)
+        return _placement(nodes, zones if len(set(zones)) > 1 else ())
 
     def home(self, tenant: str, user: str) -> Member | None:
         """Where a user's KV is kept; None if there is nobody."""

@@ -42,8 +42,8 @@ class Cluster:
         self.client = self.clients(self.nodes[0])
         self.settled(self.nodes)
 
-    def add(self, data: Path) -> NodeProcess:
-        told = ("--cluster", f"{','.join(self.etcd.endpoints)}/test")
+    def add(self, data: Path, *more: str) -> NodeProcess:
+        told = ("--cluster", f"{','.join(self.etcd.endpoints)}/test", *more)
         node = self._stack.enter_context(small_node(data, arguments=told))
         self.nodes.append(node)
         return node
@@ -181,6 +181,22 @@ def test_the_command_shows_the_nodes_and_their_shares(cluster: Cluster) -> None:
     assert head.split() == ["node", "name", "weight", "users", "version"]
     assert {row.split()[0] for row in rows} == {node.target for node in cluster.nodes}
     assert sum(float(row.split()[3].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.3)
+
+
+def test_a_node_s_zone_is_on_everybody_s_map(cluster: Cluster) -> None:
+    other = cluster.add(cluster.folder / "node3", "--cluster-zone", "rack 2")
+    cluster.settled(cluster.nodes)
+    zones = {one.node: one.zone for one in cluster.client.map.members}
+    assert zones == {node.target: "rack 2" if node is other else "" for node in cluster.nodes}
+    now = cluster.client.map
+    for user in USERS:
+        some = [now.members[at].node for at in now.owners(b"", key(user))[:2]]
+        assert other.target in some, "one copy in two is in the zone that has one node"
+    shown = command(cluster.nodes[1]).stdout.splitlines()
+    assert shown[0].split()[-1] == "zone"
+    assert [row for row in shown if row.endswith("rack 2")] == [
+        row for row in shown if row.startswith(other.target)
+    ]
 
 
 def test_a_node_by_itself_is_in_no_cluster(tmp_path: Path) -> None:
