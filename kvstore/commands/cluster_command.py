@@ -45,6 +45,7 @@ def show(reach: Reach, *, as_json: bool) -> int:
                 "weight": one.weight,
                 "version": one.version,
                 "state": one.state,
+                "zone": one.zone,
                 "share": share,
                 "upkeep": _as_numbers(each.get(one.node)),
             }
