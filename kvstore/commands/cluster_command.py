@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.map import Map
     from kvstore.reach import Reach
 
-__all__ = ["drain", "forget", "plan", "show"]
+__all__ = ["drain", "forget", "members", "plan", "show"]
 
 _LOOK_S = 0.5
 
@@ -65,6 +65,12 @@ def show(reach: Reach, *, as_json: bool) -> int:
     else:
         print(_text(now, told, each))  # noqa: T201
     return Status.NO if not told.clustered or told.outside else Status.DONE
+
+
+def members(reach: Reach) -> list[str]:
+    """The members of the cluster of the first node that answers; if it is in none, the nodes that were named."""
+    told = _ask_any(reach)
+    return [one.node for one in told.members] if told.clustered and told.members else list(reach.nodes)
 
 
 def _ask_any(reach: Reach) -> pb.MapResponse:

@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from kvcli.running import Status
+from kvstore.client import Client
+from kvstore.commands.cluster_command import members
 from kvstore.config import printable, show_size
 from kvstore.errors import KvError
 from kvstore.explanations import ASKED, advice, lookup_document, numbered, placed, said
@@ -24,25 +26,25 @@ from kvstore.lookups import HITS, Kind
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.client import Nodes
     from kvstore.client.observing import LookedUp
     from kvstore.lookups import Lookup
+    from kvstore.reach import Reach
     from kvstore.wire.observing_pb2 import StatisticsResponse
 
 __all__ = ["document", "explain", "page"]
 
 
-def explain(nodes: Nodes, request_id: str, session: tuple[str, str], last: int, *, as_json: bool) -> int:
+def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, *, as_json: bool) -> int:
     """Print it; the exit status. If no node answers, the first one's error is raised."""
 
     def ask(node: str) -> tuple[LookedUp, StatisticsResponse] | KvError:
         try:
-            client = nodes.at(node)
-            return client.looked_up(request_id, *session, last=last), client.statistics()
+            with Client(reach.at(node)) as client:
+                return client.looked_up(request_id, *session, last=last), client.statistics()
         except KvError as error:
             return error
 
-    names = [one.node for one in nodes.map.members]
+    names = members(reach)
     with ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE) as threads:
         answers = dict(zip(names, threads.map(ask, names), strict=True))
     silent = {node: one for node, one in answers.items() if isinstance(one, KvError)}

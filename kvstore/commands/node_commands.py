@@ -112,7 +112,6 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from kvstore.client import Nodes
     from kvstore.commands.explain_command import explain
 
     user, _, name = (arguments.session or "").partition("/")
@@ -122,8 +121,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise ConfigError("Give a request, --session USER/NAME, or --last N.")
     if arguments.last < 0:
         raise ConfigError(f"--last must be a number of look-ups, not {arguments.last}.")
-    with Nodes(reach(arguments)) as nodes:
-        return explain(nodes, arguments.request, (user, name), arguments.last, as_json=arguments.json)
+    return explain(reach(arguments), arguments.request, (user, name), arguments.last, as_json=arguments.json)
 
 
 def _stats(arguments: argparse.Namespace) -> int:
