@@ -178,7 +178,7 @@ class RecordCipher:
         out = ffi.new("uint8_t[]", TAG_BYTES)
         assert len(fixed) == FIXED_BYTES
         lib.tk_tag_header(self.setup, offset, fixed, out)
-        return ffi.buffer(out)[:]
+        return bytes(ffi.buffer(out))
 
     def open(self, offset: int, page: int) -> tuple[Decrypted, Decryption | None] | None:
         """Look at the header page that is at this address; without its key there is no decryption.

@@ -45,7 +45,6 @@ from kvstore.storage.gets import Gets
 from kvstore.storage.index import kernel_boot_id
 from kvstore.storage.index_opening import open_index
 from kvstore.storage.items import GetDone, Statistics
-from kvstore.storage.labels import Labels
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.puts import Puts
 from kvstore.storage.quotas import QuotaQueue, Quotas
@@ -116,7 +115,7 @@ class Drive(Handle):
         self._wipes = Wipes(self._writes, self._extents, self._traffic)
         self._scrubs = Scrubs(self._writes, self._extents, self._traffic)
         self._doubts = opened.doubts
-        self.manifests = Manifests(index, Labels(volume.keys))
+        self.manifests = Manifests(index, volume.keys)
         self.keeping = keeping = Keeping(
             index, self._writes, self._wipes, self._scrubs, self._doubts, volume.superblock, clock, policy
         )

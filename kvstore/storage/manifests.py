@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvstore.storage.index import Index, Name
+    from kvstore.storage.sealing import Keys
 
     Written = Mapping[bytes, tuple["Place", bytes]]
     """Chunks on the drive, by their keys: place and payload."""
@@ -111,9 +112,10 @@ class Changed(NamedTuple):
 class Manifests:
     """The tables of sessions, chunks and references of one index."""
 
-    def __init__(self, index: Index, labels: Labels | None = None) -> None:
+    def __init__(self, index: Index, keys: Keys | None = None) -> None:
+        """Without the store's keys, sealed labels are lost, and those of new sessions in the clear."""
         self._index = index
-        self._labels = Labels(None) if labels is None else labels
+        self._labels = Labels(keys)
 
     def get(self, name: SessionName) -> Stored | None:
         """Find a session; if its label is lost, it has none."""

@@ -18,7 +18,6 @@ from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
 from kvstore.storage.extents import Extents
 from kvstore.storage.index import Entry
-from kvstore.storage.labels import Labels
 from kvstore.storage.live_roll import Roll
 from kvstore.storage.manifests import Manifests, Place, SessionName, Stored
 from kvstore.storage.read_ahead import Ahead
@@ -201,7 +200,7 @@ class _Sessions:
 
     def __init__(self, volume: Volume, index: Index) -> None:
         self._volume = volume
-        self._manifests = Manifests(index, Labels(volume.keys))
+        self._manifests = Manifests(index, volume.keys)
         self._clear: set[int] = set()  # where records are in the clear
         self._heads: dict[tuple[bytes, bytes], list[tuple[int, Place]]] = {}
         self._chunks: dict[tuple[bytes, bytes], list[Place]] = {}
