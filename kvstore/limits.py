@@ -191,7 +191,8 @@ ERASED_COPIES_REFUSED_MS = 60_000  # so long a node takes no copies of what it h
 ERASE_ROUND_MS = (
     45_000  # by then all nodes of a cluster have erased it, or all are asked again; a copy takes the rest
 )
-ERASE_STEP_BLOCKS = 1024  # entries that an erasure looks at between other work
+ERASE_LOOK_BLOCKS = 128  # entries that an erasure looks at between other work
+ERASE_STEP_BLOCKS = 1024  # that it deletes together
 VAULT_KEYS_MAX = 1 << 14  # unwrapped keys in locked memory: 1.5 MiB of the 8 MiB that a process may lock
 VAULT_NAMES_MAX = 1 << 16  # domains whose keys are known without a look into the keyring
 MASTER_COMMAND_MS = 10_000  # for a command that prints the master key

@@ -382,10 +382,8 @@ def test_a_size_that_does_not_fit_what_was_granted_is_not_used(
         assert shared_puts(rig) == 0
 
 
-def test_so_many_connections_share_and_others_go_over_the_fabric(
-    inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(same_machine, "SHARE_SLOTS_MAX", 2)
+def test_so_many_connections_share_and_others_go_over_the_fabric(inner: NodeInProcess) -> None:
+    inner.call(lambda one: setattr(one.sharing._places, "capacity", 2))
     with ExitStack() as stack:
         rigs = [stack.enter_context(rig_of(inner)) for _ in range(3)]
         for number, rig in enumerate(rigs):
