@@ -25,6 +25,7 @@ from kvstore.durability import Durability
 from kvstore.errors import Corrupt, FabricError, KvError
 from kvstore.limits import GRANTED_PUTS, GRANTED_SLOTS, PAGE_BYTES, SHARE_REST_MS
 from kvstore.node import same_machine
+from kvstore.node.fair import Places
 from kvstore.node.shared_slots import SharedSlots
 from kvstore.wire.ack import ack_word
 from kvstore.wire.sharing import HAS_SLOTS
@@ -35,6 +36,7 @@ from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
+    from kvstore.node.node import Node
     import mmap
     from collections.abc import Iterator
 
@@ -394,6 +396,20 @@ def test_so_many_connections_share_and_others_go_over_the_fabric(inner: NodeInPr
         rigs.append(stack.enter_context(rig_of(inner)))
         assert put(rigs[-1], rigs[-1].block(9)) is None
         assert shared_puts(rigs[-1]) == 1
+
+
+def test_a_tenant_with_many_connections_leaves_others_places_to_map_slots(inner: NodeInProcess) -> None:
+    def divide(node: Node) -> None:
+        assert node.sharing is not None
+        node.sharing._places = Places(4, lambda: 2)
+
+    inner.call(divide)
+    with ExitStack() as stack:
+        rigs = [stack.enter_context(rig_of(inner)) for _ in range(4)]
+        for number, rig in enumerate(rigs):
+            assert put(rig, rig.block(number)) is None
+        assert [shared_puts(rig) for rig in rigs] == [1, 1, 0, 0]
+        assert inner.call(lambda one: one.sharing.shares_slots(b"another"))
 
 
 def test_a_node_without_a_descriptor_for_a_caller_rests_and_takes_it_later(
