@@ -348,6 +348,7 @@ MESSAGES_COMING_MAX = 32  # that the node waits for at a time: they may come by 
 MESSAGE_AHEAD_BYTES = 64 << 10  # of a message that it does not wait for yet
 HTTP_CONNECTIONS_MAX = 256  # at a time
 HTTP_CONNECTIONS_OF_SOURCE_MAX = 16
+HTTP_BACKLOG = 1024  # that wait for the server's thread: beyond these the kernel drops a probe's first packet
 HEALTH_STILL_MS = 30_000  # for so long the node's thread does nothing before health says so
 HTTP_REQUEST_BYTES_MAX = 8 << 10  # its line and its headers
 HTTP_TIMEOUT_MS = 5_000  # for a handshake, for a request to come, and for an answer to be taken

@@ -78,7 +78,7 @@ class _Reflection(reflection.aio.ReflectionServicer):
             tenant = self._gate.enter("reflection", context)
             answers: Any = super().ServerReflectionInfo
             async for question in request_iterator:  # one stream may ask without end
-                async with self._turns.whole(tenant.id):
+                async with self._turns.of(tenant.id, rest=3):
                     told = [answer async for answer in answers(_only(question), context)]
                 for answer in told:
                     yield answer

@@ -229,8 +229,8 @@ def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) ->
     loop = asyncio.get_running_loop()
 
     def turned_away(source: str, why: str, connections: int) -> None:
-        said = {"tenant": "", "peer": source, "why": f"{why} ({connections})"}
-        loop.call_soon_threadsafe(lambda: gate.audit.refused("connect", **said))
+        said = f"{why} ({connections})"
+        loop.call_soon_threadsafe(lambda: gate.audit.refused("connect", tenant="", peer=source, why=said))
 
     keeper = Doorkeeper(node.clock, port, turned_away, clients)
     gate.let_in, gate.turned_away, gate.stands_still = keeper.proved, keeper.refused, keeper.stands_still

@@ -36,10 +36,10 @@ from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from kvstore.node.node import Node
     import mmap
     from collections.abc import Iterator
 
+    from kvstore.node.node import Node
     from kvstore.wire import kvstore_pb2 as pb
 
 WAIT_S = 20.0
@@ -384,8 +384,13 @@ def test_a_size_that_does_not_fit_what_was_granted_is_not_used(
         assert shared_puts(rig) == 0
 
 
+def divide(node: Node, places: int, tenants: int) -> None:
+    assert node.sharing is not None
+    node.sharing._places = Places(places, lambda: tenants)
+
+
 def test_so_many_connections_share_and_others_go_over_the_fabric(inner: NodeInProcess) -> None:
-    inner.call(lambda one: setattr(one.sharing._places, "capacity", 2))
+    inner.call(lambda one: divide(one, 2, 1))
     with ExitStack() as stack:
         rigs = [stack.enter_context(rig_of(inner)) for _ in range(3)]
         for number, rig in enumerate(rigs):
@@ -399,17 +404,13 @@ def test_so_many_connections_share_and_others_go_over_the_fabric(inner: NodeInPr
 
 
 def test_a_tenant_with_many_connections_leaves_others_places_to_map_slots(inner: NodeInProcess) -> None:
-    def divide(node: Node) -> None:
-        assert node.sharing is not None
-        node.sharing._places = Places(4, lambda: 2)
-
-    inner.call(divide)
+    inner.call(lambda one: divide(one, 4, 2))
     with ExitStack() as stack:
         rigs = [stack.enter_context(rig_of(inner)) for _ in range(4)]
         for number, rig in enumerate(rigs):
             assert put(rig, rig.block(number)) is None
         assert [shared_puts(rig) for rig in rigs] == [1, 1, 0, 0]
-        assert inner.call(lambda one: one.sharing.shares_slots(b"another"))
+        assert inner.call(lambda one: one.sharing is not None and one.sharing.shares_slots(b"another"))
 
 
 def test_a_node_without_a_descriptor_for_a_caller_rests_and_takes_it_later(

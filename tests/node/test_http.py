@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -37,7 +38,7 @@ from kvstore.limits import (
 from kvstore.names import block_key
 from kvstore.node.audit import Audit
 from kvstore.node.authorization import Gate
-from kvstore.node.http import HttpServer, _Asked, _Bad
+from kvstore.node.http import Answer, HttpServer, _Asked, _Bad
 from kvstore.node.listening import Certificates
 from kvstore.node.pages import _health
 from kvstore.node.tenants import Tenants, token_digest
@@ -387,6 +388,30 @@ def test_strangers_and_a_tenant_that_ask_too_often_use_up_nothing_of_what_others
         told = [admitted(headers) for _ in range(2 * HTTP_REQUESTS_PER_S)]
         assert (told[0], told[-1]) == (first, "Overloaded")
     assert admitted(bearer("zeta")) == "zeta"
+
+
+def test_who_is_told_to_come_later_costs_the_nodes_thread_nothing_until_then() -> None:
+    clock = FakeClock()
+    server = HttpServer(Gate(Tenants(bytes(16), clock), Audit(clock, None)), clock, {}, {})
+    told: list[object] = []
+    waits: list[int] = []
+
+    async def refuse(asked: object) -> Answer:
+        told.append(asked)
+        raise Overloaded("Later.", 500)
+
+    async def ask() -> None:
+        vars(server)["_node_loop"] = asyncio.get_running_loop()
+        for who, later_ms in (("one", 0), ("one", 499), ("another", 0), ("one", 1), ("one", 0)):
+            clock.now_ms += later_ms
+            with pytest.raises(Overloaded) as caught:
+                await server._asked_there(hash(who), cast("_Asked", who))
+            waits.append(caught.value.retry_after_ms)
+
+    vars(server)["_told"] = refuse
+    asyncio.run(ask())
+    assert told == ["one", "another", "one"]
+    assert waits == [500, 1, 500, 500, 500]
 
 
 def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Path) -> None:  # noqa: F811
