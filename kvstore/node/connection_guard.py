@@ -339,9 +339,7 @@ class Doorkeeper:
             self._turned_away(source, "connections that went on calling when told to wait", len(links))
 
     def _end_flooding(self, now_ns: int) -> None:
-        floods = set()
-        while self._flooding:
-            floods.add(_ip_and_port(self._flooding.popleft()))
+        floods = {_ip_and_port(self._flooding.popleft()) for _ in range(len(self._flooding))}
         for source in {source_of(one[0]) for one in floods if one is not None}.difference(self._barred):
             # It may have hung up itself by now, and be back.
             self._knocks(source, DOOR_KNOCKS_OF_SOURCE_MAX + 1, now_ns)

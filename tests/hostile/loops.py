@@ -232,7 +232,7 @@ def questions(told: Told, until: float, _: str) -> Told:
             yield question
 
     def work(name: str) -> None:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel(told, int(name)))  # type: ignore[no-untyped-call]
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel(told, int(name)))
         with suppress(grpc.RpcError):
             for _answer in stub.ServerReflectionInfo(ask(), metadata=bearer(told), timeout=60):
                 done["OK"] += 1

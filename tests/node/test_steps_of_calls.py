@@ -185,7 +185,7 @@ def test_questions_about_services_are_answered_when_their_tenant_has_rested(node
     """One stream may ask without end, and so each question waits."""
     question = reflection_pb2.ServerReflectionRequest(list_services="")
     with grpc.insecure_channel(node.target) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         list(stub.ServerReflectionInfo(iter([question]), timeout=WAIT_S))
         (tenant,) = node.call(lambda one: [one.turns._last[0]])
 
