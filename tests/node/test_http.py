@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +29,7 @@ from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import (
     HEALTH_STILL_MS,
+    HTTP_BACKLOG,
     HTTP_CONNECTIONS_MAX,
     HTTP_CONNECTIONS_OF_SOURCE_MAX,
     HTTP_REQUEST_BYTES_MAX,
@@ -48,7 +50,6 @@ from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 WAIT_S = 20.0
@@ -412,6 +413,21 @@ def test_who_is_told_to_come_later_costs_the_nodes_thread_nothing_until_then() -
     asyncio.run(ask())
     assert told == ["one", "another", "one"]
     assert waits == [500, 1, 500, 500, 500]
+
+
+def test_many_may_wait_for_the_servers_thread_before_a_probe_of_health_is_dropped() -> None:
+    clock, told = FakeClock(), list[int]()
+    server = HttpServer(Gate(Tenants(bytes(16), clock), Audit(clock, None)), clock, {}, {})
+
+    async def listen() -> None:
+        server.listen("127.0.0.1", 0)
+        assert server._listener is not None
+        info = server._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        told.append(int.from_bytes(info[28:32], sys.byteorder))  # tcpi_sacked: of a listener, its backlog
+        await server.close()
+
+    asyncio.run(listen())
+    assert told == [min(HTTP_BACKLOG, int(Path("/proc/sys/net/core/somaxconn").read_text()))]
 
 
 def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Path) -> None:  # noqa: F811

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -181,22 +182,25 @@ def test_a_prefetch_of_what_is_in_memory_lets_others_work_between_its_rounds(
     assert sum(rounds) == len(KEYS)
 
 
-def test_questions_about_services_are_answered_when_their_tenant_has_rested(node: NodeInProcess) -> None:
+def test_questions_about_services_wait_for_their_tenants_turn(node: NodeInProcess) -> None:
     """One stream may ask without end, and so each question waits."""
     question = reflection_pb2.ServerReflectionRequest(list_services="")
-    with grpc.insecure_channel(node.target) as channel:
+    asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with grpc.insecure_channel(node.target) as channel, ThreadPoolExecutor(1) as pool:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-        list(stub.ServerReflectionInfo(iter([question]), timeout=WAIT_S))
-        (tenant,) = node.call(lambda one: [one.turns._last[0]])
-
-        def rest(inside: Node) -> None:
-            inside.turns._rests[tenant] = time.monotonic_ns() + int(RESTS_S * 1e9)
-
-        node.call(rest)
-        began = time.monotonic()
-        answers = list(stub.ServerReflectionInfo(iter([question] * 3), timeout=WAIT_S))
-        assert len(answers) == 3
-        assert time.monotonic() - began > RESTS_S / 2
+        answers = stub.ServerReflectionInfo(iter(asked.get, None), timeout=WAIT_S)
+        asked.put(question)
+        next(answers)
+        node.call(lambda one: one.turns._begin())
+        asked.put(question)
+        told = pool.submit(next, answers)
+        try:
+            with pytest.raises(TimeoutError):
+                told.result(0.3)
+        finally:
+            node.call(lambda one: one.turns._give())
+        told.result(WAIT_S)
+        asked.put(None)
 
 
 def test_a_tenants_pages_are_made_one_at_a_time(node: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
