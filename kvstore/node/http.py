@@ -24,6 +24,7 @@ import socket
 import ssl
 import threading
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
@@ -150,7 +151,7 @@ class HttpServer:
         self._rates: dict[
             bytes | None, Rate
         ] = {}  # by tenant, of which there are no more than files have had
-        self._later_ms: dict[int, int] = {}  # by a caller's source and credentials: when it may come again
+        self._later_ms: dict[bytes, int] = {}  # by a caller's source and credentials: when it may come again
         self._closing = threading.Event()
         self._serving: dict[asyncio.Task[None], _Caller] = {}  # the longest here stands first
         self._node_loop: asyncio.AbstractEventLoop | None = None
@@ -292,13 +293,13 @@ class HttpServer:
                 return method, self._health[path]()
             peer = writer.get_extra_info("peername") or ("?", 0)
             certificate = writer.get_extra_info("peercert") or {}
-            who = hash((caller.source, headers.get("authorization"), str(certificate)))
+            who = blake2b(repr((caller.source, headers.get("authorization"), certificate)).encode()).digest()
             asked = _Asked(path, query, headers, peer, certificate)
             return method, await self._asked_there(who, asked)
         except (_Bad, KvError) as error:
             return method, _refusal(error)
 
-    async def _asked_there(self, who: int, asked: _Asked) -> Answer:
+    async def _asked_there(self, who: bytes, asked: _Asked) -> Answer:
         """Have the node answer, unless it has told this caller to come later: then its thread hears nothing of it."""
         now_ms, until_ms = self._clock.monotonic_ns() // 1_000_000, self._later_ms.get(who, 0)
         if now_ms < until_ms:

@@ -406,7 +406,7 @@ def test_who_is_told_to_come_later_costs_the_nodes_thread_nothing_until_then() -
         for who, later_ms in (("one", 0), ("one", 499), ("another", 0), ("one", 1), ("one", 0)):
             clock.now_ms += later_ms
             with pytest.raises(Overloaded) as caught:
-                await server._asked_there(hash(who), cast("_Asked", who))
+                await server._asked_there(who.encode(), cast("_Asked", who))
             waits.append(caught.value.retry_after_ms)
 
     vars(server)["_told"] = refuse
