@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
     from nic_offload.fabric import Region
 
-SECONDS = float(os.environ.get("TRIGGERKV_HOSTILE_S", "3"))
+SECONDS = float(os.environ.get("TRIGGERKV_HOSTILE_S", "2.4"))
 ALONE_S = 2.0  # before an attack, unless it was measured just now; and behind one that seems to be too slow
 ALONE_LASTS_S = 15.0
-BEHIND_S = 0.5  # after each attack no error may come, either
-WINDOW_S = 1.0  # whose median says how slow the neighbour was: what the machine does besides comes in bursts
+BEHIND_S = 0.3  # after each attack no error may come, either
+WINDOW_S = 0.8  # whose median says how slow the neighbour was: what the machine does besides comes in bursts
 FIRST_S = 1.5  # in which the node finds out who attacks it
 SLOWER_MAX = 2.0
 NOISE_S = 0.010  # a p99 below this says nothing: so much comes of other work on the machine
