@@ -193,7 +193,8 @@ ERASE_ROUND_MS = (
     45_000  # by then all nodes of a cluster have erased it, or all are asked again; a copy takes the rest
 )
 ERASE_WIPED_BYTES = 4 << 20  # of the free hot memory that an erasure overwrites between other work
-ERASE_STEP_BLOCKS = 1024  # entries that an erasure looks at between other work
+ERASE_LOOK_BLOCKS = 128  # entries that an erasure looks at between other work
+ERASE_STEP_BLOCKS = 1024  # that it deletes together
 VAULT_KEYS_MAX = 1 << 14  # unwrapped keys in locked memory: 1.5 MiB of the 8 MiB that a process may lock
 VAULT_NAMES_MAX = 1 << 16  # domains whose keys are known without a look into the keyring
 MASTER_COMMAND_MS = 10_000  # for a command that prints the master key
@@ -349,6 +350,7 @@ MESSAGES_COMING_MAX = 32  # that the node waits for at a time: they may come by 
 MESSAGE_AHEAD_BYTES = 64 << 10  # of a message that it does not wait for yet
 HTTP_CONNECTIONS_MAX = 256  # at a time
 HTTP_CONNECTIONS_OF_SOURCE_MAX = 16
+HTTP_BACKLOG = 1024  # that wait for the server's thread: beyond these the kernel drops a probe's first packet
 HEALTH_STILL_MS = 30_000  # for so long the node's thread does nothing before health says so
 HTTP_REQUEST_BYTES_MAX = 8 << 10  # its line and its headers
 HTTP_TIMEOUT_MS = 5_000  # for a handshake, for a request to come, and for an answer to be taken
