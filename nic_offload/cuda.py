@@ -19,20 +19,19 @@ import contextlib
 import importlib
 import mmap
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nic_offload.errors import CudaUnavailable, KvError
 from nic_offload.handle import Handle
+from nic_offload.nvrtc import KERNEL_SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nic_offload.flags import FlagWords
 
-__all__ = ["KERNEL_SOURCE", "CudaDoorbell", "CudaFlags", "MappedMemory", "load_cupy"]
+__all__ = ["CudaDoorbell", "CudaFlags", "MappedMemory", "load_cupy"]
 
-KERNEL_SOURCE = Path(__file__).with_name("flag_kernel.cu")
 COUNT_MAX = 1024  # words of one launch: the threads of one block
 _WORD_BYTES = 8
 
@@ -59,25 +58,27 @@ def load_cupy() -> Any:
 
 
 @cache
-def _compiled() -> tuple[Any, Any]:
-    """Both kernels, compiled once a process; CuPy keeps what it compiled on disk as well."""
+def _compiled() -> tuple[Any, Any, Any]:
+    """The kernels, compiled once a process; CuPy keeps what it compiled on disk as well."""
     cupy = load_cupy()
     module = cupy.RawModule(code=KERNEL_SOURCE.read_text(), options=("-std=c++17",))
-    return module.get_function("tk_ring"), module.get_function("tk_ring_next")
+    ring, following = module.get_function("tk_ring"), module.get_function("tk_ring_next")
+    return ring, following, module.get_function("tk_ring_doorbell")
 
 
-def _kernels(cupy: Any) -> tuple[Any, Any]:
-    """Both kernels, loaded on the current GPU.
+def _kernels(cupy: Any) -> tuple[Any, Any, Any]:
+    """The kernels, loaded on the current GPU.
 
-    CUDA loads code when it is first launched, which a capture does not survive: so both are launched here, on
+    CUDA loads code when it is first launched, which a capture does not survive: so each is launched here, on
     a word of the GPU's own.
     """
-    ring, following = _compiled()
+    ring, following, doorbell = _compiled()
     word = cupy.zeros(1, dtype=cupy.uint64)
     ring((1,), (1,), (word, cupy.uint64(0)))
+    doorbell((1,), (1,), (word, cupy.uint64(0)))
     following((1,), (1,), (word, word, cupy.uint64(0)))
     cupy.cuda.get_current_stream().synchronize()
-    return ring, following
+    return ring, following, doorbell
 
 
 class MappedMemory(Handle):
@@ -141,7 +142,7 @@ class CudaFlags(Handle):
         self._count = len(words)
         self._words = words
         cupy = load_cupy()
-        self._ring, self._next = _kernels(cupy)
+        self._ring, self._next, _ = _kernels(cupy)
         self._totals = cupy.zeros(self._count, dtype=cupy.uint64)
         cupy.cuda.get_current_stream().synchronize()  # the streams that ring need not be this one
         self._memory = MappedMemory(words[0].address, self._count * _WORD_BYTES)
@@ -192,7 +193,7 @@ class CudaDoorbell(Handle):
     """
 
     def __init__(self, address: int, *, io_memory: bool = True) -> None:
-        self._ring, _ = _kernels(load_cupy())
+        _, _, self._ring = _kernels(load_cupy())
         self._memory = MappedMemory(address, _WORD_BYTES, io_memory=io_memory)
 
     def ring(self, step: int = 1, *, stream: Any = None) -> None:

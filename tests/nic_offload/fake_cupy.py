@@ -68,7 +68,7 @@ class FakeKernel:
 
     def __init__(self, cupy: FakeCupy, name: str) -> None:
         self._cupy = cupy
-        self._run: Callable[..., None] = self._ring if name == "tk_ring" else self._next
+        self._run: Callable[..., None] = self._next if name == "tk_ring_next" else self._ring
 
     def __call__(self, grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
         assert grid == (1,)
