@@ -31,7 +31,8 @@ def breaches(ptx: str) -> list[str]:
         found.append("a volatile access")
     for name, body in kernels.items():
         # A total is the GPU's own; all else that a kernel writes is a word, and the last thing it does.
-        plain, writes = [], []
+        plain: list[re.Match[str]] = []
+        writes: list[re.Match[str]] = []
         for match in WRITES.finditer(body):
             (plain if PLAIN.match(match[1]) else writes).append(match)
         if [match[1] for match in writes] != [STORE_OF.get(name)]:
