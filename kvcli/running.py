@@ -6,18 +6,19 @@ Ctrl-C does; an error of the operating system's is a sentence with the file's na
 
 from __future__ import annotations
 
+import argparse
 import enum
 import os
 import signal
 import sys
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Status", "run_command"]
+__all__ = ["Status", "add_commands", "run_command"]
 
 
 class Status(enum.IntEnum):
@@ -30,6 +31,23 @@ class Status(enum.IntEnum):
     BUG = 70  # of a node, which ends at an error that nobody expected
     INTERRUPTED = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """A subcommand's parser: its own usage is shown with an argument that it does not know, not the whole command's."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's, which would leave unknown arguments to the parser of the whole command."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+
+def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Let a command have subcommands, which `add_parser` of the result adds; one of them is required."""
+    kind: type[argparse.ArgumentParser] = _CommandParser
+    return parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=kind)
 
 
 class _Terminated(KeyboardInterrupt):

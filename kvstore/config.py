@@ -18,6 +18,7 @@ from kvstore.cluster.etcd_options import EtcdReach
 from kvstore.errors import ConfigError
 from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_DEFAULT,
+    DRIVE_CAPACITY_BYTES_MAX,
     DRIVE_CAPACITY_BYTES_MIN,
     HOT_BYTES_DEFAULT,
     HOT_BYTES_MIN,
@@ -188,6 +189,10 @@ class NodeConfig:
             raise ConfigError(
                 f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
                 f" {show_size(self.capacity_bytes)} is too small."
+            )
+        if self.capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
+            raise ConfigError(
+                f"A drive has at most {show_size(DRIVE_CAPACITY_BYTES_MAX)}, not {show_size(self.capacity_bytes)}."
             )
         if self.hot_bytes < HOT_BYTES_MIN:
             raise ConfigError(

@@ -65,7 +65,7 @@ def page(told: LookedUp, statistics: StatisticsResponse) -> str:
     for lookup, first in placed(told.lookups):
         if lookup.request_id != request_id:
             request_id = lookup.request_id
-            lines += ["", f"request {printable(request_id) or '(its caller gave none)'}"]
+            lines += ["", f"request {printable(request_id) or '(the caller gave no id)'}"]
         lines += _lookup_lines(lookup, first, told.now_unix_ms)
     lines += ["", *(f"What to do: {one}" for one in advice(told.lookups, statistics))]
     if len(told.lookups) >= LOOKUPS_LISTED_MAX:

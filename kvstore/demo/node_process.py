@@ -101,7 +101,11 @@ class NodeProcess:
                 stderr=log,
                 text=True,
             )
-        line = self._first_line(self._process)
+        try:
+            line = self._first_line(self._process)
+        except BaseException:  # Ctrl-C as well: it would make its folder after ours has been removed
+            self.kill()
+            raise
         if not line.startswith(_READY):
             self.kill()
             last = self.log().strip().splitlines()[-1:] or ["it said nothing"]

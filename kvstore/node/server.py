@@ -137,7 +137,8 @@ def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
 
 
 def _progress_shown_by(clock: Clock) -> Progress:
-    """Report long work, at its beginning, its end, and once a second between."""
+    """Report long work at its beginning, its end, and once a second in between, with the time that is left."""
+    begun: dict[str, tuple[int, int]] = {}
     shown: dict[str, int] = {}
 
     def show(doing: str, done: int, total: int) -> None:
@@ -145,7 +146,11 @@ def _progress_shown_by(clock: Clock) -> Progress:
         if done < total and now_ns - shown.get(doing, -_PROGRESS_NS) < _PROGRESS_NS:
             return
         shown[doing] = now_ns
-        log.info("%s: %s of %s", doing, show_size(done), show_size(total))
+        begun_ns, at = begun.setdefault(doing, (now_ns, done))
+        left = ""
+        if at < done < total:
+            left = f", {(now_ns - begun_ns) * (total - done) / (done - at) / _PROGRESS_NS:,.0f} s left"
+        log.info("%s: %s of %s%s", doing, show_size(done), show_size(total), left)
 
     return show
 

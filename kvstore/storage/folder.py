@@ -103,6 +103,10 @@ class FolderLock:
         try:
             data.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(data / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileExistsError as error:
+            raise StorageError(
+                f"The data folder {data} cannot be used: it is a file, not a folder."
+            ) from error
         except OSError as error:
             raise StorageError(f"The data folder {data} cannot be used: {error.strerror}.") from error
         try:
