@@ -1,7 +1,6 @@
-"""The data folder: who has it open, what its drives and indexes are called, and how far each of them had got.
+"""The data folder: its lock, the names of its drives and indexes, and notes of the commits of each index.
 
-Always holds: one process at a time has a folder open; the notes in the lock file survive the process, not the
-power.
+Always holds: one process at a time has a folder open; the notes in the lock file survive the process, not power loss.
 
 It doesn't open drives (`kvstore.storage.drive_files` does), and doesn't know which of them belong together
 (`kvstore.storage.drive_set` does).

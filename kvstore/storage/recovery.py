@@ -1,11 +1,11 @@
 """Rebuilds the index by walking over the headers on the drive, as `docs/record-format.md` describes it.
 
-Always holds: it writes nothing to the drive and reads no block's payload on purpose; of blocks with one name
-that the roll allows, the one with the highest generation is in the index afterwards; of a session, the newest
-manifest that is whole.
+Always holds: it writes nothing to the drive, and doesn't need to read payloads of blocks. Afterwards the index has,
+of blocks with one name that the roll allows, the one with the highest generation; of a session, the newest complete
+manifest.
 
-It doesn't judge payloads: their CRC is checked on every read. A page that cannot be read is stepped over;
-if it was a header, its record is lost.
+It doesn't check payloads: their CRC is checked on every read. An unreadable page is skipped; if it was a header, its
+record is lost.
 """
 
 from __future__ import annotations

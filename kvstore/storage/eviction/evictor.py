@@ -1,22 +1,22 @@
-"""The core of eviction: which blocks go, when, and why; told of everything that happens to blocks.
+"""The core of eviction: which blocks are evicted, when, and why. It is notified of all changes to blocks.
 
 Always holds:
 
-- A block with a guard is not evicted, whatever its age or time to live. One that expires meanwhile goes when the
-  last guard does.
-- A block goes for room only while it is a tail (see `chains`), so what is left of a session is a prefix of it;
-  what stands behind a gap that something else made goes before all other.
-- A use of a block counts for all blocks before it in its sessions, since they are needed with it. So under LRU, it
-  is always a tail that was used longest ago, and exactly that one goes.
-- Guards end in a use: to lift the last one is to touch the block.
-- The policy holds the rows that may go; the others are *set aside*, lazily: when it offers one that may not.
-  Nothing is set aside that is unguarded and a tail.
-- All this is true as well of each owner's blocks among themselves (see `owners`), which go in LRU order when it is to
-  make room for itself, whatever the policy.
-- `EVICTION_STEPS_MAX` bounds a plan; all else takes time for what is passed in, and no more.
+- A block with a guard is not evicted, whatever its age or time to live. One that expires meanwhile is removed when
+  its last guard ends.
+- A block is evicted for room only while it is a tail (see `chains`), so what remains of a session is a prefix. Blocks
+  after a gap with another cause are evicted before all others.
+- A use of a block counts as a use of all blocks before it in its sessions, since they are needed with it. So under
+  LRU the least recently used block is always a tail, and exactly that one is evicted.
+- Guards end with a use: lifting the last one touches the block.
+- The policy holds the rows that may be evicted; others are *set aside*, lazily: when the policy offers one that may
+  not. No unguarded tail is set aside.
+- The same holds for the blocks of each owner among themselves (see `owners`), which are evicted in LRU order when the
+  owner makes room for itself, whatever the policy.
+- `EVICTION_STEPS_MAX` bounds a plan; all other operations take time in proportion to their arguments.
 
-It does no I/O, knows no names and no extents, and has no clock: `now_ms` is the wall's, passed in. Blocks are
-numbered by rows inside, and by their generations outside.
+It does no I/O, knows no names and no extents, and has no clock: `now_ms` is wall time, passed in. Blocks are numbered
+by rows inside, and by their generations outside.
 """
 
 from __future__ import annotations
