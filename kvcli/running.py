@@ -1,7 +1,7 @@
-"""How both commands run and end: one sentence for what went wrong, and an exit status that means the same in each.
+"""How both commands run and end: one sentence for an error, and exit statuses with the same meaning in each.
 
-What always holds: a closed pipe (`| head -1`) ends the command without a message; SIGTERM cleans up as
-Ctrl-C does; an error of the operating system's is a sentence with the file's name. A traceback is a bug of ours.
+What always holds: a closed pipe (`| head -1`) ends the command without a message; SIGTERM cleans up as Ctrl-C does;
+an error of the operating system is a sentence with the file's name. A traceback is a bug.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What became of looked-up blocks, in sentences: for `kvstore explain` and for the node's web page.
+"""The outcomes of look-ups, in sentences: for `kvstore explain` and the node's web page.
 
 What always holds: every kind and outcome has a sentence, and every outcome that is not a hit has advice.
-What it doesn't do: ask a node, or print.
+What it doesn't do: call a node, or print.
 """
 
 from __future__ import annotations

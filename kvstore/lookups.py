@@ -1,7 +1,7 @@
-"""Look-ups as they are told: which blocks were asked for, and what became of each, run by run.
+"""Records of look-ups: which blocks were requested, and the outcome of each, run by run.
 
-What always holds: numbers are those of `kvstore/v1/lookups.proto` and never change their meaning; a look-up has at most
-`LOOKUP_RUNS_MAX` runs, however its blocks fared. No key is in it, so what is deleted leaves no name behind.
+What always holds: numbers are those of `kvstore/v1/lookups.proto` and never change their meaning; a look-up has at
+most `LOOKUP_RUNS_MAX` runs, whatever its outcomes. No key is recorded, so nothing remains of deleted names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A miss is a value: the block is not served, and here is why. The caller recomputes.
+"""A miss is a value: the block is not served, for a stated reason. The caller recomputes.
 
-The numbers travel in ack words (`kvstore.wire.ack`) and in gRPC answers, so they never change meaning.
+The numbers are sent in ack words (`kvstore.wire.ack`) and in gRPC answers, so they never change meaning.
 """
 
 from __future__ import annotations

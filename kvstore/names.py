@@ -1,6 +1,6 @@
-"""How blocks, tenants and layouts get the fixed-size names that the wire and the drive carry.
+"""Fixed-size names of blocks, tenants, users, sessions and layouts, as the wire and the drive have them.
 
-Every name is a BLAKE2b digest over length-prefixed parts, so no two lists of parts run together.
+Every name is a BLAKE2b digest over length-prefixed parts, so two different lists of parts never give the same input.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What `kvstore serve` can be told: one table, from which come the flags, the file's settings and the variables.
+"""The options of `kvstore serve`: one table for the flags, the settings file and the environment variables.
 
 An option of the table is `--some-option` on the command line, `TRIGGERKV_SERVE_SOME_OPTION` in the environment and
-`some_option` in the file of `--config`. The first of these that says it counts, then what holds by default.
+`some_option` in the file of `--config`. The first of these that is set applies, then the default.
 
-What always holds: a value is read in one way, wherever it is written; a setting that is not known, or a value that
-can't be, is a ConfigError in one sentence that says where it stands; paths in the file go from the file's folder.
+What always holds: a value is parsed in the same way, wherever it is written. An unknown setting, or an invalid value,
+is a ConfigError of one sentence that names its place. Paths in the file are relative to the file's folder.
 
 What it doesn't do: look for a file that nobody named, or open anything that a setting names.
 """

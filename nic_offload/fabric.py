@@ -1,12 +1,11 @@
-"""Fabric, Endpoint, Region: a libfabric domain with its progress thread, and the memory it may touch.
+"""Fabric, Endpoint, Region: a libfabric domain with its progress thread, and the memory it may access.
 
-What always holds: every handle is a context manager and says when it is closed; a region can't be
-closed while an operation of ours uses it, or while somebody holds it because a peer may write to it; keys of regions
-are random; once an endpoint is closed, nothing comes in
-through it and nothing reads memory for it. Events come out in batches through one
-eventfd (`fileno`), never as a callback.
+What always holds: every handle is a context manager and knows whether it is closed. A region can't be closed while
+one of our operations uses it, or while it is held because a peer may write to it. Keys of regions are random. Once an
+endpoint is closed, nothing is received through it and nothing reads memory for it. Events are delivered in batches
+through one eventfd (`fileno`), never by a callback.
 
-What it doesn't do: memory of a GPU, which goes out through pinned host memory.
+What it doesn't do: memory of a GPU, which is sent through pinned host memory.
 """
 
 from __future__ import annotations

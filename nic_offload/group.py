@@ -1,10 +1,10 @@
-"""Groups: what a caller waits for, a row for each of its operations, in one call and without the GIL.
+"""Groups: a caller waits for many operations, a row for each, in one call and without the GIL.
 
-The C core writes into the rows (`group.c`): when a put fired, and what the peer acknowledged. A batch that goes well
-gives no events; if nobody waits when its last row is over there is one, OVER, with the group's tag. What is not as it
-should be is reported as an event, and its reader ends the row.
+The C core writes to the rows (`group.c`): when a put fired, and what the peer acknowledged. A batch without errors
+causes no events; if nobody is waiting when its last row completes, there is one event, OVER, with the group's tag.
+Exceptional results are reported as events, and their reader completes the row.
 
-What always holds: a row is over once, and stays as it is then.
+What always holds: a row completes once, and doesn't change after that.
 """
 
 from __future__ import annotations

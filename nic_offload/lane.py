@@ -1,10 +1,10 @@
-"""A lane: how blocks that have landed get onto a drive with no call of the application (`lane.c`).
+"""A lane: writes landed blocks to a drive without a call of the application (`lane.c`).
 
-The application lends a lane ground: pages, and generations for the records on them. Receivers that use the lane hand it
-what comes to them; it writes each block as a record, tells its peer, and then the application, which puts it into its
-index.
+The application lends a lane *ground*: pages, and generations for the records on them. Receivers that use the lane
+give it the blocks they receive. It writes each block as a record, then notifies its peer, and then the application,
+which adds the block to its index.
 
-What always holds: records are told of in the order of their generations, and only when all before them are on the
+What always holds: records are reported in the order of their generations, and only when all earlier ones are on the
 drive.
 """
 

@@ -1,7 +1,7 @@
 """Rules from TOML, as docs/match-action.md describes it.
 
-What always holds: all of a text's rules or none; every refusal is one sentence that names the line, where it
-can be found, the rule, the field and what the field takes; an unknown field is an error, never skipped.
+What always holds: all rules of a text are accepted, or none. An error is one sentence that names the rule, the field,
+its valid forms and, where it can be found, the line. An unknown field is an error.
 
 What it doesn't do: read files, or change a table.
 """

@@ -1,9 +1,9 @@
-"""Blocks that come by grants: the node's side of one connection (`receiver.c`).
+"""Blocks put with grants: the node's side of one connection (`receiver.c`).
 
-Each is read once out of its slot, into a room that was given beforehand, and can be read from there, on the shelf,
-before its client hears that it landed. What has come is taken in batches.
+Each block is read once from its slot, into a room that was provided in advance, and can be read from there, on the
+shelf, before its client is told that it landed. Received blocks are taken in batches.
 
-What always holds: a room holds one block, and is the taker's from then on; without rooms clients wait.
+What always holds: a room holds one block, and then belongs to the taker; without rooms, clients wait.
 """
 
 from __future__ import annotations

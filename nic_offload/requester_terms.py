@@ -1,6 +1,6 @@
-"""The inputs and outputs of the requester: its seam, its bounds, its answers and its counts.
+"""The inputs and outputs of the requester: its seam, bounds, answers and counters.
 
-What always holds: bounds at which some extent could never be fetched are refused. Nothing here has behaviour.
+What always holds: bounds under which some extent could never be fetched are refused. Nothing here has behaviour.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The shelf and its desks: blocks that the C core sends on request, without Python.
 
-A `Shelf` lists blocks of one registered region by owner and name. A peer's calls come in at a `Desk`; those that want
-nothing but blocks which are all on the shelf are answered by the progress thread: each block goes out if its checksum
-still holds, its acknowledgement behind it. All other calls are landings, as without a desk.
+A `Shelf` lists blocks of one registered region by owner and name. A peer's calls arrive at a `Desk`. Calls that
+request only blocks on the shelf are answered by the progress thread: each block is sent if its checksum still
+matches, followed by its acknowledgement. All other calls are landings, as without a desk.
 
-What always holds: what is not listed is not sent; `take` says whether a block's memory may be used for something else;
-what was answered is told once, by `served`, and if nobody asks for that, calls come to the application again.
-Whether a block may be sent is for the caller to know, who unlists it in the moment when it may not.
+What always holds: a block that is not listed is not sent; `take` says whether a block's memory may be reused; an
+answered call is reported once, by `served`, and if nobody fetches these reports, calls go to the application again.
+The caller decides whether a block may be sent, and must unlist it as soon as it may not.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`kvstore put`, `get`, `delete`, `pin` and `watch`: single blocks by hand, and what happens to a tenant's own.
+"""`kvstore put`, `get`, `delete`, `pin`, `erase` and `watch`: single blocks by hand, and a tenant's events.
 
-A key is written as 64 hexadecimal digits, or as `name:TEXT`, which stands for `block_key(TEXT)`. What always holds: of
-several nodes the first is asked; bytes go to standard output or into a file that is there only when it is whole; a
-block that is not there is said on standard error, and the exit status is 3.
+A key is written as 64 hexadecimal digits, or as `name:TEXT`, which stands for `block_key(TEXT)`. What always holds:
+of several nodes the first is used; a file that `get` writes appears only when it is complete; a missing block is
+reported on standard error, with exit status 3.
 
-Each imports what it needs when it is run, so that `--help` needs nothing.
+Each command imports what it needs when it is run, so that `--help` needs nothing.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""`kvstore certificates`: an authority of one's own, and certificates of nodes and clients that it signs.
+"""`kvstore certificates`: makes a CA, and certificates of nodes and clients that it signs.
 
     kvstore certificates certs --node storage-1,10.0.0.5 --client engine-1.acme
 
-makes `certs/ca.pem` with its key unless they are there, `storage-1.pem` for a node that is reached as `storage-1` or
-10.0.0.5, and `engine-1.acme.pem`, which names a client to a node's file of tenants; each with its key beside it.
+makes `certs/ca.pem` with its key unless they exist, `storage-1.pem` for a node that is reached as `storage-1` or
+10.0.0.5, and `engine-1.acme.pem`, the name of a client in a node's tenants file; each with its key beside it.
 
-What always holds: a file that is there is not written over; keys can be read by their owner alone; a certificate of a
-node can't be shown by a client, nor the other way round. The command `openssl` does the signing.
+What always holds: an existing file is not overwritten; keys are readable by their owner only; a node's certificate is
+not accepted from a client, nor the other way round. The command `openssl` signs.
 
-What it doesn't do: renew by itself, or revoke. A certificate holds for as long as `--days` says.
+What it doesn't do: renew or revoke. A certificate is valid for `--days`.
 """
 
 from __future__ import annotations

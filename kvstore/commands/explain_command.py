@@ -1,8 +1,8 @@
 """`kvstore explain`: why a request's blocks hit or missed, run by run, how long it took, and what to do about it.
 
-It asks the node that it is given, and changes nothing. What it shows is what that node recorded, and what clients told
-it of look-ups that did not reach it. Numbers of blocks are those of the look-up; behind a session's own look-up, which
-a resume begins with, they are those of the resume.
+It asks one node, and changes nothing. It shows what that node recorded, and what clients reported of look-ups that
+did not reach the node. Blocks are numbered within their look-up; after a session's own look-up, with which a resume
+begins, they are numbered within the resume.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The commands that ask a running node: their flags, and how a node is reached from these.
+"""The commands that call a running node: their flags, and how they reach it.
 
-Each imports what it needs when it is run, so that `--help` needs nothing.
+Each command imports what it needs when it is run, so that `--help` needs nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A storage node as a child process: started, waited for, stopped or killed by its id.
+"""A storage node as a child process: started, waited for, stopped or killed by its process id.
 
-The child is tied to a pipe of its starter's, so it stops when the starter dies, however that comes about.
+The child is tied to a pipe of its parent, so it stops when the parent dies, for whatever reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the demo shows on a terminal, or in a log: steps, one line of progress, one table."""
+"""The demo's output, on a terminal or in a log: steps, one line of progress, one table."""
 
 from __future__ import annotations
 
