@@ -22,7 +22,7 @@ __all__ = ["Status", "add_commands", "run_command"]
 
 
 class Status(enum.IntEnum):
-    """What a command's end says; docs/commands.md has the table."""
+    """Exit statuses; docs/commands.md has the table."""
 
     DONE = 0
     FAILED = 1

@@ -159,7 +159,7 @@ class NodeConfig:
     tls_certificate: Path | None = None  # the node's own, with its chain, and its key
     tls_key: Path | None = None
     tls_clients: Path | None = None  # authorities whose certificates clients must have
-    audit: Path | None = None  # a file of who came and who was turned away
+    audit: Path | None = None  # a file of accepted and refused callers
     events: EventsConfig | None = None
     http: tuple[str, int] | None = None  # where metrics and health are served
     ui: bool = False  # and the web page
@@ -247,7 +247,7 @@ class NodeConfig:
             raise ConfigError(f"A port is 0 to {_PORT_MAX}, not {port}.")
 
     def _check_beyond(self, host: str) -> None:
-        """Where others may come, they have to prove who they are."""
+        """A node that other machines can reach must authenticate its callers."""
         if not _is_loopback(host):
             wanting = [
                 flag
@@ -291,7 +291,7 @@ def _check_stays_here(endpoint: str) -> None:
 
 
 def environment(name: str) -> str:
-    """What a variable says; nothing if it is not set."""
+    """The value of a variable; empty if it is not set."""
     return os.environ.get(name, "")
 
 

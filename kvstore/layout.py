@@ -55,7 +55,7 @@ class Layer(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Bytes that lie together in a stored shard's block and in the wanted one's."""
+    """Bytes that are contiguous both in a stored shard's block and in the requested one's."""
 
     shard: int
     source: int

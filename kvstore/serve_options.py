@@ -220,7 +220,7 @@ _BY_NAME: Final = {option.name: option for option in OPTIONS}
 
 
 class Settings(NamedTuple):
-    """What a node was told, and by which file, which SIGHUP reads again."""
+    """A node's settings, and the file of them, which SIGHUP reads again."""
 
     values: dict[str, Any]
     file: Path | None
@@ -331,7 +331,7 @@ def _of_environment() -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What a file says, read; not checked against what other settings say."""
+    """The settings in a file, parsed, but not checked against other settings."""
     try:
         given: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

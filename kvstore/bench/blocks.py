@@ -62,7 +62,7 @@ class PathBlocks:
         self._put_bytes = 0
         self._unread: dict[
             int, deque[tuple[int, list[Block]]]
-        ] = {}  # by their count; and what was put by then
+        ] = {}  # by their count, and how much had been put by then
 
     def _fresh(self, count: int) -> list[Block]:
         run = next(self._runs).to_bytes(4)

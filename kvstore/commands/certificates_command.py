@@ -74,7 +74,7 @@ def _checked(names: str) -> list[str]:
 
 
 def make(folder: Path, nodes: Sequence[str], clients: Sequence[str], days: int) -> int:
-    """Make what is asked for; the exit status."""
+    """Make the requested files; returns the exit status."""
     wanted = [("node", _checked(one)) for one in nodes] + [("client", _checked(one)) for one in clients]
     stems = ["ca", *(_file_name(names[0]) for _, names in wanted)]
     if len(set(stems)) < len(stems):

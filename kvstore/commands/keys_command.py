@@ -46,7 +46,7 @@ Clear: TypeAlias = "Mapping[int, tuple[int, str]]"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what is asked for; the exit status."""
+    """Execute the action; returns the exit status."""
     if arguments.action == "new-master":
         return _new_master(_given(arguments.file, "new-master needs a FILE."))
     if arguments.file is not None:
