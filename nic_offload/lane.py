@@ -47,7 +47,7 @@ class RecordFormat(NamedTuple):
 
 
 class Ground(NamedTuple):
-    """Pages that lie one behind the other, and as many generations as records may stand there."""
+    """Contiguous pages, and as many generations as records fit there."""
 
     page: int
     generation: int
@@ -58,13 +58,13 @@ class Ground(NamedTuple):
 class Written(NamedTuple):
     """A record that is on the drive, or never will be."""
 
-    id: int  # as its receiver told of it
+    id: int  # as its receiver reported it
     tag: int  # of that receiver
     generation: int
     offset: int
     ended_ns: int
     result: int  # 0, or a negative errno
-    is_answered: int  # its peer hears of it from the lane, if it asked for that
+    is_answered: int  # the lane acknowledges it to its peer, if requested
 
 
 class Lane:
@@ -114,7 +114,7 @@ class Lane:
             lib.tk_lane_clear(self.handle, generation)
 
     def seal(self) -> tuple[int, Ground]:
-        """Take its ground back: how many records stand, or are to stand, on it, and what is left of it."""
+        """Take its ground back; returns how many records are, or will be, on it, and the rest."""
         left = ffi.new("struct tk_ground *")
         used = 0 if self._fabric.closed else int(lib.tk_lane_seal(self.handle, left))
         return used, Ground(left.page, left.generation, left.pages, left.records)

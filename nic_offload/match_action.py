@@ -73,7 +73,7 @@ class Outcome(enum.Enum):
 
 
 class Considered(NamedTuple):
-    """An entry behind the request's keys, and what became of it."""
+    """An entry under the request's keys, and its outcome."""
 
     entry: Entry
     outcome: Outcome

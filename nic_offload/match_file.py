@@ -83,7 +83,7 @@ def _rule(place: str, table: Mapping[str, object]) -> Rule:
     actions = _actions(where, table.get("actions"))
     try:
         return Rule(pattern, actions, priority, sessions, name)
-    except RuleError as error:  # it begins with the rule; here it can be said where that stands
+    except RuleError as error:  # it begins with the rule; its line is known here
         unplaced = "A rule" if name is None else f"Rule {name!r}"
         raise RuleError(where + str(error).removeprefix(unplaced)) from None
 

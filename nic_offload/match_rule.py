@@ -51,7 +51,7 @@ DENY = Action(ActionKind.DENY)
 
 
 class Requester(Protocol):
-    """Who moves the bytes. The table names KV by handle only; what a handle stands for is known here."""
+    """Moves the bytes. The table names KV by handle only; this interface resolves handles."""
 
     def begin(self, action: Action, sessions: str, request: Request) -> None:
         """Begin a fetch, prefetch, store or route for all KV behind the handle; return without waiting.

@@ -64,7 +64,7 @@ class Space:
         self.bound = max(self.bound, plan.level)
 
     def drop(self, entry: Entry) -> None:
-        """Let an entry go; the bound follows when the last of the highest level has gone."""
+        """Remove an entry; the bound falls when the last one of the highest level is removed."""
         rest = tuple(other for other in self.behind(entry.key) if other is not entry)
         if rest:
             self.map[entry.key] = rest if len(rest) > 1 else rest[0]

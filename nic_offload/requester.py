@@ -137,7 +137,7 @@ class KvRequester:
         """What the rules said about KV that the user's requests make."""
         return self._placements.get(user, _NO_PLACEMENT)
 
-    # What is asked for.
+    # Requests.
 
     def request(self, user: User, now_ms: int, deadline_ms: int, *, urgent: bool = False) -> Answer:
         """Queue gets for all KV of the user, or join the fetch that is under way."""
@@ -202,7 +202,7 @@ class KvRequester:
     def finished(
         self, ticket: Hashable, *, missing: Collection[bytes] = (), failed: Collection[bytes] = ()
     ) -> Finished:
-        """A ticket is over. Keys that the node does not have are missing; the rest but the failed has come."""
+        """A ticket has ended. The node doesn't have the keys in `missing`; all others except `failed` have arrived."""
         taken = self._tickets.pop(ticket, None)
         if taken is None:
             raise KvError(f"There is no ticket {ticket!r}, or it has been reported as finished already.")
@@ -233,7 +233,7 @@ class KvRequester:
         )
 
     def place(self, user: User, *, keep: bool = False, node: str = "") -> None:
-        """Note what a rule said; what another said before stays."""
+        """Record a rule's placement; earlier ones stay."""
         if user not in self._placements and len(self._placements) >= self._limits.users_max:
             self._counts.placements_without_room += 1
             return

@@ -48,7 +48,7 @@ class Turns(Generic[Member]):
         return bool(self._credit)
 
     def add(self, member: Member) -> None:
-        """Come in at the end, or back from a pause; nothing happens to who is in already."""
+        """Enter at the end, or return from a pause; no effect on a member that is in already."""
         if member in self._ring:
             return
         self._ring[member] = None
@@ -68,7 +68,7 @@ class Turns(Generic[Member]):
         self._ring.pop(member, None)
 
     def head(self, cost: Callable[[Member], int]) -> Member:
-        """Who is to be served next; the same one until it is charged, leaves, or its cost changes."""
+        """The member to serve next; the same one until it is charged, leaves, or its cost changes."""
         while True:
             member = next(iter(self._ring))
             if self._credit[member] >= cost(member):
@@ -140,7 +140,7 @@ class Lines:
             del self._tenants[user.tenant]
 
     def head(self, cost: Callable[[User], int]) -> User:
-        """Who is to be served next."""
+        """The member to serve next."""
         tenant = self._turns.head(lambda name: cost(self._tenants[name].turns.head(cost)))
         return self._tenants[tenant].turns.head(cost)
 

@@ -143,7 +143,7 @@ def gather_get(
     threshold: int = 0,
     deadline_ns: int = 0,
 ) -> int:
-    """Arm a get of all the pieces and, behind them, a flag that tells the peer; returns how many gets it takes."""
+    """Arm a get of all the pieces, followed by a flag for the peer; returns how many gets it takes."""
     extents = coalesce(pieces)
     with fabric.open_counter() as moved:
         gets: list[Operation] = [

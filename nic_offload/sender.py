@@ -67,7 +67,7 @@ class SharedArea(NamedTuple):
 
 
 class Heads:
-    """What is said of some blocks, in memory that stays where it is."""
+    """Descriptions of blocks, in memory that doesn't move."""
 
     def __init__(
         self,

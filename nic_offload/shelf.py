@@ -75,7 +75,7 @@ class Shelf:
 
     @property
     def came(self) -> int:
-        """How many blocks receivers have ever had for us: one is counted before its client hears of it."""
+        """How many blocks receivers have ever received: each is counted before it is acknowledged."""
         return 0 if self._fabric.closed else int(lib.tk_shelf_came(self.handle))
 
     def put(self, blocks: Sequence[Shelved]) -> None:
@@ -138,7 +138,7 @@ class Shelf:
         return Desk(self._fabric, out[0])
 
     def served(self) -> Iterator[Served]:
-        """Take note of what was answered since this was last asked."""
+        """Return what was answered since the last call."""
         if self._fabric.closed:
             return
         while count := lib.tk_served_take(self.handle, self._told, _SERVED_BYTES):

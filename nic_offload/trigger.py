@@ -173,7 +173,7 @@ class Landing(NamedTuple):
     ack_value: int
     deadline_ns: int
     length: int
-    quiet: bool = False  # it is no block, and the peer is told nothing of it
+    quiet: bool = False  # not a block, and not reported to the peer
     desk: Desk | None = None  # that may answer what comes here
     region: Region | None = None  # has the word; needed where the endpoint is sealed
 

@@ -66,7 +66,7 @@ class KeyName(NamedTuple):
 
 
 class Decrypted(NamedTuple):
-    """What a header page says: of all fields only those in the clear, unless its key is in the vault."""
+    """The fields of a header page; only those in the clear, unless its key is in the vault."""
 
     key: KeyName
     fixed: bytes
@@ -176,7 +176,7 @@ class Decryption(Handle):
         return not lib.tk_decryption_step(self._handle, ffi.cast("void *", address), length)
 
     def is_authentic(self) -> bool:
-        """Tell, once after all bytes, whether they are what was written."""
+        """Return, once after all bytes, whether they are the ones written."""
         return not lib.tk_decryption_end(self._handle)
 
     def close(self) -> None:

@@ -96,5 +96,5 @@ class Disk(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for what is in flight and let the drive go."""
+        """Wait for operations in flight and close the drive."""
         ...

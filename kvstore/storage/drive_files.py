@@ -45,7 +45,7 @@ class Bay(Protocol):
         ...
 
     def take_back(self) -> None:
-        """Forget what was made for an opening that has failed before anything came of it."""
+        """Remove what was created for a start that failed."""
         ...
 
 

@@ -85,7 +85,7 @@ class BegunNote(NamedTuple):
 
 
 class LentNote(NamedTuple):
-    """Ground that a lane was lent: records stand there, one behind the other, that no index may have yet."""
+    """Ground lent to a lane: it may have contiguous records that no index has yet."""
 
     drive_uuid: bytes
     epoch: int

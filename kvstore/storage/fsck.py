@@ -239,7 +239,7 @@ class _Checked:
         try:
             self._believe(first, example)
             _compare(first, self.second, self._superblock, self.report)
-        except StorageError as doubt:  # it can't be read to its end, and what was found until then stands
+        except StorageError as doubt:  # it can't be read to its end; the findings so far are valid
             self.report.add("unusable index", f"{example}: {doubt}")
         finally:
             first.abandon()

@@ -234,7 +234,7 @@ class Puts:
         write.over(error)
 
     def _end_rewrite(self, write: _Rewrite, error: StorageError | None) -> None:
-        """Overwrite the old place, and go on with what has waited: later puts of its name, and deletions."""
+        """Overwrite the old place, and continue what has waited: later puts of its name, and deletions."""
         if error is None and write.has_moved:
             assert write.replaces is not None
             self._keeping.overwrite(write.replaces)
@@ -251,7 +251,7 @@ class Puts:
         return name in self._by_name
 
     def of_domain(self, tenant: bytes, domain: bytes | None) -> list[Name]:
-        """Tell which names of a tenant, or of one domain of it, are being put."""
+        """Return the names of a tenant, or of one of its domains, that are being put."""
         return [
             name
             for name, work in self._by_name.items()

@@ -189,7 +189,7 @@ def check_manifests(volume: Volume, index: Index, synced_generation: int) -> Non
                 raise Corrupt("A session's record cannot be read.") from error
             header, payload = open_copy(volume.codec, record, place.offset)
             if header is Flaw.NO_KEY:
-                continue  # its user was erased, and the index has not heard of it
+                continue  # its user was erased, and the index doesn't have that yet
             is_its = isinstance(header, Header) and header.generation == place.generation
             if not is_its or crc32c(payload) != place.crc32c:
                 raise Corrupt("A session's record is not whole.")

@@ -48,7 +48,7 @@ class Keys(Protocol):
         ...
 
     def load(self, name: KeyName) -> bool:
-        """Put a key into the vault, which has let go of it; False if it is gone for good.
+        """Put a key into the vault, which has dropped it; False if it was destroyed.
 
         StorageError if that can't be told now.
         """

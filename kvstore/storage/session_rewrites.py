@@ -51,7 +51,7 @@ class SessionRewrites:
         return self._after is None and self._chunk_after is None and not self._left_out
 
     def begin_one(self, below: int, over: Over) -> int:
-        """Begin to write a record anew whose generation is lower than this; return its size, 0 if none was begun.
+        """Begin to rewrite a record with a lower generation than this; return its size, 0 if none was begun.
 
         `over` is called when that has ended.
         """

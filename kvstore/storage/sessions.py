@@ -242,7 +242,7 @@ class Sessions:
         return stored is not None and stored.is_over(self._clock.wall_ms(), epoch)
 
     def _begin_anew(self, step: Step) -> None:
-        """Do a step behind the removal of the session that had its name, and whose time, or epoch, is over."""
+        """Do a step after the removal of the session that had its name, and that expired or is of a past epoch."""
         removal = Step(
             SessionItem(step.item.name, SessionStep.EXPIRE, step.item.durability, 0, epoch=step.item.epoch),
             _nobody,
@@ -385,7 +385,7 @@ class Sessions:
         self._writes.add(record)
 
     def _publishing(self, step: Step, head: StepRecord, manifest: Manifest) -> Iterator[None]:
-        """Put a manifest into the index, a large one's chunks before, and tell of it."""
+        """Put a manifest into the index, a large one's chunks first, and report it."""
         name, is_cut = step.item.name, step.item.step is SessionStep.TRUNCATE
         written = {record.key: (record.place, record.payload) for record in step.records[:-1]}
         before = self._manifests.get(name) if is_cut else None
@@ -411,7 +411,7 @@ class Sessions:
     def _name_chunks(
         self, name: SessionName, manifest: Manifest, written: Mapping[bytes, tuple[Place, bytes]]
     ) -> Generator[None, None, list[Place]]:
-        """Count in slices what a session will name, but for a last slice; return what came free."""
+        """Count in slices what a session will name, except for a last slice; return what became free."""
         before = self._manifests.get(name)
         known = set(before.manifest.chunks) if before is not None else set()
         chunks = [one for one in dict.fromkeys(manifest.chunks) if one not in known]

@@ -125,7 +125,7 @@ class Saves:
                 self._copy(of_group[first : first + part])
 
     def ended(self) -> list[Saved]:
-        """What has become known since this was last asked."""
+        """Results since the last call."""
         ended = []
         while self._outcomes:
             ended.append(self._outcomes.popleft())

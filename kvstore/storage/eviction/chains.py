@@ -60,7 +60,7 @@ class _Chain:
 
 
 class Chains:
-    """All sessions. A link says that a row stands in a chain: 20 bytes, and 12 a row."""
+    """All sessions. A link means that a row is in a chain: 20 bytes, and 12 a row."""
 
     __slots__ = (
         "_broken",

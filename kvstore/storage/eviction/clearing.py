@@ -36,7 +36,7 @@ class Clearing(NamedTuple):
 
 
 class _Land:
-    """What can be asked about a place."""
+    """Queries about a place on the drive."""
 
     def __init__(self, extents: Extents, ground: Ground, is_guarded: Callable[[int], bool]) -> None:
         self._extents = extents

@@ -288,7 +288,7 @@ class Evictor:
         return row >= 0 and self._guards.words[row] != 0
 
     def places(self, generation: int) -> tuple[list[int], int]:
-        """Tell in which sessions a block stands, and at which position in all of them."""
+        """Return the sessions that have a block, and its position in all of them."""
         row = self._rows.find(generation)
         sessions = [] if row < 0 else list(self._chains.sessions(row))
         return sessions, self._chains.position(row) if sessions else 0
@@ -314,7 +314,7 @@ class Evictor:
     def plan(
         self, *, free_pages: int, demand_pages: int = 0, waiting_pages: int = 0, now_ms: int
     ) -> EvictionPlan:
-        """Choose what goes now and forget it; expired blocks first, then, if room is wanted, others.
+        """Choose blocks to evict now and forget them; expired ones first, then, if room is needed, others.
 
         `demand_pages` is what puts under way have not allocated yet; `waiting_pages` what a put needs that found
         no room, and is not in it.
@@ -389,7 +389,7 @@ class Evictor:
             self._free_rows[:0] = array("I", range(first + missing - 1, first - 1, -1))
 
     def _settle(self, row: int, session: int, position: int, now_ms: int) -> Refusal | None:
-        """Let a row stand at a place of a session, instead of whatever stood there."""
+        """Put a row at a position of a session, replacing any other row there."""
         before = self._chains.at(session, position)
         if before == row:
             return None
@@ -455,7 +455,7 @@ class Evictor:
         return victims
 
     def _stranded(self) -> int:
-        """Return a block behind a gap that may go, or `NO_ROW`. Where the last one may not go, the policy decides."""
+        """Return an evictable block after a gap, or `NO_ROW`. If the last one is not evictable, the policy decides."""
         while (row := self._chains.stranded()) != NO_ROW and self._guards.words[row]:
             self._chains.leave_stranded()
         return row

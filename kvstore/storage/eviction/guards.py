@@ -79,7 +79,7 @@ class Guards:
         return {guard: self._by_longest[guard + 1] for guard in Guard}
 
     def what_is_over_soonest(self) -> Stuck:
-        """Say what has to be waited for if every row has a guard, or stands before one that has."""
+        """Return what to wait for if every row has a guard, or precedes a row with one."""
         for guard in Guard:
             if self._by_longest[guard + 1]:
                 return _STUCK_BY[guard]

@@ -60,7 +60,7 @@ class IdMap:
         numbers = parts[0]
         for number in wanted:
             part = number >> _RUN_BITS & mask
-            # What is asked for together was often put together, so the next one is tried before a search.
+            # Entries requested together were often added together, so the next one is tried before a search.
             at += 1
             if numbers is not parts[part] or at >= len(numbers) or numbers[at] != number:
                 numbers = parts[part]

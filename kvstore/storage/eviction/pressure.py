@@ -15,7 +15,7 @@ __all__ = ["Goal", "Pressure"]
 
 
 class Goal(NamedTuple):
-    """What is wanted now."""
+    """The room requested now."""
 
     mode: Mode
     pages: int

@@ -140,7 +140,7 @@ class TimerWheel:
             self._occupied[head // _BUCKETS] &= ~(1 << head % _BUCKETS)
 
     def _open_next_bucket(self, target: int) -> bool:
-        """Go on to the next bucket that holds something, if its time has begun, else to the target."""
+        """Advance to the next occupied bucket, if its time has begun, else to the target."""
         for level, occupied in enumerate(self._occupied):
             if occupied:
                 bucket = (occupied & -occupied).bit_length() - 1
