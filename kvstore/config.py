@@ -24,6 +24,7 @@ from kvstore.limits import (
     HOT_BYTES_MIN,
     REPLICAS_MAX,
     UPKEEP_SECRET_BYTES_MIN,
+    ZONE_CHARACTERS_MAX,
 )
 from kvstore.reach import split_target
 from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
@@ -111,6 +112,7 @@ class ClusterConfig(NamedTuple):
     etcd: EtcdReach
     address: str | None = None
     upkeep: UpkeepConfig | None = None
+    zone: str = ""  # what fails together with the node
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> ClusterConfig | None:
@@ -123,6 +125,9 @@ class ClusterConfig(NamedTuple):
         address = given.pop("_address", None)
         if address is not None:
             split_target(address)
+        zone = given.pop("_zone", "")
+        if len(zone) > ZONE_CHARACTERS_MAX or not zone.isprintable():
+            raise ConfigError(f"--cluster-zone has at most {ZONE_CHARACTERS_MAX} printable characters.")
         replicas = given.pop("_replicas", None)
         of_nodes = given.pop("_secret", None), given.pop("_nodes_ca", None)
         if replicas is None and of_nodes != (None, None):
@@ -131,7 +136,7 @@ class ClusterConfig(NamedTuple):
             raise ConfigError(f"A block has 1 to {REPLICAS_MAX} replicas, not {replicas}.")
         upkeep = None if replicas is None else UpkeepConfig(replicas, *of_nodes)
         more = {_OF_ETCD.get(name, name[1:]): value for name, value in given.items()}
-        return cls(EtcdReach.of(told[""], **more), address, upkeep)
+        return cls(EtcdReach.of(told[""], **more), address, upkeep, zone)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ CLUSTER_FIRST_TRY_MS = 1_000  # of a get, until a block's second owner is asked
 CLUSTER_LAST_COPY_MS = 200  # that a put waits for its second copy, where one is enough
 CLUSTER_LEFT_MS = 900_000  # after it has left the map a node's client is closed
 REPLICAS_MAX = 2  # of a block
+ZONE_CHARACTERS_MAX = 64  # in a zone's name
 REPAIR_BYTES_MAX = 64 << 20  # that a client holds of blocks that are to be put back to their first owners
 REPAIR_CALL_MS = 5_000  # of the call that puts one block back
 COPY_LATE_MS = 120_000  # for which a client's data may be unacknowledged: a silent connection ends sooner

@@ -152,6 +152,11 @@ OPTIONS: Final = (
         "the node's address for clients of the cluster; by default where it listens",
         metavar="HOST:PORT",
     ),
+    Option(
+        "cluster_zone",
+        "what fails together with the node, such as its rack; the two copies of a block are in two zones",
+        metavar="NAME",
+    ),
     _path("cluster_ca", "CA of etcd's certificate, PEM; turns TLS to etcd on"),
     _path("cluster_cert", "a client certificate for etcd, PEM"),
     _path("cluster_key", "its key, PEM"),
@@ -207,6 +212,7 @@ OPTIONS: Final = (
 _CLUSTER: Final = (
     "",
     "_address",
+    "_zone",
     "_ca",
     "_cert",
     "_key",

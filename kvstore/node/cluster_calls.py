@@ -67,5 +67,6 @@ def _told(
                     weight=one.weight,
                     version=one.version,
                     draining=one.state == DRAINING,
+                    zone=one.zone,
                 )
     return told

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.clock import Clock
-    from kvstore.config import EventsConfig, NodeConfig
+    from kvstore.config import ClusterConfig, EventsConfig, NodeConfig
     from kvstore.node.fabric_address import Network
     from kvstore.node.health import Health
     from kvstore.node.http import HttpServer
@@ -279,6 +279,12 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
     node.upkeep = Upkeep(node, gate.tenants, node.membership, told.replicas, secret, credentials)
 
 
+def _member(store: Store, cluster: ClusterConfig, address: str) -> Member:
+    """What the node says of itself on the map."""
+    weight = max(1, store.statistics().capacity_bytes >> 30)
+    return Member(store.name, cluster.address or address, weight, package_version(), zone=cluster.zone)
+
+
 async def _leave_cluster(node: Node) -> None:
     has_drained = False
     if node.upkeep is not None:
@@ -396,8 +402,7 @@ async def _serve_node(
             node.upkeep.start()
         await _become_ready(node, health, address, stop)
         if membership is not None and config.cluster is not None and not stop.is_set():
-            weight = max(1, statistics.capacity_bytes >> 30)
-            membership.join(Member(store.name, config.cluster.address or address, weight, package_version()))
+            membership.join(_member(store, config.cluster, address))
         await stop.wait()
         log.info("stopping")
     finally:  # also after a failed start: a server left to the interpreter ends in a traceback

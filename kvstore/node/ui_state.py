@@ -151,6 +151,7 @@ def cluster(membership: Membership, upkeep: Upkeep | None, name: str) -> dict[st
             "weight": one.weight,
             "version": one.version,
             "draining": one.state == DRAINING,
+            "zone": one.zone,
             "share": share,
             "is_this": one.name == name,
         }
