@@ -1,7 +1,7 @@
-"""Authenticated encryption with AES-256-GCM, of OpenSSL's libcrypto or Intel's IPSec-MB (`aead.c`).
+"""Authenticated encryption: AES-256-GCM of OpenSSL's libcrypto or Intel's IPSec-MB (`aead.c`).
 
-What always holds: a library that fails a test vector is not used, and nothing of a message is given whose tag is wrong.
-What it doesn't do: prevent a nonce from being used twice with a key, which would give both messages away.
+What always holds: a library that fails a test vector is not used; of a message with a wrong tag, no byte is returned.
+What it doesn't do: prevent the use of a nonce twice with one key, which would expose both messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory that blocks land in or leave from: page-aligned, there before it is needed, and copied in pieces."""
+"""Memory that blocks are received into or sent from: page-aligned, resident before it is needed, copied in pieces."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Encrypted records, and the keys that they are encrypted with (`vault.c`, `record_encryption.c`).
+"""Encrypted records, and the keys that encrypt them (`vault.c`, `record_encryption.c`).
 
 A `Vault` holds keys of erase domains in locked memory, where lanes and readers find them. `RecordCipher` encrypts and
 decrypts whole records of one drive for the application.
 
-What always holds: a header that is given back is authentic for its place on its drive, and so is a payload; memory of a
-payload that isn't is zeros. What it doesn't do: keep keys that were not used for long; one that is missing is asked for
-(`Decrypted.key`), and put again.
+What always holds: a returned header is authentic for its place on its drive, and so is a payload; the memory of a
+payload that isn't is zeroed. What it doesn't do: keep keys that were not used for long; a missing key is reported
+(`Decrypted.key`), and its owner adds it again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class KeyName(NamedTuple):
 
 
 class Decrypted(NamedTuple):
-    """What a header page says: of all fields only those in the clear, unless its key is in the vault."""
+    """The fields of a header page; only those in the clear, unless its key is in the vault."""
 
     key: KeyName
     fixed: bytes
@@ -218,7 +218,7 @@ class Decryption(Handle):
         return not lib.tk_decryption_step(self._handle, ffi.cast("void *", address), length)
 
     def is_authentic(self) -> bool:
-        """Tell, once after all bytes, whether they are what was written."""
+        """Return, once after all bytes, whether they are the ones written."""
         return not lib.tk_decryption_end(self._handle)
 
     def close(self) -> None:

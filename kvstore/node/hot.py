@@ -386,7 +386,7 @@ class HotMemory:
         self, names: Sequence[Name], lookup: Lookup, *, are_new: bool, are_erased: bool = False
     ) -> None:
         """Unlist and drop the blocks of these names: the index has other entries for them now, or none."""
-        if are_new:  # before they are unlisted: what comes meanwhile is to find the one or the other
+        if are_new:  # before they are unlisted, so that a get in between finds one or the other
             self.stored(names)
         for tenant, key in names:
             self.shelf.unlist(tenant, key)

@@ -523,7 +523,7 @@ class Node:
             self.spans.ended(ended, now_ns)
 
     def _not_kept(self, connection: Connection, lease: Lease, error: StorageError) -> AckCode | None:
-        """Note why a block was not kept; give what its word is to say, unless that may be somebody else's by now."""
+        """Record why a block was not stored; returns the code for its word, unless the word may be reused by now."""
         self.timings.lease_failed(connection.tenant, lease, error)
         if lease.is_taken:  # its word has said so
             return None

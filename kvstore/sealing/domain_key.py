@@ -1,4 +1,4 @@
-"""What a keyring gives: the key of an erase domain, and word of one that was destroyed. What is wiped stays so."""
+"""The key of an erase domain, or the record of a destroyed one. A wiped key stays wiped."""
 
 from __future__ import annotations
 

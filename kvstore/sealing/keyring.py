@@ -148,7 +148,7 @@ class Keyring(Handle):
         self._store_key = unwrapped(slot, self._root, self._header.store_uuid, self._store_slot)
 
     def _finish(self, found: Found) -> None:
-        """Go on with what was begun by a process that died."""
+        """Continue what a process that died had begun."""
         if header_sectors(self._file) != [pack_header(self._header)] * HEADER_PAGES:
             self._write_header(self._header)
         self._free(found.twins)

@@ -1,21 +1,20 @@
-"""Encrypts, beside all other work, what a drive got before it had keys, and overwrites what is left in the clear.
+"""Encrypts in the background what a drive stored before it had keys, and overwrites remains in the clear.
 
-Blocks first, each read, checked and written anew, encrypted with its tenant's own key; then sessions and their chunks;
-then everything that is free is overwritten with zeros where it has other bytes.
+Blocks come first: each is read, checked and rewritten, encrypted with its tenant's own key. Then come sessions and
+their chunks. Then all free space that isn't zeros is overwritten with zeros.
 
 Always holds:
 
-- A record that is older than the drive's first key is encrypted before its old place is overwritten, and what it was
-  written as survives power loss before that. Which records are left is told by the index, and nothing else, so a
-  process that dies at any moment leaves nothing that the next one would not find.
-- Once nothing is left, and that is durable, the superblock says so. Until then the free pages are looked through again
-  by each process.
-- It works at most one part of the time in `ENCRYPT_SHARE`, on one record or piece at a time, and begins none, but the
-  first of a stretch, while a tenant's work is queued.
-- It makes no room: a record that finds none stays as it is, and is tried again.
-- A block keeps what the eviction knows of it; those who use it, or hold it, don't notice.
+- A record older than the drive's first key is encrypted, and the new copy survives power loss, before the old place
+  is overwritten. The index alone says which records are left, so a process that dies at any moment leaves nothing
+  that the next one would not find.
+- Once nothing is left, durably, the superblock says so. Until then each process scans the free pages again.
+- It uses at most one part in `ENCRYPT_SHARE` of the time, handles one record or piece at a time, and starts none,
+  except the first of a stretch, while a tenant's work is queued.
+- It makes no room: a record that finds no room stays as it is, and is retried later.
+- A block keeps its eviction state; its users and pins don't notice.
 
-It doesn't decide what is encrypted with which key from now on: puts do.
+It doesn't decide which key encrypts new records: puts do.
 """
 
 from __future__ import annotations

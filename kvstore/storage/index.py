@@ -1,26 +1,26 @@
-"""The index: (tenant, key) -> where the block lies, and generation -> which block, in LMDB. A cache of the drive.
+"""The index: (tenant, key) -> where the block is, and generation -> which block, in LMDB. A cache of the drive.
 
-It is trusted at opening only if its file is whole (`kvstore.storage.index_file`), it says the same drive and the same
-epoch as the superblock, and it was either closed cleanly or written under this very boot of the kernel, whose page
-cache survives a killed process, with every commit that the folder's lock file has noted. One whose file is not to the
-last byte what was closed is looked through first (`kvstore.storage.index_check`). Otherwise it is thrown away and
-built anew.
+At a start it is trusted only if its file is whole (`kvstore.storage.index_file`), if it names the same drive and
+epoch as the superblock, and if it was either closed cleanly, or written since the machine booted (the kernel's page
+cache survives a killed process) and has every commit that the folder's lock file has noted. An index whose file is
+not byte for byte the one that was closed is checked first (`kvstore.storage.index_check`). Otherwise it is discarded
+and rebuilt.
 
 Always holds:
 
-- An epoch is durable in the superblock before any index holds it, and each opening and each clean close
-  makes a new one. So an index brought back from an earlier time has an epoch that is over, or, if it was
-  copied from a running node and brought back after SIGKILL, lacks a commit that was noted. One that was brought back
-  together with its notes shows on the drive, most likely (`kvstore.storage.index_check`).
-- Commits are not synced, so after power loss the file may be any mixture of old and new pages; then the
-  boot id has changed, and nothing in it is believed. Only the commit that marks it clean is synced, with
-  all before it.
-- Who is doubted (`kvstore.storage.doubts`) is noted by generation, and gone with the block.
-- A batch is published, or removed, in one transaction: all of it or nothing.
-- Each block has one row by name and one by generation. The latter are appended: generations rise.
-- What LMDB raises is a StorageError; an index that raised while it was open is not believed again.
+- An epoch is durable in the superblock before any index has it, and each start and each clean stop makes a new one.
+  So an index restored from an earlier time has a past epoch, or, if it was copied from a running node and restored
+  after SIGKILL, lacks a noted commit. One that was restored together with its notes contradicts the drive, most
+  likely (`kvstore.storage.index_check`).
+- Commits are not synced, so after power loss the file may be any mixture of old and new pages. The boot id has
+  changed then, and nothing in the file is trusted. Only the commit that marks the index as clean is synced, with all
+  before it.
+- Doubted blocks (`kvstore.storage.doubts`) are noted by generation, until the block is removed.
+- A batch is published, or removed, in one transaction.
+- Each block has one row by name and one by generation. The latter are appended, because generations rise.
+- Errors of LMDB are StorageErrors; an index that raised one while it was open is not trusted again.
 
-It doesn't know about extents or pins. Sessions, what is owed of their changes, and doubts are in tables of their own
+It doesn't know extents or pins. Sessions, unsettled changes of them, and doubts are in tables of their own
 (`kvstore.storage.manifests` and `.doubts`).
 """
 

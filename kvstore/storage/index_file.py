@@ -1,17 +1,16 @@
-"""The file of an index, looked at before LMDB maps it: LMDB believes every byte, and a wrong one can kill the process.
+"""Checks the file of an index before LMDB maps it: LMDB trusts every byte, and a wrong one can kill the process.
 
-LMDB has no checksums. It follows page numbers, lengths and positions as it finds them, through a mapping; a page
-behind the end of the file is SIGBUS, and a wrong free list lets it write over its own pages. So a file is mapped only
-if one of two holds:
+LMDB has no checksums. It follows page numbers, lengths and positions through a mapping; a page beyond the end of the
+file is SIGBUS, and a wrong free list makes it overwrite its own pages. So a file is mapped only if
 
 - it is byte for byte the one that was closed cleanly: its *seal*, a small file beside it, has its length and CRC; or
-- its structure is whole (`check_structure`): both heads, every page of every tree and of the free list in the file, of
-  the right kind, inside its bounds and used once, with as many entries as the tree says.
+- its structure is valid (`check_structure`): both heads, and every page of every tree and of the free list, is in the
+  file, of the right kind, within its bounds and used once, with as many entries as the tree says.
 
-Always holds: nothing here writes to the index, but to overwrite one that is discarded; the seal is taken away before
-the index is changed, and a seal that is itself damaged is none.
+Always holds: nothing here writes to the index, except to overwrite one that is discarded; the seal is removed before
+the index is changed, and a damaged seal counts as none.
 
-It doesn't look into rows (`kvstore.storage.index_check` does), and doesn't know whose index it is.
+It doesn't check rows (`kvstore.storage.index_check` does), and doesn't know which store the index belongs to.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Takes yesterday's index of a drive, or builds one anew, and begins an epoch with it.
+"""Opens the existing index of a drive, or rebuilds it, and begins an epoch.
 
-Always holds: what is taken agrees with itself and with the drive, as far as the way it was left makes a look necessary
-(`kvstore.storage.index_check`); whatever doubt there is brings a scan about, and no error. The epoch is on the drive
-before it is in the index, and so are all notes of it in the lock file.
+Always holds: an index that is kept agrees with itself and with the drive, as far as the way it was closed requires a
+check (`kvstore.storage.index_check`). Any doubt leads to a scan, not to an error. The epoch is on the drive before it
+is in the index, and so are all notes of it in the lock file.
 
-It doesn't say what an index holds (`kvstore.storage.index`), or what a scan finds (`kvstore.storage.recovery`).
+It doesn't know the contents of an index (`kvstore.storage.index` does) or how to scan (`kvstore.storage.recovery`
+does).
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 Always holds:
 
-- A chunk counts the sessions that name it, and is removed with the last. A block counts the chunks and tails that name
-  it, so sessions that share a chunk cost its blocks one reference: forking is O(chunks).
-- What a session consists of changes in one transaction, and with it all counts, if they are few. Those of a large one
-  are changed in slices: chunks are counted before the session names them (`name_chunks`), and after it has given them
-  up (`settle`). Meanwhile the session *owes* them: the count of a chunk is always that of the sessions that name it and
-  of those that owe it. An opening settles what a crash has left owed.
+- A chunk counts the sessions that name it, and is removed with the last one. A block counts the chunks and tails that
+  name it, so sessions that share a chunk cost its blocks one reference: forking is O(chunks).
+- If few counts change, they change in the same transaction as the session. Those of a large session change in slices:
+  chunks are counted before the session names them (`name_chunks`), and after it has dropped them (`settle`). In
+  between, the session *owes* them: a chunk's count is always the number of sessions that name it or owe it. A start
+  settles what a crash has left owed.
 - A value has a bounded size: a chunk's fits into one page of LMDB.
 
-It doesn't write to the drive, and doesn't know whether named blocks exist. References to blocks that are gone are
-kept: a block may come back under its name.
+It doesn't write to the drive, and doesn't know whether named blocks exist. References to removed blocks are kept: a
+block may be stored again under its name.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Read-ahead for a walk over a drive: it predicts the next positions and reads them in advance.
 
-A walk over headers learns from each header where the next one is, so a drive would do one small read at a time,
-while most drives do thirty in hardly more time. Blocks of one store mostly have one size, so the next jump is mostly
-equal to the last one. After two equal jumps the next positions are read, twice as many after each right guess.
+A walk over headers learns from each header where the next one is, so it would make one small read at a time, while
+most drives do thirty in hardly more time. Blocks of one store mostly have one size, so the next jump mostly equals
+the last one. After two equal jumps the next positions are read, twice as many after each right guess.
 
-Always holds: `read` returns what the drive has at that place, read after the `Ahead` was made, or a StorageError. A
-wrong guess, or one whose read failed, only costs time: the place is then read normally. After closing, nothing is in
-flight, so others may use the drive's queue.
+Always holds: `read` returns the drive's bytes at that position, read after the `Ahead` was made, or a StorageError. A
+wrong guess, or one whose read failed, only costs time: the position is then read normally. After closing, nothing is
+in flight, so others may use the drive's queue.
 
 It doesn't see writes: the drive must not be written meanwhile.
 """

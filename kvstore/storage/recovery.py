@@ -1,11 +1,11 @@
 """Rebuilds the index by walking over the headers on the drive, as `docs/record-format.md` describes it.
 
-Always holds: it writes nothing to the drive and reads no block's payload on purpose; of blocks with one name
-that the roll allows, the one with the highest generation is in the index afterwards; of a session, the newest
-manifest that is whole.
+Always holds: it writes nothing to the drive, and doesn't need to read payloads of blocks. Afterwards the index has,
+of blocks with one name that the roll allows, the one with the highest generation; of a session, the newest complete
+manifest.
 
-It doesn't judge payloads: their CRC is checked on every read. A page that cannot be read is stepped over;
-if it was a header, its record is lost.
+It doesn't check payloads: their CRC is checked on every read. An unreadable page is skipped; if it was a header, its
+record is lost.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def check_manifests(volume: Volume, index: Index, synced_generation: int) -> Non
                 raise Corrupt("A session's record cannot be read.") from error
             header, payload = open_copy(volume.codec, record, place.offset)
             if header is Flaw.NO_KEY:
-                continue  # its user was erased, and the index has not heard of it
+                continue  # its user was erased, and the index doesn't have that yet
             is_its = isinstance(header, Header) and header.generation == place.generation
             if not is_its or crc32c(payload) != place.crc32c:
                 raise Corrupt("A session's record is not whole.")

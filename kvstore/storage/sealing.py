@@ -1,11 +1,12 @@
-"""What a store has to know of the keys with which its records are encrypted.
+"""What a store needs to know of the keys that encrypt its records.
 
-Keys belong to erase domains: of a tenant, or of what it names. They are made, kept and destroyed elsewhere
-(`kvstore.sealing`); here they are named by numbers, which records and rows of the index have, and lie in the vault of
-the C core, where lanes and readers find them as well.
+Keys belong to erase domains: of a tenant, or of a domain that it names. `kvstore.sealing` makes, stores and destroys
+them. Here they are numbers, which records and index rows contain; the keys are in the vault of the C core, where
+lanes and readers find them as well.
 
-Always holds: a record is encrypted with a key that survives power loss, so `ensure` has answered for its domain before
-it is written; without such a key it is refused. A record whose key is gone for good can't be read by anybody.
+Always holds: a record is encrypted with a key that survives power loss, so `ensure` has answered for its domain
+before the record is written; without such a key the record is refused. A record whose key was destroyed can't be read
+by anybody.
 
 It has no key of its own, and decides nothing about them.
 """
@@ -54,7 +55,7 @@ class Keys(Protocol):
         ...
 
     def load(self, name: KeyName) -> bool:
-        """Put a key into the vault, which has let go of it; False if it is gone for good.
+        """Put a key into the vault, which has dropped it; False if it was destroyed.
 
         StorageError if that can't be told now.
         """

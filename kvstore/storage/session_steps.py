@@ -1,6 +1,6 @@
 """A step of a session that has not been reported yet, and the records that it writes.
 
-It knows nothing of their order (`kvstore.storage.sessions`).
+Their order is decided elsewhere (`kvstore.storage.sessions`).
 """
 
 from __future__ import annotations

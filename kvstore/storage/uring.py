@@ -42,7 +42,7 @@ assert ffi.sizeof("struct store_done") == _DONE.size
 
 
 class UringDisk:
-    """One drive behind one ring; all calls come from one thread."""
+    """One drive with one ring; all calls must be made by one thread."""
 
     def __init__(self, path: Path, queue_depth: int = DRIVE_QUEUE_DEPTH) -> None:
         self._path = path
@@ -125,7 +125,7 @@ class UringDisk:
             start = end
 
     def close(self) -> None:
-        """Wait for what is in flight and let the drive go."""
+        """Wait for operations in flight and close the drive."""
         if self._closed:
             return
         self._closed = True

@@ -89,7 +89,7 @@ def chunk_key(payload: bytes) -> bytes:
 
 
 def split_keys(joined: bytes) -> tuple[bytes, ...]:
-    """Take keys apart that stand one behind the other."""
+    """Split concatenated keys."""
     return tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
 
 
@@ -144,7 +144,7 @@ def parse_manifest(payload: bytes, label_bytes_max: int = SESSION_LABEL_BYTES_MA
 
 
 def _parse_last(data: bytes) -> tuple[int, int, int] | None:
-    """Read what stands behind the label: when the session ends, what of it is protected, its epoch; None if invalid."""
+    """Read what follows the label: the session's expiry, its protected blocks, its epoch; None if invalid."""
     if not data:
         return 0, 0, 0
     if len(data) == _EXPIRES.size:

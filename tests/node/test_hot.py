@@ -57,7 +57,7 @@ def test_what_is_in_use_is_never_given_away() -> None:
     assert hot.find(1) is None
 
 
-def test_one_that_was_refused_tries_again_when_a_use_ends_that_nobody_tells_of() -> None:
+def test_a_refused_caller_retries_when_an_unreported_use_ends() -> None:
     """A client on this machine reads a block, and is done, or was for too long."""
     told: list[int] = []
     reading = True
@@ -75,7 +75,7 @@ def test_one_that_was_refused_tries_again_when_a_use_ends_that_nobody_tells_of()
     assert told == [1, 1], "nobody waits"
 
 
-def test_who_has_not_asked_yet_makes_nobody_wait() -> None:
+def test_a_caller_without_a_request_delays_no_other() -> None:
     freed = []
     hot = HotPages(4, lambda: freed.append(True))
     used = hot.take(3)
@@ -144,7 +144,7 @@ def test_a_record_that_two_have_read_is_kept_once() -> None:
     assert hot.take(2) is not None, "the second one's pages are free"
 
 
-def test_a_piece_that_is_forgotten_is_not_found_and_is_free_once_nobody_uses_it() -> None:
+def test_a_forgotten_piece_is_not_found_and_is_free_after_its_last_use() -> None:
     hot = pages_of_size(2)
     piece = hot.take(2)
     assert piece is not None
@@ -156,7 +156,7 @@ def test_a_piece_that_is_forgotten_is_not_found_and_is_free_once_nobody_uses_it(
     assert hot.take(2) is not None
 
 
-def test_who_was_refused_is_called_when_there_may_be_room() -> None:
+def test_a_refused_caller_is_called_back_when_there_may_be_room() -> None:
     called: list[int] = []
     hot = HotPages(2, lambda: called.append(1))
     first = hot.take(1)
@@ -213,7 +213,7 @@ def test_pages_are_never_given_twice_and_never_lost(seed: int) -> None:
     assert hot.take(total) is not None, "all pages can be had again"
 
 
-def test_what_somebody_else_uses_is_not_evicted_and_what_was_forgotten_waits_for_him() -> None:
+def test_a_piece_in_use_is_not_evicted_and_a_forgotten_one_stays_until_its_last_use() -> None:
     """The shelf sends pieces that no fetch of ours holds."""
     sending: set[int] = set()
     hot = HotPages(4, lambda: None, lambda generation: generation not in sending)
@@ -269,9 +269,7 @@ def test_what_one_tenant_reads_leaves_another_its_part(wanted: int) -> None:
     assert hot._kept_of == {b"good": 20, b"evil": 60}
 
 
-def test_a_tenants_own_reads_take_the_place_of_what_it_keeps_and_nobody_has_a_part_where_all_are_one() -> (
-    None
-):
+def test_a_tenants_reads_replace_its_own_pieces_and_a_single_tenant_has_no_share() -> None:
     hot = HotPages(80, lambda: None, tenants=lambda: 2)
     reads(hot, b"good", range(1, 21))
     reads(hot, b"evil", range(100, 160))
