@@ -56,6 +56,10 @@ setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (2.4 G
 test-engines: setup-engines etcd ## tests/engines: real engines with our node beside them, in two parts (minutes)
 	@$(if $(PYTEST_ARGS),.venv-engines/bin/python -m pytest tests/engines $(PYTEST_ARGS),tools/test.sh engines)
 
+.PHONY: test-gpu
+test-gpu: setup ## tests/gpu, on a machine with an NVIDIA GPU: order, graphs, exact bytes, latency, bandwidth; fails without one
+	@tools/test_gpu.sh $(PYTEST_ARGS)
+
 .PHONY: test-hosts
 test-hosts: setup-engines etcd ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/, and vLLM (minutes)
 	@tools/test_hosts.sh $(PYTEST_ARGS)

@@ -18,6 +18,7 @@ from kvstore.cluster.etcd_options import EtcdReach
 from kvstore.errors import ConfigError
 from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_DEFAULT,
+    DRIVE_CAPACITY_BYTES_MAX,
     DRIVE_CAPACITY_BYTES_MIN,
     HOT_BYTES_DEFAULT,
     HOT_BYTES_MIN,
@@ -163,7 +164,7 @@ class NodeConfig:
     tls_certificate: Path | None = None  # the node's own, with its chain, and its key
     tls_key: Path | None = None
     tls_clients: Path | None = None  # authorities whose certificates clients must have
-    audit: Path | None = None  # a file of who came and who was turned away
+    audit: Path | None = None  # a file of accepted and refused callers
     events: EventsConfig | None = None
     http: tuple[str, int] | None = None  # where metrics and health are served
     ui: bool = False  # and the web page
@@ -193,6 +194,10 @@ class NodeConfig:
             raise ConfigError(
                 f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
                 f" {show_size(self.capacity_bytes)} is too small."
+            )
+        if self.capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
+            raise ConfigError(
+                f"A drive has at most {show_size(DRIVE_CAPACITY_BYTES_MAX)}, not {show_size(self.capacity_bytes)}."
             )
         if self.hot_bytes < HOT_BYTES_MIN:
             raise ConfigError(
@@ -247,7 +252,7 @@ class NodeConfig:
             raise ConfigError(f"A port is 0 to {_PORT_MAX}, not {port}.")
 
     def _check_beyond(self, host: str) -> None:
-        """Where others may come, they have to prove who they are."""
+        """A node that other machines can reach must authenticate its callers."""
         if not _is_loopback(host):
             wanting = [
                 flag
@@ -291,7 +296,7 @@ def _check_stays_here(endpoint: str) -> None:
 
 
 def environment(name: str) -> str:
-    """What a variable says; nothing if it is not set."""
+    """The value of a variable; empty if it is not set."""
     return os.environ.get(name, "")
 
 

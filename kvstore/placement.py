@@ -1,16 +1,16 @@
 """Which drive of a store, or which node of several, a name belongs to: weighted rendezvous hashing.
 
 Names fall into 8,192 lots, and each lot has its own order of all drives, drawn from their uuids (of nodes, from their
-addresses): the first one is the lot's home, the next is where it goes when the first can't take it, and so on.
+addresses): the first is the lot's home, the next is used when the first can't take it, and so on.
 
 Always holds:
 
-- The order of two drives in a lot depends on nothing but those two. So a drive that is added moves only the lots that
-  it takes, and one that is left out moves only those that it had.
-- Of all lots each drive is the home of a share in proportion to its weight, within what 8,192 draws leave to chance.
-- Zones never change which drive is first. The second one is the first of another zone than the home's, if there is one.
+- The order of two drives in a lot depends only on those two. So an added drive moves only the lots that it takes, and
+  a removed drive moves only the lots that it had.
+- Each drive is the home of a share of all lots in proportion to its weight, within the chance of 8,192 draws.
+- Zones never change which drive is first. The second is the first one in another zone than the home's, if there is one.
 
-It balances and doesn't defend: whoever may choose keys can choose those of one lot.
+It balances load but resists no attack: a client that chooses keys can choose those of one lot.
 """
 
 from __future__ import annotations

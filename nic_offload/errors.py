@@ -1,7 +1,7 @@
-"""The root of the project's one error tree, and the branches that belong to the fabric, to GPUs and to match-action.
+"""The root of the project's error tree, and its branches for the fabric, GPUs and match-action.
 
-`kvstore.errors` draws the whole tree and re-exports what is here; this package is the lower one, so
-the root has to live here. A miss is a value (`kvstore.miss`), never an exception.
+`kvstore.errors` shows the whole tree and re-exports these; the root is here because this package is the lower one. A
+miss is a value (`kvstore.miss`), never an exception.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 
 __all__ = [
     "CudaUnavailable",
+    "DeviceError",
     "FabricError",
     "FabricStuck",
     "FabricUnavailable",
@@ -20,7 +21,6 @@ __all__ = [
     "PutFailed",
     "RegionBusy",
     "RuleError",
-    "StagingFull",
     "TableFull",
 ]
 
@@ -80,8 +80,8 @@ class TableFull(KvError):
 
 
 class CudaUnavailable(KvError):
-    """CuPy or a GPU is missing; the message says which."""
+    """The CUDA driver, its compiler or a GPU is missing; the message says which."""
 
 
-class StagingFull(KvError):
-    """Every slot of a staging buffer is taken; nothing was changed, and a put that ends makes room."""
+class DeviceError(KvError):
+    """The device refused work, was reset, or let no more memory be page-locked; what depended on it is a miss."""

@@ -282,7 +282,7 @@ def _say(node: NodeProcess, file: Path, text: str, said: str) -> None:
         time.sleep(0.01)
 
 
-def test_who_may_enter_an_open_node_changes_at_a_start_only(tmp_path: Path) -> None:
+def test_access_to_an_open_node_changes_only_at_a_restart(tmp_path: Path) -> None:
     (tmp_path / "tenants.toml").write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme-1")}"]\n')
     file = tmp_path / "node.toml"
     file.write_text('log_level = "info"\n')

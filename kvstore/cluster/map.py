@@ -55,10 +55,10 @@ class Member:
 
     @classmethod
     def decoded(cls, data: bytes) -> Member:
-        """ConfigError if it is none. What a later version says besides is left out."""
+        """ConfigError if it is invalid. Unknown fields of later versions are ignored."""
         try:
             told = json.loads(data)
-            told = {"state": "", "zone": ""} | told  # an earlier version says nothing of these
+            told = {"state": "", "zone": ""} | told  # earlier versions don't have these
             known: dict[str, Any] = {one.name: _typed(one.type, told[one.name]) for one in fields(cls)}
             return cls(**known)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -79,11 +79,11 @@ def _typed(kind: object, value: object) -> object:
 
 @dataclass(frozen=True)
 class Map:
-    """Who is there. Without members it says that nobody is."""
+    """The members. It may be empty."""
 
     revision: int
     members: tuple[Member, ...] = field(default=())
-    digest: int = 0  # of the members, their leases and who is absent; 0: nobody says
+    digest: int = 0  # of the members, their leases and the absent nodes; 0: unknown
     absent: tuple[Member, ...] = ()  # that were members, and may come back with what they have
     placed_as: str | None = None  # what stands for a client's tenant; None: what it calls itself
 

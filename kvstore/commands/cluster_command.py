@@ -1,4 +1,4 @@
-"""`kvstore cluster`: which nodes there are, as one of them has it, and that one gives its blocks to the others."""
+"""`kvstore cluster`: the members as a node sees them; planning a change, draining and forgetting a node."""
 
 from __future__ import annotations
 

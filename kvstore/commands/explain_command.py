@@ -1,9 +1,9 @@
 """`kvstore explain`: why a request's blocks hit or missed, run by run, how long it took, and what to do about it.
 
-It asks the nodes that it is given, of a cluster all members at the same time, and changes nothing. What it shows is
-what each node recorded, and what clients told it of look-ups that did not reach it. Numbers of blocks are those of the
-look-up at that node; behind a session's own look-up, which a resume begins with, they are those of the resume. A node
-that doesn't answer is named, and the others are shown.
+It asks the nodes that it is given, or all members of a cluster at the same time, and changes nothing. It shows what
+each node recorded, and what clients reported to it of look-ups that did not reach it. Blocks are numbered within their
+look-up at that node; after a session's own look-up, with which a resume begins, they are numbered within the resume. A
+node that doesn't answer is named, and the others are shown.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def page(told: LookedUp, statistics: StatisticsResponse) -> str:
     for lookup, first in placed(told.lookups):
         if lookup.request_id != request_id:
             request_id = lookup.request_id
-            lines += ["", f"request {printable(request_id) or '(its caller gave none)'}"]
+            lines += ["", f"request {printable(request_id) or '(the caller gave no id)'}"]
         lines += _lookup_lines(lookup, first, told.now_unix_ms)
     lines += ["", *(f"What to do: {one}" for one in advice(told.lookups, statistics))]
     if len(told.lookups) >= LOOKUPS_LISTED_MAX:

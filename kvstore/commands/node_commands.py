@@ -1,6 +1,6 @@
-"""The commands that ask a running node: their flags, and how a node is reached from these.
+"""The commands that call a running node: their flags, and how they reach it.
 
-Each imports what it needs when it is run, so that `--help` needs nothing.
+Each command imports what it needs when it is run, so that `--help` needs nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.1, 3600.0
 
 
 def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> None:
-    """What every command takes that asks a node. What is not said is taken from where `kvstore.reach` looks."""
+    """The options of every command that calls a node; `kvstore.reach` supplies those not given."""
     parser.add_argument(
         "--node",
         metavar="HOST:PORT",

@@ -253,7 +253,7 @@ class Doorkeeper:
                 log.exception("the connections could not be checked")
 
     def must_look(self) -> bool:
-        """Whether there is something to see: somebody new, not let in yet, refused or barred, or a new endpoint.
+        """Whether there is something to check: a new, unauthenticated, refused or barred peer, or a new endpoint.
 
         A library may be late to accept, and is seen with it at the next look that comes without a reason.
         """
@@ -409,7 +409,7 @@ class Doorkeeper:
             self._turned_away(source, "connections without an accepted call, or too many", len(gone))
 
     def _is_loud(self, link: _Link, now_ns: int) -> bool:
-        """Whether so much came that the call it belongs to should have been let in by now.
+        """Whether so much has arrived that its call should have been authenticated by now.
 
         gRPC widens the window of a fresh connection by itself, and the thread that lets calls in may be behind.
         """
@@ -533,7 +533,7 @@ def _ip_and_port(peer: str) -> tuple[Ip, int] | None:
 
 
 def _received_bytes(link: _Link) -> int:
-    """What has come over a connection since it began."""
+    """Bytes received over a connection since it was opened."""
     with _Copy(link.fd, link.name) as ours, suppress(OSError):
         if ours is not None:
             told = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)

@@ -5,8 +5,9 @@ Then sessions and blocks leave the index, the memory and the drive as in a delet
 encrypted with another key, is overwritten.
 
 What always holds: an erasure is answered when every block and session that was stored when it was asked for is gone
-from memory and drive, and this would survive a power failure. One that was interrupted can be asked for again; it has
-destroyed the keys or has not. A call erases only what its caller's tenant has.
+from the drive, and this would survive a power failure. In the hot memory it is overwritten, what is being sent as soon
+as that has ended. One that was interrupted can be asked for again; it has destroyed the keys or has not. A call erases
+only what its caller's tenant has.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
 tenant's, the others' remain. Without encryption, earlier versions of a session's record may be in pages that are free.
@@ -20,7 +21,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.limits import ERASE_STEP_BLOCKS, SESSIONS_LISTED_STEP, TURN_STEP_BLOCKS
+from kvstore.limits import (
+    ERASE_STEP_BLOCKS,
+    ERASE_WIPED_BYTES,
+    PAGE_BYTES,
+    SESSIONS_LISTED_STEP,
+    TURN_STEP_BLOCKS,
+)
 from kvstore.names import domain_of, user_name
 from kvstore.node.calls import Ends, refusals
 from kvstore.node.session_names import check_text
@@ -64,6 +71,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             await erasure.destroy([named, domain_of(request.user)])
             await erasure.sessions(named)
             await erasure.blocks_of(domain_of(request.user))
+            await erasure.wipe_free_memory()
             erased = self._answer(erasure, tenant, domain_of(request.user), context.peer())
             return pb.EraseUserResponse(erased=erased)
         raise AssertionError
@@ -78,6 +86,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             await erasure.destroy([None])
             await erasure.sessions(None)
             await erasure.blocks_of(None)
+            await erasure.wipe_free_memory()
             return pb.EraseTenantResponse(erased=self._answer(erasure, tenant, None, context.peer()))
         raise AssertionError
 
@@ -167,6 +176,13 @@ class _Erasure:
             if len(names) >= ERASE_STEP_BLOCKS or not is_more:
                 await self._erase(names)
                 names = []
+
+    async def wipe_free_memory(self) -> None:
+        """Overwrite what is free of the hot memory: blocks that were evicted from there have left their bytes."""
+        page: int | None = 0
+        while page is not None:
+            async with self._node.turns.of(self._tenant):
+                page = self._node.hot.pages.wipe_free(page, ERASE_WIPED_BYTES // PAGE_BYTES)
 
     async def _erase(self, names: Sequence[Name]) -> None:
         for first in range(0, len(names), ERASE_STEP_BLOCKS):

@@ -231,7 +231,7 @@ class HttpServer:
             task = asyncio.create_task(self._serve(caller))
             self._serving[task] = caller
             task.add_done_callback(self._over)
-            await asyncio.sleep(0)  # requests that are being served go on, however many connections come
+            await asyncio.sleep(0)  # requests being served continue, however many connections arrive
 
     def _make_room(self, source: str) -> bool:
         """Close a connection if its source, or all, have the maximum; False if none can be closed."""

@@ -59,7 +59,7 @@ class Asked:
         self._size_bytes += one.length
 
     def so_far(self) -> Prefetched:
-        """What has come by now."""
+        """The blocks read so far."""
         return Prefetched(tuple(self._came), self._size_bytes)
 
     def end_if_over(self) -> None:
@@ -84,7 +84,7 @@ class _Wanted(NamedTuple):
 
 
 class Wish:
-    """The blocks of a prefetch that is to be: up to the first gap, behind which none are usable, and to its share."""
+    """The blocks to prefetch: up to the first gap, after which none are usable, and within its share."""
 
     def __init__(self, store: Store, tenant: bytes, flow: Hashable, asked: Asked, left_bytes: int) -> None:
         self.tenant = tenant
@@ -144,7 +144,7 @@ class Prefetches:
         """Have them read."""
         tenant, flow, asked = wish.tenant, wish.flow, wish.asked
         before = self._left.pop((tenant, flow), None)
-        if before is not None:  # it is asked for again before it has been done: it is done anew
+        if before is not None:  # requested again before it was done: it starts again
             self._queued.drop(tenant, flow)
             before.waiting = 0
             before.end_if_over()

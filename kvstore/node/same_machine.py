@@ -90,7 +90,7 @@ class Sharing:
         return self._places.left(tenant) > 0
 
     def offer(self, connection: Connection, slots: SharedSlots | None) -> pb.SharedMemory | None:
-        """What a client is told that may map memory; None if there is nothing to map."""
+        """The offer to a client that may map memory; None if there is nothing to map."""
         if self._hot is None and slots is None:
             return None
         one = secrets.token_bytes(SHARE_PASS_BYTES)
@@ -131,7 +131,7 @@ class Sharing:
     def _accept(self) -> None:
         try:
             caller, _ = self._listener.accept()
-        except OSError:  # it has left, or we have no descriptor for it, and would be told of it without end
+        except OSError:  # it has left, or we have no descriptor for it, and would be notified endlessly
             self._loop.remove_reader(self._listener)
             self._listens_again = self._loop.call_later(SHARE_REST_MS / 1000, self._listen)
             return
@@ -151,7 +151,7 @@ class Sharing:
                 self._hand_over(caller, offer)
                 return
         except OSError:
-            pass  # it has left, or we have no descriptor for it: it goes on over the fabric
+            pass  # it has left, or we have no descriptor for it: it continues over the fabric
         self._end(caller)
 
     def _hand_over(self, caller: socket.socket, offer: _Offer) -> None:

@@ -115,7 +115,7 @@ class Drive(Handle):
         self._wipes = Wipes(self._writes, self._extents, self._traffic)
         self._scrubs = Scrubs(self._writes, self._extents, self._traffic)
         self._doubts = opened.doubts
-        self.manifests = Manifests(index)
+        self.manifests = Manifests(index, volume.keys)
         self.keeping = keeping = Keeping(
             index, self._writes, self._wipes, self._scrubs, self._doubts, volume.superblock, clock, policy
         )

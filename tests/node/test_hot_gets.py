@@ -295,7 +295,7 @@ def hot_pages(inside: Node) -> int:
     return inside.hot.pages.statistics().capacity_bytes // 4096
 
 
-def test_what_is_dead_makes_room_for_whoever_waits_for_it() -> None:
+def test_dead_blocks_make_room_for_a_waiting_put() -> None:
     freed: list[bool] = []
     pages = HotPages(4, lambda: freed.append(True))
     piece, used = pages.take(2), pages.take(2)

@@ -202,7 +202,7 @@ def test_what_a_call_ended_with_is_counted(node: NodeProcess) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_without_a_token_nobody_is_told_anything(guarded: NodeProcess, path: str) -> None:
+def test_a_caller_without_a_token_learns_nothing(guarded: NodeProcess, path: str) -> None:
     url = http_url(guarded) + path
     basic = base64.b64encode(b"whoever:acme").decode()
     for headers in (
@@ -296,7 +296,7 @@ def test_what_is_no_request_is_told_so(untouched: NodeProcess, sent: bytes, stat
     assert raw(http_url(untouched), b"HEAD /healthz HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
 
 
-def test_those_who_say_nothing_hold_nobody_up_for_long(node: NodeProcess) -> None:
+def test_silent_callers_delay_no_other_for_long(node: NodeProcess) -> None:
     url = http_url(node)
     host, _, port = url.removeprefix("http://").rpartition(":")
     silent = [
@@ -315,7 +315,7 @@ def test_those_who_say_nothing_hold_nobody_up_for_long(node: NodeProcess) -> Non
         connection.close()
 
 
-def test_who_holds_all_that_a_source_may_loses_the_oldest_that_has_not_asked(node: NodeProcess) -> None:
+def test_a_source_at_its_limit_loses_its_oldest_connection_without_a_request(node: NodeProcess) -> None:
     host, _, port = http_url(node).removeprefix("http://").rpartition(":")
     with contextlib.ExitStack() as undo:
 
@@ -358,7 +358,7 @@ def test_health_is_answered_while_the_node_stands_still(node: NodeProcess) -> No
                 one.join()
 
 
-def test_who_asks_too_often_is_told_when_to_come_again(node: NodeProcess) -> None:
+def test_a_caller_over_its_rate_is_told_when_to_retry(node: NodeProcess) -> None:
     url = http_url(node)
     told = [ask(url + "/nowhere")[:2] for _ in range(4 * HTTP_REQUESTS_PER_S)]
     assert {status for status, _ in told} == {404, 429}
@@ -445,7 +445,7 @@ def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Pa
             assert ask(url + "/metrics", tls=tls)[0] == status
 
 
-def test_where_clients_need_certificates_health_alone_is_told_to_who_has_none(
+def test_with_client_certificates_only_health_is_open_to_callers_without_one(
     tmp_path: Path,
     pki: Path,  # noqa: F811
 ) -> None:
@@ -481,7 +481,7 @@ def test_where_clients_need_certificates_health_alone_is_told_to_who_has_none(
             client.status()
 
 
-def test_who_shows_no_certificate_uses_up_nothing_of_what_others_may_ask(pki: Path) -> None:  # noqa: F811
+def test_callers_without_a_certificate_use_none_of_the_others_rate(pki: Path) -> None:  # noqa: F811
     clock, nobody = FakeClock(), _Asked("/metrics", {}, {}, ("127.0.0.1", 1), {})
     gate = Gate(Tenants(bytes(16), clock), Audit(clock, None))
     tls = Certificates(

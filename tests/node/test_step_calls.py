@@ -200,7 +200,7 @@ def test_a_node_that_does_not_answer_costs_each_call_its_deadline_and_a_report_n
         assert [one.step for one in chat.trace().seen if one.step is not Step.ANSWERED] == [Step.APPENDED]
 
 
-def test_many_who_trace_at_once_get_each_their_own(here: NodeInProcess, client: Client) -> None:
+def test_concurrent_traces_stay_separate(here: NodeInProcess, client: Client) -> None:
     def tell(number: int) -> None:
         chat = client.session("ada", f"chat {number}")
         chat.append([key(number)], number + 1)

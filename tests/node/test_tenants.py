@@ -87,7 +87,7 @@ def test_a_token_proves_one_tenant_and_no_other(tenants: Tenants) -> None:
         by_token(tenants, token_digest("acme-1"))  # what stands in the file is of no use to whoever reads it
 
 
-def test_a_certificate_proves_the_tenant_who_has_its_name(tenants: Tenants) -> None:
+def test_a_certificate_identifies_the_tenant_with_its_name(tenants: Tenants) -> None:
     assert by_certificate(tenants, b"other", b"engine.zeta").tenant("").name == "zeta"
     assert by_certificate(tenants, common=b"engine.zeta").tenant("").name == "zeta"
     for names in ((b"acme",), (b"engine",), (b"\xff",)):
@@ -237,7 +237,9 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_audit_log_says_who_came_and_bounds_who_is_turned_away(clock: HeldClock, tmp_path: Path) -> None:
+def test_the_audit_log_has_accepted_callers_and_a_bounded_number_of_refusals(
+    clock: HeldClock, tmp_path: Path
+) -> None:
     path = tmp_path / "audit.jsonl"
     with Audit(clock, path) as audit:
         audit.connected("attach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
@@ -266,7 +268,7 @@ def test_the_audit_log_says_who_came_and_bounds_who_is_turned_away(clock: HeldCl
     assert len(lines(path)) == AUDIT_LINES_OF_ONE_PER_S + 4, "a log is gone on with"
 
 
-def test_who_fills_the_audit_log_hides_nobody_elses_lines(clock: HeldClock, tmp_path: Path) -> None:
+def test_a_caller_that_fills_the_audit_log_hides_no_others_lines(clock: HeldClock, tmp_path: Path) -> None:
     with Audit(clock, path := tmp_path / "audit.jsonl") as audit:
         for port in range(1000):
             audit.refused("get", tenant="", peer=f"ipv4:6.6.6.6:{port}", why="no")
@@ -350,7 +352,7 @@ def test_an_audit_log_that_cannot_be_written_is_told_at_the_start_and_stops_noth
     ]
 
 
-def test_quotas_go_by_the_names_on_the_drive_and_only_who_has_one_is_in_it(
+def test_quotas_are_keyed_by_the_names_on_the_drive_and_list_only_tenants_with_one(
     tenants: Tenants, tmp_path: Path
 ) -> None:
     assert tenants.quotas() == {}

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvstore.engines.vllm.identity import Identity, identify
+from kvstore.engines.vllm.identity import identify
 from kvstore.engines.vllm.plan import Plan, Told
 from kvstore.engines.vllm.scheduler import Scheduling
 from kvstore.engines.vllm.settings import Settings
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
+
+    from kvstore.engines.vllm.groups import Identity
 
 __all__ = ["TriggerKvConnector"]
 
@@ -190,7 +192,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(_nothing)
     def build_connector_worker_meta(self) -> Told | None:
-        """Tell the scheduler's side what is stored."""
+        """Report stored blocks to the scheduler's side."""
         return self._working.told() if self._working is not None else None
 
     # --- the scheduler's side
@@ -262,7 +264,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(_nothing)
     def get_kv_connector_stats(self) -> Stats | None:
-        """Tell what was done since this was last asked."""
+        """Return what was done since the last call."""
         side = self._working or self._scheduling
         return side.stats.take() if side is not None else None
 
