@@ -70,7 +70,8 @@ def p99(taken: Sequence[float]) -> float:
 
 
 def _attackers() -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    """A process that begins an attack at once when it is told to."""
+    attackers = subprocess.Popen(
         [sys.executable, "-m", "tests.hostile.attacks"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -78,6 +79,9 @@ def _attackers() -> subprocess.Popen[str]:
         cwd=_ROOT,
         start_new_session=True,
     )
+    assert attackers.stdout is not None
+    assert attackers.stdout.readline() == "ready\n"
+    return attackers
 
 
 class Beside:
