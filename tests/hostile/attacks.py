@@ -501,6 +501,7 @@ def _attack(name: str, until: float, source: str, told: Told) -> None:
 
 if __name__ == "__main__":
     os.nice(5)
+    print("ready", flush=True)  # noqa: T201 - what starts them waits for it
     for line in sys.stdin:
         if not (child := os.fork()):
             _attack(*json.loads(line))

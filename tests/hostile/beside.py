@@ -42,7 +42,7 @@ ALONE_S = 2.0  # before an attack, unless it was measured just now; and behind o
 ALONE_LASTS_S = 15.0
 BEHIND_S = 0.3  # after each attack no error may come, either
 WINDOW_S = 0.8  # whose median says how slow the neighbour was: what the machine does besides comes in bursts
-FIRST_S = 1.5  # in which the node finds out who attacks it
+FIRST_S = 2.0  # in which the node finds out who attacks it
 SLOWER_MAX = 2.0
 NOISE_S = 0.010  # a p99 below this says nothing: so much comes of other work on the machine
 MEMORY_MAX = 64 << 20
@@ -70,7 +70,8 @@ def p99(taken: Sequence[float]) -> float:
 
 
 def _attackers() -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    """A process that begins an attack at once when it is told to."""
+    attackers = subprocess.Popen(
         [sys.executable, "-m", "tests.hostile.attacks"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -78,6 +79,9 @@ def _attackers() -> subprocess.Popen[str]:
         cwd=_ROOT,
         start_new_session=True,
     )
+    assert attackers.stdout is not None
+    assert attackers.stdout.readline() == "ready\n"
+    return attackers
 
 
 class Beside:

@@ -62,7 +62,8 @@ def test_callers_for_descriptors_that_have_no_pass(putting: Beside, monkeypatch:
         return of_link(shared, *more)
 
     monkeypatch.setitem(vars(links), "map_shared", hear)
-    putting.client.attach()
+    with small_client(putting.node.target, token="good") as late:
+        late.attach()  # the neighbour itself is attached already
     alone, under, did = putting.endure("passes", socket=told[0].socket)
     assert did["given"] > 0
     assert all_is_well(putting)
