@@ -9,7 +9,7 @@
 #   TRIGGERKV_TWIN_ROUNDS=n    how many rounds `make bench-twin` does (3)
 #   FUZZ_RUNS='C PYTHON'       how many inputs `make fuzz` gives to the desk, and to each Python parser
 #   TRIGGERKV_KEYRING_ENDS=n   in how many ways `make test-keyring` ends each step of a keyring (12)
-#   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (3)
+#   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (2.4)
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
 #   TRIGGERKV_CHAOS_ROUNDS=n      how many rounds `make test-cluster` does between hosts (300), fifteen to a cluster
@@ -55,6 +55,10 @@ setup-engines: setup ## .venv-engines: vLLM for CPUs, transformers, torch (2.4 G
 .PHONY: test-engines
 test-engines: setup-engines etcd ## tests/engines: real engines with our node beside them, in two parts (minutes)
 	@$(if $(PYTEST_ARGS),.venv-engines/bin/python -m pytest tests/engines $(PYTEST_ARGS),tools/test.sh engines)
+
+.PHONY: test-gpu
+test-gpu: setup ## tests/gpu, on a machine with an NVIDIA GPU: order, graphs, exact bytes, latency, bandwidth; fails without one
+	@tools/test_gpu.sh $(PYTEST_ARGS)
 
 .PHONY: test-hosts
 test-hosts: setup-engines etcd ## tests/hosts: network namespaces as hosts, behind firewalls, with the commands of deploy/, and vLLM (minutes)

@@ -43,8 +43,8 @@
     │   └── RegionBusy         registered memory that may still be read or written
     ├── RuleError              a rule or request that the match-action table cannot use
     ├── TableFull              the match-action table is at one of its bounds
-    ├── CudaUnavailable        CuPy or a GPU is missing (also defined there)
-    └── StagingFull            every slot of a staging buffer is taken
+    ├── CudaUnavailable        the CUDA driver, its compiler or a GPU is missing (also defined there)
+    └── DeviceError            a GPU refused work, was reset, or let no more memory be page-locked
 
 A miss is not an error: see `kvstore.miss`.
 """
@@ -53,6 +53,7 @@ from __future__ import annotations
 
 from nic_offload.errors import (
     CudaUnavailable,
+    DeviceError,
     FabricError,
     FabricStuck,
     FabricUnavailable,
@@ -62,7 +63,6 @@ from nic_offload.errors import (
     PutFailed,
     RegionBusy,
     RuleError,
-    StagingFull,
     TableFull,
 )
 
@@ -73,6 +73,7 @@ __all__ = [
     "Corrupt",
     "CudaUnavailable",
     "DeadlineExceeded",
+    "DeviceError",
     "Expired",
     "FabricError",
     "FabricStuck",
@@ -103,7 +104,6 @@ __all__ = [
     "RuleError",
     "SessionFileError",
     "SessionRefused",
-    "StagingFull",
     "StorageError",
     "TableFull",
     "TenantDenied",

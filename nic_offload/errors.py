@@ -11,6 +11,7 @@ import os
 
 __all__ = [
     "CudaUnavailable",
+    "DeviceError",
     "FabricError",
     "FabricStuck",
     "FabricUnavailable",
@@ -20,7 +21,6 @@ __all__ = [
     "PutFailed",
     "RegionBusy",
     "RuleError",
-    "StagingFull",
     "TableFull",
 ]
 
@@ -80,8 +80,8 @@ class TableFull(KvError):
 
 
 class CudaUnavailable(KvError):
-    """CuPy or a GPU is missing; the message says which."""
+    """The CUDA driver, its compiler or a GPU is missing; the message says which."""
 
 
-class StagingFull(KvError):
-    """Every slot of a staging buffer is taken; nothing was changed, and a put that ends makes room."""
+class DeviceError(KvError):
+    """The device refused work, was reset, or let no more memory be page-locked; what depended on it is a miss."""

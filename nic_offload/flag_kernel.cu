@@ -1,23 +1,30 @@
 /*
- * The kernels that ring flag words from a GPU stream: fence the system, then store one 64-bit word a thread.
+ * The kernels that ring flag words and doorbells from a GPU stream: one 64-bit store a thread.
  *
- * A word is host memory mapped for the GPU, which the agent polls ("set": what is stored is the running total),
- * or a doorbell of the NIC, which adds what is stored to its counter ("add": what is stored is the increment).
- * Which of the two it is only the caller knows; the store is the same.
+ * A flag word is host memory mapped for the GPU, which the agent polls: `st.release.sys`, so that any thread that
+ * acquires the value sees all that the stream did before the kernel. A doorbell is a NIC's register: memory-mapped I/O,
+ * for which PTX has `st.mmio.relaxed.sys`, done exactly once and never merged, torn or speculated; as it orders
+ * nothing, a fence of the whole system comes before it. A volatile store promises neither.
  *
- * What always holds: the fence comes before the store, so whoever sees the new value, on whatever device, sees
- * all that the stream wrote before the kernel. A store is one volatile 64-bit access of the word: never torn,
- * merged or left out. That is a relaxed store of system scope, and a release together with the fence. Each
- * thread fences for itself: a barrier would order threads, not what other devices see.
+ * What always holds: one store of the word a thread; each thread orders for itself, because a barrier orders threads, not
+ * what other devices see.
  *
- * What they don't do: read a word that is not in the GPU's own memory. `totals` are; they are touched by the
- * kernels alone, in stream order, so that they need no atomics.
+ * What they don't do: read a word that is not in the GPU's own memory. `totals` are; only these kernels touch them, in
+ * stream order, so they need no atomics.
  */
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#error "release and mmio stores need a GPU of compute capability 7.0 or later"
+#endif
+
+static __device__ void release(unsigned long long *word, unsigned long long value)
+{
+	asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(word)), "l"(value) : "memory");
+}
 
 extern "C" __global__ void tk_ring(unsigned long long *words, unsigned long long value)
 {
-	__threadfence_system();
-	*(volatile unsigned long long *)(words + threadIdx.x) = value;
+	release(words + threadIdx.x, value);
 }
 
 /* For graphs, whose arguments are frozen when they are captured: each replay counts on by itself. */
@@ -26,6 +33,15 @@ extern "C" __global__ void tk_ring_next(unsigned long long *words, unsigned long
 	unsigned long long total = totals[threadIdx.x] + step;
 
 	totals[threadIdx.x] = total;
-	__threadfence_system();
-	*(volatile unsigned long long *)(words + threadIdx.x) = total;
+	release(words + threadIdx.x, total);
 }
+
+/* st.mmio came with PTX 8.2, which is CUDA 12.2; an older compiler makes no kernel for doorbells. */
+#if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 2)
+extern "C" __global__ void tk_ring_doorbell(unsigned long long *doorbell, unsigned long long step)
+{
+	asm volatile("fence.acq_rel.sys;" ::: "memory");
+	asm volatile("st.mmio.relaxed.sys.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(doorbell)), "l"(step)
+		     : "memory");
+}
+#endif

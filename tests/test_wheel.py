@@ -23,7 +23,7 @@ import kvstore, nic_offload, kvstore.errors, kvstore.client, kvcli.running
 home = pathlib.Path(sys.prefix)
 for package in (kvstore, nic_offload, kvcli):
     assert home in pathlib.Path(package.__file__).parents, package.__file__
-from nic_offload.cuda import KERNEL_SOURCE
+from nic_offload.nvrtc import KERNEL_SOURCE
 assert KERNEL_SOURCE.is_file(), KERNEL_SOURCE
 from nic_offload.library import load
 try:

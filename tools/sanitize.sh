@@ -47,7 +47,7 @@ done
 cp pyproject.toml "$out"/
 cd "$out"
 # The match-action table has no C in it, and the CUDA compilers crash under these libraries.
-run=("$OLDPWD/$python" -m pytest tests/sim/test_events.py tests/nic_offload tests/conformance --ignore-glob="*test_match*" --ignore-glob="*test_cuda_compile*" --timeout 300 -p no:cacheprovider --capture=sys "$@")
+run=("$OLDPWD/$python" -m pytest tests/sim/test_events.py tests/nic_offload tests/conformance --ignore-glob="*test_match*" --timeout 300 -p no:cacheprovider --capture=sys "$@")
 export PYTHONMALLOC=malloc PYTHONPATH=$PWD LD_PRELOAD=${preload% }
 if [[ $name == thread ]]; then
 	run+=(--ignore-glob="*test_stuck*") # it holds a thread in a signal handler, and this sanitizer puts signals off

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore.engines.common_settings import EngineSettings
     from kvstore.miss import Miss
     from nic_offload.fabric import Region
+    from nic_offload.flags import FlagWord
 
 __all__ = ["Store", "block_at", "blocks_of_pieces", "open_store"]
 
@@ -33,8 +34,8 @@ class Store(Protocol):
         """Register memory."""
         ...
 
-    def arm(self, blocks: Sequence[Any]) -> ArmedPuts | ClusterPuts:
-        """Put blocks now."""
+    def arm(self, blocks: Sequence[Any], flag: FlagWord | None = None) -> ArmedPuts | ClusterPuts:
+        """Put blocks when the flag reaches their thresholds; without a flag, now."""
         ...
 
     def get(self, blocks: Sequence[Any], *, timeout_s: float) -> Sequence[Hit | Miss]:
@@ -94,11 +95,16 @@ def open_store(settings: EngineSettings, layout: bytes, **of_clients: Any) -> Cl
 
 
 def block_at(
-    key: bytes, memory: Region | Everywhere, offset: int, length: int, domain: bytes = SHARED
+    key: bytes,
+    memory: Region | Everywhere,
+    offset: int,
+    length: int,
+    domain: bytes = SHARED,
+    threshold: int = 1,
 ) -> Block | ClusterBlock:
     """A block in memory that the store has registered."""
     kind: Any = Block if not isinstance(memory, Everywhere) else ClusterBlock
-    made: Block | ClusterBlock = kind(key, memory, offset, length, domain=domain)
+    made: Block | ClusterBlock = kind(key, memory, offset, length, domain=domain, threshold=threshold)
     return made
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -41,6 +40,7 @@ from kvstore.steps import Step
 from kvstore.storage.items import PutDone, PutItem
 from kvstore.wire.ack import AckCode, code_of_error
 from kvstore.wire.fabric_call import metadata_of
+from nic_offload.memory import undumped
 from nic_offload.receiver import Receiver, Room
 from nic_offload.sender import HEAD_PAGE_BYTES, METADATA_BYTES_MAX, Area
 from nic_offload.trigger import put_words
@@ -115,7 +115,7 @@ class PutArea:
         if shares:
             with suppress(FabricError):  # for want of a descriptor: then it goes on over the fabric
                 self.shared = SharedSlots(connection.fabric, self.layout.total_bytes)
-        self._memory = mmap.mmap(-1, self.layout.total_bytes) if self.shared is None else self.shared.memory
+        self._memory = undumped(self.layout.total_bytes) if self.shared is None else self.shared.memory
         self._region = connection.fabric.register(self._memory, endpoint=connection.endpoint)
         self.rooms: dict[int, Piece] = {}  # by number
         self.unheard: list[Landed] = []  # of which the store has not heard

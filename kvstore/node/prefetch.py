@@ -9,10 +9,18 @@ room, is left out; the caller may be told what was read. It checks no payload: t
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import Overloaded
-from kvstore.limits import PAGE_BYTES, PREFETCH_AHEAD_BYTES, PREFETCH_BLOCKS_MAX, PREFETCHES_MAX, SHARES
+from kvstore.limits import (
+    FETCHES_A_ROUND,
+    PAGE_BYTES,
+    PREFETCH_AHEAD_BYTES,
+    PREFETCH_BLOCKS_MAX,
+    PREFETCHES_MAX,
+    SHARES,
+)
 from kvstore.node.fair import FairQueue
 from kvstore.node.landing import pages_of
 from kvstore.storage.items import GetItem
@@ -120,6 +128,7 @@ class Prefetches:
         self._left: dict[tuple[bytes, Hashable], Asked] = {}  # those of which a block waits
         self._reading: dict[int, tuple[Piece, _Wanted]] = {}
         self._reading_bytes = 0
+        self._goes_on: asyncio.Handle | None = None
         self._tag = 0
 
     def __len__(self) -> int:
@@ -130,18 +139,6 @@ class Prefetches:
     ) -> Wish:
         """Begin to collect blocks; `ended` is called when they are done. It takes `queue` to have them read."""
         return Wish(self._store, tenant, flow, Asked(ended), self._memory.size_bytes // SHARES)
-
-    def add(
-        self,
-        tenant: bytes,
-        flow: Hashable,
-        keys: Sequence[bytes],
-        ended: Callable[[Prefetched], object] | None = None,
-    ) -> Asked:
-        """Have a few blocks read."""
-        wish = self.wish(tenant, flow, ended)
-        wish.add(keys)
-        return self.queue(wish)
 
     def queue(self, wish: Wish) -> Asked:
         """Have them read."""
@@ -167,14 +164,21 @@ class Prefetches:
         """Read no more than what is being read."""
         self._queued = FairQueue()
         self._left.clear()
+        if self._goes_on is not None:
+            self._goes_on.cancel()
 
     def pump(self) -> None:
-        """Read on, unless other work waits."""
+        """Read on, unless other work waits; many blocks in rounds, with other calls between them."""
         reads: list[GetItem] = []
+        looked = 0
         while self._reading_bytes < PREFETCH_AHEAD_BYTES and not self._is_wanted_elsewhere():
+            if looked == FETCHES_A_ROUND:
+                self._go_on()
+                break
             one = self._queued.take(lambda _: True)
             if one is None:
                 break
+            looked += 1
             self._no_longer_waits(one)
             if self._memory.pages.has(one.generation):
                 one.asked.came(one)
@@ -185,6 +189,14 @@ class Prefetches:
             one.asked.end_if_over()
         if reads:
             self._store.get(reads, self._arrived)
+
+    def _go_on(self) -> None:
+        if self._goes_on is None:
+            self._goes_on = asyncio.get_running_loop().call_soon(self._come)
+
+    def _come(self) -> None:
+        self._goes_on = None
+        self.pump()
 
     def _read(self, one: _Wanted, piece: Piece) -> GetItem:
         self._tag += 1

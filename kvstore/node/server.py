@@ -127,7 +127,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
     steps_pb2_grpc.add_StepsServicer_to_server(StepsService(node, gate), server)  # type: ignore[no-untyped-call]
     upkeep_pb2_grpc.add_UpkeepServicer_to_server(UpkeepService(node, gate), server)  # type: ignore[no-untyped-call]
-    return add_standard_services(server, gate)
+    return add_standard_services(server, gate, node.turns)
 
 
 def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
@@ -234,8 +234,8 @@ def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) ->
     loop = asyncio.get_running_loop()
 
     def turned_away(source: str, why: str, connections: int) -> None:
-        said = {"tenant": "", "peer": source, "why": f"{why} ({connections})"}
-        loop.call_soon_threadsafe(lambda: gate.audit.refused("connect", **said))
+        said = f"{why} ({connections})"
+        loop.call_soon_threadsafe(lambda: gate.audit.refused("connect", tenant="", peer=source, why=said))
 
     keeper = Doorkeeper(node.clock, port, turned_away, clients)
     gate.let_in, gate.turned_away, gate.stands_still = keeper.proved, keeper.refused, keeper.stands_still
@@ -453,7 +453,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         lookup_log = LookupLog(config.data / "lookups")
         tenants = Tenants(store.salt, clock)
         node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address, tenants.known)
-        node.sharing = Sharing(node.hot if config.tenants is None else None)
+        node.sharing = Sharing(node.hot if config.tenants is None else None, tenants.known)
         try:
             await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)
         finally:  # in any case: its timer must not use a closed drive

@@ -153,7 +153,9 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                         expires_unix_ms=one.expires_ms,
                     )
                     for one in page
-                    if not 0 < one.expires_ms <= now_ms and epoch in (None, one.epoch)
+                    if one.label is not None
+                    and not 0 < one.expires_ms <= now_ms
+                    and epoch in (None, one.epoch)
                 ],
                 next_page_token=page[-1].session if len(found) > limit else b"",
             )

@@ -81,7 +81,7 @@ def header_of(file: KeyringFile) -> Header:
     return parse_header(header_sectors(file))
 
 
-def unwrapped_root(header: Header, master: Master) -> bytearray:
+def unwrapped_root(header: Header, master: Master) -> memoryview:
     """The root key, which the caller has to wipe; WrongMasterKey if another master key wraps it."""
     if header.master_id != master.id:
         raise WrongMasterKey(
@@ -96,7 +96,7 @@ def unwrapped_root(header: Header, master: Master) -> bytearray:
         ) from None
 
 
-def read_root(path: Path, master: Master) -> bytearray:
+def read_root(path: Path, master: Master) -> memoryview:
     """The root key of a keyring that a node may have open; the caller has to wipe it."""
     file = FolderFile(path, locks=False)
     try:

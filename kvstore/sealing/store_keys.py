@@ -47,7 +47,7 @@ class StoreKeys:
         """Take over an open keyring."""
         self._keyring = keyring
         self.vault = Vault(VAULT_KEYS_MAX)
-        self.header_secret = bytes(keyring.store_key)
+        self.header_secret = keyring.store_key
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
         self._worker = ThreadPoolExecutor(1, "kvstore-keys")

@@ -20,7 +20,6 @@ It doesn't decide which key encrypts new records: puts do.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import NoSpace, StorageError
@@ -37,6 +36,7 @@ from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.index import is_header_of
 from kvstore.wire.record import record_bytes
 from nic_offload.checksum import crc32c_at
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +93,7 @@ class Encrypting:
         self._is_ending = False
         self._since_ns = self._rest_until_ns = 0
         self._left_bytes = 0
-        self._memory = mmap.mmap(-1, PAGE_BYTES)
+        self._memory = undumped(PAGE_BYTES)
         keeping.plain_bytes = index.plain_bytes() if self.is_active else 0
 
     @property
@@ -314,7 +314,7 @@ class Encrypting:
             if error is None and not self._closed:
                 self._volume.note_nothing_plain()
                 self.is_active, self._extents.unwritten, self.why = False, None, ""
-                self._memory = mmap.mmap(-1, PAGE_BYTES)
+                self._memory = undumped(PAGE_BYTES)
 
         self.is_working = True
         self._keeping.after_scrubs(overwritten)  # which may be at once
@@ -329,7 +329,7 @@ class Encrypting:
 
     def _add(self, pieces: _Pieces) -> None:
         if len(self._memory) < pieces.size_in_all:
-            self._memory = mmap.mmap(-1, pieces.size_in_all)
+            self._memory = undumped(pieces.size_in_all)
         self.is_working = True
         self._traffic.add(pieces)
 

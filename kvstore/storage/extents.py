@@ -126,6 +126,10 @@ class Extents:
         begin = max(start, page)
         return begin, min(start + self._by_start[start], until) - begin
 
+    def after(self, page: int) -> list[tuple[int, int]]:
+        """Return the free extents that end after a page, in order."""
+        return sorted(one for one in self._by_start.items() if sum(one) > page)
+
     def hold(self, start: int, length: int) -> None:
         """Keep free pages from being allocated, until `let_go`; they stay free."""
         self._held = (start, start + length)

@@ -221,7 +221,7 @@ class _Checked:
         self._first_path = index_path(data, number)
         self._second_path = data / f"fsck-{number}"
         last.callback(shutil.rmtree, self._second_path, ignore_errors=True)
-        self.second = Index.empty(self._second_path, superblock.capacity_bytes)
+        self.second = Index.empty(self._second_path, superblock.capacity_bytes, sealed=volume.is_all_sealed)
         last.callback(self.second.abandon)
         self._highest = rebuild(volume, self.second, progress)
         self.doubts = Doubts(self.second)

@@ -7,8 +7,8 @@ file is SIGBUS, and a wrong free list makes it overwrite its own pages. So a fil
 - its structure is valid (`check_structure`): both heads, and every page of every tree and of the free list, is in the
   file, of the right kind, within its bounds and used once, with as many entries as the tree says.
 
-Always holds: nothing here writes to the index; the seal is removed before the index is changed, and a damaged seal
-counts as none.
+Always holds: nothing here writes to the index, except to overwrite one that is discarded; the seal is removed before
+the index is changed, and a damaged seal counts as none.
 
 It doesn't check rows (`kvstore.storage.index_check` does), and doesn't know which store the index belongs to.
 """
@@ -39,6 +39,7 @@ __all__ = [
     "PAGE_HEAD_BYTES",
     "check_structure",
     "is_sealed",
+    "overwrite",
     "seal",
     "tree_of",
     "unseal",
@@ -111,6 +112,16 @@ def unseal(folder: Path) -> None:
     if seal_path.is_dir():  # it is not ours
         shutil.rmtree(seal_path)
     seal_path.unlink(missing_ok=True)
+
+
+def overwrite(folder: Path) -> None:
+    """Overwrite a file that is about to be discarded with zeros, durably; no file is well."""
+    with suppress(FileNotFoundError), (folder / DATA_NAME).open("r+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        zeros = bytes(_READ_BYTES)
+        for at in range(0, size, _READ_BYTES):
+            file.write(zeros[: size - at])
+        os.fsync(file.fileno())
 
 
 def is_sealed(folder: Path) -> bool:

@@ -110,7 +110,7 @@ def open_index(
         rebuilt = (index is None or extents is None) and not blank
         if index is None or extents is None:
             undo.close()
-            index = Index.empty(folder, volume.superblock.capacity_bytes)
+            index = Index.empty(folder, volume.superblock.capacity_bytes, sealed=volume.is_all_sealed)
             undo.callback(index.abandon)
             if rebuilt:
                 volume.skip_generations(rebuild(volume, index, progress))

@@ -14,12 +14,12 @@ It doesn't see writes: the drive must not be written meanwhile.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import select
 from typing import TYPE_CHECKING, Self
 
 from kvstore.limits import READS_AHEAD_MAX
 from kvstore.storage.disk import DiskOp, DiskOpKind
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,7 +35,7 @@ class Ahead:
     def __init__(self, disk: Disk, piece_bytes: int) -> None:
         self._disk = disk
         self._piece_bytes = piece_bytes
-        self._memory = mmap.mmap(-1, READS_AHEAD_MAX * piece_bytes)
+        self._memory = undumped(READS_AHEAD_MAX * piece_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free = list(range(READS_AHEAD_MAX))  # pieces of the memory, which are also the tags
         self._guesses: dict[tuple[int, int], int] = {}  # (offset, length) -> piece; in the order of the drive

@@ -200,7 +200,8 @@ class _Sessions:
 
     def __init__(self, volume: Volume, index: Index) -> None:
         self._volume = volume
-        self._manifests = Manifests(index)
+        self._manifests = Manifests(index, volume.keys)
+        self._clear: set[int] = set()  # where records are in the clear
         self._heads: dict[tuple[bytes, bytes], list[tuple[int, Place]]] = {}
         self._chunks: dict[tuple[bytes, bytes], list[Place]] = {}
 
@@ -208,6 +209,8 @@ class _Sessions:
         """Remember where one stands."""
         place = Place(offset, header.length, header.crc32c, header.generation)
         name = (header.tenant, header.key)
+        if not header.domain:
+            self._clear.add(offset)
         if header.kind == Kind.SESSION:
             self._heads.setdefault(name, []).append((header.generation, place))
         elif header.kind == Kind.CHUNK:
@@ -232,7 +235,8 @@ class _Sessions:
                 return False
             written[chunk] = found
         name = SessionName(tenant, manifest.user, manifest.session)
-        self._manifests.replace(name, Stored(place, manifest), written)
+        is_clear = place.offset in self._clear
+        self._manifests.replace(name, Stored(place, manifest), written, is_clear=is_clear)
         return True
 
     def _chunk(self, tenant: bytes, chunk: bytes) -> tuple[Place, bytes] | None:

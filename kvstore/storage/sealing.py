@@ -14,15 +14,18 @@ It has no key of its own, and decides nothing about them.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from kvstore.errors import NoKeyring
 from kvstore.limits import STAGED_IDLE_BYTES_MAX
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
+
+    from typing_extensions import Buffer
 
     from kvstore.errors import StorageError
     from kvstore.wire.record import KeyringMark, Superblock
@@ -37,7 +40,11 @@ class Keys(Protocol):
     """Of all domains of a store."""
 
     vault: Vault
-    header_secret: bytes  # of the tags of encrypted records' headers
+
+    @property
+    def header_secret(self) -> Buffer:
+        """The key of the tags of encrypted records' headers, which stays where it is."""
+        ...
 
     def name_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
         """Return which key a domain has; None if it has none yet. The key is in the vault then."""
@@ -120,7 +127,7 @@ class Staging:
             memory = idle.pop()
             self._idle_bytes -= size
         else:
-            memory = mmap.mmap(-1, size)
+            memory = undumped(size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._taken[address] = memory
         return address

@@ -121,14 +121,14 @@ def pack_manifest(manifest: Manifest) -> bytes:
     return b"".join((fixed, *manifest.chunks, *manifest.tail, *turns, manifest.label, last))
 
 
-def parse_manifest(payload: bytes) -> Manifest | None:
-    """Read a session's payload; None if it is none."""
+def parse_manifest(payload: bytes, label_bytes_max: int = SESSION_LABEL_BYTES_MAX) -> Manifest | None:
+    """Read a session's payload; None if it is none. An index may have longer labels."""
     if len(payload) < _FIXED.size:
         return None
     user, session, chunks, tail, turns, label = _FIXED.unpack_from(payload)
     if chunks > SESSION_CHUNKS_MAX or tail >= SESSION_CHUNK_BLOCKS:
         return None
-    if turns > SESSION_TURNS_MAX or label > SESSION_LABEL_BYTES_MAX:
+    if turns > SESSION_TURNS_MAX or label > label_bytes_max:
         return None
     turns_at = _FIXED.size + (chunks + tail) * KEY_BYTES
     label_at = turns_at + turns * _TURN.size

@@ -152,6 +152,12 @@ class FakeTransport:
             self._node.objects.setdefault(one.key, content)
         return SimpleNamespace(outcome=lambda wait_s: [True] * len(objects))  # noqa: ARG005
 
+    def before_loads(self) -> None:
+        pass
+
+    def after_loads(self) -> None:
+        pass
+
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:  # noqa: ARG002
         here = []
         for one in objects:

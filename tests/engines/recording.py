@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.engines.vllm.connector import TriggerKvConnector
+from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.offloading import TriggerKvOffloadingSpec
 from kvstore.engines.vllm.plan import Plan
 from kvstore.engines.vllm.tier import TriggerKvTier
@@ -70,6 +71,7 @@ class RecordingConnector(TriggerKvConnector):
     def _record(self, what: str, blocks: Iterable[Wanted]) -> None:
         assert isinstance(self._working, Working)
         memory = self._working.memory
+        assert isinstance(memory, KvMemory)
         with Path(os.environ["TEST_DIGESTS"]).open("a") as lines:
             for wanted in blocks:
                 group = memory.groups[wanted.group]
@@ -90,6 +92,7 @@ class LossyConnector(RecordingConnector):
         super().register_kv_caches(kv_caches)
         assert isinstance(self._working, Working)
         memory, transport = self._working.memory, self._working._loads._transport
+        assert isinstance(memory, KvMemory)
         fetch, dice = transport.fetch, random.Random(7)
 
         def lossy(objects: Sequence[Object], timeout_s: float) -> list[bool]:

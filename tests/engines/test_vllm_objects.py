@@ -8,8 +8,8 @@ from tests.engines.pretend import FakeNode, FakeTransport  # isort: skip - it is
 
 import torch
 
-from kvstore.engines.vllm import identity
-from kvstore.engines.vllm.identity import Group
+from kvstore.engines.vllm import groups
+from kvstore.engines.vllm.groups import Group
 from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.loading import Loads
 from kvstore.engines.vllm.plan import Load, Wanted
@@ -46,7 +46,7 @@ def caches(seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(params=[3 * PAGE, 100 * PAGE])
 def objects_of_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(identity, "OBJECT_BYTES_MAX", request.param)
+    monkeypatch.setattr(groups, "OBJECT_BYTES_MAX", request.param)
     return 3 if request.param == 3 * PAGE else 1
 
 
@@ -67,7 +67,7 @@ def test_what_was_stored_by_the_page_or_in_other_runs_has_other_names(
     block = LAYOUT.fingerprint + b"digest"
     named.append({LAYOUT.key(b"%b0/%d" % (block, layer)) for layer in range(LAYERS)})
     for pages in (1, 2, 3, 7):
-        monkeypatch.setattr(identity, "OBJECT_BYTES_MAX", pages * PAGE)
+        monkeypatch.setattr(groups, "OBJECT_BYTES_MAX", pages * PAGE)
         keys = set(group().objects(b"digest", 0))
         named.append(keys)
     last_of_two_and_three = {LAYOUT.key(b"%b0/6-7" % block)}

@@ -21,7 +21,7 @@ from types import SimpleNamespace as Fake
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.base import ReqContext
 from kvstore.engines.vllm import plugin
-from kvstore.engines.vllm.identity import Group, Identity
+from kvstore.engines.vllm.groups import Group, Identity
 from kvstore.engines.vllm.offloading import Engine, TriggerKvOffloadingSpec, _Manager
 from kvstore.engines.vllm.plan import Load, Plan, Wanted
 from kvstore.engines.vllm.scheduler import Scheduling

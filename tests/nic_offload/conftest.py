@@ -1,4 +1,4 @@
-"""Every provider that this machine has (the others are skipped, and say why), and a stand-in for CuPy."""
+"""Every provider that this machine has (the others are skipped, and say why)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nic_offload import cuda
 from nic_offload.errors import FabricUnavailable
 from nic_offload.library import load
-from tests.nic_offload.fake_cupy import FakeCupy
 from tests.nic_offload.rig import PROVIDERS, Pair, offered
 
 if TYPE_CHECKING:
@@ -39,10 +37,3 @@ def pair(provider: str) -> Iterator[Pair]:
 @pytest.fixture
 def flag(pair: Pair) -> FlagWord:
     return pair.flags[0]
-
-
-@pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
-    cuda._compiled.cache_clear()
-    yield FakeCupy.install(monkeypatch)
-    cuda._compiled.cache_clear()

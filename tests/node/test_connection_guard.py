@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import struct
 from contextlib import ExitStack
 from ipaddress import ip_address, ip_network
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
@@ -99,6 +101,33 @@ def test_a_connection_over_which_nothing_was_let_in_ends_in_its_time_and_one_tha
     door.look(100 * DOOR_TIMEOUT_MS)
     assert stays(honest)
     assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
+
+
+def test_a_look_bears_that_calls_are_let_in_meanwhile(door: Door) -> None:
+    """Another thread may have its turn when the collector runs; once such a look was given up, and barred nobody."""
+    ports = count(1)
+
+    def let_in(*_: object) -> None:
+        door.keeper.proved(f"ipv4:{HERE}:{next(ports)}")
+        door.keeper.floods(f"ipv4:{THERE}:{next(ports)}")
+
+    for _ in range(1000):
+        let_in()
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(let_in)
+    gc.set_threshold(1)
+    try:
+        door.look()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(let_in)
+
+
+def test_nothing_is_remembered_of_requests_of_http(door: Door) -> None:
+    """Each has a peer of its own: thousands a second would be looked through at each look."""
+    door.keeper.proved(f"http:{HERE}:5")
+    assert not door.keeper._proved
+    assert not door.keeper._brought
 
 
 def test_an_authenticated_caller_that_reads_no_answer_is_disconnected_at_the_next_check(door: Door) -> None:

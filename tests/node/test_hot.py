@@ -291,3 +291,44 @@ def test_a_block_that_needs_nearly_all_memory_finds_it_though_parts_of_others_li
     assert room is not None
     assert hot.take(70, b"evil") is not None
     assert not hot.refused
+
+
+def test_what_was_erased_is_overwritten_as_soon_as_nobody_uses_it() -> None:
+    wiped: list[tuple[int, int]] = []
+    hot = HotPages(8, lambda: None, wipe=lambda start, pages: wiped.append((start, pages)))
+    pieces = []
+    for number in (1, 2, 3):
+        piece = hot.take(2)
+        assert piece is not None
+        hot.keep(piece, number, (b"tenant", b"key %d" % number))
+        pieces.append(piece)
+    hot.release(pieces[0])
+    hot.release(pieces[2])
+    names = [(b"tenant", b"key 1"), (b"tenant", b"key 2")]
+    hot.drop_dead(names, lambda asked: [None] * len(asked), are_erased=True)
+    assert wiped == [(0, 2)], "the other one is in use"
+    hot.release(pieces[1])
+    assert wiped == [(0, 2), (2, 2)]
+    hot.drop_dead([(b"tenant", b"key 3")], lambda asked: [None] * len(asked))
+    assert wiped == [(0, 2), (2, 2)], "it was not erased"
+
+
+def test_what_evicted_blocks_have_left_is_overwritten_in_steps_and_nothing_else() -> None:
+    memory = bytearray(b"x" * 16)
+
+    def wipe(start: int, pages: int) -> None:
+        memory[start : start + pages] = bytes(pages)
+
+    hot = HotPages(16, lambda: None, wipe=wipe)
+    pieces = [hot.take(2) for _ in range(6)]
+    for at in (0, 2, 3, 5):
+        piece = pieces[at]
+        assert piece is not None
+        hot.release(piece)
+    page: int | None = 0
+    steps = 0
+    while page is not None:
+        page = hot.wipe_free(page, 3)
+        steps += 1
+    assert memory == b"\0\0xx\0\0\0\0xx\0\0xxxx", "the last four were never used"
+    assert steps > 2

@@ -279,7 +279,9 @@ def test_a_block_that_goes_while_it_is_read_is_not_kept(node: NodeInProcess, rig
 
         def prefetch(inside: Node) -> None:
             (connection,) = inside._connections.values()
-            inside.prefetches.add(connection.tenant, 1, [block.key], ended.append)
+            wish = inside.prefetches.wish(connection.tenant, 1, ended.append)
+            wish.add([block.key])
+            inside.prefetches.queue(wish)
 
         node.call(prefetch)
         wait_until(lambda: bool(ended), "the prefetch is over")

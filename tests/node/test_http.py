@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -15,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +29,7 @@ from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import (
     HEALTH_STILL_MS,
+    HTTP_BACKLOG,
     HTTP_CONNECTIONS_MAX,
     HTTP_CONNECTIONS_OF_SOURCE_MAX,
     HTTP_REQUEST_BYTES_MAX,
@@ -37,7 +40,7 @@ from kvstore.limits import (
 from kvstore.names import block_key
 from kvstore.node.audit import Audit
 from kvstore.node.authorization import Gate
-from kvstore.node.http import HttpServer, _Asked, _Bad
+from kvstore.node.http import Answer, HttpServer, _Asked, _Bad
 from kvstore.node.listening import Certificates
 from kvstore.node.pages import _health
 from kvstore.node.tenants import Tenants, token_digest
@@ -47,7 +50,6 @@ from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 WAIT_S = 20.0
@@ -387,6 +389,45 @@ def test_strangers_and_a_tenant_that_ask_too_often_use_up_nothing_of_what_others
         told = [admitted(headers) for _ in range(2 * HTTP_REQUESTS_PER_S)]
         assert (told[0], told[-1]) == (first, "Overloaded")
     assert admitted(bearer("zeta")) == "zeta"
+
+
+def test_who_is_told_to_come_later_costs_the_nodes_thread_nothing_until_then() -> None:
+    clock = FakeClock()
+    server = HttpServer(Gate(Tenants(bytes(16), clock), Audit(clock, None)), clock, {}, {})
+    told: list[object] = []
+    waits: list[int] = []
+
+    async def refuse(asked: object) -> Answer:
+        told.append(asked)
+        raise Overloaded("Later.", 500)
+
+    async def ask() -> None:
+        vars(server)["_node_loop"] = asyncio.get_running_loop()
+        for who, later_ms in (("one", 0), ("one", 499), ("another", 0), ("one", 1), ("one", 0)):
+            clock.now_ms += later_ms
+            with pytest.raises(Overloaded) as caught:
+                await server._asked_there(who.encode(), cast("_Asked", who))
+            waits.append(caught.value.retry_after_ms)
+
+    vars(server)["_told"] = refuse
+    asyncio.run(ask())
+    assert told == ["one", "another", "one"]
+    assert waits == [500, 1, 500, 500, 500]
+
+
+def test_many_may_wait_for_the_servers_thread_before_a_probe_of_health_is_dropped() -> None:
+    clock, told = FakeClock(), list[int]()
+    server = HttpServer(Gate(Tenants(bytes(16), clock), Audit(clock, None)), clock, {}, {})
+
+    async def listen() -> None:
+        server.listen("127.0.0.1", 0)
+        assert server._listener is not None
+        info = server._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        told.append(int.from_bytes(info[28:32], sys.byteorder))  # tcpi_sacked: of a listener, its backlog
+        await server.close()
+
+    asyncio.run(listen())
+    assert told == [min(HTTP_BACKLOG, int(Path("/proc/sys/net/core/somaxconn").read_text()))]
 
 
 def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Path) -> None:  # noqa: F811

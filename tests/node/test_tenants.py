@@ -242,10 +242,10 @@ def test_the_audit_log_has_accepted_callers_and_a_bounded_number_of_refusals(
 ) -> None:
     path = tmp_path / "audit.jsonl"
     with Audit(clock, path) as audit:
-        audit.note("attach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
+        audit.connected("attach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
         for _ in range(AUDIT_LINES_OF_ONE_PER_S + 30):
             audit.refused("get", tenant="zeta\n", peer="ipv4:6.6.6.6:6", why="no")
-        audit.note("detach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
+        audit.connected("detach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
         clock.now_ns += 10**9
         audit.refused("get", tenant="zeta", peer="ipv4:6.6.6.6:6", why="no")
     attach, *refused, detach, last = lines(path)
@@ -260,7 +260,8 @@ def test_the_audit_log_has_accepted_callers_and_a_bounded_number_of_refusals(
     assert len(refused) == AUDIT_LINES_OF_ONE_PER_S
     assert all(line["outcome"] == "refused" for line in refused)
     assert detach["what"] == "detach"
-    assert last["left_out"] == 30
+    assert detach["left_out"] == 30
+    assert "left_out" not in last
     assert path.stat().st_mode & 0o777 == 0o600
     with Audit(clock, path) as audit:
         audit.note("attach", tenant="acme", peer="p")
@@ -276,8 +277,14 @@ def test_a_caller_that_fills_the_audit_log_hides_no_others_lines(clock: HeldCloc
         audit.removed("delete", tenant="acme", peer="ipv4:1.2.3.4:5", names=keys, found=3)
         for host in range(1000):
             audit.refused("get", tenant="", peer=f"ipv4:8.8.{host >> 8}.{host & 255}:1", why="no")
+        for host in range(1000):
+            audit.refused("get", tenant="acme", peer=f"ipv6:%5Bfd00::{host:x}%5D:1", why="no")
+        for port in range(AUDIT_LINES_OF_ONE_PER_S):
+            audit.refused("get", tenant="zeta", peer=f"ipv4:6.6.6.6:{port}", why="no", is_proved=True)
     told = lines(path)
-    assert len(told) == AUDIT_LINES_PER_S
+    assert [one["tenant"] for one in told[-AUDIT_LINES_OF_ONE_PER_S:]] == ["zeta"] * AUDIT_LINES_OF_ONE_PER_S
+    strangers = [one for one in told if one["outcome"] == "refused" and one["tenant"] == ""]
+    assert len(strangers) == AUDIT_LINES_PER_S // 2
     assert told[AUDIT_LINES_OF_ONE_PER_S]["peer"] == "ipv4:7.7.7.7:1"
     assert told[AUDIT_LINES_OF_ONE_PER_S]["left_out"] == 1000 - AUDIT_LINES_OF_ONE_PER_S
     removed = told[AUDIT_LINES_OF_ONE_PER_S + 1]
@@ -288,6 +295,44 @@ def test_a_caller_that_fills_the_audit_log_hides_no_others_lines(clock: HeldCloc
         3,
     )
     assert removed["names"] == ",".join(key.hex() for key in keys[:AUDIT_NAMES_MAX])
+
+
+@pytest.mark.parametrize("peer", ["ipv6:%5Bfd00::{:x}%5D:1", "http:fd00::{:x}:80", "ipv4:1.2.3.4:{}"])
+def test_a_source_has_as_many_lines_from_all_its_addresses(
+    clock: HeldClock, tmp_path: Path, peer: str
+) -> None:
+    with Audit(clock, path := tmp_path / "audit.jsonl") as audit:
+        for number in range(1, 2 * AUDIT_LINES_OF_ONE_PER_S):
+            audit.refused("get", tenant="", peer=peer.format(number), why="no")
+    assert len(lines(path)) == AUDIT_LINES_OF_ONE_PER_S
+
+
+def test_clients_that_come_and_go_fill_no_drive_and_hide_nothing(clock: HeldClock, tmp_path: Path) -> None:
+    with Audit(clock, path := tmp_path / "audit.jsonl") as audit:
+        for number in range(1000):
+            audit.connected("attach", tenant=f"evil {number % 10}", peer="p", connection=number)
+        audit.connected("attach", tenant="acme", peer="p", connection=1)
+        audit.refused("get", tenant="acme", peer="p", why="no", is_proved=True)
+        clock.now_ns += 10**9
+        audit.connected("detach", tenant="evil 1", peer="p", connection=1)
+    told = lines(path)
+    assert len(told) == 10 * AUDIT_LINES_OF_ONE_PER_S + 3
+    assert told[-3]["left_out"] == 1000 - 10 * AUDIT_LINES_OF_ONE_PER_S
+    assert (told[-3]["tenant"], told[-2]["what"], told[-1]["what"]) == ("acme", "get", "detach")
+
+
+def test_who_fills_the_audit_log_with_receipts_is_told_to_erase_less_often(
+    clock: HeldClock, tmp_path: Path
+) -> None:
+    with Audit(clock, tmp_path / "audit.jsonl") as audit:
+        for _ in range(AUDIT_LINES_OF_ONE_PER_S):
+            audit.refuse_without_room("evil")
+        with pytest.raises(Overloaded):
+            audit.refuse_without_room("evil")
+        audit.refuse_without_room("acme")
+    with Audit(clock, None) as nowhere:
+        for _ in range(2 * AUDIT_LINES_PER_S):
+            nowhere.refuse_without_room("evil")
 
 
 def test_an_audit_log_that_cannot_be_written_is_told_at_the_start_and_stops_nothing_later(

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvstore.engines.vllm.identity import Identity, identify
+from kvstore.engines.vllm.identity import identify
 from kvstore.engines.vllm.plan import Plan, Told
 from kvstore.engines.vllm.scheduler import Scheduling
 from kvstore.engines.vllm.settings import Settings
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
+
+    from kvstore.engines.vllm.groups import Identity
 
 __all__ = ["TriggerKvConnector"]
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import vllm
@@ -30,16 +29,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvstore.engines.vllm.groups import Group, Identity
 from kvstore.engines.vllm.weights import weights_name
 from kvstore.errors import LayoutError
 from kvstore.layout import Layer, Layout, Order
-from kvstore.limits import OBJECT_BYTES_MAX
-from kvstore.names import SHARED, in_domain
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-__all__ = ["Group", "Identity", "Model", "identify", "identify_chunks", "model_of"]
+__all__ = ["Model", "identify", "identify_chunks", "model_of"]
 
 _DTYPES = {"float8_e4m3fn": "float8_e4m3", "uint8": "int8"}
 _FORM = "pages of layers in one object"  # what was stored page by page is never taken for one of these
@@ -53,66 +48,6 @@ class Model(NamedTuple):
     name: str
     weights: str  # with all that is said about how to compute with them
     engine: str  # who computes, and in which number format and order the cache is kept
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A KV cache group: layers whose blocks are allocated together."""
-
-    number: int  # among all groups of the engine
-    block_tokens: int
-    window_tokens: int  # 0: its layers look at everything
-    layer_names: tuple[str, ...]
-    shards: tuple[Layout, ...]  # what each tensor-parallel rank has of it
-    page_bytes: int
-
-    @property
-    def runs(self) -> list[range]:
-        """The layers of each of a block's objects."""
-        layers, most = len(self.layer_names), max(1, OBJECT_BYTES_MAX // self.page_bytes)
-        return [range(first, min(first + most, layers)) for first in range(0, layers, most)]
-
-    @property
-    def block_bytes(self) -> int:
-        """How many bytes a block has on one rank, all layers together."""
-        return len(self.layer_names) * self.page_bytes
-
-    @property
-    def object_bytes_max(self) -> int:
-        """How long the longest of its objects is."""
-        return len(self.runs[0]) * self.page_bytes
-
-    def objects(self, digest: bytes, shard: int, domain: bytes = SHARED) -> list[bytes]:
-        """The keys of a block's objects; the digest is that of its tokens and of all before them."""
-        layout = self.shards[shard]
-        # A key says all that the layout does: engines that differ store side by side, and don't refuse each other.
-        block = layout.fingerprint + digest
-        keys = [layout.key(b"%b%d/%d-%d" % (block, self.number, run.start, run.stop)) for run in self.runs]
-        return [in_domain(key, domain) for key in keys]
-
-    def all_objects(self, digests: Iterable[bytes], domain: bytes = SHARED) -> list[bytes]:
-        """The keys of blocks' objects on all ranks, block by block."""
-        return [
-            key
-            for digest in digests
-            for shard in range(len(self.shards))
-            for key in self.objects(digest, shard, domain)
-        ]
-
-    @property
-    def objects_of_block(self) -> int:
-        """How many objects a block has on all ranks."""
-        return len(self.runs) * len(self.shards)
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """All groups of an engine, in its order."""
-
-    groups: tuple[Group, ...]
-    layout: (
-        bytes  # goes with every object; one for all ranks, so that any of them may ask for the objects of all
-    )
 
 
 def identify(vllm_config: Any, kv_cache_config: Any, weights: str) -> Identity:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvstore.engines.vllm.identity import Group
+    from kvstore.engines.vllm.groups import Group
 
 __all__ = ["PIECE", "KvMemory", "Plane"]
 

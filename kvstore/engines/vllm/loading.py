@@ -20,6 +20,7 @@ from kvstore.engines.vllm.transport import Object
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.engines.vllm.device_memory import DeviceMemory
     from kvstore.engines.vllm.kv_memory import KvMemory
     from kvstore.engines.vllm.plan import Load, Wanted
     from kvstore.engines.vllm.transport import Transport
@@ -41,11 +42,16 @@ class Loaded:
     bytes: int
     ns: int
 
+    @classmethod
+    def none_of(cls, load: Load) -> Loaded:
+        """It brought nothing."""
+        return cls(load, list(load.blocks), 0, 0)
+
 
 class Loads:
     """Of one worker."""
 
-    def __init__(self, transport: Transport, memory: KvMemory, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, memory: KvMemory | DeviceMemory, timeout_s: float) -> None:
         self._transport, self._memory, self._timeout_s = transport, memory, timeout_s
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-load")
         self._news = threading.Condition()
@@ -57,6 +63,11 @@ class Loads:
         """Load in a thread; `ended` returns finished loads."""
         self._under_way += 1
         self._threads.submit(self._in_thread, load)
+
+    def give_up(self, load: Load) -> None:
+        """A load that can't begin: all of it is missing."""
+        self._under_way += 1
+        self._end(Loaded.none_of(load))
 
     def ended(self, *, wait: bool) -> list[Loaded]:
         """The loads that have ended; `wait` a moment for one rather than have an idle engine spin."""
@@ -80,7 +91,9 @@ class Loads:
         return Loaded(load, missing, size, self._clock.monotonic_ns() - began_ns)
 
     def _in_thread(self, load: Load) -> None:
-        loaded = self.load(load)
+        self._end(self.load(load))
+
+    def _end(self, loaded: Loaded) -> None:
         with self._news:
             self._ended.append(loaded)
             self._news.notify_all()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.engines.stores import Store
-    from kvstore.engines.vllm.identity import Group, Identity
+    from kvstore.engines.vllm.groups import Group, Identity
 
 __all__ = ["Lookups"]
 

@@ -6,33 +6,15 @@ Plain values, so that any executor of vLLM can carry them to its workers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
 
-from kvstore.names import SHARED
+from kvstore.engines.vllm.groups import Load, Wanted
 
 __all__ = ["Load", "Plan", "Told", "Wanted"]
-
-
-class Wanted(NamedTuple):
-    """A block of the engine's, and the digest of what is, or shall be, in it."""
-
-    group: int
-    block: int
-    digest: bytes
-    domain: bytes = SHARED  # the erase domain that its objects are in
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """All that one request wants loaded."""
-
-    request: str
-    blocks: list[Wanted]
 
 
 @dataclass

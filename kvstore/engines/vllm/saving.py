@@ -19,21 +19,22 @@ import logging
 import mmap
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from kvstore.engines.vllm.device_memory import DeviceMemory
 from kvstore.engines.vllm.ring import Ring
 from kvstore.errors import LayoutError
 from kvstore.limits import SAVE_BATCH_PAGES_MAX, VLLM_ACK_SLICE_MS
 from kvstore.names import SHARED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvstore.engines.vllm.kv_memory import KvMemory
     from kvstore.engines.vllm.plan import Wanted
 
-__all__ = ["Copied", "Saved", "Saves", "Sender", "Sent", "staging"]
+__all__ = ["Batch", "Copied", "Saved", "Saves", "Sender", "Sent", "staging"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
@@ -59,6 +60,7 @@ class Copied(NamedTuple):
     offset: int
     length: int
     domain: bytes = SHARED
+    threshold: int = 1  # it is there once the sender's flag has this value, if the sender has one
 
 
 class Sent(Protocol):
@@ -78,27 +80,30 @@ class Sender(Protocol):
 
 
 @dataclass(slots=True)
-class _Batch:
+class Batch:
     """Some blocks of one group, copied: all layers of the first, then all of the second."""
 
     blocks: list[Wanted]
     offset: int
     taken_bytes: int  # of the ring
+    thresholds: list[int] = field(default_factory=list)  # of a device's copies, of each object of a block
+    copied_at: int = 0  # the flag's value behind the last copy
+    is_withheld: bool = False  # it is copied, perhaps, and not to be sent
 
 
 class Saves:
     """Of one worker. All calls but the thread's own come from the engine's thread."""
 
-    def __init__(self, memory: KvMemory, staging: mmap.mmap, sender: Sender) -> None:
+    def __init__(self, memory: KvMemory | DeviceMemory, staging: mmap.mmap, sender: Sender) -> None:
         self._memory, self._sender = memory, sender
         self._ring = Ring(len(staging))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(staging))
         self._layers = frozenset(name for group in memory.groups for name in group.layer_names)
         self._undone: set[str] = set()
         self._blocks: Sequence[Wanted] = ()
-        self._batches: deque[_Batch] = deque()
+        self._batches: deque[Batch] = deque()
         self._outcomes: deque[Saved] = deque()
-        self._unanswered: deque[tuple[_Batch, Sent]] = deque()  # the thread's own
+        self._unanswered: deque[tuple[Batch, Sent]] = deque()  # the thread's own
         self._thread = ThreadPoolExecutor(1, "kvstore-save")
 
     def begin(self, blocks: Sequence[Wanted]) -> None:
@@ -118,11 +123,10 @@ class Saves:
         if self._undone or not is_sound:
             self._outcomes.append(Saved([], withheld=self._pages_of(blocks)))
             return
-        for number in range(len(self._memory.groups)):
-            of_group = [wanted for wanted in blocks if wanted.group == number]
-            part = max(1, SAVE_BATCH_PAGES_MAX // len(self._memory.groups[number].layer_names))
-            for first in range(0, len(of_group), part):
-                self._copy(of_group[first : first + part])
+        for batch in self._reserve(blocks):
+            self._copy(batch)
+            self._batches.append(batch)
+            self._thread.submit(self._work)
 
     def ended(self) -> list[Saved]:
         """Results since the last call."""
@@ -134,29 +138,37 @@ class Saves:
     def _pages_of(self, blocks: Sequence[Wanted]) -> int:
         return sum(len(self._memory.groups[wanted.group].layer_names) for wanted in blocks)
 
-    def _copy(self, blocks: list[Wanted]) -> None:
-        number = blocks[0].group
-        taken = self._ring.take(len(blocks) * self._memory.groups[number].block_bytes)
-        if taken is None:
-            self._outcomes.append(Saved([], skipped=self._pages_of(blocks)))
-            return
-        offset, taken_bytes = taken
-        self._memory.copy(number, [wanted.block for wanted in blocks], self._address + offset)
-        self._batches.append(_Batch(blocks, offset, taken_bytes))
-        self._thread.submit(self._work)
+    def _copy(self, batch: Batch) -> None:
+        assert not isinstance(self._memory, DeviceMemory)
+        number, blocks = batch.blocks[0].group, [wanted.block for wanted in batch.blocks]
+        self._memory.copy(number, blocks, self._address + batch.offset)
+
+    def _reserve(self, blocks: Sequence[Wanted]) -> Iterator[Batch]:
+        """Memory for blocks, some of one group at a time; those that find no room are skipped."""
+        for number, group in enumerate(self._memory.groups):
+            of_group = [wanted for wanted in blocks if wanted.group == number]
+            part = max(1, SAVE_BATCH_PAGES_MAX // len(group.layer_names))
+            for first in range(0, len(of_group), part):
+                some = of_group[first : first + part]
+                taken = self._ring.take(len(some) * group.block_bytes)
+                if taken is None:
+                    self._outcomes.append(Saved([], skipped=self._pages_of(some)))
+                else:
+                    yield Batch(some, *taken)
 
     # --- the thread
 
     def _work(self) -> None:
         batch = self._batches.popleft()
         try:
-            sent = self._sender.send(self._objects(batch))
-            self._unanswered.append((batch, sent))
+            if not batch.is_withheld:
+                sent = self._sender.send(self._objects(batch))
+                self._unanswered.append((batch, sent))
         except Exception:  # the engine goes on, whatever it was
             log.exception("Saving blocks failed; they are not stored.")
             self._outcomes.append(Saved([], failed=self._pages_of(batch.blocks)))
         finally:
-            self._ring.give_back(batch.taken_bytes)
+            self._release(batch)
         while self._unanswered:
             batch, sent = self._unanswered[0]
             results = sent.outcome(0 if self._batches else _ACK_WAIT_S)
@@ -166,20 +178,31 @@ class Saves:
             elif self._batches:
                 break
 
-    def _objects(self, batch: _Batch) -> list[Copied]:
+    def _release(self, batch: Batch) -> None:
+        """Nothing reads the batch's memory any more."""
+        self._ring.give_back(batch.taken_bytes)
+
+    def _objects(self, batch: Batch) -> list[Copied]:
         group = self._memory.groups[batch.blocks[0].group]
         runs, size = group.runs, group.page_bytes
         return [
             Copied(
-                key, batch.offset + at * group.block_bytes + run.start * size, len(run) * size, wanted.domain
+                key,
+                batch.offset + at * group.block_bytes + run.start * size,
+                len(run) * size,
+                wanted.domain,
+                threshold,
             )
             for at, wanted in enumerate(batch.blocks)
-            for key, run in zip(
-                group.objects(wanted.digest, self._memory.shard, wanted.domain), runs, strict=True
+            for key, run, threshold in zip(
+                group.objects(wanted.digest, self._memory.shard, wanted.domain),
+                runs,
+                batch.thresholds or [1] * len(runs),
+                strict=True,
             )
         ]
 
-    def _outcome(self, batch: _Batch, results: list[bool | None]) -> Saved:
+    def _outcome(self, batch: Batch, results: list[bool | None]) -> Saved:
         group = self._memory.groups[batch.blocks[0].group]
         runs = group.runs
         pages = {True: 0, False: 0, None: 0}
@@ -193,7 +216,7 @@ class Saves:
         return Saved(stored, pages=pages[True], bytes=pages[True] * group.page_bytes, failed=pages[False])
 
 
-def staging(memory: KvMemory, size: int) -> mmap.mmap:
+def staging(memory: KvMemory | DeviceMemory, size: int) -> mmap.mmap:
     """Make the memory that pages are copied to; LayoutError if it holds not one block."""
     for group in memory.groups:
         if (needed := group.block_bytes) > size:

@@ -26,7 +26,7 @@ from kvstore.limits import VLLM_SAVING_MAX
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.engines.vllm.identity import Identity
+    from kvstore.engines.vllm.groups import Identity
     from kvstore.engines.vllm.settings import Settings
 
 __all__ = ["Scheduling"]

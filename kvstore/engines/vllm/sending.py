@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvstore.engines.stores import Store
     from kvstore.engines.vllm.saving import Copied
     from nic_offload.fabric import Region
+    from nic_offload.flags import FlagWord
 
 __all__ = ["FabricSender", "InlineSender"]
 
@@ -68,8 +69,17 @@ class _Armed:
 class FabricSender:
     """Triggered puts out of registered memory."""
 
-    def __init__(self, client: Store, region: Region | Everywhere, slots: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        client: Store,
+        region: Region | Everywhere,
+        slots: int,
+        timeout_s: float,
+        flag: FlagWord | None = None,
+    ) -> None:
+        """With a `flag` objects are sent when it reaches their thresholds, and otherwise at once."""
         self._client, self._region = client, region
+        self._flag = () if flag is None else (flag,)
         self._slots, self._part = slots, max(1, slots // 2)
         self._timeout_s = timeout_s
         self._last: list[tuple[ArmedPuts | ClusterPuts, int]] = []  # what may still have slots, and how many
@@ -86,7 +96,7 @@ class FabricSender:
         try:
             for first in range(0, len(objects), self._part):
                 some = objects[first : first + self._part]
-                blocks = [block_at(one.key, self._region, one.offset, one.length, one.domain) for one in some]
+                blocks = [self._block(one) for one in some]
                 parts.append((self._arm(blocks, left_s), len(some)))
             for armed, _ in parts:
                 if armed is not None:
@@ -97,6 +107,9 @@ class FabricSender:
                     armed.abandon()  # nothing is left of what has landed
         return _Armed(parts)
 
+    def _block(self, one: Copied) -> Block | ClusterBlock:
+        return block_at(one.key, self._region, one.offset, one.length, one.domain, one.threshold)
+
     def _arm(
         self, blocks: Sequence[Block | ClusterBlock], left_s: Callable[[], float]
     ) -> ArmedPuts | ClusterPuts | None:
@@ -105,7 +118,7 @@ class FabricSender:
             # Of several nodes one may have no slots left, which would cost the blocks a copy.
             if not self._last or sum(slots for _, slots in self._last) + len(blocks) <= self._slots:
                 try:
-                    armed = self._client.arm(blocks)
+                    armed = self._client.arm(blocks, *self._flag)
                 except Overloaded:
                     if not self._last:
                         return None
@@ -137,14 +150,20 @@ class _Known:
 class InlineSender:
     """Puts inside gRPC, one after the other."""
 
-    def __init__(self, client: Store, memory: mmap.mmap) -> None:
+    def __init__(
+        self, client: Store, memory: mmap.mmap, is_copied: Callable[[int], bool] | None = None
+    ) -> None:
+        """`is_copied` waits, within its time, until an object with a threshold is there."""
         self._client, self._memory = client, memory
+        self._is_copied = is_copied
 
     def send(self, objects: Sequence[Copied]) -> _Known:
         """Put objects; after the first failure the others are not tried."""
         results: list[bool | None] = []
         try:
             for one in objects:
+                if self._is_copied is not None and not self._is_copied(one.threshold):
+                    break
                 content = self._memory[one.offset : one.offset + one.length]
                 try:
                     self._client.put_inline(one.key, content, domain=one.domain)

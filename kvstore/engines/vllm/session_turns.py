@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.client import Client, Session
-    from kvstore.engines.vllm.identity import Group
+    from kvstore.engines.vllm.groups import Group
 
 __all__ = ["Turns", "domain_named"]
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from kvstore.client import Hit
 from kvstore.clock import SystemClock
 from kvstore.engines.stores import blocks_of_pieces, open_store
+from kvstore.engines.vllm.device_memory import DeviceMemory
+from kvstore.engines.vllm.device_transport import DeviceTransport
 from kvstore.engines.vllm.saving import Saves, staging
 from kvstore.engines.vllm.sending import FabricSender, InlineSender
 from kvstore.errors import FabricError
@@ -21,11 +23,9 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Sequence
 
-    import numpy as np
-
     from kvstore.client import Client, ClusterClient
     from kvstore.engines.stores import Store
-    from kvstore.engines.vllm.identity import Identity
+    from kvstore.engines.vllm.groups import Identity
     from kvstore.engines.vllm.kv_memory import KvMemory
     from kvstore.engines.vllm.settings import Settings
 
@@ -40,7 +40,7 @@ class Object(NamedTuple):
     """Some or all layers of a block, and the places of their pages."""
 
     key: bytes
-    pieces: np.ndarray[Any, Any]  # rows of `memory.PIECE`
+    pieces: Any  # rows of `kv_memory.PIECE`; on a device, of each layer the runs of its page
     length: int
 
 
@@ -54,8 +54,16 @@ class Transport(Protocol):
         """Its saves."""
         ...
 
+    def before_loads(self) -> None:
+        """Called by the engine's thread before it begins loads; DeviceError if nothing can be loaded."""
+        ...
+
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
         """Bring pages into their places."""
+        ...
+
+    def after_loads(self) -> None:
+        """Called by the engine's thread when loads have ended, before it uses their blocks."""
         ...
 
 
@@ -66,12 +74,18 @@ def open_client(
     return open_store(settings, identity.layout, slots=slots, block_bytes_max=object_bytes)
 
 
-def open_transport(settings: Settings, identity: Identity, memory: KvMemory) -> Transport:
+def open_transport(settings: Settings, identity: Identity, memory: KvMemory | DeviceMemory) -> Transport:
     """The fabric where it opens, unless told otherwise."""
     object_bytes = max(group.object_bytes_max for group in identity.groups)
     slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, VLLM_SLOTS_BYTES // object_bytes))
     copies = staging(memory, settings.host_bytes)
     client = open_client(settings, identity, object_bytes, slots)
+    if isinstance(memory, DeviceMemory):
+        try:
+            return DeviceTransport(client, memory, copies, settings, object_bytes, slots)
+        except Exception:
+            client.close()
+            raise
     timeout_s = settings.save_timeout_ms / 1000
     if settings.transport != "inline":
         try:
@@ -84,7 +98,17 @@ def open_transport(settings: Settings, identity: Identity, memory: KvMemory) -> 
     return _InsideRpc(client, memory, copies)
 
 
-class _OverFabric:
+class _HostMemory:
+    """Nothing to do before and after loads."""
+
+    def before_loads(self) -> None:
+        pass
+
+    def after_loads(self) -> None:
+        pass
+
+
+class _OverFabric(_HostMemory):
     """RDMA between the engine's registered memory and the node."""
 
     def __init__(
@@ -106,7 +130,7 @@ class _OverFabric:
         return [isinstance(outcome, Hit) for outcome in self._client.get(blocks, timeout_s=timeout_s)]
 
 
-class _InsideRpc:
+class _InsideRpc(_HostMemory):
     """Copies, made by the CPU."""
 
     name = "gRPC"

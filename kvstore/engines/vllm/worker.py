@@ -8,20 +8,24 @@ and only loads that it knows of write to them.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvstore.engines.vllm.device_memory import DeviceMemory
 from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.loading import Loaded, Loads
 from kvstore.engines.vllm.plan import Load, Plan, Told
 from kvstore.engines.vllm.stats import Stats
 from kvstore.engines.vllm.transport import open_transport
+from kvstore.errors import DeviceError, LayoutError
+from nic_offload.cuda_device import CudaDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
-    from kvstore.engines.vllm.identity import Identity
+    from kvstore.engines.vllm.groups import Group, Identity
     from kvstore.engines.vllm.settings import Settings
 
 __all__ = ["Absent", "Working"]
@@ -40,9 +44,9 @@ class Working:
         blocks: int,
         caches: Mapping[str, torch.Tensor],
     ) -> None:
-        self.memory = KvMemory(caches, identity.groups, shard, blocks)
+        self.memory = _memory(caches, identity.groups, shard, blocks)
         transport = open_transport(settings, identity, self.memory)
-        self._saves = transport.saves
+        self._transport, self._saves = transport, transport.saves
         self._loads = Loads(transport, self.memory, settings.load_timeout_ms / 1000)
         self._is_async = settings.is_async(len(identity.groups))
         self._plan = Plan()
@@ -66,11 +70,18 @@ class Working:
     def load(self) -> None:
         """Begin the plan's loads, or make them."""
         loads, self._plan.loads = self._plan.loads, []
+        try:
+            self._transport.before_loads()
+        except DeviceError as error:
+            log.warning("Nothing is loaded: %s", error)
+            begin, make = self._loads.give_up, Loaded.none_of
+        else:
+            begin, make = self._loads.begin, self._loads.load
         if self._is_async:
             for load in loads:
-                self._loads.begin(load)
+                begin(load)
             return
-        loaded = [self._loads.load(load) for load in loads]
+        loaded = self._arrived([make(load) for load in loads])
         for one in loaded:
             self._take(one)
         # What is computed from blocks that did not arrive must not be saved. Only vLLM knows which requests share them,
@@ -78,8 +89,9 @@ class Working:
         self._is_sound = not any(one.missing for one in loaded)
 
     def layer_done(self, name: str) -> None:
-        """A layer's KV of this step is written."""
-        self._saves.layer_done(name)
+        """A layer's KV of this step is written, or queued to be."""
+        if self._is_sound:  # a layer that is not saved has its step withheld
+            self._saves.layer_done(name)
 
     def end_step(self) -> None:
         """All is computed; the blocks may be anybody's after this."""
@@ -95,13 +107,23 @@ class Working:
 
     def finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended, and those of them that lack a block."""
-        ended = self._loads.ended(wait=self._plan.is_idle)
+        ended = self._arrived(self._loads.ended(wait=self._plan.is_idle))
         for loaded in ended:
             self._take(loaded)
         return (
             {loaded.load.request for loaded in ended},
             {loaded.load.request for loaded in ended if loaded.missing},
         )
+
+    def _arrived(self, ended: list[Loaded]) -> list[Loaded]:
+        """What the engine may use from now on; nothing, if its device can't be made to wait for it."""
+        try:
+            if ended:
+                self._transport.after_loads()
+        except DeviceError as error:
+            log.warning("What was loaded is not used: %s", error)
+            return [replace(one, missing=list(one.load.blocks), bytes=0) for one in ended]
+        return ended
 
     def _take(self, loaded: Loaded) -> None:
         self._failed_blocks.update(wanted.block for wanted in loaded.missing)
@@ -118,6 +140,19 @@ class Working:
         """What was stored since the last call."""
         stored, self._stored = self._stored, {}
         return Told(stored) if stored else None
+
+
+def _memory(
+    caches: Mapping[str, torch.Tensor], groups: Sequence[Group], shard: int, blocks: int
+) -> KvMemory | DeviceMemory:
+    """The host's or a GPU's; KvMemory refuses any other kind."""
+    places = {(cache.device.type, cache.device.index) for cache in caches.values()}
+    if {kind for kind, _ in places} != {"cuda"}:
+        return KvMemory(caches, groups, shard, blocks)
+    if len(places) > 1:
+        raise LayoutError("The KV of one worker lies on several GPUs.")
+    ((_, index),) = places
+    return DeviceMemory(CudaDevice(index or 0), caches, groups, shard, blocks)
 
 
 class Absent:

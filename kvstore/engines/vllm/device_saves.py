@@ -1,0 +1,184 @@
+"""Saves from a device's memory: a side stream copies each layer when it is computed, and stores a flag behind it.
+
+The engine's thread queues work and waits for nothing: the side stream waits for the layer, copies its pages into
+page-locked memory that is registered with the fabric, and behind the last layer of an object stores the next number to
+one flag word, which sends the puts that `saving`'s thread has armed on it. The step ends with an event that the compute
+stream waits for, so that blocks are not written to before they are copied; it waits for copies, and never for the node.
+
+What always holds: what `saving` promises; memory of a batch is used again only after the flag has shown that all copies
+into it are done. A step that finds no room is skipped and counted. If the device refuses work, nothing of the step is
+sent.
+What it doesn't do: save a step in which a layer is computed twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from threading import Event
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.clock import SystemClock
+from kvstore.engines.vllm.saving import Batch, Saved, Saves
+from kvstore.errors import DeviceError
+from kvstore.limits import VLLM_DEVICE_COPY_MS, VLLM_DEVICE_POLL_MS
+from nic_offload.device import Copy
+from nic_offload.flags import FlagWords
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.engines.vllm.device_memory import DeviceMemory
+    from kvstore.engines.vllm.plan import Wanted
+    from kvstore.engines.vllm.saving import Sender
+    from nic_offload.device import Device
+
+__all__ = ["CopyFlag", "DeviceSaves"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+
+class CopyFlag:
+    """One flag word that a side stream counts up behind its copies."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._words = FlagWords.create(1)
+        self.word = self._words[0]
+        self._mapped = device.map(self.word.address, 8)
+        self.last = 0  # stored, or queued to be
+
+    def store_next(self, stream: object) -> int:
+        """Queue the store of the next number, and return it."""
+        self._device.store(stream, self._mapped.device_address, self.last + 1)
+        self.last += 1
+        return self.last
+
+    def has(self, value: int) -> bool:
+        """Whether all copies before this number are done."""
+        return self.word.load() >= value
+
+    def wait(self, value: int) -> bool:
+        """Wait for them, within their time."""
+        clock, pause = SystemClock(), Event()
+        until_ns = clock.monotonic_ns() + VLLM_DEVICE_COPY_MS * 1_000_000
+        while not self.has(value):
+            if clock.monotonic_ns() > until_ns:
+                return False
+            pause.wait(VLLM_DEVICE_POLL_MS / 1000)
+        return True
+
+
+class DeviceSaves(Saves):
+    """Of one worker. All calls but the thread's own come from the engine's thread."""
+
+    def __init__(self, memory: DeviceMemory, staging: mmap.mmap, sender: Sender, flag: CopyFlag) -> None:
+        super().__init__(memory, staging, sender)
+        self._on_device, self._flag = memory, flag
+        self._side = memory.device.open_stream()
+        self._opened: list[Batch] | None = None  # of this step
+        self._left: dict[
+            tuple[int, int], set[str]
+        ] = {}  # by group and object: layers that are not copied yet
+        self._is_broken = False
+        self._held: deque[Batch] = deque()  # the thread's own: released, but perhaps not copied into yet
+
+    def begin(self, blocks: Sequence[Wanted]) -> None:
+        """Note what this step will have computed."""
+        super().begin(blocks)
+        self._opened, self._is_broken = None, False
+
+    def layer_done(self, name: str) -> None:
+        """Queue the copies of a layer whose work is queued on the compute stream."""
+        is_first = name in self._undone
+        super().layer_done(name)
+        if not self._blocks or name not in self._layers:
+            return
+        if not is_first:
+            self._is_broken = True
+            return
+        if self._opened is None:
+            self._opened = list(self._reserve(self._blocks))
+            for batch in self._opened:
+                batch.thresholds = [0] * len(self._memory.groups[batch.blocks[0].group].runs)
+            self._left = {
+                (number, at): {group.layer_names[layer] for layer in run}
+                for number, group in enumerate(self._memory.groups)
+                for at, run in enumerate(group.runs)
+            }
+        try:
+            self._capture(name, self._opened)
+        except DeviceError as error:
+            self._refused(error)
+
+    def settle(self, *, is_sound: bool) -> None:
+        """Let the compute stream wait for the copies, and have them sent if the step can be relied on."""
+        blocks, self._blocks = self._blocks, ()
+        batches, self._opened = self._opened or [], None
+        if not blocks:
+            return
+        device = self._on_device.device
+        try:
+            if batches:
+                copied_at = self._flag.store_next(self._side)
+                device.wait(device.current_stream(), device.record(self._side))
+        except DeviceError as error:
+            self._refused(error)
+        if self._is_broken or not batches:
+            copied_at = self._flag.last + 1  # whatever is stored next is behind these copies
+        is_withheld = bool(self._undone) or not is_sound
+        if is_withheld and not batches:
+            self._outcomes.append(Saved([], withheld=self._pages_of(blocks)))
+        for batch in batches:
+            batch.copied_at = copied_at
+            batch.is_withheld = is_withheld or self._is_broken
+            if batch.is_withheld:
+                pages = self._pages_of(batch.blocks)
+                lost = Saved([], failed=pages) if self._is_broken else Saved([], withheld=pages)
+                self._outcomes.append(lost)
+            self._batches.append(batch)
+            self._thread.submit(self._work)
+        self._thread.submit(self._give_back)
+
+    def _capture(self, name: str, batches: Sequence[Batch]) -> None:
+        device, group_of = self._on_device.device, self._memory.groups
+        device.wait(self._side, device.record(device.current_stream()))
+        for batch in batches:
+            if name in group_of[batch.blocks[0].group].layer_names:
+                device.copy(self._side, self._copies(batch, name))
+        for (number, at), left in self._left.items():
+            if name in left:
+                left.discard(name)
+                of_group = [batch for batch in batches if batch.blocks[0].group == number]
+                if not left and of_group:
+                    value = self._flag.store_next(self._side)
+                    for batch in of_group:
+                        batch.thresholds[at] = value
+
+    def _copies(self, batch: Batch, name: str) -> Iterator[Copy]:
+        group = self._memory.groups[batch.blocks[0].group]
+        sources, length = self._on_device.runs(name, [wanted.block for wanted in batch.blocks])
+        begin = self._address + batch.offset + group.layer_names.index(name) * group.page_bytes
+        of_block = np.arange(sources.shape[0], dtype=np.uint64)[:, None] * np.uint64(group.block_bytes)
+        of_run = np.arange(sources.shape[1], dtype=np.uint64) * np.uint64(length)
+        targets = np.uint64(begin) + of_block + of_run
+        for target, source in zip(targets.ravel().tolist(), sources.ravel().tolist(), strict=True):
+            yield Copy(target, source, length)
+
+    def _refused(self, error: DeviceError) -> None:
+        if not self._is_broken:
+            log.warning("A step's blocks are not stored: %s", error)
+        self._is_broken = True
+
+    # --- the thread
+
+    def _release(self, batch: Batch) -> None:
+        self._held.append(batch)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        while self._held and self._flag.has(self._held[0].copied_at):
+            self._ring.give_back(self._held.popleft().taken_bytes)

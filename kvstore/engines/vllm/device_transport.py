@@ -1,0 +1,204 @@
+"""How pages move between a device and the node: through page-locked memory, over the fabric or inside gRPC.
+
+Objects are fetched into windows of page-locked memory; those that are there, whole and checked, are copied into the
+engine's blocks on a stream for loads. That stream waits for all that the engine computed before, and the compute
+stream waits for it (`before_loads`, `after_loads`); no thread waits for a copy but for a window's next use.
+
+What always holds: what `transport` promises, but that bytes of a fetch are in place after `after_loads`, in the order
+of the compute stream. A window is filled again only after it was copied. Page-locked memory is bounded:
+`host_bytes` for saves, and a few windows.
+What it doesn't do: register a device's memory with the fabric.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import queue
+from dataclasses import dataclass
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from kvstore.client import Hit
+from kvstore.clock import SystemClock
+from kvstore.engines.stores import block_at
+from kvstore.engines.vllm.device_saves import CopyFlag, DeviceSaves
+from kvstore.engines.vllm.sending import FabricSender, InlineSender
+from kvstore.errors import FabricError
+from kvstore.limits import SLAB_BYTES, VLLM_DEVICE_COPY_MS, VLLM_DEVICE_POLL_MS, VLLM_DEVICE_WINDOWS
+from nic_offload.device import Copy
+from nic_offload.memory import address_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvstore.client import Client, ClusterClient
+    from kvstore.engines.stores import Store
+    from kvstore.engines.vllm.device_memory import DeviceMemory
+    from kvstore.engines.vllm.settings import Settings
+    from kvstore.engines.vllm.transport import Object
+
+__all__ = ["DeviceTransport"]
+
+log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+
+@dataclass
+class _Window:
+    """Some of the page-locked memory, and the event behind the last copies out of it."""
+
+    offset: int
+    copied: Any = None
+    is_lost: bool = False  # it may be copied out of, and nothing will tell when that is over
+
+
+class DeviceTransport:
+    """Of one worker."""
+
+    def __init__(
+        self,
+        client: Client | ClusterClient,
+        memory: DeviceMemory,
+        copies: mmap.mmap,
+        settings: Settings,
+        object_bytes: int,
+        slots: int,
+    ) -> None:
+        self._client: Store = client
+        self._device, self._clock = memory.device, SystemClock()
+        self._stream = memory.device.open_stream()
+        self._window_bytes = -(-max(SLAB_BYTES, object_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._arrivals = mmap.mmap(-1, VLLM_DEVICE_WINDOWS * self._window_bytes)
+        self._begin = address_of(self._arrivals)
+        self._windows: queue.Queue[_Window] = queue.Queue()
+        for number in range(VLLM_DEVICE_WINDOWS):
+            self._windows.put(_Window(number * self._window_bytes))
+        self._mapped = [memory.device.map(address_of(some), len(some)) for some in (copies, self._arrivals)]
+        flag = CopyFlag(memory.device)
+        sender = self._opened(client, copies, settings, slots, flag)
+        self.saves = DeviceSaves(memory, copies, sender, flag)
+
+    def _opened(
+        self,
+        client: Client | ClusterClient,
+        copies: mmap.mmap,
+        settings: Settings,
+        slots: int,
+        flag: CopyFlag,
+    ) -> FabricSender | InlineSender:
+        self._region = None
+        self.name = "gRPC, through page-locked memory"
+        if settings.transport != "inline":
+            try:
+                self._region = client.register(self._arrivals)
+                region = client.register(copies)
+            except FabricError as error:
+                if settings.transport == "fabric":
+                    raise
+                self._region = None
+                log.warning("No fabric is available (%s); blocks are sent inside gRPC.", error)
+            else:
+                self.name = f"the fabric ({client.fabric.provider}), through page-locked memory"
+                timeout_s = (settings.save_timeout_ms + VLLM_DEVICE_COPY_MS) / 1000
+                return FabricSender(client, region, slots, timeout_s, flag.word)
+        return InlineSender(client, copies, flag.wait)
+
+    def before_loads(self) -> None:
+        """Loads write to blocks only after all that was computed with them before."""
+        self._device.wait(self._stream, self._device.record(self._device.current_stream()))
+
+    def after_loads(self) -> None:
+        """Whatever is computed from now on comes after the loads that have ended."""
+        self._device.wait(self._device.current_stream(), self._device.record(self._stream))
+
+    def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
+        """Bring pages into page-locked memory, and queue their copies."""
+        until_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
+        here: list[bool] = []
+        for some in self._parts(objects):
+            window = self._take(until_ns)
+            if window is None:
+                here += [False] * len(some)
+                continue
+            try:
+                here += self._fetch(window, some, until_ns)
+            finally:
+                if not window.is_lost:
+                    self._windows.put(window)
+        return here
+
+    def _parts(self, objects: Sequence[Object]) -> Iterator[Sequence[Object]]:
+        first, size = 0, 0
+        for at, one in enumerate(objects):
+            if size + one.length > self._window_bytes:
+                yield objects[first:at]
+                first, size = at, 0
+            size += one.length
+        if objects:
+            yield objects[first:]
+
+    def _left_s(self, until_ns: int) -> float:
+        return max(0.0, (until_ns - self._clock.monotonic_ns()) / 1e9)
+
+    def _take(self, until_ns: int) -> _Window | None:
+        """A window that nothing is copied out of any more, if there is one in time."""
+        try:
+            window = self._windows.get(timeout=self._left_s(until_ns))
+        except queue.Empty:
+            return None
+        pause = Event()
+        try:
+            while window.copied is not None and not self._device.is_done(window.copied):
+                if not self._left_s(until_ns):
+                    self._windows.put(window)
+                    return None
+                pause.wait(VLLM_DEVICE_POLL_MS / 1000)
+        except Exception:
+            self._windows.put(window)
+            raise
+        return window
+
+    def _fetch(self, window: _Window, objects: Sequence[Object], until_ns: int) -> list[bool]:
+        places, at = [], window.offset
+        for one in objects:
+            places.append(at)
+            at += one.length
+        here = self._brought(objects, places, until_ns)
+        copies = [
+            copy
+            for one, place, is_here in zip(objects, places, here, strict=True)
+            if is_here
+            for copy in self._copies(one, place)
+        ]
+        if copies:
+            try:
+                self._device.copy(self._stream, copies)
+            finally:  # some may be queued even if one was refused
+                window.is_lost = True
+                window.copied = self._device.record(self._stream)
+                window.is_lost = False
+        return here
+
+    def _copies(self, one: Object, place: int) -> Iterator[Copy]:
+        source = self._begin + place
+        for page in one.pieces:
+            for address, length in page:
+                yield Copy(address, source, length)
+                source += length
+
+    def _brought(self, objects: Sequence[Object], places: Sequence[int], until_ns: int) -> list[bool]:
+        if self._region is not None:
+            blocks = [
+                block_at(one.key, self._region, place, one.length)
+                for one, place in zip(objects, places, strict=True)
+            ]
+            outcomes = self._client.get(blocks, timeout_s=self._left_s(until_ns))
+            return [isinstance(outcome, Hit) for outcome in outcomes]
+        here = []
+        for one, place in zip(objects, places, strict=True):
+            left_s = self._left_s(until_ns)
+            got = self._client.get_inline(one.key, one.length, timeout_s=left_s) if left_s else None
+            if is_whole := isinstance(got, bytes) and len(got) == one.length:
+                self._arrivals[place : place + one.length] = got
+            here.append(is_whole)
+        return here

@@ -1,0 +1,201 @@
+"""A device whose memory is this machine's, and whose streams are queues that run only when they are told to.
+
+`run` takes work from the streams in any order that events allow, by dice; so a wait that was forgotten shows as wrong
+bytes, and a flag without its copy too.
+
+What always holds: work of one stream runs in order, and work behind `wait` after the event. A copy has exactly one side
+in mapped memory, as a page-locked copy has; device addresses of mapped memory are not its host addresses, so that a
+mix-up fails.
+
+What it doesn't do: run by itself, or show what only a GPU can, such as the order in which others see its stores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from nic_offload.device import Mapped
+from nic_offload.errors import DeviceError
+from nic_offload.flags import FlagWord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from nic_offload.device import Copy
+
+__all__ = ["HostDevice", "HostStream"]
+
+_APART = 1 << 44  # from a mapped host address to what the device calls it
+
+
+class _Event:
+    is_done = False
+
+
+class HostStream:
+    """A queue. A piece of work that returns False can't run yet."""
+
+    def __init__(self) -> None:
+        self.work: deque[Callable[[], bool]] = deque()
+        self.captured: list[Callable[[], bool]] | None = None
+
+    def queue(self, work: Callable[[], bool]) -> None:
+        """Run it after all that was queued before."""
+        (self.work if self.captured is None else self.captured).append(work)
+
+
+class _Graph:
+    def __init__(self) -> None:
+        self.work: list[Callable[[], bool]] = []
+
+    def launch(self, stream: HostStream) -> None:
+        for one in self.work:
+            stream.queue(one)
+
+
+class _HostMapped(Mapped):
+    def __init__(self, device: HostDevice, address: int) -> None:
+        self._device, self._address = device, address
+        self.device_address = address + _APART
+
+    def close(self) -> None:
+        self._device.unmap(self._address)
+
+
+class HostDevice:
+    """Its calls may come from any thread."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._dice = random.Random(seed)  # noqa: S311 - an order of work
+        self._lock = threading.RLock()
+        self._streams: list[HostStream] = []
+        self._mapped: dict[int, int] = {}
+        self._totals: list[ctypes.c_uint64] = []
+        self.compute = self.open_stream()
+
+    def open_stream(self) -> HostStream:
+        """Create a stream."""
+        with self._lock:
+            self._streams.append(HostStream())
+            return self._streams[-1]
+
+    def current_stream(self) -> HostStream:
+        """There is one that computes."""
+        return self.compute
+
+    def map(self, address: int, length: int) -> Mapped:
+        """Take note of the memory."""
+        with self._lock:
+            self._mapped[address] = length
+        return _HostMapped(self, address)
+
+    def unmap(self, address: int) -> None:
+        """Run all that was queued, then forget the memory."""
+        if address in self._mapped:
+            self.run()
+            with self._lock:
+                del self._mapped[address]
+
+    def copy(self, stream: HostStream, copies: Iterable[Copy]) -> None:
+        """Queue copies, each on its own."""
+        for target, source, length in copies:
+            if self._is_mapped(target, length) == self._is_mapped(source, length):
+                raise DeviceError(
+                    f"A copy of {length} bytes needs one side in mapped memory, and has {target:#x} and {source:#x}."
+                )
+
+            def work(target: int = target, source: int = source, length: int = length) -> bool:
+                ctypes.memmove(target, source, length)
+                return True
+
+            stream.queue(work)
+
+    def store(self, stream: HostStream, word: int, value: int) -> None:
+        """Queue a release store."""
+        address = self._word(word)
+
+        def work() -> bool:
+            FlagWord(address).store(value)
+            return True
+
+        stream.queue(work)
+
+    def open_total(self) -> int:
+        """It is addressed as the device's own memory is."""
+        self._totals.append(ctypes.c_uint64(0))
+        return ctypes.addressof(self._totals[-1])
+
+    def count(self, stream: HostStream, word: int, total: int, step: int) -> None:
+        """Queue an addition and a release store."""
+        address, sum_up = self._word(word), ctypes.c_uint64.from_address(total)
+
+        def work() -> bool:
+            sum_up.value += step
+            FlagWord(address).store(sum_up.value)
+            return True
+
+        stream.queue(work)
+
+    def record(self, stream: HostStream) -> _Event:
+        """Queue an event."""
+        event = _Event()
+
+        def work() -> bool:
+            event.is_done = True
+            return True
+
+        stream.queue(work)
+        return event
+
+    def wait(self, stream: HostStream, event: _Event) -> None:
+        """Hold the stream until the event."""
+        stream.queue(lambda: event.is_done)
+
+    def is_done(self, event: _Event) -> bool:
+        """Whether it was reached."""
+        return event.is_done
+
+    @contextmanager
+    def capture(self, stream: HostStream) -> Iterator[_Graph]:
+        """Collect what is queued."""
+        graph = _Graph()
+        stream.captured = graph.work
+        try:
+            yield graph
+        finally:
+            stream.captured = None
+
+    def step(self) -> bool:
+        """Run one piece of work of some stream; False if none can."""
+        with self._lock:
+            for stream in self._dice.sample(self._streams, len(self._streams)):
+                if stream.work and stream.work[0]():
+                    stream.work.popleft()
+                    return True
+        return False
+
+    def run(self) -> None:
+        """Run until no work is left that can run."""
+        while self.step():
+            pass
+
+    def close(self) -> None:
+        """Run what is left."""
+        self.run()
+
+    def _is_mapped(self, address: int, length: int) -> bool:
+        with self._lock:
+            return any(
+                start <= address and address + length <= start + n for start, n in self._mapped.items()
+            )
+
+    def _word(self, device_address: int) -> int:
+        address = device_address - _APART
+        if not self._is_mapped(address, 8):
+            raise DeviceError(f"There is no mapped word at the device's address {device_address:#x}.")
+        return address

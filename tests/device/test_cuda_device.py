@@ -1,0 +1,174 @@
+"""What the CUDA device asks of the driver, seen without a GPU: a stand-in for its library does as it is told."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import secrets
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from kvstore.engines.vllm.groups import Wanted
+from kvstore.testing import MemoryNode
+from nic_offload.cuda_device import _SIGNATURES, CudaDevice, load_driver
+from nic_offload.device import Copy
+from nic_offload.errors import CudaUnavailable, DeviceError
+from nic_offload.flags import FlagWords
+from nic_offload.host_device import HostDevice
+from nic_offload.memory import address_of
+from tests.device.engine import Engine, random_values
+from tests.device.fake_driver import MEMORY, FakeCuda, FakeDriver
+from tests.device.tensors import LAYERS, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nic_offload.device import Device
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture
+def cuda(driver: FakeDriver) -> Iterator[FakeCuda]:
+    device = FakeCuda(driver)
+    yield device
+    driver.is_reset, driver.code_of_copy = False, 0
+    device.close()
+    assert not driver.contexts
+    assert driver.retained == 0
+    assert not driver.memory
+    assert set(driver._things) <= {0}, "all that was made is destroyed"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_spine_on_cuda_is_exact_in_whatever_order_the_streams_run(seed: int) -> None:
+    driver = FakeDriver(seed=seed, writes_values=bool(seed % 2))
+    device = FakeCuda(driver)
+    with MemoryNode() as node, running(cast("HostDevice", device)):
+        engine = Engine(
+            node, "[2, blocks] HND", cast("HostDevice", device), transport="fabric", provider="memory"
+        )
+        wanted = [Wanted(0, block, secrets.token_bytes(32)) for block in (3, 8)]
+        values = random_values("[2, blocks] HND", (3, 8))
+        engine.step(wanted, values)
+        assert len(engine.saved(2)) == 2
+        assert engine.load(wanted).missing == []
+        seen = engine.seen((3, 8))
+        for block in (3, 8):
+            exact = [values[block][at].tobytes() for at in range(LAYERS)]
+            assert [seen[block, at] for at in range(LAYERS)] == exact
+        engine.close()
+
+
+def graph_counts_on(device: Any) -> None:
+    """Copies and a counted flag, captured once; each launch copies what is there then."""
+    device = cast("Device", device)
+    memory, source = mmap.mmap(-1, 4096), (ctypes.c_ubyte * 64)()
+    with FlagWords.create(2) as words:
+        stream, total = device.open_stream(), device.open_total()
+        flags, staged = device.map(words[0].address, 16), device.map(address_of(memory), 4096)
+        with device.capture(stream) as graph:
+            device.copy(stream, [Copy(address_of(memory), ctypes.addressof(source), 64)])
+            device.count(stream, flags.device_address + 8, total, 16)
+        for turn in range(1, 5):
+            ctypes.memset(source, turn, 64)
+            graph.launch(stream)
+            event = device.record(stream)
+            assert not device.is_done(event)
+            assert words[1].load() == 16 * (turn - 1)
+            while cast("Any", device).step():
+                pass
+            assert device.is_done(event)
+            assert words[1].load() == 16 * turn
+            assert memory[:64] == bytes([turn]) * 64
+        staged.close()
+        flags.close()
+
+
+def test_a_graph_counts_on_at_each_launch(cuda: FakeCuda) -> None:
+    graph_counts_on(cuda)
+
+
+def test_a_graph_of_the_host_device_does_too() -> None:
+    graph_counts_on(HostDevice())
+
+
+@pytest.mark.parametrize("writes_values", [True, False])
+def test_a_flag_is_stored_in_stream_order(*, writes_values: bool) -> None:
+    driver = FakeDriver(writes_values=writes_values)
+    device = FakeCuda(driver)
+    with FlagWords.create(1) as words:
+        mapped, stream = device.map(words[0].address, 8), device.open_stream()
+        device.store(stream, mapped.device_address, 7)
+        device.ring_doorbell(stream, mapped.device_address, 9)
+        assert words[0].load() == 0
+        assert driver.host.step()
+        assert words[0].load() == 7
+        driver.host.run()
+        assert words[0].load() == 9
+        mapped.close()
+        mapped.close()
+        assert not driver.registered
+    device.close()
+    device.close()
+
+
+def test_after_a_reset_every_call_is_an_error_and_none_a_crash(cuda: FakeCuda, driver: FakeDriver) -> None:
+    stream, event = cuda.open_stream(), cuda.record(0)
+    driver.is_reset = True
+    calls = (
+        cuda.open_stream,
+        lambda: cuda.copy(stream, [Copy(1, 2, 3)]),
+        lambda: cuda.store(stream, 0, 1),
+        lambda: cuda.wait(stream, event),
+        lambda: cuda.is_done(event),
+        lambda: cuda.record(stream),
+    )
+    for call in calls:
+        with pytest.raises(DeviceError, match=r"illegal memory access \(700\)"):
+            call()
+
+
+def test_too_little_page_locked_memory_is_an_error_that_says_so(cuda: FakeCuda, driver: FakeDriver) -> None:
+    driver.code_of_copy = MEMORY
+    with pytest.raises(DeviceError, match=r"cuMemHostRegister_v2 failed: out of memory \(2\)"):
+        cuda.map(4096, 4096)
+
+
+def test_a_closed_device_refuses_work(driver: FakeDriver) -> None:
+    device = FakeCuda(driver)
+    device.close()
+    with pytest.raises(DeviceError, match="closed"):
+        device.open_stream()
+
+
+@pytest.mark.parametrize(("gpus", "index", "word"), [(0, 0, "no usable GPU"), (2, 2, "2 GPUs, and no GPU 2")])
+def test_a_machine_without_that_gpu_is_told(gpus: int, index: int, word: str) -> None:
+    with pytest.raises(CudaUnavailable, match=word):
+        CudaDevice(index, FakeDriver(gpus=gpus))
+
+
+def test_a_machine_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", refuse)
+    with pytest.raises(CudaUnavailable, match=r"no CUDA driver .*libcuda.so.1: cannot open"):
+        load_driver()
+
+
+def test_the_stand_in_has_every_function_with_as_many_arguments() -> None:
+    for name, types in _SIGNATURES.items():
+        code = getattr(FakeDriver, name).__code__
+        assert code.co_flags & 4 or code.co_argcount == len(types) + 1, name
+
+
+def test_importing_loads_neither_a_driver_nor_torch() -> None:
+    code = "import sys, nic_offload.cuda_device; assert not {'torch', 'cupy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,289 @@
+"""What a full ring, streams in any order and a device that refuses work cost: a block that is not stored or loaded."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.engines.vllm import groups
+from kvstore.engines.vllm.groups import Load, Wanted
+from kvstore.errors import DeviceError
+from kvstore.testing import MemoryNode
+from nic_offload.host_device import HostDevice
+from tests.device.engine import Engine, random_values, wait_for
+from tests.device.tensors import LAYERS, PAGE_BYTES, names, pages, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from nic_offload.device import Mapped
+    from tests.device.engine import Values
+
+SHAPE = "[2, blocks] NHD"
+BLOCK_BYTES = LAYERS * PAGE_BYTES
+
+
+class Refusing(HostDevice):
+    """Refuses the calls that are named."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.refused: set[str] = set()
+        super().__init__(seed)
+
+    def _check(self, call: str) -> None:
+        if call in self.refused:
+            raise DeviceError(f"{call} failed: an illegal memory access was encountered (700).")
+
+    def map(self, address: int, length: int) -> Mapped:
+        self._check("map")
+        return super().map(address, length)
+
+    def copy(self, stream: Any, copies: Any) -> None:
+        self._check("copy")
+        super().copy(stream, copies)
+
+    def record(self, stream: Any) -> Any:
+        self._check("record")
+        return super().record(stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        self._check("wait")
+        super().wait(stream, event)
+
+
+@pytest.fixture(scope="module")
+def memory_node() -> Iterator[MemoryNode]:
+    with MemoryNode() as node:
+        yield node
+
+
+@pytest.fixture
+def device() -> Refusing:
+    return Refusing()
+
+
+@pytest.fixture
+def engine(memory_node: MemoryNode, device: Refusing) -> Iterator[Engine]:
+    one = engine_of(memory_node, device)
+    yield one
+    device.refused.clear()
+    device.run()
+    one.close()
+
+
+def engine_of(node: MemoryNode, device: HostDevice, **settings: Any) -> Engine:
+    given = {"transport": "fabric", "provider": "memory", "save_timeout_ms": 2000, **settings}
+    return Engine(node, SHAPE, device, **given)
+
+
+def wanted_of(*blocks: int) -> list[Wanted]:
+    return [Wanted(0, block, secrets.token_bytes(32)) for block in blocks]
+
+
+def totals(engine: Engine) -> dict[str, int]:
+    of = engine.outcomes
+    return {
+        name: sum(getattr(one, name) for one in of) // LAYERS
+        for name in ("pages", "failed", "skipped", "withheld")
+    }
+
+
+def is_exact(engine: Engine, wanted: Sequence[Wanted], values: Values) -> None:
+    blocks = [one.block for one in wanted]
+    assert engine.load(wanted).missing == []
+    seen = engine.seen(blocks)
+    for block in blocks:
+        assert [seen[block, at] for at in range(LAYERS)] == [
+            values[block][at].tobytes() for at in range(LAYERS)
+        ]
+
+
+def stored_at_last(engine: Engine, values: Values) -> list[Wanted]:
+    """Step until there is room for two blocks: memory comes back with the thread's next turn."""
+    for _ in range(50):
+        wanted = wanted_of(1, 2)
+        engine.step(wanted, values)
+        if len(engine.saved(2)) == 2:
+            return wanted
+    raise AssertionError("there is never room again")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bytes_are_exact_in_whatever_order_the_streams_run(memory_node: MemoryNode, seed: int) -> None:
+    device = HostDevice(seed)
+    engine = engine_of(memory_node, device)
+    with running(device):
+        for _ in range(3):
+            wanted = wanted_of(1, 2, 20)
+            values = random_values(SHAPE, [1, 2, 20])
+            engine.step(wanted, values)
+            assert len(engine.saved(3)) == 3
+            is_exact(engine, wanted, values)
+    engine.close()
+
+
+def test_nothing_is_sent_before_the_device_has_copied_it(
+    engine: Engine, device: Refusing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "OBJECT_BYTES_MAX", 3 * PAGE_BYTES)
+    wanted, values = wanted_of(5), random_values(SHAPE, [5])
+    (first, second) = engine.identity.groups[0].objects(wanted[0].digest, 0)
+    client: Any = engine.transport._client  # type: ignore[attr-defined]
+
+    def stored() -> list[bool]:
+        return [type(one).__name__ == "Stored" for one in client.exists([first, second], timeout_s=5)]
+
+    engine.step(wanted, values)
+    assert stored() == [False, False]
+    flag = engine.transport.saves._flag  # type: ignore[attr-defined]
+    while not flag.has(1):
+        assert device.step()
+    assert not flag.has(2), "the flag of the last layers comes later"
+    wait_for(
+        lambda: stored() == [True, False], "the first layers leave while the last are still to be copied"
+    )
+    with running(device):
+        assert len(engine.saved(1)) == 1
+        is_exact(engine, wanted, values)
+
+
+def test_a_ring_that_is_full_skips_blocks_and_the_compute_stream_goes_on(
+    memory_node: MemoryNode, device: Refusing
+) -> None:
+    engine = engine_of(memory_node, device, host_bytes=2 * BLOCK_BYTES, save_timeout_ms=50)
+    values = random_values(SHAPE, [1, 2])
+    first, second = wanted_of(1, 2), wanted_of(1, 2)
+    engine.step(first, values)
+    engine.step(second, values)
+    engine.saved(2)
+    assert totals(engine)["skipped"] == 2
+    with running(device):
+        engine.saved(2)
+        assert totals(engine) == {"pages": 2, "failed": 0, "skipped": 2, "withheld": 0}
+        is_exact(engine, stored_at_last(engine, values), values)
+        wait_for(lambda: not device.compute.work, "the compute stream")
+    engine.close()
+
+
+def test_memory_of_a_put_that_was_given_up_is_not_used_while_a_copy_may_come(
+    memory_node: MemoryNode, device: Refusing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.engines.vllm.device_transport.VLLM_DEVICE_COPY_MS", 50)
+    engine = engine_of(memory_node, device, host_bytes=2 * BLOCK_BYTES, save_timeout_ms=50)
+    values = random_values(SHAPE, [1, 2])
+    engine.step(wanted_of(1, 2), values)
+    engine.saved(2)  # the device has not moved: they are given up
+    assert totals(engine)["failed"] == 2
+    engine.step(wanted_of(1, 2), values)
+    engine.saved(2)
+    assert totals(engine)["skipped"] == 2, "a copy into the first ones' memory is still queued"
+    with running(device):
+        flag = engine.transport.saves._flag  # type: ignore[attr-defined]
+        wait_for(lambda: flag.has(flag.last), "the copies")
+        is_exact(engine, stored_at_last(engine, values), values)
+    engine.close()
+
+
+def test_a_step_that_is_not_sound_or_not_whole_is_withheld(engine: Engine, device: Refusing) -> None:
+    values = random_values(SHAPE, [1])
+    with running(device):
+        engine.step(wanted_of(1), values, is_sound=False)
+        engine.saved(1)
+        saves = engine.transport.saves
+        saves.begin(wanted_of(1))
+        for name in names()[:-1]:
+            saves.layer_done(name)
+        saves.settle(is_sound=True)
+        engine.saved(1)
+        assert totals(engine) == {"pages": 0, "failed": 0, "skipped": 0, "withheld": 2}
+        wanted = wanted_of(1)
+        engine.step(wanted, values)
+        assert len(engine.saved(1)) == 1, "the memory was free again"
+        is_exact(engine, wanted, values)
+
+
+def test_a_step_that_computes_a_layer_twice_is_not_stored(engine: Engine, device: Refusing) -> None:
+    saves = engine.transport.saves
+    with running(device):
+        saves.begin(wanted_of(1))
+        for name in (*names(), names()[0]):
+            saves.layer_done(name)
+        saves.settle(is_sound=True)
+        engine.saved(1)
+    assert totals(engine)["failed"] == 1
+
+
+@pytest.mark.parametrize("call", ["copy", "record", "wait"])
+def test_a_device_that_refuses_work_costs_the_step_and_not_the_engine(
+    engine: Engine, device: Refusing, call: str
+) -> None:
+    values = random_values(SHAPE, [1])
+    with running(device):
+        device.refused.add(call)
+        engine.step(wanted_of(1), values)
+        engine.saved(1)
+        assert totals(engine) == {"pages": 0, "failed": 1, "skipped": 0, "withheld": 0}
+        device.refused.clear()
+        wanted = wanted_of(1)
+        engine.step(wanted, values)
+        assert len(engine.saved(1)) == 1
+        is_exact(engine, wanted, values)
+
+
+def test_a_load_that_the_device_refuses_is_missing_and_the_next_one_is_not(
+    engine: Engine, device: Refusing
+) -> None:
+    wanted, values = wanted_of(1, 2), random_values(SHAPE, [1, 2])
+    with running(device):
+        engine.step(wanted, values)
+        engine.saved(2)
+        for _ in range(6):  # more than there are windows
+            device.refused.add("copy")
+            assert len(engine.load(wanted).missing) == 2
+            device.refused.clear()
+        is_exact(engine, wanted, values)
+
+
+def test_what_the_node_does_not_have_is_missing_and_its_blocks_are_not_written(
+    engine: Engine, device: Refusing
+) -> None:
+    wanted, values = wanted_of(1, 2), random_values(SHAPE, [1, 2])
+    with running(device):
+        engine.step(wanted[:1], values)
+        engine.saved(1)
+        for cache in engine.caches.values():
+            engine.compute(cache, 2, pages(cache)[2] + 7)
+        assert [one.block for one in engine.load(wanted).missing] == [2]
+        seen = engine.seen([2])
+        assert {bytes(value) for value in seen.values()} == {b"\x07\x00" * (PAGE_BYTES // 2)}
+
+
+def test_a_load_writes_to_blocks_only_after_what_was_computed_with_them_before(
+    engine: Engine, device: Refusing
+) -> None:
+    wanted, values = wanted_of(1), random_values(SHAPE, [1])
+    with running(device):
+        engine.step(wanted, values)
+        engine.saved(1)
+    for cache in engine.caches.values():
+        engine.compute(cache, 1, pages(cache)[1] * 0 + 9)  # a kernel of an earlier step, not run yet
+    engine.transport.before_loads()
+    loaded = engine.loads.load(Load("r", wanted))
+    loads = engine.transport._stream  # type: ignore[attr-defined]
+    while loads.work and loads.work[0]():  # the device is as unkind as it may be
+        loads.work.popleft()
+    engine.transport.after_loads()
+    with running(device):
+        seen = engine.seen([1])
+    assert loaded.missing == []
+    assert [seen[1, at] for at in range(LAYERS)] == [values[1][at].tobytes() for at in range(LAYERS)]
+
+
+def test_a_machine_that_lets_no_memory_be_page_locked_says_so(
+    memory_node: MemoryNode, device: Refusing
+) -> None:
+    device.refused.add("map")
+    with pytest.raises(DeviceError, match="map failed"):
+        engine_of(memory_node, device)

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# tests/gpu, on a machine with an NVIDIA GPU. Without a driver or a GPU it says which is missing and fails.
+#
+# What always holds: a test that can't run is a failure here, and not skipped as in `make test`. PyTorch (3 GB) goes into
+# .venv-gpu, which is made when it is missing; .venv stays as it is. The figures are in build/bench/gpu.json.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+probe='
+from nic_offload.cuda_device import CudaDevice
+from nic_offload.errors import CudaUnavailable
+try:
+    CudaDevice().close()
+except CudaUnavailable as error:
+    raise SystemExit(f"test-gpu: {error}")
+'
+.venv/bin/python -c "$probe"
+venv=.venv-gpu
+stamp=$venv/.stamp
+if [[ ! -f $stamp || requirements-dev.txt -nt $stamp ]]; then
+  rm -rf "$venv"
+  .venv/bin/python -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet --no-deps -r requirements-dev.txt
+  "$venv/bin/python" -m pip install --quiet 'torch>=2.6' # for CUDA, with what it needs
+  "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --no-index -e .
+  touch "$stamp"
+fi
+TRIGGERKV_GPU=1 exec "$venv/bin/python" -m pytest tests/gpu -rA "$@"
