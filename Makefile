@@ -9,7 +9,7 @@
 #   TRIGGERKV_TWIN_ROUNDS=n    how many rounds `make bench-twin` does (3)
 #   FUZZ_RUNS='C PYTHON'       how many inputs `make fuzz` gives to the desk, and to each Python parser
 #   TRIGGERKV_KEYRING_ENDS=n   in how many ways `make test-keyring` ends each step of a keyring (12)
-#   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (3)
+#   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (2.4)
 #   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
 #   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
 #   TRIGGERKV_CHAOS_ROUNDS=n      how many rounds `make test-cluster` does between hosts (300), fifteen to a cluster

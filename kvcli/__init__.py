@@ -1,1 +1,1 @@
-"""What the two commands, `kvstore` and `kvsim`, have in common: how they end, completion, and progress."""
+"""Shared by the commands `kvstore` and `kvsim`: exit statuses, completion and progress."""

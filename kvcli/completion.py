@@ -1,7 +1,7 @@
-"""Completion for bash and zsh, written from a command's own parser.
+"""Completion for bash and zsh, generated from a command's own parser.
 
-What always holds: suggestions are read from the parser itself; where neither a command nor an
-option fits, the shell offers files.
+What always holds: suggestions are read from the parser itself; where neither a command nor an option fits, the shell
+completes file names.
 """
 
 from __future__ import annotations

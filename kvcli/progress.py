@@ -1,7 +1,7 @@
-"""A bar for what takes long, with an estimate of how long it still takes.
+"""A progress bar with an estimate of the time left.
 
-What always holds: it goes to stderr, only if that is a terminal, only after a second, and is gone when the work is
-done; so a result that is piped is the result alone.
+What always holds: it is written to stderr, only if that is a terminal and only after a second, and is erased when the
+work is done. So piped output is the result alone.
 """
 
 from __future__ import annotations

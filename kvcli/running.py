@@ -1,27 +1,28 @@
-"""How both commands run and end: one sentence for what went wrong, and an exit status that means the same in each.
+"""How both commands run and end: one sentence for an error, and exit statuses with the same meaning in each.
 
-What always holds: a closed pipe (`| head -1`) ends the command without a message; SIGTERM cleans up as
-Ctrl-C does; an error of the operating system's is a sentence with the file's name. A traceback is a bug of ours.
+What always holds: a closed pipe (`| head -1`) ends the command without a message; SIGTERM cleans up as Ctrl-C does;
+an error of the operating system is a sentence with the file's name. A traceback is a bug.
 """
 
 from __future__ import annotations
 
+import argparse
 import enum
 import os
 import signal
 import sys
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Status", "run_command"]
+__all__ = ["Status", "add_commands", "run_command"]
 
 
 class Status(enum.IntEnum):
-    """What a command's end says; docs/commands.md has the table."""
+    """Exit statuses; docs/commands.md has the table."""
 
     DONE = 0
     FAILED = 1
@@ -30,6 +31,23 @@ class Status(enum.IntEnum):
     BUG = 70  # of a node, which ends at an error that nobody expected
     INTERRUPTED = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """A subcommand's parser: its own usage is shown with an argument that it does not know, not the whole command's."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's, which would leave unknown arguments to the parser of the whole command."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+
+def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Let a command have subcommands, which `add_parser` of the result adds; one of them is required."""
+    kind: type[argparse.ArgumentParser] = _CommandParser
+    return parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=kind)
 
 
 class _Terminated(KeyboardInterrupt):

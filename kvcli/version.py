@@ -1,4 +1,4 @@
-"""Which version of this distribution is installed."""
+"""The installed version of this distribution."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.completion import add_completion, script
-from kvcli.running import run_command
+from kvcli.running import add_commands, run_command
 from kvcli.version import add_version
 from kvstore.commands.block_commands import add_block_commands
 from kvstore.commands.node_commands import DEFAULT_NODE, add_node_commands, reach, reach_node
@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 success, 1 failure, 2 usage error, 3 the answer is no; see docs/commands.md.",
     )
     add_version(parser)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = add_commands(parser)
 
     serve = commands.add_parser("serve", help="run a storage node", description="Run a storage node.")
     add_options(serve)

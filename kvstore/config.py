@@ -18,11 +18,13 @@ from kvstore.cluster.etcd_options import EtcdReach
 from kvstore.errors import ConfigError
 from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_DEFAULT,
+    DRIVE_CAPACITY_BYTES_MAX,
     DRIVE_CAPACITY_BYTES_MIN,
     HOT_BYTES_DEFAULT,
     HOT_BYTES_MIN,
     REPLICAS_MAX,
     UPKEEP_SECRET_BYTES_MIN,
+    ZONE_CHARACTERS_MAX,
 )
 from kvstore.reach import split_target
 from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
@@ -110,6 +112,7 @@ class ClusterConfig(NamedTuple):
     etcd: EtcdReach
     address: str | None = None
     upkeep: UpkeepConfig | None = None
+    zone: str = ""  # what fails together with the node
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> ClusterConfig | None:
@@ -122,6 +125,9 @@ class ClusterConfig(NamedTuple):
         address = given.pop("_address", None)
         if address is not None:
             split_target(address)
+        zone = given.pop("_zone", "")
+        if len(zone) > ZONE_CHARACTERS_MAX or not zone.isprintable():
+            raise ConfigError(f"--cluster-zone has at most {ZONE_CHARACTERS_MAX} printable characters.")
         replicas = given.pop("_replicas", None)
         of_nodes = given.pop("_secret", None), given.pop("_nodes_ca", None)
         if replicas is None and of_nodes != (None, None):
@@ -130,7 +136,7 @@ class ClusterConfig(NamedTuple):
             raise ConfigError(f"A block has 1 to {REPLICAS_MAX} replicas, not {replicas}.")
         upkeep = None if replicas is None else UpkeepConfig(replicas, *of_nodes)
         more = {_OF_ETCD.get(name, name[1:]): value for name, value in given.items()}
-        return cls(EtcdReach.of(told[""], **more), address, upkeep)
+        return cls(EtcdReach.of(told[""], **more), address, upkeep, zone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +164,7 @@ class NodeConfig:
     tls_certificate: Path | None = None  # the node's own, with its chain, and its key
     tls_key: Path | None = None
     tls_clients: Path | None = None  # authorities whose certificates clients must have
-    audit: Path | None = None  # a file of who came and who was turned away
+    audit: Path | None = None  # a file of accepted and refused callers
     events: EventsConfig | None = None
     http: tuple[str, int] | None = None  # where metrics and health are served
     ui: bool = False  # and the web page
@@ -188,6 +194,10 @@ class NodeConfig:
             raise ConfigError(
                 f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
                 f" {show_size(self.capacity_bytes)} is too small."
+            )
+        if self.capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
+            raise ConfigError(
+                f"A drive has at most {show_size(DRIVE_CAPACITY_BYTES_MAX)}, not {show_size(self.capacity_bytes)}."
             )
         if self.hot_bytes < HOT_BYTES_MIN:
             raise ConfigError(
@@ -242,7 +252,7 @@ class NodeConfig:
             raise ConfigError(f"A port is 0 to {_PORT_MAX}, not {port}.")
 
     def _check_beyond(self, host: str) -> None:
-        """Where others may come, they have to prove who they are."""
+        """A node that other machines can reach must authenticate its callers."""
         if not _is_loopback(host):
             wanting = [
                 flag
@@ -286,7 +296,7 @@ def _check_stays_here(endpoint: str) -> None:
 
 
 def environment(name: str) -> str:
-    """What a variable says; nothing if it is not set."""
+    """The value of a variable; empty if it is not set."""
     return os.environ.get(name, "")
 
 

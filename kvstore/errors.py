@@ -168,7 +168,7 @@ class AddressRefused(ProtocolError):
 
 
 class LeaseExpired(ProtocolError):
-    """The lease of a reserved slot is over: what is put into it now will not be kept."""
+    """The lease of a reserved slot has expired: a put into it now will not be stored."""
 
 
 class SessionFileError(KvError):
@@ -200,7 +200,7 @@ class WrongMasterKey(KvError):
 
 
 class StorageError(KvError):
-    """The drive, or what is on it, did not do what was asked."""
+    """The drive, or the data on it, did not allow the operation."""
 
 
 class NoSpace(StorageError):
@@ -208,7 +208,7 @@ class NoSpace(StorageError):
 
 
 class Expired(StorageError):
-    """What is to be put has a time to live that is over: it would be gone before anybody could get it."""
+    """The block's time to live has passed, so it could never be got."""
 
 
 class QuotaExceeded(StorageError):
@@ -228,7 +228,7 @@ class NoSession(StorageError):
 
 
 class SessionRefused(StorageError):
-    """A step that can't be done to the session as it is: it has another length, is full, or would name what is gone."""
+    """The session's state doesn't allow the step: another length, a full session, or a block that is not stored."""
 
 
 class ReadOnly(StorageError):
@@ -251,7 +251,7 @@ class NotEncrypted(StorageError):
         sentence: str = "The node does not encrypt blocks, so it has no key for an erase domain: start it with"
         " --master-key, or put the block without a domain.",
     ) -> None:
-        """It says what can be done about it."""
+        """Its message says what to do about it."""
         super().__init__(sentence)
 
 

@@ -1,7 +1,7 @@
-"""What became of looked-up blocks, in sentences: for `kvstore explain` and for the node's web page.
+"""The outcomes of look-ups, in sentences: for `kvstore explain` and the node's web page.
 
 What always holds: every kind and outcome has a sentence, and every outcome that is not a hit has advice.
-What it doesn't do: ask a node, or print.
+What it doesn't do: call a node, or print.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["ASKED", "Placed", "advice", "lookup_document", "numbered", "placed",
 
 ASKED = {
     Kind.UNSPECIFIED: "look-up of {}",
-    Kind.EXISTS: "asked about {}: stored or not",
-    Kind.PREFIX: "asked how many of {} are stored without a gap",
+    Kind.EXISTS: "checked whether {} can be got",
+    Kind.PREFIX: "counted how many of {} are stored, up to the first gap",
     Kind.FETCH: "fetched {}",
-    Kind.GET: "got {} inside gRPC",
-    Kind.SESSION: "asked which blocks the session has: {}",
+    Kind.GET: "got {} over gRPC",
+    Kind.SESSION: "listed the session, {}",
 }
 SAID = {
     Outcome.UNSPECIFIED: "mixed outcomes",

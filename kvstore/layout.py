@@ -1,17 +1,17 @@
-"""Layouts: what decides how the bytes of a block are to be read, and which shard of a model's KV they are.
+"""Layouts: what determines how the bytes of a block are read, and which shard of a model's KV they are.
 
-A layout says everything that has to be equal before one engine may use bytes that another one stored: model, weights,
-adapter, number format, tokens a block, each layer's own widths, the order of bytes, the shard, the instruction set
-where it matters. Its fingerprint goes with every block; a get under another one is MISS(layout), never bytes.
+A layout has everything that must be equal before one engine may use bytes that another one stored: model, weights,
+adapter, number format, tokens per block, each layer's own widths, the order of bytes, the shard, and the instruction
+set where it matters. Its fingerprint is stored with every block; a get under another one is MISS(layout), never
+bytes.
 
 What always holds: two layouts that differ in anything have different fingerprints, and different keys for the same
-tokens, so that what engines of several number formats, block sizes or shards store lies side by side. Layers that use
-another layer's KV (aliases) take no bytes. The fingerprint is made from a written-down form (`canonical`), never from
-Python's `hash`.
+tokens, so blocks of several number formats, block sizes or shards coexist. Layers that use another layer's KV
+(aliases) take no bytes. The fingerprint is made from a canonical text (`canonical`), never from Python's `hash`.
 
-Between the shards of one layout heads can be moved: `reshard` says which bytes of which stored shards make up a shard
-of another degree. That needs an order of bytes that we know; a layout in an engine's private order (`Order.OPAQUE`)
-moves only as a whole.
+Heads can be moved between the shards of one layout: `reshard` says which bytes of which stored shards make up a shard
+of another degree. That requires a known order of bytes; a layout in an engine's private order (`Order.OPAQUE`) is
+moved only as a whole.
 
 What it doesn't do: convert number formats, or merge pipeline stages (a stage has its own blocks, in every degree).
 """
@@ -55,7 +55,7 @@ class Layer(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Bytes that lie together in a stored shard's block and in the wanted one's."""
+    """Bytes that are contiguous both in a stored shard's block and in the requested one's."""
 
     shard: int
     source: int

@@ -56,7 +56,7 @@ DESCRIPTORS_OF_CLIENT = 4  # its endpoint, what it is connected by, and its call
 FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
 # A source is an IPv4 address, or the /64 of an IPv6 one.
-DOOR_LOOK_MS = 100  # between two looks at who stands at the node's ports
+DOOR_LOOK_MS = 100  # between two checks of the connections at the node's ports
 HEAP_GROWN_BYTES_MAX = 32 << 20  # between two checks, after which a node collects unused objects
 HEAP_FREE_BYTES_MAX = 16 << 20  # that a node's malloc keeps for long
 HEAP_LOOK_MS = 5_000
@@ -119,11 +119,10 @@ CLUSTER_FIRST_TRY_MS = 1_000  # of a get, until a block's second owner is asked
 CLUSTER_LAST_COPY_MS = 200  # that a put waits for its second copy, where one is enough
 CLUSTER_LEFT_MS = 900_000  # after it has left the map a node's client is closed
 REPLICAS_MAX = 2  # of a block
+ZONE_CHARACTERS_MAX = 64  # in a zone's name
 REPAIR_BYTES_MAX = 64 << 20  # that a client holds of blocks that are to be put back to their first owners
 REPAIR_CALL_MS = 5_000  # of the call that puts one block back
-COPY_LATE_MS = (
-    120_000  # that what a client has sent may be under way: a connection that says nothing ends sooner
-)
+COPY_LATE_MS = 120_000  # for which a client's data may be unacknowledged: a silent connection ends sooner
 DELETIONS_KEPT_MAX = 1 << 16  # that a node remembers, so that no copy undoes them
 UPKEEP_ASKED_BLOCKS = 256  # of a node's index are looked at, and asked of other owners, at a time
 UPKEEP_OFFERED_BLOCKS = 16  # that are announced to an owner together, before their bytes go
@@ -150,7 +149,8 @@ AUDIT_NAMES_MAX = 8  # of what was removed at once
 WATCHERS_MAX = 256  # of a node
 WATCHERS_OF_TENANT_MAX = 8
 EVENTS_QUEUED_MAX = 100_000  # blocks whose coming or going waits to be published
-EVENTS_REPLAYED_MAX = 10_000  # messages that were published and can be asked for again
+EVENTS_REPLAYED_MAX = 10_000  # published messages that a reader can request again
+EVENTS_UNREAD_MAX = 10_000  # messages queued for one reader; it can request those that it missed again
 WATCH_EVENTS_MAX = 4096  # waiting for one watcher; of further ones it gets the number
 WATCH_EVENTS_SENT_MAX = 256  # in one message
 WATCH_HEARTBEAT_MS = 5_000
@@ -176,7 +176,7 @@ LEASES_MAX = 32_768  # of a node; its garbage collector looks at each: 10 ms for
 LEASE_TIMEOUT_MS = 30_000
 LEASE_TIMEOUT_MS_MAX = 600_000
 LEASE_MARGIN_MS = 1_000  # a client gives a put up this long before the node ends its lease
-STALLED_MS = 5_000  # a client that takes nothing for so long of what is to go to it is detached
+STALLED_MS = 5_000  # a client that has not received anything of its pending words for so long is detached
 STALLED_LOOK_MS = 1_000  # between two looks for such
 QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
 
@@ -189,9 +189,11 @@ PINNED_ENDED_AT_ONCE = 1024  # blocks whose pins are over, between two looks at 
 ERASE_TIMEOUT_S = 600.0  # of a call that erases a user or a tenant
 ERASED_COPIES_REFUSED_MS = 60_000  # so long a node takes no copies of what it has erased
 ERASE_ROUND_MS = (
-    45_000  # by then all nodes of a cluster have erased it, or all are asked again; a copy takes the rest
+    45_000  # by then all nodes of a cluster have erased it, or are asked again; the rest is for a copy
 )
-ERASE_STEP_BLOCKS = 1024  # entries that an erasure looks at between other work
+ERASE_WIPED_BYTES = 4 << 20  # of the free hot memory that an erasure overwrites between other work
+ERASE_LOOK_BLOCKS = 128  # entries that an erasure looks at between other work
+ERASE_STEP_BLOCKS = 1024  # that it deletes together
 VAULT_KEYS_MAX = 1 << 14  # unwrapped keys in locked memory: 1.5 MiB of the 8 MiB that a process may lock
 VAULT_NAMES_MAX = 1 << 16  # domains whose keys are known without a look into the keyring
 MASTER_COMMAND_MS = 10_000  # for a command that prints the master key
@@ -347,6 +349,7 @@ MESSAGES_COMING_MAX = 32  # that the node waits for at a time: they may come by 
 MESSAGE_AHEAD_BYTES = 64 << 10  # of a message that it does not wait for yet
 HTTP_CONNECTIONS_MAX = 256  # at a time
 HTTP_CONNECTIONS_OF_SOURCE_MAX = 16
+HTTP_BACKLOG = 1024  # that wait for the server's thread: beyond these the kernel drops a probe's first packet
 HEALTH_STILL_MS = 30_000  # for so long the node's thread does nothing before health says so
 HTTP_REQUEST_BYTES_MAX = 8 << 10  # its line and its headers
 HTTP_TIMEOUT_MS = 5_000  # for a handshake, for a request to come, and for an answer to be taken

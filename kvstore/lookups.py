@@ -1,7 +1,7 @@
-"""Look-ups as they are told: which blocks were asked for, and what became of each, run by run.
+"""Records of look-ups: which blocks were requested, and the outcome of each, run by run.
 
-What always holds: numbers are those of `kvstore/v1/lookups.proto` and never change their meaning; a look-up has at most
-`LOOKUP_RUNS_MAX` runs, however its blocks fared. No key is in it, so what is deleted leaves no name behind.
+What always holds: numbers are those of `kvstore/v1/lookups.proto` and never change their meaning; a look-up has at
+most `LOOKUP_RUNS_MAX` runs, whatever its outcomes. No key is recorded, so nothing remains of deleted names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["HITS", "Kind", "Lookup", "Outcome", "Run", "bounded", "clean_id", "o
 
 
 class Kind(enum.IntEnum):
-    """What was asked."""
+    """The kind of a look-up."""
 
     UNSPECIFIED = 0
     EXISTS = 1
@@ -77,7 +77,7 @@ assert set(_OF_MISS) == set(MissReason)
 
 
 class Run(NamedTuple):
-    """Blocks one behind the other that fared alike; of what has gone, when the first of them did."""
+    """Consecutive blocks with the same outcome; for removed blocks, when the first was removed."""
 
     blocks: int
     outcome: Outcome
@@ -108,7 +108,7 @@ class Lookup:
 
 
 def outcome_of_miss(reason: MissReason) -> Outcome:
-    """What a miss is, as far as its reason alone says."""
+    """The outcome that corresponds to a miss's reason alone."""
     return _OF_MISS[reason]
 
 

@@ -1,6 +1,6 @@
-"""A miss is a value: the block is not served, and here is why. The caller recomputes.
+"""A miss is a value: the block is not served, for a stated reason. The caller recomputes.
 
-The numbers travel in ack words (`kvstore.wire.ack`) and in gRPC answers, so they never change meaning.
+The numbers are sent in ack words (`kvstore.wire.ack`) and in gRPC answers, so they never change meaning.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ class MissReason(enum.IntEnum):
     UNREADABLE = 6  # the drive answered with an error
     NODE_AWAY = 7  # the node did not answer in time; only a client says this
     BUSY = 8  # the node was at a bound and did not start
-    EVICTED = 9  # it had to go, for room; said of the last ones that did
-    QUOTA = (
-        10  # it had to go because its tenant was at its quota and put more; said of the last ones that did
-    )
+    EVICTED = 9  # evicted for room; known for the latest removals only
+    QUOTA = 10  # evicted because its tenant was at its quota and put more; known for the latest removals only
     ERASED = 11  # its erase domain was erased: the key that it was encrypted with is destroyed
 
     @classmethod

@@ -1,6 +1,6 @@
-"""How blocks, tenants and layouts get the fixed-size names that the wire and the drive carry.
+"""Fixed-size names of blocks, tenants, users, sessions and layouts, as the wire and the drive have them.
 
-Every name is a BLAKE2b digest over length-prefixed parts, so no two lists of parts run together.
+Every name is a BLAKE2b digest over length-prefixed parts, so two different lists of parts never give the same input.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
+from kvstore.errors import InvalidArgument
 from kvstore.limits import DOMAIN_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SESSION_BYTES, TENANT_BYTES, USER_BYTES
 
 if TYPE_CHECKING:
@@ -34,8 +35,11 @@ _CHECK_BYTES: Final = 6  # before it
 def _digest(purpose: bytes, size_bytes: int, parts: Iterable[bytes]) -> bytes:
     state = blake2b(digest_size=size_bytes, person=purpose)
     for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
+        try:
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+        except TypeError:
+            raise InvalidArgument(f"A part of a name is bytes, not {type(part).__name__}.") from None
     return state.digest()
 
 

@@ -1,15 +1,16 @@
 """Which drive of a store, or which node of several, a name belongs to: weighted rendezvous hashing.
 
 Names fall into 8,192 lots, and each lot has its own order of all drives, drawn from their uuids (of nodes, from their
-addresses): the first one is the lot's home, the next is where it goes when the first can't take it, and so on.
+addresses): the first is the lot's home, the next is used when the first can't take it, and so on.
 
 Always holds:
 
-- The order of two drives in a lot depends on nothing but those two. So a drive that is added moves only the lots that
-  it takes, and one that is left out moves only those that it had.
-- Of all lots each drive is the home of a share in proportion to its weight, within what 8,192 draws leave to chance.
+- The order of two drives in a lot depends only on those two. So an added drive moves only the lots that it takes, and
+  a removed drive moves only the lots that it had.
+- Each drive is the home of a share of all lots in proportion to its weight, within the chance of 8,192 draws.
+- Zones never change which drive is first. The second is the first one in another zone than the home's, if there is one.
 
-It balances and doesn't defend: whoever may choose keys can choose those of one lot.
+It balances load but resists no attack: a client that chooses keys can choose those of one lot.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Placement:
     __slots__ = ("_orders",)
     _orders: list[tuple[int, ...]]
 
-    def __init__(self, drives: Sequence[tuple[bytes, int]]) -> None:
-        """Take each drive's uuid and weight."""
+    def __init__(self, drives: Sequence[tuple[bytes, int]], zones: Sequence[str] = ()) -> None:
+        """Take each drive's uuid and weight, and the zones that they are in, if any."""
         if len(drives) == 1:
             self._orders = [(0,)] * (1 << _LOT_BITS)
             return
@@ -48,7 +49,7 @@ class Placement:
         positions = range(len(drives))
         self._orders = []
         for scores in lots:
-            order = tuple(sorted(positions, key=scores.__getitem__))
+            order = _apart(tuple(sorted(positions, key=scores.__getitem__)), zones)
             self._orders.append(known.setdefault(order, order))
 
     @property
@@ -63,6 +64,14 @@ class Placement:
     def order_of(self, lot: int) -> tuple[int, ...]:
         """Return the drives for a lot."""
         return self._orders[lot]
+
+
+def _apart(order: tuple[int, ...], zones: Sequence[str]) -> tuple[int, ...]:
+    """Return the order with one of another zone than the first one's second."""
+    if not zones:
+        return order
+    second = next((at for at in order if zones[at] != zones[order[0]]), order[1])
+    return (order[0], second, *(at for at in order[1:] if at != second))
 
 
 def lot_of(tenant: bytes, name: bytes) -> int:

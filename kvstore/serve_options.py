@@ -1,10 +1,10 @@
-"""What `kvstore serve` can be told: one table, from which come the flags, the file's settings and the variables.
+"""The options of `kvstore serve`: one table for the flags, the settings file and the environment variables.
 
 An option of the table is `--some-option` on the command line, `TRIGGERKV_SERVE_SOME_OPTION` in the environment and
-`some_option` in the file of `--config`. The first of these that says it counts, then what holds by default.
+`some_option` in the file of `--config`. The first of these that is set applies, then the default.
 
-What always holds: a value is read in one way, wherever it is written; a setting that is not known, or a value that
-can't be, is a ConfigError in one sentence that says where it stands; paths in the file go from the file's folder.
+What always holds: a value is parsed in the same way, wherever it is written. An unknown setting, or an invalid value,
+is a ConfigError of one sentence that names its place. Paths in the file are relative to the file's folder.
 
 What it doesn't do: look for a file that nobody named, or open anything that a setting names.
 """
@@ -152,6 +152,11 @@ OPTIONS: Final = (
         "the node's address for clients of the cluster; by default where it listens",
         metavar="HOST:PORT",
     ),
+    Option(
+        "cluster_zone",
+        "what fails together with the node, such as its rack; the two copies of a block are in two zones",
+        metavar="NAME",
+    ),
     _path("cluster_ca", "CA of etcd's certificate, PEM; turns TLS to etcd on"),
     _path("cluster_cert", "a client certificate for etcd, PEM"),
     _path("cluster_key", "its key, PEM"),
@@ -207,6 +212,7 @@ OPTIONS: Final = (
 _CLUSTER: Final = (
     "",
     "_address",
+    "_zone",
     "_ca",
     "_cert",
     "_key",
@@ -220,7 +226,7 @@ _BY_NAME: Final = {option.name: option for option in OPTIONS}
 
 
 class Settings(NamedTuple):
-    """What a node was told, and by which file, which SIGHUP reads again."""
+    """A node's settings, and the file of them, which SIGHUP reads again."""
 
     values: dict[str, Any]
     file: Path | None
@@ -331,7 +337,7 @@ def _of_environment() -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What a file says, read; not checked against what other settings say."""
+    """The settings in a file, parsed, but not checked against other settings."""
     try:
         given: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The eight steps of a session's turn, and what may be seen of each.
+"""The eight steps of a session's turn, and the events of each.
 
-The values are those of the proto's `Step`. What always holds: no value changes its
-meaning, since processes of other versions speak of it.
+The values are those of the proto's `Step`. What always holds: no value changes its meaning, since processes of other
+versions use them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What moves the bytes, with no CPU in the way: libfabric through a small C core."""
+"""Moves bytes without the application's CPU: libfabric, through a small C core."""

@@ -69,6 +69,7 @@ _PARTS = (
     "receiver_puts",
     "record_encryption",
     "seal",
+    "secrets",
     "sender",
     "shared",
     "shared_puts",

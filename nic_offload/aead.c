@@ -134,6 +134,12 @@ int aead_begin(struct aead *aead, int decrypts, const uint8_t *key, const uint8_
 	return aead->library->begin(aead->stream, decrypts, key, nonce, associated, length);
 }
 
+void aead_forget(struct aead *aead)
+{
+	static const uint8_t zeros[TK_AEAD_KEY];
+	aead_begin(aead, aead->decrypts, zeros, zeros, NULL, 0);
+}
+
 int aead_step(struct aead *aead, void *to, const void *from, size_t length)
 {
 	return aead->library->step(aead->stream, aead->decrypts, to, from, length);

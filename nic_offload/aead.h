@@ -15,6 +15,7 @@ void aead_close(struct aead *aead);
 int aead_begin(struct aead *aead, int decrypts, const uint8_t *key, const uint8_t nonce[TK_AEAD_NONCE],
 	       const void *associated, size_t length);
 int aead_step(struct aead *aead, void *to, const void *from, size_t length); /* `to` may be `from` */
+void aead_forget(struct aead *aead); /* overwrites the key of its last stream; it may be begun again, with a key */
 int aead_end(struct aead *aead, uint8_t tag[TK_AEAD_TAG]); /* gives the tag, or compares with it; -EBADMSG: it differs */
 void wipe(void *secret, size_t length);
 

@@ -1,7 +1,7 @@
-"""Authenticated encryption with AES-256-GCM, of OpenSSL's libcrypto or Intel's IPSec-MB (`aead.c`).
+"""Authenticated encryption: AES-256-GCM of OpenSSL's libcrypto or Intel's IPSec-MB (`aead.c`).
 
-What always holds: a library that fails a test vector is not used, and nothing of a message is given whose tag is wrong.
-What it doesn't do: prevent a nonce from being used twice with a key, which would give both messages away.
+What always holds: a library that fails a test vector is not used; of a message with a wrong tag, no byte is returned.
+What it doesn't do: prevent the use of a nonce twice with one key, which would expose both messages.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import KvError
+from nic_offload.secret_keys import new_key, wipe
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -24,6 +25,7 @@ __all__ = [
     "library",
     "seal",
     "unseal",
+    "unseal_key",
     "wipe",
 ]
 
@@ -69,9 +71,20 @@ def unseal(key: Buffer, nonce: bytes, associated: bytes, sealed: Buffer) -> byte
     return out
 
 
-def wipe(secret: bytearray) -> None:
-    """Overwrite it with zeros."""
-    lib.tk_wipe(ffi.from_buffer(secret), len(secret))
+def unseal_key(key: Buffer, nonce: bytes, associated: bytes, sealed: Buffer) -> memoryview:
+    """Decrypt a key into locked memory, which its caller wipes; NotAuthentic as above, and if it isn't one."""
+    view = ffi.from_buffer(sealed)
+    if len(view) != KEY_BYTES + TAG_BYTES:
+        raise NotAuthentic("A sealed key has another length.")
+    out = new_key()
+    of, kept = _of(key, nonce, associated)
+    try:
+        _check(lib.tk_aead_decrypt(of, view, len(view), ffi.from_buffer(out)))
+    except BaseException:
+        wipe(out)
+        raise
+    del kept
+    return out
 
 
 def _load() -> tuple[int, str]:

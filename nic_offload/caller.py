@@ -1,8 +1,8 @@
-"""Calls of a client to its node, made in one step of the C core (`caller.c`): bytes, watches and the put.
+"""A client's calls to its node over the fabric, each in one step of the C core (`caller.c`).
 
-What always holds: a call is begun whole or not at all. With all places in use it waits, `WAITING` of them at most, and
-they go out in their order. A place is used again after its answer: one that says no more than DONE frees it by itself,
-one with bytes when these have been read.
+What always holds: a call is begun completely or not at all. If all places are in use it waits in order, behind at
+most `WAITING` others. A place is reused after its answer: an answer that is only DONE frees it at once, one with
+bytes when these have been read.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Counters: what operations wait for, and what they move when they are done.
+"""Counters: operations wait for them, and increment them when they complete.
 
-A counter over a flag word (`Fabric.open_counter(word)`) has that word's value: whoever can map the word moves it, and
-the fabric's thread sees it move. One without a word belongs to the NIC where there is one with doorbells (cxi), so
-that a store to its doorbell fires operations with no thread of ours awake; elsewhere it is a word of ours.
+A counter over a flag word (`Fabric.open_counter(word)`) has that word's value: any process that maps the word can
+store to it, and the fabric's thread sees the new value. A counter without a word belongs to the NIC if it has
+doorbells (cxi), so that a store to the doorbell fires operations without a thread of ours; on other NICs it is a word
+of ours.
 
-What always holds: a counter only grows, until it is reset, and it is reset only while nothing waits for it and nothing
-is to move it; one that an operation failed to move has failed: it moves no more, and what waits for it fails too.
+What always holds: a counter only grows until it is reset, and is reset only while nothing waits for it and nothing
+will increment it. If an operation that should have incremented it fails, the counter fails: it no longer changes, and
+whatever waits for it fails too.
 
 A flag word's memory stays mapped for as long as the fabric may read it, whatever is closed first.
 """

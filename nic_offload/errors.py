@@ -1,7 +1,7 @@
-"""The root of the project's one error tree, and the branches that belong to the fabric, to GPUs and to match-action.
+"""The root of the project's error tree, and its branches for the fabric, GPUs and match-action.
 
-`kvstore.errors` draws the whole tree and re-exports what is here; this package is the lower one, so
-the root has to live here. A miss is a value (`kvstore.miss`), never an exception.
+`kvstore.errors` shows the whole tree and re-exports these; the root is here because this package is the lower one. A
+miss is a value (`kvstore.miss`), never an exception.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Fabric, Endpoint, Region: a libfabric domain with its progress thread, and the memory it may touch.
+"""Fabric, Endpoint, Region: a libfabric domain with its progress thread, and the memory it may access.
 
-What always holds: every handle is a context manager and says when it is closed; a region can't be
-closed while an operation of ours uses it, or while somebody holds it because a peer may write to it; keys of regions
-are random; once an endpoint is closed, nothing comes in
-through it and nothing reads memory for it. Events come out in batches through one
-eventfd (`fileno`), never as a callback.
+What always holds: every handle is a context manager and knows whether it is closed. A region can't be closed while
+one of our operations uses it, or while it is held because a peer may write to it. Keys of regions are random. Once an
+endpoint is closed, nothing is received through it and nothing reads memory for it. Events are delivered in batches
+through one eventfd (`fileno`), never by a callback.
 
-What it doesn't do: memory of a GPU, which goes out through pinned host memory.
+What it doesn't do: memory of a GPU, which is sent through pinned host memory.
 """
 
 from __future__ import annotations
@@ -176,13 +175,13 @@ class Region(Handle):
             self._holds += 1
 
     def let_go(self) -> None:
-        """What it was held for is over: nothing of that comes in any more."""
+        """Release a hold: nothing more arrives because of it."""
         with self._lock:
             assert self._holds
             self._holds -= 1
 
     def close(self) -> None:
-        """Take the memory back: when this returns, no byte comes in or goes out. If one still may, RegionBusy."""
+        """Take the memory back: when this returns, no byte is written or read. RegionBusy if one still may be."""
         with self._lock:
             if self.handle is None:
                 return
@@ -231,7 +230,7 @@ class Endpoint(Handle):
             raise FabricError(f"The provider {fabric.provider} could not open an endpoint: {why}.")
         self.handle: Any = out[0]
         self.pointer = int(ffi.cast("uintptr_t", self.handle))
-        self.tag_bytes = 0  # that stand behind bytes which are to be believed
+        self.tag_bytes = 0  # of a tag behind authenticated bytes
         fabric.endpoints.add(self)
 
     def address(self) -> bytes:
@@ -244,7 +243,7 @@ class Endpoint(Handle):
 
     @property
     def stalled_ns(self) -> int:
-        """For how long its peer has taken nothing of what is to go out; 0: nothing waits."""
+        """For how long its peer has taken none of the pending data; 0: nothing is pending."""
         return int(lib.tk_endpoint_stalled_ns(self.handle))
 
     def seal(self, out: bytes, into: bytes, words: Region | None = None) -> None:

@@ -1,10 +1,10 @@
-"""Groups: what a caller waits for, a row for each of its operations, in one call and without the GIL.
+"""Groups: a caller waits for many operations, a row for each, in one call and without the GIL.
 
-The C core writes into the rows (`group.c`): when a put fired, and what the peer acknowledged. A batch that goes well
-gives no events; if nobody waits when its last row is over there is one, OVER, with the group's tag. What is not as it
-should be is reported as an event, and its reader ends the row.
+The C core writes to the rows (`group.c`): when a put fired, and what the peer acknowledged. A batch without errors
+causes no events; if nobody is waiting when its last row completes, there is one event, OVER, with the group's tag.
+Exceptional results are reported as events, and their reader completes the row.
 
-What always holds: a row is over once, and stays as it is then.
+What always holds: a row completes once, and doesn't change after that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Group", "Row"]
 
 _ROW = struct.Struct("=3Q2I")
 assert _ROW.size == ffi.sizeof("struct tk_row")
-_SLICE_S = 0.25  # who waits in C hears no signal
+_SLICE_S = 0.25  # a wait in C doesn't see signals
 _SLICE_NS = int(_SLICE_S * 1e9)
 
 
@@ -82,7 +82,7 @@ class Group:
         lib.tk_group_land(self._handle, row, at_ns)
 
     def end(self, row: int, code: int = 0) -> None:
-        """A row is over, if it was not yet; a code of 0 leaves what the peer has said."""
+        """Complete a row, unless it has completed; a code of 0 keeps the peer's code."""
         lib.tk_group_end(self._handle, row, code)
 
     def wait(self, first: int, timeout_s: float) -> bool:
@@ -90,7 +90,7 @@ class Group:
         return self._wait(first, 0, timeout_s)
 
     def wait_landed(self, timeout_s: float) -> bool:
-        """Wait until of every row a word has come, or it is over; returns whether so."""
+        """Wait until every row has a word or has completed; returns whether that is so."""
         return self._wait(0, 1, timeout_s)
 
     def _wait(self, first: int, landed: int, timeout_s: float) -> bool:

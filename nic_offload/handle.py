@@ -1,4 +1,4 @@
-"""What every handle has in common: it is closed once, and a `with` block closes it."""
+"""The base of all handles: closed once, explicitly or by a `with` block."""
 
 from __future__ import annotations
 

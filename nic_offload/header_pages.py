@@ -1,4 +1,4 @@
-"""Header pages with a keyed tag, made in batches by the C core (`header_pages.c`)."""
+"""Header pages with a keyed tag, built in batches by the C core (`header_pages.c`)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A lane: how blocks that have landed get onto a drive with no call of the application (`lane.c`).
+"""A lane: writes landed blocks to a drive without a call of the application (`lane.c`).
 
-The application lends a lane ground: pages, and generations for the records on them. Receivers that use the lane hand it
-what comes to them; it writes each block as a record, tells its peer, and then the application, which puts it into its
-index.
+The application lends a lane *ground*: pages, and generations for the records on them. Receivers that use the lane
+give it the blocks they receive. It writes each block as a record, then notifies its peer, and then the application,
+which adds the block to its index.
 
-What always holds: records are told of in the order of their generations, and only when all before them are on the
+What always holds: records are reported in the order of their generations, and only when all earlier ones are on the
 drive.
 """
 
@@ -47,7 +47,7 @@ class RecordFormat(NamedTuple):
 
 
 class Ground(NamedTuple):
-    """Pages that lie one behind the other, and as many generations as records may stand there."""
+    """Contiguous pages, and as many generations as records fit there."""
 
     page: int
     generation: int
@@ -58,13 +58,13 @@ class Ground(NamedTuple):
 class Written(NamedTuple):
     """A record that is on the drive, or never will be."""
 
-    id: int  # as its receiver told of it
+    id: int  # as its receiver reported it
     tag: int  # of that receiver
     generation: int
     offset: int
     ended_ns: int
     result: int  # 0, or a negative errno
-    is_answered: int  # its peer hears of it from the lane, if it asked for that
+    is_answered: int  # the lane acknowledges it to its peer, if requested
 
 
 class Lane:
@@ -114,7 +114,7 @@ class Lane:
             lib.tk_lane_clear(self.handle, generation)
 
     def seal(self) -> tuple[int, Ground]:
-        """Take its ground back: how many records stand, or are to stand, on it, and what is left of it."""
+        """Take its ground back; returns how many records are, or will be, on it, and the rest."""
         left = ffi.new("struct tk_ground *")
         used = 0 if self._fabric.closed else int(lib.tk_lane_seal(self.handle, left))
         return used, Ground(left.page, left.generation, left.pages, left.records)

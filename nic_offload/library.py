@@ -1,7 +1,7 @@
-"""libfabric itself: found, loaded once, asked what it can do.
+"""libfabric itself: found, loaded once, and its capabilities.
 
-Nothing is loaded on import. `load()` is the only way in, and says in one sentence what to install when
-there is no libfabric. TRIGGERKV_LIBFABRIC names another library than the system's.
+Nothing is loaded on import. `load()` is the only way to load it; without libfabric its error says in one sentence
+what to install. TRIGGERKV_LIBFABRIC names another library than the system's.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """The match-action table: which entry a request hits, and so what is done with all KV of its user.
 
-Rules come from two sides: those of a file, replaced all at once (`replace`), and those added one by one as
-sessions come and go (`add`, `remove`). Of the entries that match, the one with the highest priority wins; of
-equals the more specific, then the older, those of a file in its order and before all added ones. A rule with
-bindings gives its user a guard: a request that claims the user from any other 5-tuple is denied, whatever
-other rules say, and a binding that is added can narrow what a file binds but not widen it.
+Rules have two sources: a file, whose rules are replaced all at once (`replace`), and sessions, whose rules are added
+and removed one by one (`add`, `remove`). Of the matching entries the one with the highest priority wins; of equals
+the more specific, then the older; those of a file in its order and before all added ones. A rule with bindings gives
+its user a guard: a request that claims to be this user from any other 5-tuple is denied, whatever other rules say. An
+added binding can narrow what a file binds, but not widen it.
 
-What always holds: a match sees the table before a change or after it, never between, and waits for no lock.
-An entry that stays (the same pattern and priority) keeps its counters when the rules are replaced. Nothing
-grows past ENTRIES_MAX and MASKS_MAX. A call that raises has changed nothing.
+What always holds: a match sees the table before a change or after it, never in between, and waits for no lock. An
+entry that stays (same pattern and priority) keeps its counters when the rules are replaced. The table is bounded by
+ENTRIES_MAX and MASKS_MAX. A call that raises has changed nothing.
 
-What it doesn't do: carry actions out (`Requester` does), read a clock, see to it that the 5-tuple in a request
-is where the request really came from. Match from one thread, or counts may be lost; change from any.
+What it doesn't do: execute actions (`Requester` does), read a clock, or verify that the 5-tuple in a request is the
+request's real source. Match from one thread, or counts may be lost; change from any.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Outcome(enum.Enum):
 
 
 class Considered(NamedTuple):
-    """An entry behind the request's keys, and what became of it."""
+    """An entry under the request's keys, and its outcome."""
 
     entry: Entry
     outcome: Outcome

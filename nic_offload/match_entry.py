@@ -1,12 +1,13 @@
-"""An entry of the match-action table, and how a rule becomes one.
+"""An entry of the match-action table, and how a rule is compiled to one.
 
-A rule is compiled to a mask (the fields that are given, each with the bits its prefix or block leaves open), the
-key it has under that mask, a level (priority and specificity in one number), and conditions: what a key can't
-say, such as a ragged range of ports, or bindings.
+A rule is compiled to a mask (the given fields, each with the bits that its prefix or block leaves open), the key
+under that mask, a level (priority and specificity in one number), and conditions for what a key can't express, such
+as a ragged range of ports, or bindings.
 
-What always holds: two rules that compile alike are the same rule; an entry gives back the pattern it was made of.
+What always holds: two rules that compile to the same entry are the same rule; an entry returns the pattern it was
+compiled from.
 
-What it doesn't do: hold entries (`match_space`), count (`match_ledger`).
+What it doesn't do: store entries (`match_space`), count (`match_ledger`).
 """
 
 from __future__ import annotations

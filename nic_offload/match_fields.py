@@ -1,13 +1,13 @@
 """What the match-action table compares: a request's fields, and patterns over them.
 
-An address is one integer with a leading one (`1 << 32` or `1 << 128`) before its bits, so that a shift by the
-bits a prefix leaves open is the whole comparison, and IPv4 never equals IPv6. An IPv4 address written inside
-IPv6 (`::ffff:10.0.0.1`) is the IPv4 address, or a rule could be walked around by writing it so.
+An address is one integer with a leading one (`1 << 32` or `1 << 128`) before its bits. So a shift by the bits that a
+prefix leaves open is the whole comparison, and IPv4 never equals IPv6. An IPv4 address inside IPv6
+(`::ffff:10.0.0.1`) counts as the IPv4 address; otherwise it would bypass rules.
 
-What always holds: values are frozen and hashable; a pattern that covers less than another has the larger
-specificity; whatever text is refused, is refused in one sentence that names the field and what it takes.
+What always holds: values are frozen and hashable; a pattern that covers less than another has the larger specificity;
+an invalid text is an error of one sentence that names the field and its valid forms.
 
-What it doesn't do: decide between patterns (that is `match_space`), resolve host names, normalise user names.
+What it doesn't do: choose between patterns (`match_space` does), resolve host names, normalise user names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules from TOML, as docs/match-action.md describes it.
 
-What always holds: all of a text's rules or none; every refusal is one sentence that names the line, where it
-can be found, the rule, the field and what the field takes; an unknown field is an error, never skipped.
+What always holds: all rules of a text are accepted, or none. An error is one sentence that names the rule, the field,
+its valid forms and, where it can be found, the line. An unknown field is an error.
 
 What it doesn't do: read files, or change a table.
 """
@@ -83,7 +83,7 @@ def _rule(place: str, table: Mapping[str, object]) -> Rule:
     actions = _actions(where, table.get("actions"))
     try:
         return Rule(pattern, actions, priority, sessions, name)
-    except RuleError as error:  # it begins with the rule; here it can be said where that stands
+    except RuleError as error:  # it begins with the rule; its line is known here
         unplaced = "A rule" if name is None else f"Rule {name!r}"
         raise RuleError(where + str(error).removeprefix(unplaced)) from None
 

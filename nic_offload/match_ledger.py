@@ -1,10 +1,10 @@
-"""The counters of the match-action table: three numbers an entry, in arrays, so that they cost 24 bytes and no more.
+"""The counters of the match-action table: three numbers an entry, in arrays, at 24 bytes an entry.
 
-What always holds: row 0 belongs to no entry; an entry that left the table counts there, so a match that was under
-way while it left spoils no other entry's numbers. A row handed out starts at zero. Arrays never shrink and
-never move to another object, so a matching thread may hold on to them.
+What always holds: row 0 belongs to no entry. An entry that leaves the table is counted there from then on, so a match
+that was under way doesn't change another entry's counters. A new row starts at zero. Arrays never shrink and are
+never replaced, so a matching thread may keep references to them.
 
-What it doesn't do: lock the counting. Only one thread matches; rows are handed out under a lock.
+What it doesn't do: lock the counting. Only one thread matches; rows are allocated under a lock.
 """
 
 from __future__ import annotations

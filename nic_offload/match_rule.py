@@ -1,10 +1,10 @@
-"""A rule of the match-action table: a pattern, a priority, and what to do; and who does it.
+"""A rule of the match-action table: a pattern, a priority, actions; and the interface that executes them.
 
-What always holds: a `Rule` that exists is one the table can take, apart from the table's own bounds. `deny`
-stands last, and nothing that moves bytes stands before it. A rule with a handle or with bindings names its
-tenant and user, so no handle depends on the caller.
+What always holds: a `Rule` that exists is valid for the table, except for the table's own bounds. `deny` comes last,
+and no action that moves bytes precedes it. A rule with a handle or bindings names its tenant and user, so no handle
+depends on the caller.
 
-What it doesn't do: carry an action out. The requester does, through `Requester`.
+What it doesn't do: execute an action. The requester does, through `Requester`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DENY = Action(ActionKind.DENY)
 
 
 class Requester(Protocol):
-    """Who moves the bytes. The table names KV by handle only; what a handle stands for is known here."""
+    """Moves the bytes. The table names KV by handle only; this interface resolves handles."""
 
     def begin(self, action: Action, sessions: str, request: Request) -> None:
         """Begin a fetch, prefetch, store or route for all KV behind the handle; return without waiting.

@@ -1,12 +1,12 @@
 """Tuple-space search: entries with the same mask share one hash map, and a look-up probes one map per mask.
 
-Exact entries are the masks without shifts, and nothing special. What entries need beyond their key is tried on
-the few behind it.
+Exact entries have a mask without shifts and need no special case. Conditions beyond the key are tested on the few
+entries under it.
 
-What always holds: entries behind one key stand best first; what a reader may be looking at is replaced, never
-changed (one assignment into a dict); no entry of a space has a level above the space's `bound`.
+What always holds: the entries under one key are ordered best first. What a reader may be using is replaced by one
+assignment into a dict, never modified. No entry of a space has a level above the space's `bound`.
 
-What it doesn't do: lock, count, or know of other layers: the table does.
+What it doesn't do: lock, count, or know other layers: the table does.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Space:
         self.bound = max(self.bound, plan.level)
 
     def drop(self, entry: Entry) -> None:
-        """Let an entry go; the bound follows when the last of the highest level has gone."""
+        """Remove an entry; the bound falls when the last one of the highest level is removed."""
         rest = tuple(other for other in self.behind(entry.key) if other is not entry)
         if rest:
             self.map[entry.key] = rest if len(rest) > 1 else rest[0]

@@ -1,4 +1,4 @@
-"""Memory that blocks land in or leave from: page-aligned, there before it is needed, and copied in pieces."""
+"""Memory that blocks are received into or sent from: page-aligned, resident before it is needed, copied in pieces."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ __all__ = [
     "hide_from_dumps",
     "populate",
     "set_aside",
+    "undumped",
 ]
 
 _F_SEAL_FUTURE_WRITE = 0x10  # what is mapped to be written stays so, and nothing else is
@@ -102,6 +103,13 @@ def address_of(memory: mmap.mmap) -> int:
 
 def _not_had(length: int, error: OSError) -> FabricError:
     return FabricError.from_code(f"Getting {length} bytes of memory", -(error.errno or errno.ENOMEM))
+
+
+def undumped(length: int) -> mmap.mmap:
+    """Zeroed memory that is there as it is used, and is in no core dump."""
+    memory = mmap.mmap(-1, length)
+    hide_from_dumps(memory)
+    return memory
 
 
 def set_aside(length: int) -> mmap.mmap:

@@ -1,10 +1,10 @@
-"""Pieces of registered memory that are one block's bytes, in their order: an engine's pages (`pieces.c`).
+"""Pieces of registered memory that are one block's bytes, in order: an engine's pages (`pieces.c`).
 
-A put gathers them when it fires, into one run that its NIC sends; of a get they are scattered once it has come. Pieces
-are named in an array, so that thousands of them cost no Python object each.
+A put gathers them when it fires, into one run that its NIC sends; a get scatters the block once it has arrived.
+Pieces are listed in an array, so thousands of them cost no Python object each.
 
-What always holds: each piece lies in one of the regions, and the pieces never change. While a put of them is queued
-their regions can't be closed.
+What always holds: each piece is inside one of the regions, and the pieces never change. While a put of them is
+queued, their regions can't be closed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A reader: how blocks go from a drive to peers with no call of the application in between (`reader.c`).
+"""A reader: sends blocks from a drive to peers without a call of the application in between (`reader.c`).
 
-The application gives it records in batches: where each lies, what its header says, which pages it is to be read into
-and where its payload goes. Each is then an operation like any other, is cancelled and ends with its endpoint as they
-do; if it fails that is told. When all are over a SENT with the batch's tag says so.
+The application gives it records in batches: the place of each, the expected header, the pages to read it into, and
+the destination of its payload. Each is then an operation like any other: it is cancelled, and ends with its endpoint,
+in the same way; a failure is reported. When all have ended, an event SENT has the batch's tag.
 
-What always holds: nothing goes out of a record whose header or CRC is not what was asked for. The pages of a batch, and
-its extents on the drive, stay as they are until its READ has come, which may be before that or after.
+What always holds: nothing is sent of a record whose header or CRC is not the expected one. The pages of a batch, and
+its extents on the drive, must not change until its READ has been reported, which may be before or after SENT.
 """
 
 from __future__ import annotations

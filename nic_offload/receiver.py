@@ -1,9 +1,9 @@
-"""Blocks that come by grants: the node's side of one connection (`receiver.c`).
+"""Blocks put with grants: the node's side of one connection (`receiver.c`).
 
-Each is read once out of its slot, into a room that was given beforehand, and can be read from there, on the shelf,
-before its client hears that it landed. What has come is taken in batches.
+Each block is read once from its slot, into a room that was provided in advance, and can be read from there, on the
+shelf, before its client is told that it landed. Received blocks are taken in batches.
 
-What always holds: a room holds one block, and is the taker's from then on; without rooms clients wait.
+What always holds: a room holds one block, and then belongs to the taker; without rooms, clients wait.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Came(NamedTuple):
     room: int
     length: int
     crc32c: int
-    metadata_bytes: int  # which lie before the room's second page, and the head behind them
+    metadata_bytes: int  # which are before the room's second page, followed by the head
     durability: int
     listed: int
     is_stored: int  # or may be: not listed, and a client that wants to hear `landed` has not heard it
@@ -130,7 +130,7 @@ class Receiver:
             raise FabricError.from_code("Giving room to blocks", code)
 
     def take(self) -> tuple[list[Came], State]:
-        """Take some of what has come; with a full list there may be more."""
+        """Take some of the arrived blocks; if the list is full there may be more."""
         count = lib.tk_receiver_take(self._handle, self._out, _TAKEN_MAX, self._state)
         rows = _CAME.iter_unpack(ffi.buffer(self._out, count * _CAME.size))
         return list(map(Came._make, rows)), State._make(_STATE.unpack(ffi.buffer(self._state)))

@@ -42,12 +42,7 @@ _Static_assert(sizeof(struct identity) == 72, "it has no gaps");
 
 static void make_record_key(const struct vault_key *key, const uint8_t *salt, uint8_t *out)
 {
-	struct blake2b keyed;
-	uint64_t block[BLAKE2B_BLOCK / 8] = {0};
-	memcpy(block, salt, TK_SALT_BYTES);
-	blake2b_begin(&keyed, key->key, person, TK_AEAD_KEY);
-	blake2b_end(&keyed, block, TK_SALT_BYTES, out, TK_AEAD_KEY);
-	wipe(&keyed, sizeof keyed);
+	vault_derive(key, person, salt, TK_SALT_BYTES, out);
 }
 
 static int begin(struct aead *aead, int decrypts, const uint8_t *record_key, const struct tk_encryption *with,
@@ -112,17 +107,23 @@ int is_encrypted(const char *page)
 	return !memcmp(page, MAGIC, 8);
 }
 
-/* Whether it is the header page of an encrypted record of this place. */
-static int has_its_tag(const struct tk_encryption *with, uint64_t offset, const char *page)
+void tk_tag_header(const struct tk_encryption *with, uint64_t offset, const void *fixed, void *tag)
 {
 	struct blake2b keyed;
 	uint64_t block[BLAKE2B_BLOCK / 8];
-	uint8_t tag[TK_TAGGED_TAG], differs = 0;
-	blake2b_begin(&keyed, with->secret, NULL, sizeof tag);
+	blake2b_begin(&keyed, with->secret, NULL, TK_TAGGED_TAG);
 	memcpy(block, with->drive, TK_TAGGED_NAME);
 	memcpy((char *)block + TK_TAGGED_NAME, &offset, 8);
-	memcpy((char *)block + TK_TAGGED_NAME + 8, page, TK_TAGGED_FIXED);
-	blake2b_end(&keyed, block, BLAKE2B_BLOCK, tag, sizeof tag);
+	memcpy((char *)block + TK_TAGGED_NAME + 8, fixed, TK_TAGGED_FIXED);
+	blake2b_end(&keyed, block, BLAKE2B_BLOCK, tag, TK_TAGGED_TAG);
+	wipe(&keyed, sizeof keyed);
+}
+
+/* Whether it is the header page of an encrypted record of this place. */
+static int has_its_tag(const struct tk_encryption *with, uint64_t offset, const char *page)
+{
+	uint8_t tag[TK_TAGGED_TAG], differs = 0;
+	tk_tag_header(with, offset, page, tag);
 	for (size_t i = 0; i < sizeof tag; i++)
 		differs |= tag[i] ^ (uint8_t)page[TK_TAGGED_FIXED + i];
 	return is_encrypted(page) && !differs;

@@ -52,12 +52,25 @@ void tk_vault_put(struct tk_vault *vault, const uint8_t *owner, const uint8_t *d
 		  const uint8_t *key);
 int tk_vault_drop(struct tk_vault *vault, uint32_t number); /* -ENOKEY: it was not there */
 uint32_t tk_vault_count(struct tk_vault *vault);
+/* A text of a domain, sealed with a key made of the domain's: as long as before, and its tag follows. -ENOKEY: that is not in
+ * the vault. -EBADMSG: it is not what was sealed. */
+struct tk_text {
+	uint64_t id, associated, text; /* of the key; addresses */
+	uint32_t number, associated_bytes, bytes, zeros; /* of the key; `bytes` without the tag */
+	uint8_t nonce[TK_AEAD_NONCE], more_zeros[4];
+};
+int tk_seal_text(struct tk_vault *vault, const struct tk_text *text, void *to);
+int tk_unseal_text(struct tk_vault *vault, const struct tk_text *text, void *to);
+
+/* Memory for keys: locked, if the system lets us, and in no core dump and no forked process. NULL: there is none. */
+void *tk_secret_pages(size_t bytes, int *is_locked);
+void tk_free_secret_pages(void *pages, size_t bytes); /* wiped */
 
 /* Encrypted records of a drive; see record_encryption.c. */
 #define TK_SALT_BYTES 16
 struct tk_encryption {
 	struct tk_vault *vault; /* NULL: records are not encrypted */
-	uint8_t secret[TK_TAGGED_KEY]; /* of the tags of encrypted records' headers */
+	const uint8_t *secret; /* of the tags of encrypted records' headers: TK_TAGGED_KEY bytes, which stay where they are */
 	uint8_t salt[TK_SALT_BYTES];   /* random, of this opening of the drive */
 	uint8_t drive[TK_TAGGED_NAME];
 };
@@ -71,6 +84,7 @@ struct tk_decrypted {
 	uint32_t number, zero;
 	uint8_t fixed[TK_TAGGED_FIXED];
 };
+void tk_tag_header(const struct tk_encryption *with, uint64_t offset, const void *fixed, void *tag);
 int tk_encrypt_records(const struct tk_encryption *with, const struct tk_to_encrypt *rows, uint32_t count);
 /* What a header page says, and, with 0, a stream for the payload. -EBADMSG: it is not a record of this place, or was changed.
  * -ENOKEY: its key is not in the vault; number and id say which, and `fixed` has what is in the clear. */

@@ -1,22 +1,23 @@
-"""The KV-cache requester: fetches all KV of a user when the match-action table says so, while the user still thinks.
+"""The KV-cache requester: fetches all KV of a user when the match-action table says so, while the user still types.
 
-It knows where every extent of a user lies (`stored`, `moved`, `dropped`: the catalogue follows every transfer), takes
-requests for users, and hands gets to a `Fetcher`: fairly, within bounds, until each request's deadline. It has
-no I/O and no clock: time comes in as `now_ms`, and all that goes out goes through the fetcher, in `pump`, `cancel`
-and `cancel_user`. A table's hits reach it by `perform(entry, request, At(requester, now_ms, deadline_ms))`.
+It knows where every extent of a user is (`stored`, `moved`, `dropped`: the catalogue follows every transfer), takes
+requests for users, and passes gets to a `Fetcher`: fairly, within bounds, until each request's deadline. It has no
+I/O and no clock: time is passed in as `now_ms`, and all output goes through the fetcher, in `pump`, `cancel` and
+`cancel_user`. A table's hits reach it by `perform(entry, request, At(requester, now_ms, deadline_ms))`.
 
 What always holds:
-  - a get names the newest extent known at that moment; what was replaced or dropped is never asked for;
-  - one fetch per user: a second request joins it, and nothing that is on its way or there is asked for twice,
-    unless it failed;
-  - bytes and gets on their way are bounded, over all and per user, also those that are being cancelled;
-  - tenants share the bytes evenly, and so do the users of one tenant; of those, the urgent come first;
-  - every request ends exactly once, in what `pump` gives; one that is cancelled before its gets went out has
-    caused none;
-  - nothing grows without a bound: what finds no room is refused, or dropped and counted, and says which.
+
+- A get names the newest extent known at that moment; a replaced or dropped extent is never requested.
+- There is one fetch per user: a second request joins it. An extent that is in flight or has arrived is not requested
+  again, unless it failed.
+- Bytes and gets in flight are bounded, in total and per user, including those being cancelled.
+- Tenants share the bytes evenly, and so do the users of one tenant; of these, urgent ones come first.
+- Every request ends exactly once, in a result of `pump`. One that is cancelled before its gets were issued has caused
+  none.
+- Everything is bounded: what finds no room is refused, or dropped and counted, and the result says which.
 
 What it doesn't do: place the bytes, retry (the next request does), decide what is kept. `store` and `route` are
-noted for whoever puts (`placement`); where a user's KV is taken from is what the catalogue says. Call it from one
+recorded for whoever puts (`placement`); the catalogue says where a user's KV is fetched from. Call it from one
 thread; the fetcher must not call back.
 """
 
@@ -136,7 +137,7 @@ class KvRequester:
         """What the rules said about KV that the user's requests make."""
         return self._placements.get(user, _NO_PLACEMENT)
 
-    # What is asked for.
+    # Requests.
 
     def request(self, user: User, now_ms: int, deadline_ms: int, *, urgent: bool = False) -> Answer:
         """Queue gets for all KV of the user, or join the fetch that is under way."""
@@ -201,7 +202,7 @@ class KvRequester:
     def finished(
         self, ticket: Hashable, *, missing: Collection[bytes] = (), failed: Collection[bytes] = ()
     ) -> Finished:
-        """A ticket is over. Keys that the node does not have are missing; the rest but the failed has come."""
+        """A ticket has ended. The node doesn't have the keys in `missing`; all others except `failed` have arrived."""
         taken = self._tickets.pop(ticket, None)
         if taken is None:
             raise KvError(f"There is no ticket {ticket!r}, or it has been reported as finished already.")
@@ -232,7 +233,7 @@ class KvRequester:
         )
 
     def place(self, user: User, *, keep: bool = False, node: str = "") -> None:
-        """Note what a rule said; what another said before stays."""
+        """Record a rule's placement; earlier ones stay."""
         if user not in self._placements and len(self._placements) >= self._limits.users_max:
             self._counts.placements_without_room += 1
             return

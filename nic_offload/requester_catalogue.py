@@ -1,14 +1,14 @@
-"""What the requester knows: for each user, in order, where every piece of their KV lies.
+"""What the requester knows: for each user, in order, where every extent of their KV is.
 
-An `Extent` is one block on a drive of a node. Its generation counts up each time the block is stored anew or
-moved, whoever does it and wherever to, so of two reports about a block the one with the higher generation is the
-newer, in whatever order they come.
+An `Extent` is one block on a drive of a node. Its generation grows each time the block is stored again or moved, so
+of two reports about a block the one with the higher generation is the newer, in whatever order they arrive.
 
-What always holds: a report that is not newer than what is known changes nothing. Users, extents of one and of all
-are bounded; past a bound a block is left out and what was known stays, so a user keeps a usable prefix.
+What always holds: a report that is not newer than what is known changes nothing. Users, extents per user and all
+extents are bounded. Past a bound a block is left out and earlier ones stay, so a user keeps a usable prefix.
 
-What it doesn't do: prove anything. The truth is on the drive: a node that is asked for an extent checks key and
-generation, and says MISS. Nor does it remember what was dropped: a late report brings it back, until that MISS.
+What it doesn't do: prove anything. The drive is authoritative: a node that is asked for an extent checks key and
+generation, and may answer MISS. It doesn't remember dropped extents either: a late report adds one again, until that
+MISS.
 """
 
 from __future__ import annotations

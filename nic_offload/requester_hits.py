@@ -1,7 +1,7 @@
 """From a hit in the match-action table to the requester: its handles and actions become users and requests.
 
-What always holds: a handle stands for KV of the request's own tenant or for nothing; what stands for nothing is
-counted, and is no error.
+What always holds: a handle stands for KV of the request's own tenant or for nothing; a handle that stands for nothing
+is counted, and is not an error.
 
 What it doesn't do: read a clock, or wait. Make one for each moment; it is two numbers.
 """

@@ -1,6 +1,6 @@
-"""The inputs and outputs of the requester: its seam, its bounds, its answers and its counts.
+"""The inputs and outputs of the requester: its seam, bounds, answers and counters.
 
-What always holds: bounds at which some extent could never be fetched are refused. Nothing here has behaviour.
+What always holds: bounds under which some extent could never be fetched are refused. Nothing here has behaviour.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fetcher(Protocol):
     """Who issues gets: the one seam."""
 
     def issue(self, user: User, extents: Sequence[Extent]) -> Hashable:
-        """Begin to get these, all on one node, and give a ticket; a KvError says that none was begun.
+        """Begin to get these, all on one node; returns a ticket. A KvError means that none was begun.
 
         Every ticket is reported to `KvRequester.finished` once, later, whatever becomes of it.
         """

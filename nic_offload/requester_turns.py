@@ -1,16 +1,16 @@
-"""Whose turn it is, fairly by bytes: deficit round robin, between tenants and then between users of one.
+"""Who is served next, fairly by bytes: deficit round robin, between tenants and then between users of one.
 
-Members stand in a ring, each with a credit of bytes. The first is served while its credit covers its next piece;
-then it is given a quantum and goes to the end. One that can't be served for a while (it is at a bound of its own)
-pauses: it keeps its credit and comes back to the front, or its bound would cost it its share as well.
+Members are in a ring, each with a credit of bytes. The first is served while its credit covers its next piece; then
+it gets a quantum and moves to the end. A member that can't be served for a while (it is at a bound of its own)
+pauses: it keeps its credit and returns to the front, because otherwise its bound would cost it its share as well.
 
-What always holds: of two members that wait all the time, neither gets more than two quanta ahead of the other. With
-a quantum no smaller than any piece, finding the next takes at most one step a member. One that has nothing to wait for
-loses its credit: turns can't be saved up. Urgent users of a tenant come before its others, and no tenant
-gets more for having urgent ones.
+What always holds: of two members that are always waiting, neither gets more than two quanta ahead of the other. With
+a quantum no smaller than any piece, finding the next member takes at most one step per member. A member with nothing
+to wait for loses its credit, so turns can't be saved up. Urgent users of a tenant come before its others, and no
+tenant gets more because it has urgent users.
 
-What it doesn't do: know what is served. The cost of a member's next piece is asked for; it must not change
-between `head` and `charge`.
+What it doesn't do: know what is served. It asks for the cost of a member's next piece, which must not change between
+`head` and `charge`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Turns(Generic[Member]):
         return bool(self._credit)
 
     def add(self, member: Member) -> None:
-        """Come in at the end, or back from a pause; nothing happens to who is in already."""
+        """Enter at the end, or return from a pause; no effect on a member that is in already."""
         if member in self._ring:
             return
         self._ring[member] = None
@@ -68,7 +68,7 @@ class Turns(Generic[Member]):
         self._ring.pop(member, None)
 
     def head(self, cost: Callable[[Member], int]) -> Member:
-        """Who is to be served next; the same one until it is charged, leaves, or its cost changes."""
+        """The member to serve next; the same one until it is charged, leaves, or its cost changes."""
         while True:
             member = next(iter(self._ring))
             if self._credit[member] >= cost(member):
@@ -140,7 +140,7 @@ class Lines:
             del self._tenants[user.tenant]
 
     def head(self, cost: Callable[[User], int]) -> User:
-        """Who is to be served next."""
+        """The member to serve next."""
         tenant = self._turns.head(lambda name: cost(self._tenants[name].turns.head(cost)))
         return self._tenants[tenant].turns.head(cost)
 

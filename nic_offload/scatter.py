@@ -1,14 +1,15 @@
-"""Scatter and gather: the pages of an engine's KV cache, wherever they lie, as one transfer with one flag.
+"""Scatter and gather: the pages of an engine's KV cache, wherever they are, as one transfer with one flag.
 
-An engine's blocks are paged: what is one block to the store is many pieces in the GPU's memory. Pieces that touch on
-both sides become one extent, each extent one put (or one get), and behind all of them goes one flag, chained to a
-counter that each extent moves. So the peer sees the flag only when every byte is there, on every backend.
+An engine's blocks are paged: one block of the store is many pieces in the GPU's memory. Pieces that adjoin on both
+sides become one extent, and each extent one put (or one get). One flag follows all of them, chained to a counter that
+each extent increments. So the peer sees the flag only when every byte has arrived, on every backend.
 
-What always holds: one final event comes, with the transfer's tag; if an extent fails, the flag never goes out, and the
-event's status is -EPIPE, its value the errno of the first extent that failed. Nothing waits for anything but its own.
+What always holds: there is one final event, with the transfer's tag. If an extent fails, the flag is never sent; the
+event's status is -EPIPE, and its value the errno of the first extent that failed. A transfer waits only for its own
+operations.
 
-What it doesn't do: sort. Pieces are joined with the piece before them, as engines list them; sorting would cost every
-transfer what few of them need.
+What it doesn't do: sort. Pieces are merged with the piece before them, in the engine's order; sorting would cost
+every transfer and help few.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def gather_get(
     threshold: int = 0,
     deadline_ns: int = 0,
 ) -> int:
-    """Arm a get of all the pieces and, behind them, a flag that tells the peer; returns how many gets it takes."""
+    """Arm a get of all the pieces, followed by a flag for the peer; returns how many gets it takes."""
     extents = coalesce(pieces)
     with fabric.open_counter() as moved:
         gets: list[Operation] = [

@@ -1,14 +1,13 @@
-"""Puts by grants: the sender's side of one connection (`sender.c`).
+"""Puts with grants: the sender's side of one connection (`sender.c`).
 
-A grant is a slot of the node's that this client may write into, with the generation that is due there. A put takes
-one when it fires and has it back, renewed, with the node's first word; so any number of puts may be armed, and
-nothing is asked of the node before or after. In front of each payload goes what is said of the block: key, layout,
-durability, how long it is to live, where to acknowledge, and the checksum of the bytes as they were when they went
-out.
+A grant is a slot of the node that this client may write to, with the generation that is due there. A put takes a
+grant when it fires, and the node's first word returns it, renewed. So any number of puts may be armed, and the node
+is not called before or after. Each payload is preceded by a description of the block: key, layout, durability,
+expiry, where to acknowledge, and the checksum of the bytes as they were when they were sent.
 
-What always holds: a put fires once, and its row of the group ends with the node's last word, or with an event that
-says why there will be none. What is said of a block is read when its put fires, and must stay where it is until then:
-a `Heads` that its puts' owner keeps.
+What always holds: a put fires once, and its row of the group completes with the node's last word, or with an event
+that says why there will be none. The description of a block is read when its put fires, and must not move until then:
+the owner of the puts keeps a `Heads` for it.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class SharedArea(NamedTuple):
 
 
 class Heads:
-    """What is said of some blocks, in memory that stays where it is."""
+    """Descriptions of blocks, in memory that doesn't move."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
 """The shelf and its desks: blocks that the C core sends on request, without Python.
 
-A `Shelf` lists blocks of one registered region by owner and name. A peer's calls come in at a `Desk`; those that want
-nothing but blocks which are all on the shelf are answered by the progress thread: each block goes out if its checksum
-still holds, its acknowledgement behind it. All other calls are landings, as without a desk.
+A `Shelf` lists blocks of one registered region by owner and name. A peer's calls arrive at a `Desk`. Calls that
+request only blocks on the shelf are answered by the progress thread: each block is sent if its checksum still
+matches, followed by its acknowledgement. All other calls are landings, as without a desk.
 
-What always holds: what is not listed is not sent; `take` says whether a block's memory may be used for something else;
-what was answered is told once, by `served`, and if nobody asks for that, calls come to the application again.
-Whether a block may be sent is for the caller to know, who unlists it in the moment when it may not.
+What always holds: a block that is not listed is not sent; `take` says whether a block's memory may be reused; an
+answered call is reported once, by `served`, and if nobody fetches these reports, calls go to the application again.
+The caller decides whether a block may be sent, and must unlist it as soon as it may not.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Shelf:
 
     @property
     def came(self) -> int:
-        """How many blocks receivers have ever had for us: one is counted before its client hears of it."""
+        """How many blocks receivers have ever received: each is counted before it is acknowledged."""
         return 0 if self._fabric.closed else int(lib.tk_shelf_came(self.handle))
 
     def put(self, blocks: Sequence[Shelved]) -> None:
@@ -138,7 +138,7 @@ class Shelf:
         return Desk(self._fabric, out[0])
 
     def served(self) -> Iterator[Served]:
-        """Take note of what was answered since this was last asked."""
+        """Return what was answered since the last call."""
         if self._fabric.closed:
             return
         while count := lib.tk_served_take(self.handle, self._told, _SERVED_BYTES):

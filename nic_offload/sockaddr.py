@@ -1,8 +1,8 @@
-"""Socket addresses as libfabric has them: what an endpoint of `net`, `tcp` or `sockets` is called by its peers.
+"""Socket addresses as libfabric has them: the addresses of endpoints of `net`, `tcp` and `sockets`.
 
-What always holds: bytes of another family, or of another length than their family has, are no address and never reach
-libfabric: of one of an unknown family the address vector of net and tcp;ofi_rxm (1.17) takes no peer any more, whoever
-comes. An IPv4 address mapped into IPv6 is the IPv4 address; so a fabric of IPv6 reaches peers of both.
+What always holds: bytes of another family, or of a wrong length for their family, are not an address and never reach
+libfabric: after one of an unknown family, the address vector of net and tcp;ofi_rxm (1.17) accepts no further peer.
+An IPv4 address mapped into IPv6 is the IPv4 address, so an IPv6 fabric reaches peers of both.
 
 What it doesn't do: names, and scopes of link-local addresses.
 """

@@ -1,22 +1,24 @@
-"""Triggered operations: armed in batches, fired by a counter, finished without the application.
+"""Triggered operations: armed in batches, fired by a counter, completed without the application.
 
-A `TriggeredPut` writes a piece of a registered region into a peer's memory when its counter reaches its threshold; a
-`TriggeredGet` reads one from there; both may be followed by an 8-byte flag put, which the peer sees only after all the
-bytes, and by moving a counter. A `TriggeredNotify` is the flag alone, a `CounterMove` the counter alone. A chain is an
-operation whose `trigger` is another one's `completion`.
+A `TriggeredPut` writes a piece of a registered region to a peer's memory when its counter reaches its threshold; a
+`TriggeredGet` reads one from there. Both may be followed by an 8-byte flag put, which the peer sees only after all
+the bytes, and by a change of a counter. A `TriggeredNotify` is the flag alone, a `CounterMove` the counter alone. A
+chain is an operation whose `trigger` is another one's `completion`.
 
-What always holds, on every backend (`cxi` and `sockets` through libfabric's deferred work, the agent over any provider
-with remote writes):
- 1. an operation never fires before its counter reaches the threshold;
- 2. it fires at most once, and DONE means that it is all there, at the peer;
- 3. there is no order between operations, whatever their thresholds, but that of a chain;
- 4. what follows an operation in a chain, its flag included, never happens if that failed: it fails with it;
- 5. `Fabric.cancel` and `Fabric.flush` are exact: what they count never goes out. On cxi they flush the whole domain.
-    Closing the endpoint ends all that goes through it, on every backend;
- 6. what the peer polls is an 8-byte flag, everywhere the same;
- 7. a deadline ends what has not gone out; what is past recall is reported as LATE, and its owner closes the endpoint.
+What always holds, on every backend (`cxi` and `sockets` through libfabric's deferred work, the agent over any
+provider with remote writes):
 
-To arm again, arm again: with a higher threshold on the same counter, which only grows.
+1. An operation never fires before its counter reaches the threshold.
+2. It fires at most once, and DONE means that all of it is at the peer.
+3. Operations have no order, whatever their thresholds, except in a chain.
+4. If an operation fails, what follows it in its chain, its flag included, never happens and fails too.
+5. `Fabric.cancel` and `Fabric.flush` are exact: counted operations are never sent. On cxi they flush the whole
+   domain. Closing the endpoint ends all of its operations, on every backend.
+6. The peer always polls an 8-byte flag.
+7. A deadline ends operations that have not been sent. One that can't be recalled is reported as LATE, and its owner
+   closes the endpoint.
+
+To arm again, use a higher threshold on the same counter, which only grows.
 
 What it doesn't do: more than 4 GiB - 1 in one operation; atomics.
 """
@@ -171,7 +173,7 @@ class Landing(NamedTuple):
     ack_value: int
     deadline_ns: int
     length: int
-    quiet: bool = False  # it is no block, and the peer is told nothing of it
+    quiet: bool = False  # not a block, and not reported to the peer
     desk: Desk | None = None  # that may answer what comes here
     region: Region | None = None  # has the word; needed where the endpoint is sealed
 

@@ -12,12 +12,12 @@
 #include "vault.h"
 
 #include "aead.h"
+#include "blake2b.h"
 
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/random.h>
 
 #define NAME_BYTES (TK_OWNER_BYTES + TK_DOMAIN_BYTES)
@@ -54,8 +54,7 @@ int tk_vault_open(uint32_t capacity, struct tk_vault **out)
 	vault->capacity = capacity;
 	vault->names = malloc(capacity * sizeof *vault->names);
 	vault->numbers = malloc(capacity * sizeof *vault->numbers);
-	void *entries = mmap(NULL, entries_bytes(vault), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	vault->entries = entries == MAP_FAILED ? NULL : entries;
+	vault->entries = tk_secret_pages(entries_bytes(vault), &vault->is_locked);
 	pthread_mutex_init(&vault->lock, NULL);
 	if (!vault->names || !vault->numbers || !vault->entries ||
 	    getrandom(vault->secret, sizeof vault->secret, 0) != sizeof vault->secret) {
@@ -64,19 +63,14 @@ int tk_vault_open(uint32_t capacity, struct tk_vault **out)
 	}
 	memset(vault->names, 0xff, capacity * sizeof *vault->names);
 	memset(vault->numbers, 0xff, capacity * sizeof *vault->numbers);
-	madvise(entries, entries_bytes(vault), MADV_DONTDUMP);
-	madvise(entries, entries_bytes(vault), MADV_WIPEONFORK);
-	vault->is_locked = !mlock(entries, entries_bytes(vault));
 	*out = vault;
 	return 0;
 }
 
 void tk_vault_close(struct tk_vault *vault)
 {
-	if (vault->entries) {
-		wipe(vault->entries, entries_bytes(vault));
-		munmap(vault->entries, entries_bytes(vault));
-	}
+	if (vault->entries)
+		tk_free_secret_pages(vault->entries, entries_bytes(vault));
 	pthread_mutex_destroy(&vault->lock);
 	free(vault->names);
 	free(vault->numbers);
@@ -215,4 +209,14 @@ int vault_by_number(struct tk_vault *vault, uint32_t number, uint64_t id, struct
 	}
 	pthread_mutex_unlock(&vault->lock);
 	return is_it ? 0 : -ENOKEY;
+}
+
+void vault_derive(const struct vault_key *key, const uint8_t *purpose, const void *message, uint32_t bytes, uint8_t *out)
+{
+	struct blake2b keyed;
+	uint64_t block[BLAKE2B_BLOCK / 8] = {0};
+	memcpy(block, message, bytes);
+	blake2b_begin(&keyed, key->key, purpose, TK_AEAD_KEY);
+	blake2b_end(&keyed, block, bytes, out, TK_AEAD_KEY);
+	wipe(&keyed, sizeof keyed);
 }

@@ -1,22 +1,22 @@
-"""Encrypted records, and the keys that they are encrypted with (`vault.c`, `record_encryption.c`).
+"""Encrypted records, and the keys that encrypt them (`vault.c`, `record_encryption.c`).
 
 A `Vault` holds keys of erase domains in locked memory, where lanes and readers find them. `RecordCipher` encrypts and
 decrypts whole records of one drive for the application.
 
-What always holds: a header that is given back is authentic for its place on its drive, and so is a payload; memory of a
-payload that isn't is zeros. What it doesn't do: keep keys that were not used for long; one that is missing is asked for
-(`Decrypted.key`), and put again.
+What always holds: a returned header is authentic for its place on its drive, and so is a payload; the memory of a
+payload that isn't is zeroed. What it doesn't do: keep keys that were not used for long; a missing key is reported
+(`Decrypted.key`), and its owner adds it again.
 """
 
 from __future__ import annotations
 
 import errno
 import struct
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
-from nic_offload.aead import KEY_BYTES
+from nic_offload.aead import KEY_BYTES, NONCE_BYTES, NotAuthentic
+from nic_offload.aead import TAG_BYTES as GCM_TAG_BYTES
 from nic_offload.errors import FabricError
 from nic_offload.handle import Handle
 from nic_offload.header_pages import FIXED_BYTES, NAME_BYTES, PAGE_BYTES, TAG_BYTES
@@ -66,7 +66,7 @@ class KeyName(NamedTuple):
 
 
 class Decrypted(NamedTuple):
-    """What a header page says: of all fields only those in the clear, unless its key is in the vault."""
+    """The fields of a header page; only those in the clear, unless its key is in the vault."""
 
     key: KeyName
     fixed: bytes
@@ -94,6 +94,27 @@ class Vault(Handle):
         """Forget a key for good; False if it is not here."""
         return not lib.tk_vault_drop(self.handle, number)
 
+    def seal_text(self, key: KeyName, nonce: bytes, associated: bytes, text: bytes) -> bytes | None:
+        """Encrypt a short text for a domain, with a tag behind it; None if its key is not here."""
+        out = ffi.new("char[]", len(text) + GCM_TAG_BYTES)
+        row, kept = _text(key, nonce, associated, text, len(text))
+        code = lib.tk_seal_text(self.handle, row, out)
+        del kept
+        return ffi.buffer(out)[:] if _has_key("Sealing a text", code) else None
+
+    def unseal_text(self, key: KeyName, nonce: bytes, associated: bytes, sealed: bytes) -> bytes | None:
+        """Decrypt one; None if its key is not here, NotAuthentic if it was changed."""
+        size = len(sealed) - GCM_TAG_BYTES
+        if size < 0:
+            raise NotAuthentic("A sealed text was cut off.")
+        out = ffi.new("char[]", max(size, 1))
+        row, kept = _text(key, nonce, associated, sealed, size)
+        code = lib.tk_unseal_text(self.handle, row, out)
+        del kept
+        if code == -errno.EBADMSG:
+            raise NotAuthentic("A sealed text was changed, or belongs elsewhere.")
+        return ffi.buffer(out)[:size] if _has_key("Unsealing a text", code) else None
+
     def __len__(self) -> int:
         return int(lib.tk_vault_count(self.handle))
 
@@ -109,16 +130,36 @@ class Vault(Handle):
             self.handle = None
 
 
+def _text(
+    key: KeyName, nonce: bytes, associated: bytes, data: bytes, size: int
+) -> tuple[object, tuple[object, object]]:
+    assert len(nonce) == NONCE_BYTES
+    kept = ffi.from_buffer(associated), ffi.from_buffer(data)
+    row = ffi.new("struct tk_text *")
+    row.number, row.id, row.bytes, row.associated_bytes = key.number, key.id, size, len(associated)
+    row.associated, row.text = (int(ffi.cast("uintptr_t", one)) for one in kept)
+    ffi.memmove(row.nonce, nonce, NONCE_BYTES)
+    return row, kept
+
+
+def _has_key(what: str, code: int) -> bool:
+    if code not in {0, -errno.ENOKEY}:
+        raise FabricError.from_code(what, code)
+    return not code
+
+
 class RecordCipher:
     """Of one opening of a drive."""
 
-    def __init__(self, vault: Vault, secret: bytes, salt: bytes, drive: bytes) -> None:
-        """`secret` is the key of headers' tags; `salt` must be new and random."""
+    def __init__(self, vault: Vault, secret: Buffer, salt: bytes, drive: bytes) -> None:
+        """`secret`, the key of headers' tags, is used where it lies; `salt` must be new and random."""
         self.vault = vault
-        self._keyed = blake2b(drive, key=secret, digest_size=TAG_BYTES)
+        self._secret = secret  # kept, and not exported: whoever closes the keyring before us is not to fail
         self.setup: Any = ffi.new("struct tk_encryption *")
         self.setup.vault = vault.handle
-        ffi.memmove(self.setup.secret, secret, KEY_BYTES)
+        with ffi.from_buffer("uint8_t[]", secret) as view:
+            assert len(view) == KEY_BYTES
+            self.setup.secret = ffi.cast("uint8_t *", view)
         ffi.memmove(self.setup.salt, salt, SALT_BYTES)
         ffi.memmove(self.setup.drive, drive, NAME_BYTES)
 
@@ -134,9 +175,10 @@ class RecordCipher:
 
     def tag(self, fixed: bytes, offset: int) -> bytes:
         """The tag of a header at this place."""
-        state = self._keyed.copy()
-        state.update(offset.to_bytes(8, "little") + fixed)
-        return state.digest()
+        out = ffi.new("uint8_t[]", TAG_BYTES)
+        assert len(fixed) == FIXED_BYTES
+        lib.tk_tag_header(self.setup, offset, fixed, out)
+        return bytes(ffi.buffer(out))
 
     def open(self, offset: int, page: int) -> tuple[Decrypted, Decryption | None] | None:
         """Look at the header page that is at this address; without its key there is no decryption.
@@ -176,7 +218,7 @@ class Decryption(Handle):
         return not lib.tk_decryption_step(self._handle, ffi.cast("void *", address), length)
 
     def is_authentic(self) -> bool:
-        """Tell, once after all bytes, whether they are what was written."""
+        """Return, once after all bytes, whether they are the ones written."""
         return not lib.tk_decryption_end(self._handle)
 
     def close(self) -> None:

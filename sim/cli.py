@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvcli.completion import add_completion, script
-from kvcli.running import run_command
+from kvcli.running import add_commands, run_command
 from kvcli.version import add_version
 
 if TYPE_CHECKING:
@@ -361,7 +361,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 success, 1 failure, 2 usage error; see docs/commands.md.",
     )
     add_version(parser)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = add_commands(parser)
     for name, (_, _, add, line) in _COMMANDS.items():
         add(commands.add_parser(name, help=line, description=line[0].upper() + line[1:]))
     add_completion(commands)

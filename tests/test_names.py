@@ -24,7 +24,7 @@ def test_names_are_the_same_in_every_version_and_on_every_machine() -> None:
     assert session_name(user, "chat 7").hex() == SESSION
 
 
-def test_a_users_name_tells_nothing_to_who_does_not_know_the_tenants() -> None:
+def test_a_users_digest_reveals_nothing_without_the_tenants() -> None:
     one, other = user_name(b"a" * 16, "ada"), user_name(b"b" * 16, "ada")
     assert one != other
     assert session_name(one, "chat") != session_name(other, "chat")

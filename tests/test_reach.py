@@ -55,7 +55,7 @@ def test_a_token_and_its_file_are_one_setting(file: Path, monkeypatch: pytest.Mo
         Reach.of({"token": "a", "token_file": "b"})
 
 
-def test_where_nobody_wrote_a_file_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_settings_file_none_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TRIGGERKV_CONFIG")
     assert Reach.of({"node": NODE}).nodes == (NODE,)
@@ -262,7 +262,7 @@ def test_a_person_sees_where_each_setting_is_said(
     assert Reach.told("c:3")[0] == ("nodes", "127.0.0.1:1,127.0.0.1:2", "the environment")
 
 
-def test_a_library_has_no_node_that_nobody_named() -> None:
+def test_a_library_has_no_default_node() -> None:
     with pytest.raises(ConfigError, match="No node is set"):
         Client()
     assert of_command(_parser().parse_args(["stats"])).node == "127.0.0.1:7070"

@@ -68,6 +68,9 @@ def test_the_first_that_says_it_counts(
         (("--cluster", "e:1/x", "--cluster-user", "u"), "the file with its password come together"),
         (("--cluster", "e:1/x", "--cluster-ca", "c", "--cluster-key", "k"), "and its key come together"),
         (("--cluster-user", "u"), "--cluster-user needs --cluster"),
+        (("--cluster-zone", "a"), "--cluster-zone needs --cluster"),
+        (("--cluster", "e:1/x", "--cluster-zone", "a" * 65), "--cluster-zone has at most 64"),
+        (("--cluster", "e:1/x", "--cluster-zone", "a\nb"), "--cluster-zone has at most 64"),
         (("--cluster", "e:1/x", "--cluster-address", "h"), "is not an address of a node"),
         (
             (
@@ -101,8 +104,8 @@ def test_each_option_can_be_said_in_each_place(
         "eviction": "s3fifo", "provider": "net", "tenants": "t", "tls_cert": "c", "tls_key": "k", "tls_clients": "ca",
         "audit": "log", "events": "ipc://x", "events_replay": "ipc://y", "events_as": "arrays", "http": "127.0.0.1:9",
         "otel": "http://h:1", "master_key": "file:k", "fabric_address": "h", "fabric_ports": "7071-7080",
-        "cluster": "e:1,e:2/x", "cluster_address": "h:5", "cluster_ca": "eca", "cluster_cert": "ec",
-        "cluster_key": "ek", "cluster_user": "u", "cluster_password": "p",
+        "cluster": "e:1,e:2/x", "cluster_address": "h:5", "cluster_zone": "rack 1",
+        "cluster_ca": "eca", "cluster_cert": "ec", "cluster_key": "ek", "cluster_user": "u", "cluster_password": "p",
             "cluster_replicas": "2", "cluster_secret": "s", "cluster_nodes_ca": "nca",
         "fabric_clients": "10.0.0.0/8", "log_level": "debug", "log_format": "json",
     }  # fmt: skip
@@ -279,7 +282,7 @@ def _say(node: NodeProcess, file: Path, text: str, said: str) -> None:
         time.sleep(0.01)
 
 
-def test_who_may_enter_an_open_node_changes_at_a_start_only(tmp_path: Path) -> None:
+def test_access_to_an_open_node_changes_only_at_a_restart(tmp_path: Path) -> None:
     (tmp_path / "tenants.toml").write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme-1")}"]\n')
     file = tmp_path / "node.toml"
     file.write_text('log_level = "info"\n')

@@ -1,7 +1,8 @@
-"""Builds the docs site out of the repository's pages: `make docs`, into build/site.
+"""Builds the docs site from the repository's pages: `make docs`, into build/site.
 
-What always holds: pages lie in the site as in the repository, so their links are the same; of other files only those
-are there that a page links to; the build is strict, as mkdocs.yml says. What it doesn't do: fetch anything.
+What always holds: pages have the same paths in the site as in the repository, so their links work in both; of other
+files only those are included that a page links to; the build is strict, as mkdocs.yml says. What it doesn't do:
+download anything.
 """
 
 from __future__ import annotations

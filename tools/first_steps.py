@@ -1,6 +1,6 @@
-"""The first steps of a new user with what is installed: import, help, put, get, resume, explain. One line: all is well.
+"""A new user's first steps with an installed wheel: import, help, put, get, resume, explain. Prints one line.
 
-`tools/test_ends.sh --short` runs it from an empty folder. It may use nothing of this tree but the wheel.
+`tools/test_ends.sh --short` runs it from an empty folder. It uses nothing of this tree but the wheel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generates `docs/api.md` from the docstrings of what users import: `make api`. A test holds the page to the code."""
+"""Generates `docs/api.md` from the docstrings of the public API: `make api`. A test compares the page with the code."""
 
 from __future__ import annotations
 

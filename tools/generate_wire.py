@@ -1,9 +1,9 @@
 """Generates `kvstore/wire/*_pb2*` from `proto/`.
 
-Run by `make proto` with an *old* generator (grpcio-tools 1.76), because generated code demands a runtime
-at least as new as its generator, and engines pin theirs. The modules import each other as `kvstore.v1`, which
-follows the proto package; they live in `kvstore.wire`, so the import lines are rewritten. Each carries the
-digest of the sources, by which a test sees that they are current.
+`make proto` runs it with an *old* generator (grpcio-tools 1.76), because generated code requires a runtime at least
+as new as its generator, and engines pin theirs. The modules import each other as `kvstore.v1`, the proto package, but
+are in `kvstore.wire`, so the import lines are rewritten. Each contains the digest of the sources, which a test
+compares with `proto/`.
 """
 
 from __future__ import annotations

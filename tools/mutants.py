@@ -1,12 +1,12 @@
-"""Plants known bugs one at a time, in a copy of the tree, and watches a test die of each (`make mutants`).
+"""Plants known bugs one at a time, in a copy of the tree, and checks that a test fails for each (`make mutants`).
 
-`tools/mutants/*.toml` is the list: for each guard the text that is replaced, what replaces it, and the tests of
-which at least one must fail then. A mutant that is known to survive says why in `survives`; the run fails if it
-dies after all, so no excuse outlives its reason.
+`tools/mutants/*.toml` lists them: for each guard the text to replace, its replacement, and tests of which at least
+one must fail. A mutant that is known to survive says why in `survives`; the run fails if it is killed after all, so
+an outdated reason is noticed.
 
-What always holds: the tests of the list pass on the copy before anything is planted, so a death has no other cause. The
-checkout is never written to. A test that cannot be collected is an error of the list, and no death. A file of C is
-compiled again with the bug and once more when it is gone.
+What always holds: the tests of the list pass on the copy before anything is planted, so a failure has no other cause.
+The checkout is never written to. A test that can't be collected is an error of the list, not a kill. A C file is
+compiled with the bug, and again without it.
 
 What it doesn't do: find new bugs, or choose tests. In `make test`, `tests/test_mutants.py` checks that the list fits
 the tree.

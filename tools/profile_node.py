@@ -1,11 +1,12 @@
-"""What a block costs, thread by thread, at the node and at its client, under one load of `make bench-peers`.
+"""CPU cost per block, by thread, at the node and at its client, under one load of `make bench-peers`.
 
     python -m tools.profile_node put|written|get|armed [--size BYTES] [--batch N] [--seconds S]
 
-It starts both, keeps the load up, and prints CPU microseconds a block of every thread. Where there is `perf`, also the
-functions that cost most; where there is `py-spy`, the Python stacks of the node go to `build/profile/node.txt`.
+It starts both, keeps up the load, and prints CPU microseconds per block for every thread. If `perf` is installed it
+also prints the most expensive functions; with `py-spy` the node's Python stacks are written to
+`build/profile/node.txt`.
 
-What it doesn't do: time anything. Both slow the processes down, so what a call takes is asked of the benchmark.
+What it doesn't do: measure latency. Profiling slows both processes down, so use the benchmark for that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Makes what a release consists of, in `dist/`: two manylinux wheels, and a bill of materials (CycloneDX) for each.
+"""Builds a release in `dist/`: two manylinux wheels, and a bill of materials (CycloneDX) for each.
 
-The tree is built once, and split: `triggerkv` is the node, the client and the adapters; `triggerkv-sim` is the package
-`sim` with the command `kvsim`, and depends on `triggerkv` of the same version.
+The tree is built once, and split: `triggerkv` is the node, the client and the adapters; `triggerkv-sim` is the
+package `sim` with the command `kvsim`, and depends on `triggerkv` of the same version.
 
 What always holds: the extensions are stripped and need no library but libc; the same tree gives the same wheels; a
 wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out.

@@ -1,5 +1,5 @@
-"""What this machine gives: the bare fabric, the bare drive, its memory, and the path of the product over them.
+"""Measures this machine: the bare fabric, the bare drive, its memory, and the product's path over them.
 
-`kvstore bench` prints what `parts` and `path` measure; `kvsim calibrate` reads that. The benchmarks in `tests/bench`,
-which hold the product against its ceilings, stand on `bare` and `blocks` too.
+`kvstore bench` prints the results of `measure`, and `kvsim calibrate` reads them. The benchmarks in `tests/bench`,
+which compare the product with its ceilings, use `bare` and `blocks` too.
 """

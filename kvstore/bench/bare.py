@@ -1,8 +1,8 @@
-"""What the machine gives without the store: a bare fabric to another process, and a bare drive.
+"""The machine without the store: a bare fabric to another process, and a bare drive.
 
-The fabric's is armed puts of blocks, back to back, into another process's memory, fired by one flag store, and known to
-have arrived when an 8-byte acknowledgement of the last one comes back. (How near that is to the provider's own writes,
-`bench_fabric` says.) The drive's is io_uring at depth 16 over the same kind of file.
+The fabric is measured by armed puts of blocks, back to back, into another process's memory, fired by one flag store,
+until an 8-byte acknowledgement of the last one arrives. (`bench_fabric` compares that with the provider's own
+writes.) The drive is measured by io_uring at depth 16 over the same kind of file.
 """
 
 from __future__ import annotations

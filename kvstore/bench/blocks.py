@@ -1,8 +1,8 @@
 """Blocks put to a running node and got back, timed from the store to the flag word.
 
-What always holds: every put has fresh names, so nothing is answered with "already have it". A put leaves its blocks in
-the node's hot memory: `cold_ns` gets blocks that were never read, and behind which more was put than that memory
-holds, so they come from the drive. What does not come back is an error.
+What always holds: every put has new names, so no block is already stored. A put leaves its blocks in the node's hot
+memory: `cold_ns` gets blocks that were never read, after more was put than that memory holds, so they are read from
+the drive. A block that is not returned is an error.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PathBlocks:
         self._put_bytes = 0
         self._unread: dict[
             int, deque[tuple[int, list[Block]]]
-        ] = {}  # by their count; and what was put by then
+        ] = {}  # by their count, and how much had been put by then
 
     def _fresh(self, count: int) -> list[Block]:
         run = next(self._runs).to_bytes(4)

@@ -1,4 +1,4 @@
-"""`kvstore bench`: what this machine gives, part by part and as a whole, as a table or as JSON for `kvsim`."""
+"""`kvstore bench`: measures this machine, part by part and as a whole; prints a table, or JSON for `kvsim`."""
 
 from __future__ import annotations
 

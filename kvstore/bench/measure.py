@@ -1,13 +1,12 @@
 """Measures each part of this machine alone, and the product's path over all of them.
 
-What always holds: what is opened together is measured in turns, all of it once and then all again, so a machine that
-slows down slows all of it; a sample is the median of its runs, with the fastest and the slowest beside it; whatever
-was written is removed.
+What always holds: measurements that are compared are taken in turns, so a slow phase of the machine affects all of
+them. A sample is the median of its runs, with the fastest and the slowest beside it. Everything written is removed.
 
 `memory` is a copy by the CPU; `link` is armed puts into another process, from the flag's store to the last
-acknowledgement; `drive` is io_uring over a filled file; `node` and `path` are puts to a running node and gets from its
-drive, at some sizes and at others, so that what is fitted at the first can be held against the second; both have the
-bare link and drive measured in turns with them.
+acknowledgement; `drive` is io_uring over a filled file; `node` and `path` are puts to a running node and gets from
+its drive, `node` at sizes for the fit and `path` at others to check it. Both have the bare link and drive measured in
+turns with them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ True
 """
 
 from kvstore.client.arrivals import Arrival, Arrivals
-from kvstore.client.async_client import AsyncClient, AsyncPuts
+from kvstore.client.async_client import AsyncClient, AsyncPuts, AsyncSession
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
@@ -49,6 +49,7 @@ __all__ = [
     "Arrivals",
     "AsyncClient",
     "AsyncPuts",
+    "AsyncSession",
     "Block",
     "Client",
     "ClusterBlock",

@@ -81,7 +81,7 @@ class _Told(NamedTuple):
 
 
 class _Reason(NamedTuple):
-    """Why something is brought for a user: the entry that was hit, and who notes what is seen."""
+    """Why a user's KV is fetched: the entry that was hit, and the recorder of events."""
 
     entry: Entry
     notes: Notes
@@ -271,7 +271,7 @@ class Arrivals(Handle):
             for extent in found:
                 self._requester.stored(owner, extent)
             if placing is not None:
-                self._requester.cancel_user(owner)  # what is being read ahead would not be asked for again
+                self._requester.cancel_user(owner)  # blocks being prefetched would not be requested again
                 self._fetcher.placings[owner] = placing
             arrival = self._begin(entry, request, owner, chat.notes, until_ns, manifest, placing)
             arrival.held.push(pin)
@@ -332,7 +332,7 @@ class Arrivals(Handle):
         # Which drive, and where on it, is the node's own affair.
         return Extent(self._nodes.home(user), 0, 0, length, key, number)
 
-    # --- what has come
+    # --- arrived results
 
     def poll(self) -> None:
         """Process arrivals, and request what there is room for now."""

@@ -6,17 +6,17 @@
         outcomes = await client.get([Block(key, kv, offset, length)])
         puts = client.arm([Block(key, kv, offset, length)], flags[0])  # no call, so nothing to await
         results = await puts.wait(timeout_s=10)
-        chat = client.sync.session("grace", "chat 8")
-        await client.call(chat.append, [key], tokens=16)
+        chat = client.session("grace", "chat 8")
+        await chat.append([key], tokens=16)
 
-It is a `Client` whose calls are made by threads of its own: the loop never waits for the network. What the methods
-promise is what `Client`'s of the same names do, deadlines included; `call` awaits any other call of it, or of a
-session.
+It is a `Client` whose calls are made by its own threads, so the loop never waits for the network. Each method does what
+the method of the same name of `Client` or `Session` does, deadlines included. For all others, `await
+client.call(client.sync.prefetch, keys)` calls any function in one of the threads.
 
-What always holds: a call that is awaited is over when the await is, and nothing reads or writes its memory any more.
-That is so for one that is cancelled, too: it is waited for, for as long as its deadline says at most, and then the
-cancellation goes on. `as_request` counts for the calls made inside it. `close` waits for calls that are under way.
-What it doesn't do: make calls faster. More than `ASYNC_CALLS_MAX` at a time wait for each other.
+What always holds: when an awaited call returns, nothing reads or writes its memory any more. That includes a cancelled
+call: the cancellation is delivered after the call has ended, at its deadline at the latest. `as_request` applies to the
+calls made inside it. `close` waits for calls that are under way.
+What it doesn't do: make calls faster. At most `ASYNC_CALLS_MAX` run at a time; further ones wait.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block, Hit, PutResult
     from kvstore.client.inline import Data
     from kvstore.client.puts import ArmedPuts
+    from kvstore.client.resuming import Resumed
+    from kvstore.client.sessions import Session, SessionInfo
     from kvstore.miss import Miss
     from kvstore.reach import Reach
+    from kvstore.wire.kvstore_pb2 import StatusResponse
     from nic_offload.counter import Counter
     from nic_offload.fabric import Region
     from nic_offload.flags import FlagWord
 
-__all__ = ["AsyncClient", "AsyncPuts"]
+__all__ = ["AsyncClient", "AsyncPuts", "AsyncSession"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,12 +62,12 @@ class AsyncClient:
     """A client of one node, for one event loop."""
 
     def __init__(self, node: str | Reach | None = None, **of_client: Any) -> None:
-        """`of_client` are the arguments of `Client`. Nothing is called yet."""
+        """`of_client` are the arguments of `Client`. The node is not called yet."""
         self.sync = Client(node, **of_client)
         self._threads = ThreadPoolExecutor(ASYNC_CALLS_MAX, "kvstore-async")
 
     async def call(self, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
-        """Make a call that may wait: of `sync`, or of a session of it."""
+        """Call a function that may wait, such as a method of `sync`, in a thread, and await its result."""
         work = partial(copy_context().run, partial(function, *arguments, **named))
         under_way = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
@@ -110,7 +113,7 @@ class AsyncClient:
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
     ) -> AsyncPuts:
-        """As `Client.arm`: the node is not called. Await `attach` before, or the first one waits for that."""
+        """As `Client.arm`: the node is not called. Await `attach` first, otherwise the first `arm` blocks the loop."""
         armed = self.sync.arm(
             blocks, flag, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms
         )
@@ -120,7 +123,7 @@ class AsyncClient:
         """As `Client.get`."""
         return await self.call(partial(self.sync.get, timeout_s=timeout_s), blocks)
 
-    # --- inside gRPC
+    # --- over gRPC
 
     async def put_inline(
         self,
@@ -189,10 +192,20 @@ class AsyncClient:
         """As `Client.delete`."""
         return await self.call(partial(self.sync.delete, durability=durability), keys)
 
-    # --- its end
+    # --- sessions, and the node
+
+    def session(self, user: str, name: str) -> AsyncSession:
+        """As `Client.session`: the node is not called."""
+        return AsyncSession(self, self.sync.session(user, name))
+
+    async def status(self, *, wait_s: float = 0.0) -> StatusResponse:
+        """As `Client.status`."""
+        return await self.call(partial(self.sync.status, wait_s=wait_s))
+
+    # --- closing
 
     async def close(self) -> None:
-        """Close it. Calls that are under way end within their time; puts that have not been acknowledged fail."""
+        """Close the client. It waits for calls that are under way; puts that have not been acknowledged fail."""
         await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     def _close(self) -> None:
@@ -209,7 +222,7 @@ class AsyncClient:
 
 
 class AsyncPuts:
-    """Puts that were armed: `ArmedPuts`, with its waits to be awaited."""
+    """Armed puts: `ArmedPuts` with awaitable waits."""
 
     def __init__(self, client: AsyncClient, armed: ArmedPuts) -> None:
         self._client, self.armed = client, armed
@@ -221,3 +234,54 @@ class AsyncPuts:
     async def wait_landed(self, timeout_s: float) -> bool:
         """As `ArmedPuts.wait_landed`."""
         return await self._client.call(self.armed.wait_landed, timeout_s)
+
+
+class AsyncSession:
+    """A session: `Session` with awaitable calls. `await client.call(chat.sync.fork, "chat 9")` makes any other call."""
+
+    def __init__(self, client: AsyncClient, sync: Session) -> None:
+        self._client, self.sync = client, sync
+
+    def arm(
+        self,
+        blocks: Sequence[Block],
+        flag: FlagWord | Counter | None = None,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
+        expires_unix_ms: int = 0,
+    ) -> AsyncPuts:
+        """As `Session.arm`: the node is not called. Await `AsyncClient.attach` first."""
+        armed = self.sync.arm(
+            blocks, flag, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms
+        )
+        return AsyncPuts(self._client, armed)
+
+    async def append(
+        self,
+        keys: Sequence[bytes],
+        tokens: int,
+        *,
+        time_to_live_ms: int | None = None,
+        durability: Durability = Durability.WRITTEN,
+    ) -> int:
+        """As `Session.append`."""
+        append = partial(self.sync.append, time_to_live_ms=time_to_live_ms, durability=durability)
+        return await self._client.call(append, keys, tokens)
+
+    async def info(self) -> SessionInfo:
+        """As `Session.info`."""
+        return await self._client.call(self.sync.info)
+
+    async def resume(
+        self, place: Callable[[int, bytes], Block], *, timeout_s: float | None = None
+    ) -> Resumed:
+        """As `Session.resume`. `place` is called in another thread."""
+        return await self._client.call(partial(self.sync.resume, timeout_s=timeout_s), place)
+
+    async def remove(
+        self, *, delete_blocks: bool = False, durability: Durability = Durability.WRITTEN
+    ) -> int:
+        """As `Session.remove`."""
+        remove = partial(self.sync.remove, delete_blocks=delete_blocks, durability=durability)
+        return await self._client.call(remove)

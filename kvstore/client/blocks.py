@@ -163,4 +163,9 @@ def regions_of(blocks: Iterable[Block]) -> list[Region]:
 
 def fingerprint_of(layout: HasFingerprint | bytes) -> bytes:
     """The digest of what decides how the bytes are laid out."""
-    return layout_fingerprint(layout) if isinstance(layout, bytes) else layout.fingerprint
+    if isinstance(layout, bytes):
+        return layout_fingerprint(layout)
+    try:
+        return layout.fingerprint
+    except AttributeError:
+        raise InvalidArgument(f"A layout is bytes or a Layout, not {type(layout).__name__}.") from None

@@ -186,7 +186,7 @@ class Asking:
         def failed(error: KvError) -> None:
             asked.failed(error)
             is_untried = isinstance(error, NodeUnavailable | DeadlineExceeded) and not error.was_tried
-            if isinstance(error, Overloaded) or is_untried:  # nothing of it can come
+            if isinstance(error, Overloaded) or is_untried:  # nothing of it can arrive
                 reason = MissReason.BUSY if isinstance(error, Overloaded) else MissReason.NODE_AWAY
                 get.refuse(Miss(reason, str(error)))
             else:

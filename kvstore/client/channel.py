@@ -61,7 +61,7 @@ def close_channel(channel: grpc.Channel) -> None:
 class _Details(
     grpc.ClientCallDetails,
 ):
-    """What a call is to be made with, and a header of ours."""
+    """A call's details, with a header of ours."""
 
     def __init__(self, asked: Any, header: tuple[str, str]) -> None:
         self.method = asked.method

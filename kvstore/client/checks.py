@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.blocks import Block, pieces_of, regions_of, whole_of
 from kvstore.errors import InvalidArgument, NotRegistered
-from kvstore.limits import BATCH_BLOCKS_MAX, KEY_BYTES, LEASE_TIMEOUT_MS_MAX
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    BLOCK_BYTES_MAX,
+    BLOCK_BYTES_MIN,
+    KEY_BYTES,
+    LEASE_TIMEOUT_MS_MAX,
+)
 from kvstore.names import fits_domain, is_in_domain
 
 if TYPE_CHECKING:
@@ -21,6 +27,7 @@ __all__ = [
     "are_pieces",
     "check_armed",
     "check_blocks",
+    "check_buffer",
     "check_domain",
     "check_gets",
     "check_key",
@@ -103,9 +110,28 @@ def checked_puts(blocks: Iterable[tuple[bytes, Data]]) -> Iterator[tuple[bytes, 
 def view_of(data: Data) -> memoryview:
     """A block's bytes, its pieces joined."""
     try:
-        return memoryview(b"".join(data) if isinstance(data, (list, tuple)) else data).cast("B")
+        view = memoryview(b"".join(data) if isinstance(data, (list, tuple)) else data).cast("B")
     except TypeError as error:
         raise InvalidArgument(f"A block's data is bytes or a list of its pieces: {error}.") from None
+    if not BLOCK_BYTES_MIN <= len(view) <= BLOCK_BYTES_MAX:
+        raise InvalidArgument(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {len(view)}.")
+    return view
+
+
+def check_buffer(memory: object) -> None:
+    """Refuse anything but memory that gets can write to."""
+    try:
+        is_read_only = memoryview(memory).readonly  # type: ignore[arg-type]
+    except TypeError:
+        kind = type(memory).__name__
+        raise InvalidArgument(
+            f"Memory to register is a writable buffer, such as a bytearray, not {kind}."
+        ) from None
+    if is_read_only:
+        kind = type(memory).__name__
+        raise InvalidArgument(
+            f"Memory to register must be writable, such as a bytearray; this {kind} is read-only."
+        )
 
 
 def _pair(given: Any, other: str) -> tuple[Any, Any]:
@@ -128,7 +154,9 @@ def check_blocks(blocks: Sequence[object], kind: type = Block) -> None:
     check_list(blocks, "blocks")
     others = sorted({type(one).__name__ for one in blocks if not isinstance(one, kind)})
     if others:
-        raise InvalidArgument(f"Expected a list of {kind.__name__}s, and {' and '.join(others)} came in it.")
+        raise InvalidArgument(
+            f"Expected a list of {kind.__name__} objects; it contains {' and '.join(others)}."
+        )
 
 
 def are_pieces(blocks: Sequence[Block]) -> bool:

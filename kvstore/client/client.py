@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.block_calls import BlockCalls
 from kvstore.client.blocks import fingerprint_of
+from kvstore.client.checks import check_buffer
 from kvstore.client.core import Core
 from kvstore.client.erasing import ErasingCalls
 from kvstore.client.inline import InlineCalls
@@ -203,6 +204,7 @@ class Client(Handle):
         ...     region.length
         8192
         """
+        check_buffer(memory)
         return self._core.open_fabric.register(memory)
 
     # --- puts and gets over the fabric

@@ -380,7 +380,7 @@ class ClusterClient(Handle):
         now = self.nodes.map
         staying = len(now.members) - len(now.draining)
         ranks = [*range(min(self._replicas + 1, staying))]
-        ranks += range(staying, len(now.members))  # who drains comes last
+        ranks += range(staying, len(now.members))  # draining members come last
         outcomes: list[R | Miss] = [Miss(MissReason.NODE_AWAY, "no member is on the map")] * len(keys)
         lost: dict[int, list[str]] = defaultdict(list)  # the owners that should have a block and don't
         left: Sequence[int] = range(len(keys))

@@ -36,7 +36,7 @@ _MAP_S = CLUSTER_MAP_AGAIN_MS / 1000
 
 
 class _Answer(Protocol):
-    """What a node says of itself beside its answer."""
+    """What a node reports of itself beside its answer."""
 
     @property
     def digests(self) -> set[int]:

@@ -35,7 +35,7 @@ class Failures:
         self._asking: dict[int, Told] = {}
 
     def ask(self, generation: int, told: Told) -> None:
-        """Ask why a put failed; `told`, with the lock held, hears the node's error, or None if it is not known."""
+        """Ask why a put failed; `told` is called, with the lock held, with the node's error, or None if unknown."""
         if not self._asking:
             self._client.settle(self._call)
         self._asking[generation] = told

@@ -51,12 +51,12 @@ class Placing:
     under_way: int = field(init=False, default=0)  # gets that may still write to the memory
 
     def __post_init__(self) -> None:
-        """Count what is wanted."""
+        """Count the requested extents."""
         self.left = sum(map(len, self.blocks.values()))
 
 
 class Report(NamedTuple):
-    """A ticket is over: `missing` is gone from the node, `failed` only did not come."""
+    """A ticket ended: the node no longer has `missing`; `failed` merely did not arrive."""
 
     ticket: Hashable
     missing: Collection[bytes]
@@ -181,7 +181,7 @@ class Fetcher(Handle):
             return self._changes
 
     def wait(self, changes: int, timeout_s: float) -> None:
-        """Wait until something has come since `changes` was asked for, or the time is over."""
+        """Wait until something has arrived since `changes` was read, or until the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._changes != changes, timeout_s)
 

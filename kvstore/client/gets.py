@@ -207,7 +207,7 @@ class Get:
         )
 
     def event(self, event: Event) -> None:
-        """It is over, or one of our words has not come in time."""
+        """It ended, or one of our words did not arrive in time."""
         i, again = divmod(event.tag - self.tag, 2)
         if event.kind == EventKind.OVER:
             self._end_if_over()
@@ -250,7 +250,7 @@ class Get:
         if self._cancelling or not left:
             return
         self._cancelling = True
-        # From now on, and not from the deadline: a busy process may come to it late, and the node must be asked first.
+        # Counted from now, not from the deadline: a busy process may get here late, and the node must be asked first.
         until_ns = SystemClock().monotonic_ns() + FETCH_CANCEL_MS * 1_000_000
         try:  # with tags of their own: the first watch of the same word may still have something to say
             watch_acks(self._client.fabric, [self._watch(i, 1, until_ns) for i in left])
@@ -273,7 +273,7 @@ class Get:
             self._client.lose(self._link, error)
 
     def lost(self, error: KvError) -> None:
-        """The link is gone: whatever had not come is a miss."""
+        """The link was lost: blocks that had not arrived are misses."""
         if self._call is not None:
             self._call.lost(error)
         self._miss_the_rest(Miss(MissReason.NODE_AWAY, str(error)))
@@ -286,7 +286,7 @@ class Get:
         return self.group.row(len(self._blocks)).code == AnswerCode.DONE
 
     def tell_loss(self, lost: Lost) -> None:
-        """If the node takes the call, and goes away, or not all comes in time, say so to this, with all outcomes."""
+        """Called with all outcomes if the node accepts the call and then is lost, or if blocks don't arrive in time."""
         self._lost = lost
 
     def tell_taken(self, taken: Callable[[int], object]) -> None:
@@ -294,7 +294,7 @@ class Get:
         self._taken = taken
 
     def refuse(self, miss: Miss) -> None:
-        """The node did not take the call, so nothing of it will come; but words, if it is to confirm that already."""
+        """The node did not accept the call: no block will arrive, only confirmations that were already requested."""
         if self._cancelling and self._called:
             # A late word must not overwrite one of the next user of the place.
             self.group.end(len(self._blocks))

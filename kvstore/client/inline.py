@@ -88,7 +88,7 @@ class InlineCalls:
         timeout_s: float | None = None,
         read_ns: int | None = None,
     ) -> Durability:
-        """As `Client.put_inline`; `read_ns` says of a copy when its bytes were asked for."""
+        """As `Client.put_inline`; `read_ns` says, for a copy, when its bytes were requested."""
         view = view_of(data)
         name = self._name(key, len(view), domain)
         check_number(_EXPIRES, expires_unix_ms, 64)

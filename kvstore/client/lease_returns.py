@@ -24,7 +24,7 @@ __all__ = ["GivingBack"]
 
 
 class GivingBack:
-    """Some leases, each with its word. Begun with the client's lock held, and told of events like every operation."""
+    """Leases, each with its word. Begun with the client's lock held; it gets events like any operation."""
 
     def __init__(self, client: Host, link: Link, leases: Sequence[tuple[Leased, int]]) -> None:
         self._client = client

@@ -33,7 +33,7 @@ def map_of(told: pb.MapResponse) -> Map:
     """The map that a node tells; ConfigError if it is none."""
     members, absent = (
         [
-            Member(one.name, one.node, one.weight, one.version, DRAINING if one.draining else "")
+            Member(one.name, one.node, one.weight, one.version, DRAINING if one.draining else "", one.zone)
             for one in some
         ]
         for some in (told.members, told.absent)

@@ -149,7 +149,7 @@ class Nodes(Handle):
 
 
 class _HomeOnMap(AnyHome):
-    """What a client goes by whose node was found on a map: that node may be the home, or not any more."""
+    """The view of a client whose node was found on a map: that node may no longer be the home."""
 
     def __init__(self, nodes: Nodes, target: str) -> None:
         self._nodes, self._target = nodes, target

@@ -89,7 +89,7 @@ class OwnSide:
         return wildcard()
 
     def open_endpoint(self, fabric: Fabric, timeout_s: float) -> tuple[Endpoint, bytes]:
-        """Open an endpoint for the node, and what the node is to be told of it."""
+        """Open an endpoint for the node; returns it with the address to report to the node."""
         if fabric.ip_version == 0:
             endpoint = fabric.open_endpoint()
             return endpoint, endpoint.address()

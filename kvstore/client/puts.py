@@ -205,7 +205,7 @@ class ArmedPuts:
                 self._told.put_ended(block, result)
 
     def _let_go(self) -> None:
-        """All of it is over."""
+        """All puts have ended."""
         self._heads = None
         if self._counter is not None:
             self._counter.close()

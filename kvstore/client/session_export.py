@@ -109,7 +109,7 @@ def import_session(
 
 
 def _own_key(key: bytes, domain: bytes) -> bytes:
-    """The key of a block that is imported: one of somebody's erase domain goes into the importing user's."""
+    """The key of an imported block: a key of any erase domain is moved to the importing user's domain."""
     return in_domain(key, domain) if is_in_domain(key) else key
 
 

@@ -142,7 +142,7 @@ class Reader:
         parts = []
         left = length
         while left:
-            part = self._file.read(left)  # of a pipe, less than was asked for may come
+            part = self._file.read(left)  # a pipe may return less than requested
             if not part:
                 raise SessionFileError(f"The file is truncated: it ends within {what}.")
             parts.append(part)

@@ -125,7 +125,7 @@ def _asked(
 
 
 class AnyHome:
-    """What a client that was given one node goes by: it asks that node, whoever is on a map."""
+    """The view of a client that was given one node: it uses that node, whatever a map says."""
 
     def revision(self) -> int:
         """Of the map that it goes by; 0: by none."""
@@ -199,7 +199,7 @@ class Session:
     def __init__(
         self, find: Callable[[], SessionCalls], user: str, name: str, follower: Follower | None = None
     ) -> None:
-        """`find` gives the calls of the node that is asked, each time anew."""
+        """`find` returns the calls of the node to use, evaluated for each call."""
         self.user = user
         self.notes = Notes(user, name, SystemClock(), follower)
         self.name = name
@@ -474,7 +474,7 @@ class Session:
             return Manifest((), (), Miss(MissReason.NODE_AWAY, str(error)))
         return Manifest(session.keys, _turns(session))
 
-    # --- puts of its blocks, and what was seen of it
+    # --- puts of its blocks, and its recorded events
 
     def reserve(
         self,

@@ -38,7 +38,7 @@ class _HasFabric(Protocol):
 
 
 class Slabs:
-    """Of one client. Any thread. What is left of them goes with its fabric."""
+    """The slabs of one client. Any thread. They are freed with its fabric."""
 
     def __init__(self, client: _HasFabric) -> None:
         self._client = client

@@ -159,11 +159,11 @@ class _Open:
             return self._spans.header()
 
     def failed(self, error: Exception) -> None:
-        """Nothing has come of it."""
+        """It was abandoned."""
         self._end(lambda: self._say_failed(error))
 
     def _end(self, describe: Callable[[], None]) -> None:
-        """It is over now; what there is to say of it is found out later. Only the first time counts."""
+        """Note its end; its attributes are added later. Only the first call counts."""
         if self._over or not self.span.is_recording():
             return
         self._over = True

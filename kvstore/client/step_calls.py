@@ -29,7 +29,7 @@ __all__ = ["ReadAhead", "StepCalls"]
 
 
 class ReadAhead(NamedTuple):
-    """What a prefetch of blocks came to. Those that are in neither list lie in the node's memory."""
+    """The result of a prefetch of blocks. Blocks in neither list are in the node's memory."""
 
     unread: Sequence[bytes]  # stored, but there was no share for them, or no time
     missing: dict[bytes, Miss]
@@ -58,7 +58,7 @@ class StepCalls:
         return ReadAhead(list(answer.unread), missing)
 
     def report(self, notes: Notes) -> None:
-        """Tell the node what was seen of a session."""
+        """Report a session's events to the node."""
         request = pb.ReportStepsRequest(tenant=self._tenant, seen=notes.message())
         with self._calling("Reporting steps"):
             self._stub.ReportSteps(request, timeout=self._timeout_s)

@@ -36,7 +36,7 @@ _NOT_GONE = {MissReason.NODE_AWAY, MissReason.BUSY, MissReason.UNREADABLE, MissR
 
 
 class Follower(Protocol):
-    """Who keeps a list of what a user has where. Told from any thread, and must not wait."""
+    """Keeps a list of where a user's blocks are. Called from any thread; must not block."""
 
     def stored(self, user: str, key: bytes, length: int) -> None:
         """A put of a block was acknowledged, or it was there already."""
@@ -127,7 +127,7 @@ class Notes:
             self.follower.stored(self.user, block.key, block.length)
 
     def metadata(self) -> Metadata:
-        """What is to go along with a call; it counts as told."""
+        """Events to send with a call; they count as reported."""
         return ((STEPS_HEADER, self.message().SerializeToString()),)
 
     def message(self) -> pb.SeenByCaller:

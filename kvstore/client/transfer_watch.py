@@ -23,7 +23,7 @@ Metadata: TypeAlias = "tuple[tuple[str, bytes], ...]"
 
 
 class Watch(Protocol):
-    """What a client tells of transfers that are watched."""
+    """Notifications of a client about watched transfers."""
 
     def metadata(self) -> Metadata:
         """What goes along with a call that is made for them."""

@@ -91,7 +91,7 @@ class _Window:
         return runs
 
     def finish(self) -> list[Hit | Miss]:
-        """Wait for it, and have what has come where it belongs."""
+        """Wait for it, and move the arrived blocks to their places."""
         outcomes = self._get.wait()
         done = self._get.scattered()
         scatter(

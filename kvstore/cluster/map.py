@@ -36,13 +36,16 @@ class Member:
     weight: int = 1
     version: str = ""
     state: str = ""  # "draining", or nothing
+    zone: str = ""  # what fails together with it: a rack, a room; two copies are in two zones
 
     def __post_init__(self) -> None:
         """ConfigError if no node can be so."""
         split_target(self.node)
-        texts = (self.name, self.version, self.state)
+        texts = (self.name, self.version, self.state, self.zone)
         if not self.name or any(len(text) > _TEXT_MAX or not text.isprintable() for text in texts):
-            raise ConfigError(f"A member's name, version and state are words of {_TEXT_MAX} letters at most.")
+            raise ConfigError(
+                f"A member's name, version, state and zone have at most {_TEXT_MAX} printable characters."
+            )
         if not 1 <= self.weight <= CLUSTER_WEIGHT_MAX:
             raise ConfigError(f"A node's weight is 1 to {CLUSTER_WEIGHT_MAX}, not {self.weight}.")
 
@@ -52,10 +55,10 @@ class Member:
 
     @classmethod
     def decoded(cls, data: bytes) -> Member:
-        """ConfigError if it is none. What a later version says besides is left out."""
+        """ConfigError if it is invalid. Unknown fields of later versions are ignored."""
         try:
             told = json.loads(data)
-            told.setdefault("state", "")  # an earlier version says nothing of it
+            told = {"state": "", "zone": ""} | told  # earlier versions don't have these
             known: dict[str, Any] = {one.name: _typed(one.type, told[one.name]) for one in fields(cls)}
             return cls(**known)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -63,8 +66,8 @@ class Member:
 
 
 @lru_cache(maxsize=8)  # of a hundred nodes it takes 0.3 s, and most maps have the nodes of the one before
-def _placement(nodes: tuple[tuple[bytes, int], ...]) -> Placement:
-    return Placement(nodes)
+def _placement(nodes: tuple[tuple[bytes, int], ...], zones: tuple[str, ...]) -> Placement:
+    return Placement(nodes, zones)
 
 
 def _typed(kind: object, value: object) -> object:
@@ -76,11 +79,11 @@ def _typed(kind: object, value: object) -> object:
 
 @dataclass(frozen=True)
 class Map:
-    """Who is there. Without members it says that nobody is."""
+    """The members. It may be empty."""
 
     revision: int
     members: tuple[Member, ...] = field(default=())
-    digest: int = 0  # of the members, their leases and who is absent; 0: nobody says
+    digest: int = 0  # of the members, their leases and the absent nodes; 0: unknown
     absent: tuple[Member, ...] = ()  # that were members, and may come back with what they have
     placed_as: str | None = None  # what stands for a client's tenant; None: what it calls itself
 
@@ -121,7 +124,9 @@ class Map:
     @cached_property
     def _placement(self) -> Placement:
         staying = [self.members[at] for at in self._staying]
-        return _placement(tuple((one.name.encode(), one.weight) for one in staying))
+        zones = tuple(one.zone for one in staying)
+        nodes = tuple((one.name.encode(), one.weight) for one in staying)
+        return _placement(nodes, zones if len(set(zones)) > 1 else ())
 
     def home(self, tenant: str, user: str) -> Member | None:
         """Where a user's KV is kept; None if there is nobody."""

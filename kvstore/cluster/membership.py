@@ -141,7 +141,7 @@ class Membership:
         self._tasks.append(asyncio.create_task(self._stay(member)))
 
     async def say(self, state: str) -> None:
-        """Be on the map in this state from now on; EtcdAway if etcd has not heard of it."""
+        """Be on the map in this state from now on; EtcdAway if etcd did not confirm it."""
         if self._member is None or not self.lease:
             raise EtcdAway("The node is not on the map of its cluster.")
         self._member = member = replace(self._member, state=state)
@@ -159,7 +159,7 @@ class Membership:
         ]
 
     async def close(self, *, for_good: bool = False) -> None:
-        """Leave: others take over at once, if etcd hears of it; `for_good` if nothing is left here that others lack."""
+        """Leave: others take over at once, if etcd answers; `for_good` if this node has nothing that others lack."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -83,7 +83,7 @@ class Primacy:
         self._views: deque[tuple[int, Map]] = deque()  # since when, within the time that counts
         self._terms: dict[int, int] = {}  # epochs, by lot, as of this list
 
-    # --- what is heard of the members
+    # --- news of the members
 
     def listed(self, now: Map, *, top: int, count: int, has_gap: bool, own: tuple[str, int, bytes]) -> None:
         """Take a list: its latest change, how many records it has, whether one before it may have been missed."""
@@ -186,7 +186,7 @@ class Primacy:
 
 
 def _record(value: bytes) -> _Record | None:
-    """What a record says; one that can't be read is nobody's, in an epoch that was not before."""
+    """Parse a record; an unreadable one belongs to no node, in a new epoch."""
     if not value:
         return None
     try:

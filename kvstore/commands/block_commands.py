@@ -1,10 +1,10 @@
-"""`kvstore put`, `get`, `delete`, `pin` and `watch`: single blocks by hand, and what happens to a tenant's own.
+"""`kvstore put`, `get`, `delete`, `pin`, `erase` and `watch`: single blocks by hand, and a tenant's events.
 
-A key is written as 64 hexadecimal digits, or as `name:TEXT`, which stands for `block_key(TEXT)`. What always holds: of
-several nodes the first is asked; bytes go to standard output or into a file that is there only when it is whole; a
-block that is not there is said on standard error, and the exit status is 3.
+A key is written as 64 hexadecimal digits, or as `name:TEXT`, which stands for `block_key(TEXT)`. What always holds:
+of several nodes the first is used; a file that `get` writes appears only when it is complete; a missing block is
+reported on standard error, with exit status 3.
 
-Each imports what it needs when it is run, so that `--help` needs nothing.
+Each command imports what it needs when it is run, so that `--help` needs nothing.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def _get(arguments: argparse.Namespace) -> int:
                 why = Miss(why.reason, str(client.explain([key])[0]))
             print(f"kvstore: {arguments.block}: {why}", file=sys.stderr)
             return Status.NO
-    if arguments.out is None:
+    if str(arguments.file) == "-":
         sys.stdout.buffer.write(outcome)
     else:
-        _write(arguments.out, outcome)
+        _write(arguments.file, outcome)
     return Status.DONE
 
 
@@ -207,7 +207,9 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         " if it is a miss, with its reason.",
     )
     get.add_argument("block", metavar="KEY", help=_KEY)
-    get.add_argument("--out", type=Path, metavar="FILE", help="instead of standard output")
+    get.add_argument(
+        "file", nargs="?", type=Path, default=Path("-"), metavar="FILE", help="by default standard output"
+    )
     reach_node(get)
     get.set_defaults(run=_get)
 
@@ -252,8 +254,8 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     watch = commands.add_parser(
         "watch",
         help="show events of the tenant's blocks and sessions as they happen",
-        description="Show, one line an event, which of the tenant's blocks are stored or go, and which of its sessions"
-        " change. With --json one object a line.",
+        description="Show an event per line: blocks of the tenant that are stored or removed, and sessions that change."
+        " With --json, an object per line.",
     )
     watch.add_argument(
         "--seconds", type=float, default=_WATCH_S_MAX, metavar="S", help="for how long (%(default).0f)"

@@ -1,14 +1,14 @@
-"""`kvstore certificates`: an authority of one's own, and certificates of nodes and clients that it signs.
+"""`kvstore certificates`: makes a CA, and certificates of nodes and clients that it signs.
 
     kvstore certificates certs --node storage-1,10.0.0.5 --client engine-1.acme
 
-makes `certs/ca.pem` with its key unless they are there, `storage-1.pem` for a node that is reached as `storage-1` or
-10.0.0.5, and `engine-1.acme.pem`, which names a client to a node's file of tenants; each with its key beside it.
+makes `certs/ca.pem` with its key unless they exist, `storage-1.pem` for a node that is reached as `storage-1` or
+10.0.0.5, and `engine-1.acme.pem`, the name of a client in a node's tenants file; each with its key beside it.
 
-What always holds: a file that is there is not written over; keys can be read by their owner alone; a certificate of a
-node can't be shown by a client, nor the other way round. The command `openssl` does the signing.
+What always holds: an existing file is not overwritten; keys are readable by their owner only; a node's certificate is
+not accepted from a client, nor the other way round. The command `openssl` signs.
 
-What it doesn't do: renew by itself, or revoke. A certificate holds for as long as `--days` says.
+What it doesn't do: renew or revoke. A certificate is valid for `--days`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _checked(names: str) -> list[str]:
 
 
 def make(folder: Path, nodes: Sequence[str], clients: Sequence[str], days: int) -> int:
-    """Make what is asked for; the exit status."""
+    """Make the requested files; returns the exit status."""
     wanted = [("node", _checked(one)) for one in nodes] + [("client", _checked(one)) for one in clients]
     stems = ["ca", *(_file_name(names[0]) for _, names in wanted)]
     if len(set(stems)) < len(stems):

@@ -1,4 +1,4 @@
-"""`kvstore cluster`: which nodes there are, as one of them has it, and that one gives its blocks to the others."""
+"""`kvstore cluster`: the members as a node sees them; planning a change, draining and forgetting a node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.map import Map
     from kvstore.reach import Reach
 
-__all__ = ["drain", "forget", "plan", "show"]
+__all__ = ["drain", "forget", "members", "plan", "show"]
 
 _LOOK_S = 0.5
 
@@ -45,6 +45,7 @@ def show(reach: Reach, *, as_json: bool) -> int:
                 "weight": one.weight,
                 "version": one.version,
                 "state": one.state,
+                "zone": one.zone,
                 "share": share,
                 "upkeep": _as_numbers(each.get(one.node)),
             }
@@ -64,6 +65,12 @@ def show(reach: Reach, *, as_json: bool) -> int:
     else:
         print(_text(now, told, each))  # noqa: T201
     return Status.NO if not told.clustered or told.outside else Status.DONE
+
+
+def members(reach: Reach) -> list[str]:
+    """The members of the cluster of the first node that answers; if it is in none, the nodes that were named."""
+    told = _ask_any(reach)
+    return [one.node for one in told.members] if told.clustered and told.members else list(reach.nodes)
 
 
 def _ask_any(reach: Reach) -> pb.MapResponse:
@@ -108,12 +115,12 @@ def _as_numbers(state: pb.UpkeepState | None) -> dict[str, int | bool] | None:
 
 
 def _text(now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | None]) -> str:
-    rows = [("node", "name", "weight", "users", "version")]
+    rows = [("node", "name", "weight", "users", "version", "zone")]
     rows += [
-        (one.node, one.name, str(one.weight), one.state or f"{share:.1%}", one.version)
+        (one.node, one.name, str(one.weight), one.state or f"{share:.1%}", one.version, one.zone)
         for one, share in zip(now.members, now.shares(), strict=True)
     ]
-    lines = [_table(rows)]
+    lines = [_table(rows if any(one.zone for one in now.members) else [row[:-1] for row in rows])]
     lines += [
         f"absent: {one.node} ({one.name}); no deletion is acknowledged without it" for one in now.absent
     ]

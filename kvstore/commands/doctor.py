@@ -1,7 +1,7 @@
 """`kvstore doctor`: what this machine offers the store, what that means, and what to do about it.
 
-What always holds: every check ends in a `Result`, also when what it looks at is absent or broken; no check
-can stop another. The machine is left as it was. Exit status 3 if a check says `fail`.
+What always holds: every check ends in a `Result`, even if what it checks is missing or broken; no check can stop
+another. The machine is left as it was. The exit status is 3 if a check fails.
 
 What it doesn't do: change settings, install anything, create the data folder, or test another machine.
 """

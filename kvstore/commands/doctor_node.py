@@ -1,6 +1,6 @@
-"""`kvstore doctor --node`: walks the first contact with a node, and says which step fails and what to try.
+"""`kvstore doctor --node`: makes a first contact with a node step by step, and says which step fails and what to try.
 
-What always holds: each step ends in time; nothing is stored on the node; the step that failed is the last.
+What always holds: each step ends in time; nothing is stored on the node; the first failed step is the last.
 """
 
 from __future__ import annotations

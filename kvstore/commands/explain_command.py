@@ -1,49 +1,82 @@
 """`kvstore explain`: why a request's blocks hit or missed, run by run, how long it took, and what to do about it.
 
-It asks the node that it is given, and changes nothing. What it shows is what that node recorded, and what clients told
-it of look-ups that did not reach it. Numbers of blocks are those of the look-up; behind a session's own look-up, which
-a resume begins with, they are those of the resume.
+It asks the nodes that it is given, or all members of a cluster at the same time, and changes nothing. It shows what
+each node recorded, and what clients reported to it of look-ups that did not reach it. Blocks are numbered within their
+look-up at that node; after a session's own look-up, with which a resume begins, they are numbered within the resume. A
+node that doesn't answer is named, and the others are shown.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from kvcli.running import Status
+from kvstore.client import Client
+from kvstore.commands.cluster_command import members
 from kvstore.config import printable, show_size
+from kvstore.errors import KvError
 from kvstore.explanations import ASKED, advice, lookup_document, numbered, placed, said
-from kvstore.limits import LOOKUPS_LISTED_MAX
+from kvstore.limits import CLUSTER_CALLS_AT_ONCE, LOOKUPS_LISTED_MAX
 from kvstore.lookups import HITS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.client import Client
     from kvstore.client.observing import LookedUp
     from kvstore.lookups import Lookup
+    from kvstore.reach import Reach
     from kvstore.wire.observing_pb2 import StatisticsResponse
 
 __all__ = ["document", "explain", "page"]
 
 
-def explain(client: Client, request_id: str, session: tuple[str, str], last: int, *, as_json: bool) -> int:
-    """Print it; the exit status."""
-    told = client.looked_up(request_id, *session, last=last)
-    if not told.lookups:
+def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, *, as_json: bool) -> int:
+    """Print it; the exit status. If no node answers, the first one's error is raised."""
+
+    def ask(node: str) -> tuple[LookedUp, StatisticsResponse] | KvError:
+        try:
+            with Client(reach.at(node)) as client:
+                return client.looked_up(request_id, *session, last=last), client.statistics()
+        except KvError as error:
+            return error
+
+    names = members(reach)
+    with ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE) as threads:
+        answers = dict(zip(names, threads.map(ask, names), strict=True))
+    silent = {node: one for node, one in answers.items() if isinstance(one, KvError)}
+    told = {node: one for node, one in answers.items() if not isinstance(one, KvError)}
+    if not told:
+        raise next(iter(silent.values()))
+    for node, error in silent.items():
+        print(f"kvstore: {node} was not asked: {error}", file=sys.stderr)  # noqa: T201 - its output
+    found = {node: one for node, one in told.items() if one[0].lookups}
+    if not found:
         asked = " ".join(filter(None, (request_id, "/".join(filter(None, session)))))
-        since = f", the earliest of {_date(told.since_unix_ms)}" if told.remembered else ""
+        remembered = sum(one.remembered for one, _ in told.values())
+        since_ms = min((one.since_unix_ms for one, _ in told.values() if one.remembered), default=0)
+        since = f", the earliest of {_date(since_ms)}" if since_ms else ""
+        who, have, these = (
+            ("The node has", "it has", "this node")
+            if len(told) == 1
+            else ("The nodes have", "they have", "them")
+        )
         print(  # noqa: T201 - its output
-            f"kvstore: The node has no look-up{f' of {asked}' if asked else ''}; it has {told.remembered} of this"
-            f" tenant's{since}. Did the engine ask this node, and say this request's id?",
+            f"kvstore: {who} no look-up{f' of {asked}' if asked else ''}; {have} {remembered} of this"
+            f" tenant's{since}. Did the engine ask {these}, and say this request's id?",
             file=sys.stderr,
         )
         return Status.NO
-    statistics = client.statistics()
-    print(json.dumps(document(told, statistics), indent=2) if as_json else page(told, statistics))  # noqa: T201 - its output
-    return 0
+    if as_json:
+        said = {node: document(*one) for node, one in found.items()}
+        print(json.dumps(said if len(names) > 1 else next(iter(said.values())), indent=2))  # noqa: T201 - its output
+        return Status.DONE
+    for node, one in sorted(found.items(), key=lambda row: row[1][0].lookups[0].at_unix_ms):
+        print(f"{node}:\n{page(*one)}\n" if len(names) > 1 else page(*one))  # noqa: T201 - its output
+    return Status.DONE
 
 
 def document(told: LookedUp, statistics: StatisticsResponse) -> dict[str, object]:
@@ -65,7 +98,7 @@ def page(told: LookedUp, statistics: StatisticsResponse) -> str:
     for lookup, first in placed(told.lookups):
         if lookup.request_id != request_id:
             request_id = lookup.request_id
-            lines += ["", f"request {printable(request_id) or '(its caller gave none)'}"]
+            lines += ["", f"request {printable(request_id) or '(the caller gave no id)'}"]
         lines += _lookup_lines(lookup, first, told.now_unix_ms)
     lines += ["", *(f"What to do: {one}" for one in advice(told.lookups, statistics))]
     if len(told.lookups) >= LOOKUPS_LISTED_MAX:

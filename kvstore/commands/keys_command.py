@@ -1,4 +1,4 @@
-"""`kvstore keys`: a master key, and the keyring of a stopped node.
+"""`kvstore keys`: makes a master key; shows, rotates and replaces the keys of a node.
 
     kvstore keys new-master /etc/triggerkv/master.key
     kvstore keys status --data ./node
@@ -6,10 +6,10 @@
     kvstore keys rotate-tenant --data ./node --master-key file:KEY --tenant 5f1c...
     kvstore keys new-keyring --data ./node --master-key file:KEY --yes
 
-What always holds: no key is printed, nor anything that a source of one said. `status` needs no key and works beside a
-running node. A running node rotates its keys by itself, for those who have its master key; otherwise the keyring is
-locked, and opened, which finishes what was under way.
-`new-keyring` and `accept-keyring` give nothing up without `--yes`.
+What always holds: no key is printed, and nothing that the source of a key returned. `status` needs no key and works
+beside a running node. A running node rotates its keys itself, for a caller that has its master key; otherwise the
+command locks and opens the keyring, which completes an interrupted change. `new-keyring` and `accept-keyring` give
+nothing up without `--yes`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Clear: TypeAlias = "Mapping[int, tuple[int, str]]"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what is asked for; the exit status."""
+    """Execute the action; returns the exit status."""
     if arguments.action == "new-master":
         return _new_master(_given(arguments.file, "new-master needs a FILE."))
     if arguments.file is not None:

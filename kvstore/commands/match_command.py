@@ -1,9 +1,9 @@
-"""`kvstore match`: are these rules sound, in which order do they win, and which does this request hit, and why.
+"""`kvstore match`: checks rules, shows them in order of precedence, and says which one a request hits, and why.
 
-What always holds: a file with any error in it shows nothing but that error, with status 1. A request that hits
-nothing, or is denied, is an answer and no error.
+What always holds: for a file with an error only that error is shown. A request that hits nothing, or is denied, is an
+answer, not an error.
 
-What it doesn't do: ask a running node, whose table may hold entries that are in no file.
+What it doesn't do: ask a running node, whose table may have entries that are in no file.
 """
 
 from __future__ import annotations

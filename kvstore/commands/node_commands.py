@@ -1,6 +1,6 @@
-"""The commands that ask a running node: their flags, and how a node is reached from these.
+"""The commands that call a running node: their flags, and how they reach it.
 
-Each imports what it needs when it is run, so that `--help` needs nothing.
+Each command imports what it needs when it is run, so that `--help` needs nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.1, 3600.0
 
 
 def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> None:
-    """What every command takes that asks a node. What is not said is taken from where `kvstore.reach` looks."""
+    """The options of every command that calls a node; `kvstore.reach` supplies those not given."""
     parser.add_argument(
         "--node",
         metavar="HOST:PORT",
@@ -121,12 +121,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise ConfigError("Give a request, --session USER/NAME, or --last N.")
     if arguments.last < 0:
         raise ConfigError(f"--last must be a number of look-ups, not {arguments.last}.")
-    return _of_each(
-        arguments,
-        lambda client: explain(
-            client, arguments.request, (user, name), arguments.last, as_json=arguments.json
-        ),
-    )
+    return explain(reach(arguments), arguments.request, (user, name), arguments.last, as_json=arguments.json)
 
 
 def _stats(arguments: argparse.Namespace) -> int:
@@ -197,7 +192,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "explain",
         help="say why a request's blocks hit or missed, how long it took, and what to do about it",
         description="Show for each look-up of a request which blocks hit or missed, why, where the time went,"
-        " and what to do about it; see docs/seeing.md.",
+        " and what to do about it. Of a cluster all nodes are asked; see docs/seeing.md.",
     )
     explain.add_argument(
         "request", nargs="?", default="", metavar="REQUEST", help="the engine's id of the request"

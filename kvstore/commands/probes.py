@@ -1,8 +1,7 @@
-"""What the doctor does to the machine to find something out; `kvstore.commands.doctor` judges what comes of it.
+"""The doctor's probes of the machine; `kvstore.commands.doctor` judges their results.
 
-What always holds: a probe leaves nothing behind. The files that are written are the probe's own, at most
-256 MiB, and removed; the large one is unlinked before its first byte is written.
-Every probe is bounded in time.
+What always holds: a probe leaves nothing behind. It writes only to its own files, at most 256 MiB, and removes them;
+the large one is unlinked before its first byte is written. Every probe is bounded in time.
 
 What it doesn't do: decide what is good.
 """

@@ -1,7 +1,7 @@
-"""`kvstore sessions`: a user's sessions on a node, as a table or as JSON; exported into a file, or imported.
+"""`kvstore sessions`: lists a user's sessions on a node, exports one into a file, or imports one.
 
-It asks the node that it is given, and changes nothing unless it imports; in a cluster it imports to the user's home.
-The node knows users by digests, so it has to be told which one.
+It changes nothing unless it imports; in a cluster it imports to the user's home. The node knows users only by
+digests, so the user has to be named.
 """
 
 from __future__ import annotations

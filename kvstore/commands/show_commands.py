@@ -1,6 +1,6 @@
-"""`kvstore stats` and `kvstore drives`: what a node has done, where it stands, and how its drives are.
+"""`kvstore stats` and `kvstore drives`: a node's counters and gauges, and the state of its drives.
 
-They ask the node that they are given, and change nothing. The names in the JSON are those of the proto and stay.
+They ask one node, and change nothing. The names in the JSON are those of the proto and don't change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`kvstore top`: a node as it works, interval by interval, on a terminal or as a line of JSON each.
+"""`kvstore top`: a node's activity, interval by interval, on a terminal or as a line of JSON each.
 
-It asks the node for its counters once an interval, and shows by how much they rose. What always holds: a node that is
-away is said to be, and looked for again; the screen is left as it was found. It needs a terminal for nothing: where
-there is none, one view stands below the other.
+It reads the node's counters once per interval, and shows their increase. What always holds: a node that is away is
+reported as such, and retried; the screen is restored at the end. A terminal is not required: without one, each view
+follows the one before.
 """
 
 from __future__ import annotations

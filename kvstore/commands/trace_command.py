@@ -1,7 +1,7 @@
 """`kvstore trace`: the eight steps of a session's last turns with their times, as a table or as JSON.
 
-It asks the node that it is given and changes nothing. What it shows is what that node's process saw, and what others
-reported to it: a node that was restarted remembers nothing.
+It asks one node and changes nothing. It shows what that node's process recorded, and what others reported to it: a
+node that was restarted remembers nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A chat with a model of random weights: it goes on in another process, after its node was killed.
+"""A chat with a model of random weights that continues in another process, after its node was killed.
 
-Two processes have the same model (the same seed). The first chats, saves each turn, and says what the next turn's
-logits would be. Then the node is killed with SIGKILL and started again, and the second process resumes: its logits
-must be the first one's, bit for bit, and its answer that of a process which computes everything anew.
+Two processes have the same model (the same seed). The first chats, saves each turn, and prints what the next turn's
+logits would be. Then the node is killed with SIGKILL and restarted, and the second process resumes: its logits must
+be the same, bit for bit, and its answer must be that of a process which computes everything again.
 """
 
 from __future__ import annotations

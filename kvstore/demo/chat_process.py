@@ -1,4 +1,4 @@
-"""One process of `kvstore chat`: `begin` chats and saves, `resume` goes on from there. Prints its story as JSON."""
+"""One process of `kvstore chat`: `begin` chats and saves, `resume` continues. Prints its results as JSON."""
 
 from __future__ import annotations
 

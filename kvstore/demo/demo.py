@@ -1,4 +1,4 @@
-"""The demo's story: flag, landed, written; SIGKILL; everything back, byte for byte."""
+"""The demo: flag, landed, written; SIGKILL; every byte read back and compared."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A storage node as a child process: started, waited for, stopped or killed by its id.
+"""A storage node as a child process: started, waited for, stopped or killed by its process id.
 
-The child is tied to a pipe of its starter's, so it stops when the starter dies, however that comes about.
+The child is tied to a pipe of its parent, so it stops when the parent dies, for whatever reason.
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ class NodeProcess:
                 stderr=log,
                 text=True,
             )
-        line = self._first_line(self._process)
+        try:
+            line = self._first_line(self._process)
+        except BaseException:  # Ctrl-C as well: it would make its folder after ours has been removed
+            self.kill()
+            raise
         if not line.startswith(_READY):
             self.kill()
             last = self.log().strip().splitlines()[-1:] or ["it said nothing"]

@@ -1,4 +1,4 @@
-"""What the demo shows on a terminal, or in a log: steps, one line of progress, one table."""
+"""The demo's output, on a terminal or in a log: steps, one line of progress, one table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Progress:
         self._shown_s = 0.0
 
     def show(self, fired: int, landed: int, ended: int) -> None:
-        """Tell where it stands."""
+        """Show the progress."""
         now_s = time.monotonic()
         last = ended == self._total
         if not self._terminal and not last and now_s - self._shown_s < _LOG_EVERY_S:

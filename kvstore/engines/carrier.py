@@ -180,7 +180,7 @@ class Carrier(Handle):
     # --- moving
 
     def put(self, places: Sequence[Place], *, timeout_s: float | None = None) -> list[bool]:
-        """Store blocks; says of each whether all of it is stored as durably as a killed node needs."""
+        """Store blocks; returns for each whether all of it is stored so that it survives a kill of the node."""
         until_ns = self._until(self._save_s if timeout_s is None else timeout_s)
         done = [True] * len(places)
         over_fabric, inline = self._ways(places)
@@ -247,7 +247,7 @@ class Carrier(Handle):
                 here[part.block] = False
 
     def _ways(self, places: Sequence[Place]) -> tuple[list[_Placed], list[_Part]]:
-        """Cut blocks into parts, and tell those that can go over the fabric from the others."""
+        """Cut blocks into parts, and separate those that can be sent over the fabric."""
         over_fabric: list[_Placed] = []
         inline: list[_Part] = []
         areas = self._areas

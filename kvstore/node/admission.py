@@ -99,8 +99,8 @@ class Entrance:
         """`tenants` tells of how many the node knows."""
         self._tenants = tenants
         self._begun: Counter[str | None] = Counter()
-        self._last: tuple[str | None, ...] = ()  # who came last
-        self._others_came = -math.inf  # when somebody came who was not who had come before
+        self._last: tuple[str | None, ...] = ()  # the latest caller
+        self._others_came = -math.inf  # when a caller arrived that differed from the one before
         self._outside: dict[str | None, deque[asyncio.Future[None]]] = {}
         self._places = Places(CALLS_OUTSIDE_MAX, tenants)
 

@@ -2,9 +2,11 @@
 
     {"at_ms": 1763716000000, "what": "attach", "tenant": "acme", "peer": "ipv4:10.0.0.7:50112", "outcome": "ok", ...}
 
-What always holds: a call's line is in the file before the call is answered. Lines of refusals and removals are rate
-limited, per tenant or host and in total, so no caller can fill the drive or hide another's line (the next line counts
-those left out). No token and no memory key is in it. If the log can't be written, the node goes on, and says so once.
+What always holds: a call's line is in the file before the call is answered. Lines are rate limited, per tenant or
+source, so no caller can fill the drive or hide another's line (the next line counts those left out): strangers have
+half of the lines of refusals and removals, whatever tenant they claim to be, and a source is an IPv4 address or the
+/64 of an IPv6 one. A receipt is never left out: who has no line left is refused the erasure. No token and no memory
+key is in it. If the log can't be written, the node goes on, and says so once.
 What it doesn't do: log puts and gets, which are too many; `kvstore explain` and the metrics cover them.
 """
 
@@ -15,9 +17,12 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, Overloaded
 from kvstore.limits import AUDIT_LINES_OF_ONE_PER_S, AUDIT_LINES_PER_S, AUDIT_NAMES_MAX
+from kvstore.node.connection_guard import source_of
+from kvstore.node.fabric_address import ip_of_peer
 from nic_offload.handle import Handle
+from nic_offload.sockaddr import ip_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +35,8 @@ __all__ = ["Audit"]
 log = logging.getLogger(__name__)
 
 _SECOND_NS = 1_000_000_000
+_HTTP = "http:"
+_TENANT = "tenant "  # no address begins like this
 
 
 class Audit(Handle):
@@ -39,7 +46,9 @@ class Audit(Handle):
         self._clock = clock
         self._fd = -1
         self._second = 0
-        self._lines: dict[str, int] = {}  # of this second, by whom they are of
+        self._lines: dict[str, int] = {}  # of this second, by whom they are of: `_tenant` or `_source`
+        self._of_strangers = 0
+        self._connections: dict[str, int] = {}  # lines of this second, by tenant
         self._left_out = 0
         self._failed = False
         if path is not None:
@@ -52,9 +61,23 @@ class Audit(Handle):
         """Something was done."""
         self._write({"what": what, "tenant": tenant, "peer": peer, "outcome": "ok", **more})
 
+    def refuse_without_room(self, tenant: str) -> None:
+        """Overloaded, if a tenant has as many lines this second as it may have; else one is its own now."""
+        if self._fd >= 0 and self._is_too_much(_tenant(tenant)):
+            raise Overloaded("The tenant fills the node's audit log; erase less often.", 1000)
+
+    def connected(self, what: str, *, tenant: str, peer: str, connection: int) -> None:
+        """A connection began or ended. These don't count for others: after a restart many come at once."""
+        self._look_at_clock()
+        lines = self._connections[tenant] = self._connections.get(tenant, 0) + 1
+        if lines > AUDIT_LINES_OF_ONE_PER_S:
+            self._left_out += 1
+            return
+        self.note(what, tenant=tenant, peer=peer, connection=connection, **self._left_out_before())
+
     def removed(self, what: str, *, tenant: str, peer: str, names: Sequence[bytes], **more: int) -> None:
         """A tenant removed what is its own; of many the first are named."""
-        if self._is_too_much(tenant or peer):
+        if self._is_too_much(_tenant(tenant)):
             return
         named = ",".join(name.hex() for name in names[:AUDIT_NAMES_MAX])
         self._write(
@@ -70,9 +93,9 @@ class Audit(Handle):
             }
         )
 
-    def refused(self, what: str, *, tenant: str, peer: str, why: str) -> None:
-        """A caller was refused."""
-        if self._is_too_much(_host(peer)):
+    def refused(self, what: str, *, tenant: str, peer: str, why: str, is_proved: bool = False) -> None:
+        """A caller was refused; `is_proved`: it is this tenant, and doesn't only say so."""
+        if self._is_too_much(_tenant(tenant) if is_proved else _source(peer)):
             return
         self._write(
             {
@@ -86,16 +109,24 @@ class Audit(Handle):
         )
 
     def _is_too_much(self, of: str) -> bool:
-        """Whether there were as many lines this second as may be, of one or of all."""
+        """Whether there were as many lines this second as may be, of one, of strangers, or of all."""
+        self._look_at_clock()
+        is_stranger = not of.startswith(_TENANT)
+        mine, all_lines = self._lines.get(of, 0), sum(self._lines.values())
+        is_full = all_lines >= AUDIT_LINES_PER_S or (
+            is_stranger and self._of_strangers >= AUDIT_LINES_PER_S // 2
+        )
+        if mine >= AUDIT_LINES_OF_ONE_PER_S or is_full:
+            self._left_out += 1
+            return True
+        self._lines[of] = mine + 1
+        self._of_strangers += is_stranger
+        return False
+
+    def _look_at_clock(self) -> None:
         second = self._clock.monotonic_ns() // _SECOND_NS
         if second != self._second:
-            self._second, self._lines = second, {}
-        mine, all_lines = self._lines.get(of, 0), sum(self._lines.values())
-        if mine < AUDIT_LINES_OF_ONE_PER_S and all_lines < AUDIT_LINES_PER_S:
-            self._lines[of] = mine + 1
-            return False
-        self._left_out += 1
-        return True
+            self._second, self._lines, self._connections, self._of_strangers = second, {}, {}, 0
 
     def _left_out_before(self) -> dict[str, int]:
         left_out, self._left_out = self._left_out, 0
@@ -121,6 +152,13 @@ class Audit(Handle):
             self._fd = -1
 
 
-def _host(peer: str) -> str:
-    """What of a peer stays the same when it connects again."""
-    return peer.rpartition(":")[0] or peer
+def _tenant(name: str) -> str:
+    return _TENANT + name
+
+
+def _source(peer: str) -> str:
+    """What of a peer stays the same when it connects again, from whichever of its addresses."""
+    host, ip = peer.rpartition(":")[0], ip_of_peer(peer)
+    if ip is None and host.startswith(_HTTP):
+        ip = ip_of(host.removeprefix(_HTTP).partition("%")[0])
+    return host or peer if ip is None else source_of(ip)

@@ -158,7 +158,7 @@ class Door(grpc.aio.ServerInterceptor):
         who = self._gate.begins(what, context)
         try:
             begun = await self._entrance.enter(who)
-        except (Overloaded, asyncio.CancelledError):  # told to come later, or gone before their turn came
+        except (Overloaded, asyncio.CancelledError):  # asked to retry, or left before their turn
             self._gate.presses(context.peer())
             raise
         context.add_done_callback(lambda _: begun.over())  # type: ignore[arg-type] # whatever takes a context, in truth

@@ -157,7 +157,7 @@ class Gate:
             tenant = self.tenants.of(self.credentials(context)).proved or ""
         except NotAuthenticated:
             tenant = ""
-        self.audit.refused(what, tenant=tenant, peer=context.peer(), why=why)
+        self.audit.refused(what, tenant=tenant, peer=context.peer(), why=why, is_proved=tenant != "")
 
     def enter_with(self, what: str, context: _Context, requests: int = 1) -> Tenant | None:
         """The tenant whose connections the caller may use; None for any, on an open node."""

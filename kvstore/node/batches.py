@@ -68,7 +68,7 @@ class BatchesService:
     async def PutBatch(  # noqa: N802 - named by the proto
         self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> None:
-        """Keep blocks that come one behind the other."""
+        """Store blocks that arrive one after the other."""
         async with refusals(context, self._node.counters):
             began_ns, spans = self._node.clock.monotonic_ns(), self._node.spans
             parent = None if spans is None else spans.parent_of(context)
@@ -76,7 +76,7 @@ class BatchesService:
             tenant = self._gate.enter("put batch", context, first.tenant, first.named)
             puts = _Puts(self._node, context, tenant, first)
             answering = asyncio.create_task(puts.answer())
-            # The next message is on its way while one is worked on: gRPC lets little of it come before it is awaited.
+            # The next message arrives while one is processed: gRPC buffers little of it before it is awaited.
             coming = asyncio.create_task(_next(request_iterator))
             try:
                 await puts.take(first)
@@ -296,7 +296,7 @@ class _Puts:
         self._changed.set()
 
     async def answer(self) -> None:
-        """Tell of ends as they come, until the stream is over and all have been told."""
+        """Report results as they arrive, until the stream has ended and all are reported."""
         while not (self._over and not self._pieces and not self._ends):
             await self._changed.wait()
             self._changed.clear()
@@ -426,7 +426,7 @@ class _Gets:
             await self._context.write(message)
 
     def drop(self) -> None:
-        """Let go of what was read."""
+        """Release what was read."""
         for one in self._unsent:
             one.close()
         for _, _, read in self._pending:

@@ -25,7 +25,7 @@ __all__ = ["Cancelled", "Noted"]
 
 
 class Noted(enum.Enum):
-    """What is known of a fetch that comes."""
+    """The state of a fetch that may be cancelled."""
 
     NOT = "not"  # it was not cancelled: serve it
     UNTOLD = "untold"  # refuse it, and put its word
@@ -47,7 +47,7 @@ class Cancelled:
         _bound(self._untold)
 
     def by_rpc(self, generations: Iterable[int]) -> list[int]:
-        """Refuse these when they come; give those that have not come, whose words are to be put now."""
+        """Refuse these fetches when they arrive; returns those that have not arrived, whose words are to be put now."""
         never_came = [one for one in generations if one not in self._called]
         self._told.update(dict.fromkeys(never_came))
         while len(self._told) > ACK_WORDS:
@@ -55,7 +55,7 @@ class Cancelled:
         return never_came
 
     def take(self, generation: int, *, called: bool) -> Noted:
-        """Say what is known of a fetch that has come; `called`: by gRPC.
+        """Return the state of a fetch that has arrived; `called`: by gRPC.
 
         The last of those are remembered, so that none is taken for one that never came.
         """

@@ -28,7 +28,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._node, self._gate = node, gate
 
     async def Map(self, request: pb.MapRequest, context: Context) -> None:  # noqa: N802 - named by the proto
-        """Tell the map and what becomes of it."""
+        """Send the map, and each later one."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("map", context, request.tenant)
             placed_as = self._gate.tenants.placed_as(tenant.name)
@@ -67,5 +67,6 @@ def _told(
                     weight=one.weight,
                     version=one.version,
                     draining=one.state == DRAINING,
+                    zone=one.zone,
                 )
     return told

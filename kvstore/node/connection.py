@@ -112,6 +112,12 @@ class AckArea:
     key: int
     words: int
 
+    def __post_init__(self) -> None:
+        if self.base % _WORD_BYTES:
+            raise ProtocolError(
+                f"Acknowledgement words begin at a multiple of {_WORD_BYTES}, not at {self.base}."
+            )
+
     def target(self, word: int) -> int:
         """The address of one word."""
         if not 0 <= word < self.words:

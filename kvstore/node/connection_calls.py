@@ -48,7 +48,7 @@ def reserve(
 
 
 def lease_told(connection: Connection, lease: Lease | None) -> Leased:
-    """What the client is to know of it."""
+    """The lease as the client sees it."""
     if lease is None:
         return Leased(slot=0, already_stored=True, generation=0, payload=0, flag=0)
     return Leased(
@@ -70,7 +70,7 @@ def fetch(
     called: bool,
     shares: bool = False,
 ) -> None:
-    """Queue blocks to be sent. `fingerprint_of` each block says under which layout it is wanted.
+    """Queue blocks to be sent. `fingerprint_of` gives the requested layout of each block.
 
     `called`: the call has come by gRPC. `shares`: its client would rather read them in the hot memory.
     """
@@ -119,7 +119,7 @@ def already_stored(
     durability: Durability,
     expires_unix_ms: int,
 ) -> tuple[list[bool], set[BlockRequest]]:
-    """Tell which blocks are stored, and which are to hear by their flag that their key is taken."""
+    """Determine which blocks are stored, and which will get `key taken` in their flag."""
     if durability is Durability.SYNCED:
         # The index knows what is written, not what is synced; the store sorts it out when the block lands.
         return [False] * len(blocks), set()

@@ -68,6 +68,7 @@ __all__ = ["Doorkeeper", "packet_filter", "source_of"]
 
 log = logging.getLogger(__name__)
 
+_OF_CALLS: Final = "ipv"  # so gRPC names a peer, `ipv4:` or `ipv6:`
 _FOLDER: Final = "/proc/self/fd"
 _COUNTERS: Final = "/proc/self/net/snmp"
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
@@ -193,7 +194,12 @@ class Doorkeeper:
             self._thread.join()
 
     def proved(self, peer: str) -> None:
-        """Note that a call of this peer was let in; again for each, as a port may be another connection's by now."""
+        """Note that a call of this peer was let in; again for each, as a port may be another connection's by now.
+
+        Requests of HTTP are none of these: each is another peer's, and there is nothing to remember of them.
+        """
+        if not peer.startswith(_OF_CALLS):
+            return
         self._proved[peer] = self._clock.monotonic_ns()
         self._brought[peer] = self._brought.get(peer, 0) + DOOR_CALL_BYTES
 
@@ -247,7 +253,7 @@ class Doorkeeper:
                 log.exception("the connections could not be checked")
 
     def must_look(self) -> bool:
-        """Whether there is something to see: somebody new, not let in yet, refused or barred, or a new endpoint.
+        """Whether there is something to check: a new, unauthenticated, refused or barred peer, or a new endpoint.
 
         A library may be late to accept, and is seen with it at the next look that comes without a reason.
         """
@@ -284,7 +290,8 @@ class Doorkeeper:
         ):
             self._keep_fabric(port, links)
         here = {(link.ip, link.port) for link in self._links.values() if link is not None}
-        for peer, since_ns in list(self._proved.items()):
+        # A list of pairs takes objects that may set off the garbage collector, and with it another thread.
+        for peer, since_ns in self._proved.copy().items():
             if now_ns - since_ns > DOOR_TIMEOUT_MS * _MS and peers.get(peer) not in here:
                 self._proved.pop(peer, None)
                 self._brought.pop(peer, None)
@@ -332,8 +339,7 @@ class Doorkeeper:
             self._turned_away(source, "connections that went on calling when told to wait", len(links))
 
     def _end_flooding(self, now_ns: int) -> None:
-        floods = {_ip_and_port(peer) for peer in self._flooding}
-        self._flooding.clear()
+        floods = {_ip_and_port(self._flooding.popleft()) for _ in range(len(self._flooding))}
         for source in {source_of(one[0]) for one in floods if one is not None}.difference(self._barred):
             # It may have hung up itself by now, and be back.
             self._knocks(source, DOOR_KNOCKS_OF_SOURCE_MAX + 1, now_ns)
@@ -403,7 +409,7 @@ class Doorkeeper:
             self._turned_away(source, "connections without an accepted call, or too many", len(gone))
 
     def _is_loud(self, link: _Link, now_ns: int) -> bool:
-        """Whether so much came that the call it belongs to should have been let in by now.
+        """Whether so much has arrived that its call should have been authenticated by now.
 
         gRPC widens the window of a fresh connection by itself, and the thread that lets calls in may be behind.
         """
@@ -527,7 +533,7 @@ def _ip_and_port(peer: str) -> tuple[Ip, int] | None:
 
 
 def _received_bytes(link: _Link) -> int:
-    """What has come over a connection since it began."""
+    """Bytes received over a connection since it was opened."""
     with _Copy(link.fd, link.name) as ours, suppress(OSError):
         if ours is not None:
             told = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)

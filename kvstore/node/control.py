@@ -47,7 +47,7 @@ class ControlSocket:
     def __init__(
         self, data: Path, keys: StoreKeys, audit: Audit, clear: Callable[[], dict[int, tuple[int, str]]]
     ) -> None:
-        """Listen in the data folder, which is locked, and go on with what was interrupted."""
+        """Listen in the locked data folder, and continue an interrupted rotation."""
         self._data = data
         self._keys = keys
         self._audit = audit
@@ -134,7 +134,7 @@ class ControlSocket:
         }
 
     def _watch(self, what: str, rotating: Future[Any], peer: str, tenant: bytes = b"") -> None:
-        """Write down how it ended, though nobody may be there any more to hear it."""
+        """Log how it ended, even if the caller has left."""
         ended = partial(self._ended, what, peer, tenant.hex())
         rotating.add_done_callback(lambda done: self._loop.call_soon_threadsafe(ended, done))
 
@@ -154,7 +154,7 @@ class ControlSocket:
             self._audit.note(what, tenant="", peer=peer, master_key=rotating.result())
 
     async def close(self) -> None:
-        """Listen no more. What is rotating goes on at the next start."""
+        """Stop listening. A rotation in progress continues at the next start."""
         self._accepting.cancel()
         for task in self._callers:
             task.cancel()

@@ -52,7 +52,7 @@ class Sureness:
                 rows[row] = rows.get(row, 0) | bit
 
     def looked_at_all(self) -> None:
-        """A look through all blocks has ended: what was not met is gone."""
+        """A scan of all blocks has ended: blocks that it did not find are forgotten."""
         self._told, self._live = self._live, {}
 
     def note_lease(self) -> bool:

@@ -50,7 +50,7 @@ class DriveLanes:
 
     @property
     def is_ahead(self) -> bool:
-        """Tell whether a lane has begun records that nobody has heard of."""
+        """Return whether a lane has begun records that were not reported yet."""
         return sum(lane.begun for _, lane in self._pairs) != self._known
 
     def heard(self, by_lane: Mapping[int, Sequence[PutItem]], done: PutsDone) -> None:

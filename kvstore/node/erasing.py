@@ -5,8 +5,9 @@ Then sessions and blocks leave the index, the memory and the drive as in a delet
 encrypted with another key, is overwritten.
 
 What always holds: an erasure is answered when every block and session that was stored when it was asked for is gone
-from memory and drive, and this would survive a power failure. One that was interrupted can be asked for again; it has
-destroyed the keys or has not. A call erases only what its caller's tenant has.
+from the drive, and this would survive a power failure. In the hot memory it is overwritten, what is being sent as soon
+as that has ended. One that was interrupted can be asked for again; it has destroyed the keys or has not. A call erases
+only what its caller's tenant has.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
 tenant's, the others' remain. Without encryption, earlier versions of a session's record may be in pages that are free.
@@ -20,7 +21,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.limits import SESSIONS_LISTED_STEP
+from kvstore.limits import (
+    ERASE_STEP_BLOCKS,
+    ERASE_WIPED_BYTES,
+    PAGE_BYTES,
+    SESSIONS_LISTED_STEP,
+    TURN_STEP_BLOCKS,
+)
 from kvstore.names import domain_of, user_name
 from kvstore.node.calls import Ends, refusals
 from kvstore.node.session_names import check_text
@@ -57,12 +64,14 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("erase user", context, request.tenant)
             check_text("user", request.user)
+            self._gate.audit.refuse_without_room(tenant.name)
             named = user_name(tenant.id, request.user)
             self._node.erasures.note(tenant.id, domain_of(request.user))
             erasure = _Erasure(self._node, tenant.id)
             await erasure.destroy([named, domain_of(request.user)])
             await erasure.sessions(named)
             await erasure.blocks_of(domain_of(request.user))
+            await erasure.wipe_free_memory()
             erased = self._answer(erasure, tenant, domain_of(request.user), context.peer())
             return pb.EraseUserResponse(erased=erased)
         raise AssertionError
@@ -71,11 +80,13 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         """Erase a tenant."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
+            self._gate.audit.refuse_without_room(tenant.name)
             self._node.erasures.note(tenant.id, None)
             erasure = _Erasure(self._node, tenant.id)
             await erasure.destroy([None])
             await erasure.sessions(None)
             await erasure.blocks_of(None)
+            await erasure.wipe_free_memory()
             return pb.EraseTenantResponse(erased=self._answer(erasure, tenant, None, context.peer()))
         raise AssertionError
 
@@ -154,24 +165,46 @@ class _Erasure:
         node.granted.take_all()  # what has landed is being put
         numbers = [_domain_number(key) for key in self.keys if key.domain == domain]
         number = None if domain is None else numbers[0] if numbers else -1
-        for names in node.store.of_domain(self._tenant, domain, number):
-            await self._erase(names)
+        steps = node.store.of_domain(self._tenant, domain, number)
+        names: list[Name] = []
+        is_more = True
+        while is_more:
+            async with node.turns.of(self._tenant):  # most of what is looked at may be no part of the domain
+                some = next(steps, None)
+            is_more = some is not None
+            names += some or ()
+            if len(names) >= ERASE_STEP_BLOCKS or not is_more:
+                await self._erase(names)
+                names = []
+
+    async def wipe_free_memory(self) -> None:
+        """Overwrite what is free of the hot memory: blocks that were evicted from there have left their bytes."""
+        page: int | None = 0
+        while page is not None:
+            async with self._node.turns.of(self._tenant):
+                page = self._node.hot.pages.wipe_free(page, ERASE_WIPED_BYTES // PAGE_BYTES)
 
     async def _erase(self, names: Sequence[Name]) -> None:
-        if not names:
-            return
+        for first in range(0, len(names), ERASE_STEP_BLOCKS):
+            await self._erase_some(names[first : first + ERASE_STEP_BLOCKS])
+
+    async def _erase_some(self, names: Sequence[Name]) -> None:
         node = self._node
         erased = frozenset(_domain_number(key) for key in self.keys if key.number is not None)
         items = [
             DeleteItem(tenant, key, Durability.SYNCED, at, erased) for at, (tenant, key) in enumerate(names)
         ]
         ends: Ends[DeleteDone] = Ends(len(items))
-        async with node.turns.of(self._tenant):
-            node.granted.delete(names)
-            node.store.delete(items, ends.heard)
-            node.deletions.note(names)
-            if node.upkeep is not None:
-                node.upkeep.waited.cancel(names)
+        async with node.turns.of(self._tenant) as turn:
+            for first in range(0, len(items), TURN_STEP_BLOCKS):
+                if first:
+                    await turn.next()
+                some = names[first : first + TURN_STEP_BLOCKS]
+                node.granted.delete(some)
+                node.store.delete(items[first : first + TURN_STEP_BLOCKS], ends.heard)
+                node.deletions.note(some)
+                if node.upkeep is not None:
+                    node.upkeep.waited.cancel(some)
         for done in await ends.all():
             if done.error is not None:
                 raise done.error

@@ -54,7 +54,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Opened(NamedTuple):
-    """An endpoint for a client, and the address that the client is told of it."""
+    """An endpoint for a client, and the address given to the client."""
 
     endpoint: Endpoint
     told: bytes
@@ -141,7 +141,7 @@ class FabricAddress:
         return wildcard() if provider in ENDPOINTS_ON_WILDCARDS else self._told
 
     def addresses(self) -> tuple[Ip, ...]:
-        """What clients are told, as far as it is known before they come. It may ask for a name, and wait."""
+        """The address given to clients, as far as it is known in advance. It may resolve a name, and wait."""
         if self._told is not None:
             self._addresses = _resolved(self._told)
             return self._addresses

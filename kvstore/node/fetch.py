@@ -59,7 +59,7 @@ class Fetch:
     sending: bool = False
     cancelled: bool = False
     told: bool = False  # that it was cancelled: its look-up waits for it no more
-    entry: Entry | None = None  # of what a reader is to read,
+    entry: Entry | None = None  # of the block that a reader will read,
     group: Group | None = None  # and with which it was handed over
     late: bool = False  # it is over, but for its memory
 

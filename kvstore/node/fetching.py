@@ -88,7 +88,7 @@ class Fetches:
         traced: bool,
     ) -> None:
         self._timings = timings
-        self._traced = traced  # somebody wants to know when sending began
+        self._traced = traced  # the start of sending is recorded
         # Lengths, by where from and when asked for; not noted yet.
         self._sent: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)
         self._counters = counters
@@ -253,7 +253,7 @@ class Fetches:
         for looking in {fetch.looking for fetch in batch[:begun] if not fetch.hot}:
             looking.drive_first_ns = looking.drive_first_ns or now_ns
         if puts:
-            # The drive does not hear of these, and is to keep what is wanted.
+            # The drive doesn't see these uses, and must not evict used blocks.
             self._store.used([self._under_way[put.tag].generation for put in puts])
             self._send(puts, now_ns)
             self._memory.shelve(
@@ -443,7 +443,7 @@ class Fetches:
             flag_value=ack_word(request.ack_generation, AckCode.SERVED),
             crc32c=crc32c,
             part=(request.skip, request.part),  # of bytes that were checked, all of them
-            sent=True,  # whoever asked knows whether it came
+            sent=True,  # the caller knows whether it arrived
             shared=request.shares,
         )
 
@@ -560,7 +560,7 @@ class Fetches:
             self._keep_arrived()
         for fetch in list(self._under_way.values()):
             if fetch.connection is connection and fetch.sending and not fetch.late:
-                if not fetch.looking.is_over:  # nobody knows whether it came
+                if not fetch.looking.is_over:  # it is unknown whether it arrived
                     fetch.looking.outcomes[fetch.at] = Outcome.GIVEN_UP
                 self._end_later(fetch)
         for looking in [one for one, whose in self._lookings.items() if whose is connection]:

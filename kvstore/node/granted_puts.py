@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -41,6 +40,7 @@ from kvstore.steps import Step
 from kvstore.storage.items import PutDone, PutItem
 from kvstore.wire.ack import AckCode, code_of_error
 from kvstore.wire.fabric_call import metadata_of
+from nic_offload.memory import undumped
 from nic_offload.receiver import Receiver, Room
 from nic_offload.sender import HEAD_PAGE_BYTES, METADATA_BYTES_MAX, Area
 from nic_offload.trigger import put_words
@@ -96,10 +96,10 @@ class Landed:
         self.piece = piece
         self.lease = lease
         self.name: Name = (area.connection.tenant, came.key)  # as the index would have it
-        self.is_gone = False  # nobody is to read it any more
+        self.is_gone = False  # it must not be read any more
         self.is_answered = False  # by the lane,
         self.ended_ns = 0  # which was done with it then
-        # Whether its client has not heard all that it asked for.
+        # Whether its client still waits for a word.
         self.is_awaited = bool(came.is_stored) or lease.durability > Durability.LANDED
 
 
@@ -115,7 +115,7 @@ class PutArea:
         if shares:
             with suppress(FabricError):  # for want of a descriptor: then it goes on over the fabric
                 self.shared = SharedSlots(connection.fabric, self.layout.total_bytes)
-        self._memory = mmap.mmap(-1, self.layout.total_bytes) if self.shared is None else self.shared.memory
+        self._memory = undumped(self.layout.total_bytes) if self.shared is None else self.shared.memory
         self._region = connection.fabric.register(self._memory, endpoint=connection.endpoint)
         self.rooms: dict[int, Piece] = {}  # by number
         self.unheard: list[Landed] = []  # of which the store has not heard
@@ -239,7 +239,7 @@ class Granted:
         if state.starved:
             area.idle_ticks = 0
             area.target = min(ROOMS_MAX, area.target * 2)
-            self._empty(area)  # of rooms that were too small for what has come
+            self._empty(area)  # of rooms that were too small for the arrived block
         is_idle = area.idle_ticks and not state.starved and area not in self._hungry
         if is_idle or not state.wanted_pages or state.rooms > area.target // 2:
             return
@@ -282,10 +282,10 @@ class Granted:
         for area in list(self._hungry):
             self.came(area.connection.number)
 
-    # --- what has come
+    # --- arrived blocks
 
     def told(self, number: int) -> None:
-        """A receiver has something, or a lane. Small blocks that come while a drive is at work go to it together."""
+        """A receiver or a lane has results. Small blocks that arrive while a drive is busy are written together."""
         if number == LANE_TAG:
             self._take_written()
             return
@@ -303,7 +303,7 @@ class Granted:
         self._taken(area, state)
 
     def store_gathered(self) -> None:
-        """A drive has ended something: with half of what it had to do, it gets what has come meanwhile."""
+        """A drive has completed work: at half of its queue it gets the blocks that arrived meanwhile."""
         if self._gathering and self._node.store.writes[1] >= self._store_at:
             self._store_all_gathered()
 
@@ -313,7 +313,7 @@ class Granted:
             self._store(area)
 
     def came(self, number: int) -> None:
-        """Take what a receiver has, and let the store hear of it."""
+        """Take a receiver's blocks, and pass them to the store."""
         area = self._areas.get(number)
         if area is not None:
             self._go_on(area, self._take(area))
@@ -352,7 +352,7 @@ class Granted:
         self._memory.gone(name for name, entry in zip(idle, entries, strict=True) if entry is None)
 
     def _take_written(self) -> None:
-        """What lanes have written goes into the index; so does what else has come from the same clients."""
+        """Add written records of lanes to the index, and other arrived blocks of the same clients."""
         states: dict[PutArea, State] = {}
         for drive, rows in self._lanes.take():
             for number in {row.tag for row in rows}:
@@ -429,13 +429,13 @@ class Granted:
             told = Told(metadata_of(data))
             trace = node.traces.hear(told, connection.tenant)
         except ProtocolError:
-            return  # what was said of the blocks is nothing; they are kept all the same
+            return  # the metadata is invalid; the blocks are stored all the same
         node.traces.leased(trace, leases)
         if node.spans is not None and (parent := node.spans.parent_of(told)) is not None:
             node.spans.leased(parent, leases[0].leased_ns, leases, leases[0].durability)
 
     def _store(self, area: PutArea) -> None:
-        """Hand on what has come, as far as the drives take it; what they don't take keeps its rooms."""
+        """Pass arrived blocks on, as far as the drives accept them; others keep their rooms."""
         if not area.unheard:
             return
         self._memory.stored([one.name for one in area.unheard])  # no lane begins another of these names now,
@@ -479,7 +479,7 @@ class Granted:
     def _kept(self, batch: Sequence[PutDone]) -> None:
         node = self._node
         landed = [self._by_tag.pop(done.tag) for done in batch]
-        if all(one.ended_ns for one in landed):  # by the lane, whose peers have heard of it before us
+        if all(one.ended_ns for one in landed):  # by the lane, which has acknowledged it to its peers already
             now_ns = max(max(one.ended_ns, one.lease.landed_ns) for one in landed)
         else:
             now_ns = node.clock.monotonic_ns()
@@ -508,7 +508,7 @@ class Granted:
             node.traces.saw(Step.KEPT, leases, durability.name.lower(), now_ns)
 
     def _code(self, one: Landed, done: PutDone) -> AckCode | None:
-        """What its client is to hear now; None if it has heard all that it asked for."""
+        """The next word for its client; None if it has all the words that it requested."""
         if done.error is not None:
             self._note_failure(one, done.error)
             return code_of_error(done.error) if one.is_awaited else None
@@ -580,7 +580,7 @@ class Granted:
         return None if is_over or not is_same else one
 
     def forget(self, names: Iterable[Name]) -> None:
-        """Nobody is to read these here any more: their bytes are not what they were."""
+        """These must not be read here any more: their bytes have changed."""
         for name in names:
             one = self._landed.get(name)
             if one is not None:
@@ -589,7 +589,7 @@ class Granted:
                 self._memory.shelf.unlist(*name)
 
     def delete(self, names: Iterable[Name]) -> None:
-        """These are being deleted. What the store has not heard of, it never will: it was put, and is gone again."""
+        """These are being deleted. Blocks not yet passed to the store never will be: they were put and deleted."""
         gone = set(names)
         self._memory.stored(gone & self._landed.keys())  # as when it is forgotten
         for area in self._areas.values():

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
+    from kvstore.node.time_slices import Turns
 
 __all__ = ["Health", "add_standard_services"]
 
@@ -63,9 +64,10 @@ class Health(health.aio.HealthServicer):
 class _Reflection(reflection.aio.ReflectionServicer):
     """What calls there are, for those who may make them."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, turns: Turns) -> None:
         super().__init__((*_OURS, health.SERVICE_NAME, reflection.SERVICE_NAME))
         self._gate = gate
+        self._turns = turns
 
     # The stubs take an asynchronous generator for a coroutine.
     async def ServerReflectionInfo(  # type: ignore[override]  # noqa: N802
@@ -73,15 +75,22 @@ class _Reflection(reflection.aio.ReflectionServicer):
     ) -> AsyncIterator[Any]:
         """Answer questions about services and messages."""
         async with refusals(context):
-            self._gate.enter("reflection", context)
-            answers: Any = super().ServerReflectionInfo(request_iterator, context)
-            async for answer in answers:
-                yield answer
+            tenant = self._gate.enter("reflection", context)
+            answers: Any = super().ServerReflectionInfo
+            async for question in request_iterator:  # one stream may ask without end
+                async with self._turns.of(tenant.id, rest=3):
+                    told = [answer async for answer in answers(_only(question), context)]
+                for answer in told:
+                    yield answer
 
 
-def add_standard_services(server: grpc.aio.Server, gate: Gate) -> Health:
+async def _only(question: Any) -> AsyncIterator[Any]:
+    yield question
+
+
+def add_standard_services(server: grpc.aio.Server, gate: Gate, turns: Turns) -> Health:
     """Let a server answer for itself."""
     said = Health(gate)
     health_pb2_grpc.add_HealthServicer_to_server(said, server)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(gate), server)  # type: ignore[no-untyped-call]
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(gate, turns), server)  # type: ignore[no-untyped-call]
     return said

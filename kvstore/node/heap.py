@@ -41,7 +41,7 @@ class Heap:
             before_bytes = used_bytes
             gc.collect()
             used_bytes, free_bytes = _told()
-            # What was still in use then may be let go in the same way.
+            # Memory that was in use then may be released in the same way.
             self._has_freed = before_bytes - used_bytes > HEAP_GROWN_BYTES_MAX // 8
             self._used_bytes = used_bytes
         self._used_bytes = min(self._used_bytes, used_bytes)

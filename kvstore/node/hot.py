@@ -11,7 +11,8 @@ Always holds:
 - The shelf (`nic_offload.shelf`) lists what the index has: a block is listed in the step in which that was seen, and
   `changed` is called in the step in which it ends. A piece that the shelf is sending is in use.
 - Pieces are kept by name only while the index has the name: when a record is deleted, evicted, replaced, expires or is
-  found broken, its piece is released in that step or, if it is in use, when its last user is done.
+  found broken, its piece is released in that step or, if it is in use, when its last user is done. That of a block
+  which was erased is overwritten then.
 - Half of the memory is divided among the node's tenants. What a tenant keeps of its part makes room for its own reads,
   and for others' only if nothing else can: no read waits for kept pieces.
 - A scan does not flush it: pieces that were found again are protected (up to four fifths of the pages), and the
@@ -23,6 +24,7 @@ would cost the node a core.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -56,6 +58,7 @@ class Piece:
     users: int = 1
     generation: int = 0  # of the record that is kept in it; 0: none
     name: Name | None = None  # of that record, if its keeper said
+    is_erased: bool = False  # its bytes are to be overwritten as soon as nobody uses it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,14 @@ class HotPages:
         freed: Callable[[], object],
         may_go: Callable[[int], bool] = lambda _: True,
         tenants: Callable[[], int] = lambda: 1,
+        wipe: Callable[[int, int], object] = lambda *_: None,
     ) -> None:
         """`freed` is called when a piece is released after one was refused.
 
         `may_go` ends all use of a generation that is not counted here; False while such a use is not over.
-        `tenants` tells of how many the node knows.
+        `tenants` tells of how many the node knows. `wipe` overwrites pages, given the first and how many.
         """
+        self._wipe = wipe
         self._tenants = tenants
         self._kept_of: dict[bytes, int] = {}  # pages, by tenant
         self._freed = freed
@@ -96,6 +101,7 @@ class HotPages:
         self._pages = pages
         self._protected_pages_max = pages * 4 // 5
         self._free = Extents(0, pages)
+        self.used_until = 0  # pages from here on were never used
         self._probation: OrderedDict[int, Piece] = OrderedDict()  # by generation, oldest first
         self._protected: OrderedDict[int, Piece] = OrderedDict()
         self._protected_pages = 0
@@ -113,6 +119,7 @@ class HotPages:
                 self.refused = True
                 return None
             start = self._free.allocate(pages)
+        self.used_until = max(self.used_until, start + pages)
         return Piece(start, pages)
 
     def take_unasked(self, pages: int) -> Piece | None:
@@ -178,11 +185,24 @@ class HotPages:
         if piece is not None:
             self.release(piece)
 
+    def wipe_free(self, page: int, pages_max: int) -> int | None:
+        """Overwrite free pages from one on, so many at most; the page from which to go on, None if that was all."""
+        for start, pages in self._free.after(page):
+            first = max(start, page)
+            until = min(start + pages, self.used_until, first + pages_max)
+            if first >= until:
+                break
+            self._wipe(first, until - first)
+            page, pages_max = until, pages_max - (until - first)
+            if not pages_max:
+                return page
+        return None
+
     def release(self, piece: Piece) -> None:
         """Remove one user. A piece without users that is not kept becomes free."""
         piece.users -= 1
         if not piece.users and not piece.generation:
-            self._free.release(piece.start, piece.pages)
+            self._release_pages(piece)
         if not piece.users and self.refused:
             self.refused = False
             self._freed()
@@ -203,7 +223,12 @@ class HotPages:
             piece.users += 1
             self._going[generation] = piece
         elif not piece.users:
-            self._free.release(piece.start, piece.pages)
+            self._release_pages(piece)
+
+    def _release_pages(self, piece: Piece) -> None:
+        if piece.is_erased:
+            self._wipe(piece.start, piece.pages)
+        self._free.release(piece.start, piece.pages)
 
     def retire(self, piece: Piece, known_as: int) -> None:
         """A piece that is not kept, and that was known by this number while it was in use: that use is to end."""
@@ -211,7 +236,7 @@ class HotPages:
             piece.users += 1
             self._going[known_as] = piece
 
-    def drop_dead(self, names: Iterable[Name], lookup: Lookup) -> None:
+    def drop_dead(self, names: Iterable[Name], lookup: Lookup, *, are_erased: bool = False) -> None:
         """Drop the pieces kept under these names, unless the index still names their records."""
         kept = [name for name in names if name in self._named]
         if not kept:
@@ -220,6 +245,7 @@ class HotPages:
             generation = self._named.get(name, 0)
             piece = self.peek(generation)
             if piece is not None and (entry is None or entry.generation != generation):
+                piece.is_erased = are_erased
                 self.forget(
                     piece
                 )  # one that is in use is freed, and waiters are woken, when its last user is done
@@ -290,7 +316,7 @@ class HotMemory:
         self._memory, self.fd = allocate_shared(size_bytes)
         self.region = fabric.register(self._memory, remote_write=False)
         self.shelf = Shelf(fabric, self.region)
-        self.pages = HotPages(size_bytes // PAGE_BYTES, freed, self.shelf.take, tenants)
+        self.pages = HotPages(size_bytes // PAGE_BYTES, freed, self.shelf.take, tenants, self._wipe)
         self.shares = Shares(size_bytes, tenants)
         self.view = memoryview(self._memory)
         self._expected: dict[
@@ -356,15 +382,17 @@ class HotMemory:
         """Note that the read failed."""
         self._expected.pop(name, None)
 
-    def changed(self, names: Sequence[Name], lookup: Lookup, *, are_new: bool) -> None:
+    def changed(
+        self, names: Sequence[Name], lookup: Lookup, *, are_new: bool, are_erased: bool = False
+    ) -> None:
         """Unlist and drop the blocks of these names: the index has other entries for them now, or none."""
-        if are_new:  # before they are unlisted: what comes meanwhile is to find the one or the other
+        if are_new:  # before they are unlisted, so that a get in between finds one or the other
             self.stored(names)
         for tenant, key in names:
             self.shelf.unlist(tenant, key)
         for name in names if self._expected else ():
             self._expected.pop(name, None)
-        self.pages.drop_dead(names, lookup)
+        self.pages.drop_dead(names, lookup, are_erased=are_erased)
 
     def stored(self, names: Iterable[Name]) -> None:
         """Note that these names are stored, so that later puts of them are compared with the stored block."""
@@ -373,6 +401,9 @@ class HotMemory:
     def gone(self, names: Iterable[Name]) -> None:
         """Note that these names are no longer stored."""
         self.shelf.stored(b"".join(map(b"".join, names)), are_stored=False)
+
+    def _wipe(self, start: int, pages: int) -> None:
+        ctypes.memset(self.region.address + start * PAGE_BYTES, 0, pages * PAGE_BYTES)
 
     def close(self) -> None:
         """Free the memory. The fabric must be closed already."""

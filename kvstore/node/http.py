@@ -24,11 +24,13 @@ import socket
 import ssl
 import threading
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
 from kvstore.errors import ConfigError, KvError, NotAuthenticated, Overloaded, ProtocolError, TenantDenied
 from kvstore.limits import (
+    HTTP_BACKLOG,
     HTTP_CONNECTIONS_MAX,
     HTTP_CONNECTIONS_OF_SOURCE_MAX,
     HTTP_FIELDS_MAX,
@@ -149,6 +151,7 @@ class HttpServer:
         self._rates: dict[
             bytes | None, Rate
         ] = {}  # by tenant, of which there are no more than files have had
+        self._later_ms: dict[bytes, int] = {}  # by a caller's source and credentials: when it may come again
         self._closing = threading.Event()
         self._serving: dict[asyncio.Task[None], _Caller] = {}  # the longest here stands first
         self._node_loop: asyncio.AbstractEventLoop | None = None
@@ -164,7 +167,10 @@ class HttpServer:
         family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server(
-                ("::" if every else host, port), family=family, dualstack_ipv6=every
+                ("::" if every else host, port),
+                family=family,
+                backlog=HTTP_BACKLOG,
+                dualstack_ipv6=every,
             )
         except OSError as error:
             raise ConfigError(f"--http could not listen on {host}:{port}: {error.strerror}.") from error
@@ -225,7 +231,7 @@ class HttpServer:
             task = asyncio.create_task(self._serve(caller))
             self._serving[task] = caller
             task.add_done_callback(self._over)
-            await asyncio.sleep(0)  # requests that are being served go on, however many connections come
+            await asyncio.sleep(0)  # requests being served continue, however many connections arrive
 
     def _make_room(self, source: str) -> bool:
         """Close a connection if its source, or all, have the maximum; False if none can be closed."""
@@ -286,12 +292,27 @@ class HttpServer:
             if path in self._health:
                 return method, self._health[path]()
             peer = writer.get_extra_info("peername") or ("?", 0)
-            asked = _Asked(path, query, headers, peer, writer.get_extra_info("peercert") or {})
-            assert self._node_loop is not None
-            there = asyncio.run_coroutine_threadsafe(self._told(asked), self._node_loop)
-            return method, await asyncio.wrap_future(there)
+            certificate = writer.get_extra_info("peercert") or {}
+            who = blake2b(repr((caller.source, headers.get("authorization"), certificate)).encode()).digest()
+            asked = _Asked(path, query, headers, peer, certificate)
+            return method, await self._asked_there(who, asked)
         except (_Bad, KvError) as error:
             return method, _refusal(error)
+
+    async def _asked_there(self, who: bytes, asked: _Asked) -> Answer:
+        """Have the node answer, unless it has told this caller to come later: then its thread hears nothing of it."""
+        now_ms, until_ms = self._clock.monotonic_ns() // 1_000_000, self._later_ms.get(who, 0)
+        if now_ms < until_ms:
+            raise Overloaded("Too many requests were made; see Retry-After.", until_ms - now_ms)
+        assert self._node_loop is not None
+        there = asyncio.run_coroutine_threadsafe(self._told(asked), self._node_loop)
+        try:
+            return await asyncio.wrap_future(there)
+        except Overloaded as error:
+            if len(self._later_ms) >= HTTP_CONNECTIONS_MAX:
+                self._later_ms.clear()
+            self._later_ms[who] = now_ms + error.retry_after_ms
+            raise
 
     async def _told(self, asked: _Asked) -> Answer:
         """What the node answers, on its thread."""

@@ -205,7 +205,7 @@ class InlineBlocks:
             self.memory.pages.forget(piece)  # the drive's bytes may be right
             self.memory.pages.release(piece)
             return None
-        self._store.used([entry.generation])  # the drive does not hear of this, and is to keep what is wanted
+        self._store.used([entry.generation])  # the drive doesn't see this use, and must not evict used blocks
         done = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
         self._shares.hold(who, piece.pages * PAGE_BYTES)
         self.counters.found([entry.length], in_memory=True)

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from kvstore.errors import ConfigError
-from kvstore.limits import EVENTS_QUEUED_MAX, EVENTS_REPLAYED_MAX
+from kvstore.limits import EVENTS_QUEUED_MAX, EVENTS_REPLAYED_MAX, EVENTS_UNREAD_MAX
 from kvstore.storage.eviction.items import Reason
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 MEDIUM: Final = "STORAGE"
 _SEQUENCE_BYTES: Final = 8
 _END: Final = (-1).to_bytes(_SEQUENCE_BYTES, signed=True)
-_HIGH_WATER: Final = 10_000  # messages to one reader; what a slower one misses it can ask for again
 
 
 class _Noted(NamedTuple):
@@ -59,7 +58,7 @@ class KvEvents:
         self._pack = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._published = self._listening(zmq.PUB, config.endpoint)
-        self._published.set_hwm(_HIGH_WATER)
+        self._published.set_hwm(EVENTS_UNREAD_MAX)
         self._replay = None if config.replay is None else self._listening(zmq.ROUTER, config.replay)
         self._queue: deque[_Noted] = deque()
         self._lock = threading.Lock()

@@ -92,7 +92,7 @@ def _context(config: NodeConfig) -> ssl.SSLContext:
         ) from error
     if config.tls_clients is not None:
         _read(config.tls_clients, "certificate")
-        # Health is asked by those who have none, such as a kubelet; whoever serves over this turns all others away.
+        # Probes without a certificate, such as a kubelet's, may ask for health; the service refuses all other calls.
         context.verify_mode = ssl.CERT_OPTIONAL
         try:
             context.load_verify_locations(config.tls_clients)

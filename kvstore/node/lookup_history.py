@@ -155,7 +155,7 @@ class Lookups:
         if not mine:
             del self._of[tenant], self._bytes_of[tenant]
 
-    # --- what is asked
+    # --- queries
 
     def missed(self, tenant: bytes, outcomes: Container[int]) -> list[pb.Lookup]:
         """The last look-ups with such an outcome, of one tenant or with b"" of all; the latest first."""

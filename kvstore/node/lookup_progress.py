@@ -94,7 +94,7 @@ class Looking:
         self.turn_ns = self.drive_first_ns = self.drive_last_ns = self.sending_ns = 0
 
     def expect(self) -> None:
-        """Outcomes come in any order; what has none when it is over was given up."""
+        """Outcomes arrive in any order; blocks without one at the end were given up."""
         self.outcomes = bytearray((Outcome.GIVEN_UP,)) * self.blocks
 
     def all_are(self, outcome: Outcome, blocks: int | None = None) -> None:

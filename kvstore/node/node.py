@@ -56,6 +56,7 @@ from kvstore.node.time_slices import Turns
 from kvstore.node.timings import Timings
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
+from kvstore.storage.eviction.items import Reason
 from kvstore.storage.items import PutDone
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
@@ -76,7 +77,6 @@ if TYPE_CHECKING:
     from kvstore.node.spans import NodeSpans
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.node.upkeep import Upkeep
-    from kvstore.storage.eviction.items import Reason
     from kvstore.storage.eviction_events import Listener
     from kvstore.storage.store import Store
     from kvstore.wire.seal import Seal
@@ -174,7 +174,7 @@ class Node:
         return len(self._leased)
 
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        self.hot.changed(names, self.store.lookup, are_new=reason is None)
+        self.hot.changed(names, self.store.lookup, are_new=reason is None, are_erased=reason is Reason.ERASED)
         if reason is not None:
             self.granted.free_names(names)
         for listener in self.block_listeners:
@@ -523,7 +523,7 @@ class Node:
             self.spans.ended(ended, now_ns)
 
     def _not_kept(self, connection: Connection, lease: Lease, error: StorageError) -> AckCode | None:
-        """Note why a block was not kept; give what its word is to say, unless that may be somebody else's by now."""
+        """Record why a block was not stored; returns the code for its word, unless the word may be reused by now."""
         self.timings.lease_failed(connection.tenant, lease, error)
         if lease.is_taken:  # its word has said so
             return None

@@ -70,7 +70,7 @@ class Pins:
         return self._store.hold([(tenant, key) for key in keys], Guard.LEASE)
 
     def let_go(self, held: Sequence[Held | None]) -> None:
-        """Let blocks go that no pin came to hold."""
+        """Release blocks that ended up in no pin."""
         self._store.release([one for one in held if one is not None], Guard.LEASE)
 
     def pin(

@@ -9,10 +9,18 @@ room, is left out; the caller may be told what was read. It checks no payload: t
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import Overloaded
-from kvstore.limits import PAGE_BYTES, PREFETCH_AHEAD_BYTES, PREFETCH_BLOCKS_MAX, PREFETCHES_MAX, SHARES
+from kvstore.limits import (
+    FETCHES_A_ROUND,
+    PAGE_BYTES,
+    PREFETCH_AHEAD_BYTES,
+    PREFETCH_BLOCKS_MAX,
+    PREFETCHES_MAX,
+    SHARES,
+)
 from kvstore.node.fair import FairQueue
 from kvstore.node.landing import pages_of
 from kvstore.storage.items import GetItem
@@ -51,7 +59,7 @@ class Asked:
         self._size_bytes += one.length
 
     def so_far(self) -> Prefetched:
-        """What has come by now."""
+        """The blocks read so far."""
         return Prefetched(tuple(self._came), self._size_bytes)
 
     def end_if_over(self) -> None:
@@ -76,7 +84,7 @@ class _Wanted(NamedTuple):
 
 
 class Wish:
-    """The blocks of a prefetch that is to be: up to the first gap, behind which none are usable, and to its share."""
+    """The blocks to prefetch: up to the first gap, after which none are usable, and within its share."""
 
     def __init__(self, store: Store, tenant: bytes, flow: Hashable, asked: Asked, left_bytes: int) -> None:
         self.tenant = tenant
@@ -120,6 +128,7 @@ class Prefetches:
         self._left: dict[tuple[bytes, Hashable], Asked] = {}  # those of which a block waits
         self._reading: dict[int, tuple[Piece, _Wanted]] = {}
         self._reading_bytes = 0
+        self._goes_on: asyncio.Handle | None = None
         self._tag = 0
 
     def __len__(self) -> int:
@@ -131,23 +140,11 @@ class Prefetches:
         """Begin to collect blocks; `ended` is called when they are done. It takes `queue` to have them read."""
         return Wish(self._store, tenant, flow, Asked(ended), self._memory.size_bytes // SHARES)
 
-    def add(
-        self,
-        tenant: bytes,
-        flow: Hashable,
-        keys: Sequence[bytes],
-        ended: Callable[[Prefetched], object] | None = None,
-    ) -> Asked:
-        """Have a few blocks read."""
-        wish = self.wish(tenant, flow, ended)
-        wish.add(keys)
-        return self.queue(wish)
-
     def queue(self, wish: Wish) -> Asked:
         """Have them read."""
         tenant, flow, asked = wish.tenant, wish.flow, wish.asked
         before = self._left.pop((tenant, flow), None)
-        if before is not None:  # it is asked for again before it has been done: it is done anew
+        if before is not None:  # requested again before it was done: it starts again
             self._queued.drop(tenant, flow)
             before.waiting = 0
             before.end_if_over()
@@ -167,14 +164,21 @@ class Prefetches:
         """Read no more than what is being read."""
         self._queued = FairQueue()
         self._left.clear()
+        if self._goes_on is not None:
+            self._goes_on.cancel()
 
     def pump(self) -> None:
-        """Read on, unless other work waits."""
+        """Read on, unless other work waits; many blocks in rounds, with other calls between them."""
         reads: list[GetItem] = []
+        looked = 0
         while self._reading_bytes < PREFETCH_AHEAD_BYTES and not self._is_wanted_elsewhere():
+            if looked == FETCHES_A_ROUND:
+                self._go_on()
+                break
             one = self._queued.take(lambda _: True)
             if one is None:
                 break
+            looked += 1
             self._no_longer_waits(one)
             if self._memory.pages.has(one.generation):
                 one.asked.came(one)
@@ -185,6 +189,14 @@ class Prefetches:
             one.asked.end_if_over()
         if reads:
             self._store.get(reads, self._arrived)
+
+    def _go_on(self) -> None:
+        if self._goes_on is None:
+            self._goes_on = asyncio.get_running_loop().call_soon(self._come)
+
+    def _come(self) -> None:
+        self._goes_on = None
+        self.pump()
 
     def _read(self, one: _Wanted, piece: Piece) -> GetItem:
         self._tag += 1

@@ -47,7 +47,7 @@ class Readers:
         was_read: Callable[[Sequence[Fetch], Sequence[Fetch]], object],
         was_sent: Callable[[Sequence[Fetch], int], object],
     ) -> None:
-        """Who hears: of what nobody wanted when its turn came, and of what could not be handed over.
+        """Callbacks: for blocks no longer wanted at their turn, and for those that could not be handed over.
 
         Then of a group that was read, and of those of it that were over before, whose memory is free now; and of those
         that were sent, the last of them at that time.
@@ -159,7 +159,7 @@ class Readers:
             del self._groups[event.tag]
 
     def sent(self, event: Event) -> bool:
-        """Whether what is over is all that a reader was handed: then it is sent, but for what has failed."""
+        """Whether all blocks handed to a reader have ended: then they were sent, except failed ones."""
         group = self._groups.get(event.tag)
         if group is None:
             return False

@@ -43,7 +43,7 @@ class Readiness:
 
 
 def reach_itself(fabric: Fabric, address: FabricAddress) -> None:
-    """Try every address that clients are told, from a second fabric; FabricError says which failed. It waits."""
+    """Try every address given to clients, from a second fabric; FabricError names the failed one. It blocks."""
     if fabric.ip_version == 0:
         return
     for ip in address.addresses():

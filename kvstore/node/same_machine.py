@@ -30,11 +30,12 @@ from kvstore.limits import (
     SHARE_REST_MS,
     SHARE_SLOTS_MAX,
 )
+from kvstore.node.fair import Places
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.sharing import HAS_HOT, HAS_SLOTS, MAPPED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory
@@ -59,13 +60,14 @@ class _Offer:
 class Sharing:
     """Of one node, in its loop's thread."""
 
-    def __init__(self, hot: HotMemory | None) -> None:
-        """Without the hot memory it shares slots alone."""
+    def __init__(self, hot: HotMemory | None, tenants: Callable[[], int]) -> None:
+        """Without the hot memory it shares slots alone. `tenants` tells of how many the node knows."""
         self._hot = hot
         self._loop = asyncio.get_running_loop()
         self._offers: dict[bytes, _Offer] = {}
         self._mapped: set[Connection] = set()
         self._slots: set[Connection] = set()  # that have theirs mapped, or may
+        self._places = Places(SHARE_SLOTS_MAX, tenants)  # of them
         self._callers: dict[socket.socket, asyncio.TimerHandle] = {}
         self._name = f"triggerkv-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -83,13 +85,12 @@ class Sharing:
         """Whether blocks can be read out of the hot memory."""
         return self._hot is not None
 
-    @property
-    def shares_slots(self) -> bool:
-        """Whether one more connection may have its slots mapped."""
-        return len(self._slots) < SHARE_SLOTS_MAX
+    def shares_slots(self, tenant: bytes) -> bool:
+        """Whether one more connection of a tenant may have its slots mapped."""
+        return self._places.left(tenant) > 0
 
     def offer(self, connection: Connection, slots: SharedSlots | None) -> pb.SharedMemory | None:
-        """What a client is told that may map memory; None if there is nothing to map."""
+        """The offer to a client that may map memory; None if there is nothing to map."""
         if self._hot is None and slots is None:
             return None
         one = secrets.token_bytes(SHARE_PASS_BYTES)
@@ -100,6 +101,7 @@ class Sharing:
             told.size_bytes = self._hot.size_bytes
         if slots is not None:
             self._slots.add(connection)
+            self._places.take(connection.tenant)
             told.slots_bytes, told.words_offset = slots.size_bytes, slots.words_offset
             told.rows_offset = slots.rows_offset
         return told
@@ -108,14 +110,19 @@ class Sharing:
         offer = self._offers.pop(one)
         if offer.slots is not None:
             offer.slots.withhold()
-            self._slots.discard(offer.connection)
+            self._give_back(offer.connection)
 
     def withdraw(self, connection: Connection) -> None:
         """The connection is closed."""
         for one in [one for one, offer in self._offers.items() if offer.connection is connection]:
             self._offers.pop(one).expires.cancel()
         self._mapped.discard(connection)
-        self._slots.discard(connection)
+        self._give_back(connection)
+
+    def _give_back(self, connection: Connection) -> None:
+        if connection in self._slots:
+            self._slots.remove(connection)
+            self._places.give_back(connection.tenant)
 
     def _listen(self) -> None:
         self._listens_again = None
@@ -124,7 +131,7 @@ class Sharing:
     def _accept(self) -> None:
         try:
             caller, _ = self._listener.accept()
-        except OSError:  # it has left, or we have no descriptor for it, and would be told of it without end
+        except OSError:  # it has left, or we have no descriptor for it, and would be notified endlessly
             self._loop.remove_reader(self._listener)
             self._listens_again = self._loop.call_later(SHARE_REST_MS / 1000, self._listen)
             return
@@ -144,7 +151,7 @@ class Sharing:
                 self._hand_over(caller, offer)
                 return
         except OSError:
-            pass  # it has left, or we have no descriptor for it: it goes on over the fabric
+            pass  # it has left, or we have no descriptor for it: it continues over the fabric
         self._end(caller)
 
     def _hand_over(self, caller: socket.socket, offer: _Offer) -> None:

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.clock import Clock
-    from kvstore.config import EventsConfig, NodeConfig
+    from kvstore.config import ClusterConfig, EventsConfig, NodeConfig
     from kvstore.node.fabric_address import Network
     from kvstore.node.health import Health
     from kvstore.node.http import HttpServer
@@ -98,11 +98,11 @@ _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a lottery
     *keepalive_options(),
     ("grpc.max_concurrent_streams", DOOR_STREAMS_MAX),
-    ("grpc.http2.max_requests_per_read", 1),  # a flood of one connection leaves the others their turns
-    # Of a message that is not awaited yet so much comes, and no sender can talk the node into more.
+    ("grpc.http2.max_requests_per_read", 1),  # a flood of one connection doesn't starve the others
+    # Bytes buffered of a message that is not awaited yet; a sender can't increase them.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", MESSAGE_AHEAD_BYTES),
-    # Beyond these gRPC ends calls by lot, and so somebody else's.
+    # Beyond these gRPC ends random calls, also those of other tenants.
     ("grpc.server.max_pending_requests", CALLS_PENDING_MAX),
     ("grpc.server.max_pending_requests_hard_limit", CALLS_PENDING_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -110,12 +110,12 @@ _GRPC_OPTIONS = (
     (
         "grpc.http2.min_ping_interval_without_data_ms",
         KEEPALIVE_MS // 5,
-    ),  # of a client's pings; else they are refused
+    ),  # of a client's pings; shorter ones are refused
 )
 
 
 def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
-    """Let a server answer for a node."""
+    """Add a node's services to a server."""
     gate.before, gate.heard = node.take_note, node.turns.heard
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     erasing_pb2_grpc.add_ErasingServicer_to_server(ErasingService(node, gate), server)  # type: ignore[no-untyped-call]
@@ -127,17 +127,18 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     sessions_pb2_grpc.add_SessionsServicer_to_server(SessionsService(node, gate), server)  # type: ignore[no-untyped-call]
     steps_pb2_grpc.add_StepsServicer_to_server(StepsService(node, gate), server)  # type: ignore[no-untyped-call]
     upkeep_pb2_grpc.add_UpkeepServicer_to_server(UpkeepService(node, gate), server)  # type: ignore[no-untyped-call]
-    return add_standard_services(server, gate)
+    return add_standard_services(server, gate, node.turns)
 
 
 def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
-    """Open the server of a node, whose calls come in through its door; it listens nowhere yet."""
+    """Open a node's server with its interceptor; it doesn't listen yet."""
     server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(Door(gate, node.counters, node.timings),))
     return server, add_services(server, node, gate)
 
 
 def _progress_shown_by(clock: Clock) -> Progress:
-    """Report long work, at its beginning, its end, and once a second between."""
+    """Report long work at its beginning, its end, and once a second in between, with the time that is left."""
+    begun: dict[str, tuple[int, int]] = {}
     shown: dict[str, int] = {}
 
     def show(doing: str, done: int, total: int) -> None:
@@ -145,7 +146,11 @@ def _progress_shown_by(clock: Clock) -> Progress:
         if done < total and now_ns - shown.get(doing, -_PROGRESS_NS) < _PROGRESS_NS:
             return
         shown[doing] = now_ns
-        log.info("%s: %s of %s", doing, show_size(done), show_size(total))
+        begun_ns, at = begun.setdefault(doing, (now_ns, done))
+        left = ""
+        if at < done < total:
+            left = f", {(now_ns - begun_ns) * (total - done) / (done - at) / _PROGRESS_NS:,.0f} s left"
+        log.info("%s: %s of %s%s", doing, show_size(done), show_size(total), left)
 
     return show
 
@@ -157,10 +162,10 @@ def _reload(
     gate: Gate,
     certificates: Certificates | None,
 ) -> Settings:
-    """Read settings, tenants and certificates again; give what the node goes by then.
+    """Read settings, tenants and certificates again; returns the settings that apply now.
 
-    What can't be used, or needs a start, changes nothing. Whether a node is open needs a start: an open one has let in
-    callers who proved nothing, and one with tenants may not come to let them in.
+    Invalid settings, and those that need a restart, change nothing. Opening or closing a node needs a restart: an open
+    node has unauthenticated callers, and one with tenants must never accept any.
     """
     try:
         later = read_again()
@@ -229,8 +234,8 @@ def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) ->
     loop = asyncio.get_running_loop()
 
     def turned_away(source: str, why: str, connections: int) -> None:
-        said = {"tenant": "", "peer": source, "why": f"{why} ({connections})"}
-        loop.call_soon_threadsafe(lambda: gate.audit.refused("connect", **said))
+        said = f"{why} ({connections})"
+        loop.call_soon_threadsafe(lambda: gate.audit.refused("connect", tenant="", peer=source, why=said))
 
     keeper = Doorkeeper(node.clock, port, turned_away, clients)
     gate.let_in, gate.turned_away, gate.stands_still = keeper.proved, keeper.refused, keeper.stands_still
@@ -256,7 +261,7 @@ def _shown_to_nodes(config: NodeConfig) -> dict[str, bytes]:
 
 
 def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
-    """Follow the map and keep up copies, if it is to be one of several nodes."""
+    """Follow the map and maintain copies, if the node is configured for a cluster."""
     if (cluster := config.cluster) is None:
         return
     from kvstore.cluster.etcd import Etcd  # noqa: PLC0415 - what etcd says is nothing to a node by itself
@@ -274,6 +279,12 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
     node.upkeep = Upkeep(node, gate.tenants, node.membership, told.replicas, secret, credentials)
 
 
+def _member(store: Store, cluster: ClusterConfig, address: str) -> Member:
+    """What the node says of itself on the map."""
+    weight = max(1, store.statistics().capacity_bytes >> 30)
+    return Member(store.name, cluster.address or address, weight, package_version(), zone=cluster.zone)
+
+
 async def _leave_cluster(node: Node) -> None:
     has_drained = False
     if node.upkeep is not None:
@@ -284,7 +295,7 @@ async def _leave_cluster(node: Node) -> None:
 
 
 def _control(store: Store, config: NodeConfig, gate: Gate) -> ControlSocket | None:
-    """Let `kvstore keys` speak to the node, if it has keys."""
+    """Open the socket for `kvstore keys`, if the node has keys."""
     if not isinstance(store.keys, StoreKeys):
         return None
 
@@ -321,7 +332,7 @@ def _trace_to(endpoint: str, node: str, clock: Clock) -> Collector:
 
 
 async def _become_ready(node: Node, health: Health, address: str, stop: asyncio.Event) -> None:
-    """Say `ready` once the node has reached itself through what it tells clients; until `stop` it tries again."""
+    """Print `ready` once the node has reached itself at the address given to clients; retry until `stop`."""
     loop, readiness = asyncio.get_running_loop(), node.readiness
     while not stop.is_set():
         try:
@@ -346,7 +357,7 @@ async def _serve_node(
     certificates: Certificates | None,
     stop: asyncio.Event,
 ) -> None:
-    """Let it answer until it is to stop, and then end in order."""
+    """Serve until it is stopped, then close in order."""
     config = told.node()
     loop, store = asyncio.get_running_loop(), node.store
     events = None if config.events is None else _publish(node, config.events, node.clock)
@@ -391,11 +402,10 @@ async def _serve_node(
             node.upkeep.start()
         await _become_ready(node, health, address, stop)
         if membership is not None and config.cluster is not None and not stop.is_set():
-            weight = max(1, statistics.capacity_bytes >> 30)
-            membership.join(Member(store.name, config.cluster.address or address, weight, package_version()))
+            membership.join(_member(store, config.cluster, address))
         await stop.wait()
         log.info("stopping")
-    finally:  # a start that failed as well: a server that is left to the interpreter ends in a traceback
+    finally:  # also after a failed start: a server left to the interpreter ends in a traceback
         await _leave_cluster(node)
         await _end(control)
         await health.enter_graceful_shutdown()
@@ -443,10 +453,10 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         lookup_log = LookupLog(config.data / "lookups")
         tenants = Tenants(store.salt, clock)
         node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address, tenants.known)
-        node.sharing = Sharing(node.hot if config.tenants is None else None)
+        node.sharing = Sharing(node.hot if config.tenants is None else None, tenants.known)
         try:
             await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)
-        finally:  # whatever ended it: its timer must not come upon a drive that is closed
+        finally:  # in any case: its timer must not use a closed drive
             await node.close()
             if node.sharing is not None:
                 node.sharing.close()

@@ -83,7 +83,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             connection, told = await self._attached(request, tenant, context)
             peer = context.peer()
             try:
-                self._gate.audit.note("attach", tenant=tenant.name, peer=peer, connection=connection.number)
+                self._gate.audit.connected(
+                    "attach", tenant=tenant.name, peer=peer, connection=connection.number
+                )
                 answer = pb.AttachResponse(
                     connection=connection.number,
                     node=self._name,
@@ -102,7 +104,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 sharing = self._node.sharing if request.shares else None
                 puts = None
                 if request.puts_by_grants:
-                    shares_slots = sharing is not None and sharing.shares_slots
+                    shares_slots = sharing is not None and sharing.shares_slots(tenant.id)
                     puts = self._node.granted.open(connection, shares=shares_slots)
                 if puts is not None:
                     answer.puts.CopyFrom(_put_area_message(puts.told))
@@ -120,7 +122,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                         self._node.detach(connection)
                 finally:
                     self._node.detach(connection)
-                self._gate.audit.note("detach", tenant=tenant.name, peer=peer, connection=connection.number)
+                self._gate.audit.connected(
+                    "detach", tenant=tenant.name, peer=peer, connection=connection.number
+                )
 
     async def _attached(
         self, request: pb.AttachRequest, tenant: Tenant, context: Context

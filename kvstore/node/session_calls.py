@@ -109,7 +109,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             except NoSession:
                 if (
                     request.blocks
-                ):  # a resume wants its blocks; who only looks what there is has missed nothing
+                ):  # a resume needs its blocks; a caller that only lists them has missed nothing
                     looking.add(Outcome.NO_SESSION)
                     looking.over()
                 raise
@@ -153,7 +153,9 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                         expires_unix_ms=one.expires_ms,
                     )
                     for one in page
-                    if not 0 < one.expires_ms <= now_ms and epoch in (None, one.epoch)
+                    if one.label is not None
+                    and not 0 < one.expires_ms <= now_ms
+                    and epoch in (None, one.epoch)
                 ],
                 next_page_token=page[-1].session if len(found) > limit else b"",
             )
@@ -395,7 +397,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         return self._node.clock.wall_ms() + time_to_live_ms if time_to_live_ms else 0
 
     async def _changed(self, item: SessionItem, name: pb.SessionName) -> int:
-        """Do a step, and tell who watches; returns how many blocks the session has then."""
+        """Execute a step, and notify watchers; returns how many blocks the session has then."""
         blocks = (await self._do(item)).blocks
         self._node.watchers.session(item.name.tenant, name.user, name.session, blocks)
         return blocks
@@ -408,7 +410,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             over = await self._node.turns.long(item.name.tenant)
 
             def heard(ended: Sequence[SessionDone]) -> None:
-                over()  # and not when the caller gives up: what it had begun goes on
+                over()  # not when the caller gives up: a step that has begun continues
                 ends.heard(ended)
 
             try:
@@ -455,7 +457,7 @@ async def _answer(turn: Turn, manifest: Manifest, keys: list[bytes]) -> pb.GetSe
 
 
 def _nothing() -> None:
-    """End what was not begun."""
+    """End steps that were not begun."""
 
 
 def _name(tenant: Tenant, name: pb.SessionName) -> SessionName:

@@ -115,7 +115,7 @@ class SessionTrace:
 
 
 class SeenGet:
-    """A get that is traced: its blocks are counted as they come, and told when the last is over."""
+    """A traced get: its blocks are counted as they arrive, and recorded when the last has ended."""
 
     __slots__ = ("_clock", "_hot", "_left", "_read_bytes", "_read_first_ns", "_read_ns", "_reads", "_trace")
 

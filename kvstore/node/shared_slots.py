@@ -65,7 +65,7 @@ class SharedSlots:
         self.withhold()
 
     def withhold(self) -> None:
-        """Nobody else is to map it."""
+        """No other process may map it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -12,7 +12,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from kvstore.errors import NoSession
-from kvstore.limits import RPC_TIMEOUT_MS
+from kvstore.limits import RPC_TIMEOUT_MS, TURN_STEP_BLOCKS
 from kvstore.node.calls import check_keys, miss_message, refusals
 from kvstore.node.session_names import name_of
 from kvstore.steps import Step
@@ -21,8 +21,6 @@ from kvstore.wire import steps_pb2_grpc
 from kvstore.wire.step_messages import seen_message
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
     from kvstore.node.node import Node
@@ -46,17 +44,35 @@ class StepsService(steps_pb2_grpc.StepsServicer):
             tenant = self._gate.enter("prefetch blocks", context, request.tenant, len(request.keys))
             check_keys(request.keys)
             trace = self._node.traces.hear(context, tenant.id)
-            async with self._node.turns.of(tenant.id):
-                entries = self._node.store.lookup([(tenant.id, key) for key in request.keys])
-                stored = [key for key, entry in zip(request.keys, entries, strict=True) if entry is not None]
-                told = [
-                    self._missing(tenant.id, key)
-                    for key, entry in zip(request.keys, entries, strict=True)
-                    if entry is None
-                ]
-            if trace is not None:
-                trace.saw(Step.PREFETCHING, len(stored), detail=f"{len(told)} missing" if told else "")
-            done = await self._read_ahead(tenant.id, stored)
+            over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def ended(_: Prefetched) -> None:
+                if not over.done():  # done: the call was given up
+                    over.set_result(None)
+
+            wish = self._node.prefetches.wish(tenant.id, ("blocks", *request.keys[:1]), ended)
+            stored: list[bytes] = []
+            told: list[pb.BlockMiss] = []
+            takes_more = True
+            async with self._node.turns.of(tenant.id) as turn:
+                for first in range(0, len(request.keys), TURN_STEP_BLOCKS):
+                    if first:
+                        await turn.next()
+                    some = request.keys[first : first + TURN_STEP_BLOCKS]
+                    entries = self._node.store.lookup([(tenant.id, key) for key in some])
+                    here = [key for key, entry in zip(some, entries, strict=True) if entry is not None]
+                    stored += here
+                    told += [
+                        self._missing(tenant.id, key)
+                        for key, entry in zip(some, entries, strict=True)
+                        if entry is None
+                    ]
+                    takes_more = takes_more and wish.add(here)
+                if trace is not None:
+                    trace.saw(Step.PREFETCHING, len(stored), detail=f"{len(told)} missing" if told else "")
+                asked = self._node.prefetches.queue(wish)
+            await asyncio.wait([over], timeout=RPC_TIMEOUT_MS / 1000)
+            done = asked.so_far()
             if trace is not None:
                 trace.saw(Step.PREFETCHED, len(done.came), done.size_bytes)
             came = set(done.came)
@@ -66,17 +82,6 @@ class StepsService(steps_pb2_grpc.StepsServicer):
                 missing=told,
             )
         raise AssertionError
-
-    async def _read_ahead(self, tenant: bytes, keys: Sequence[bytes]) -> Prefetched:
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def ended(_: Prefetched) -> None:
-            if not over.done():  # done: the call was given up
-                over.set_result(None)
-
-        asked = self._node.prefetches.add(tenant, ("blocks", *keys[:1]), keys, ended)
-        await asyncio.wait([over], timeout=RPC_TIMEOUT_MS / 1000)
-        return asked.so_far()
 
     def _missing(self, tenant: bytes, key: bytes) -> pb.BlockMiss:
         miss = self._node.store.explain(tenant, key).miss

@@ -164,7 +164,7 @@ class Turns:
             leave()
 
     async def long(self, tenant: bytes) -> Callable[[], None]:
-        """Wait until this tenant may do something long; what is given is to be called when that is over."""
+        """Wait until this tenant may do something long; returns a function to call when it is done."""
         place = self._long.setdefault(tenant, asyncio.Semaphore(1))
         await place.acquire()
         began_ns = self._clock.monotonic_ns()
@@ -204,7 +204,7 @@ class Turns:
         return until_ns > 0
 
     def rests_s(self) -> float:
-        """Seconds until the first who rests has rested; 0: nobody rests."""
+        """Seconds until the first pause ends; 0: no tenant is paused."""
         if not self._rests:
             return 0
         now_ns = self._clock.monotonic_ns()

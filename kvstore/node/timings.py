@@ -58,7 +58,7 @@ class Histogram:
         return sum(self.counts)
 
     def quantile_s(self, share: float) -> float | None:
-        """Within which bound so large a share of all was; None if there is none, or it was beyond all bounds."""
+        """The bound of the histogram bucket with this quantile; None if it is empty, or beyond all bounds."""
         seen, wanted = 0, share * self.count
         for bound_s, count in zip(BUCKETS_S, self.counts, strict=False):
             seen += count
@@ -180,7 +180,7 @@ class Timings:
         put.fail(1, lease.length, why, self.clock.monotonic_ns())
 
     def called(self, call: str, began_ns: int, failure: str | None, ended_ns: int | None = None) -> None:
-        """A call is over, now unless it is said when."""
+        """A call has ended, now unless a time is given."""
         histogram = self.calls.get(call)
         if histogram is None:
             histogram = self.calls.setdefault(call, Histogram())

@@ -151,6 +151,7 @@ def cluster(membership: Membership, upkeep: Upkeep | None, name: str) -> dict[st
             "weight": one.weight,
             "version": one.version,
             "draining": one.state == DRAINING,
+            "zone": one.zone,
             "share": share,
             "is_this": one.name == name,
         }
@@ -292,6 +293,6 @@ def _sessions(node: Node, tenant: bytes, after: bytes) -> dict[str, Any]:
                 "expires_unix_ms": one.expires_ms,
             }
             for name, one in page
-            if not 0 < one.expires_ms <= now_ms
+            if one.label is not None and not 0 < one.expires_ms <= now_ms
         ],
     }

@@ -68,7 +68,7 @@ _HAVE = {pb.OFFERED_STORED, pb.OFFERED_STORED_SURELY}
 
 @dataclass(slots=True)
 class Found:
-    """What a look has found, as far as it has come."""
+    """Results of a scan so far."""
 
     one_copy: int = 0  # blocks that this node is to copy, or can't, and has not yet
     unsure: int = 0  # of them, those of which a deletion may have been missed
@@ -269,7 +269,7 @@ class Upkeep:
     async def _ask(
         self, peer: str, tenant: str, blocks: Sequence[Block], *, surely: bool = False
     ) -> tuple[int, Sequence[int]]:
-        """What a member says of blocks, and the ticket for those that it waits for; of one that is away, nothing."""
+        """A member's answer about blocks, and the ticket for those that it accepts; empty if it is away."""
         nothing = 0, [pb.OFFERED_UNSPECIFIED] * len(blocks)
         lease = self._membership.lease
         request = pb.OfferRequest(node=self._membership.name, lease=lease, tenant=tenant)
@@ -392,7 +392,7 @@ def _ended(task: asyncio.Task[None]) -> None:
 
 
 def lacking(me: int, block: Block, has: dict[tuple[int, Name], int], *, is_draining: bool) -> list[int]:
-    """The owners that this node is to copy a block to: none, where one that comes before it has the block.
+    """The owners to which this node should copy a block: none if a node before it in order has the block.
 
     One that is draining waits for nobody: when it says that it may be stopped, each owner has each of its blocks.
     """

@@ -82,7 +82,7 @@ class Waited:
         return next(self._tickets)
 
     def add(self, name: Name, ticket: int, size_bytes: int) -> None:
-        """Wait for a block; whoever offered it before comes too late."""
+        """Accept an offer of a block; it replaces an earlier offer."""
         self.cancel([name])
         until_ns = self._clock.monotonic_ns() + UPKEEP_WAITED_MS * 1_000_000
         self._by_name[name] = _One(ticket, until_ns, size_bytes)

@@ -44,7 +44,7 @@ class Watcher:
         self._some.set()
 
     async def next(self, heartbeat_s: float) -> pb.WatchResponse:
-        """What there is to tell, or nothing, after a heartbeat's time."""
+        """The next events, or nothing after a heartbeat's time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(heartbeat_s):  # `wait_for` may swallow what ends the call
                 await self._some.wait()

@@ -38,7 +38,7 @@ _GONE: Final = "The node ended before it had answered; `kvstore keys status` say
 
 def proof(root_key: Buffer, challenge: bytes) -> bytes:
     """What only those can give that have the root key."""
-    return blake2b(challenge, key=bytes(root_key), digest_size=32, person=b"tkv control").digest()
+    return blake2b(challenge, key=root_key, digest_size=32, person=b"tkv control").digest()
 
 
 @contextmanager

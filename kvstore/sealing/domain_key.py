@@ -1,4 +1,4 @@
-"""What a keyring gives: the key of an erase domain, and word of one that was destroyed. What is wiped stays so."""
+"""The key of an erase domain, or the record of a destroyed one. A wiped key stays wiped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DomainKey", "Erased"]
 class DomainKey(Handle):
     """The key of an erase domain, unsealed. Closing it wipes the key."""
 
-    def __init__(self, number: int, slot: Slot, key: bytearray) -> None:
+    def __init__(self, number: int, slot: Slot, key: memoryview) -> None:
         self.number = number
         self.id = slot.id
         self.tenant = slot.tenant
@@ -29,7 +29,7 @@ class DomainKey(Handle):
         return f"DomainKey(number={self.number}, id={self.id.hex()})"
 
     @property
-    def key(self) -> bytearray:
+    def key(self) -> memoryview:
         """Its 32 bytes; Closed once they are wiped."""
         if self._wiped:
             raise Closed("The domain key was wiped.")

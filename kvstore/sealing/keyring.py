@@ -80,13 +80,15 @@ class Keyring(Handle):
         self._writing = RLock()  # of whoever changes the file
         self._keys = Lock()  # of unsealed tenants' keys
         self._failed = False
-        self._root = bytearray()
+        self._root = _no_key()
         self._store_slot = -1
         self._store_id = b""
-        self._unsealed: OrderedDict[bytes, bytearray] = OrderedDict()  # tenants' keys by id, latest used last
+        self._unsealed: OrderedDict[bytes, memoryview] = (
+            OrderedDict()
+        )  # tenants' keys by id, latest used last
         self._tenants: dict[bytes, list[TenantKey]] = {}  # live ones by version: the last is in use
         self._gone_tenants: dict[bytes, TenantKey] = {}
-        self._store_key = bytearray()
+        self._store_key = _no_key()
         try:
             file.sync()  # what a killed process has written counts, once it is durable
             self._header = header_of(file)
@@ -146,7 +148,7 @@ class Keyring(Handle):
         self._store_key = unwrapped(slot, self._root, self._header.store_uuid, self._store_slot)
 
     def _finish(self, found: Found) -> None:
-        """Go on with what was begun by a process that died."""
+        """Continue what a process that died had begun."""
         if header_sectors(self._file) != [pack_header(self._header)] * HEADER_PAGES:
             self._write_header(self._header)
         self._free(found.twins)
@@ -156,7 +158,7 @@ class Keyring(Handle):
     # Reading
 
     @property
-    def store_key(self) -> bytearray:
+    def store_key(self) -> memoryview:
         """The key of the store; the keyring's own, which it wipes when it is closed."""
         return self._store_key
 
@@ -221,7 +223,7 @@ class Keyring(Handle):
                     return DomainKey(number, slot, unwrapped(slot, by, self.store_uuid, number))
         raise Corrupt(f"The key in slot {number} is wrapped by a key that the keyring doesn't have.")
 
-    def _tenant_key(self, wraps: Slot) -> bytearray | None:
+    def _tenant_key(self, wraps: Slot) -> memoryview | None:
         """The unsealed key that wraps a domain's, under the lock of these."""
         known = self._unsealed.get(wraps.wrapped_by)
         if known is not None:
@@ -233,7 +235,7 @@ class Keyring(Handle):
                 return self._keep(slot.id, key)
         return None
 
-    def _keep(self, key_id: bytes, key: bytearray) -> bytearray:
+    def _keep(self, key_id: bytes, key: memoryview) -> memoryview:
         while len(self._unsealed) >= KEYRING_TENANTS_UNSEALED_MAX:
             aead.wipe(self._unsealed.popitem(last=False)[1])
         self._unsealed[key_id] = key
@@ -455,7 +457,7 @@ class Keyring(Handle):
             taken.append(self._slots.take(taken))
         return taken
 
-    def _wrapped_root(self, master: Master, root_id: bytes, key: bytearray) -> Root:
+    def _wrapped_root(self, master: Master, root_id: bytes, key: memoryview) -> Root:
         """Wrapped so that it was seen to come back, before anything depends on it."""
         associated = root_associated(self.store_uuid, root_id)
         blob = master.wrap(associated, key)
@@ -514,7 +516,7 @@ class Keyring(Handle):
             self._write(changes)
         return len(changes)
 
-    def _rewrapped(self, slot: Slot, by: tuple[int, bytearray], to: tuple[int, bytes, bytearray]) -> Slot:
+    def _rewrapped(self, slot: Slot, by: tuple[int, memoryview], to: tuple[int, bytes, memoryview]) -> Slot:
         """A slot with its key wrapped by another: its number and the key that wraps it, then both anew with an id."""
         key = unwrapped(slot, by[1], self.store_uuid, by[0])
         try:
@@ -559,9 +561,12 @@ class Keyring(Handle):
         with self._keys:
             for key in (self._root, *self._unsealed.values(), self._store_key):
                 aead.wipe(key)
-            self._root = bytearray()
+            self._root, self._store_key = _no_key(), _no_key()
             self._unsealed.clear()
-            self._store_key = bytearray()
+
+
+def _no_key() -> memoryview:
+    return memoryview(bytearray())
 
 
 def _erased(tenant: bytes, gone: TenantKey) -> Erased:

@@ -1,4 +1,4 @@
-"""What a keyring's file says without any key: its header, whose keys it has, and how many.
+"""What a keyring's file shows without any key: its header, and the owners and the number of its keys.
 
 What always holds: of two slots with the same key, as a rotation of the master key leaves them that was cut off, the one
 that the header's root key wraps counts. What it doesn't do: write, or unwrap more than the root key.
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class KeyringStatus(NamedTuple):
-    """What can be said of a keyring without any key."""
+    """The part of a keyring's state that needs no key."""
 
     store_uuid: bytes
     master_id: str
@@ -59,7 +59,7 @@ class TenantKey(NamedTuple):
 
 
 def read_status(path: Path) -> KeyringStatus:
-    """What can be said of a keyring without its master key, and while a node has it open."""
+    """The state of a keyring without its master key, also while a node has it open."""
     file = FolderFile(path, locks=False)
     try:
         header = header_of(file)
@@ -81,7 +81,7 @@ def header_of(file: KeyringFile) -> Header:
     return parse_header(header_sectors(file))
 
 
-def unwrapped_root(header: Header, master: Master) -> bytearray:
+def unwrapped_root(header: Header, master: Master) -> memoryview:
     """The root key, which the caller has to wipe; WrongMasterKey if another master key wraps it."""
     if header.master_id != master.id:
         raise WrongMasterKey(
@@ -96,7 +96,7 @@ def unwrapped_root(header: Header, master: Master) -> bytearray:
         ) from None
 
 
-def read_root(path: Path, master: Master) -> bytearray:
+def read_root(path: Path, master: Master) -> memoryview:
     """The root key of a keyring that a node may have open; the caller has to wipe it."""
     file = FolderFile(path, locks=False)
     try:
@@ -143,7 +143,7 @@ def found_in(slots: SlotTable, root_id: bytes) -> Found:
 def status_of(
     file: KeyringFile, header: Header, slots: SlotTable, tenants: Mapping[bytes, Sequence[TenantKey]]
 ) -> KeyringStatus:
-    """What can be said of an open file."""
+    """The state of an open file."""
     free, live, gone, damaged = slots.counts()
     return KeyringStatus(
         store_uuid=header.store_uuid,

@@ -32,8 +32,8 @@ class Master(Protocol):
         """Encrypt a key; MasterKeyUnavailable if that can't be done now."""
         ...
 
-    def unwrap(self, associated: bytes, wrapped: bytes) -> bytearray:
-        """Give the key back, in memory that the caller wipes; WrongMasterKey if this master key didn't wrap it."""
+    def unwrap(self, associated: bytes, wrapped: bytes) -> memoryview:
+        """Give the key back, in locked memory that the caller wipes; WrongMasterKey if it didn't wrap it."""
         ...
 
     def close(self) -> None:
@@ -57,11 +57,11 @@ class LocalMaster:
         nonce = secrets.token_bytes(aead.NONCE_BYTES)
         return nonce + aead.seal(self._key, nonce, associated, key)
 
-    def unwrap(self, associated: bytes, wrapped: bytes) -> bytearray:
+    def unwrap(self, associated: bytes, wrapped: bytes) -> memoryview:
         """Give the key back."""
         nonce, sealed = wrapped[: aead.NONCE_BYTES], wrapped[aead.NONCE_BYTES :]
         try:
-            return aead.unseal(self._key, nonce.ljust(aead.NONCE_BYTES, b"\0"), associated, sealed)
+            return aead.unseal_key(self._key, nonce.ljust(aead.NONCE_BYTES, b"\0"), associated, sealed)
         except aead.NotAuthentic as error:
             raise WrongMasterKey(f"The master key {self.id} did not wrap this key.") from error
 

@@ -23,6 +23,7 @@ from kvstore.limits import (
 )
 from nic_offload import aead
 from nic_offload.checksum import crc32c
+from nic_offload.secret_keys import new_key
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -134,9 +135,9 @@ def fresh_id() -> bytes:
     return drawn
 
 
-def fresh_key() -> bytearray:
-    """A random key in memory that can be wiped, of which there is no other copy."""
-    key = bytearray(aead.KEY_BYTES)
+def fresh_key() -> memoryview:
+    """A random key in locked memory, of which there is no other copy; its owner wipes it."""
+    key = new_key()
     with FileIO("/dev/urandom") as source:
         got = source.readinto(key)
     assert got == len(key), got
@@ -207,11 +208,11 @@ def wrapped(slot: Slot, key: Buffer, by: Buffer, store_uuid: bytes, number: int)
     return slot._replace(sealed=nonce + aead.seal(by, nonce, _associated(slot, store_uuid, number), key))
 
 
-def unwrapped(slot: Slot, by: Buffer, store_uuid: bytes, number: int) -> bytearray:
-    """The key in a slot, in memory that its caller wipes; Corrupt if any of the slot was changed."""
+def unwrapped(slot: Slot, by: Buffer, store_uuid: bytes, number: int) -> memoryview:
+    """The key in a slot, in locked memory that its caller wipes; Corrupt if any of the slot was changed."""
     nonce, sealed = slot.sealed[: aead.NONCE_BYTES], slot.sealed[aead.NONCE_BYTES :]
     try:
-        return aead.unseal(by, nonce, _associated(slot, store_uuid, number), sealed)
+        return aead.unseal_key(by, nonce, _associated(slot, store_uuid, number), sealed)
     except aead.NotAuthentic as error:
         raise Corrupt(
             f"The key in slot {number} of the keyring was changed, or belongs elsewhere."

@@ -47,7 +47,7 @@ class StoreKeys:
         """Take over an open keyring."""
         self._keyring = keyring
         self.vault = Vault(VAULT_KEYS_MAX)
-        self.header_secret = bytes(keyring.store_key)
+        self.header_secret = keyring.store_key
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
         self._worker = ThreadPoolExecutor(1, "kvstore-keys")
@@ -70,7 +70,7 @@ class StoreKeys:
             return name
         try:
             key = self._keyring.domain(tenant, domain)
-        except KvError as error:  # `ensure` says the same to whoever wants to write
+        except KvError as error:  # `ensure` raises the same for each write
             log.warning("A key of the keyring can't be used: %s", error)
             return None
         return None if key is None else self._take(key)
@@ -109,7 +109,7 @@ class StoreKeys:
         return self._keyring.erase([(tenant, domain)])
 
     def load(self, name: KeyName) -> bool:
-        """Put a key into the vault again; False if it is gone for good, StorageError if that can't be told now."""
+        """Put a key into the vault again; False if it was destroyed, StorageError if that is unknown now."""
         try:
             key = self._keyring.by_number(name.number, name.id.to_bytes(8, "little"))
         except Corrupt as error:  # nobody can read the record now

@@ -30,6 +30,7 @@ from kvstore.limits import (
     VAULT_CALL_MS,
 )
 from nic_offload import aead
+from nic_offload.secret_keys import key_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,7 +86,7 @@ class VaultMaster:
             raise self._failed("its answer has no wrapped key of a length that a keyring takes")
         return wrapped
 
-    def unwrap(self, associated: bytes, wrapped: bytes) -> bytearray:
+    def unwrap(self, associated: bytes, wrapped: bytes) -> memoryview:
         """Have Vault decrypt a key."""
         asked = {
             "ciphertext": wrapped.decode("ascii", "replace"),
@@ -98,7 +99,7 @@ class VaultMaster:
             key = bytearray()
         if len(key) != aead.KEY_BYTES:
             raise self._failed("its answer has no key")
-        return key
+        return key_of(key)
 
     def close(self) -> None:
         """It has nothing to wipe."""

@@ -62,7 +62,7 @@ class _Deletions:
         self._so_far = [DeleteDone(item.tag, None, found=False) for item in items]
 
     def heard(self, answers: Sequence[DeleteDone]) -> None:
-        """Take what a drive says; its tags are positions in the batch."""
+        """Take a drive's results; its tags are positions in the batch."""
         for at, error, found, size_bytes in answers:
             so_far = self._so_far[at]
             size_bytes += so_far.size_bytes  # noqa: PLW2901 - of all drives

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import mmap
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -22,8 +21,10 @@ from kvstore.storage.eviction.items import Guard
 from kvstore.storage.index import is_header_of
 from kvstore.wire.record import Header, record_bytes
 from nic_offload.checksum import crc32c_at
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable
 
     from kvstore.storage.eviction_events import Keeping
@@ -60,7 +61,7 @@ class Checks:
     def check(self, name: Name, entry: Entry, then: Callable[[Finding], None]) -> None:
         """Read a record; `then` is told what it is, from `poll`."""
         if self._memory is None:
-            self._memory = mmap.mmap(-1, CHECKS_AT_ONCE * CHECK_PIECE_BYTES)
+            self._memory = undumped(CHECKS_AT_ONCE * CHECK_PIECE_BYTES)
             first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             self._free = [first + at * CHECK_PIECE_BYTES for at in range(CHECKS_AT_ONCE)]
         self._extents.pin(entry.offset // PAGE_BYTES)

@@ -1,9 +1,9 @@
-"""When sessions expire: names by their times, the next one first.
+"""When sessions expire: names with their times, the earliest first.
 
-Always holds: a name is given once for each time it was set, not before that time, and not at all if it was set again or
-cleared since; at most twice as many entries are kept as there are names with a time.
+Always holds: a name is returned once for each time that was set, never early, and not at all if it was set again or
+cleared since. At most twice as many entries are kept as there are names with a time.
 
-It doesn't read a clock, and it removes nothing.
+It doesn't read a clock, and removes no session.
 """
 
 from __future__ import annotations

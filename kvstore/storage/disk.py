@@ -1,13 +1,13 @@
-"""The Disk seam: all that the store asks of a drive.
+"""The Disk seam: all that the store requires of a drive.
 
-What moves goes through `submit` and `reap`, in batches, between a drive and memory named by address: Python
-never sees those bytes. What is read or written once, at opening, goes through the blocking helpers.
+Transfers go through `submit` and `reap`, in batches, between a drive and memory given by address: Python never sees
+those bytes. Reads and writes at opening go through the blocking helpers.
 
-Always holds, of every Disk: a result is either all the bytes that were asked for or a `-errno`, so a short
-transfer is never mistaken for a whole one; each accepted operation is reaped exactly once; `close` waits
-for what is in flight, so memory may be given back after it.
+Always holds, of every Disk: a result is either all requested bytes or a `-errno`, so a short transfer is never
+mistaken for a complete one; each accepted operation is reaped exactly once; `close` waits for operations in flight,
+so their memory can be freed after it.
 
-A Disk does not order operations, does not cache and does not retry what failed.
+A Disk does not order operations, does not cache, and does not retry.
 """
 
 from __future__ import annotations
@@ -96,5 +96,5 @@ class Disk(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for what is in flight and let the drive go."""
+        """Wait for operations in flight and close the drive."""
         ...

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.errors import Overloaded, ProtocolError, ReadOnly, StorageError
 from kvstore.limits import (
     DELETES_QUEUED_MAX,
-    ERASE_STEP_BLOCKS,
+    ERASE_LOOK_BLOCKS,
     HEADER_BYTES,
     LENT_PAGES,
     LENT_SHARE,
@@ -115,7 +115,7 @@ class Drive(Handle):
         self._wipes = Wipes(self._writes, self._extents, self._traffic)
         self._scrubs = Scrubs(self._writes, self._extents, self._traffic)
         self._doubts = opened.doubts
-        self.manifests = Manifests(index)
+        self.manifests = Manifests(index, volume.keys)
         self.keeping = keeping = Keeping(
             index, self._writes, self._wipes, self._scrubs, self._doubts, volume.superblock, clock, policy
         )
@@ -354,7 +354,7 @@ class Drive(Handle):
 
     def of_domain(self, tenant: bytes, domain: int | None, after: bytes) -> tuple[list[Name], bytes | None]:
         """Return blocks of a tenant, all or those of one key, and from where to look on; None: there are no more."""
-        return self._index.of_domain(tenant, domain, after, ERASE_STEP_BLOCKS)
+        return self._index.of_domain(tenant, domain, after, ERASE_LOOK_BLOCKS)
 
     def drop(self, names: Sequence[Name], then: Wiped) -> None:
         """Delete blocks, synced; `then` is called from `poll` or at once."""

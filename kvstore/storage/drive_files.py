@@ -16,6 +16,7 @@ import errno
 import os
 from typing import TYPE_CHECKING, Protocol
 
+from kvstore.config import show_size
 from kvstore.errors import ConfigError, NoSpace, StorageError
 from kvstore.limits import DRIVE_CAPACITY_BYTES_MAX, DRIVE_CAPACITY_BYTES_MIN, DRIVES_MAX, PAGE_BYTES
 from kvstore.storage.folder import drive_path, index_path, sync_folder
@@ -44,7 +45,7 @@ class Bay(Protocol):
         ...
 
     def take_back(self) -> None:
-        """Forget what was made for an opening that has failed before anything came of it."""
+        """Remove what was created for a start that failed."""
         ...
 
 
@@ -130,7 +131,9 @@ def _preallocate(path: Path, capacity_bytes: int | None) -> None:
     if capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
         raise ConfigError(f"A drive has at least {DRIVE_CAPACITY_BYTES_MIN} bytes, not {capacity_bytes}.")
     if capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
-        raise ConfigError(f"A drive has at most {DRIVE_CAPACITY_BYTES_MAX} bytes, not {capacity_bytes}.")
+        raise ConfigError(
+            f"A drive has at most {show_size(DRIVE_CAPACITY_BYTES_MAX)}, not {show_size(capacity_bytes)}."
+        )
     part = path.with_name(f"{path.name}.part")  # a crash leaves this name, which is made anew
     try:
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

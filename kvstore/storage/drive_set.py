@@ -1,19 +1,19 @@
-"""Which drives a store has, which of them are believed, and who says so.
+"""Which drives a store has, and which of them can be trusted.
 
-Each time that drives join, are left out or come back, the store begins a new *set*, with a number higher than that of
-every set before. The number stands on each drive that is part of it, and then, which makes it count, in a file of
-the data folder. A drive whose number is lower was left out of a set: it is *stale*.
+Whenever drives join, are left out or return, the store begins a new *set*, with a higher number than all earlier
+sets. The number is written to each drive of the set, and then to a file of the data folder, which makes it current. A
+drive with a lower number was left out of a set: it is *stale*.
 
 Always holds:
 
-- Nothing is accepted before the number of its set counts. So a drive that isn't stale has missed nothing; and what a
-  stale one holds may have been deleted, replaced or begun anew elsewhere meanwhile, so all of it is voided when it
-  comes back: that a deleted block never comes back needs no more than that.
-- No drive is left out without a person's word, or while the folder's file is missing: then only the drives can say
-  which of them is stale, and they can only do so when all are there.
-- A stale drive never goes on alone, and a blank one never takes the place of one that held blocks.
+- Nothing is accepted before the number of its set is current. So a drive that isn't stale has missed nothing. What a
+  stale drive has may meanwhile have been deleted, replaced or stored again on another drive, so all of it is voided
+  when the drive returns. That is all it takes to keep deleted blocks deleted.
+- No drive is left out without an operator's decision, or while the folder's file is missing: then only the drives
+  themselves can show which of them is stale, and only if all are present.
+- A stale drive is never used alone, and a blank drive never replaces one that held blocks.
 
-It doesn't open, format or write drives: `plan` is pure, and the store does what it says.
+It doesn't open, format or write drives: `plan` is pure, and the store executes it.
 """
 
 from __future__ import annotations

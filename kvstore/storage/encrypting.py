@@ -1,27 +1,25 @@
-"""Encrypts, beside all other work, what a drive got before it had keys, and overwrites what is left in the clear.
+"""Encrypts in the background what a drive stored before it had keys, and overwrites remains in the clear.
 
-Blocks first, each read, checked and written anew, encrypted with its tenant's own key; then sessions and their chunks;
-then everything that is free is overwritten with zeros where it has other bytes.
+Blocks come first: each is read, checked and rewritten, encrypted with its tenant's own key. Then come sessions and
+their chunks. Then all free space that isn't zeros is overwritten with zeros.
 
 Always holds:
 
-- A record that is older than the drive's first key is encrypted before its old place is overwritten, and what it was
-  written as survives power loss before that. Which records are left is told by the index, and nothing else, so a
-  process that dies at any moment leaves nothing that the next one would not find.
-- Once nothing is left, and that is durable, the superblock says so. Until then the free pages are looked through again
-  by each process.
-- It works at most one part of the time in `ENCRYPT_SHARE`, on one record or piece at a time, and begins none, but the
-  first of a stretch, while a tenant's work is queued.
-- It makes no room: a record that finds none stays as it is, and is tried again.
-- A block keeps what the eviction knows of it; those who use it, or hold it, don't notice.
+- A record older than the drive's first key is encrypted, and the new copy survives power loss, before the old place
+  is overwritten. The index alone says which records are left, so a process that dies at any moment leaves nothing
+  that the next one would not find.
+- Once nothing is left, durably, the superblock says so. Until then each process scans the free pages again.
+- It uses at most one part in `ENCRYPT_SHARE` of the time, handles one record or piece at a time, and starts none,
+  except the first of a stretch, while a tenant's work is queued.
+- It makes no room: a record that finds no room stays as it is, and is retried later.
+- A block keeps its eviction state; its users and pins don't notice.
 
-It doesn't decide what is encrypted with which key from now on: puts do.
+It doesn't decide which key encrypts new records: puts do.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import NoSpace, StorageError
@@ -38,6 +36,7 @@ from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.index import is_header_of
 from kvstore.wire.record import record_bytes
 from nic_offload.checksum import crc32c_at
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +93,7 @@ class Encrypting:
         self._is_ending = False
         self._since_ns = self._rest_until_ns = 0
         self._left_bytes = 0
-        self._memory = mmap.mmap(-1, PAGE_BYTES)
+        self._memory = undumped(PAGE_BYTES)
         keeping.plain_bytes = index.plain_bytes() if self.is_active else 0
 
     @property
@@ -315,7 +314,7 @@ class Encrypting:
             if error is None and not self._closed:
                 self._volume.note_nothing_plain()
                 self.is_active, self._extents.unwritten, self.why = False, None, ""
-                self._memory = mmap.mmap(-1, PAGE_BYTES)
+                self._memory = undumped(PAGE_BYTES)
 
         self.is_working = True
         self._keeping.after_scrubs(overwritten)  # which may be at once
@@ -330,7 +329,7 @@ class Encrypting:
 
     def _add(self, pieces: _Pieces) -> None:
         if len(self._memory) < pieces.size_in_all:
-            self._memory = mmap.mmap(-1, pieces.size_in_all)
+            self._memory = undumped(pieces.size_in_all)
         self.is_working = True
         self._traffic.add(pieces)
 

@@ -1,10 +1,10 @@
 """Which pages of the drive are free: best fit, always from the start of a free extent.
 
-Always holds: free extents never touch each other (neighbours are one); an allocation is the prefix of a
-free extent, which is half of what makes a recovery by scan sound ("Why jumping is sound" in the record
-format's page); a pinned extent is not given out again before its last pin is gone.
+Always holds: free extents never adjoin (neighbours are merged); an allocation is the prefix of a free extent, on
+which recovery by scan depends ("Why jumping is sound" in docs/record-format.md); a pinned extent is not reused until
+its last pin is released.
 
-It keeps nothing per live extent: those are in the index. Units are pages, not bytes.
+It stores nothing about live extents: those are in the index. Units are pages, not bytes.
 """
 
 from __future__ import annotations
@@ -125,6 +125,10 @@ class Extents:
             return None
         begin = max(start, page)
         return begin, min(start + self._by_start[start], until) - begin
+
+    def after(self, page: int) -> list[tuple[int, int]]:
+        """Return the free extents that end after a page, in order."""
+        return sorted(one for one in self._by_start.items() if sum(one) > page)
 
     def hold(self, start: int, length: int) -> None:
         """Keep free pages from being allocated, until `let_go`; they stay free."""

@@ -1,7 +1,6 @@
-"""The data folder: who has it open, what its drives and indexes are called, and how far each of them had got.
+"""The data folder: its lock, the names of its drives and indexes, and notes of the commits of each index.
 
-Always holds: one process at a time has a folder open; the notes in the lock file survive the process, not the
-power.
+Always holds: one process at a time has a folder open; the notes in the lock file survive the process, not power loss.
 
 It doesn't open drives (`kvstore.storage.drive_files` does), and doesn't know which of them belong together
 (`kvstore.storage.drive_set` does).
@@ -86,7 +85,7 @@ class BegunNote(NamedTuple):
 
 
 class LentNote(NamedTuple):
-    """Ground that a lane was lent: records stand there, one behind the other, that no index may have yet."""
+    """Ground lent to a lane: it may have contiguous records that no index has yet."""
 
     drive_uuid: bytes
     epoch: int
@@ -103,6 +102,10 @@ class FolderLock:
         try:
             data.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(data / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileExistsError as error:
+            raise StorageError(
+                f"The data folder {data} cannot be used: it is a file, not a folder."
+            ) from error
         except OSError as error:
             raise StorageError(f"The data folder {data} cannot be used: {error.strerror}.") from error
         try:

@@ -1,14 +1,14 @@
-"""Checks a data folder that no node has open, drive by drive, and mends the indexes.
+"""Checks a data folder that no node has open, drive by drive, and repairs the indexes.
 
-Of each drive it builds a second index, as an opening would, and holds the folder's own against it, in the order
-of names, so that memory doesn't grow with the drive.
+For each drive it builds a second index, as a start without an index would, and compares it with the folder's own, in
+the order of names, so memory doesn't grow with the drive.
 
-Always holds: without `repair` nothing is written but those second indexes, which are removed; with it a drive gets a
-new epoch and roll first, then the second index takes the place of the first, which a crash at any moment leaves
-either whole or to be built anew. Nothing on a drive but superblock and roll is ever written.
+Always holds: without `repair` it writes nothing but those second indexes, which are removed. With `repair` a drive
+first gets a new epoch and roll, then the second index replaces the first; a crash at any moment leaves the index
+either whole or to be rebuilt. On a drive only the superblock and the roll are ever written.
 
-It doesn't mend records: a payload that is bad stays so, and is a miss. It doesn't look into drives that were left out
-when the store was last open: all that is on them is voided when they come back.
+It doesn't repair records: a damaged payload stays damaged, and is a miss. It doesn't read drives that were left out
+when the store was last open: everything on them is voided when they return.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class _Checked:
         self._first_path = index_path(data, number)
         self._second_path = data / f"fsck-{number}"
         last.callback(shutil.rmtree, self._second_path, ignore_errors=True)
-        self.second = Index.empty(self._second_path, superblock.capacity_bytes)
+        self.second = Index.empty(self._second_path, superblock.capacity_bytes, sealed=volume.is_all_sealed)
         last.callback(self.second.abandon)
         self._highest = rebuild(volume, self.second, progress)
         self.doubts = Doubts(self.second)
@@ -239,7 +239,7 @@ class _Checked:
         try:
             self._believe(first, example)
             _compare(first, self.second, self._superblock, self.report)
-        except StorageError as doubt:  # it can't be read to its end, and what was found until then stands
+        except StorageError as doubt:  # it can't be read to its end; the findings so far are valid
             self.report.add("unusable index", f"{example}: {doubt}")
         finally:
             first.abandon()

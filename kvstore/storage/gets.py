@@ -1,11 +1,11 @@
-"""A block's way from the drive into a slot: look up, read, check the header.
+"""Reads a block from the drive into a slot: look-up, read, check of the header.
 
-Always holds: a block is handed out only with a header that is exactly the one that the index and the
-request name, tag included. Its extent is pinned from the look-up to the end of the read, so nothing new
-can be written there, and the block is guarded as long, so it is not evicted for room. A block that could not
-be read is read once more; if that fails too, it is quarantined, so its name can be put again.
+Always holds: a block is returned only if its header is exactly the one that the index and the request name, tag
+included. From the look-up to the end of the read its extent is pinned, so nothing new is written there, and the block
+is guarded, so it is not evicted. A failed read is retried once; if that fails too, the block is quarantined, so its
+name can be put again.
 
-It doesn't check payloads; `GetDone` says who does. What is encrypted is decrypted here, in the slot.
+It doesn't check payloads; `GetDone` says who does. Encrypted blocks are decrypted here, in the slot.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
         lost = store.lost(lambda number, key_id: False)
         store.give_up()
 
-Always holds: `lost` writes nothing, and needs no key: where an encrypted record stands, how long it is and which key it
-names is in the clear. After `give_up` the next opening takes any keyring of the store, builds the indexes anew from the
-drives, and counts the pages of what it can't open as free; a crash in the middle leaves that, or a store that goes on
-asking for its keyring.
+Always holds: `lost` writes nothing and needs no key: the place, the length and the key's id of an encrypted record
+are in the clear. After `give_up` the next start accepts any keyring of the store, rebuilds the indexes from the
+drives, and counts the pages of records that it can't open as free. A crash in the middle leaves either that, or a
+store that still requires its keyring.
 
-It doesn't check that a header is authentic, since that needs the keyring's store key; so what it counts may include
-what a client made look like an encrypted record.
+It doesn't check that a header is authentic, because that needs the keyring's store key. So the count may include
+bytes that a client made to look like an encrypted record.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""The index: (tenant, key) -> where the block lies, and generation -> which block, in LMDB. A cache of the drive.
+"""The index: (tenant, key) -> where the block is, and generation -> which block, in LMDB. A cache of the drive.
 
-It is trusted at opening only if its file is whole (`kvstore.storage.index_file`), it says the same drive and the same
-epoch as the superblock, and it was either closed cleanly or written under this very boot of the kernel, whose page
-cache survives a killed process, with every commit that the folder's lock file has noted. One whose file is not to the
-last byte what was closed is looked through first (`kvstore.storage.index_check`). Otherwise it is thrown away and
-built anew.
+At a start it is trusted only if its file is whole (`kvstore.storage.index_file`), if it names the same drive and
+epoch as the superblock, and if it was either closed cleanly, or written since the machine booted (the kernel's page
+cache survives a killed process) and has every commit that the folder's lock file has noted. An index whose file is
+not byte for byte the one that was closed is checked first (`kvstore.storage.index_check`). Otherwise it is discarded
+and rebuilt.
 
 Always holds:
 
-- An epoch is durable in the superblock before any index holds it, and each opening and each clean close
-  makes a new one. So an index brought back from an earlier time has an epoch that is over, or, if it was
-  copied from a running node and brought back after SIGKILL, lacks a commit that was noted. One that was brought back
-  together with its notes shows on the drive, most likely (`kvstore.storage.index_check`).
-- Commits are not synced, so after power loss the file may be any mixture of old and new pages; then the
-  boot id has changed, and nothing in it is believed. Only the commit that marks it clean is synced, with
-  all before it.
-- Who is doubted (`kvstore.storage.doubts`) is noted by generation, and gone with the block.
-- A batch is published, or removed, in one transaction: all of it or nothing.
-- Each block has one row by name and one by generation. The latter are appended: generations rise.
-- What LMDB raises is a StorageError; an index that raised while it was open is not believed again.
+- An epoch is durable in the superblock before any index has it, and each start and each clean stop makes a new one.
+  So an index restored from an earlier time has a past epoch, or, if it was copied from a running node and restored
+  after SIGKILL, lacks a noted commit. One that was restored together with its notes contradicts the drive, most
+  likely (`kvstore.storage.index_check`).
+- Commits are not synced, so after power loss the file may be any mixture of old and new pages. The boot id has
+  changed then, and nothing in the file is trusted. Only the commit that marks the index as clean is synced, with all
+  before it.
+- Doubted blocks (`kvstore.storage.doubts`) are noted by generation, until the block is removed.
+- A batch is published, or removed, in one transaction.
+- Each block has one row by name and one by generation. The latter are appended, because generations rise.
+- Errors of LMDB are StorageErrors; an index that raised one while it was open is not trusted again.
 
-It doesn't know about extents or pins. Sessions, what is owed of their changes, and doubts are in tables of their own
+It doesn't know extents or pins. Sessions, unsettled changes of them, and doubts are in tables of their own
 (`kvstore.storage.manifests` and `.doubts`).
 """
 
@@ -40,7 +40,7 @@ import numpy as np
 from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, INDEX_GROWTHS_MAX, KEY_BYTES, PAGE_BYTES, TENANT_BYTES
 from kvstore.storage.folder import CommitNote
-from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, seal, unseal
+from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, overwrite, seal, unseal
 from kvstore.storage.index_rows import check_order, rows_of
 from kvstore.storage.row_check import CHECK_BYTES, checked, is_whole
 from kvstore.wire.record import Header, Kind
@@ -89,6 +89,7 @@ _BLOCKS: Final = (b"blocks", _NAME_BYTES, _ROW.itemsize)  # a table, and what it
 _OWNERS: Final = (b"generations", _GENERATION.size, _OWNER_ROW.itemsize)
 _META: Final = struct.Struct("<16sQ?36s")  # drive uuid, epoch, clean, boot id
 _META_KEY: Final = b"store 3"  # the rows had no checks before 2, and no domains before 3
+_SEALED_META_KEY: Final = b"store 3, sealed"  # no label of a session was ever in this file in the clear
 _COMMIT: Final = struct.Struct("<Q")
 _COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another one is not believed
 _MAP_BYTES_MIN: Final = 64 << 20
@@ -137,6 +138,10 @@ def is_header_of(found: object, name: Name, entry: Entry) -> bool:
     return isinstance(found, Header) and found._replace(expires_ms=entry.expires_ms) == header_of(name, entry)
 
 
+def _is_all_sealed(superblock: Superblock) -> bool:
+    return superblock.keyring is not None and not superblock.plain_below
+
+
 def kernel_boot_id() -> str:
     """Return the id of this boot of the kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -145,8 +150,11 @@ def kernel_boot_id() -> str:
 class Index:
     """An open index. One thread uses it."""
 
-    def __init__(self, folder: Path, capacity_bytes: int, *, readonly: bool = False) -> None:
+    def __init__(
+        self, folder: Path, capacity_bytes: int, *, readonly: bool = False, sealed: bool = False
+    ) -> None:
         self._folder = folder
+        self._meta_key = _SEALED_META_KEY if sealed else _META_KEY
         self._map_bytes = max(_MAP_BYTES_MIN, capacity_bytes // _CAPACITY_PER_MAP_BYTE)
         self._readonly = readonly
         self._notes: NotePlace | None = None  # where commits are noted, from the epoch's beginning on
@@ -168,15 +176,19 @@ class Index:
     ) -> Index:
         """Open the index of yesterday if it can be believed; Corrupt, with the reason in half a sentence, if not.
 
+        That of a drive that has nothing in the clear must never have had anything in the clear itself, unless it is
+        only read.
         One that is not sealed has to be looked through before a row of it is taken for true.
         """
         if not (folder / DATA_NAME).is_file():
             raise Corrupt("there is none")
-        sealed = is_sealed(folder)
-        if not sealed:
+        is_as_closed = is_sealed(folder)
+        if not is_as_closed:
             check_structure(folder)
         try:
-            index = cls(folder, superblock.capacity_bytes, readonly=readonly)
+            index = cls(
+                folder, superblock.capacity_bytes, readonly=readonly, sealed=_is_all_sealed(superblock)
+            )
         except (StorageError, lmdb.Error) as error:
             raise Corrupt(f"it can't be opened: {error}") from error
         with ExitStack() as undo:
@@ -188,18 +200,23 @@ class Index:
             if doubt:
                 raise Corrupt(doubt)
             undo.pop_all()
-        index.is_sealed = sealed
+        index.is_sealed = is_as_closed
         return index
 
     @classmethod
-    def empty(cls, folder: Path, capacity_bytes: int) -> Index:
-        """Discard the index and create an empty one."""
+    def empty(cls, folder: Path, capacity_bytes: int, *, sealed: bool = False) -> Index:
+        """Discard the index and create an empty one. A `sealed` one is never to have a label in the clear.
+
+        Then the one before is overwritten, because it may have some.
+        """
         if folder.is_dir() and not folder.is_symlink():
+            if sealed:
+                overwrite(folder)
             shutil.rmtree(folder)
         else:
             folder.unlink(missing_ok=True)
         folder.mkdir(mode=0o700)
-        return cls(folder, capacity_bytes)
+        return cls(folder, capacity_bytes, sealed=sealed)
 
     def begin_epoch(self, superblock: Superblock, boot_id: str, notes: NotePlace) -> None:
         """Say which epoch this index belongs to. The superblock has to be durable with it already."""
@@ -547,10 +564,12 @@ class Index:
     def _doubt(self, superblock: Superblock, boot_id: str, note: CommitNote) -> str:
         """Return why this is not the drive's index as it was closed; empty if it is."""
         with self._env.begin(db=self._meta) as transaction:
-            meta, commit = transaction.get(_META_KEY), transaction.get(_COMMIT_KEY)
+            meta, commit = transaction.get(self._meta_key), transaction.get(_COMMIT_KEY)
             doubted = transaction.get(_DOUBTED_KEY)
-        if meta is None or commit is None or not is_whole(_META_KEY, meta):
-            return "it is of another version, or not of an index"
+            if meta is None and self._readonly:
+                self._meta_key, meta = _META_KEY, transaction.get(_META_KEY)
+        if meta is None or commit is None or not is_whole(self._meta_key, meta):
+            return "it is of another version, may have labels in the clear, or is not one of an index"
         drive_uuid, epoch, clean, boot = _META.unpack(meta[:-CHECK_BYTES])
         if (drive_uuid, epoch) != (superblock.drive_uuid, superblock.epoch):
             return "it is of another drive or another time"
@@ -571,10 +590,10 @@ class Index:
 
     def _put_meta(self, superblock: Superblock, boot_id: str, *, clean: bool) -> None:
         row = _META.pack(superblock.drive_uuid, superblock.epoch, clean, boot_id.encode())
-        meta = checked(_META_KEY, row)
+        meta = checked(self._meta_key, row)
 
         def put(transaction: Any) -> None:
-            transaction.put(_META_KEY, meta, db=self._meta)
+            transaction.put(self._meta_key, meta, db=self._meta)
             transaction.put(_DOUBTED_KEY, _EPOCH.pack(superblock.epoch), db=self._meta)
 
         self.write(put)

@@ -1,15 +1,15 @@
-"""Holds an index that was not closed cleanly against itself, and a part of it against the drive, before it is believed.
+"""Checks an index that was not closed cleanly against itself, and a part of it against the drive, before it is trusted.
 
-What is believed decides where the next records are written. So after this has passed, every row is what was put there,
-every row is found by its name, rows by name and by generation say the same, and the last commit is the one that
-the rows are of; that no two records overlap, or lie outside, `extents_around` sees.
+The index decides where the next records are written. After this check, every row is as it was written and is found by
+its name; rows by name and by generation agree; and the last commit is the one that the rows belong to. That no two
+records overlap, and that none is out of bounds, is checked by `extents_around`.
 
-What is wrong on the drive's side is looked for in some places, since reading all headers would be a scan: the newest
-`INDEX_HEADERS_CHECKED_MAX` blocks, the oldest `FREE_HEADERS_CHECKED_MAX`, and the first pages of as many extents that
-the index holds free. An index of an earlier hour of this epoch, brought back with the lock file of that hour, shows
-there: records stand where it has others or none, with generations that nobody had been given by then.
+Checking all headers would be a scan of the drive, so only some are read: those of the newest
+`INDEX_HEADERS_CHECKED_MAX` blocks, of the oldest `FREE_HEADERS_CHECKED_MAX`, and the first pages of as many free
+extents. An index from earlier in this epoch, restored together with the lock file of that time, is detected there:
+records are where it has others or none, with generations that had not been used by then.
 
-Always holds: what doesn't pass is Corrupt, with the reason in half a sentence. Nothing is written.
+Always holds: an index that fails is Corrupt, with the reason. Nothing is written.
 """
 
 from __future__ import annotations

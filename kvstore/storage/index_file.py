@@ -1,17 +1,16 @@
-"""The file of an index, looked at before LMDB maps it: LMDB believes every byte, and a wrong one can kill the process.
+"""Checks the file of an index before LMDB maps it: LMDB trusts every byte, and a wrong one can kill the process.
 
-LMDB has no checksums. It follows page numbers, lengths and positions as it finds them, through a mapping; a page
-behind the end of the file is SIGBUS, and a wrong free list lets it write over its own pages. So a file is mapped only
-if one of two holds:
+LMDB has no checksums. It follows page numbers, lengths and positions through a mapping; a page beyond the end of the
+file is SIGBUS, and a wrong free list makes it overwrite its own pages. So a file is mapped only if
 
 - it is byte for byte the one that was closed cleanly: its *seal*, a small file beside it, has its length and CRC; or
-- its structure is whole (`check_structure`): both heads, every page of every tree and of the free list in the file, of
-  the right kind, inside its bounds and used once, with as many entries as the tree says.
+- its structure is valid (`check_structure`): both heads, and every page of every tree and of the free list, is in the
+  file, of the right kind, within its bounds and used once, with as many entries as the tree says.
 
-Always holds: nothing here writes to the index; the seal is taken away before the index is changed, and a seal that is
-itself damaged is none.
+Always holds: nothing here writes to the index, except to overwrite one that is discarded; the seal is removed before
+the index is changed, and a damaged seal counts as none.
 
-It doesn't look into rows (`kvstore.storage.index_check` does), and doesn't know whose index it is.
+It doesn't check rows (`kvstore.storage.index_check` does), and doesn't know which store the index belongs to.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ __all__ = [
     "PAGE_HEAD_BYTES",
     "check_structure",
     "is_sealed",
+    "overwrite",
     "seal",
     "tree_of",
     "unseal",
@@ -112,6 +112,16 @@ def unseal(folder: Path) -> None:
     if seal_path.is_dir():  # it is not ours
         shutil.rmtree(seal_path)
     seal_path.unlink(missing_ok=True)
+
+
+def overwrite(folder: Path) -> None:
+    """Overwrite a file that is about to be discarded with zeros, durably; no file is well."""
+    with suppress(FileNotFoundError), (folder / DATA_NAME).open("r+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        zeros = bytes(_READ_BYTES)
+        for at in range(0, size, _READ_BYTES):
+            file.write(zeros[: size - at])
+        os.fsync(file.fileno())
 
 
 def is_sealed(folder: Path) -> bool:

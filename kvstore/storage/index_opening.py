@@ -1,10 +1,11 @@
-"""Takes yesterday's index of a drive, or builds one anew, and begins an epoch with it.
+"""Opens the existing index of a drive, or rebuilds it, and begins an epoch.
 
-Always holds: what is taken agrees with itself and with the drive, as far as the way it was left makes a look necessary
-(`kvstore.storage.index_check`); whatever doubt there is brings a scan about, and no error. The epoch is on the drive
-before it is in the index, and so are all notes of it in the lock file.
+Always holds: an index that is kept agrees with itself and with the drive, as far as the way it was closed requires a
+check (`kvstore.storage.index_check`). Any doubt leads to a scan, not to an error. The epoch is on the drive before it
+is in the index, and so are all notes of it in the lock file.
 
-It doesn't say what an index holds (`kvstore.storage.index`), or what a scan finds (`kvstore.storage.recovery`).
+It doesn't know the contents of an index (`kvstore.storage.index` does) or how to scan (`kvstore.storage.recovery`
+does).
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def open_index(
         rebuilt = (index is None or extents is None) and not blank
         if index is None or extents is None:
             undo.close()
-            index = Index.empty(folder, volume.superblock.capacity_bytes)
+            index = Index.empty(folder, volume.superblock.capacity_bytes, sealed=volume.is_all_sealed)
             undo.callback(index.abandon)
             if rebuilt:
                 volume.skip_generations(rebuild(volume, index, progress))

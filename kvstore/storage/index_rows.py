@@ -1,10 +1,10 @@
-"""Rows of a table of an index, thousands at once, from the file that LMDB has: an opening reads all of them.
+"""Reads rows of an index's table, thousands at a time, directly from LMDB's file: a start reads all of them.
 
-LMDB gives rows one by one, and a Python call for each of ten million is half a minute. Here a tree is followed a level
-at a time, and the rows of many leaves are gathered together. The rows come in the order of their names.
+LMDB returns rows one by one, and a Python call for each of ten million takes half a minute. Here a tree is followed a
+level at a time, and the rows of many leaves are gathered together, in the order of their names.
 
-Always holds: only a file that is sealed, or whose structure was looked through, is read (`kvstore.storage.index_file`),
-and nothing is committed to it meanwhile; one thread uses an index. Rows whose names or values have other lengths are
+Always holds: only a file that is sealed, or whose structure was checked, is read (`kvstore.storage.index_file`), and
+nothing is committed to it meanwhile; one thread uses an index. Rows whose names or values have other lengths are
 Corrupt. After `check_order` LMDB finds each row by its name.
 """
 

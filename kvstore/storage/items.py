@@ -127,10 +127,10 @@ class SessionStep(enum.Enum):
     )  # name these blocks as well, all of which are stored; it makes a session that is not there
     TRUNCATE = enum.auto()  # keep the first blocks only
     FORK = enum.auto()  # become a copy of the first blocks of `source`
-    REMOVE = enum.auto()  # be gone, and with it, if so asked, the blocks that nothing names any more
+    REMOVE = enum.auto()  # remove the session and, if requested, the blocks that nothing else names
     LIMIT = enum.auto()  # end by itself at `expires_ms`, or not at all
     PROTECT = enum.auto()  # keep its first so many blocks from being evicted, over restarts too; 0: none
-    EXPIRE = enum.auto()  # be gone, if its time is over by now
+    EXPIRE = enum.auto()  # remove the session, if it has expired
     REWRITE = enum.auto()  # stay as it is, in a record that is written anew
 
 
@@ -176,7 +176,7 @@ GetsDone = Callable[[Sequence[GetDone]], None]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Where a drive stands, or the store: then it is the sum, and true of what is true of any drive."""
+    """The state of a drive, or of the store: sums, and true where it is true of any drive."""
 
     capacity_bytes: int
     free_bytes: int

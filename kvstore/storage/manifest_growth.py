@@ -1,7 +1,7 @@
 """How a session's manifest grows by a turn: its bounds, and when a chunk is full. Pure, and in slices.
 
-What always holds: what can't be is SessionRefused, and nothing is changed by it; what comes out has a turn
-for every block, and each chunk that has become full, once.
+What always holds: an impossible step is SessionRefused, and changes nothing; the result has a turn for every block,
+and each chunk that has become full, once.
 """
 
 from __future__ import annotations

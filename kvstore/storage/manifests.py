@@ -2,16 +2,16 @@
 
 Always holds:
 
-- A chunk counts the sessions that name it, and is removed with the last. A block counts the chunks and tails that name
-  it, so sessions that share a chunk cost its blocks one reference: forking is O(chunks).
-- What a session consists of changes in one transaction, and with it all counts, if they are few. Those of a large one
-  are changed in slices: chunks are counted before the session names them (`name_chunks`), and after it has given them
-  up (`settle`). Meanwhile the session *owes* them: the count of a chunk is always that of the sessions that name it and
-  of those that owe it. An opening settles what a crash has left owed.
+- A chunk counts the sessions that name it, and is removed with the last one. A block counts the chunks and tails that
+  name it, so sessions that share a chunk cost its blocks one reference: forking is O(chunks).
+- If few counts change, they change in the same transaction as the session. Those of a large session change in slices:
+  chunks are counted before the session names them (`name_chunks`), and after it has dropped them (`settle`). In
+  between, the session *owes* them: a chunk's count is always the number of sessions that name it or owe it. A start
+  settles what a crash has left owed.
 - A value has a bounded size: a chunk's fits into one page of LMDB.
 
-It doesn't write to the drive, and doesn't know whether named blocks exist. References to blocks that are gone are
-kept: a block may come back under its name.
+It doesn't write to the drive, and doesn't know whether named blocks exist. References to removed blocks are kept: a
+block may be stored again under its name.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from kvstore.limits import (
     PAGE_BYTES,
     SESSION_BYTES,
     SESSION_CHUNK_BLOCKS,
+    SESSION_LABEL_BYTES_MAX,
     TENANT_BYTES,
     USER_BYTES,
 )
+from kvstore.storage.labels import LOST_LABEL, SEALED_MORE_BYTES, Labels, is_sealed_label
 from kvstore.storage.row_check import CHECK_BYTES, checked
 from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, parse_manifest, split_keys
 from kvstore.wire.record import record_bytes
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvstore.storage.index import Index, Name
+    from kvstore.storage.sealing import Keys
 
     Written = Mapping[bytes, tuple["Place", bytes]]
     """Chunks on the drive, by their keys: place and payload."""
@@ -47,6 +50,7 @@ _PLACE: Final = struct.Struct("<QIIQ")  # it begins like the rows of all records
 _CHUNK: Final = struct.Struct("<QIIQI")  # place, then how many sessions name it
 _COUNT: Final = struct.Struct("<I")
 _CHUNK_WORK: Final = 8  # to count a chunk once more or less costs as much as so many blocks
+_LABEL_BYTES_MAX: Final = SESSION_LABEL_BYTES_MAX + SEALED_MORE_BYTES
 _NO_END: Final = 1 << 62  # of work: all in one transaction
 
 
@@ -87,7 +91,7 @@ class Listed(NamedTuple):
     """A session in a list."""
 
     session: bytes
-    label: bytes
+    label: bytes | None  # None: it was lost with its user's key
     blocks: int
     turns: int
     tokens: int
@@ -108,14 +112,21 @@ class Changed(NamedTuple):
 class Manifests:
     """The tables of sessions, chunks and references of one index."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, keys: Keys | None = None) -> None:
+        """Without the store's keys, sealed labels are lost, and those of new sessions in the clear."""
         self._index = index
+        self._labels = Labels(keys)
 
     def get(self, name: SessionName) -> Stored | None:
-        """Find a session."""
+        """Find a session; if its label is lost, it has none."""
+        row_name = b"".join(name)
         with self._index.reading() as transaction:
-            row = transaction.get(b"".join(name), db=self._index.sessions)
-        return None if row is None else _stored(row)
+            row = transaction.get(row_name, db=self._index.sessions)
+        if row is None:
+            return None
+        stored = _stored(row)
+        label = self._labels.unseal(row_name, stored.manifest.label)
+        return stored._replace(manifest=stored.manifest._replace(label=label or b""))
 
     def keys(self, name: SessionName, first: int = 0, until: int | None = None) -> list[bytes] | None:
         """Return a session's block keys, or a range of them; None if there is no such session."""
@@ -154,8 +165,8 @@ class Manifests:
                 name, row = cursor.item()
                 if not name.startswith(tenant + user):
                     break
-                if (session := name[TENANT_BYTES + USER_BYTES :]) != after:
-                    found.append(_listed(session, _stored(row).manifest))
+                if name[TENANT_BYTES + USER_BYTES :] != after:
+                    found.append(self._listed(name, _stored(row).manifest))
                 there = cursor.next()
         return found
 
@@ -174,9 +185,22 @@ class Manifests:
                     return found, True
                 row, user_end = cursor.key(), TENANT_BYTES + USER_BYTES
                 name = SessionName(row[:TENANT_BYTES], row[TENANT_BYTES:user_end], row[user_end:])
-                found.append((name, _listed(name.session, _stored(cursor.value()).manifest)))
+                found.append((name, self._listed(row, _stored(cursor.value()).manifest)))
                 there = cursor.next()
         return found, False
+
+    def _listed(self, row_name: bytes, manifest: Manifest) -> Listed:
+        turns = manifest.turns
+        return Listed(
+            row_name[-SESSION_BYTES:],
+            self._labels.unseal(row_name, manifest.label),
+            manifest.blocks,
+            len(turns),
+            sum(turn.tokens for turn in turns),
+            turns[-1].at_ms if turns else 0,
+            manifest.expires_ms,
+            manifest.epoch,
+        )
 
     def __len__(self) -> int:
         with self._index.reading() as transaction:
@@ -197,7 +221,7 @@ class Manifests:
         return split_keys(row[_CHUNK.size : -CHECK_BYTES])
 
     def all(self) -> Iterator[tuple[SessionName, Stored]]:
-        """Return all sessions."""
+        """Return all sessions; sealed labels look all alike."""
         with self._index.reading() as transaction:
             for name, row in transaction.cursor(self._index.sessions):
                 tenant, user, session = (
@@ -205,7 +229,10 @@ class Manifests:
                     name[TENANT_BYTES:-SESSION_BYTES],
                     name[-SESSION_BYTES:],
                 )
-                yield SessionName(tenant, user, session), _stored(row)
+                stored = _stored(row)
+                if is_sealed_label(stored.manifest.label):
+                    stored = stored._replace(manifest=stored.manifest._replace(label=LOST_LABEL))
+                yield SessionName(tenant, user, session), stored
 
     def pages_of_tenants(self) -> Counter[bytes]:
         """Return how many pages the records of each tenant take."""
@@ -302,13 +329,22 @@ class Manifests:
         )
 
     def replace(
-        self, name: SessionName, new: Stored | None, written: Written, work_max: int = _NO_END
+        self,
+        name: SessionName,
+        new: Stored | None,
+        written: Written,
+        work_max: int = _NO_END,
+        *,
+        is_clear: bool = False,
     ) -> Changed:
         """Replace the session of this name, or remove it; `written` are the chunks that are on the drive.
 
         If that gives up more than so much, chunks are owed. StorageError, and nothing changed, if the new one names a
-        chunk that is neither known nor written.
+        chunk that is neither known nor written. Of a record that `is_clear`, so is the label.
         """
+        if new is not None and not is_clear:
+            label = self._labels.seal(name.tenant, name.user, b"".join(name), new.manifest.label)
+            new = new._replace(manifest=new.manifest._replace(label=label))
         return self._index.write(
             lambda transaction: _Change(self._index, transaction, name).replace(new, written, work_max)
         )
@@ -446,23 +482,8 @@ class _Change:
                 self._unreferenced[key] = None
 
 
-def _listed(session: bytes, manifest: Manifest) -> Listed:
-    turns = manifest.turns
-    tokens = sum(turn.tokens for turn in turns)
-    return Listed(
-        session,
-        manifest.label,
-        manifest.blocks,
-        len(turns),
-        tokens,
-        turns[-1].at_ms if turns else 0,
-        manifest.expires_ms,
-        manifest.epoch,
-    )
-
-
 def _stored(row: Sequence[int] | bytes) -> Stored:
-    manifest = parse_manifest(bytes(row[_PLACE.size : -CHECK_BYTES]))
+    manifest = parse_manifest(bytes(row[_PLACE.size : -CHECK_BYTES]), _LABEL_BYTES_MAX)
     if manifest is None:
         raise StorageError("The index contradicts itself: a session's row is invalid.")
     return Stored(Place._make(_PLACE.unpack_from(bytes(row[: _PLACE.size]))), manifest)

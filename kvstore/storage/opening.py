@@ -1,8 +1,8 @@
-"""Opens the drives of a data folder: finds them, does what `drive_set.plan` says, and opens each.
+"""Opens the drives of a data folder: finds them, executes `drive_set.plan`, and opens each.
 
-Always holds: a drive that can't be used stops the opening, with its number and the way to go on without it in the
-error; what was opened by then is closed again, and no drive has been formatted or voided unless all of them could be
-read; a new set counts before anything is accepted.
+Always holds: a drive that can't be used stops the start, with an error that has its number and says how to start
+without it. Drives opened so far are closed again, and no drive has been formatted or voided unless all of them could
+be read. A new set is current before anything is accepted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Results on their way to the callbacks they belong to.
+"""Results waiting for their callbacks.
 
-Always holds: a callback is called only from `deliver`, with all its results so far in one sequence; one
-that raises doesn't take the results of others with it.
+Always holds: a callback is called only from `deliver`, with all its results so far in one sequence; if one raises,
+the others still get their results.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""The way of a block onto the drive: one write for each name, then publish and report.
+"""Puts: one write for each name, then publish and report.
 
 Always holds:
 
-- A put is reported only when its record is whole on the drive, in the index, and, if asked for, synced
+- A put is reported only when its record is complete on the drive, in the index, and, if requested, synced
   (`kvstore.storage.writes` keeps the order of all records).
-- A name is written once: later puts of it with the same bytes share the fate of the first, and of what is stored;
+- A name is written once: later puts of it with the same bytes get the result of the first, or of the stored block;
   those with other bytes fail, and change nothing.
-- The longest life that any of them asks for counts, and is on the drive before that one is reported
+- The longest time to live that any of them requests applies, and is on the drive before that put is reported
   (`kvstore.storage.renewals`).
-- What is stored settles no put while it is doubted (`kvstore.storage.doubts`): it is read and checked first. If it is
-  whole the put is settled with it; if not, it is quarantined, and the put is written, or handed to another drive
+- A stored block completes no put while it is doubted (`kvstore.storage.doubts`): it is read and checked first. If it
+  is whole, the put completes with it; if not, it is quarantined, and the put is written, or handed to another drive
   that has a block of the name.
-- What a put replaces is wiped before its extent is free.
+- A replaced record is wiped before its extent is free.
 - A put of a tenant at its quota waits before it is queued (`kvstore.storage.quotas`).
 
-It doesn't check payloads of puts: `crc32c` is the caller's word.
+It doesn't check payloads of puts: it trusts the caller's `crc32c`.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Puts:
         write.over(error)
 
     def _end_rewrite(self, write: _Rewrite, error: StorageError | None) -> None:
-        """Overwrite the old place, and go on with what has waited: later puts of its name, and deletions."""
+        """Overwrite the old place, and continue what has waited: later puts of its name, and deletions."""
         if error is None and write.has_moved:
             assert write.replaces is not None
             self._keeping.overwrite(write.replaces)
@@ -251,7 +251,7 @@ class Puts:
         return name in self._by_name
 
     def of_domain(self, tenant: bytes, domain: bytes | None) -> list[Name]:
-        """Tell which names of a tenant, or of one domain of it, are being put."""
+        """Return the names of a tenant, or of one of its domains, that are being put."""
         return [
             name
             for name, work in self._by_name.items()

@@ -260,7 +260,7 @@ class Quotas:
             evicted += made.blocks
             if made.more:
                 break
-            self._over.discard(tenant)  # what is guarded goes with its next put
+            self._over.discard(tenant)  # guarded blocks are evicted with its next put
         return evicted
 
     @property

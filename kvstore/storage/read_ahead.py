@@ -1,12 +1,12 @@
 """Read-ahead for a walk over a drive: it predicts the next positions and reads them in advance.
 
-A walk over headers learns from each header where the next one is, so a drive would do one small read at a time,
-while most drives do thirty in hardly more time. Blocks of one store mostly have one size, so the next jump is mostly
-equal to the last one. After two equal jumps the next positions are read, twice as many after each right guess.
+A walk over headers learns from each header where the next one is, so it would make one small read at a time, while
+most drives do thirty in hardly more time. Blocks of one store mostly have one size, so the next jump mostly equals
+the last one. After two equal jumps the next positions are read, twice as many after each right guess.
 
-Always holds: `read` returns what the drive has at that place, read after the `Ahead` was made, or a StorageError. A
-wrong guess, or one whose read failed, only costs time: the place is then read normally. After closing, nothing is in
-flight, so others may use the drive's queue.
+Always holds: `read` returns the drive's bytes at that position, read after the `Ahead` was made, or a StorageError. A
+wrong guess, or one whose read failed, only costs time: the position is then read normally. After closing, nothing is
+in flight, so others may use the drive's queue.
 
 It doesn't see writes: the drive must not be written meanwhile.
 """
@@ -14,12 +14,12 @@ It doesn't see writes: the drive must not be written meanwhile.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import select
 from typing import TYPE_CHECKING, Self
 
 from kvstore.limits import READS_AHEAD_MAX
 from kvstore.storage.disk import DiskOp, DiskOpKind
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,7 +35,7 @@ class Ahead:
     def __init__(self, disk: Disk, piece_bytes: int) -> None:
         self._disk = disk
         self._piece_bytes = piece_bytes
-        self._memory = mmap.mmap(-1, READS_AHEAD_MAX * piece_bytes)
+        self._memory = undumped(READS_AHEAD_MAX * piece_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free = list(range(READS_AHEAD_MAX))  # pieces of the memory, which are also the tags
         self._guesses: dict[tuple[int, int], int] = {}  # (offset, length) -> piece; in the order of the drive

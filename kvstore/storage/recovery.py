@@ -1,11 +1,11 @@
 """Rebuilds the index by walking over the headers on the drive, as `docs/record-format.md` describes it.
 
-Always holds: it writes nothing to the drive and reads no block's payload on purpose; of blocks with one name
-that the roll allows, the one with the highest generation is in the index afterwards; of a session, the newest
-manifest that is whole.
+Always holds: it writes nothing to the drive, and doesn't need to read payloads of blocks. Afterwards the index has,
+of blocks with one name that the roll allows, the one with the highest generation; of a session, the newest complete
+manifest.
 
-It doesn't judge payloads: their CRC is checked on every read. A page that cannot be read is stepped over;
-if it was a header, its record is lost.
+It doesn't check payloads: their CRC is checked on every read. An unreadable page is skipped; if it was a header, its
+record is lost.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def check_manifests(volume: Volume, index: Index, synced_generation: int) -> Non
                 raise Corrupt("A session's record cannot be read.") from error
             header, payload = open_copy(volume.codec, record, place.offset)
             if header is Flaw.NO_KEY:
-                continue  # its user was erased, and the index has not heard of it
+                continue  # its user was erased, and the index doesn't have that yet
             is_its = isinstance(header, Header) and header.generation == place.generation
             if not is_its or crc32c(payload) != place.crc32c:
                 raise Corrupt("A session's record is not whole.")
@@ -200,7 +200,8 @@ class _Sessions:
 
     def __init__(self, volume: Volume, index: Index) -> None:
         self._volume = volume
-        self._manifests = Manifests(index)
+        self._manifests = Manifests(index, volume.keys)
+        self._clear: set[int] = set()  # where records are in the clear
         self._heads: dict[tuple[bytes, bytes], list[tuple[int, Place]]] = {}
         self._chunks: dict[tuple[bytes, bytes], list[Place]] = {}
 
@@ -208,6 +209,8 @@ class _Sessions:
         """Remember where one stands."""
         place = Place(offset, header.length, header.crc32c, header.generation)
         name = (header.tenant, header.key)
+        if not header.domain:
+            self._clear.add(offset)
         if header.kind == Kind.SESSION:
             self._heads.setdefault(name, []).append((header.generation, place))
         elif header.kind == Kind.CHUNK:
@@ -232,7 +235,8 @@ class _Sessions:
                 return False
             written[chunk] = found
         name = SessionName(tenant, manifest.user, manifest.session)
-        self._manifests.replace(name, Stored(place, manifest), written)
+        is_clear = place.offset in self._clear
+        self._manifests.replace(name, Stored(place, manifest), written, is_clear=is_clear)
         return True
 
     def _chunk(self, tenant: bytes, chunk: bytes) -> tuple[Place, bytes] | None:

@@ -1,18 +1,18 @@
-"""A longer life for a block that is stored: its header is written anew, where it stands.
+"""Extends the life of a stored block: its header is rewritten in place.
 
-A header lies in one sector, so it is the old one or the new one whatever happens, and both are this record's: place,
-generation, payload and tag's key are the same, and only the time at which it expires differs. So no page is taken or
-given, and everybody who knows the block by its generation goes on knowing it.
+A header is within one sector, so it is the old one or the new one whatever happens, and both belong to this record:
+place, generation, payload and the tag's key are the same, and only the expiry differs. So no page is allocated or
+freed, and references to the block by generation stay valid.
 
 Always holds:
 
-- A header is read before it is written anew, since of an encrypted record only the drive has all of it. One that is
-  not this block's any more is left as it is.
-- A put is reported when the longer life is in the header on the drive and in the index; a `synced` one when a sync has
-  been begun after that and ended.
-- While a header is being written its extent is pinned, so that nothing else comes to stand there, not even the zeros
-  of a deletion, before that write has ended.
-- A block that is gone when its header has been written was not renewed: its caller gets that, and puts it.
+- A header is read before it is rewritten, since of an encrypted record only the drive has all of it. If it is no
+  longer this block's, it is left alone.
+- A put is reported when the longer life is in the header on the drive and in the index; a `synced` one when a sync
+  that began after that has ended.
+- While a header is being written its extent is pinned, so nothing else is written there before that write has ended,
+  not even the zeros of a deletion.
+- A block that was removed by the time its header is written was not renewed: the caller is told, and puts it.
 
 It decides nothing about puts: `kvstore.storage.puts` does.
 """

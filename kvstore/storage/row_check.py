@@ -1,7 +1,7 @@
 """The checksum at the end of each row of an index: a CRC of the row's name and contents.
 
-Always holds: one flipped bit in a row, or in the name that it stands under, is seen. Rows by generation have none: they
-say again what the rows by name do, and `kvstore.storage.index_check` holds the two against each other.
+Always holds: one flipped bit in a row, or in its name, is detected. Rows by generation have no checksum: they repeat
+the rows by name, and `kvstore.storage.index_check` compares the two.
 """
 
 from __future__ import annotations

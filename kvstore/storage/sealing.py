@@ -1,11 +1,12 @@
-"""What a store has to know of the keys with which its records are encrypted.
+"""What a store needs to know of the keys that encrypt its records.
 
-Keys belong to erase domains: of a tenant, or of what it names. They are made, kept and destroyed elsewhere
-(`kvstore.sealing`); here they are named by numbers, which records and rows of the index have, and lie in the vault of
-the C core, where lanes and readers find them as well.
+Keys belong to erase domains: of a tenant, or of a domain that it names. `kvstore.sealing` makes, stores and destroys
+them. Here they are numbers, which records and index rows contain; the keys are in the vault of the C core, where
+lanes and readers find them as well.
 
-Always holds: a record is encrypted with a key that survives power loss, so `ensure` has answered for its domain before
-it is written; without such a key it is refused. A record whose key is gone for good can't be read by anybody.
+Always holds: a record is encrypted with a key that survives power loss, so `ensure` has answered for its domain
+before the record is written; without such a key the record is refused. A record whose key was destroyed can't be read
+by anybody.
 
 It has no key of its own, and decides nothing about them.
 """
@@ -13,15 +14,18 @@ It has no key of its own, and decides nothing about them.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from kvstore.errors import NoKeyring
 from kvstore.limits import STAGED_IDLE_BYTES_MAX
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
+
+    from typing_extensions import Buffer
 
     from kvstore.errors import StorageError
     from kvstore.wire.record import KeyringMark, Superblock
@@ -36,7 +40,11 @@ class Keys(Protocol):
     """Of all domains of a store."""
 
     vault: Vault
-    header_secret: bytes  # of the tags of encrypted records' headers
+
+    @property
+    def header_secret(self) -> Buffer:
+        """The key of the tags of encrypted records' headers, which stays where it is."""
+        ...
 
     def name_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
         """Return which key a domain has; None if it has none yet. The key is in the vault then."""
@@ -47,7 +55,7 @@ class Keys(Protocol):
         ...
 
     def load(self, name: KeyName) -> bool:
-        """Put a key into the vault, which has let go of it; False if it is gone for good.
+        """Put a key into the vault, which has dropped it; False if it was destroyed.
 
         StorageError if that can't be told now.
         """
@@ -119,7 +127,7 @@ class Staging:
             memory = idle.pop()
             self._idle_bytes -= size
         else:
-            memory = mmap.mmap(-1, size)
+            memory = undumped(size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._taken[address] = memory
         return address

@@ -1,9 +1,10 @@
-"""Writes records of sessions anew that are older than the drive's keys: manifests, and the chunks that they share.
+"""Rewrites session records that are older than the drive's keys: manifests, and the chunks that they share.
 
-Always holds: a manifest is rewritten as a step of its session, so in turn with all other steps; a chunk takes its new
-place in the index only if it is still at its old one, and that is wiped when the new record survives power loss.
+Always holds: a manifest is rewritten as a step of its session, so in order with all other steps. A chunk's index
+entry moves to the new place only if it still names the old one, which is wiped when the new record survives power
+loss.
 
-It overwrites no more than headers: what is left of the old records is overwritten with everything that is free.
+It overwrites headers only: the rest of the old records is overwritten with all other free space.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class SessionRewrites:
         return self._after is None and self._chunk_after is None and not self._left_out
 
     def begin_one(self, below: int, over: Over) -> int:
-        """Begin to write a record anew whose generation is lower than this; return its size, 0 if none was begun.
+        """Begin to rewrite a record with a lower generation than this; return its size, 0 if none was begun.
 
         `over` is called when that has ended.
         """

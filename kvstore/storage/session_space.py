@@ -1,17 +1,17 @@
-"""What records of sessions take of one drive, tenant by tenant, and how much of it they may take.
+"""How much of a drive session records take, by tenant, and how much they may take.
 
-A record counts from the moment its step may write it until its header is about to be wiped: while it is being written,
-while the index has it, and while it waits for the sync after which it can go. So after all of that has ended the counts
-are those of the index, which is what an opening begins with.
+A record counts from the moment its step may write it until its header is about to be wiped: while it is being
+written, while it is in the index, and while it waits for the sync after which it can be removed. So after all of that
+has ended the counts are those of the index, which are also the counts at a start.
 
 Always holds:
 
-- Sessions never take more than one part in `SESSIONS_SHARE` of a drive, and those of one tenant no more than they
+- Sessions never take more than one part in `SESSIONS_SHARE` of a drive, and those of one tenant at most what they
   leave free of that: a tenant that only appends never takes the last page of this part from the others.
-- They count in their tenant's quota as blocks do (`kvstore.storage.quotas`), and are never evicted.
-- A step whose record takes no more pages than the one it replaces is let in beyond both bounds, one of a tenant at a
-  time, since the older record goes when it has been synced. So what is protected can always be given free, and a
-  session cut, however full everything is. A removal writes nothing.
+- They count towards their tenant's quota as blocks do (`kvstore.storage.quotas`), and are never evicted.
+- A step whose record takes no more pages than the one it replaces is admitted beyond both bounds, one per tenant at a
+  time, since the older record is removed once the new one is synced. So protection can always be ended and a session
+  truncated, however full the drive is. A removal writes nothing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """A step of a session that has not been reported yet, and the records that it writes.
 
-It knows nothing of their order (`kvstore.storage.sessions`).
+Their order is decided elsewhere (`kvstore.storage.sessions`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from typing import TYPE_CHECKING, Final
 
 from kvstore.limits import FINGERPRINT_BYTES, HEADER_BYTES
@@ -15,8 +14,11 @@ from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.storage.writes import RecordWrite
 from kvstore.wire.record import Header, Kind, record_bytes
 from nic_offload.checksum import crc32c
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
+    import mmap
+
     from kvstore.errors import StorageError
     from kvstore.storage.index import Name
     from kvstore.storage.items import SessionItem, SessionsDone
@@ -60,7 +62,7 @@ class StepRecord(RecordWrite):
         payload: bytes,
     ) -> None:
         size_bytes = record_bytes(len(payload))
-        self._memory = mmap.mmap(-1, size_bytes)
+        self._memory = undumped(size_bytes)
         self._memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
         domain = (
             step.item.name.user if kind is Kind.SESSION else NO_DOMAIN

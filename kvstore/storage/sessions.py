@@ -1,23 +1,23 @@
-"""The way of a session's steps onto the drive: its manifest is written anew, chunks that are full once.
+"""Writes a session's steps to the drive: a new manifest for each step, and each chunk once it is full.
 
-Always holds: the steps of one session are done one after the other; a manifest is in the index only when it
-and its chunks are whole on the drive, in the order rule, and after the blocks that it names; what it replaces is
-wiped only when it has been synced, or when the session itself goes.
+Always holds: the steps of one session are executed one after the other. A manifest is in the index only when it and
+its chunks are complete on the drive, in order, and after the blocks that it names. What it replaces is wiped only
+when the manifest has been synced, or when the session itself is removed.
 
-- `holds` is true of a name for as long as any record of it may be on the drive, even one that power loss would bring
-  back, except where a removal was reported that need not survive power loss. So a store that keeps the steps of a
-  session on the drive that holds it never has a session on two drives.
-- What is protected of a session stands in its manifest, so it is protected in every life of the store.
-- A session whose time is over is gone for every step that begins then, and leaves the drive by `expire`; if it came
-  back by power loss, it would be over still.
-- A long step is done in slices (`kvstore.storage.slices`), so that others have the thread between them. What the index
-  says of a session changes in one transaction: before it, the blocks of an append are looked up, its records queued
-  and its chunks counted; behind it, chunks are counted down, the eviction is told and blocks are deleted. A step is
-  reported, and the next of its session begun, when all of its slices are done. A crash between two of them is one
-  behind that transaction or before it: counts that are not settled are noted with it (`kvstore.storage.manifests`).
+- `holds` is true for a name while any record of it may be on the drive, even one that power loss would bring back,
+  except after a removal that need not survive power loss. So a store that sends the steps of a session to the drive
+  that holds it never has a session on two drives.
+- Protection of a session is part of its manifest, so it survives restarts.
+- An expired session doesn't exist for any step that begins later, and `expire` removes it from the drive; if power
+  loss brought it back, it would still be expired.
+- A long step is executed in slices (`kvstore.storage.slices`), so that others can use the thread in between. The
+  index entry of the session changes in one transaction: before it, the blocks of an append are looked up, its records
+  queued and its chunks counted; after it, chunks are released, eviction is notified and blocks are deleted. A step is
+  reported, and the next step of its session begun, when all of its slices are done. A crash between two slices is a
+  crash before or after that transaction: unsettled counts are noted in it (`kvstore.storage.manifests`).
 
-It doesn't touch blocks, except those that a removal was asked to delete and that nothing names any more; of those it
-deletes what is on its own drive.
+It doesn't change blocks, except those that a removal was asked to delete and that nothing names any more, of which it
+deletes those on its own drive.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class Sessions:
         return stored is not None and stored.is_over(self._clock.wall_ms(), epoch)
 
     def _begin_anew(self, step: Step) -> None:
-        """Do a step behind the removal of the session that had its name, and whose time, or epoch, is over."""
+        """Do a step after the removal of the session that had its name, and that expired or is of a past epoch."""
         removal = Step(
             SessionItem(step.item.name, SessionStep.EXPIRE, step.item.durability, 0, epoch=step.item.epoch),
             _nobody,
@@ -385,7 +385,7 @@ class Sessions:
         self._writes.add(record)
 
     def _publishing(self, step: Step, head: StepRecord, manifest: Manifest) -> Iterator[None]:
-        """Put a manifest into the index, a large one's chunks before, and tell of it."""
+        """Put a manifest into the index, a large one's chunks first, and report it."""
         name, is_cut = step.item.name, step.item.step is SessionStep.TRUNCATE
         written = {record.key: (record.place, record.payload) for record in step.records[:-1]}
         before = self._manifests.get(name) if is_cut else None
@@ -411,7 +411,7 @@ class Sessions:
     def _name_chunks(
         self, name: SessionName, manifest: Manifest, written: Mapping[bytes, tuple[Place, bytes]]
     ) -> Generator[None, None, list[Place]]:
-        """Count in slices what a session will name, but for a last slice; return what came free."""
+        """Count in slices what a session will name, except for a last slice; return what became free."""
         before = self._manifests.get(name)
         known = set(before.manifest.chunks) if before is not None else set()
         chunks = [one for one in dict.fromkeys(manifest.chunks) if one not in known]

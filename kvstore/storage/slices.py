@@ -1,8 +1,8 @@
-"""Long work on the node's one thread, in slices with other work between them.
+"""Long work on the node's one thread, in slices with other work in between.
 
-Always holds: the slices of one piece of work are done in order, and those of several pieces in turns, one slice in each
-`step`. The first slice is done at once, so that work of one slice never waits.
-It doesn't know what the work is, nor how long a slice takes.
+Always holds: the slices of one task are executed in order; several tasks take turns, one slice in each `step`. The
+first slice is executed at once, so a task of one slice never waits. It doesn't know what a task does, or how long a
+slice takes.
 """
 
 from __future__ import annotations

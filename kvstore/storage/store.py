@@ -523,7 +523,7 @@ class Store(Handle):
 
 
 def _decides(item: PutItem, failed: Drive, entry: Entry | None, now_ms: int) -> bool:
-    """Return whether what a failed drive has settles a put: it has other bytes, or is as good as what is asked for."""
+    """Return whether a failed drive's block decides a put: it has other bytes, or is as durable as requested."""
     if entry is None or _is_over(entry, now_ms) or failed.doubtful([entry.generation]):
         return False
     if (entry.length, entry.fingerprint, entry.crc32c) != (item.length, item.fingerprint, item.crc32c):

@@ -43,7 +43,7 @@ _BLANK_BYTES: Final = 1 << 20
 
 
 class Membership(NamedTuple):
-    """What a new drive is to belong to."""
+    """The store and the set that a new drive will belong to."""
 
     store_uuid: bytes
     secret: bytes

@@ -1,4 +1,4 @@
-"""What is on its way to and from the drive: a queue, and how much of it is in flight.
+"""Operations to and from the drive: a queue, and how much of it is in flight.
 
 Always holds: no more than `DRIVE_INFLIGHT_BYTES_MAX` are in flight, and of what is read no more than
 `DRIVE_INFLIGHT_READ_BYTES_MAX` (more would make convoys of completions, and the fabric would wait for them), but

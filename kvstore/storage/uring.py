@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import struct
@@ -22,6 +21,7 @@ from kvstore.errors import StorageError
 from kvstore.limits import DRIVE_QUEUE_DEPTH, PAGE_BYTES
 from kvstore.storage._uring import ffi, lib
 from kvstore.storage.disk import DiskDone
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ assert ffi.sizeof("struct store_done") == _DONE.size
 
 
 class UringDisk:
-    """One drive behind one ring; all calls come from one thread."""
+    """One drive with one ring; all calls must be made by one thread."""
 
     def __init__(self, path: Path, queue_depth: int = DRIVE_QUEUE_DEPTH) -> None:
         self._path = path
@@ -62,7 +62,7 @@ class UringDisk:
         self._ops_bytes = ffi.buffer(self._ops)
         self._done = ffi.new("struct store_done[]", queue_depth)
         self._done_bytes = memoryview(ffi.buffer(self._done))
-        self._bounce = mmap.mmap(-1, _BOUNCE_BYTES)  # page-aligned memory for the blocking helpers
+        self._bounce = undumped(_BOUNCE_BYTES)  # page-aligned memory for the blocking helpers
         self._closed = False
 
     @property
@@ -125,7 +125,7 @@ class UringDisk:
             start = end
 
     def close(self) -> None:
-        """Wait for what is in flight and let the drive go."""
+        """Wait for operations in flight and close the drive."""
         if self._closed:
             return
         self._closed = True

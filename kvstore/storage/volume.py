@@ -48,6 +48,16 @@ class Volume:
         self._next_generation = superblock.generation_ceiling
 
     @property
+    def is_all_sealed(self) -> bool:
+        """Return whether nothing on the drive is in the clear, or will be."""
+        superblock = self.superblock
+        if self.keys is None:
+            return False
+        if superblock.keyring is None:
+            return superblock.epoch == EPOCH_FORMATTED
+        return not superblock.plain_below
+
+    @property
     def last_generation(self) -> int:
         """Return the highest generation that may have been given."""
         return self._next_generation - 1

@@ -66,7 +66,7 @@ class Wipes:
             self._waiting.append(then)
 
     def settle_finished(self) -> None:
-        """Free what has been wiped, and call back; begin what nobody reads any more."""
+        """Free wiped extents, and call back; begin those that are no longer read."""
         if self._pinned:
             parked, self._pinned = self._pinned, []
             for wipe in parked:

@@ -187,7 +187,7 @@ class Writes:
 
     @property
     def waiting_for_sync(self) -> int:
-        """How many are told when a sync has ended: the one under way, or one to come."""
+        """How many callers wait for a sync, in progress or later."""
         under_way = self._sync.awaited if self._sync is not None else []
         return len(self._awaiting) + len(self._unhurried) + len(under_way)
 
@@ -271,7 +271,7 @@ class Writes:
         self.sync_if_awaited()
 
     def lend(self, pages: int) -> None:
-        """Let the lane have ground, so many pages or as many as lie in one piece, if nobody waits for room."""
+        """Lend the lane ground: so many pages, or as many as are contiguous, if no put waits for room."""
         pages = min(pages, self._extents.longest)
         records = min(pages // 2, LENT_RECORDS_MAX)
         free = LENT_MAX - len(self._on_lanes)
@@ -414,7 +414,7 @@ class Writes:
             self._bare.clear()
 
     def _encrypt(self, records: Sequence[RecordWrite]) -> None:
-        """Encrypt what has begun. Of a domain that was erased since it was queued, zeros are written."""
+        """Encrypt begun records. For a domain that was erased since queueing, zeros are written."""
         rows = []
         for one in records:
             assert one.key_name is not None

@@ -1,4 +1,4 @@
-"""What a user's own tests need: a node that is gone afterwards, in the test's process or in one of its own.
+"""Nodes for a user's own tests, in the test's process or in a process of their own, removed afterwards.
 
     from kvstore.testing import MemoryNode
 

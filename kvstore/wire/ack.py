@@ -97,7 +97,7 @@ def code_of_error(error: KvError) -> AckCode:
 
 
 def error_of_code(code: int) -> KvError | None:
-    """What a put's final code means to the client; None: it is as durable as it says."""
+    """The error that a put's final code stands for; None: it is as durable as it says."""
     if code in (AckCode.LANDED, AckCode.WRITTEN, AckCode.SYNCED):
         return None
     known = _ERRORS.get(code)

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b f460f915b114d3c8948d522dd2ad68c9
+# Generated from proto sources with BLAKE2b 597b1f685d3ebbf4e37280050cd817c3
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -54,15 +54,17 @@ class UpkeepState(_message.Message):
     def __init__(self, replicas: _Optional[int] = ..., one_copy: _Optional[int] = ..., unsure: _Optional[int] = ..., full: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., looking: bool = ...) -> None: ...
 
 class ClusterMember(_message.Message):
-    __slots__ = ("name", "node", "weight", "version", "draining")
+    __slots__ = ("name", "node", "weight", "version", "draining", "zone")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
     name: str
     node: str
     weight: int
     version: str
     draining: bool
-    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., weight: _Optional[int] = ..., version: _Optional[str] = ..., draining: bool = ...) -> None: ...
+    zone: str
+    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., weight: _Optional[int] = ..., version: _Optional[str] = ..., draining: bool = ..., zone: _Optional[str] = ...) -> None: ...

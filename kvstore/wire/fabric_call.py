@@ -116,14 +116,14 @@ class CallKind(enum.IntEnum):
 ROWS = (
     4  # flag of a call: its client may be told of single blocks where they are in memory that it has mapped
 )
-TELLS = 1  # flag of a call: there is something in its metadata that is to be heard before it is answered
+TELLS = 1  # flag of a call: its metadata must be processed before it is answered
 
 
 class AnswerCode(enum.IntEnum):
     """What the word of an answer says."""
 
     DONE = 1
-    BYTES = 2  # and what there is to say lies in the client's place
+    BYTES = 2  # and the answer's bytes are in the client's place
 
 
 _ROW_OF = {

@@ -89,7 +89,7 @@ def chunk_key(payload: bytes) -> bytes:
 
 
 def split_keys(joined: bytes) -> tuple[bytes, ...]:
-    """Take keys apart that stand one behind the other."""
+    """Split concatenated keys."""
     return tuple(joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES))
 
 
@@ -121,14 +121,14 @@ def pack_manifest(manifest: Manifest) -> bytes:
     return b"".join((fixed, *manifest.chunks, *manifest.tail, *turns, manifest.label, last))
 
 
-def parse_manifest(payload: bytes) -> Manifest | None:
-    """Read a session's payload; None if it is none."""
+def parse_manifest(payload: bytes, label_bytes_max: int = SESSION_LABEL_BYTES_MAX) -> Manifest | None:
+    """Read a session's payload; None if it is none. An index may have longer labels."""
     if len(payload) < _FIXED.size:
         return None
     user, session, chunks, tail, turns, label = _FIXED.unpack_from(payload)
     if chunks > SESSION_CHUNKS_MAX or tail >= SESSION_CHUNK_BLOCKS:
         return None
-    if turns > SESSION_TURNS_MAX or label > SESSION_LABEL_BYTES_MAX:
+    if turns > SESSION_TURNS_MAX or label > label_bytes_max:
         return None
     turns_at = _FIXED.size + (chunks + tail) * KEY_BYTES
     label_at = turns_at + turns * _TURN.size
@@ -144,7 +144,7 @@ def parse_manifest(payload: bytes) -> Manifest | None:
 
 
 def _parse_last(data: bytes) -> tuple[int, int, int] | None:
-    """Read what stands behind the label: when the session ends, what of it is protected, its epoch; None if invalid."""
+    """Read what follows the label: the session's expiry, its protected blocks, its epoch; None if invalid."""
     if not data:
         return 0, 0, 0
     if len(data) == _EXPIRES.size:

@@ -34,7 +34,7 @@ _TENANT, _DURABILITY, _EXPIRES, _PART_OF_PUTS, _NAME, _CHUNK_PUT = 1, 2, 3, 4, 1
 
 
 class GotPart(NamedTuple):
-    """Of a block that is got: more of it, or that it does not come."""
+    """A part of a get's answer: more of a block, or its miss."""
 
     number: int
     miss: kvstore_pb2.GetMiss | None
@@ -42,7 +42,7 @@ class GotPart(NamedTuple):
 
 
 class PutMessage(NamedTuple):
-    """What a client that puts says."""
+    """A part of a put's request."""
 
     tenant: str
     durability: int

@@ -116,7 +116,7 @@ class KeyringMark(NamedTuple):
 
 
 class Superblock(NamedTuple):
-    """What a drive says about itself."""
+    """The contents of a superblock."""
 
     store_uuid: bytes
     drive_uuid: bytes
@@ -136,7 +136,7 @@ class Superblock(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a record says about itself; the offset and the tag are the codec's business."""
+    """The contents of a record's header; the codec handles the offset and the tag."""
 
     kind: int
     key: bytes
@@ -239,7 +239,7 @@ class HeaderCodec:
         cipher: vault.RecordCipher | None = None,
         load: Callable[[vault.KeyName], bool] = lambda _: False,
     ) -> None:
-        """With a cipher, encrypted records are opened; `load` puts a key into its vault, or says that it is gone."""
+        """With a cipher, encrypted records are opened; `load` puts a key into its vault, or reports it destroyed."""
         self._secret, self._drive_uuid = secret, drive_uuid
         self.cipher = cipher
         self._load = load

@@ -7,6 +7,6 @@ from typing import Final
 __all__ = ["HAS_HOT", "HAS_SLOTS", "MAPPED", "ROW_BYTES"]
 
 HAS_HOT: Final = 1  # of the answer to a pass: a descriptor of the hot memory follows;
-HAS_SLOTS: Final = 2  # behind it the slots', the doorbell that the client rings, and the one that it hears
+HAS_SLOTS: Final = 2  # followed by the slots', the doorbell that the client rings, and the client's own
 ROW_BYTES: Final = 64  # for each word of a client's fetches: where the node says in which place a block is
 MAPPED: Final = b"\1"  # by a client that has its slots mapped, and in answer to that

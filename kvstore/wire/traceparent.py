@@ -18,7 +18,7 @@ __all__ = ["TRACEPARENT_HEADER", "TraceParent", "parent_in"]
 
 TRACEPARENT_HEADER: Final = "traceparent"
 _SAMPLED: Final = 1
-# What a version after the first one adds stands behind a further dash; version ff is none.
+# Later versions add fields after a further dash; version ff is invalid.
 _FORM = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 

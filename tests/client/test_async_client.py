@@ -57,14 +57,34 @@ def test_blocks_are_put_and_got_and_forgotten(node: NodeProcess) -> None:
             assert memory[COUNT * BYTES :] == memory[: COUNT * BYTES]
             assert all(isinstance(one, Stored) for one in await client.exists(keys))
             assert (await client.prefix(keys)).blocks == COUNT
-            chat = client.sync.session("ada", "asyncio")
-            await client.call(chat.append, keys, tokens=COUNT)
-            assert await client.call(chat.keys) == keys
+            assert not (await client.status()).read_only
             (await client.pin(keys[:1])).close()
-            await client.call(chat.remove)
             assert await client.delete(keys) == [True] * COUNT
             assert isinstance((await client.get(wanted[:1]))[0], Miss)
             assert len(await client.explain(keys)) == COUNT
+
+    run(work())
+
+
+def test_a_session_is_appended_to_resumed_and_removed(node: NodeProcess) -> None:
+    keys = [block_key(b"asyncio session", bytes([at])) for at in range(COUNT)]
+
+    async def work() -> None:
+        memory = allocate(COUNT * BYTES)
+        memory[:] = b"".join(key * (BYTES // len(key)) for key in keys)
+        async with client_of(node) as client:
+            kv = await client.register(memory)
+            blocks = [Block(key, kv, at * BYTES, BYTES) for at, key in enumerate(keys)]
+            chat = client.session("ada", "asyncio")
+            assert {one.error for one in await chat.arm(blocks).wait(WAIT_S)} == {None}
+            assert await chat.append(keys, tokens=COUNT) == COUNT
+            assert (await chat.info()).tokens == COUNT
+            assert await client.call(chat.sync.keys) == keys
+            memory[:] = bytes(len(memory))
+            assert (await chat.resume(lambda number, _: blocks[number])).is_whole
+            assert bytes(memory) == b"".join(key * (BYTES // len(key)) for key in keys)
+            assert await chat.remove(delete_blocks=True) == COUNT
+            assert not (await chat.resume(lambda number, _: blocks[number])).is_whole
 
     run(work())
 

@@ -12,6 +12,8 @@ import pytest
 from kvstore.client import AsyncClient, Block, Client, ClusterClient
 from kvstore.client.checks import check_keys
 from kvstore.errors import InvalidArgument
+from kvstore.limits import BLOCK_BYTES_MAX
+from kvstore.names import block_key
 from kvstore.testing import MemoryNode
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ def test_a_list_of_blocks_is_neither_a_block_nor_keys(client: Client) -> None:
             for wrong in (*NO_LISTS, block, {block}, iter([block])):
                 assert "a list of blocks, not" in says(take, wrong)
             for wrong in ([KEY], ["text"], [block, None]):
-                assert "a list of Blocks, and" in says(take, wrong)
+                assert "a list of Block objects; it contains" in says(take, wrong)
         for key in ("k" * 32, None, 5, [KEY], b"short"):
             assert "32 bytes, not" in says(Block, key, kv, 0, 10)
 
@@ -91,6 +93,17 @@ def test_puts_and_gets_inside_grpc_are_pairs(client: Client) -> None:
     assert "2 keys, 1 lengths" in says(client.exists, [KEY, KEY], lengths=[1])
     assert "list of lengths" in says(client.exists, [KEY], lengths=5)
     assert "user is a str" in says(client.session, b"ada", "chat")
+
+
+def test_a_layout_memory_or_part_of_a_key_of_another_type_is_named(client: Client) -> None:
+    wrong: Any = 5
+    assert "not int" in says(Client, "127.0.0.1:1", layout=wrong)
+    assert "writable buffer" in says(client.register, "text")
+    assert "this bytes is read-only" in says(client.register, b"read only")
+    assert "not str" in says(block_key, "text")
+    for data in (b"", bytes(BLOCK_BYTES_MAX + 1)):
+        assert f"not {len(data)}" in says(client.put_inline, KEY, data)
+        assert f"not {len(data)}" in says(client.put_many_inline, [(KEY, data)])
 
 
 def test_what_the_callers_own_blocks_raise_comes_out_of_the_put(client: Client) -> None:

@@ -25,6 +25,7 @@ from kvstore.durability import Durability
 from kvstore.errors import Corrupt, FabricError, KvError
 from kvstore.limits import GRANTED_PUTS, GRANTED_SLOTS, PAGE_BYTES, SHARE_REST_MS
 from kvstore.node import same_machine
+from kvstore.node.fair import Places
 from kvstore.node.shared_slots import SharedSlots
 from kvstore.wire.ack import ack_word
 from kvstore.wire.sharing import HAS_SLOTS
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Iterator
 
+    from kvstore.node.node import Node
     from kvstore.wire import kvstore_pb2 as pb
 
 WAIT_S = 20.0
@@ -382,10 +384,13 @@ def test_a_size_that_does_not_fit_what_was_granted_is_not_used(
         assert shared_puts(rig) == 0
 
 
-def test_so_many_connections_share_and_others_go_over_the_fabric(
-    inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(same_machine, "SHARE_SLOTS_MAX", 2)
+def divide(node: Node, places: int, tenants: int) -> None:
+    assert node.sharing is not None
+    node.sharing._places = Places(places, lambda: tenants)
+
+
+def test_so_many_connections_share_and_others_go_over_the_fabric(inner: NodeInProcess) -> None:
+    inner.call(lambda one: divide(one, 2, 1))
     with ExitStack() as stack:
         rigs = [stack.enter_context(rig_of(inner)) for _ in range(3)]
         for number, rig in enumerate(rigs):
@@ -396,6 +401,16 @@ def test_so_many_connections_share_and_others_go_over_the_fabric(
         rigs.append(stack.enter_context(rig_of(inner)))
         assert put(rigs[-1], rigs[-1].block(9)) is None
         assert shared_puts(rigs[-1]) == 1
+
+
+def test_a_tenant_with_many_connections_leaves_others_places_to_map_slots(inner: NodeInProcess) -> None:
+    inner.call(lambda one: divide(one, 4, 2))
+    with ExitStack() as stack:
+        rigs = [stack.enter_context(rig_of(inner)) for _ in range(4)]
+        for number, rig in enumerate(rigs):
+            assert put(rig, rig.block(number)) is None
+        assert [shared_puts(rig) for rig in rigs] == [1, 1, 0, 0]
+        assert inner.call(lambda one: one.sharing is not None and one.sharing.shares_slots(b"another"))
 
 
 def test_a_node_without_a_descriptor_for_a_caller_rests_and_takes_it_later(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Nodes
+from kvstore.client import ClusterClient, Nodes, as_request
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from tests.cluster.real_etcd import RealEtcd
@@ -42,8 +43,8 @@ class Cluster:
         self.client = self.clients(self.nodes[0])
         self.settled(self.nodes)
 
-    def add(self, data: Path) -> NodeProcess:
-        told = ("--cluster", f"{','.join(self.etcd.endpoints)}/test")
+    def add(self, data: Path, *more: str) -> NodeProcess:
+        told = ("--cluster", f"{','.join(self.etcd.endpoints)}/test", *more)
         node = self._stack.enter_context(small_node(data, arguments=told))
         self.nodes.append(node)
         return node
@@ -183,12 +184,65 @@ def test_the_command_shows_the_nodes_and_their_shares(cluster: Cluster) -> None:
     assert sum(float(row.split()[3].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.3)
 
 
+def test_a_node_s_zone_is_on_everybody_s_map(cluster: Cluster) -> None:
+    other = cluster.add(cluster.folder / "node3", "--cluster-zone", "rack 2")
+    cluster.settled(cluster.nodes)
+    zones = {one.node: one.zone for one in cluster.client.map.members}
+    assert zones == {node.target: "rack 2" if node is other else "" for node in cluster.nodes}
+    now = cluster.client.map
+    for user in USERS:
+        some = [now.members[at].node for at in now.owners(b"", key(user))[:2]]
+        assert other.target in some, "one copy in two is in the zone that has one node"
+    shown = command(cluster.nodes[1]).stdout.splitlines()
+    assert shown[0].split()[-1] == "zone"
+    assert [row for row in shown if row.endswith("rack 2")] == [
+        row for row in shown if row.startswith(other.target)
+    ]
+
+
+def test_a_request_is_explained_by_all_nodes(cluster: Cluster) -> None:
+    targets = [node.target for node in cluster.nodes]
+    keys = [key(user) for user in USERS]
+    with ClusterClient([targets[0]], slots=16, block_bytes_max=1 << 20) as client:
+        client.put_many_inline([(one, one * 8) for one in keys[:-1]])
+        with as_request("cmpl-7"):
+            assert [isinstance(one, Miss) for one in client.exists(keys)] == [False] * (len(keys) - 1) + [
+                True
+            ]
+        (owner,) = client.owners(keys[-1])
+    done = explained(cluster.nodes[1], "cmpl-7")
+    assert (done.returncode, done.stderr) == (0, "")
+    parts = dict(part.split(":\n", 1) for part in done.stdout.strip("\n").split("\n\n127.0.0.1") if part)
+    parts = {f"127.0.0.1{name.removeprefix('127.0.0.1')}": text for name, text in parts.items()}
+    assert parts.keys() == set(targets), "each has some of these blocks"
+    assert "MISS  never stored" in parts[owner]
+    documents = json.loads(explained(cluster.nodes[1], "cmpl-7", "--json").stdout)
+    blocks = [one["blocks"] for some in documents.values() for one in some["lookups"]]
+    assert sum(blocks) >= len(keys)
+    missing = explained(cluster.nodes[1], "cmpl-8")
+    assert (missing.returncode, missing.stdout) == (3, "")
+    assert missing.stderr.startswith("kvstore: The nodes have no look-up of cmpl-8; they have ")
+    os.kill(cluster.nodes[2].pid, signal.SIGSTOP)
+    try:
+        done = explained(cluster.nodes[1], "cmpl-7", "--call-timeout-ms", "1000")
+    finally:
+        os.kill(cluster.nodes[2].pid, signal.SIGCONT)
+    assert done.returncode == 0
+    assert f"kvstore: {targets[2]} was not asked: " in done.stderr
+    assert f"{targets[0]}:\n" in done.stdout
+
+
 def test_a_node_by_itself_is_in_no_cluster(tmp_path: Path) -> None:
     with small_node(tmp_path / "node") as node, Nodes([node.target]) as nodes:
         assert [one.node for one in nodes.map.members] == [node.target]
         assert nodes.map.revision == 0
         shown = command(node)
     assert (shown.returncode, shown.stdout) == (3, "The node is in no cluster.\n")
+
+
+def explained(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str]:
+    asked = [sys.executable, "-m", "kvstore", "explain", *words, "--node", node.target]
+    return subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
 
 
 def command(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str]:

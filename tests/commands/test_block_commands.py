@@ -47,14 +47,14 @@ def test_a_block_is_put_got_and_deleted(
     assert main(["get", KEY.hex(), *ours]) == 0, "of any layout"
     assert capfdbinary.readouterr().out == DATA
     out = tmp_path / "out"
-    assert main(["get", "name:hello", "--out", str(out), *ours]) == 0
+    assert main(["get", "name:hello", str(out), *ours]) == 0
     assert out.read_bytes() == DATA
     assert main(["delete", "name:hello", "name:none", *ours]) == Status.NO
     assert capfdbinary.readouterr().out.decode().split() == [
         *(KEY.hex(), "deleted"),
         *(block_key(b"none").hex(), "not", "stored"),
     ]
-    assert main(["get", "name:hello", "--out", str(tmp_path / "none"), *ours]) == Status.NO
+    assert main(["get", "name:hello", str(tmp_path / "none"), *ours]) == Status.NO
     out_, err = capfdbinary.readouterr()
     assert (out_, err) == (b"", b"kvstore: name:hello: MISS(unknown): it was deleted\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "page"]

@@ -55,7 +55,7 @@ def test_a_request_that_missed_is_explained_run_by_run(node: NodeProcess, client
         for line in done.stdout.splitlines()
     ]
     assert lines[0] == "request cmpl-7"
-    assert lines[1].endswith(" UTC  asked how many of 8 blocks are stored without a gap")
+    assert lines[1].endswith(" UTC  counted how many of 8 blocks are stored, up to the first gap")
     assert lines[2:6] == [
         "    blocks 0-1  hit   stored",
         "    block 2     MISS  deleted # ago",

@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 
 __all__ = [
+    "CLUSTER_FILE",
+    "COMPOSE_NODES",
     "CONTAINERFILE",
     "DEPLOY",
     "ENVIRONMENT_FILE",
@@ -16,8 +18,11 @@ __all__ = [
     "UNIT",
     "commands",
     "compose",
+    "etcd_of_kubernetes",
     "json_words",
     "kubernetes",
+    "node_of_compose",
+    "node_of_kubernetes",
     "stateful_set",
 ]
 
@@ -25,6 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "systemd" / "kvstore.service"
 ENVIRONMENT_FILE = DEPLOY / "systemd" / "node.env"
+CLUSTER_FILE = DEPLOY / "systemd" / "cluster.env"
+COMPOSE_NODES = ("one", "two", "three")
+ZONE_LABEL = "topology.kubernetes.io/zone"
 CONTAINERFILE = (DEPLOY / "Containerfile").read_text()
 
 
@@ -42,20 +50,46 @@ def compose() -> dict[str, Any]:
     return document
 
 
-def kubernetes(kind: str | None = None) -> list[dict[str, Any]]:
-    """All manifests, or those of a kind."""
-    found = [
-        one
-        for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-        for one in yaml.safe_load_all(path.read_text())
-    ]
-    return [one for one in found if kind is None or one["kind"] == kind]
+def kubernetes(kind: str | None = None, name: str = "kvstore") -> list[dict[str, Any]]:
+    """All manifests that kustomization.yaml names; or the one of a kind and name."""
+    folder = DEPLOY / "kubernetes"
+    files = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    found = [one for file in files for one in yaml.safe_load_all((folder / file).read_text())]
+    return [one for one in found if kind is None or (one["kind"], one["metadata"]["name"]) == (kind, name)]
 
 
-def stateful_set() -> dict[str, Any]:
-    """The one that there is."""
-    (found,) = kubernetes("StatefulSet")
+def stateful_set(name: str = "kvstore") -> dict[str, Any]:
+    """The nodes', or another one."""
+    (found,) = kubernetes("StatefulSet", name)
     return found
+
+
+def _of_pod(name: str, number: int, zone: str) -> list[str]:
+    """The arguments of a pod of a StatefulSet, with its variables in their places."""
+    (container,) = stateful_set(name)["spec"]["template"]["spec"]["containers"]
+    of_pod = {"metadata.name": f"{name}-{number}", f"metadata.labels['{ZONE_LABEL}']": zone}
+    values = {one["name"]: of_pod[one["valueFrom"]["fieldRef"]["fieldPath"]] for one in container["env"]}
+    return [re.sub(r"\$\((\w+)\)", lambda at: values[at[1]], word) for word in container["args"]]
+
+
+def etcd_of_kubernetes(number: int) -> list[str]:
+    """The arguments of a member of etcd."""
+    return _of_pod("kvstore-etcd", number, "")
+
+
+def node_of_kubernetes(number: int, zone: str = "") -> list[str]:
+    """The command of a node."""
+    return json_words("ENTRYPOINT") + _of_pod("kvstore", number, zone)
+
+
+def node_of_compose(name: str, host: str = "localhost") -> list[str]:
+    """The command of a node; what its environment says as options."""
+    service = compose()["services"][name]
+    words = [*json_words("ENTRYPOINT"), *service["command"]]
+    for variable, value in service["environment"].items():
+        option = variable.removeprefix("TRIGGERKV_SERVE_").lower().replace("_", "-")
+        words.append(f"--{option}={value.replace('${KVSTORE_HOST:-localhost}', host)}")
+    return words
 
 
 def _of_unit(settings: str) -> list[str]:
@@ -67,16 +101,16 @@ def _of_unit(settings: str) -> list[str]:
 
 def commands() -> dict[str, list[str]]:
     """What each of the files has a node run with, word by word."""
-    entry = json_words("ENTRYPOINT")
-    (container,) = stateful_set()["spec"]["template"]["spec"]["containers"]
     (setting,) = re.findall(r"^Environment=(.*)$", UNIT.read_text(), re.MULTILINE)
-    (beyond,) = re.findall(r"^KVSTORE.*$", ENVIRONMENT_FILE.read_text(), re.MULTILINE)
-    services = compose()["services"]
+    beyond, cluster = (
+        re.findall(r"^KVSTORE.*$", file.read_text(), re.MULTILINE)[0]
+        for file in (ENVIRONMENT_FILE, CLUSTER_FILE)
+    )
     return {
-        "container": entry + json_words("CMD"),
-        "compose one": entry + services["one"]["command"],
-        "compose two": entry + services["two"]["command"],
-        "kubernetes": entry + container["args"],
+        "container": json_words("ENTRYPOINT") + json_words("CMD"),
+        **{f"compose {name}": node_of_compose(name) for name in COMPOSE_NODES},
+        "kubernetes": node_of_kubernetes(0),
         "systemd": _of_unit(setting),
         "systemd beyond loopback": _of_unit(beyond),
+        "systemd in a cluster": _of_unit(cluster),
     }

@@ -117,7 +117,7 @@ def test_every_expression_is_of_metrics_and_labels_that_are_told(exported: Expor
         ("sum by (tenant) (kvstore_hits_total)", "by (tenant)"),
     ],
 )
-def test_a_name_that_is_none_is_found(exported: Exported, expression: str, stranger: str) -> None:
+def test_an_invalid_name_is_found(exported: Exported, expression: str, stranger: str) -> None:
     assert list(strangers(expression, exported.labels)) == [stranger]
 
 

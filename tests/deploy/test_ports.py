@@ -10,7 +10,16 @@ import pytest
 from kvstore.cli import _parser
 from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
 from kvstore.serve_options import settings
-from tests.deploy.files import CONTAINERFILE, DEPLOY, ROOT, commands, compose, kubernetes, stateful_set
+from tests.deploy.files import (
+    COMPOSE_NODES,
+    CONTAINERFILE,
+    DEPLOY,
+    ROOT,
+    commands,
+    compose,
+    kubernetes,
+    stateful_set,
+)
 
 ROW = re.compile(r"^\| (\d+)(?:-(\d+))? \| TCP \| (.*?) \| (.*?) \| `(--[\w-]+)` \|$", re.MULTILINE)
 
@@ -54,7 +63,7 @@ def test_the_table_has_the_defaults_of_the_options() -> None:
     assert used_by(["kvstore", "serve", "--data", "d"])["--listen"] == table()["--listen"]
 
 
-@pytest.mark.parametrize("name", ["container", "compose one", "kubernetes", "systemd beyond loopback"])
+@pytest.mark.parametrize("name", sorted(commands().keys() - {"systemd", "compose two", "compose three"}))
 def test_a_file_of_deploy_uses_the_ports_of_the_table(name: str) -> None:
     assert used_by(commands()[name]) == table()
 
@@ -63,9 +72,9 @@ def test_the_unit_without_settings_is_on_loopback_alone() -> None:
     assert used_by(commands()["systemd"]) == {"--listen": table()["--listen"]}
 
 
-def test_two_nodes_of_compose_share_no_port_and_its_head_names_them_all() -> None:
-    one, two = (set(used_by(commands()[f"compose {name}"]).values()) for name in ("one", "two"))
-    taken = [port for row in one | two for port in range(row.first, row.last + 1)]
+def test_nodes_of_compose_share_no_port_and_its_head_names_them_all() -> None:
+    used = [row for name in COMPOSE_NODES for row in used_by(commands()[f"compose {name}"]).values()]
+    taken = [port for row in used for port in range(row.first, row.last + 1)]
     assert len(taken) == len(set(taken))
     head = (DEPLOY / "compose" / "compose.yaml").read_text().split("name:")[0]
     named = {port for row in opened(head) for port in range(row.first, row.last + 1)}

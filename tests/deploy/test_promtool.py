@@ -49,7 +49,7 @@ def test_prometheus_reads_the_configurations(configuration: Path, tmp_path: Path
     assert f"SUCCESS: {len(NAMES)} rules found" in done.stdout
 
 
-def test_every_alert_comes_when_it_should_and_for_nobody_else() -> None:
+def test_every_alert_fires_when_it_should_and_only_then() -> None:
     done = promtool("test", "rules", CASES)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -17,6 +17,7 @@ import yaml
 from kvstore.cli import _parser
 from kvstore.serve_options import settings
 from tests.deploy.files import (
+    COMPOSE_NODES,
     CONTAINERFILE,
     DEPLOY,
     ROOT,
@@ -46,7 +47,7 @@ def _config(name: str) -> NodeConfig:
 @pytest.mark.parametrize("name", sorted(commands()))
 def test_every_flag_is_one_that_a_node_takes(name: str) -> None:
     config = _config(name)
-    assert config.port == (7270 if name == "compose two" else 7070)
+    assert config.port == {"compose two": 7270, "compose three": 7470}.get(name, 7070)
     assert config.host == "127.0.0.1" or (config.tls_certificate and config.tls_key and config.tenants)
 
 
@@ -55,7 +56,7 @@ def test_the_manifests_keep_the_schemas_of_kubernetes() -> None:
     for document in kubernetes():
         kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
         kinds.append(document["kind"])
-    assert sorted(kinds) == ["NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"]
+    assert sorted(kinds) == sorted(["NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"] * 2)
 
 
 def test_a_manifest_with_a_slip_would_be_seen() -> None:
@@ -83,12 +84,12 @@ def test_ports_probes_and_volumes_belong_together() -> None:
     )
 
 
-def test_compose_names_files_that_are_there_and_two_nodes() -> None:
+def test_compose_names_files_that_are_there_and_three_nodes() -> None:
     document = compose()
     nodes = [one for one in document["services"].values() if one.get("image") == "triggerkv"]
-    assert len(nodes) == 2
-    assert len({one["volumes"][0] for one in nodes}) == 2
-    assert {one["volumes"][0].split(":")[0] for one in nodes} == set(document["volumes"])
+    assert len(nodes) == len(COMPOSE_NODES)
+    assert {one["volumes"][0].split(":")[0] for one in nodes} == {*COMPOSE_NODES}
+    assert set(document["volumes"]) == {*COMPOSE_NODES, "etcd"}
     for service in document["services"].values():
         build = service.get("build")
         if build is not None:
@@ -102,7 +103,7 @@ def test_compose_names_files_that_are_there_and_two_nodes() -> None:
 def test_prometheus_scrapes_the_nodes_of_compose() -> None:
     document = yaml.safe_load((DEPLOY / "compose" / "prometheus.yaml").read_text())
     (job,) = document["scrape_configs"]
-    https = [_config(f"compose {name}").http for name in ("one", "two")]
+    https = [_config(f"compose {name}").http for name in COMPOSE_NODES]
     assert job["static_configs"][0]["targets"] == [
         f"localhost:{http[1]}" for http in https if http is not None
     ]

@@ -11,6 +11,7 @@ import pytest
 from kvstore.cli import _parser
 from kvstore.serve_options import settings
 from tests.deploy.files import (
+    COMPOSE_NODES,
     CONTAINERFILE,
     ENVIRONMENT_FILE,
     UNIT,
@@ -23,7 +24,6 @@ from tests.deploy.files import (
 if TYPE_CHECKING:
     from kvstore.config import NodeConfig
 
-NODES = ("one", "two")
 POD: dict[str, Any] = stateful_set()["spec"]["template"]["spec"]
 UNIT_SAYS = dict(re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE))
 BUILT, RUN = re.split(r"^FROM .*$", CONTAINERFILE, flags=re.MULTILINE)[1:]
@@ -36,7 +36,9 @@ def config(name: str) -> NodeConfig:
 def folders(name: str) -> set[str]:
     """Where a command has a node look for its files."""
     told = config(name)
-    files = (told.tls_certificate, told.tls_key, told.tenants)
+    files = [told.tls_certificate, told.tls_key, told.tenants]
+    if told.cluster is not None and told.cluster.upkeep is not None:
+        files += [told.cluster.upkeep.secret_path, told.cluster.upkeep.nodes_ca]
     return {str(told.data), *(str(file.parent) for file in files if file is not None)}
 
 
@@ -47,7 +49,7 @@ def test_a_node_listens_on_all_addresses_of_its_machine(name: str) -> None:
     assert {told.host, told.http[0]} <= {"0.0.0.0", "::"}
 
 
-@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize("node", COMPOSE_NODES)
 def test_compose_mounts_the_folders_that_its_nodes_are_told(node: str) -> None:
     mounts = dict(volume.split(":")[:2] for volume in compose()["services"][node]["volumes"])
     assert mounts == {node: "/data", "./secrets": "/etc/kvstore"}
@@ -86,7 +88,7 @@ def test_kubernetes_finds_its_pods() -> None:
 
 
 def test_io_uring_is_allowed_everywhere() -> None:
-    for node in NODES:
+    for node in COMPOSE_NODES:
         assert "seccomp=unconfined" in compose()["services"][node]["security_opt"]
     assert POD["securityContext"]["seccompProfile"] == {"type": "Unconfined"}
     calls = {"io_uring_setup", "io_uring_enter", "io_uring_register"}
@@ -95,7 +97,7 @@ def test_io_uring_is_allowed_everywhere() -> None:
 
 
 def test_memory_may_be_locked_everywhere() -> None:
-    for node in NODES:
+    for node in COMPOSE_NODES:
         assert compose()["services"][node]["ulimits"]["memlock"] == -1
     assert "IPC_LOCK" in POD["containers"][0]["securityContext"]["capabilities"]["add"]
     assert UNIT_SAYS["LimitMEMLOCK"] == "infinity"
@@ -119,7 +121,8 @@ def test_the_container_has_the_libraries_and_a_folder_that_its_user_may_write() 
 def test_the_unit_may_use_its_folder_its_settings_and_the_network() -> None:
     assert Path("/var/lib", UNIT_SAYS["StateDirectory"]) == config("systemd").data
     assert UNIT_SAYS["EnvironmentFile"] == f"-/etc/kvstore/{ENVIRONMENT_FILE.name}"
-    assert folders("systemd beyond loopback") == {"/var/lib/kvstore", "/etc/kvstore"}
+    for name in ("systemd beyond loopback", "systemd in a cluster"):
+        assert folders(name) == {"/var/lib/kvstore", "/etc/kvstore"}
     assert {"AF_INET", "AF_INET6"} <= set(UNIT_SAYS["RestrictAddressFamilies"].split())
     assert "PrivateNetwork" not in UNIT_SAYS
     assert {"char-infiniband rw", "char-cxi rw"} == set(

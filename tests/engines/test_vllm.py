@@ -133,7 +133,7 @@ def test_a_small_engine_under_pressure_and_another_one_share_a_node(
         assert check_digests(small) > 0
 
 
-def test_after_a_reset_nothing_is_found_by_those_who_were_reset(
+def test_after_a_reset_the_reset_requests_find_nothing(
     place: Path, model: Path, node: Node, chats: Chats
 ) -> None:
     events = {"enable_kv_cache_events": True, "publisher": "null"}

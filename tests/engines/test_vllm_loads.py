@@ -113,7 +113,7 @@ def test_a_request_that_fails_for_its_load_leaves_nothing_wrong_behind(
     assert engine.check_pages(node, held(engine)) >= 9 * LAYERS
 
 
-def test_who_shares_blocks_that_have_yet_to_come_waits_for_the_next_step(
+def test_a_request_that_shares_blocks_still_loading_waits_for_the_next_step(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     node = stored(monkeypatch, folder, PREFIX)
@@ -204,7 +204,7 @@ def test_blocks_that_another_connector_promised_and_did_not_bring_poison_nothing
     assert engine.check_pages(node, held(engine)) > 0
 
 
-def test_who_goes_on_from_blocks_that_another_connector_lost_is_not_saved(
+def test_a_request_built_on_blocks_that_another_connector_lost_is_not_saved(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     node = FakeNode()

@@ -1,7 +1,8 @@
-"""Attacks as programs: `python -m tests.hostile.attacks NAME SECONDS SOURCE JSON`, from an address of their own.
+"""Attacks as processes: `python -m tests.hostile.attacks` forks one for each line of `[name, until, source, told]`.
 
-Each runs for its time and then prints one line of JSON that says how much it did. It is nice to others, for on a test's
-machine it would take the core that the node or its neighbour needs, which on a machine of its own it would not.
+Each attacks until its moment, from an address of its own, and then prints one line of JSON that says how much it did.
+It is nice to others, for on a test's machine it would take the core that the node or its neighbour needs, which on a
+machine of its own it would not. It is forked, so that it begins at once and not with a second of imports.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from contextlib import suppress
 from itertools import count, islice
@@ -488,9 +490,18 @@ ATTACKS: dict[str, Callable[[Told, float, str], Told]] = (
     | ATTACHING_ATTACKS
 )
 
+
+def _attack(name: str, until: float, source: str, told: Told) -> None:
+    try:
+        print(json.dumps(ATTACKS[name](told, until, source)), flush=True)  # noqa: T201 - what it is asked for
+    except BaseException:  # noqa: BLE001 - or a fork would go on as its parent
+        traceback.print_exc()
+    os._exit(0)  # what is held goes with the process
+
+
 if __name__ == "__main__":
     os.nice(5)
-    name, seconds, source, told = sys.argv[1:]
-    did = ATTACKS[name](json.loads(told), time.monotonic() + float(seconds), source)
-    print(json.dumps(did), flush=True)  # noqa: T201 - what it is asked for
-    os._exit(0)  # what is held goes with the process
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            _attack(*json.loads(line))
+        os.waitpid(child, 0)

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore.client import Client
 from kvstore.limits import BATCH_BLOCKS_MAX, SESSION_BLOCKS_MAX
 from kvstore.wire import blocks_pb2 as blocks
 from kvstore.wire import (
     blocks_pb2_grpc,
+    erasing_pb2_grpc,
     kvstore_pb2_grpc,
     lookups_pb2_grpc,
     observing_pb2_grpc,
     sessions_pb2_grpc,
+    steps_pb2_grpc,
 )
+from kvstore.wire import erasing_pb2 as erasing
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import lookups_pb2 as lookups
 from kvstore.wire import observing_pb2 as observing
 from kvstore.wire import sessions_pb2 as sessions
+from kvstore.wire import steps_pb2 as steps
 from tests.hostile.calling import Told, all_at_once, bearer, call_all, channel
 from tests.hostile.sessions import LARGE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["LOOP_ATTACKS"]
 
@@ -189,7 +196,88 @@ def histories(told: Told, until: float, _: str) -> Told:
     return done
 
 
+def erases(told: Told, until: float, _: str) -> Told:
+    """Four loops that erase a user who has nothing, for whom all blocks of the tenant are looked through."""
+    _put_all(told)
+    stub, done = erasing_pb2_grpc.ErasingStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
+
+    def work(_: str) -> None:
+        while time.monotonic() < until:
+            call_all([(stub.EraseUser, erasing.EraseUserRequest(user="nobody"))], told, done)
+
+    all_at_once(work, _LOOPS)
+    return done
+
+
+def block_prefetches(told: Told, until: float, _: str) -> Told:
+    """Four loops that have a thousand blocks read into memory, where they are."""
+    _put_all(told)
+    stub, done = steps_pb2_grpc.StepsStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
+
+    def work(_: str) -> None:
+        while time.monotonic() < until:
+            call_all([(stub.PrefetchBlocks, steps.PrefetchBlocksRequest(keys=_KEYS))], told, done)
+
+    all_at_once(work, _LOOPS)
+    return done
+
+
+def questions(told: Told, until: float, _: str) -> Told:
+    """Four streams that each ask without end what messages there are."""
+    done = {"OK": 0}
+    question = reflection_pb2.ServerReflectionRequest(file_containing_symbol="kvstore.v1.KvStore")
+
+    def ask() -> Iterator[Any]:
+        while time.monotonic() < until:
+            yield question
+
+    def work(name: str) -> None:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel(told, int(name)))
+        with suppress(grpc.RpcError):
+            for _answer in stub.ServerReflectionInfo(ask(), metadata=bearer(told), timeout=60):
+                done["OK"] += 1
+
+    all_at_once(work, _LOOPS)
+    return done
+
+
+def pages(told: Told, until: float, source: str) -> Told:
+    """Twelve loops that ask for a page of the node's."""
+    done: dict[str, int] = {}
+    head = f"GET {told['page']} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {told['token']}\r\n\r\n"
+
+    def work(_: str) -> None:
+        while time.monotonic() < until:
+            with (
+                suppress(OSError),
+                socket.create_connection(("127.0.0.1", told["port"]), 5, (source, 0)) as link,
+            ):
+                link.sendall(head.encode())
+                said = link.recv(1 << 16)
+                while link.recv(1 << 16):
+                    pass
+                status = said[9:12].decode()
+                done[status] = done.get(status, 0) + 1
+
+    all_at_once(work, [str(number) for number in range(12)])
+    return done
+
+
 LOOP_ATTACKS: dict[str, Callable[[Told, float, str], Told]] = {
     one.__name__: one
-    for one in (protects, ends, prefetches, pins, tiny_puts, deletes, cancels, watches, histories)
+    for one in (
+        protects,
+        ends,
+        prefetches,
+        pins,
+        tiny_puts,
+        deletes,
+        cancels,
+        watches,
+        histories,
+        erases,
+        block_prefetches,
+        questions,
+        pages,
+    )
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 import urllib.request
@@ -26,7 +25,9 @@ from tests.conftest import small_client
 from tests.hostile.beside import FIRST_S, MEMORY_MAX, SECONDS, Beside, TooSlow, check_speed, p99
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
+
+    from tests.hostile.beside import Times
 
 pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
 
@@ -130,30 +131,46 @@ def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside,
     check_speed(alone, under)
 
 
-def test_slow_connections_to_the_port_for_health(tmp_path: Path) -> None:
+def asked_for_health(
+    beside: Beside, attack: Callable[[], tuple[Times, Times, Any]]
+) -> tuple[Times, Times, Any]:
     """A supervisor's probe waits for a second; it asks all the time, and 99 of 100 answers come in half of that."""
-    with Beside(tmp_path, "--http", "127.0.0.1:0") as beside:
-        (found,) = re.findall(r"metrics at http://127.0.0.1:(\d+)", beside.node.log())
-        stop, took = threading.Event(), list[float]()
+    stop, took = threading.Event(), list[float]()
 
-        def probe() -> None:
-            while not stop.wait(0.1):
-                began = time.monotonic()
-                with urllib.request.urlopen(f"http://127.0.0.1:{found}/healthz", timeout=5) as answer:
-                    assert answer.status == 200
-                took.append(time.monotonic() - began)
+    def probe() -> None:
+        while not stop.wait(0.1):
+            began = time.monotonic()
+            with urllib.request.urlopen(f"http://127.0.0.1:{beside.http_port}/healthz", timeout=5) as answer:
+                assert answer.status == 200
+            took.append(time.monotonic() - began)
 
-        probing = threading.Thread(target=probe)
-        probing.start()
-        try:
-            alone, under, did = beside.endure("slow_http", connections=400, port=int(found))
-        finally:
-            stop.set()
-            probing.join()
-    assert did["begun"] > 0
+    probing = threading.Thread(target=probe)
+    probing.start()
+    try:
+        told = attack()
+    finally:
+        stop.set()
+        probing.join()
     assert len(took) > 20
     if p99(took) >= 0.5 or max(took) >= 5:
         raise TooSlow(f"99 of 100 answers came within {p99(took):.2f} s, all within {max(took):.1f}")
+    return told
+
+
+def test_slow_connections_to_the_port_for_health(beside: Beside) -> None:
+    alone, under, did = asked_for_health(
+        beside, lambda: beside.endure("slow_http", connections=400, port=beside.http_port)
+    )
+    assert did["begun"] > 0
+    check_speed(alone, under)
+
+
+@pytest.mark.parametrize("page", ["/metrics", "/ui/state.json"])
+def test_pages_without_end(beside: Beside, page: str) -> None:
+    alone, under, did = asked_for_health(
+        beside, lambda: beside.endure("pages", token="evil", port=beside.http_port, page=page)
+    )
+    assert did["200"] > 0
     check_speed(alone, under)
 
 

@@ -15,10 +15,12 @@ import pytest
 from kvstore.limits import DOOR_ANSWERS_BYTES_MAX, INLINE_TIMEOUT_MS
 from kvstore.wire import batches_pb2 as batches
 from kvstore.wire import blocks_pb2 as blocks
+from kvstore.wire import erasing_pb2 as erasing
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import observing_pb2 as observing
 from kvstore.wire.batches_pb2_grpc import BatchesStub
 from kvstore.wire.blocks_pb2_grpc import BlocksStub
+from kvstore.wire.erasing_pb2_grpc import ErasingStub
 from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from kvstore.wire.observing_pb2_grpc import ObservingStub
 from nic_offload.sockaddr import SocketAddress, ip_of
@@ -112,6 +114,22 @@ def test_what_somebody_removes_is_in_the_audit_log_with_who_and_what(beside: Bes
     assert lines[0]["names"] == ",".join(key.hex() for key in beside.keys[:2])
     assert lines[0]["found"] == 2
     assert lines[1]["names"] == lines[2]["names"] != ""
+
+
+@pytest.mark.parametrize("call", ["EraseUser", "EraseTenant"])
+def test_who_erases_without_end_is_told_to_come_later_and_each_receipt_is_in_the_audit_log(
+    beside: Beside, call: str
+) -> None:
+    ask = erasing.EraseUserRequest(user="u") if call == "EraseUser" else erasing.EraseTenantRequest()
+    ended: dict[str, int] = {}
+    with grpc.insecure_channel(beside.node.target) as channel:
+        erase = getattr(ErasingStub(channel), call)  # type: ignore[no-untyped-call]
+        under_way = [erase.future(ask, metadata=(("authorization", "Bearer evil"),)) for _ in range(200)]
+        for one in under_way:
+            ended[one.code().name] = ended.get(one.code().name, 0) + 1
+    assert set(ended) == {"OK", "RESOURCE_EXHAUSTED"}
+    receipts = [one for one in beside.audited() if one["outcome"] == "ok" and one["tenant"] == "evil"]
+    assert len(receipts) == ended["OK"]
 
 
 def test_whatever_is_refused_to_a_tenant_is_in_the_audit_log(beside: Beside) -> None:

@@ -33,3 +33,10 @@ def test_loops_over_a_thousand_blocks(beside: Beside, name: str) -> None:
     alone, under, did = beside.endure(name, token="evil")
     assert did.get("OK")
     check_speed(alone, under)
+
+
+@pytest.mark.parametrize("name", ["erases", "block_prefetches", "questions"])
+def test_loops_of_calls_that_look_at_much(beside: Beside, name: str) -> None:
+    alone, under, did = beside.endure(name, token="evil")
+    assert did.get("OK")
+    check_speed(alone, under)

@@ -1,4 +1,4 @@
-"""A client on a host, told what to do by lines of JSON and answering with lines of JSON."""
+"""A client on a host, of a node or a cluster, told what to do by lines of JSON and answering with lines of JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from kvstore.client import Block, Client
+from kvstore.client import Block, Client, ClusterBlock, ClusterClient
 from kvstore.errors import KvError
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
@@ -26,26 +26,33 @@ class Caller:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._length, self._most = settings.pop("length", MIB), settings.pop("blocks", 8)
-        self._client = Client(
-            settings.pop("target"),
-            slots=self._most,
-            block_bytes_max=self._length,
-            **settings,
-        )
+        settings |= {"slots": self._most, "block_bytes_max": self._length}
+        self._client: Any
+        self._kind: type[Block | ClusterBlock]
+        if "nodes" in settings:
+            self._client, self._kind = (
+                ClusterClient(settings.pop("nodes"), replicas=2, **settings),
+                ClusterBlock,
+            )
+        else:
+            self._client, self._kind = Client(settings.pop("target"), **settings), Block
         self._memory = mmap.mmap(-1, self._length * self._most)
         self._region = self._client.register(self._memory)
         self._flags = FlagWords.create(1)
 
-    def _blocks(self, name: str, count: int) -> list[Block]:
+    def _keys(self, name: str, count: int) -> list[bytes]:
+        return [block_key(name.encode(), bytes([i])) for i in range(count)]
+
+    def _blocks(self, name: str, count: int) -> list[Any]:
         return [
-            Block(
-                block_key(name.encode(), bytes([i])),
+            self._kind(
+                key,
                 self._region,
                 i * self._length,
                 self._length,
                 threshold=1,
             )
-            for i in range(count)
+            for i, key in enumerate(self._keys(name, count))
         ]
 
     def _expected(self, name: str, count: int) -> list[bytes]:
@@ -74,6 +81,14 @@ class Caller:
             reason = getattr(one, "reason", None)
             told.append("exact" if reason is None and exact else "WRONG" if reason is None else str(one))
         return told
+
+    def members(self) -> object:
+        """The zones of a cluster's members, by their addresses."""
+        return {one.node: one.zone for one in self._client.nodes.map.members}
+
+    def owners(self, name: str, count: int) -> object:
+        """The nodes that keep each block."""
+        return [self._client.owners(key) for key in self._keys(name, count)]
 
     def status(self) -> object:
         """How many clients the node has, over gRPC alone."""

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _make_secrets(folder: Path, names: str) -> None:
+def make_secrets(folder: Path, names: str) -> None:
     """As docs/security.md shows: an authority, a certificate of the node, a tenant with a token."""
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     ca, ca_key = folder / "ca.crt", folder / "ca.key"
@@ -66,7 +66,7 @@ class Site:
         moved = ["10.77.0.100", "fd77::100"]
         names = ["DNS:node", "DNS:localhost", *(f"IP:{ip}" for ip in (*ips, *moved))]
         made = self.node.folder / "secrets"
-        _make_secrets(made, ",".join(names))
+        make_secrets(made, ",".join(names))
         for host in (self.one, self.two, self.monitor):
             for name in ("ca.crt", "token"):
                 shutil.copy(made / name, host.folder / "secrets" / name)

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.history import Call, End, Kind, faults
 from tests.cluster.real_etcd import program
 from tests.hosts.chaos import Chaos
-from tests.hosts.conftest import _make_secrets
+from tests.hosts.conftest import make_secrets
 from tests.hosts.network import Network
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def test_whatever_goes_wrong_nothing_is_lost_and_no_deletion_undone(seed: int, t
     done = [f"seed {seed}"]
     network = Network(tmp_path)
     try:
-        chaos = Chaos(network, seed, 3 + seed % 3, _make_secrets)
+        chaos = Chaos(network, seed, 3 + seed % 3, make_secrets)
         done.append(f"{len(chaos.nodes)} nodes")
         chaos.settled()
         for number in range(rounds):

@@ -251,7 +251,7 @@ def test_a_client_that_claims_to_be_elsewhere_is_refused_unless_it_is_listed(sit
     assert node.end() == 0
 
 
-def test_a_node_that_tells_an_address_of_nobody_is_not_ready_and_says_why(site: Site) -> None:
+def test_a_node_with_an_unreachable_address_is_not_ready_and_says_why(site: Site) -> None:
     site.node.firewall(firewall_of("container"))
     node = site.start_node([*EVERYWHERE, "--fabric-address", "10.77.0.99"], ready=False)
     url = f"https://{site.node.ipv4}:9100"

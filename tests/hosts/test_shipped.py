@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.deploy.files import CONTAINERFILE, DEPLOY, ROOT, commands, kubernetes
+from tests.deploy.files import CONTAINERFILE, DEPLOY, ROOT, commands
 from tests.hosts.conftest import START_S, TOKEN
 
 if TYPE_CHECKING:
     from tests.hosts.conftest import Site
 
 WRITTEN, EXACT = ["WRITTEN"] * 8, ["exact"] * 8
-NAMES = ["container", "compose one", "compose two", "kubernetes", "systemd beyond loopback"]
+NAMES = ["container", "systemd beyond loopback"]
 
 
 def accepting(ranges: str) -> str:
@@ -27,12 +27,6 @@ def firewall_of(name: str) -> str:
     """The rules that open what this file of deploy/ says is to be open."""
     if name == "container":
         return accepting(re.findall(r"^EXPOSE (.*)$", CONTAINERFILE, re.MULTILINE)[0])
-    if name.startswith("compose"):
-        return accepting((DEPLOY / "compose" / "compose.yaml").read_text().split("name:")[0])
-    if name == "kubernetes":
-        (policy,) = kubernetes("NetworkPolicy")
-        ports = [port for rule in policy["spec"]["ingress"] for port in rule["ports"]]
-        return accepting(" ".join(f"{port['port']}-{port.get('endPort', port['port'])}" for port in ports))
     return (DEPLOY / "nftables" / "kvstore.nft").read_text()
 
 
@@ -43,21 +37,17 @@ def name_of_blocks() -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_move_between_hosts_over_both_families_of_ip(site: Site, name: str) -> None:
     site.node.firewall(firewall_of(name))
-    words = commands()[name]
-    if name == "kubernetes":  # but for its 8 GiB of hot memory, which machines that test seldom have to spare
-        words[words.index("--hot") + 1] = "256MiB"
-    node = site.start_node(words)
-    grpc, http = (7270, 9101) if name == "compose two" else (7070, 9100)
+    node = site.start_node(commands()[name])
     for ip in (site.node.ipv4, f"[{site.node.ipv6}]"):
-        one, two = (site.caller(host, f"{ip}:{grpc}") for host in (site.one, site.two))
+        one, two = (site.caller(host, f"{ip}:7070") for host in (site.one, site.two))
         blocks = name_of_blocks()
         assert one("put", blocks, 8) == WRITTEN
         assert two("get", blocks, 8) == EXACT
         assert one("get", blocks, 8) == EXACT
         for client in (one, two):
             client.close()
-        assert site.ask(f"https://{ip}:{http}/readyz") == (200, "ready\n")
-        status, text = site.ask(f"https://{ip}:{http}/metrics", TOKEN)
+        assert site.ask(f"https://{ip}:9100/readyz") == (200, "ready\n")
+        status, text = site.ask(f"https://{ip}:9100/metrics", TOKEN)
         assert (status, "kvstore_" in text) == (200, True)
     assert node.end() == 0
 

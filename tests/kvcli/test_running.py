@@ -127,6 +127,11 @@ def test_a_command_that_is_used_wrongly_ends_with_2(command: tuple[str, ...]) ->
         done = run(*command, *arguments)
         assert done.returncode == Status.USAGE
         assert "Traceback" not in done.stderr
+    done = run(*command, "completion", "bash", "--nonsense")
+    assert done.returncode == Status.USAGE
+    assert done.stderr.startswith(f"usage: {'kvstore' if command is KVSTORE else 'kvsim'} completion "), (
+        "the usage of its own"
+    )
 
 
 @BOTH
@@ -147,6 +152,8 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
         (["fsck", "{}/none"], 2, "There is no data folder"),
         (["put", "short", "{}/none"], 2, "64 hexadecimal digits"),
         (["put", "name:a", "{}/none"], 2, "could not be read"),
+        (["serve", "--data", "/dev/null"], 1, "it is a file, not a folder"),
+        (["serve", "--data", "{}/node", "--capacity", "9999TiB"], 2, "at most 16 TiB, not 9999 TiB"),
         (["watch", "--seconds", "0"], 2, "--seconds"),
         (["pin", "name:a", "--seconds", "601"], 2, "1 to 600"),
     ],

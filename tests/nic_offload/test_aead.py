@@ -91,5 +91,5 @@ def test_both_libraries_give_the_same_bytes_and_libcrypto_alone_is_enough() -> N
     library, _, digest = bare.partition(": ")
     assert library == "OpenSSL's libcrypto.so.3"
     assert here.partition(": ")[2] == digest
-    if " vaes " in Path("/proc/cpuinfo").read_text(encoding="ascii"):
+    if {"vaes", "avx512f"} <= set(Path("/proc/cpuinfo").read_text(encoding="ascii").split()):
         assert here.startswith("Intel's libIPSec_MB.so.1: ")

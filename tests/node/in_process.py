@@ -78,7 +78,7 @@ class NodeInProcess:
                 store, fabric, clock, self._hot_bytes, spans=spans, address=FabricAddress(self._host)
             )
             if self._shares:
-                self.node.sharing = Sharing(self.node.hot)
+                self.node.sharing = Sharing(self.node.hot, lambda: 1)
             server = grpc.aio.server(options=self._options)
             gate = Gate(Tenants(store.salt, clock), Audit(clock, None))
             add_services(server, self.node, gate)

@@ -74,7 +74,7 @@ def test_where_there_is_one_tenant_several_calls_begin() -> None:
     asyncio.run(come())
 
 
-def test_who_leaves_while_it_waits_or_at_its_turn_keeps_nobody_waiting() -> None:
+def test_a_caller_that_leaves_while_it_waits_or_at_its_turn_delays_no_other() -> None:
     async def come() -> None:
         at = Entrance(lambda: 2)
         first = await at.enter("a")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 
 from kvstore.client import Block, Client, Hit
 from kvstore.errors import FabricError, KvError, NoMemory, Overloaded
 from kvstore.node import connection as connection_module
 from kvstore.node import node as node_module
+from kvstore.wire import kvstore_pb2 as pb
+from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from nic_offload.memory import allocate
+from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.client.test_promises import put
 from tests.conftest import Rig
 from tests.nic_offload.rig import wait_until
@@ -89,6 +93,26 @@ def test_an_attach_that_fails_half_way_leaves_nothing_in_the_node(
                 client.attach()
         wait_until(lambda: is_as_before(node), "nothing is left")
         client.attach()
+
+
+def test_words_that_begin_nowhere_are_refused_as_the_clients_error(node: NodeInProcess) -> None:
+    """Once that was an error of the node's own, of which the audit log has no line."""
+    with grpc.insecure_channel(node.target) as channel:
+        stub = KvStoreStub(channel)  # type: ignore[no-untyped-call]
+        wanted = pb.AttachRequest(
+            block_bytes_max=4096,
+            slots=1,
+            provider=node.call(lambda one: one.fabric.provider),
+            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).told,
+            ack_words=8,
+            ack_base=(1 << 64) - 1,
+        )
+        for more in ({}, {"puts_by_grants": True}, {"answers_base": 8}):
+            wanted.MergeFrom(pb.AttachRequest(**more))
+            with pytest.raises(grpc.RpcError) as caught:
+                next(stub.Attach(iter([wanted]), timeout=WAIT_S))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    wait_until(lambda: is_as_before(node), "nothing is left")
 
 
 def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(

@@ -191,7 +191,7 @@ def test_a_caller_with_one_message_is_let_in_before_it_is_awaited_and_it_must_co
     assert timings.calls_failed["Echo", "DEADLINE_EXCEEDED"] == 1
 
 
-def test_who_takes_no_answer_is_told_of_and_has_its_share_of_them_and_no_more(
+def test_a_caller_that_reads_no_answers_is_reported_and_limited_to_its_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An answer stays in gRPC as long as its caller's connection does: hundreds of large ones were the node's end."""

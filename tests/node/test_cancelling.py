@@ -41,7 +41,7 @@ def test_a_cancelled_fetch_is_never_served_however_many_never_came(cancelled: Ca
     assert cancelled.take(11, called=False) is Noted.NOT, "one that comes over the fabric was never told"
 
 
-def test_one_that_is_refused_since_it_is_older_than_what_is_remembered_is_told_when_it_is_cancelled(
+def test_a_fetch_older_than_the_remembered_ones_is_refused_and_confirmed_when_cancelled(
     cancelled: Cancelled,
 ) -> None:
     cancelled.by_rpc(range(10, 11 + ACK_WORDS))

@@ -83,9 +83,7 @@ def is_taken_by_http(node: NodeProcess, made: Path) -> bool:
         raise
 
 
-def test_a_new_certificate_is_shown_to_who_comes_from_then_on(
-    node: NodeProcess, pki: Path, tmp_path: Path
-) -> None:
+def test_new_connections_get_the_new_certificate(node: NodeProcess, pki: Path, tmp_path: Path) -> None:
     one, two = pki / "one", pki / "two"
     with Client(node.target, ca=one / "ca.pem") as early:
         early.attach()

@@ -202,7 +202,7 @@ def test_a_client_that_goes_leaves_its_memory_to_the_drive_until_that_is_done(
     assert untouched(rig)
 
 
-def test_a_block_that_is_deleted_while_it_is_read_is_not_kept_and_its_pages_are_nobodys_until_then(
+def test_a_block_deleted_while_it_is_read_is_not_kept_and_its_pages_are_not_reused_before(
     node: NodeInProcess, rig: Rig, held: Held
 ) -> None:
     block = rig.block(0, LENGTH)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import struct
 from contextlib import ExitStack
 from ipaddress import ip_address, ip_network
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
@@ -101,7 +103,34 @@ def test_a_connection_over_which_nothing_was_let_in_ends_in_its_time_and_one_tha
     assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
 
 
-def test_who_takes_no_answer_is_hung_up_on_at_the_next_look_though_it_was_let_in(door: Door) -> None:
+def test_a_look_bears_that_calls_are_let_in_meanwhile(door: Door) -> None:
+    """Another thread may have its turn when the collector runs; once such a look was given up, and barred nobody."""
+    ports = count(1)
+
+    def let_in(*_: object) -> None:
+        door.keeper.proved(f"ipv4:{HERE}:{next(ports)}")
+        door.keeper.floods(f"ipv4:{THERE}:{next(ports)}")
+
+    for _ in range(1000):
+        let_in()
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(let_in)
+    gc.set_threshold(1)
+    try:
+        door.look()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(let_in)
+
+
+def test_nothing_is_remembered_of_requests_of_http(door: Door) -> None:
+    """Each has a peer of its own: thousands a second would be looked through at each look."""
+    door.keeper.proved(f"http:{HERE}:5")
+    assert not door.keeper._proved
+    assert not door.keeper._brought
+
+
+def test_an_authenticated_caller_that_reads_no_answer_is_disconnected_at_the_next_check(door: Door) -> None:
     still, honest = door.come(), door.come()
     for link in (still, honest):
         door.keeper.proved(peer(link))
@@ -113,7 +142,7 @@ def test_who_takes_no_answer_is_hung_up_on_at_the_next_look_though_it_was_let_in
     assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
 
 
-def test_who_goes_on_calling_when_told_to_wait_is_hung_up_on_and_a_source_that_does_it_again_is_barred(
+def test_a_caller_that_ignores_overloaded_is_disconnected_and_its_source_barred_the_next_time(
     door: Door,
 ) -> None:
     presses, waits = door.come(), door.come()
@@ -151,7 +180,7 @@ def test_of_a_crowd_of_one_source_the_oldest_go_and_other_sources_stay(door: Doo
     assert stays(other)
 
 
-def test_who_says_much_and_proves_nothing_is_hung_up_on_a_moment_later(door: Door) -> None:
+def test_a_caller_that_sends_much_without_a_token_is_disconnected_soon(door: Door) -> None:
     def loud_one() -> socket.socket:
         link = door.come()
         for _ in range(DOOR_UNPROVED_BYTES_MAX // 1024 + 1):
@@ -171,7 +200,7 @@ def test_who_says_much_and_proves_nothing_is_hung_up_on_a_moment_later(door: Doo
     assert stays(late)
 
 
-def test_who_sends_much_that_belongs_to_no_call_is_hung_up_on_and_its_source_barred(
+def test_a_flood_outside_of_calls_is_disconnected_and_its_source_barred(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = 256 << 10
@@ -216,7 +245,7 @@ def test_a_peer_that_comes_from_a_port_again_is_let_in_again(door: Door) -> None
             assert stays(link)
 
 
-def test_who_knocks_too_often_is_barred_by_the_kernel_for_a_time_and_nobody_else(door: Door) -> None:
+def test_only_a_source_that_connects_too_often_is_barred_by_the_kernel_for_a_time(door: Door) -> None:
     for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX + 1):
         door.come(THERE)
     door.look()
@@ -253,7 +282,7 @@ def test_a_call_with_too_much_metadata_ends_its_connection_and_bars_its_source(d
     assert door.keeper.barred() == [THERE]
 
 
-def test_at_an_endpoint_nobody_stays_but_its_client(door: Door) -> None:
+def test_at_an_endpoint_only_its_client_stays_connected(door: Door) -> None:
     with socket.create_server((HERE, 0)) as endpoint, ExitStack() as undo:
         port = endpoint.getsockname()[1]
         door.keeper.expects(port, ip_address(HERE))
@@ -325,7 +354,7 @@ def test_a_source_is_an_address_or_the_network_that_an_address_of_ipv6_is_from()
     assert source_of(ip_address("2001:db8:1:2:3::4")) == "2001:db8:1:2::/64"
 
 
-def test_a_keeper_looks_while_somebody_is_new_not_let_in_refused_or_barred(
+def test_the_guard_checks_while_a_peer_is_new_unauthenticated_refused_or_barred(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int | None] = [7]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nic_offload.memory import allocate, populate, set_aside
+from nic_offload.memory import allocate, populate, set_aside, undumped
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
@@ -29,7 +29,8 @@ def flags_at(address: int) -> set[str]:
 
 
 def test_memory_for_blocks_is_in_no_dump() -> None:
-    with allocate(MIB) as whole, set_aside(4 * MIB) as part:
+    with allocate(MIB) as whole, set_aside(4 * MIB) as part, undumped(MIB) as records:
+        assert "dd" in flags_at(ctypes.addressof(ctypes.c_char.from_buffer(records)))
         populate(part, MIB, MIB)
         starts = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (whole, part)]
         assert "dd" in flags_at(starts[0])

@@ -75,7 +75,7 @@ BAD += [SocketAddress(ip_of(ip), 7071).told for ip in ("0.0.0.0", "224.0.0.1", "
 BAD += [SocketAddress(ip_of("127.0.0.1"), 0).told]
 
 
-def test_claims_that_are_no_address_are_refused_and_harm_nobody_who_comes_later(node: NodeProcess) -> None:
+def test_invalid_addresses_are_refused_and_later_clients_still_attach(node: NodeProcess) -> None:
     for claimed in BAD:
         name, sentence = refusal_of(node.target, claimed)
         assert (name, "fabric address" in sentence) == ("ProtocolError", True), sentence
@@ -172,7 +172,7 @@ def test_a_name_is_not_asked_for_while_a_client_waits(fabric: Fabric) -> None:
 
 
 @pytest.mark.parametrize("told", ["0.0.0.0", "::", "fe80::1", "224.0.0.1"])
-def test_an_address_at_which_nobody_reaches_a_node_is_refused(told: str) -> None:
+def test_an_address_at_which_a_node_cannot_be_reached_is_refused(told: str) -> None:
     with pytest.raises(ConfigError, match="--fabric-address"):
         FabricAddress("0.0.0.0", told)
 

@@ -53,7 +53,7 @@ def test_everything_comes_out_once_and_each_connection_in_its_order(waiting: lis
     st.lists(st.integers(1, 3 * MIB), min_size=40, max_size=60),
     st.lists(st.integers(1, 3 * MIB), min_size=40),
 )
-def test_two_tenants_who_wait_get_as_many_bytes_whatever_their_blocks(
+def test_two_waiting_tenants_get_equal_bytes_whatever_their_block_sizes(
     ours: list[int], theirs: list[int]
 ) -> None:
     queue: FairQueue[Thing] = FairQueue()
@@ -69,7 +69,7 @@ def test_two_tenants_who_wait_get_as_many_bytes_whatever_their_blocks(
         assert abs(given_bytes["a"] - given_bytes["b"]) <= 3 * MIB + 2 * TURN_BYTES
 
 
-def test_who_comes_late_waits_a_turn_of_the_others_and_not_for_all_that_they_asked_for() -> None:
+def test_a_late_tenant_waits_one_turn_of_the_others_not_for_all_their_requests() -> None:
     queue: FairQueue[Thing] = FairQueue()
     queue.add(Thing("greedy", flow, 32 << 10) for flow in range(10) for _ in range(1000))
     for _ in range(500):
@@ -122,7 +122,7 @@ def test_what_a_connection_waited_for_is_forgotten_with_it() -> None:
     assert {thing.number for thing in everything(queue)} == {2, 3}
 
 
-def test_who_gives_nothing_back_holds_an_eighth_or_one_thing_and_all_together_what_there_is() -> None:
+def test_a_tenant_that_releases_nothing_holds_at_most_an_eighth_or_one_item() -> None:
     shares = Shares(8000)
     assert shares.may_hold(("t", "a"), 3000), "a single thing, whatever its size"
     shares.hold(("t", "a"), 3000)
@@ -206,7 +206,7 @@ def filled(places: Places, who: str) -> int:
     return count
 
 
-def test_of_what_is_held_for_long_each_tenant_has_a_part_that_nobody_else_can_take() -> None:
+def test_each_tenant_keeps_a_share_of_long_held_places() -> None:
     """In whatever order they come; who is alone has all."""
     assert filled(Places(100, lambda: 1), "alone") == 100
     for tenants in (2, 3, 10, 50):

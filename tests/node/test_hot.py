@@ -57,7 +57,7 @@ def test_what_is_in_use_is_never_given_away() -> None:
     assert hot.find(1) is None
 
 
-def test_one_that_was_refused_tries_again_when_a_use_ends_that_nobody_tells_of() -> None:
+def test_a_refused_caller_retries_when_an_unreported_use_ends() -> None:
     """A client on this machine reads a block, and is done, or was for too long."""
     told: list[int] = []
     reading = True
@@ -75,7 +75,7 @@ def test_one_that_was_refused_tries_again_when_a_use_ends_that_nobody_tells_of()
     assert told == [1, 1], "nobody waits"
 
 
-def test_who_has_not_asked_yet_makes_nobody_wait() -> None:
+def test_a_caller_without_a_request_delays_no_other() -> None:
     freed = []
     hot = HotPages(4, lambda: freed.append(True))
     used = hot.take(3)
@@ -144,7 +144,7 @@ def test_a_record_that_two_have_read_is_kept_once() -> None:
     assert hot.take(2) is not None, "the second one's pages are free"
 
 
-def test_a_piece_that_is_forgotten_is_not_found_and_is_free_once_nobody_uses_it() -> None:
+def test_a_forgotten_piece_is_not_found_and_is_free_after_its_last_use() -> None:
     hot = pages_of_size(2)
     piece = hot.take(2)
     assert piece is not None
@@ -156,7 +156,7 @@ def test_a_piece_that_is_forgotten_is_not_found_and_is_free_once_nobody_uses_it(
     assert hot.take(2) is not None
 
 
-def test_who_was_refused_is_called_when_there_may_be_room() -> None:
+def test_a_refused_caller_is_called_back_when_there_may_be_room() -> None:
     called: list[int] = []
     hot = HotPages(2, lambda: called.append(1))
     first = hot.take(1)
@@ -213,7 +213,7 @@ def test_pages_are_never_given_twice_and_never_lost(seed: int) -> None:
     assert hot.take(total) is not None, "all pages can be had again"
 
 
-def test_what_somebody_else_uses_is_not_evicted_and_what_was_forgotten_waits_for_him() -> None:
+def test_a_piece_in_use_is_not_evicted_and_a_forgotten_one_stays_until_its_last_use() -> None:
     """The shelf sends pieces that no fetch of ours holds."""
     sending: set[int] = set()
     hot = HotPages(4, lambda: None, lambda generation: generation not in sending)
@@ -269,9 +269,7 @@ def test_what_one_tenant_reads_leaves_another_its_part(wanted: int) -> None:
     assert hot._kept_of == {b"good": 20, b"evil": 60}
 
 
-def test_a_tenants_own_reads_take_the_place_of_what_it_keeps_and_nobody_has_a_part_where_all_are_one() -> (
-    None
-):
+def test_a_tenants_reads_replace_its_own_pieces_and_a_single_tenant_has_no_share() -> None:
     hot = HotPages(80, lambda: None, tenants=lambda: 2)
     reads(hot, b"good", range(1, 21))
     reads(hot, b"evil", range(100, 160))
@@ -293,3 +291,44 @@ def test_a_block_that_needs_nearly_all_memory_finds_it_though_parts_of_others_li
     assert room is not None
     assert hot.take(70, b"evil") is not None
     assert not hot.refused
+
+
+def test_what_was_erased_is_overwritten_as_soon_as_nobody_uses_it() -> None:
+    wiped: list[tuple[int, int]] = []
+    hot = HotPages(8, lambda: None, wipe=lambda start, pages: wiped.append((start, pages)))
+    pieces = []
+    for number in (1, 2, 3):
+        piece = hot.take(2)
+        assert piece is not None
+        hot.keep(piece, number, (b"tenant", b"key %d" % number))
+        pieces.append(piece)
+    hot.release(pieces[0])
+    hot.release(pieces[2])
+    names = [(b"tenant", b"key 1"), (b"tenant", b"key 2")]
+    hot.drop_dead(names, lambda asked: [None] * len(asked), are_erased=True)
+    assert wiped == [(0, 2)], "the other one is in use"
+    hot.release(pieces[1])
+    assert wiped == [(0, 2), (2, 2)]
+    hot.drop_dead([(b"tenant", b"key 3")], lambda asked: [None] * len(asked))
+    assert wiped == [(0, 2), (2, 2)], "it was not erased"
+
+
+def test_what_evicted_blocks_have_left_is_overwritten_in_steps_and_nothing_else() -> None:
+    memory = bytearray(b"x" * 16)
+
+    def wipe(start: int, pages: int) -> None:
+        memory[start : start + pages] = bytes(pages)
+
+    hot = HotPages(16, lambda: None, wipe=wipe)
+    pieces = [hot.take(2) for _ in range(6)]
+    for at in (0, 2, 3, 5):
+        piece = pieces[at]
+        assert piece is not None
+        hot.release(piece)
+    page: int | None = 0
+    steps = 0
+    while page is not None:
+        page = hot.wipe_free(page, 3)
+        steps += 1
+    assert memory == b"\0\0xx\0\0\0\0xx\0\0xxxx", "the last four were never used"
+    assert steps > 2

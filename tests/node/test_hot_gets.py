@@ -279,7 +279,9 @@ def test_a_block_that_goes_while_it_is_read_is_not_kept(node: NodeInProcess, rig
 
         def prefetch(inside: Node) -> None:
             (connection,) = inside._connections.values()
-            inside.prefetches.add(connection.tenant, 1, [block.key], ended.append)
+            wish = inside.prefetches.wish(connection.tenant, 1, ended.append)
+            wish.add([block.key])
+            inside.prefetches.queue(wish)
 
         node.call(prefetch)
         wait_until(lambda: bool(ended), "the prefetch is over")
@@ -293,7 +295,7 @@ def hot_pages(inside: Node) -> int:
     return inside.hot.pages.statistics().capacity_bytes // 4096
 
 
-def test_what_is_dead_makes_room_for_whoever_waits_for_it() -> None:
+def test_dead_blocks_make_room_for_a_waiting_put() -> None:
     freed: list[bool] = []
     pages = HotPages(4, lambda: freed.append(True))
     piece, used = pages.take(2), pages.take(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -15,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +29,7 @@ from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import (
     HEALTH_STILL_MS,
+    HTTP_BACKLOG,
     HTTP_CONNECTIONS_MAX,
     HTTP_CONNECTIONS_OF_SOURCE_MAX,
     HTTP_REQUEST_BYTES_MAX,
@@ -37,7 +40,7 @@ from kvstore.limits import (
 from kvstore.names import block_key
 from kvstore.node.audit import Audit
 from kvstore.node.authorization import Gate
-from kvstore.node.http import HttpServer, _Asked, _Bad
+from kvstore.node.http import Answer, HttpServer, _Asked, _Bad
 from kvstore.node.listening import Certificates
 from kvstore.node.pages import _health
 from kvstore.node.tenants import Tenants, token_digest
@@ -47,7 +50,6 @@ from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 WAIT_S = 20.0
@@ -200,7 +202,7 @@ def test_what_a_call_ended_with_is_counted(node: NodeProcess) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_without_a_token_nobody_is_told_anything(guarded: NodeProcess, path: str) -> None:
+def test_a_caller_without_a_token_learns_nothing(guarded: NodeProcess, path: str) -> None:
     url = http_url(guarded) + path
     basic = base64.b64encode(b"whoever:acme").decode()
     for headers in (
@@ -294,7 +296,7 @@ def test_what_is_no_request_is_told_so(untouched: NodeProcess, sent: bytes, stat
     assert raw(http_url(untouched), b"HEAD /healthz HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
 
 
-def test_those_who_say_nothing_hold_nobody_up_for_long(node: NodeProcess) -> None:
+def test_silent_callers_delay_no_other_for_long(node: NodeProcess) -> None:
     url = http_url(node)
     host, _, port = url.removeprefix("http://").rpartition(":")
     silent = [
@@ -313,7 +315,7 @@ def test_those_who_say_nothing_hold_nobody_up_for_long(node: NodeProcess) -> Non
         connection.close()
 
 
-def test_who_holds_all_that_a_source_may_loses_the_oldest_that_has_not_asked(node: NodeProcess) -> None:
+def test_a_source_at_its_limit_loses_its_oldest_connection_without_a_request(node: NodeProcess) -> None:
     host, _, port = http_url(node).removeprefix("http://").rpartition(":")
     with contextlib.ExitStack() as undo:
 
@@ -356,7 +358,7 @@ def test_health_is_answered_while_the_node_stands_still(node: NodeProcess) -> No
                 one.join()
 
 
-def test_who_asks_too_often_is_told_when_to_come_again(node: NodeProcess) -> None:
+def test_a_caller_over_its_rate_is_told_when_to_retry(node: NodeProcess) -> None:
     url = http_url(node)
     told = [ask(url + "/nowhere")[:2] for _ in range(4 * HTTP_REQUESTS_PER_S)]
     assert {status for status, _ in told} == {404, 429}
@@ -389,6 +391,45 @@ def test_strangers_and_a_tenant_that_ask_too_often_use_up_nothing_of_what_others
     assert admitted(bearer("zeta")) == "zeta"
 
 
+def test_who_is_told_to_come_later_costs_the_nodes_thread_nothing_until_then() -> None:
+    clock = FakeClock()
+    server = HttpServer(Gate(Tenants(bytes(16), clock), Audit(clock, None)), clock, {}, {})
+    told: list[object] = []
+    waits: list[int] = []
+
+    async def refuse(asked: object) -> Answer:
+        told.append(asked)
+        raise Overloaded("Later.", 500)
+
+    async def ask() -> None:
+        vars(server)["_node_loop"] = asyncio.get_running_loop()
+        for who, later_ms in (("one", 0), ("one", 499), ("another", 0), ("one", 1), ("one", 0)):
+            clock.now_ms += later_ms
+            with pytest.raises(Overloaded) as caught:
+                await server._asked_there(who.encode(), cast("_Asked", who))
+            waits.append(caught.value.retry_after_ms)
+
+    vars(server)["_told"] = refuse
+    asyncio.run(ask())
+    assert told == ["one", "another", "one"]
+    assert waits == [500, 1, 500, 500, 500]
+
+
+def test_many_may_wait_for_the_servers_thread_before_a_probe_of_health_is_dropped() -> None:
+    clock, told = FakeClock(), list[int]()
+    server = HttpServer(Gate(Tenants(bytes(16), clock), Audit(clock, None)), clock, {}, {})
+
+    async def listen() -> None:
+        server.listen("127.0.0.1", 0)
+        assert server._listener is not None
+        info = server._listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        told.append(int.from_bytes(info[28:32], sys.byteorder))  # tcpi_sacked: of a listener, its backlog
+        await server.close()
+
+    asyncio.run(listen())
+    assert told == [min(HTTP_BACKLOG, int(Path("/proc/sys/net/core/somaxconn").read_text()))]
+
+
 def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Path) -> None:  # noqa: F811
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(TENANTS)
@@ -404,7 +445,7 @@ def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Pa
             assert ask(url + "/metrics", tls=tls)[0] == status
 
 
-def test_where_clients_need_certificates_health_alone_is_told_to_who_has_none(
+def test_with_client_certificates_only_health_is_open_to_callers_without_one(
     tmp_path: Path,
     pki: Path,  # noqa: F811
 ) -> None:
@@ -440,7 +481,7 @@ def test_where_clients_need_certificates_health_alone_is_told_to_who_has_none(
             client.status()
 
 
-def test_who_shows_no_certificate_uses_up_nothing_of_what_others_may_ask(pki: Path) -> None:  # noqa: F811
+def test_callers_without_a_certificate_use_none_of_the_others_rate(pki: Path) -> None:  # noqa: F811
     clock, nobody = FakeClock(), _Asked("/metrics", {}, {}, ("127.0.0.1", 1), {})
     gate = Gate(Tenants(bytes(16), clock), Audit(clock, None))
     tls = Certificates(

@@ -287,7 +287,7 @@ def lookup_named(name: str, runs: Sequence[Run] = (Run(1, Outcome.STORED),)) -> 
     return Lookup(name, Kind.EXISTS, 7, 1, 1, runs)
 
 
-def test_the_tenant_who_has_most_makes_room() -> None:
+def test_the_tenant_with_the_most_traces_makes_room() -> None:
     lookups = Lookups(None, HeldClock())  # type: ignore[arg-type]
     greedy, modest, none = b"g" * 16, b"m" * 16, bytes(32)
     for number in range(10):

@@ -55,7 +55,7 @@ def test_a_tenant_waits_for_its_share_of_messages_and_the_rest_in_their_order(
     asyncio.run(come())
 
 
-def test_a_turn_that_comes_to_one_who_leaves_goes_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_turn_of_a_caller_that_left_passes_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MESSAGES_COMING_MAX", 1)
 
     async def come() -> None:

@@ -82,7 +82,7 @@ def test_a_tenants_quota_is_his_own(node: NodeInProcess, client: Client) -> None
         assert (zeta.statistics().quota_bytes, zeta.statistics().quota_used_bytes) == (0, 0)
 
 
-def test_a_watcher_hears_of_his_own_tenants_events_in_order(node: NodeInProcess, client: Client) -> None:
+def test_a_watcher_gets_its_own_tenants_events_in_order(node: NodeInProcess, client: Client) -> None:
     with small_client(node.target, tenant="zeta") as zeta:
         ours, theirs = client.watch(timeout_s=WAIT_S), zeta.watch(timeout_s=WAIT_S)
         assert [next(ours), next(theirs)] == [None, None]
@@ -119,7 +119,9 @@ def test_an_eviction_is_told_with_its_reason(node: NodeInProcess, client: Client
     assert ("QUOTA", KEYS[0]) in [(one.what, one.key) for one in heard]
 
 
-def test_one_who_reads_too_slowly_is_told_how_much_he_missed(node: NodeInProcess, client: Client) -> None:
+def test_a_watcher_that_reads_too_slowly_learns_how_many_events_it_missed(
+    node: NodeInProcess, client: Client
+) -> None:
     whose = tenant_id(node, client)
     watch = client.watch(timeout_s=WAIT_S)
     next(watch)

@@ -108,7 +108,7 @@ def test_a_put_whose_bytes_do_not_come_is_ended_and_its_memory_comes_back(
     assert held_bytes(node) == 0
 
 
-def test_a_tenant_who_asks_for_everything_at_once_does_not_stand_before_another(
+def test_a_tenant_that_requests_everything_at_once_does_not_delay_another(
     node: NodeInProcess, rig: Rig
 ) -> None:
     """Its thousand fetches are queued, and then comes one of another tenant: that one is among the next to be begun."""

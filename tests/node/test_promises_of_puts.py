@@ -110,7 +110,7 @@ def _put_landed(rig: Rig, block: Block) -> PutResult:
     return result
 
 
-def test_nobody_is_told_landed_of_a_block_whose_length_is_not_that_of_its_key(
+def test_landed_is_never_sent_for_a_block_whose_length_differs_from_the_stored_one(
     rig: Rig, node: NodeInProcess
 ) -> None:
     block = rig.block(0, LENGTH)

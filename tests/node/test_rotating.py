@@ -213,7 +213,7 @@ def test_an_interrupted_rotation_goes_on_at_the_next_start(served: Served) -> No
     assert read_status(path).rotating == ()
 
 
-def test_only_those_who_have_the_master_key_may_rotate(served: Served) -> None:
+def test_rotation_requires_the_master_key(served: Served) -> None:
     before = keyring_path(served.data).read_bytes()
     status, _, err = served.keys(
         "rotate-master", "--master-key", served.key("new"), "--new-master-key", served.key("new")

@@ -77,7 +77,7 @@ def test_a_trace_keeps_its_last_steps_and_a_node_its_last_traces() -> None:
     assert traces.find(name_of(ONE, "ada", f"{TRACES_MAX + 4}")) is not None
 
 
-def test_who_has_many_traces_makes_room_for_who_has_few() -> None:
+def test_a_tenant_with_many_traces_makes_room_for_one_with_few() -> None:
     traces = Traces(HeldClock())
     for number in range(TRACES_MAX // SHARES):
         traces.of(name_of(OTHER, "ben", f"{number}"))

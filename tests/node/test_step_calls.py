@@ -24,13 +24,13 @@ from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HOT_BYTES, NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Hashable, Iterator
     from pathlib import Path
 
     from kvstore.client import Client
     from kvstore.demo.node_process import NodeProcess
     from kvstore.node.node import Node
-    from kvstore.node.prefetch import Prefetched
+    from kvstore.node.prefetch import Asked, Prefetched
 
 SIZE = 20_000
 
@@ -103,11 +103,19 @@ def tenant_of(node: Node) -> bytes:
     return tenant
 
 
+def queued(
+    node: Node, flow: Hashable, keys: list[bytes], ended: Callable[[Prefetched], object] | None = None
+) -> Asked:
+    wish = node.prefetches.wish(tenant_of(node), flow, ended)
+    wish.add(keys)
+    return node.prefetches.queue(wish)
+
+
 def test_as_many_prefetches_as_the_node_takes_and_no_more(here: NodeInProcess, client: Client) -> None:
     def fill(node: Node) -> None:
         busy(node, is_busy=True)
         for number in range(PREFETCHES_MAX // SHARES):
-            assert node.prefetches.add(tenant_of(node), ("other", number), [key(number)]).blocks == 1
+            assert queued(node, ("other", number), [key(number)]).blocks == 1
 
     client.session("user", "chat").append([key(0)], 16)
     here.call(fill)
@@ -135,11 +143,11 @@ def test_a_prefetch_asked_for_again_before_it_is_done_ends_the_first_asking(
     def ask(node: Node) -> None:
         busy(node, is_busy=True)
         keys = [key(number) for number in range(5)]
-        node.prefetches.add(tenant_of(node), "flow", keys, first.append)
+        queued(node, "flow", keys, first.append)
         assert first == []
-        node.prefetches.add(tenant_of(node), "flow", keys, second.append)
+        queued(node, "flow", keys, second.append)
         assert [done.came for done in first] == [()], "nothing of it had been read"
-        node.prefetches.add(tenant_of(node), "nothing", [], first.append)
+        queued(node, "nothing", [], first.append)
         busy(node, is_busy=False)
 
     client.session("user", "chat").append([key(0)], 16)
@@ -192,7 +200,7 @@ def test_a_node_that_does_not_answer_costs_each_call_its_deadline_and_a_report_n
         assert [one.step for one in chat.trace().seen if one.step is not Step.ANSWERED] == [Step.APPENDED]
 
 
-def test_many_who_trace_at_once_get_each_their_own(here: NodeInProcess, client: Client) -> None:
+def test_concurrent_traces_stay_separate(here: NodeInProcess, client: Client) -> None:
     def tell(number: int) -> None:
         chat = client.session("ada", f"chat {number}")
         chat.append([key(number)], number + 1)

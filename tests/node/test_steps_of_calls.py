@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore.limits import BATCH_READS_AHEAD, TURN_STEP_BLOCKS
 from kvstore.names import block_key
+from kvstore.node.audit import Audit
+from kvstore.node.authorization import Gate
+from kvstore.node.http import Question
+from kvstore.node.pages import http_server
+from kvstore.node.prefetch import Wish
+from kvstore.node.tenants import Tenants
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from nic_offload.sockaddr import SocketAddress, ip_of
@@ -20,7 +28,7 @@ from tests.conftest import small_client
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.client import Client
@@ -52,6 +60,8 @@ def client(node: NodeInProcess) -> Iterator[Client]:
         lambda one: one.prefetch(KEYS),
         lambda one: one.put_many_inline((bytes(reversed(key)), key) for key in KEYS),
         lambda one: list(one.get_many_inline([(key, len(key)) for key in KEYS])),
+        lambda one: one.erase_user("nobody"),
+        lambda one: one.erase_tenant(),
     ],
 )
 def test_a_call_of_many_blocks_waits_for_its_tenants_turn(
@@ -74,6 +84,7 @@ def test_a_call_of_many_blocks_waits_for_its_tenants_turn(
         ("hold", lambda one: one.pin(KEYS).close()),
         ("delete", lambda one: one.delete(KEYS)),
         ("put", lambda one: one.put_many_inline((bytes(reversed(key)), key) for key in KEYS)),
+        ("delete", lambda one: one.erase_tenant()),
     ],
 )
 def test_a_call_of_many_blocks_lets_others_work_between_steps(
@@ -106,6 +117,115 @@ def test_a_call_of_many_blocks_lets_others_work_between_steps(
         node.call(lambda _: counting.cancel())
     assert len(at) == len(KEYS)
     assert max(map(at.count, set(at))) <= 2 * TURN_STEP_BLOCKS  # the first of a stream wait for no turn
+
+
+def test_an_erasure_that_finds_nothing_lets_others_work_between_its_looks(
+    node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who has nothing is looked for among all blocks of the tenant."""
+    monkeypatch.setattr("kvstore.storage.drive.ERASE_LOOK_BLOCKS", 20)
+    begun: list[int] = []
+
+    def count(inside: Node) -> None:
+        of = inside.turns.of
+
+        def noted(*asked: Any) -> Any:
+            begun.append(1)
+            return of(*asked)
+
+        vars(inside.turns)["of"] = noted
+
+    node.call(count)
+    client.erase_user("nobody")
+    assert len(begun) >= len(KEYS) // 20
+
+
+def test_a_prefetch_of_many_blocks_looks_at_few_in_a_turn(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    add = Wish.add
+
+    def noted(wish: Wish, keys: Sequence[bytes]) -> bool:
+        looked.append(len(keys))
+        return add(wish, keys)
+
+    monkeypatch.setattr(Wish, "add", noted)
+    client.prefetch(KEYS)
+    assert sum(looked) == len(KEYS)
+    assert max(looked) == TURN_STEP_BLOCKS
+
+
+def test_a_prefetch_of_what_is_in_memory_lets_others_work_between_its_rounds(
+    node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not client.prefetch(KEYS).unread
+    monkeypatch.setattr("kvstore.node.prefetch.FETCHES_A_ROUND", 10)
+    rounds: list[int] = []
+
+    def count(inside: Node) -> None:
+        pump, has = inside.prefetches.pump, inside.hot.pages.has
+
+        def pumped() -> None:
+            rounds.append(0)
+            pump()
+
+        def found(generation: int) -> bool:
+            rounds[-1] += 1
+            return has(generation)
+
+        vars(inside.prefetches)["pump"], vars(inside.hot.pages)["has"] = pumped, found
+
+    node.call(count)
+    assert not client.prefetch(KEYS).unread
+    assert max(rounds) == 10
+    assert sum(rounds) == len(KEYS)
+
+
+def test_questions_about_services_wait_for_their_tenants_turn(node: NodeInProcess) -> None:
+    """One stream may ask without end, and so each question waits."""
+    question = reflection_pb2.ServerReflectionRequest(list_services="")
+    asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with grpc.insecure_channel(node.target) as channel, ThreadPoolExecutor(1) as pool:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        answers = stub.ServerReflectionInfo(iter(asked.get, None), timeout=WAIT_S)
+        asked.put(question)
+        next(answers)
+        node.call(lambda one: one.turns._begin())
+        asked.put(question)
+        told = pool.submit(next, answers)
+        try:
+            with pytest.raises(TimeoutError):
+                told.result(0.3)
+        finally:
+            node.call(lambda one: one.turns._give())
+        told.result(WAIT_S)
+        asked.put(None)
+
+
+def test_a_tenants_pages_are_made_one_at_a_time(node: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes them is another thread, which takes as much from the node's as a call does."""
+    at_once, most = 0, 0
+
+    def rendered(_: object) -> bytes:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.05)
+        at_once -= 1
+        return b"text"
+
+    async def ask(inside: Node) -> list[bytes]:
+        gate = Gate(Tenants(inside.store.salt, inside.clock), Audit(inside.clock, None))
+        server = http_server(inside, gate, None, ui=False)
+        question = Question(gate.tenants.named("default"), {})
+        answers = await asyncio.gather(*(server._pages["/metrics"](question) for _ in range(6)))
+        return [one.body for one in answers]
+
+    monkeypatch.setattr("kvstore.node.pages.rendered", rendered)
+    told = asyncio.run_coroutine_threadsafe(ask(node.node), node._loop).result(WAIT_S)
+    assert told == [b"text"] * 6
+    assert most == 1
 
 
 def test_a_stream_of_gets_from_memory_lets_others_work_between_steps(

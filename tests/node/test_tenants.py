@@ -87,7 +87,7 @@ def test_a_token_proves_one_tenant_and_no_other(tenants: Tenants) -> None:
         by_token(tenants, token_digest("acme-1"))  # what stands in the file is of no use to whoever reads it
 
 
-def test_a_certificate_proves_the_tenant_who_has_its_name(tenants: Tenants) -> None:
+def test_a_certificate_identifies_the_tenant_with_its_name(tenants: Tenants) -> None:
     assert by_certificate(tenants, b"other", b"engine.zeta").tenant("").name == "zeta"
     assert by_certificate(tenants, common=b"engine.zeta").tenant("").name == "zeta"
     for names in ((b"acme",), (b"engine",), (b"\xff",)):
@@ -237,13 +237,15 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_audit_log_says_who_came_and_bounds_who_is_turned_away(clock: HeldClock, tmp_path: Path) -> None:
+def test_the_audit_log_has_accepted_callers_and_a_bounded_number_of_refusals(
+    clock: HeldClock, tmp_path: Path
+) -> None:
     path = tmp_path / "audit.jsonl"
     with Audit(clock, path) as audit:
-        audit.note("attach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
+        audit.connected("attach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
         for _ in range(AUDIT_LINES_OF_ONE_PER_S + 30):
             audit.refused("get", tenant="zeta\n", peer="ipv4:6.6.6.6:6", why="no")
-        audit.note("detach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
+        audit.connected("detach", tenant="acme", peer="ipv4:1.2.3.4:5", connection=7)
         clock.now_ns += 10**9
         audit.refused("get", tenant="zeta", peer="ipv4:6.6.6.6:6", why="no")
     attach, *refused, detach, last = lines(path)
@@ -258,14 +260,15 @@ def test_the_audit_log_says_who_came_and_bounds_who_is_turned_away(clock: HeldCl
     assert len(refused) == AUDIT_LINES_OF_ONE_PER_S
     assert all(line["outcome"] == "refused" for line in refused)
     assert detach["what"] == "detach"
-    assert last["left_out"] == 30
+    assert detach["left_out"] == 30
+    assert "left_out" not in last
     assert path.stat().st_mode & 0o777 == 0o600
     with Audit(clock, path) as audit:
         audit.note("attach", tenant="acme", peer="p")
     assert len(lines(path)) == AUDIT_LINES_OF_ONE_PER_S + 4, "a log is gone on with"
 
 
-def test_who_fills_the_audit_log_hides_nobody_elses_lines(clock: HeldClock, tmp_path: Path) -> None:
+def test_a_caller_that_fills_the_audit_log_hides_no_others_lines(clock: HeldClock, tmp_path: Path) -> None:
     with Audit(clock, path := tmp_path / "audit.jsonl") as audit:
         for port in range(1000):
             audit.refused("get", tenant="", peer=f"ipv4:6.6.6.6:{port}", why="no")
@@ -274,8 +277,14 @@ def test_who_fills_the_audit_log_hides_nobody_elses_lines(clock: HeldClock, tmp_
         audit.removed("delete", tenant="acme", peer="ipv4:1.2.3.4:5", names=keys, found=3)
         for host in range(1000):
             audit.refused("get", tenant="", peer=f"ipv4:8.8.{host >> 8}.{host & 255}:1", why="no")
+        for host in range(1000):
+            audit.refused("get", tenant="acme", peer=f"ipv6:%5Bfd00::{host:x}%5D:1", why="no")
+        for port in range(AUDIT_LINES_OF_ONE_PER_S):
+            audit.refused("get", tenant="zeta", peer=f"ipv4:6.6.6.6:{port}", why="no", is_proved=True)
     told = lines(path)
-    assert len(told) == AUDIT_LINES_PER_S
+    assert [one["tenant"] for one in told[-AUDIT_LINES_OF_ONE_PER_S:]] == ["zeta"] * AUDIT_LINES_OF_ONE_PER_S
+    strangers = [one for one in told if one["outcome"] == "refused" and one["tenant"] == ""]
+    assert len(strangers) == AUDIT_LINES_PER_S // 2
     assert told[AUDIT_LINES_OF_ONE_PER_S]["peer"] == "ipv4:7.7.7.7:1"
     assert told[AUDIT_LINES_OF_ONE_PER_S]["left_out"] == 1000 - AUDIT_LINES_OF_ONE_PER_S
     removed = told[AUDIT_LINES_OF_ONE_PER_S + 1]
@@ -286,6 +295,44 @@ def test_who_fills_the_audit_log_hides_nobody_elses_lines(clock: HeldClock, tmp_
         3,
     )
     assert removed["names"] == ",".join(key.hex() for key in keys[:AUDIT_NAMES_MAX])
+
+
+@pytest.mark.parametrize("peer", ["ipv6:%5Bfd00::{:x}%5D:1", "http:fd00::{:x}:80", "ipv4:1.2.3.4:{}"])
+def test_a_source_has_as_many_lines_from_all_its_addresses(
+    clock: HeldClock, tmp_path: Path, peer: str
+) -> None:
+    with Audit(clock, path := tmp_path / "audit.jsonl") as audit:
+        for number in range(1, 2 * AUDIT_LINES_OF_ONE_PER_S):
+            audit.refused("get", tenant="", peer=peer.format(number), why="no")
+    assert len(lines(path)) == AUDIT_LINES_OF_ONE_PER_S
+
+
+def test_clients_that_come_and_go_fill_no_drive_and_hide_nothing(clock: HeldClock, tmp_path: Path) -> None:
+    with Audit(clock, path := tmp_path / "audit.jsonl") as audit:
+        for number in range(1000):
+            audit.connected("attach", tenant=f"evil {number % 10}", peer="p", connection=number)
+        audit.connected("attach", tenant="acme", peer="p", connection=1)
+        audit.refused("get", tenant="acme", peer="p", why="no", is_proved=True)
+        clock.now_ns += 10**9
+        audit.connected("detach", tenant="evil 1", peer="p", connection=1)
+    told = lines(path)
+    assert len(told) == 10 * AUDIT_LINES_OF_ONE_PER_S + 3
+    assert told[-3]["left_out"] == 1000 - 10 * AUDIT_LINES_OF_ONE_PER_S
+    assert (told[-3]["tenant"], told[-2]["what"], told[-1]["what"]) == ("acme", "get", "detach")
+
+
+def test_who_fills_the_audit_log_with_receipts_is_told_to_erase_less_often(
+    clock: HeldClock, tmp_path: Path
+) -> None:
+    with Audit(clock, tmp_path / "audit.jsonl") as audit:
+        for _ in range(AUDIT_LINES_OF_ONE_PER_S):
+            audit.refuse_without_room("evil")
+        with pytest.raises(Overloaded):
+            audit.refuse_without_room("evil")
+        audit.refuse_without_room("acme")
+    with Audit(clock, None) as nowhere:
+        for _ in range(2 * AUDIT_LINES_PER_S):
+            nowhere.refuse_without_room("evil")
 
 
 def test_an_audit_log_that_cannot_be_written_is_told_at_the_start_and_stops_nothing_later(
@@ -305,7 +352,7 @@ def test_an_audit_log_that_cannot_be_written_is_told_at_the_start_and_stops_noth
     ]
 
 
-def test_quotas_go_by_the_names_on_the_drive_and_only_who_has_one_is_in_it(
+def test_quotas_are_keyed_by_the_names_on_the_drive_and_list_only_tenants_with_one(
     tenants: Tenants, tmp_path: Path
 ) -> None:
     assert tenants.quotas() == {}

@@ -86,7 +86,7 @@ def test_beside_others_a_step_is_followed_by_as_much_time_for_them() -> None:
     assert [one for one in paused if one < 1] == [0, 0, 0.005, 0.005, 0, 0]
 
 
-def test_a_call_that_is_given_up_keeps_nobody_waiting() -> None:
+def test_a_call_that_was_given_up_delays_no_other() -> None:
     clock, order = Clock(), list[bytes]()
     turns = Turns(clock)
 
@@ -134,7 +134,7 @@ def test_while_others_call_few_blocks_of_a_tenant_move_at_a_time() -> None:
     run(done)
 
 
-def test_alone_or_slow_blocks_keep_nobody_waiting() -> None:
+def test_single_and_slow_blocks_delay_no_other() -> None:
     clock, moving = Clock(), [0, 0]
     turns = Turns(clock)
 
@@ -184,7 +184,7 @@ def test_what_is_long_a_tenant_does_one_at_a_time_and_rests_as_long_while_others
     run(done)
 
 
-def test_who_was_worked_for_at_length_rests_while_others_call() -> None:
+def test_a_tenant_with_much_work_done_pauses_while_others_call() -> None:
     clock = Clock()
     turns = Turns(clock)
     turns.heard(b"other")
@@ -216,7 +216,7 @@ def test_a_rest_that_is_over_does_not_hide_a_later_one() -> None:
     assert turns.rests(b"other")
 
 
-def test_alone_nobody_rests() -> None:
+def test_a_single_tenant_never_pauses() -> None:
     clock = Clock()
     turns = Turns(clock)
     turns.heard(b"other")

@@ -71,7 +71,7 @@ def test_each_put_takes_as_many_blocks_flags_as_it_has_blocks() -> None:
     assert [row.flag_ns for row in house.rows] == [996 * MS, 1_499 * MS]
 
 
-def test_a_flag_of_another_put_is_none_of_this() -> None:
+def test_the_flag_of_another_put_is_ignored() -> None:
     house = House()
     house.fired(1_000 * MS)  # its put failed
     house.kept((1_000 + RPC_TIMEOUT_MS) * MS)

@@ -61,7 +61,7 @@ def burn(node: NodeInProcess, *kinds: StorageError) -> None:
     node.call(fail_puts)
 
 
-def test_a_client_that_gives_a_lease_back_hears_that_it_was_over(node: NodeInProcess, rig: Rig) -> None:
+def test_a_client_that_returns_an_expired_lease_learns_that_it_expired(node: NodeInProcess, rig: Rig) -> None:
     """Its word has been put then, and is waited for."""
     link = link_of(rig)
     free = len(link._free_words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from kvstore.sealing import slots
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.keyring_state import read_status
+from nic_offload.secret_keys import new_key
 from tests.sealing.rig import (
     ACME,
     STORE,
@@ -144,8 +146,9 @@ def test_no_plain_key_is_in_the_file(tmp_path: Path) -> None:
 def test_a_wiped_key_and_a_closed_keyring_have_only_zeros() -> None:
     keyring, _ = new_keyring()
     (key,) = keyring.ensure(users(1))
-    memory = [key._key, keyring.store_key, keyring._root, *keyring._unsealed.values()]
-    assert all(any(one) for one in memory)
+    keys = [key._key, keyring.store_key, keyring._root, *keyring._unsealed.values()]
+    memory = [bytes_at(one) for one in keys]
+    assert all(any(one.raw) for one in memory)
     text = repr(key)
     assert bytes(key.key).hex() not in text
     assert str(bytes(key.key)) not in text
@@ -153,7 +156,16 @@ def test_a_wiped_key_and_a_closed_keyring_have_only_zeros() -> None:
     with pytest.raises(Closed):
         _ = key.key
     keyring.close()
-    assert not any(any(one) for one in memory)
+    assert not any(any(one.raw) for one in memory)
+    for one in keys:
+        with pytest.raises(ValueError, match="released"):
+            bytes(one)
+
+
+def bytes_at(key: memoryview) -> ctypes.Array[ctypes.c_char]:
+    """Look at the memory of a key, also when the key is over."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(key))
+    return (ctypes.c_char * len(key)).from_address(address)
 
 
 def test_unsealed_keys_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +176,9 @@ def test_unsealed_keys_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -
     kept = list(keyring._unsealed.values())
     assert keys_of(keyring, names) == keys
     assert len(keyring._unsealed) == 2
-    assert not any(any(key) for key in kept)
+    for key in kept:
+        with pytest.raises(ValueError, match="released"):
+            bytes(key)
 
 
 @pytest.mark.parametrize(
@@ -440,8 +454,8 @@ def test_a_master_key_that_does_not_give_back_what_it_wraps_changes_nothing() ->
         def wrap(self, _: bytes, __: object) -> bytes:
             return b"x" * 60
 
-        def unwrap(self, _: bytes, __: bytes) -> bytearray:
-            return bytearray(32)
+        def unwrap(self, _: bytes, __: bytes) -> memoryview:
+            return new_key()
 
         def close(self) -> None:
             pass

@@ -153,12 +153,12 @@ def test_an_opening_unwraps_no_domain_key(monkeypatch: pytest.MonkeyPatch) -> No
     keyring, file = new_keyring()
     keyring.ensure(users(*range(300)))
     seen: list[bytes] = []
-    real = aead.unseal
+    real = aead.unseal_key
 
-    def counted(key: bytearray, nonce: bytes, associated: bytes, sealed: bytes) -> bytearray:
+    def counted(key: memoryview, nonce: bytes, associated: bytes, sealed: bytes) -> memoryview:
         seen.append(associated)
         return real(key, nonce, associated, sealed)
 
-    monkeypatch.setattr(aead, "unseal", counted)
+    monkeypatch.setattr(aead, "unseal_key", counted)
     opened(bytes(file.durable))
     assert len(seen) == 2  # the root key and the store's

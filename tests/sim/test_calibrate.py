@@ -222,7 +222,7 @@ def test_measurements_that_say_too_little_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[line", "[trigger]\nseconds=1\n[line.x]\nlatency_s=-1"])
-def test_a_profile_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_invalid_profile_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_text(text)
     with pytest.raises(OutOfRange):
@@ -271,7 +271,7 @@ def test_fio_is_swept_and_what_it_refuses_is_noted(fake_fio: str, tmp_path: Path
     assert list(tmp_path.glob("kvsim-fio-*")) == [], "its file is removed"
 
 
-def test_a_fio_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_fio_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutOfRange, match="fio is not usable"):
         list(fio.sweep(str(tmp_path / "none"), tmp_path, 50, lambda _: None))
 

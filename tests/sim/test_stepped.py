@@ -243,7 +243,7 @@ def _thinking(work: list[Request], **terms: object) -> Result:
     return simulate(work, TINY, THINKS, "triggered", Terms(always_get=True, **terms))  # type: ignore[arg-type]
 
 
-def test_who_is_seen_early_enough_finds_the_history_in_memory() -> None:
+def test_a_user_recognised_early_enough_finds_the_history_in_memory() -> None:
     """The history is put at once, and leaves the node's memory before the user comes back."""
     others = [(1.1 + i, 1024, 0, [100 + 2 * i, 101 + 2 * i]) for i in range(2)]
     small = replace(THINKS, node_memory_bytes=2.5 * 512 * 2000)
@@ -262,7 +262,7 @@ def test_who_is_seen_early_enough_finds_the_history_in_memory() -> None:
     assert late.fetch_s[3] > 0.15, "what is not there yet is read again: one does not wait for the other"
 
 
-def test_a_user_who_is_seen_and_asks_nothing_is_waste() -> None:
+def test_a_prefetch_for_a_user_without_a_request_counts_as_wasted() -> None:
     rows = requests((0, 1024, 0, [1, 2]), (3, 1024, 0, [5, 6]), (20, 1100, 0, [1, 2, 3]))
     work = [request._replace(user=user) for request, user in zip(rows, (0, 1, 0), strict=True)]
     small = replace(THINKS, node_memory_bytes=512 * 2000)

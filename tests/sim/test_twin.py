@@ -53,7 +53,7 @@ def test_several_clients_are_slower_each_and_do_not_wait_for_each_other() -> Non
     assert both.duration_s == pytest.approx(3 * 24e-3)
 
 
-def test_a_full_drive_lets_go_what_was_used_longest_ago() -> None:
+def test_a_full_drive_evicts_the_least_recently_used_block() -> None:
     load = Load([_gets([1], [2], [1], [3], [1], [2])], KIB, HOME, 2)
     assert replay(_profile(), load).hits == 2, "both of block 1: block 2 went for block 3"
 

@@ -274,7 +274,7 @@ def test_a_session_whose_record_is_torn_is_not_taken_from_the_index(fake: StoreR
     assert fake.session(1) == [1]
 
 
-def test_what_a_failed_drive_has_and_nobody_has_checked_is_put_elsewhere(pair: StoreRig) -> None:
+def test_an_unchecked_block_of_a_failed_drive_is_put_elsewhere(pair: StoreRig) -> None:
     (number,) = homed(pair, 0)
     pair.put(number, PAYLOAD)
     for drive in pair.store.drives:

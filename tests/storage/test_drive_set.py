@@ -398,7 +398,7 @@ def test_a_drive_behind_the_set_that_counts_is_stale() -> None:
     assert plan(found, None) == ([0], [1], [], 2, 9, True)
 
 
-def test_a_drive_that_nobody_misses_by_name_is_still_known_to_be_gone() -> None:
+def test_a_missing_drive_is_noticed_even_if_it_is_not_named() -> None:
     with pytest.raises(StorageError, match=r"Drive 1 cannot be used\. It is missing"):
         plan({0: superblock(0, 7, 2)}, None)
     with pytest.raises(StorageError, match=r"Drive 1 cannot be used\. It is missing"):
@@ -413,7 +413,7 @@ def test_a_store_has_no_more_drives_than_its_generations_are_for() -> None:
     assert plan(dict.fromkeys(range(DRIVES_MAX)), None).blank == list(range(DRIVES_MAX))
 
 
-def test_the_folders_file_comes_back_as_it_was_and_damage_to_it_is_none_at_all(tmp_path: Path) -> None:
+def test_the_folders_file_round_trips_and_a_damaged_one_counts_as_missing(tmp_path: Path) -> None:
     assert read_set(tmp_path) is None
     written = DriveSet(STORE, 12, 3)
     write_set(tmp_path, written)

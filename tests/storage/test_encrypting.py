@@ -237,7 +237,7 @@ def test_a_put_of_a_block_that_is_being_written_anew_is_settled_with_it(plain: S
     assert not is_marked(rig)
 
 
-def test_what_is_held_stays_held_and_is_let_go_by_those_who_hold_it(plain: StoreRig) -> None:
+def test_guards_stay_until_their_holders_release_them(plain: StoreRig) -> None:
     rig = opened(plain)
     names = [(TENANT, key(number)) for number in range(BLOCKS)]
     pins = [rig.store.hold(names, Guard.LEASE) for _ in range(2)]

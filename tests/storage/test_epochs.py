@@ -39,7 +39,7 @@ def step(rig: StoreRig, number: int, step: SessionStep, **more: Any) -> Exceptio
     return rig.session_done[tag].error
 
 
-def test_a_session_of_another_epoch_is_none_and_goes_with_the_first_step(rig: StoreRig) -> None:
+def test_a_session_of_another_epoch_counts_as_missing_and_is_removed_by_the_first_step(rig: StoreRig) -> None:
     assert rig.append(1, [0, 1, 2], epoch=1).error is None
     assert (blocks(rig, 1, 1), blocks(rig, 1, 2), blocks(rig, 1, None)) == (3, None, 3)
     assert isinstance(step(rig, 1, SessionStep.TRUNCATE, blocks=1, epoch=2), NoSession)

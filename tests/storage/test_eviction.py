@@ -410,7 +410,7 @@ def test_puts_that_wait_are_refused_when_the_drive_fails(small: StoreRig) -> Non
     assert all(isinstance(small.put_done[tag].error, ReadOnly) for tag in tags)
 
 
-def test_a_store_that_is_closed_lets_nobody_wait(small: StoreRig) -> None:
+def test_closing_a_store_ends_all_waits(small: StoreRig) -> None:
     hold_all(small, Guard.LEASE)
     tags = [small.start_put(number, PAYLOAD) for number in (1000, 1001)]
     some_polls(small)

@@ -263,7 +263,7 @@ def test_an_index_that_is_open_has_no_seal(closed: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("byte", range(0, 24, 3))
-def test_a_damaged_seal_is_none(closed: StoreRig, byte: int) -> None:
+def test_a_damaged_seal_counts_as_missing(closed: StoreRig, byte: int) -> None:
     path = closed.data / "index-0" / "seal"
     said = bytearray(path.read_bytes())
     said[byte] ^= 1

@@ -129,7 +129,7 @@ def test_what_is_written_by_both_is_told_in_one_order(rig: StoreRig) -> None:
     assert generations == sorted(generations)
 
 
-def test_after_a_write_of_ours_has_failed_the_lane_tells_nobody(rig: StoreRig) -> None:
+def test_after_a_failed_write_the_lane_acknowledges_nothing(rig: StoreRig) -> None:
     disk = rig.disk
     assert disk is not None
     rig.start_put(1, payload(1), Durability.SYNCED)

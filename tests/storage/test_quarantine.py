@@ -95,7 +95,7 @@ def test_what_is_quarantined_counts_against_its_tenant_until_the_drive_has_overw
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_could_not_be_overwritten_is_free_and_charged_to_nobody_after_an_opening(
+def test_space_that_could_not_be_overwritten_is_free_and_uncharged_after_a_restart(
     fake: StoreRig, *, killed: bool
 ) -> None:
     free = fake.store.statistics().free_bytes

@@ -77,7 +77,7 @@ def test_what_is_handed_on_stays_where_it_is_until_the_drive_is_done(handed: Han
     assert rig.store.statistics().gets_pending == rig.store.statistics().drive_in_flight == 0
 
 
-def test_what_nobody_wants_any_more_lets_its_extents_go(handed: Handed) -> None:
+def test_unwanted_reads_release_their_extents(handed: Handed) -> None:
     handed.takes = False
     handed.send(1, 2)
     assert len(handed.begun) == 1
@@ -123,7 +123,7 @@ def test_what_is_handed_on_is_not_given_to_the_drive_by_us(handed: Handed) -> No
     handed.rig.drive.sent(one)
 
 
-def test_a_drive_closes_when_those_who_had_its_blocks_are_gone(handed: Handed) -> None:
+def test_a_drive_closes_after_its_blocks_were_released(handed: Handed) -> None:
     handed.send(1)
     handed.rig.start_delete(1)
     handed.rig.drive.close()

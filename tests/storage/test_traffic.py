@@ -66,7 +66,7 @@ class Drive:
         return self.begun[before:]
 
 
-def test_a_tenant_that_comes_late_is_served_after_a_turn_of_each_other_and_not_after_all_their_work() -> None:
+def test_a_late_tenant_is_served_after_one_turn_of_each_other() -> None:
     drive = Drive()
     drive.add(EVIL, 500)
     drive.traffic.pump()

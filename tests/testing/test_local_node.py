@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import NodeUnavailable
 from kvstore.names import block_key
 from kvstore.testing import LocalNode
@@ -54,6 +55,19 @@ def test_a_node_that_does_not_start_says_why_and_leaves_nothing() -> None:
     with pytest.raises(NodeUnavailable, match="eviction"):
         LocalNode(arguments=("--eviction", "none"))
     assert set(Path(tempfile.gettempdir()).glob("triggerkv-*")) <= before
+
+
+def test_an_interrupted_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def interrupted(process: subprocess.Popen[str]) -> str:
+        started.append(process.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NodeProcess, "_first_line", staticmethod(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        NodeProcess(tmp_path / "node", capacity="64MiB")
+    assert not Path(f"/proc/{started[0]}").exists()
 
 
 def test_a_users_test_takes_the_fixtures(tmp_path: Path) -> None:

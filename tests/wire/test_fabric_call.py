@@ -123,7 +123,7 @@ def test_a_spoilt_byte_is_seen(at: int) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 3, 8, 63, 64, 100])
-def test_a_call_that_is_cut_off_is_none(length: int) -> None:
+def test_a_truncated_call_is_invalid(length: int) -> None:
     with pytest.raises(ProtocolError):
         read_call(packed(CALL, ROWS)[:length], 7)
 
@@ -163,7 +163,7 @@ def test_an_error_comes_out_as_it_went_in() -> None:
     assert len(error_bytes(7, ProtocolError("x" * 100_000))) == ANSWER_BYTES - TAG_BYTES
 
 
-def test_an_answer_to_another_call_is_none() -> None:
+def test_an_answer_to_another_call_is_refused() -> None:
     with pytest.raises(ProtocolError, match="does not belong to this call"):
         leases_of(leases_bytes(7, [Leased(1, False, 2, 3, 4)]), 8)
 

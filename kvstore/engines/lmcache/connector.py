@@ -216,7 +216,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         return _safely("Deleting a chunk", lambda: self._carrier.delete(self._parts(key)) > 0, failed=False)
 
     async def list(self) -> list[str]:
-        """List nothing: what a node has is not told."""
+        """Return an empty list: a node's blocks can't be listed."""
         return []
 
     async def close(self) -> None:

@@ -81,15 +81,15 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         self._formats = {_BYTES}  # that objects were seen in
 
     def get_store_event_fd(self) -> int:
-        """Tell when a store is over."""
+        """The descriptor that signals finished stores."""
         return self._stores.fd
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """Tell when a look-up is over."""
+        """The descriptor that signals finished look-ups."""
         return self._lookups.fd
 
     def get_load_event_fd(self) -> int:
-        """Tell when a load is over."""
+        """The descriptor that signals finished loads."""
         return self._loads.fd
 
     # --- storing
@@ -136,7 +136,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         return _bits(len(keys), found)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """Take what a look-up found; None while it goes on, and ever after."""
+        """Take the result of a look-up, once; None before it has ended and after it was taken."""
         return self._taken(self._lookups, task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
@@ -157,7 +157,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         return _bits(len(keys), {number for number, is_here in enumerate(here) if is_here})
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """Take what a load brought; None while it goes on, and ever after."""
+        """Take the result of a load, once; None before it has ended and after it was taken."""
         return self._taken(self._loads, task_id)
 
     # --- the rest

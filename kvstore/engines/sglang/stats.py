@@ -30,7 +30,7 @@ class Moved:
 
     @contextmanager
     def fetching(self) -> Iterator[Callable[[int, int], None]]:
-        """Time a call that fetches; what is given is to be told how many pages and bytes came."""
+        """Time a call that fetches; the returned function gets the numbers of pages and bytes."""
         with self._timed(self._fetched) as moved:
             yield moved
 

@@ -26,7 +26,7 @@ class _Plane(NamedTuple):
 
 
 def _planes(shapes: Shapes, memory: torch.Tensor, some: Sequence[Piece]) -> Iterator[_Plane]:
-    """Blocks lie one behind the other in memory, which is a tensor of bytes."""
+    """Blocks are contiguous in memory, which is a tensor of bytes."""
     at = 0
     for _, group in groupby(some, key=lambda piece: (piece.end - piece.begin, piece.kept)):
         alike = list(group)

@@ -67,7 +67,7 @@ class Mover:
         return len(self._memory)
 
     def put(self, some: Sequence[Piece]) -> None:
-        """Store blocks that lie in the memory one behind the other; the KvError of the first that is not stored."""
+        """Store blocks that are contiguous in the memory; returns the KvError of the first that is not stored."""
         at = 0
         if self._region is None:
             view, inline = memoryview(self._memory), []
@@ -91,7 +91,7 @@ class Mover:
                     raise result.error
 
     def get(self, some: Sequence[Piece]) -> tuple[int, Miss | None]:
-        """Bring blocks into the memory, one behind the other; how many from the first came, and why not the next."""
+        """Get blocks into the memory, contiguously; returns how many arrived, and why the next did not."""
         at = 0
         if self._region is None:
             came = self.client.get_many_inline([(piece.key, piece.length) for piece in some])

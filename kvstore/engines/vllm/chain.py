@@ -56,7 +56,7 @@ def _written(extra: tuple[Any, ...] | None) -> bytes:
 
 
 def _portable(one: Any) -> Any:
-    """An adapter's path says nothing on another machine, and nothing about what is in it: its content does."""
+    """An adapter is identified by its content: its path means nothing on another machine."""
     if isinstance(one, tuple) and one[0] == "lora":
         _, name, path = one
         return ["lora", name, adapter_name(path)]

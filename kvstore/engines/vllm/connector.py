@@ -192,7 +192,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(_nothing)
     def build_connector_worker_meta(self) -> Told | None:
-        """Tell the scheduler's side what is stored."""
+        """Report stored blocks to the scheduler's side."""
         return self._working.told() if self._working is not None else None
 
     # --- the scheduler's side
@@ -264,7 +264,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(_nothing)
     def get_kv_connector_stats(self) -> Stats | None:
-        """Tell what was done since this was last asked."""
+        """Return what was done since the last call."""
         side = self._working or self._scheduling
         return side.stats.take() if side is not None else None
 

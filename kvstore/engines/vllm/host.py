@@ -97,7 +97,7 @@ class HostMemory:
     # --- what vLLM asks
 
     def look(self, key: bytes) -> State:
-        """What is known of a key; of one that is not known the node is asked."""
+        """The state of a key; for an unknown one the node is asked."""
         with self._lock:
             if (slot := self._slots.get(key)) is not None:
                 return slot.state
@@ -152,7 +152,7 @@ class HostMemory:
             return given
 
     def end_fill(self, keys: Sequence[bytes], *, filled: bool) -> None:
-        """The engine has copied, or has not: what is here goes to the node."""
+        """The engine has copied, or failed to: the copied chunks are sent to the node."""
         for key in keys:
             with self._lock:
                 slot = self._slots[key]

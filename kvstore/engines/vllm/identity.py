@@ -122,7 +122,7 @@ def model_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Model:
 
 
 def _specs(group: Any) -> list[Any]:
-    """What is said of a group's layers, of each one its own where they differ."""
+    """The description of a group's layers, one for each where they differ."""
     spec = group.kv_cache_spec
     specs = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
     of_layers = [specs.get(name, spec) for name in group.layer_names]
@@ -199,7 +199,7 @@ def _weights(model_config: Any, given: str) -> list[Any]:
         raise LayoutError(f"{weights} has no weights to identify: set `weights`.")
     return [
         found,
-        # A user who names the weights may forget to name them anew for another revision.
+        # A user who names the weights may forget to rename them for another revision.
         commit or model_config.revision,
         model_config.code_revision,
         about,

@@ -60,7 +60,7 @@ class Loads:
         self._clock = SystemClock()
 
     def begin(self, load: Load) -> None:
-        """Load in a thread; `ended` tells of it."""
+        """Load in a thread; `ended` returns finished loads."""
         self._under_way += 1
         self._threads.submit(self._in_thread, load)
 

@@ -267,7 +267,7 @@ class _Worker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """What has been copied since this was last asked."""
+        """What has been copied since the last call."""
         ended, self._ended = self._ended, []
         return ended
 

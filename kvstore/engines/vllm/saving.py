@@ -129,7 +129,7 @@ class Saves:
             self._thread.submit(self._work)
 
     def ended(self) -> list[Saved]:
-        """What has become known since this was last asked."""
+        """Results since the last call."""
         ended = []
         while self._outcomes:
             ended.append(self._outcomes.popleft())

@@ -49,7 +49,7 @@ class _Request:
     computed_tokens: int = 0  # what the engine had when it was offered more
     told_tokens: int = 0  # those, and what was offered and taken: whatever else it has is another connector's
     is_admitted: bool = False  # since the last step
-    is_spoilt: bool = False  # it goes on from blocks that did not come
+    is_spoilt: bool = False  # it was computed from blocks that did not arrive
     offers: int = 0  # loads that were begun
     known_tokens: int = 0  # stored on the node, from the first on
     saved: list[int] = field(default_factory=list)  # blocks, group by group, that need not be saved
@@ -96,7 +96,7 @@ class Scheduling:
     # --- a request comes
 
     def new_request(self, request: Any) -> None:
-        """Ask what is stored of it, long before it is scheduled if the engine is busy."""
+        """Look up what is stored of it, long before it is scheduled if the engine is busy."""
         if self._may_load:
             self._turns.arrived(request)
         self._begin_lookup(self._known(request))
@@ -128,7 +128,7 @@ class Scheduling:
         if self._shares_awaited(known, computed_tokens):
             return None, False
         if known.offers > request.num_preemptions:
-            return 0, False  # what was offered has not come, and might not for ever
+            return 0, False  # what was offered has not arrived, and may never
         if known.lookup is None:
             self._begin_lookup(known)
         if known.lookup is None:
@@ -141,7 +141,7 @@ class Scheduling:
                 return None, False
             known.known_tokens = 0
             self.stats.add("lookups_late")
-        # One token at least is computed: the next one comes of it.
+        # At least one token is computed: the next one depends on it.
         step = self._lookups.step_tokens
         usable = min(known.known_tokens, (request.num_tokens - 1) // step * step)
         known.computed_tokens = computed_tokens
@@ -236,7 +236,7 @@ class Scheduling:
         full: list[Wanted] = []
         ids: Sequence[Sequence[int]] = ()
         for number, group in enumerate(self._groups):
-            # What is computed although it was said to be stored has not come: it is saved anew.
+            # Blocks that are computed although reported as stored did not arrive: they are saved again.
             first = min(known.saved[number], before_tokens // group.block_tokens)
             last = tokens // group.block_tokens
             if last <= first or not self._may_save:
@@ -304,7 +304,7 @@ class Scheduling:
         )
 
     def take_events(self) -> list[Any]:
-        """What has been stored since this was last asked."""
+        """What has been stored since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -332,7 +332,7 @@ class Scheduling:
 
 
 def _first_of(missing: set[int], blocks: Sequence[int]) -> int:
-    """Where the first of them stands in a request's blocks; behind all, if none does."""
+    """The position of the first of them in a request's blocks; the number of blocks if there is none."""
     return next((at for at, block in enumerate(blocks) if block in missing), len(blocks))
 
 

@@ -58,7 +58,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
     def take(self) -> Stats | None:
-        """What has been counted since this was last asked; None: nothing."""
+        """What has been counted since the last call; None: nothing."""
         taken, self.data = Stats(data=self.data), {}
         return None if taken.is_empty() else taken
 

@@ -72,7 +72,7 @@ class _Seen:
     """Of a request, until it is preempted or over."""
 
     asked_ns: int  # when it began to wait for the node's answers
-    brought: set[bytes] = field(default_factory=set)  # what has come for it
+    brought: set[bytes] = field(default_factory=set)  # what has arrived for it
 
 
 class _Job(NamedTuple):
@@ -305,7 +305,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
     def drain_jobs(self) -> None:
-        """Wait for what is under way, which has its deadline; what has not begun never does."""
+        """Wait for tasks under way, which have deadlines; tasks that have not begun never do."""
         self._cancel()
         wait([future for _, _, future in self._under_way.values()])
 
@@ -329,7 +329,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Tell what was done since this was last asked."""
+        """Return what was done since the last call."""
         counts, self._counts = self._counts, {}
         if not counts:
             return None

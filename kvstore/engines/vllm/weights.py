@@ -40,7 +40,7 @@ def weights_name(model: str, revision: str | None, commit: str | None) -> str:
 
 
 def adapter_name(path: str) -> str:
-    """What tells an adapter from all others. One that can't be told has a name that only this process knows."""
+    """An adapter's identity. One that can't be identified gets a name that only this process has."""
     folder = Path(path)
     files = _weights_in(folder) if folder.is_dir() else []
     if not files:
@@ -83,7 +83,7 @@ def _name(files: list[Path]) -> str:
 
 @lru_cache(maxsize=256)
 def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
-    """What a file was changed at is no part of the digest, but of whether it has to be made anew."""
+    """A file's modification time is not part of the digest; it decides whether the digest is computed again."""
     whole = sum(size for _, size, _ in files) <= WHOLE_BYTES_MAX
     state = blake2b(digest_size=16, person=b"triggerkv weight")
     for file, size, _ in files:

@@ -84,8 +84,8 @@ class Working:
         loaded = self._arrived([make(load) for load in loads])
         for one in loaded:
             self._take(one)
-        # What is computed from blocks that did not come must not be saved. Which requests share them is vLLM's affair,
-        # so the whole step counts as spoilt; vLLM computes anew what it needs of it, and that is saved.
+        # What is computed from blocks that did not arrive must not be saved. Only vLLM knows which requests share them,
+        # so the whole step is discarded; vLLM recomputes what it needs, and that is saved.
         self._is_sound = not any(one.missing for one in loaded)
 
     def layer_done(self, name: str) -> None:
@@ -132,12 +132,12 @@ class Working:
         self.stats.add("missing_blocks", len(loaded.missing))
 
     def failed_blocks(self) -> set[int]:
-        """Blocks that did not come, since this was last asked."""
+        """Blocks that did not arrive, since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def told(self) -> Told | None:
-        """What is stored, since this was last asked."""
+        """What was stored since the last call."""
         stored, self._stored = self._stored, {}
         return Told(stored) if stored else None
 

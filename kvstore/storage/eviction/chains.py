@@ -1,21 +1,21 @@
 """Sessions as chains: which blocks are in which session, and which of them are tails.
 
-A session is a chain of blocks at positions; a block may be in many sessions. A block's bytes follow from
-all that came before them, so it has one position, the same wherever it stands.
+A session is a chain of blocks at positions; a block may be in many sessions. A block's bytes depend on all blocks
+before it, so it has the same position in all of them.
 
-A *tail* is a block that is the last of every session it is in; a block in no session is one too. If only
-tails are taken away, what is left of each session is always a prefix of what was there. And there always is a
-tail: the block with the highest position is one.
+A *tail* is a block that is the last one in every session that has it; a block in no session is a tail too. If only
+tails are evicted, what remains of each session is always a prefix. A tail always exists: the block with the highest
+position is one.
 
-A session is *broken* once a block was taken out of its middle (its time was over, or it was deleted): what
-stands behind the gap can't be used, and nobody knows whether the gap will be filled. Positions that nothing ever
-stood at break nothing: those blocks may lie on another drive.
+A session is *broken* once a block was removed from its middle (expired or deleted): blocks after the gap can't be
+used, and it is unknown whether the gap will be filled. Positions that never had a block break nothing: those blocks
+may be on another drive.
 
-Always holds: `followed[row]` is the number of sessions in which something stands behind the row; all is O(1), but
-for a block that comes out of order or goes out of a session's middle (a bisection and a shift of at most 8 bytes
-a block of that session), and for a block in many sessions (their number, when it goes).
+Always holds: `followed[row]` is the number of sessions in which a block comes after the row. All operations are O(1),
+except adding a block out of order or removing one from a session's middle (a bisection and a shift of at most 8 bytes
+per block of that session), and removing a block that is in many sessions (their number).
 
-It knows no guards, sizes or times, and keeps nothing of a session whose last block is gone.
+It knows no guards, sizes or times, and forgets a session when its last block is removed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Chain:
 
 
 class Chains:
-    """All sessions. A link says that a row stands in a chain: 20 bytes, and 12 a row."""
+    """All sessions. A link means that a row is in a chain: 20 bytes, and 12 a row."""
 
     __slots__ = (
         "_broken",

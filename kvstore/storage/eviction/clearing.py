@@ -1,13 +1,13 @@
-"""Finds blocks whose going makes one free extent of a given length: for a put that is larger than any hole.
+"""Finds blocks whose eviction makes one free extent of a given length, for a put that is larger than any hole.
 
-Blocks of one size leave holes that fit the next one. Where sizes are mixed, what was used longest ago lies scattered,
-and a large put would let most of the drive go before its blocks happened to touch. So this looks where the least
-stands between holes that are large already.
+Blocks of one size leave holes that fit the next block. With mixed sizes, the least recently used blocks are
+scattered, and a large put would evict most of the drive before the freed extents happened to adjoin. So this looks
+for large holes that are close together, with little between them.
 
-Always holds: what is found lies together with what is free, for the whole length, and nothing in it has a guard; a
-step looks at a bounded number of places.
+Always holds: the blocks found, together with free space, cover the whole length contiguously, and none of them has a
+guard; a step examines a bounded number of places.
 
-It moves nothing, and ignores how long a block has not been used.
+It moves nothing, and ignores how recently a block was used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Clearing(NamedTuple):
 
 
 class _Land:
-    """What can be asked about a place."""
+    """Queries about a place on the drive."""
 
     def __init__(self, extents: Extents, ground: Ground, is_guarded: Callable[[int], bool]) -> None:
         self._extents = extents

@@ -1,22 +1,22 @@
-"""The core of eviction: which blocks go, when, and why; told of everything that happens to blocks.
+"""The core of eviction: which blocks are evicted, when, and why. It is notified of all changes to blocks.
 
 Always holds:
 
-- A block with a guard is not evicted, whatever its age or time to live. One that expires meanwhile goes when the
-  last guard does.
-- A block goes for room only while it is a tail (see `chains`), so what is left of a session is a prefix of it;
-  what stands behind a gap that something else made goes before all other.
-- A use of a block counts for all blocks before it in its sessions, since they are needed with it. So under LRU, it
-  is always a tail that was used longest ago, and exactly that one goes.
-- Guards end in a use: to lift the last one is to touch the block.
-- The policy holds the rows that may go; the others are *set aside*, lazily: when it offers one that may not.
-  Nothing is set aside that is unguarded and a tail.
-- All this is true as well of each owner's blocks among themselves (see `owners`), which go in LRU order when it is to
-  make room for itself, whatever the policy.
-- `EVICTION_STEPS_MAX` bounds a plan; all else takes time for what is passed in, and no more.
+- A block with a guard is not evicted, whatever its age or time to live. One that expires meanwhile is removed when
+  its last guard ends.
+- A block is evicted for room only while it is a tail (see `chains`), so what remains of a session is a prefix. Blocks
+  after a gap with another cause are evicted before all others.
+- A use of a block counts as a use of all blocks before it in its sessions, since they are needed with it. So under
+  LRU the least recently used block is always a tail, and exactly that one is evicted.
+- Guards end with a use: lifting the last one touches the block.
+- The policy holds the rows that may be evicted; others are *set aside*, lazily: when the policy offers one that may
+  not. No unguarded tail is set aside.
+- The same holds for the blocks of each owner among themselves (see `owners`), which are evicted in LRU order when the
+  owner makes room for itself, whatever the policy.
+- `EVICTION_STEPS_MAX` bounds a plan; all other operations take time in proportion to their arguments.
 
-It does no I/O, knows no names and no extents, and has no clock: `now_ms` is the wall's, passed in. Blocks are
-numbered by rows inside, and by their generations outside.
+It does no I/O, knows no names and no extents, and has no clock: `now_ms` is wall time, passed in. Blocks are numbered
+by rows inside, and by their generations outside.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class Evictor:
         return row >= 0 and self._guards.words[row] != 0
 
     def places(self, generation: int) -> tuple[list[int], int]:
-        """Tell in which sessions a block stands, and at which position in all of them."""
+        """Return the sessions that have a block, and its position in all of them."""
         row = self._rows.find(generation)
         sessions = [] if row < 0 else list(self._chains.sessions(row))
         return sessions, self._chains.position(row) if sessions else 0
@@ -314,7 +314,7 @@ class Evictor:
     def plan(
         self, *, free_pages: int, demand_pages: int = 0, waiting_pages: int = 0, now_ms: int
     ) -> EvictionPlan:
-        """Choose what goes now and forget it; expired blocks first, then, if room is wanted, others.
+        """Choose blocks to evict now and forget them; expired ones first, then, if room is needed, others.
 
         `demand_pages` is what puts under way have not allocated yet; `waiting_pages` what a put needs that found
         no room, and is not in it.
@@ -389,7 +389,7 @@ class Evictor:
             self._free_rows[:0] = array("I", range(first + missing - 1, first - 1, -1))
 
     def _settle(self, row: int, session: int, position: int, now_ms: int) -> Refusal | None:
-        """Let a row stand at a place of a session, instead of whatever stood there."""
+        """Put a row at a position of a session, replacing any other row there."""
         before = self._chains.at(session, position)
         if before == row:
             return None
@@ -455,7 +455,7 @@ class Evictor:
         return victims
 
     def _stranded(self) -> int:
-        """Return a block behind a gap that may go, or `NO_ROW`. Where the last one may not go, the policy decides."""
+        """Return an evictable block after a gap, or `NO_ROW`. If the last one is not evictable, the policy decides."""
         while (row := self._chains.stranded()) != NO_ROW and self._guards.words[row]:
             self._chains.leave_stranded()
         return row

@@ -1,8 +1,8 @@
-"""Where blocks lie on the drive: by the page at which each begins, about 24 bytes a block.
+"""Where blocks are on the drive, by first page: about 24 bytes a block.
 
 Always holds: a block is found by its first page and by no other.
 
-It knows neither free extents nor records that are no blocks: for it, nothing stands there.
+It knows neither free extents nor records that are not blocks; to it, those places are empty.
 """
 
 from __future__ import annotations

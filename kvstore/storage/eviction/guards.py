@@ -1,8 +1,8 @@
-"""What keeps rows from going: counts of guards, by kind, 8 bytes a row.
+"""Guards, which keep rows from being evicted: counts by kind, 8 bytes a row.
 
-Always holds: a count is changed only by its own kind; a row has a guard while any of its counts is not zero.
+Always holds: a count is changed only by its own kind; a row is guarded while any of its counts is not zero.
 
-It doesn't know blocks or sessions, and it ends no guard by itself.
+It doesn't know blocks or sessions, and never ends a guard by itself.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Guards:
         return {guard: self._by_longest[guard + 1] for guard in Guard}
 
     def what_is_over_soonest(self) -> Stuck:
-        """Say what has to be waited for if every row has a guard, or stands before one that has."""
+        """Return what to wait for if every row has a guard, or precedes a row with one."""
         for guard in Guard:
             if self._by_longest[guard + 1]:
                 return _STUCK_BY[guard]

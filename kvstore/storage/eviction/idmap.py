@@ -1,13 +1,13 @@
 """A map from 64-bit numbers to rows: about 14 bytes an entry, where a dict takes more than 100.
 
-The numbers are spread over parts, runs of neighbours together; a part is a sorted array, looked into by
-bisection, with the rows in a second array beside it. Numbers that come in ascending order, as generations
-do, are appended; any others shift at most the rest of one part.
+The numbers are divided into parts, with runs of neighbours in the same part. A part is a sorted array, searched by
+bisection, with the rows in a second array beside it. Numbers that arrive in ascending order, as generations do, are
+appended; others shift at most the rest of one part.
 
-Always holds: nothing is ever rehashed, so no operation takes long because of those before it.
+Always holds: nothing is ever rehashed, so no operation pays for earlier ones.
 
-It suits numbers that are dense, or random; those that agree in all the bits that choose the part make a
-part long. Rows are below 2^32.
+It suits numbers that are dense or random; numbers that agree in all bits that choose the part make a part long. Rows
+are below 2^32.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class IdMap:
         numbers = parts[0]
         for number in wanted:
             part = number >> _RUN_BITS & mask
-            # What is asked for together was often put together, so the next one is tried before a search.
+            # Entries requested together were often added together, so the next one is tried before a search.
             at += 1
             if numbers is not parts[part] or at >= len(numbers) or numbers[at] != number:
                 numbers = parts[part]

@@ -51,7 +51,7 @@ class Reason(enum.IntEnum):
     """Why a block is gone. The numbers never change their meaning: they end up in metrics and logs."""
 
     SPACE = 1  # room was needed, and this one was the policy's choice
-    STRANDED = 2  # room was needed, and the block stood behind a gap in its only session
+    STRANDED = 2  # room was needed, and the block was after a gap in its only session
     EXPIRED = 3  # its time to live had ended
     SUPERSEDED = 4  # a newer record has taken its name
     DELETED = 5  # on request

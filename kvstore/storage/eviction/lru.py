@@ -1,4 +1,4 @@
-"""Exact LRU: what was used longest ago goes first. Sixteen bytes a row."""
+"""Exact LRU: the least recently used row is evicted first. Sixteen bytes a row."""
 
 from __future__ import annotations
 

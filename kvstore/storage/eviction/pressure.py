@@ -1,8 +1,8 @@
-"""When room is made, and how much: two watermarks and the put that waits.
+"""When to make room, and how much: two watermarks and the waiting put.
 
-Always holds: below the low watermark it wants room until the high one is reached, and above it rests until
-the low one is passed; while a put waits, it wants at least that put's pages each time it is asked, because
-what is free may lie in pieces.
+Always holds: below the low watermark it requests room until the high one is reached, then nothing until free space is
+below the low one again. While a put waits, it requests at least that put's pages each time, because the free space
+may be fragmented.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Goal", "Pressure"]
 
 
 class Goal(NamedTuple):
-    """What is wanted now."""
+    """The room requested now."""
 
     mode: Mode
     pages: int

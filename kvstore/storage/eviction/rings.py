@@ -1,10 +1,10 @@
 """Doubly linked rings in two arrays: 8 bytes a node, and no object for any of them.
 
-Nodes are small numbers. The first `heads` of them are the heads of as many rings; every other node is in
-one ring at most, and its own neighbour while it is in none. Taking out needs no head.
+Nodes are small numbers. The first `heads` of them are the heads of as many rings; every other node is in at most one
+ring, and is its own neighbour while it is in none. Removing a node doesn't need the head.
 
-It doesn't count, and it doesn't know what a node stands for. Whoever needs speed may work on `after` and
-`before` directly.
+It doesn't count, and doesn't know what a node stands for. For speed, callers may work on `after` and `before`
+directly.
 """
 
 from __future__ import annotations

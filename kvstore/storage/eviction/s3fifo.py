@@ -1,15 +1,15 @@
 """S3-FIFO: three first-in-first-out queues, counted in pages, since blocks vary in size.
 
-New blocks enter the small queue. At its end, those used since they came move on to the main queue; the others
-go, and their names are remembered as ghosts. A new block whose name is a ghost enters the main queue at once. At
-the end of the main queue, a block used since its last turn gets another turn, at most three in all, and the
-others go. So a scan passes through the small queue and leaves the main one alone.
+New blocks enter the small queue. At its end, blocks that were used since they arrived move to the main queue; the
+others are evicted, and their names are remembered as ghosts. A new block whose name is a ghost enters the main queue
+at once. At the end of the main queue, a block used since its last turn gets another turn, at most three in all; the
+others are evicted. So a scan passes through the small queue and leaves the main one alone.
 
-Small is a tenth of the drive; when more than that is in it, it gives first. Ghosts stand for as many pages as the
-rest of the drive has.
+The small queue is a tenth of the drive; when it has more, it is evicted from first. Ghosts stand for as many pages as
+the rest of the drive has.
 
-Always holds: to touch a row costs one byte's change, and brings about three moves at most, later, when a candidate
-is looked for.
+Always holds: touching a row changes one byte, and causes at most about three moves, later, during the search for a
+candidate.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""A hierarchical timer wheel: which rows expire when. Putting in and taking out are O(1) at any distance.
+"""A hierarchical timer wheel: which rows expire when. Insertion and removal are O(1) at any distance.
 
-Eight levels of 64 buckets, each level 64 times as coarse as the one before: a row lies in the level of the
-highest digit (in base 64, of its tick) in which it differs from the wheel's own tick, in the bucket of that
-digit. So the lowest bucket of the lowest level that has any is always the next, and the wheel jumps from one
-occupied bucket to the next however much time lies between. A bucket whose time begins is emptied into the
-rows that are due and the levels below.
+It has eight levels of 64 buckets, each level 64 times as coarse as the one before. A row is in the level of the
+highest digit (in base 64, of its tick) in which it differs from the wheel's own tick, in the bucket of that digit. So
+the lowest bucket of the lowest occupied level is always the next, and the wheel jumps from one occupied bucket to the
+next, however much time is between them. When the time of a bucket begins, its rows are due or move to the levels
+below.
 
 Always holds:
 
-- No row is given before its time has come by the clock of that very call, and none, if the steps allow,
-  later than the next call after the first tick that has wholly passed since.
-- A call does a bounded number of steps; what is left of a jump forward is done by the next calls.
-- After a jump back, rows whose time is between the two are held until the clock is there again.
+- No row is returned before its time by the clock of that call, and none, if the steps suffice, later than the next
+  call after the first complete tick since.
+- A call makes a bounded number of steps; the next calls finish a jump forward.
+- After a jump back, rows whose time is in between are held until the clock reaches it again.
 
-It doesn't look at a clock: the time is passed in. Rows to expire beyond 890,000 years never do.
+It doesn't read a clock: the time is passed in. Rows that expire beyond 890,000 years never do.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class TimerWheel:
             self._occupied[head // _BUCKETS] &= ~(1 << head % _BUCKETS)
 
     def _open_next_bucket(self, target: int) -> bool:
-        """Go on to the next bucket that holds something, if its time has begun, else to the target."""
+        """Advance to the next occupied bucket, if its time has begun, else to the target."""
         for level, occupied in enumerate(self._occupied):
             if occupied:
                 bucket = (occupied & -occupied).bit_length() - 1

@@ -471,7 +471,7 @@ def test_a_generation_is_taken_once_and_its_row_again() -> None:
     assert order(core) == [2, 3, 4]
 
 
-def test_a_clock_that_goes_back_makes_nobody_older() -> None:
+def test_a_clock_that_goes_back_ages_no_block() -> None:
     core = new()
     core.admitted([Record(1, 1)], T0 + 5000)
     (why,) = core.gone([1], Reason.DELETED, T0 - 5000)

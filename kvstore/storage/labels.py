@@ -1,0 +1,70 @@
+"""Labels of sessions as the index has them: sealed with their user's key, if the store has keys.
+
+A sealed label is 0xFF, which no text in UTF-8 has, the number (4 bytes) and the id (8) of the key, little-endian, a
+nonce (12), and the encrypted label with its tag (16). What it belongs to (tenant, user, session) is authenticated.
+
+What always holds: with keys no label gets into the index in the clear, but those of records that are in the clear
+themselves until they are written anew. The label of a user who was erased can't be read in any copy of an index.
+What it doesn't do: hide how long a label is.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import TYPE_CHECKING, Final
+
+from nic_offload.aead import NONCE_BYTES, TAG_BYTES, NotAuthentic
+from nic_offload.vault import KeyName
+
+if TYPE_CHECKING:
+    from kvstore.storage.sealing import Keys
+
+__all__ = ["LOST_LABEL", "SEALED_MORE_BYTES", "Labels", "is_sealed_label"]
+
+LOST_LABEL: Final = b"\xff"  # its user's key was destroyed before it was written
+_KEY: Final = struct.Struct("<IQ")
+SEALED_MORE_BYTES: Final = 1 + _KEY.size + NONCE_BYTES + TAG_BYTES  # than the label has
+
+
+def is_sealed_label(label: bytes) -> bool:
+    """Return whether it is not a label as its owner wrote it."""
+    return label.startswith(LOST_LABEL)
+
+
+class Labels:
+    """Those of a store."""
+
+    def __init__(self, keys: Keys | None) -> None:
+        self._keys = keys
+
+    def seal(self, tenant: bytes, user: bytes, row_name: bytes, label: bytes) -> bytes:
+        """Return what the index is to have."""
+        if self._keys is None:
+            return label
+        key = self._keys.name_of(tenant, user)
+        if key is not None:
+            nonce = os.urandom(NONCE_BYTES)
+            sealed = self._keys.vault.seal_text(key, nonce, row_name, label)
+            if sealed is None and self._keys.load(key):
+                sealed = self._keys.vault.seal_text(key, nonce, row_name, label)
+            if sealed is not None:
+                return LOST_LABEL + _KEY.pack(*key) + nonce + sealed
+        return LOST_LABEL  # the user is being erased
+
+    def unseal(self, row_name: bytes, label: bytes) -> bytes | None:
+        """Return the label; None if it is lost with its key, StorageError if that can't be told now."""
+        if not is_sealed_label(label):
+            return label
+        if self._keys is None or len(label) < SEALED_MORE_BYTES:
+            return None
+        key = KeyName(*_KEY.unpack_from(label, 1))
+        sealed_at = 1 + _KEY.size + NONCE_BYTES
+        nonce, sealed = label[1 + _KEY.size : sealed_at], label[sealed_at:]
+        try:
+            text = self._keys.vault.unseal_text(key, nonce, row_name, sealed)
+            if text is None and self._keys.load(key):
+                text = self._keys.vault.unseal_text(key, nonce, row_name, sealed)
+        except NotAuthentic:
+            return None
+        return text

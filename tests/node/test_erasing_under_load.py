@@ -1,0 +1,147 @@
+"""Erasures while clients put and get, on two drives at once, and beside another node with the same master key."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+import pytest
+
+from kvstore.client import Client
+from kvstore.errors import KvError
+from kvstore.miss import MissReason
+from tests.node.test_erasing import files_with, node_of
+from tests.node.test_proof_of_erasure import ADA, BOB, COUNT, SIZE, WORDS, got, put
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+READERS = 2
+
+
+class Load:
+    """Clients that get two users' blocks, and one that puts more of the first, until they are told to stop."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._stop = threading.Event()
+        self.rounds: list[tuple[float, set[bool | MissReason], set[bool | MissReason]]] = []
+        self.errors: list[Exception] = []
+        self.refused: set[str] = set()
+        self._threads = [threading.Thread(target=self._read) for _ in range(READERS)]
+        self._threads.append(threading.Thread(target=self._write))
+
+    def _read(self) -> None:
+        try:
+            with Client(self._target) as client:
+                while not self._stop.is_set():
+                    began = time.monotonic()
+                    self.rounds.append((began, got(client, ADA), got(client, BOB)))
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            self.errors.append(error)
+
+    def _write(self) -> None:
+        first = COUNT
+        try:
+            with Client(self._target) as client:
+                while not self._stop.is_set():
+                    try:
+                        self.refused.update(put(client, ADA, first))
+                    except KvError:  # blocks or a session were erased between a put and the turn of it
+                        time.sleep(0.01)
+                    first += COUNT
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            self.errors.append(error)
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def wait_for(load: Load, rounds: int) -> None:
+    until, wanted = time.monotonic() + 60, len(load.rounds) + rounds
+    while len(load.rounds) < wanted and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(load.rounds) >= wanted, load.errors
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_user_who_is_erased_under_load_is_gone_from_then_on_and_others_stay(
+    tmp_path: Path, drives: int
+) -> None:
+    more = [] if drives == 1 else ["--drive", f"{tmp_path}/second.kv:64MiB"]
+    with node_of(tmp_path, encrypted=True) as node:
+        node.stop()
+        node.arguments = [*node.arguments, *more]
+        node.start()
+        with Client(node.target) as client:
+            for user in (BOB, ADA):
+                assert put(client, user) == []
+            assert len([one for one in client.status().drives if one.blocks]) == drives
+            with Load(node.target) as load:
+                wait_for(load, 4)
+                erased = client.erase_user(ADA)
+                answered = time.monotonic()
+                wait_for(load, 8)
+            assert load.errors == []
+            assert load.refused <= {"The erase domain of the block was erased."}
+            assert {True} not in [hers for began, hers, _ in load.rounds if began > answered]
+            assert all(
+                hers <= {True, MissReason.ERASED} for began, hers, _ in load.rounds if began < answered
+            )
+            assert {False} not in [hers for _, hers, _ in load.rounds]
+            assert all(his == {True} for _, _, his in load.rounds)
+            said = json.loads(erased.receipt)
+            assert said["drives"] == ",".join(map(str, range(drives)))
+            assert said["bytes"] == erased.size_bytes >= COUNT * SIZE
+            assert said["keys"] == erased.keys == len(said["key_ids"].split(","))
+            assert said["blocks"] == erased.blocks >= COUNT
+        node.kill()
+        node.start()
+        with Client(node.target) as client:
+            assert True not in got(client, ADA) - {MissReason.ERASED, MissReason.UNKNOWN}
+            assert got(client, BOB) == {True}
+        for word in WORDS:
+            assert files_with(tmp_path, word) == []
+
+
+def test_two_nodes_with_one_master_key_share_no_key_and_an_erasure_is_one_nodes(tmp_path: Path) -> None:
+    """The same blocks of the same user: nothing of one node's files opens at the other, or is like it."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+    with node_of(one, encrypted=True) as first:
+        (two / "master.key").write_bytes((one / "master.key").read_bytes())
+        (two / "master.key").chmod(0o600)
+        with node_of(two, encrypted=True) as second:
+            with Client(first.target) as client, Client(second.target) as other:
+                assert put(client, ADA) == put(other, ADA) == []
+                ours, theirs = (encrypted_pages(folder) for folder in (one, two))
+                assert len(ours) >= COUNT
+                assert not ours & theirs
+                assert client.erase_user(ADA).blocks == COUNT
+                assert got(client, ADA) == {MissReason.ERASED}
+                assert got(other, ADA) == {True}
+            first.stop()
+            second.stop()
+            (one / "data" / "keyring").write_bytes((two / "data" / "keyring").read_bytes())
+            with pytest.raises(KvError, match="keyring is of store"):
+                first.start()
+            second.start()
+            with Client(second.target) as other:
+                assert got(other, ADA) == {True}
+
+
+def encrypted_pages(folder: Path) -> set[bytes]:
+    """All pages of a drive but those of zeros."""
+    drive = (folder / "data" / "drive-0.kv").read_bytes()
+    pages = {drive[at : at + 4096] for at in range(0, len(drive), 4096)}
+    return pages - {bytes(4096)}

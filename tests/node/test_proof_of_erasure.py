@@ -1,0 +1,202 @@
+"""The proof: what a node leaves of a user, wherever it may have left it, before and after they were erased."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Block, Client, Hit
+from kvstore.durability import Durability
+from kvstore.miss import MissReason
+from kvstore.names import block_key, domain_of, in_domain
+from kvstore.sealing.keyring import Keyring
+from kvstore.sealing.keyring_state import read_status
+from kvstore.sealing.masters import open_master
+from kvstore.sealing.slots import State
+from nic_offload.memory import allocate
+from tests.node.memory_image import mappings_of, search
+from tests.node.test_erasing import files_with, node_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZE, COUNT = 40_000, 24
+SAID = b"-- what they said to the model: "
+TENANT, ADA, BOB = "a-tenant-of-17", "ada-lovelace-1815", "bob-of-nowhere"
+CHAT = "chat-about-the-engine"
+WORDS = [SAID + name.encode() for name in (ADA, BOB)]
+NAMES = [name.encode() for name in (TENANT, ADA, BOB, CHAT)]
+
+
+def key_of(user: str, number: int) -> bytes:
+    return in_domain(block_key(b"model", number.to_bytes(4, "little")), domain_of(user))
+
+
+def payload(user: str) -> bytes:
+    said = SAID + user.encode()
+    return (said * (SIZE // len(said) + 1))[:SIZE]
+
+
+def put(client: Client, user: str, first: int = 0) -> list[str]:
+    """Put blocks and name them in a session; what was refused."""
+    refused: list[str] = []
+    with allocate(SIZE * COUNT) as memory, client.register(memory) as region:
+        memory[: SIZE * COUNT] = payload(user) * COUNT
+        blocks = [
+            Block(key_of(user, first + number), region, SIZE * number, SIZE, domain=domain_of(user))
+            for number in range(COUNT)
+        ]
+        for durability, some in ((Durability.SYNCED, blocks[::2]), (Durability.WRITTEN, blocks[1::2])):
+            results = client.put(some, durability=durability)
+            refused += [str(one.error) for one in results if one.error is not None]
+    keys = [key_of(user, first + number) for number in range(COUNT)]
+    if not refused:
+        client.session(user, CHAT).append(keys, tokens=COUNT)
+    return refused
+
+
+def got(client: Client, user: str) -> set[bool | MissReason]:
+    with allocate(SIZE * COUNT) as memory, client.register(memory) as region:
+        blocks = [Block(key_of(user, number), region, SIZE * number, SIZE) for number in range(COUNT)]
+        found: set[bool | MissReason] = set()
+        for number, one in enumerate(client.get(blocks)):
+            whole = memory[SIZE * number : SIZE * (number + 1)] == payload(user)
+            found.add(bool(whole) if isinstance(one, Hit) else one.reason)
+        return found
+
+
+def keys_of(folder: Path, user: str) -> list[bytes]:
+    """The keys of a user that the keyring and the master key give now, and the record keys made of them."""
+    path = folder / "copied"
+    shutil.copy(folder / "data" / "keyring", path)
+    master = open_master(f"file:{folder}/master.key")
+    keyring = Keyring.open(path, master, read_status(path).store_uuid)
+    master.close()
+    keys = []
+    for numbers in keyring._slots.live_where():
+        for number in numbers:
+            slot = keyring._slots.read(number)
+            if slot is None or slot.state != State.LIVE or slot.domain != domain_of(user):
+                continue
+            key = keyring.by_number(number, slot.id)
+            assert key is not None
+            with key:
+                keys.append(bytes(key.key))
+    keyring.close()
+    path.unlink()
+    return keys + [
+        blake2b(salt, key=key, digest_size=32, person=b"tkv record").digest()
+        for key in keys
+        for salt in salts_in((folder / "data" / "drive-0.kv").read_bytes())
+    ]
+
+
+def salts_in(drive: bytes) -> set[bytes]:
+    pages = range(0, len(drive), 4096)
+    return {drive[at + 48 : at + 64] for at in pages if drive[at : at + 8] == b"TKVSEALD"}
+
+
+def own_keys(folder: Path) -> list[bytes]:
+    """The root key, and those of the store and of tenants."""
+    path = folder / "copied"
+    shutil.copy(folder / "data" / "keyring", path)
+    master = open_master(f"file:{folder}/master.key")
+    keyring = Keyring.open(path, master, read_status(path).store_uuid)
+    master.close()
+    keys = [bytes(keyring._root), bytes(keyring.store_key), *map(bytes, keyring._unsealed.values())]
+    keyring.close()
+    path.unlink()
+    return keys
+
+
+def restore(data: Path, copy: Path) -> None:
+    shutil.rmtree(data)
+    shutil.copytree(copy, data)
+
+
+def copied(data: Path, copy: Path) -> Path:
+    shutil.copytree(data, copy, ignore=lambda _, names: [name for name in names if name == "control"])
+    return copy
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="looks into the memory of a process that lets nobody else")
+def test_nothing_of_a_user_is_left_in_drive_index_logs_history_core_dump_or_swap(tmp_path: Path) -> None:
+    """After puts: no plaintext in any file, nor in what a core dump would have. After an erasure: no way back."""
+    data, dump = tmp_path / "data", tmp_path / "put.drive"
+    with node_of(tmp_path, encrypted=True) as node:
+        node.stop()
+        node.arguments = [*node.arguments, "--audit", str(tmp_path / "audit.jsonl"), "--hot", "128MiB"]
+        node.start()
+        with Client(node.target, tenant=TENANT) as client:
+            for user in (ADA, BOB):
+                assert put(client, user) == []
+                assert got(client, user) == {True}
+
+        # After puts: files, and memory as a core dump has it.
+        for word in [*WORDS, *NAMES]:
+            assert files_with(data, word) == [], word
+        for word in [*WORDS, *NAMES[1:]]:  # the log and the audit log name tenants
+            assert files_with(tmp_path, word) == [], word
+        hers = keys_of(tmp_path, ADA)
+        assert len(hers) >= 2
+        for word, where in search(node.pid, WORDS).items():
+            assert not [one for one in where if one.is_dumped], word
+        live = copied(data, tmp_path / "live")
+        node.stop()
+        before = copied(data, tmp_path / "before")
+        node.start()
+        with Client(node.target, tenant=TENANT) as client:
+            assert got(client, ADA) == {True}
+            assert put(client, ADA, first=COUNT) == []  # the last that a lane encrypts
+        with Client(node.target, tenant=TENANT) as client:
+            hers = [*hers, *keys_of(tmp_path, ADA)]
+            assert client.erase_user(ADA).blocks == 2 * COUNT
+            assert got(client, ADA) == {MissReason.ERASED}
+
+            # After the erasure: all of the node's memory, what may be swapped of it, and all files.
+            assert search(node.pid, [*hers, WORDS[0]]) == {}
+            for key, where in search(node.pid, [*keys_of(tmp_path, BOB), *own_keys(tmp_path)]).items():
+                assert not [one for one in where if one.is_dumped or not one.is_locked], key.hex()
+            assert got(client, BOB) == {True}
+        shutil.copy(data / "keyring", dump)
+        for word in [*hers, *WORDS, *NAMES]:
+            assert files_with(data, word) == [], word
+        assert keys_of(tmp_path, ADA) == []
+
+        # An older index and drive, with the keyring as it was backed up after the erasure.
+        node.kill()
+        for copy in (live, before):
+            restore(data, copy)
+            shutil.copy(dump, data / "keyring")
+            node.start()
+            with Client(node.target, tenant=TENANT) as client:
+                assert got(client, ADA) == {MissReason.ERASED}
+                assert not list(client.sessions(ADA)), "the index of that time has one"
+                assert got(client, BOB) == {True}
+                assert [one.session for one in client.sessions(BOB)] == [CHAT]
+            node.kill()
+        restore(data, before)
+        shutil.copy(dump, data / "keyring")
+        shutil.rmtree(data / "index-0")
+        node.start()
+        with Client(node.target, tenant=TENANT) as client:
+            assert got(client, ADA) == {MissReason.UNKNOWN}, "the index is built from what can be opened"
+            assert not list(client.sessions(ADA))
+            assert got(client, BOB) == {True}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="looks into the memory of a process that lets nobody else")
+def test_memory_for_blocks_and_keys_is_in_no_core_dump(tmp_path: Path) -> None:
+    """Also what Python allocates for records on their way, and to look at what a drive has in the clear."""
+    with node_of(tmp_path, encrypted=True) as node, Client(node.target, tenant=TENANT) as client:
+        assert put(client, ADA) == []
+        blocks = [one for one in mappings_of(node.pid) if "/memfd:triggerkv" in one.what]
+        assert blocks
+        assert not [one for one in blocks if one.is_dumped]
+        keys = search(node.pid, [*keys_of(tmp_path, ADA)[:1], *own_keys(tmp_path)])
+        assert len(keys) >= 3
+        assert all(not one.is_dumped and one.is_locked for where in keys.values() for one in where)

@@ -1,0 +1,106 @@
+"""Labels of sessions: in no index in the clear once a store has keys, and lost with the key of their user."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.storage.labels import LOST_LABEL, Labels
+from tests.storage.fake_keys import FakeKeyring, FakeKeys
+from tests.storage.fakes import FakeDisk
+from tests.storage.rig import TENANT, USER, StoreRig
+from tests.storage.test_encrypting import LABEL, encrypted, is_sound, opened, payload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ROW, OTHER_ROW = b"r" * 48, b"s" * 48
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[StoreRig]:
+    rig = StoreRig(tmp_path / "data", FakeDisk())
+    yield rig
+    rig.store.close()
+
+
+@pytest.fixture
+def keys() -> Iterator[FakeKeys]:
+    ring = FakeKeyring()
+    for number in range(8):  # more than the vault has places
+        ring.make(TENANT, b"user %11d" % number)
+    keys = FakeKeys(ring)
+    yield keys
+    keys.close()
+
+
+def labels_of(rig: StoreRig) -> list[bytes | None]:
+    return [one.label for one in rig.store.manifests.of_user(TENANT, USER)]
+
+
+def in_index(rig: StoreRig, text: str) -> bool:
+    return any(text.encode() in file.read_bytes() for file in (rig.data / "index-0").iterdir())
+
+
+def fill(rig: StoreRig) -> None:
+    for number in range(4):
+        assert rig.put(number, payload(number)).error is None
+    assert rig.append(1, range(4), label=LABEL).error is None
+
+
+def test_a_label_is_in_no_index_in_the_clear_and_is_lost_with_its_users_key(rig: StoreRig) -> None:
+    fill(opened(rig))
+    assert rig.fork(2, 1, 4, label="and of the other").error is None
+    assert sorted(filter(None, labels_of(rig))) == [LABEL.encode(), b"and of the other"]
+    rig.store.close()
+    assert not in_index(rig, LABEL)
+    assert not in_index(rig, "and of the other")
+    opened(rig)
+    assert sorted(filter(None, labels_of(rig))) == [LABEL.encode(), b"and of the other"]
+    rig.store.close()
+    assert rig.keyring is not None
+    rig.keyring.erase(TENANT, USER)
+    opened(rig)
+    assert labels_of(rig) == [None, None]
+
+
+def test_an_index_that_had_labels_in_the_clear_is_overwritten_and_built_anew(rig: StoreRig) -> None:
+    rig.open()
+    fill(rig)
+    rig.store.close()
+    assert in_index(rig, LABEL)
+    old = (rig.data / "index-0" / "data.mdb").open("rb")  # its bytes, when it has no name any more
+    opened(rig)
+    assert labels_of(rig) == [LABEL.encode()], "while it is in the clear"
+    encrypted(rig)
+    assert is_sound(rig), "which opens it once more"
+    assert labels_of(rig) == [LABEL.encode()]
+    rig.store.close()
+    assert not in_index(rig, LABEL)
+    with old:
+        assert not any(old.read())
+    opened(rig)
+    assert not rig.store.statistics().rebuilt, "that happens once"
+
+
+def test_a_sealed_label_is_of_one_session_and_no_byte_of_it_can_be_changed(keys: FakeKeys) -> None:
+    labels, users = Labels(keys), [b"user %11d" % number for number in range(8)]
+    sealed = [labels.seal(TENANT, user, ROW, user + b" said") for user in users]
+    assert [labels.unseal(ROW, one) for one in sealed] == [user + b" said" for user in users]
+    assert labels.unseal(OTHER_ROW, sealed[0]) is None
+    assert labels.seal(TENANT, users[0], ROW, users[0] + b" said") != sealed[0], "each has its own nonce"
+    for at in range(1, len(sealed[0])):
+        changed = bytearray(sealed[0])
+        changed[at] ^= 1
+        assert labels.unseal(ROW, bytes(changed)) is None
+    for length in range(1, len(sealed[0])):
+        assert labels.unseal(ROW, sealed[0][:length]) is None
+    assert labels.unseal(ROW, labels.seal(TENANT, users[0], ROW, b"")) == b""
+
+
+def test_without_a_key_nothing_is_written_in_the_clear(keys: FakeKeys) -> None:
+    assert Labels(keys).seal(TENANT, b"of no key at all", ROW, b"what") == LOST_LABEL
+    assert Labels(keys).unseal(ROW, LOST_LABEL) is None
+    assert Labels(None).seal(TENANT, USER, ROW, b"what") == b"what"
