@@ -1,4 +1,4 @@
-"""A captured step: pages are copied and flags counted on by a graph, and the puts armed beforehand leave by themselves."""
+"""A captured step: a graph copies pages and counts flags on, and the puts armed beforehand leave by themselves."""
 
 from __future__ import annotations
 

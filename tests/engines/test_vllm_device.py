@@ -87,6 +87,14 @@ def until(condition: Any) -> None:
         time.sleep(0.001)
 
 
+def until_loads_end(one: worker.Working, ended: set[str]) -> None:
+    def have_ended() -> bool:
+        ended.update(one.finished_loads()[0])
+        return bool(ended)
+
+    until(have_ended)
+
+
 @pytest.mark.parametrize("load", ["async", "sync"])
 def test_steps_save_from_a_device_and_load_into_it(monkeypatch: pytest.MonkeyPatch, load: str) -> None:
     device = Refusing(seed=3)
@@ -108,7 +116,7 @@ def test_steps_save_from_a_device_and_load_into_it(monkeypatch: pytest.MonkeyPat
         step(one, device, tensors, Plan(loads=[Load("r", targets)]), kv=kv)
         if load == "async":
             ended: set[str] = set()
-            until(lambda: ended.update(one.finished_loads()[0]) or ended)
+            until_loads_end(one, ended)
             assert ended == {"r"}
         assert one.failed_blocks() == {6}
         seen: dict[str, torch.Tensor] = {}
@@ -126,7 +134,7 @@ def test_steps_save_from_a_device_and_load_into_it(monkeypatch: pytest.MonkeyPat
         step(one, device, tensors, Plan(loads=[Load("s", targets[:2])]), kv=kv)
         if load == "async":
             ended.clear()
-            until(lambda: ended.update(one.finished_loads()[0]) or ended)
+            until_loads_end(one, ended)
         assert one.failed_blocks() == {20, 5}, "after a reset all that was promised is computed"
         device.is_refusing = False
 
