@@ -18,7 +18,7 @@ if [[ -z $clang ]]; then
   exit 1
 fi
 "$clang" -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -o "$out/desk-fuzzer" \
-  tests/fuzz/desk.c nic_offload/{desk,shelf,names,seal,siphash,crc32c}.c -lpthread
+  tests/fuzz/desk.c nic_offload/{desk,desk_where,shelf,names,seal,siphash,crc32c}.c -lpthread
 mkdir -p "$out/desk"
 "$out/desk-fuzzer" -runs="$c_runs" -max_len=2200 -verbosity=0 -print_final_stats=1 -artifact_prefix="$out/find-desk-" "$out/desk"
 

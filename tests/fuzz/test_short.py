@@ -49,7 +49,10 @@ def test_whatever_comes_a_parser_ends_as_it_should(name: str) -> None:
 
 def test_the_desk_stands_calls_of_any_kind(tmp_path: Path) -> None:
     """In C, with the compiler that builds the core: inputs made up by the harness itself."""
-    core = [f"nic_offload/{name}.c" for name in ("desk", "shelf", "names", "seal", "siphash", "crc32c")]
+    core = [
+        f"nic_offload/{name}.c"
+        for name in ("desk", "desk_where", "shelf", "names", "seal", "siphash", "crc32c")
+    ]
     built = tmp_path / "desk"
     flags = ["-g", "-O1", "-DSTANDALONE", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
     command = ["gcc", *flags, "-o", str(built), "tests/fuzz/desk.c", *core, "-lpthread"]
