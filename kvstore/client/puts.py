@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 from kvstore.client.blocks import PutResult
 from kvstore.client.checks import check_domain
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, FabricError, InvalidArgument, KvError, ProtocolError, UsageError
+from kvstore.errors import (
+    DeadlineExceeded,
+    FabricError,
+    InvalidArgument,
+    KvError,
+    ProtocolError,
+    StorageError,
+    UsageError,
+)
 from kvstore.limits import KEY_BYTES
 from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
@@ -232,7 +240,9 @@ class ArmedPuts:
         error = self._errors.get(i) if row.over else late
         return PutResult(
             key=key,
-            durability=_REACHED[row.code],
+            durability=None
+            if isinstance(error, StorageError)
+            else _REACHED[row.code],  # then nothing is kept
             error=error,
             fired_ns=row.fired_ns,
             landed_ns=row.landed_ns,

@@ -15,7 +15,7 @@ from opentelemetry.trace import NoOpTracerProvider, StatusCode
 from kvstore.client import Arrivals, Block, Client, Hit, Nodes
 from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded, ProtocolError
+from kvstore.errors import DeadlineExceeded, KeyTaken, NodeUnavailable, Overloaded
 from kvstore.limits import (
     RESUME_AHEAD_BATCHES,
     RESUME_BATCH_BLOCKS,
@@ -357,11 +357,12 @@ def test_blocks_inside_grpc_are_traced_within_the_application_s_own_span(both: B
 
 
 def test_a_block_inside_grpc_that_is_refused_is_an_error(both: Both) -> None:
-    with pytest.raises(ProtocolError):
-        both.client.put_inline(KEYS[2], b"")
-    assert isinstance(both.client.put_many_inline([(KEYS[0], b"x"), (KEYS[1], b"")])[1].error, KvError)
-    spans = both.of_client.wait_for("kvstore.put", 2)
-    assert [attributes_of(span)["error.type"] for span in spans] == ["ProtocolError", "ProtocolError"]
+    both.client.put_inline(KEYS[2], b"x")
+    with pytest.raises(KeyTaken):
+        both.client.put_inline(KEYS[2], b"y")
+    assert isinstance(both.client.put_many_inline([(KEYS[0], b"x"), (KEYS[2], b"y")])[1].error, KeyTaken)
+    _, *refused = both.of_client.wait_for("kvstore.put", 3)
+    assert [attributes_of(span)["error.type"] for span in refused] == ["KeyTaken", "KeyTaken"]
 
 
 # --- who is not traced, and what is not told

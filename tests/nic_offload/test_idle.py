@@ -78,6 +78,7 @@ def test_a_fabric_that_nobody_talks_to_sleeps_longer_than_a_nap(pair: Pair) -> N
     assert min(rates) < 100, "of naps of two milliseconds there would be 500 a second"
 
 
+@pytest.mark.timed
 def test_a_peer_that_went_away_keeps_nobody_awake(pair: Pair) -> None:
     """Its socket is readable for ever, and has ended."""
     with Side(pair.provider) as third:
