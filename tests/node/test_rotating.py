@@ -16,6 +16,7 @@ import pytest
 from kvstore.client import Client
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import KvError, NodeUnavailable
+from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
@@ -95,6 +96,7 @@ class Load(threading.Thread):
         self.there: dict[int, bytes] = {}
         self.wrong: list[str] = []
         self.rounds = 0
+        self.is_away = False  # the node
         self.enough, self.warm = threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -103,7 +105,7 @@ class Load(threading.Thread):
                 while not self.enough.is_set():
                     self.turn(client)
         except NodeUnavailable:
-            pass  # it is killed in one of the tests
+            self.is_away = True  # it is killed in one of the tests
         except KvError as error:
             self.wrong.append(str(error))
         finally:
@@ -118,6 +120,8 @@ class Load(threading.Thread):
         assert client.session(user, "chat").append([key], tokens=1) == 1  # the record makes a domain's key
         for number in list(self.there)[-8:]:
             got = client.get_inline(block_key(b"%d" % number), len(self.there[number]))
+            if isinstance(got, Miss) and got.reason is MissReason.NODE_AWAY:
+                raise NodeUnavailable(got.detail)
             if got != self.there[number]:
                 self.wrong.append(f"block {number}: {got!r:.80}")
         if self.number % 5 == 0:
@@ -150,7 +154,7 @@ def test_keys_are_rotated_under_load_and_no_get_fails(served: Served) -> None:
     finally:
         load.enough.set()
         load.join(WAIT_S)
-    assert load.wrong == []
+    assert (load.wrong, load.is_away) == ([], False)
     assert load.rounds > ROUNDS
     versions = {version for _, version in read_status(keyring_path(served.data)).tenants}
     assert versions == {3}
