@@ -12,9 +12,8 @@
 # stood.
 #
 # `hostile` runs those instead that compare a neighbour's times with and without an attack beside it, one by one: with
-# other tests beside them they would say nothing. Only those that count and wait run beside them, and take what CPU time
-# they leave. `engines` runs those of real engines, in two parts beside each other. With other arguments it hands them to
-# one pytest.
+# other tests beside them they would say nothing. Those that only count and wait come behind them. `engines` runs those
+# of real engines, in two parts beside each other. With other arguments it hands them to one pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=.venv/bin/python
@@ -33,7 +32,7 @@ paths[hostile]="tests/hostile $(printf -- '--ignore=%s ' ${paths[counts]})"
 paths[vllm]="tests/engines/test_vllm*.py"
 paths[adapters]="tests/engines --ignore-glob=*/test_vllm*.py"
 case ${1:-} in
-  hostile) parts=(hostile counts) ;;
+  hostile) parts=(hostile counts) beside=1 ;;
   engines)
     parts=(adapters vllm)
     py=.venv-engines/bin/python
@@ -45,7 +44,6 @@ part() { # in a process of its own; its paths are words, hence no quotes
   export TRIGGERKV_FAILURES=".cache/failures-$1"
   local limit_s=${PART_S:-1800}
   [[ $1 != hostile && $1 != counts ]] || limit_s=$((limit_s + 120 * ${TRIGGERKV_HOSTILE_S:-0}))
-  [[ $1 != counts ]] || renice -n 19 $BASHPID >/dev/null
   exec timeout --foreground --signal=ABRT --kill-after=30 "$limit_s" \
     "$py" -X faulthandler -m pytest ${paths[$1]} -o cache_dir=".cache/pytest-$1"
 }
