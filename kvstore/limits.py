@@ -254,6 +254,7 @@ SHARES = 8  # a caller that receives nothing may hold one part in so many of the
 TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
 SEND_BYTES_MAX = 2 << 20  # of payloads that a reader is handed together, unless one is larger
 TURN_STEP_BLOCKS = 32  # of a call that names many: a part of a millisecond
+SLOTS_A_STEP = 64  # of a call that leases or gives back many: a millisecond or two
 TURN_STEP_PUTS = 16  # of a stream that puts many: a millisecond, if others have to be evicted for them
 TURNS_OTHERS_MS = 1_000  # a tenant that called within this is there
 MOVING_MAX = 2  # blocks of a tenant inside gRPC at a time, while others call;

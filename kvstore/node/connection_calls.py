@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.wire.fabric_call import FetchRow
 
-__all__ = ["already_stored", "fetch", "lease_told", "reserve"]
+__all__ = ["already_stored", "fetch", "lease_told", "note_leases", "reserve"]
 
 
 def reserve(
@@ -38,13 +38,25 @@ def reserve(
     told: HasMetadata,
 ) -> list[Lease | None]:
     """Lease a slot for each block; None where it is stored already."""
-    spans, began_ns = node.spans, node.clock.monotonic_ns()
+    began_ns = node.clock.monotonic_ns()
     leases = node.reserve(connection, blocks, durability, lease_ms, expires_unix_ms)
-    node.traces.leased(node.traces.hear(told, connection.tenant), leases)
-    parent = None if spans is None else spans.parent_of(told)
-    if spans is not None and parent is not None:
-        spans.leased(parent, began_ns, leases, durability)
+    note_leases(node, connection, leases, durability, began_ns, told)
     return leases
+
+
+def note_leases(
+    node: Node,
+    connection: Connection,
+    leases: list[Lease | None],
+    durability: Durability,
+    began_ns: int,
+    told: HasMetadata,
+) -> None:
+    """Let the session's trace and the spans have what a call has leased."""
+    node.traces.leased(node.traces.hear(told, connection.tenant), leases)
+    parent = None if node.spans is None else node.spans.parent_of(told)
+    if node.spans is not None and parent is not None:
+        node.spans.leased(parent, began_ns, leases, durability)
 
 
 def lease_told(connection: Connection, lease: Lease | None) -> Leased:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, cast
 
 from kvcli.version import package_version
 from kvstore.errors import Expired, ProtocolError
-from kvstore.limits import ACK_WORDS
+from kvstore.limits import ACK_WORDS, SLOTS_A_STEP
 from kvstore.lookups import Kind, Outcome
 from kvstore.node.calls import durability_of, miss_message, refusals
 from kvstore.node.connection import AckArea, BlockRequest, check_count, check_generation
-from kvstore.node.connection_calls import fetch, lease_told, reserve
+from kvstore.node.connection_calls import fetch, lease_told, note_leases
 from kvstore.node.inline import deadline
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
@@ -36,6 +37,11 @@ __all__ = ["KvStoreService"]
 
 def _lease_message(connection: Connection, lease: Lease | None) -> pb.Lease:
     return pb.Lease(**lease_told(connection, lease)._asdict())
+
+
+def _block_request(block: pb.ReserveBlock) -> BlockRequest:
+    name = block.name
+    return BlockRequest(name.key, name.fingerprint, name.length, block.ack_word, name.domain)
 
 
 def _put_area_message(area: Area) -> pb.PutArea:
@@ -152,27 +158,38 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         """Lease slots."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("reserve", context, len(request.blocks))
-            async with self._over(request.connection, owner) as connection:
-                leases = reserve(
-                    self._node,
-                    connection,
-                    [
-                        BlockRequest(
-                            block.name.key,
-                            block.name.fingerprint,
-                            block.name.length,
-                            block.ack_word,
-                            block.name.domain,
+            async with self._over(request.connection, owner) as begun:
+                connection = begun
+                check_count(len(request.blocks))
+                answer, began_ns = pb.ReserveResponse(), self._node.clock.monotonic_ns()
+                durability = durability_of(request.durability)
+                leases: list[Lease | None] = []
+                try:
+                    async for first in self._steps(len(request.blocks)):
+                        connection = self._node.connection(request.connection, owner)
+                        some = self._node.reserve(
+                            connection,
+                            [_block_request(block) for block in request.blocks[first : first + SLOTS_A_STEP]],
+                            durability,
+                            request.lease_ms,
+                            request.expires_unix_ms,
                         )
-                        for block in request.blocks
-                    ],
-                    durability_of(request.durability),
-                    request.lease_ms,
-                    request.expires_unix_ms,
-                    context,
-                )
-                return pb.ReserveResponse(leases=[_lease_message(connection, lease) for lease in leases])
+                        leases += some
+                        answer.leases.extend(_lease_message(connection, lease) for lease in some)
+                except BaseException:  # all or none
+                    self._node.abort(connection, [(one.slot, one.generation) for one in leases if one])
+                    raise
+                note_leases(self._node, connection, leases, durability, began_ns, context)
+                return answer
         raise AssertionError
+
+    @staticmethod
+    async def _steps(count: int) -> AsyncIterator[int]:
+        """Go through the slots of a call in steps, and let others' calls come between."""
+        for first in range(0, max(count, 1), SLOTS_A_STEP):
+            if first:
+                await asyncio.sleep(0)
+            yield first
 
     async def WhyFailed(self, request: pb.WhyFailedRequest, context: Context) -> pb.WhyFailedResponse:  # noqa: N802
         """Say why puts failed."""
@@ -198,9 +215,14 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("abort", context)
             async with self._over(request.connection, owner) as connection:
-                leases = [(lease.slot, lease.generation) for lease in request.leases]
-                released, expired = self._node.abort(connection, leases)
-                return pb.AbortResponse(released=released, expired=expired)
+                answer = pb.AbortResponse()
+                async for first in self._steps(len(request.leases)):
+                    some = request.leases[first : first + SLOTS_A_STEP]
+                    leases = [(lease.slot, lease.generation) for lease in some]
+                    released, expired = self._node.abort(connection, leases)
+                    answer.released += released
+                    answer.expired.extend(expired)
+                return answer
         raise AssertionError
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> pb.FetchResponse:  # noqa: N802
