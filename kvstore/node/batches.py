@@ -176,7 +176,7 @@ class _Puts:
         self._freed = asyncio.Event()  # memory has come back
         self._over = False
         self._stopped = False
-        self._turn = Turn(node.turns, tenant.id, 1)
+        self._turn = Turn(node.turns, tenant.id, 2)  # ends of puts cost others as much again
 
     async def take(self, message: PutMessage) -> None:
         """Take what a message brings; of many blocks a few in each turn."""
