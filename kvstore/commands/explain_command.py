@@ -52,7 +52,7 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
     if not told:
         raise next(iter(silent.values()))
     for node, error in silent.items():
-        print(f"kvstore: {node} was not asked: {error}", file=sys.stderr)  # noqa: T201 - its output
+        print(f"kvstore: {node} did not answer: {error}", file=sys.stderr)  # noqa: T201 - its output
     found = {node: one for node, one in told.items() if one[0].lookups}
     if not found:
         asked = " ".join(filter(None, (request_id, "/".join(filter(None, session)))))

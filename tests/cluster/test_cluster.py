@@ -228,7 +228,7 @@ def test_a_request_is_explained_by_all_nodes(cluster: Cluster) -> None:
     finally:
         os.kill(cluster.nodes[2].pid, signal.SIGCONT)
     assert done.returncode == 0
-    assert f"kvstore: {targets[2]} was not asked: " in done.stderr
+    assert f"kvstore: {targets[2]} did not answer: " in done.stderr
     assert f"{targets[0]}:\n" in done.stdout
 
 

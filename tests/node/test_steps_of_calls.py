@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvstore.limits import BATCH_READS_AHEAD, TURN_STEP_BLOCKS
+from kvstore.limits import BATCH_READS_AHEAD, SLOTS_A_STEP, TURN_STEP_BLOCKS
 from kvstore.names import block_key
 from kvstore.node.audit import Audit
 from kvstore.node.authorization import Gate
@@ -292,5 +292,41 @@ def test_a_call_that_has_no_steps_waits_until_its_tenant_has_rested(node: NodeIn
             began = time.monotonic()
             call(request, timeout=WAIT_S)
             assert time.monotonic() - began > RESTS_S / 2
+        over.set()
+        attached.cancel()
+
+
+def test_slots_are_leased_in_steps_and_all_or_none(node: NodeInProcess) -> None:
+    """A block that can't be put comes in the last step: what the steps before have leased is free again."""
+
+    def requests() -> Iterator[pb.AttachRequest]:
+        yield pb.AttachRequest(
+            block_bytes_max=4096,
+            slots=2 * SLOTS_A_STEP,
+            provider=node.call(lambda one: one.fabric.provider),
+            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).told,
+            ack_words=8,
+        )
+        over.wait(WAIT_S)
+
+    over = threading.Event()
+    names = [
+        pb.BlockName(key=bytes([number]) * 32, fingerprint=bytes(16), length=4096)
+        for number in range(2 * SLOTS_A_STEP)
+    ]
+    blocks = [pb.ReserveBlock(name=name) for name in names]
+    bad = pb.ReserveBlock(name=pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=8192))
+    with grpc.insecure_channel(node.target) as channel:
+        stub = KvStoreStub(channel)  # type: ignore[no-untyped-call]
+        attached = stub.Attach(requests())
+        number = next(attached).connection
+        with pytest.raises(grpc.RpcError, match="attached for blocks of up to 4096 bytes"):
+            stub.Reserve(pb.ReserveRequest(connection=number, blocks=[*blocks[:-1], bad]), timeout=WAIT_S)
+        assert node.call(lambda one: one.leases) == 0
+        leases = stub.Reserve(pb.ReserveRequest(connection=number, blocks=blocks), timeout=WAIT_S).leases
+        assert len({lease.slot for lease in leases}) == len(blocks)
+        given = [pb.AbortLease(slot=lease.slot, generation=lease.generation) for lease in leases]
+        back = stub.Abort(pb.AbortRequest(connection=number, leases=given), timeout=WAIT_S)
+        assert (back.released, node.call(lambda one: one.leases)) == (len(blocks), 0)
         over.set()
         attached.cancel()
