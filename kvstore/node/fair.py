@@ -202,6 +202,17 @@ class Shares:
             return False
         return size_bytes <= self._of_tenants.left(tenant) or not self._of_tenants.held(tenant)
 
+    def may_hold_so_many(self, who: Holder, size_bytes: int, most: int) -> int:
+        """How many more things of one size somebody may hold, up to `most`."""
+        if most <= 0 or not self.may_hold(who, size_bytes):
+            return 0
+        left_bytes = min(
+            self._capacity_bytes - self.total_bytes,
+            self._capacity_bytes // SHARES - self._held.get(who, 0),
+            self._of_tenants.left(who[0]),
+        )
+        return max(1, min(most, left_bytes // size_bytes))
+
     def hold(self, who: Holder, size_bytes: int) -> None:
         """Note that it does."""
         self._held[who] = self._held.get(who, 0) + size_bytes

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from kvstore.errors import StorageError
     from kvstore.node.connection import Connection
+    from kvstore.node.fair import Holder
     from kvstore.node.hot import HotMemory, Name, Piece
     from kvstore.node.node import Node
     from kvstore.storage.index import Entry
@@ -224,36 +225,35 @@ class Granted:
 
     # --- rooms
 
-    def _give_back(self, area: PutArea, number: int) -> None:
-        piece = area.rooms.pop(number)
-        self._memory.shares.release(area.holder, piece.pages * PAGE_BYTES)
-        self._memory.pages.release(piece)
-
     def _empty(self, area: PutArea) -> None:
         """Take back what a receiver has no use for now."""
-        for number in area.receiver.rooms():
-            self._give_back(area, number)
+        pieces = [area.rooms.pop(number) for number in area.receiver.rooms()]
+        for piece in pieces:
+            self._memory.pages.release(piece)
+        if pieces:
+            self._memory.shares.release(area.holder, sum(piece.pages for piece in pieces) * PAGE_BYTES)
 
     def _feed(self, area: PutArea, state: State) -> None:
         """Grant a receiver more slots of the size it asks for, up to what its client may hold."""
         if state.starved:
             area.idle_ticks = 0
             area.target = min(ROOMS_MAX, area.target * 2)
-            self._empty(area)  # of rooms that were too small for the arrived block
+            if any(piece.pages < state.wanted_pages for piece in area.rooms.values()):
+                self._empty(area)  # of rooms that were too small for the arrived block
         is_idle = area.idle_ticks and not state.starved and area not in self._hungry
         if is_idle or not state.wanted_pages or state.rooms > area.target // 2:
             return
         given: list[Room] = []
         pages, shares = self._memory.pages, self._memory.shares
         size_bytes = state.wanted_pages * PAGE_BYTES
-        while len(given) < area.target - state.rooms and shares.may_hold(area.holder, size_bytes):
+        for _ in range(shares.may_hold_so_many(area.holder, size_bytes, area.target - state.rooms)):
             piece = pages.take_unasked(state.wanted_pages)
             if piece is None:
                 break
-            shares.hold(area.holder, size_bytes)
             area.rooms[piece.start] = piece
             given.append(Room(self._memory.address(piece), piece.pages, piece.start))
         if given:
+            shares.hold(area.holder, size_bytes * len(given))
             area.receiver.feed(given)
         if given or state.rooms:
             self._hungry.discard(area)
@@ -535,6 +535,7 @@ class Granted:
         entries = self._node.store.lookup([one.name for one in landed])
         hot: list[tuple[bytes, bytes, Entry | None]] = []
         gone: list[Name] = []
+        freed: dict[Holder, int] = {}  # pages
         for one, entry in zip(landed, entries, strict=True):
             came, piece = one.came, one.piece
             if self._landed.get(one.name) is one:
@@ -545,9 +546,11 @@ class Granted:
             else:
                 pages.retire(piece, came.id)
             pages.release(piece)
-            memory.shares.release(one.area.holder, piece.pages * PAGE_BYTES)
+            freed[one.area.holder] = freed.get(one.area.holder, 0) + piece.pages
             if entry is None:
                 gone.append(one.name)
+        for holder, count in freed.items():
+            memory.shares.release(holder, count * PAGE_BYTES)
         memory.shelve(hot)
         self.free_names(gone)
         self._node.note_freed()
