@@ -17,11 +17,13 @@ It asks no other node of a cluster, but refuses copies from those that have not 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
 from kvstore.limits import (
+    ERASE_LOOK_BLOCKS,
     ERASE_STEP_BLOCKS,
     ERASE_WIPED_BYTES,
     PAGE_BYTES,
@@ -39,7 +41,7 @@ from kvstore.wire import erasing_pb2 as pb
 from kvstore.wire import erasing_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
@@ -141,10 +143,14 @@ class _Erasure:
         keys.erased(self._tenant, domain)
 
     async def sessions(self, user: bytes | None) -> None:
-        """Remove the sessions of a user, or of all, and erase the blocks that nothing names any more."""
+        """Remove the sessions of a user, or of all, and erase the blocks that nothing else names.
+
+        The blocks come first: without the session, nobody would find them if the node died in between.
+        """
         node = self._node
         while found := self._some_sessions(user):
             for name in found:
+                await self._erase(await self._only_in(name))
                 ends: Ends[SessionDone] = Ends(1)
                 over = await node.turns.long(self._tenant)
                 try:
@@ -158,6 +164,24 @@ class _Erasure:
                 node.traces.forget(name)
                 self.removed += 1
                 await self._erase(list(done.unreferenced))
+
+    async def _only_in(self, name: SessionName) -> list[Name]:
+        """Return the blocks that only this session names."""
+        manifests, counts = self._node.store.manifests, Counter[bytes]()
+        steps = manifests.own_keys(name)
+        some: Collection[bytes] | None = ()
+        while some is not None:
+            async with self._node.turns.of(self._tenant):
+                counts.update(some)
+                some = next(steps, None)
+        keys = list(counts)
+        only: list[Name] = []
+        for first in range(0, len(keys), ERASE_LOOK_BLOCKS):
+            async with self._node.turns.of(self._tenant):
+                names = [(self._tenant, key) for key in keys[first : first + ERASE_LOOK_BLOCKS]]
+                references = zip(names, manifests.references(names), strict=True)
+                only += [one for one, count in references if count == counts[one[1]]]
+        return only
 
     async def blocks_of(self, domain: bytes | None) -> None:
         """Erase the blocks of a domain, or all."""

@@ -113,7 +113,7 @@ class Drive(Handle):
             volume, self._extents, self._traffic, opened.note_synced, opened.note_begun, opened.note_lent
         )
         self._wipes = Wipes(self._writes, self._extents, self._traffic)
-        self._scrubs = Scrubs(self._writes, self._extents, self._traffic)
+        self._scrubs = Scrubs(self._writes, self._extents, self._traffic, failed=not opened.all_erased)
         self._doubts = opened.doubts
         self.manifests = Manifests(index, volume.keys)
         self.keeping = keeping = Keeping(

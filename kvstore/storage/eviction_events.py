@@ -37,6 +37,7 @@ from kvstore.storage.eviction.ground import Ground
 from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
+from kvstore.storage.overwriting import strike
 from kvstore.storage.session_space import SessionSpace
 from kvstore.wire.record import record_bytes, records_begin
 
@@ -202,7 +203,7 @@ class Keeping:
         """Take blocks out of the index, then wipe and free them; return what they were. `spared` is as in `let_go`."""
         if self._writes.stopped is not None:
             raise self._writes.stopped_again()
-        gone = self._forget(names)
+        gone = self._forget(names, spared if reason is Reason.ERASED else None)
         blocks = ((name, entry) for name, entry in zip(names, gone, strict=True) if entry)
         self.let_go(blocks, reason, spared=spared)
         return gone
@@ -316,9 +317,13 @@ class Keeping:
         if self.listener is not None and names:
             self.listener(names, reason)
 
-    def _forget(self, names: Sequence[Name]) -> list[Entry | None]:
+    def overwritten(self, erased: Iterable[Entry]) -> None:
+        """Note that nothing is left of blocks that were erased."""
+        strike(self._index, erased)
+
+    def _forget(self, names: Sequence[Name], spared: Collection[int] | None = None) -> list[Entry | None]:
         try:
-            return self._index.remove(names)
+            return self._index.remove(names, spared)
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             raise

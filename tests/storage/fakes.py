@@ -99,6 +99,9 @@ class FakeDisk:
 
     def write_at(self, offset: int, data: bytes) -> None:
         fault = self._fault(DiskOpKind.WRITE)
+        first = offset // PAGE_BYTES
+        if self.unwritable.intersection(range(first, first + len(data) // PAGE_BYTES)):
+            raise StorageError("write error")
         self._store(offset, data[: len(data) // 2] if fault == SHORT else data if fault == 0 else b"")
         if fault:
             raise StorageError("write error")
