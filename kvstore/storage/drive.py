@@ -117,7 +117,7 @@ class Drive(Handle):
         self._doubts = opened.doubts
         self.manifests = Manifests(index, volume.keys)
         self.keeping = keeping = Keeping(
-            index, self._writes, self._wipes, self._scrubs, self._doubts, volume.superblock, clock, policy
+            index, self._writes, self._wipes, self._scrubs, self._doubts, volume, clock, policy
         )
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
         self._quota_queue = queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)

@@ -185,7 +185,7 @@ def test_nothing_of_a_user_is_left_in_drive_index_logs_history_core_dump_or_swap
         shutil.rmtree(data / "index-0")
         node.start()
         with Client(node.target, tenant=TENANT) as client:
-            assert got(client, ADA) == {MissReason.UNKNOWN}, "the index is built from what can be opened"
+            assert got(client, ADA) == {MissReason.ERASED}, "the index is built from what can be opened"
             assert not list(client.sessions(ADA))
             assert got(client, BOB) == {EXACT}
 
