@@ -1,14 +1,17 @@
 """Executes a connection's calls to lease slots and to fetch blocks, for both transports (fabric and gRPC).
 
-What always holds: a call is accepted or refused as a whole; the connection belongs to the caller.
+What always holds: a call is accepted or refused as a whole, unless its connection ends meanwhile; the connection
+belongs to the caller. A call of many blocks runs in steps, with others' work between them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
 from kvstore.errors import ProtocolError
+from kvstore.limits import SLOTS_A_STEP
 from kvstore.lookups import Kind
 from kvstore.node.connection import check_block, check_count, check_generation
 from kvstore.node.fetch import FetchRequest
@@ -17,7 +20,7 @@ from kvstore.storage.renewals import lives_as_long
 from kvstore.wire.fabric_call import Leased
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from kvstore.node.calls import HasMetadata
     from kvstore.node.connection import BlockRequest, Connection
@@ -25,26 +28,48 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.wire.fabric_call import FetchRow
 
-__all__ = ["already_stored", "fetch", "lease_told", "note_leases", "reserve"]
+__all__ = ["already_stored", "fetch", "in_steps", "reserve"]
 
 
-def reserve(
+async def in_steps(count: int) -> AsyncIterator[slice]:
+    """Go through the blocks of a call in steps, and let others' calls come between."""
+    for first in range(0, max(count, 1), SLOTS_A_STEP):
+        if first:
+            await asyncio.sleep(0)
+        yield slice(first, first + SLOTS_A_STEP)
+
+
+async def reserve(
     node: Node,
-    connection: Connection,
-    blocks: Sequence[BlockRequest],
+    find: Callable[[], Connection],
+    count: int,
+    blocks_of: Callable[[slice], list[BlockRequest]],
     durability: Durability,
     lease_ms: int,
     expires_unix_ms: int,
     told: HasMetadata,
-) -> list[Lease | None]:
-    """Lease a slot for each block; None where it is stored already."""
-    began_ns = node.clock.monotonic_ns()
-    leases = node.reserve(connection, blocks, durability, lease_ms, expires_unix_ms)
-    note_leases(node, connection, leases, durability, began_ns, told)
-    return leases
+    answer: Callable[[list[Leased]], object],
+) -> None:
+    """Lease a slot for each block that is not stored yet, and add the leases to the answer. All or none.
+
+    `find` returns the connection, or raises if it has ended meanwhile.
+    """
+    began_ns, connection = node.clock.monotonic_ns(), find()
+    check_count(count)
+    leases: list[Lease | None] = []
+    try:
+        async for step in in_steps(count):
+            connection = find()
+            some = node.reserve(connection, blocks_of(step), durability, lease_ms, expires_unix_ms)
+            leases += some
+            answer([_lease_told(connection, lease) for lease in some])
+    except BaseException:
+        node.abort(connection, [(one.slot, one.generation) for one in leases if one])
+        raise
+    _note_leases(node, connection, leases, durability, began_ns, told)
 
 
-def note_leases(
+def _note_leases(
     node: Node,
     connection: Connection,
     leases: list[Lease | None],
@@ -59,7 +84,7 @@ def note_leases(
         node.spans.leased(parent, began_ns, leases, durability)
 
 
-def lease_told(connection: Connection, lease: Lease | None) -> Leased:
+def _lease_told(connection: Connection, lease: Lease | None) -> Leased:
     """The lease as the client sees it."""
     if lease is None:
         return Leased(slot=0, already_stored=True, generation=0, payload=0, flag=0)
@@ -72,56 +97,77 @@ def lease_told(connection: Connection, lease: Lease | None) -> Leased:
     )
 
 
-def fetch(
+async def fetch(
     node: Node,
-    connection: Connection,
-    fingerprint_of: Sequence[bytes],
-    rows: Sequence[FetchRow],
+    find: Callable[[], Connection],
+    count: int,
+    rows_of: Callable[[slice], list[tuple[bytes, FetchRow]]],
     told: HasMetadata,
     *,
     called: bool,
     shares: bool = False,
 ) -> None:
-    """Queue blocks to be sent. `fingerprint_of` gives the requested layout of each block.
+    """Queue blocks to be sent. `rows_of` gives the requested layout of each, and the block.
 
     `called`: the call has come by gRPC. `shares`: its client would rather read them in the hot memory.
     """
-    check_count(len(rows))
-    for row, fingerprint in zip(rows, fingerprint_of, strict=True):
-        check_block(row.key, fingerprint, row.length)
-        connection.acks.target(row.ack_word)
-        check_generation(row.ack_generation)
-        if row.skip if not row.part else row.skip > row.length - row.part:
-            raise ProtocolError(
-                f"A block of {row.length} bytes has no {row.part} bytes after the first {row.skip}."
-            )
+    connection = find()
+    check_count(count)
+    rows: list[tuple[bytes, FetchRow]] = []
+    async for step in in_steps(count):
+        some = rows_of(step)
+        for fingerprint, row in some:
+            _check_row(connection, fingerprint, row)
+        rows += some
+    connection = find()
     trace = node.traces.hear(told, connection.tenant)
     seen = None
     if trace is not None:
-        seen = SeenGet(trace, len(rows), sum(row.part or row.length for row in rows), node.clock)
+        seen = SeenGet(trace, count, sum(row.part or row.length for _, row in rows), node.clock)
     session = None if trace is None else trace.name
-    looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, len(rows), session)
-    node.fetches.enqueue(
-        connection,
-        [
-            FetchRequest(
-                key=row.key,
-                fingerprint=fingerprint,
-                length=row.length,
-                target=row.target,
-                target_key=row.target_key,
-                ack_word=row.ack_word,
-                ack_generation=row.ack_generation,
-                skip=row.skip,
-                part=row.part,
-                shares=shares,
-                seen=seen,
+    node.fetches.refuse_more(connection, count)
+    looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, count, session)
+    looking.expect()
+    left = count
+    try:
+        async for step in in_steps(count):
+            some = rows[step]
+            node.fetches.enqueue(
+                find(),
+                [
+                    FetchRequest(
+                        row.key,
+                        fingerprint,
+                        row.length,
+                        row.target,
+                        row.target_key,
+                        row.ack_word,
+                        row.ack_generation,
+                        row.skip,
+                        row.part,
+                        shares,
+                        seen,
+                    )
+                    for fingerprint, row in some
+                ],
+                looking,
+                count - left,
+                called=called,
             )
-            for row, fingerprint in zip(rows, fingerprint_of, strict=True)
-        ],
-        looking,
-        called=called,
-    )
+            left -= len(some)
+    finally:
+        if left:
+            node.fetches.give_up(looking, left)
+
+
+def _check_row(connection: Connection, fingerprint: bytes, row: FetchRow) -> None:
+    check_block(row.key, fingerprint, row.length)
+    connection.acks.target(row.ack_word)
+    check_generation(row.ack_generation)
+    if row.skip if not row.part else row.skip > row.length - row.part:
+        raise ProtocolError(
+            f"A block of {row.length} bytes has no {row.part} bytes after the first {row.skip}."
+        )
 
 
 def already_stored(

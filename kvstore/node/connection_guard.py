@@ -5,7 +5,7 @@ sockets ten times a second while there are any, and closes these: a connection t
 call admitted within its time, or within a short time of many bytes; one whose owner does not take an answer, or goes
 on calling when told to wait; those that exceed the limit of one source; and at a fabric endpoint all but the client's
 that it is for. A source that keeps connecting is barred for a time, by a filter on the listening socket that the
-kernel runs on each packet. While there is no connection it reads one kernel counter twice a second, which costs an
+kernel runs on each packet. While there is nothing to check it reads two kernel counters twice a second, which costs an
 idle node nothing. It also has the heap return memory after a load.
 
 What always holds: a connection that has had a call admitted is closed only if its source exceeds its limit, or if it
@@ -36,6 +36,7 @@ from kvstore.limits import (
     DOOR_CONNECTIONS_OF_SOURCE_MAX,
     DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
     DOOR_FRAMES_BYTES_MAX,
+    DOOR_FRAMES_BYTES_S,
     DOOR_GLANCE_MS,
     DOOR_KNOCKS_OF_LOUD,
     DOOR_KNOCKS_OF_PRESSING,
@@ -46,6 +47,7 @@ from kvstore.limits import (
     DOOR_MESSAGE_SHARE,
     DOOR_PRESSES_KEPT_MAX,
     DOOR_PRESSES_MAX,
+    DOOR_SEGMENTS_MAX,
     DOOR_TIMEOUT_MS,
     DOOR_UNPROVED_BYTES_MAX,
     DOOR_UNPROVED_BYTES_MS,
@@ -78,6 +80,7 @@ _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _JUMP, _RETURN = 0x30, 0x20, 0x
 _TCP_INFO_BYTES: Final = 136  # of struct tcp_info, up to the end of tcpi_bytes_received
 _ALL: Final = 0xFFFFFFFF
 _MS: Final = 1_000_000
+_S: Final = 1_000 * _MS
 
 T = TypeVar("T")
 
@@ -164,7 +167,8 @@ class Doorkeeper:
         self._pressing: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
         self._pressed: dict[str, list[int]] = {}  # by peer: when its calls could not wait their turn
         self._barred: dict[str, int] = {}  # until when
-        self._opened: int | None = None  # connections that came to the machine, when that was last read
+        # Connections and segments that came to the machine, when that was last read.
+        self._counts: tuple[int, int] | None = None
         self._much_since: dict[
             str, int
         ] = {}  # by socket: when it was seen to have brought much, and not let in
@@ -173,6 +177,10 @@ class Doorkeeper:
         ] = {}  # by peer: what it may have sent, by the calls and messages that it made
         self._beside: dict[str, int] = {}  # by socket: what had come besides, at the last count,
         self._counted_ns = 0  # which was then
+        self._over: dict[
+            str, int
+        ] = {}  # by source: how much of that came, beyond what it may send all the time
+        self.is_busy = False  # much came to the machine since the last look
         self._unproved = 0  # connections over which no call had been let in, at the last look
         self._expects_more = False  # there is an endpoint that was not there then
         self._filter_failed = False
@@ -244,7 +252,7 @@ class Doorkeeper:
                 heap.give_back()
             must = self.must_look()
             wait_ms = DOOR_LOOK_MS if must else DOOR_GLANCE_MS
-            if not must and now_ns - looked_ns < DOOR_LOOK_IDLE_MS * _MS:
+            if not must and not self.is_busy and now_ns - looked_ns < DOOR_LOOK_IDLE_MS * _MS:
                 continue
             looked_ns = now_ns
             try:
@@ -257,9 +265,10 @@ class Doorkeeper:
 
         A library may be late to accept, and is seen with it at the next look that comes without a reason.
         """
-        before, self._opened = self._opened, _connections_opened()
-        if self._opened is None or self._opened != before:
+        before, self._counts = self._counts, _tcp_counts()
+        if self._counts is None or before is None or self._counts[0] != before[0]:
             return True
+        self.is_busy = self._counts[1] - before[1] > DOOR_SEGMENTS_MAX
         heard = self._refused or self._still or self._pressing or self._flooding
         return bool(self._unproved or heard or self._barred or self._expects_more)
 
@@ -298,20 +307,27 @@ class Doorkeeper:
 
     def _end_frames(self, peers: dict[str, tuple[Ip, int]], now_ns: int) -> None:
         """Hang up on sources that send bytes without end which belong to no message: pings, settings, and the like."""
-        if now_ns - self._counted_ns < DOOR_WINDOW_MS * _MS:
+        passed_ns = now_ns - self._counted_ns
+        if passed_ns < DOOR_GLANCE_MS * _MS:
             return
         self._counted_ns, before, self._beside = now_ns, self._beside, {}
+        allowed = DOOR_FRAMES_BYTES_S * passed_ns // _S
+        self._over = {source: over - allowed for source, over in self._over.items() if over > allowed}
         brought = {place: self._brought.get(peer, 0) for peer, place in peers.items()}
         calls = self._grouped(lambda link: (link.ip, link.port) in brought, lambda one: one.source)
         for source, links in calls:
             for link in links:
                 self._beside[link.name] = _received_bytes(link) - brought[link.ip, link.port]
-            more = {link.name: self._beside[link.name] - max(0, before.get(link.name, 0)) for link in links}
-            if sum(one for one in more.values() if one > 0) > DOOR_FRAMES_BYTES_MAX:
-                loud = [link for link in links if more[link.name] > DOOR_FRAMES_BYTES_MAX // len(links)]
+            more = {link.name: self._beside[link.name] - before.get(link.name, 0) for link in links}
+            over = self._over.pop(source, 0) + sum(more.values())
+            if over > DOOR_FRAMES_BYTES_MAX:
+                mean = sum(more.values()) / len(links)
+                loud = [link for link in links if more[link.name] >= mean]
                 self._hang_up(loud)
                 self._knocks(source, DOOR_KNOCKS_OF_SOURCE_MAX + 1, now_ns)
                 self._turned_away(source, "connections with much that belongs to no call", len(loud))
+            elif over > 0:
+                self._over[source] = over
 
     def _end_still(self) -> None:
         still = set()
@@ -493,12 +509,12 @@ def _sockets() -> Iterator[tuple[str, int]]:
                 yield name, int(entry)
 
 
-def _connections_opened() -> int | None:
-    """How many connections have come to this network namespace; None if the kernel does not say."""
+def _tcp_counts() -> tuple[int, int] | None:
+    """How many connections and segments have come to this network namespace; None if the kernel does not say."""
     try:
         with open(_COUNTERS, "rb") as file:  # noqa: PTH123 - ten times a second
             names, numbers = (line.split() for line in file if line.startswith(b"Tcp:"))
-        return int(numbers[names.index(b"PassiveOpens")])
+        return int(numbers[names.index(b"PassiveOpens")]), int(numbers[names.index(b"InSegs")])
     except (OSError, ValueError):
         return None
 

@@ -10,23 +10,26 @@ nobody else has (`kvstore.wire.seal`), and the connection ends when its client's
 What always holds: a place is watched for its next call before the last one is answered, so a client that waits for the
 answer finds it empty. Anything but the next valid call ends the connection. The bytes of an answer are not reused
 before the fabric is done with them. Tenants take turns, and after long work for one tenant it pauses (`time_slices`).
+A call of many blocks is done in steps, and a tenant's such calls one at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
 import secrets
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import KvError, Overloaded, ProtocolError
-from kvstore.limits import FABRIC_CALLS_MS, SHARES, TURN_BYTES
+from kvstore.limits import FABRIC_CALLS_MS, SHARES, SLOTS_A_STEP, TURN_BYTES
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import MissReason
 from kvstore.node.call_headers import Told
 from kvstore.node.calls import durability_of
 from kvstore.node.connection import BlockRequest
-from kvstore.node.connection_calls import fetch, lease_told, reserve
+from kvstore.node.connection_calls import fetch, reserve
 from kvstore.node.fair import FairQueue
 from kvstore.node.time_slices import Again
 from kvstore.wire.ack import AckCode, code_of_miss
@@ -37,7 +40,6 @@ from kvstore.wire.fabric_call import (
     LENGTH_END,
     ROWS,
     AnswerCode,
-    CallKind,
     call_offset,
     error_bytes,
     flag_offset,
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory
     from kvstore.node.node import Node
-    from kvstore.wire.fabric_call import Call, Rows
+    from kvstore.wire.fabric_call import Call, Leased, Rows
     from nic_offload.fabric import Event
     from nic_offload.shelf import Served
 
@@ -181,6 +183,7 @@ class FabricCalls:
         self._watched: dict[int, tuple[CallArea, int]] = {}  # by tag: which place of which area
         self._due: FairQueue[_Due] = FairQueue()  # calls that have come: four of a connection at most
         self._again = Again(self._go_on)
+        self._long: set[asyncio.Task[None]] = set()  # calls of many blocks that are being done
         self._answering: dict[int, tuple[CallArea, int]] = {}  # by tag: with which of its places for answers
 
     def open(self, connection: Connection, answers_base: int) -> CallArea:
@@ -295,11 +298,28 @@ class FabricCalls:
             self._end(area, str(error))
             return
         self._watch(area, [(place, event.value + 1)])
-        name = "Reserve" if call.kind is CallKind.RESERVE else "Fetch"
+        doing = self._doing(area, place, call, rows)
+        if len(rows) > SLOTS_A_STEP:
+            task = asyncio.get_running_loop().create_task(doing)
+            self._long.add(task)
+            task.add_done_callback(self._long.discard)
+            return
+        with suppress(StopIteration):
+            doing.send(None)
+            raise AssertionError("A call of one step waited.")
+
+    async def _doing(self, area: CallArea, place: int, call: Call, rows: Rows) -> None:
+        """Do a call and answer it: at once, or with others' work between its steps."""
+        connection = area.connection
+        name = "Reserve" if call.kind.reserves else "Fetch"
         began_ns = self._node.clock.monotonic_ns()
         failure = None
         try:
-            data = self._done(area, call, rows)
+            if len(rows) > SLOTS_A_STEP:
+                async with self._node.turns.whole(connection.tenant):
+                    data = await self._done(area, call, rows)
+            else:
+                data = await self._done(area, call, rows)
         except KvError as error:
             self._node.counters.refused += isinstance(error, Overloaded)
             failure = status_of(error).name
@@ -308,38 +328,45 @@ class FabricCalls:
             log.exception("a call over the fabric failed")
             self._end(area, "Its call failed in the node.")
             return
-        self._answer(area, place, call, data)
+        if not connection.closed:
+            self._answer(area, place, call, data)
         self._node.timings.called(name, began_ns, failure)
 
-    def _done(self, area: CallArea, call: Call, rows: Rows) -> bytes:
-        connection = area.connection
-        connection.owner.rate.take(max(1, len(rows)))
+    async def _done(self, area: CallArea, call: Call, rows: Rows) -> bytes:
+        node, number, owner = self._node, area.connection.number, area.connection.owner
+
+        def find() -> Connection:
+            return node.connection(number, owner)
+
+        owner.rate.take(max(1, len(rows)))
         told = Told(call.metadata)
         if not call.kind.reserves:
-            fetch(
-                self._node,
-                connection,
-                [call.fingerprint] * len(rows),
-                rows.fetch,
+            await fetch(
+                node,
+                find,
+                len(rows),
+                lambda step: [(call.fingerprint, row) for row in rows.fetch[step]],
                 told,
                 called=False,
                 shares=bool(call.flags & ROWS),
             )
             return b""
-        blocks = [
-            BlockRequest(row.key, call.fingerprint, row.length, row.ack_word, row.domain)
-            for row in rows.reserve
-        ]
-        leases = reserve(
-            self._node,
-            connection,
-            blocks,
+        leases: list[Leased] = []
+        await reserve(
+            node,
+            find,
+            len(rows),
+            lambda step: [
+                BlockRequest(row.key, call.fingerprint, row.length, row.ack_word, row.domain)
+                for row in rows.reserve[step]
+            ],
             durability_of(call.durability),
             call.lease_ms,
             call.expires_unix_ms,
             told,
+            leases.extend,
         )
-        return leases_bytes(call.generation, [lease_told(connection, lease) for lease in leases])
+        return leases_bytes(call.generation, leases)
 
     def _answer(self, area: CallArea, place: int, call: Call, data: bytes) -> None:
         connection = area.connection

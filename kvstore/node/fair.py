@@ -76,9 +76,12 @@ class FairQueue(Generic[T]):
 
     def add(self, things: Iterable[T]) -> None:
         """Let things wait, behind those of their connection."""
+        counts: dict[Hashable, int] = {}
         for thing in things:
             self._flow(thing).append(thing)
-            self._counted(thing.tenant, 1)
+            counts[thing.tenant] = counts.get(thing.tenant, 0) + 1
+        for tenant, count in counts.items():
+            self._counted(tenant, count)
 
     def _counted(self, tenant: Hashable, more: int) -> None:
         self._count += more
@@ -116,6 +119,10 @@ class FairQueue(Generic[T]):
             self._lines[tenant] = line
             self._lines.move_to_end(tenant, last=False)
         return taken
+
+    def take_any(self) -> T | None:
+        """Take what is next; None if nothing waits."""
+        return self.take(lambda _: True)
 
     def drop(self, tenant: Hashable, flow: Hashable) -> None:
         """Forget what a connection waits for."""

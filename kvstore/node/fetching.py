@@ -118,18 +118,29 @@ class Fetches:
             was_sent=self._was_sent,
         )
 
-    def enqueue(
-        self, connection: Connection, requests: Sequence[FetchRequest], looking: Looking, *, called: bool
-    ) -> None:
-        """Queue the fetches, all or none, and start those that can start. `called`: they came over gRPC."""
-        if len(requests) > self._queued.left(connection.tenant):
+    def refuse_more(self, connection: Connection, count: int) -> None:
+        """Overloaded, if the connection's tenant may not have so many more queued."""
+        if count > self._queued.left(connection.tenant):
             raise Overloaded("The tenant's share of the node's queued fetches is used up; try again later.")
-        looking.expect()
+
+    def enqueue(
+        self,
+        connection: Connection,
+        requests: Sequence[FetchRequest],
+        looking: Looking,
+        first: int,
+        *,
+        called: bool,
+    ) -> None:
+        """Queue fetches of a look-up, its blocks from `first` on, and start those that can start.
+
+        `called`: they came over gRPC.
+        """
         self._lookings[looking] = connection
         now_ns = self._clock.monotonic_ns()
         wanted: list[Fetch] = []
         untold: list[FetchRequest] = []
-        for at, request in enumerate(requests):
+        for at, request in enumerate(requests, first):
             noted = connection.cancelled.take(request.ack_generation, called=called)
             if noted is Noted.NOT:
                 wanted.append(Fetch(connection, request, looking, at, next(self._tags), now_ns))
@@ -140,6 +151,13 @@ class Fetches:
         self._queued.add(wanted)
         self._say_cancelled(connection, untold)
         self.pump()
+
+    def give_up(self, looking: Looking, blocks: int) -> None:
+        """Expect no more of a look-up's last blocks: its call has ended before they were queued."""
+        looking.left -= blocks
+        if not looking.left:
+            self._lookings.pop(looking, None)
+            looking.over()
 
     def cancel(self, connection: Connection, words: Mapping[int, int], *, called: bool) -> None:
         """Cancel fetches, given by generation and word. Each word confirms it, or follows bytes already on the wire.
@@ -465,10 +483,7 @@ class Fetches:
         """Count one more completed block of a look-up."""
         if request.seen is not None:
             request.seen.over()
-        looking.left -= 1
-        if not looking.left:
-            self._lookings.pop(looking, None)
-            looking.over()
+        self.give_up(looking, 1)
 
     def sent(self, event: Event) -> None:
         """Handle the completion of a put of ours, or of everything that a reader was given."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import Overloaded
 from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, LEASES_MAX, PAGE_BYTES
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from kvstore.node.connection import Connection
     from kvstore.node.session_traces import SessionTrace
     from kvstore.node.span_notes import PutTrace
+    from nic_offload.fabric import Event
 
-__all__ = ["LandingLayout", "Lease", "LeaseTable", "SlotState", "Slots", "pages_of"]
+__all__ = ["Landed", "LandingLayout", "Lease", "LeaseTable", "SlotState", "Slots", "pages_of"]
 
 _FLAG_BYTES = 8
 
@@ -110,6 +111,29 @@ class Lease:
         granted_ns = self.deadline_ns - self.leased_ns
         margin_ns = min(LEASE_MARGIN_MS * 1_000_000, granted_ns // 2)
         return self.deadline_ns - now_ns <= margin_ns * 5 // 4  # the way there and back takes time too
+
+
+class Landed(NamedTuple):
+    """A block that has landed and is to be stored, as a `FairQueue` has it."""
+
+    connection: Connection
+    lease: Lease
+    event: Event
+
+    @property
+    def tenant(self) -> bytes:
+        """Whose turn it takes."""
+        return self.connection.tenant
+
+    @property
+    def flow(self) -> int:
+        """Through which of its tenant's connections it came."""
+        return self.connection.number
+
+    @property
+    def size_bytes(self) -> int:
+        """What it costs."""
+        return self.lease.length
 
 
 class Slots:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Final
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken, NoMemory, Overloaded, ProtocolError
 from kvstore.limits import (
-    BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
     HOT_BYTES_DEFAULT,
     LANDING_BYTES_MAX,
@@ -30,6 +29,7 @@ from kvstore.limits import (
     LEASE_TIMEOUT_MS_MAX,
     QUARANTINE_TIMEOUT_MS,
     SLOTS_PER_CLIENT_MAX,
+    TURN_STEP_PUTS,
 )
 from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.connection_calls import already_stored
@@ -37,12 +37,12 @@ from kvstore.node.deletions import Deletions, Erasures
 from kvstore.node.fabric_address import FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fail_stop import or_stop
-from kvstore.node.fair import Places
+from kvstore.node.fair import FairQueue, Places
 from kvstore.node.fetching import Fetches
 from kvstore.node.granted_puts import Granted
 from kvstore.node.hot import HotMemory
 from kvstore.node.inline import InlineBlocks
-from kvstore.node.landing import LandingLayout, LeaseTable
+from kvstore.node.landing import Landed, LandingLayout, LeaseTable
 from kvstore.node.lookup_history import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
@@ -125,6 +125,8 @@ class Node:
         # Tags of fetches and generations of leases: one sequence, begun at random, so no word of an earlier life fits.
         self._tags = itertools.count(secrets.randbits(48) + 1)
         self._leased = LeaseTable(tenants_known)  # until the drive is done or the lease over
+        self._due: FairQueue[Landed] = FairQueue()  # to be stored
+        self._goes_on = False  # with that, in the next round of the loop
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
         self.places = Places(self.address.clients_max(), tenants_known)
         # Others hold all that is registered in the machine's memory, whether or not anything lands in it.
@@ -439,7 +441,7 @@ class Node:
 
     def _fabric_events(self) -> None:
         self.ticks.stir()
-        landed: list[tuple[Connection, Lease, Event]] = []
+        landed: list[Landed] = []
         calls: list[Event] = []
         while events := self.fabric.reap():
             for event in events:
@@ -454,14 +456,13 @@ class Node:
         if taken := [lease for _, lease, _ in landed if lease.is_taken]:
             landed = [one for one in landed if not one[1].is_taken]
             self._kept([PutDone(lease.generation, KeyTaken(_TAKEN), lease.durability) for lease in taken])
-        for start in range(0, len(landed), BATCH_BLOCKS_MAX):
-            self._store(landed[start : start + BATCH_BLOCKS_MAX])
+        self._due.add(landed)
+        if not self._goes_on:
+            self._store_due()
         self.fabric_calls.landed(calls)
         self.fetches.pump()
 
-    def _fabric_event(
-        self, event: Event, landed: list[tuple[Connection, Lease, Event]], calls: list[Event]
-    ) -> None:
+    def _fabric_event(self, event: Event, landed: list[Landed], calls: list[Event]) -> None:
         match event.kind:
             case EventKind.LANDED:
                 calls.append(event) if self.fabric_calls.is_one(event) else self._landed(event, landed)
@@ -475,13 +476,21 @@ class Node:
                 if not self.fabric_calls.sent(event):
                     self.fetches.sent(event)
 
-    def _landed(self, event: Event, landed: list[tuple[Connection, Lease, Event]]) -> None:
+    def _landed(self, event: Event, landed: list[Landed]) -> None:
         connection = self._leased.get(event.tag)
         lease = connection.slots.landed(event.tag) if connection is not None else None
         if connection is not None and lease is not None:
-            landed.append((connection, lease, event))
+            landed.append(Landed(connection, lease, event))
 
-    def _store(self, landed: Sequence[tuple[Connection, Lease, Event]]) -> None:
+    def _store_due(self) -> None:
+        """Store blocks that have landed, their tenants in turn; of many the rest a round of the loop later."""
+        if due := list(itertools.islice(iter(self._due.take_any, None), TURN_STEP_PUTS)):
+            self._store(due)
+        self._goes_on = len(self._due) > 0
+        if self._goes_on:
+            self._loop.call_soon(or_stop(self._store_due))
+
+    def _store(self, landed: Sequence[Landed]) -> None:
         items = [connection.item(lease, event.value) for connection, lease, event in landed]
         self.granted.before_others([(item.tenant, item.key) for item in items])
         try:

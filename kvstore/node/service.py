@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, cast
 
 from kvcli.version import package_version
 from kvstore.errors import Expired, ProtocolError
-from kvstore.limits import ACK_WORDS, SLOTS_A_STEP
+from kvstore.limits import ACK_WORDS
 from kvstore.lookups import Kind, Outcome
 from kvstore.node.calls import durability_of, miss_message, refusals
 from kvstore.node.connection import AckArea, BlockRequest, check_count, check_generation
-from kvstore.node.connection_calls import fetch, lease_told, note_leases
+from kvstore.node.connection_calls import fetch, in_steps, reserve
 from kvstore.node.inline import deadline
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
@@ -21,12 +20,11 @@ from kvstore.wire.seal import Seal
 from kvstore.wire.status import code_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
     from kvstore.node.connection import Connection
-    from kvstore.node.landing import Lease
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
     from kvstore.storage.items import DriveState, PutItem
@@ -35,13 +33,24 @@ if TYPE_CHECKING:
 __all__ = ["KvStoreService"]
 
 
-def _lease_message(connection: Connection, lease: Lease | None) -> pb.Lease:
-    return pb.Lease(**lease_told(connection, lease)._asdict())
-
-
 def _block_request(block: pb.ReserveBlock) -> BlockRequest:
     name = block.name
     return BlockRequest(name.key, name.fingerprint, name.length, block.ack_word, name.domain)
+
+
+def _fetch_row(block: pb.FetchBlock) -> tuple[bytes, FetchRow]:
+    """The requested layout, and the block."""
+    name = block.name
+    return name.fingerprint, FetchRow(
+        name.key,
+        name.length,
+        block.ack_word,
+        block.ack_generation,
+        block.target,
+        block.target_key,
+        block.skip,
+        block.part,
+    )
 
 
 def _put_area_message(area: Area) -> pb.PutArea:
@@ -148,54 +157,38 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         )
 
     @asynccontextmanager
-    async def _over(self, number: int, owner: Tenant | None) -> AsyncIterator[Connection]:
-        """A connection, for something that is done in one go: milliseconds, if it names a thousand blocks."""
+    async def _over(self, number: int, owner: Tenant | None) -> AsyncIterator[Callable[[], Connection]]:
+        """Find a connection, as often as needed: it may end at any time. A tenant's calls run one at a time."""
         tenant = self._node.connection(number, owner).tenant
         async with self._node.turns.whole(tenant):
-            yield self._node.connection(number, owner)  # it may have ended meanwhile
+            yield lambda: self._node.connection(number, owner)
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         """Lease slots."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("reserve", context, len(request.blocks))
-            async with self._over(request.connection, owner) as begun:
-                connection = begun
-                check_count(len(request.blocks))
-                answer, began_ns = pb.ReserveResponse(), self._node.clock.monotonic_ns()
-                durability = durability_of(request.durability)
-                leases: list[Lease | None] = []
-                try:
-                    async for first in self._steps(len(request.blocks)):
-                        connection = self._node.connection(request.connection, owner)
-                        some = self._node.reserve(
-                            connection,
-                            [_block_request(block) for block in request.blocks[first : first + SLOTS_A_STEP]],
-                            durability,
-                            request.lease_ms,
-                            request.expires_unix_ms,
-                        )
-                        leases += some
-                        answer.leases.extend(_lease_message(connection, lease) for lease in some)
-                except BaseException:  # all or none
-                    self._node.abort(connection, [(one.slot, one.generation) for one in leases if one])
-                    raise
-                note_leases(self._node, connection, leases, durability, began_ns, context)
-                return answer
+            answer = pb.ReserveResponse()
+            async with self._over(request.connection, owner) as find:
+                await reserve(
+                    self._node,
+                    find,
+                    len(request.blocks),
+                    lambda step: [_block_request(block) for block in request.blocks[step]],
+                    durability_of(request.durability),
+                    request.lease_ms,
+                    request.expires_unix_ms,
+                    context,
+                    lambda leases: answer.leases.extend(pb.Lease(**one._asdict()) for one in leases),
+                )
+            return answer
         raise AssertionError
-
-    @staticmethod
-    async def _steps(count: int) -> AsyncIterator[int]:
-        """Go through the slots of a call in steps, and let others' calls come between."""
-        for first in range(0, max(count, 1), SLOTS_A_STEP):
-            if first:
-                await asyncio.sleep(0)
-            yield first
 
     async def WhyFailed(self, request: pb.WhyFailedRequest, context: Context) -> pb.WhyFailedResponse:  # noqa: N802
         """Say why puts failed."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("why_failed", context)
-            async with self._over(request.connection, owner) as connection:
+            async with self._over(request.connection, owner) as find:
+                connection = find()
                 check_count(len(request.generations), ACK_WORDS)
                 return pb.WhyFailedResponse(
                     puts=[
@@ -214,12 +207,11 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         """Take leases back."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("abort", context)
-            async with self._over(request.connection, owner) as connection:
+            async with self._over(request.connection, owner) as find:
                 answer = pb.AbortResponse()
-                async for first in self._steps(len(request.leases)):
-                    some = request.leases[first : first + SLOTS_A_STEP]
-                    leases = [(lease.slot, lease.generation) for lease in some]
-                    released, expired = self._node.abort(connection, leases)
+                async for step in in_steps(len(request.leases)):
+                    leases = [(lease.slot, lease.generation) for lease in request.leases[step]]
+                    released, expired = self._node.abort(find(), leases)
                     answer.released += released
                     answer.expired.extend(expired)
                 return answer
@@ -229,24 +221,12 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         """Queue fetches."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("fetch", context, len(request.blocks))
-            async with self._over(request.connection, owner) as connection:
-                fetch(
+            async with self._over(request.connection, owner) as find:
+                await fetch(
                     self._node,
-                    connection,
-                    [block.name.fingerprint for block in request.blocks],
-                    [
-                        FetchRow(
-                            block.name.key,
-                            block.name.length,
-                            block.ack_word,
-                            block.ack_generation,
-                            block.target,
-                            block.target_key,
-                            block.skip,
-                            block.part,
-                        )
-                        for block in request.blocks
-                    ],
+                    find,
+                    len(request.blocks),
+                    lambda step: [_fetch_row(block) for block in request.blocks[step]],
                     context,
                     called=True,
                 )
@@ -259,7 +239,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         """End fetches whose time is over."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("cancel_fetch", context)
-            async with self._over(request.connection, owner) as connection:
+            async with self._over(request.connection, owner) as find:
+                connection = find()
                 check_count(len(request.blocks))
                 for block in request.blocks:
                     connection.acks.target(block.ack_word)

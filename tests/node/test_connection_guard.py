@@ -15,11 +15,12 @@ import pytest
 from kvstore.clock import SystemClock
 from kvstore.limits import (
     DOOR_BARRED_MS,
-    DOOR_CALL_BYTES,
     DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
+    DOOR_GLANCE_MS,
     DOOR_KNOCKS_OF_PRESSING,
     DOOR_KNOCKS_OF_SOURCE_MAX,
     DOOR_PRESSES_MAX,
+    DOOR_SEGMENTS_MAX,
     DOOR_TIMEOUT_MS,
     DOOR_UNPROVED_BYTES_MAX,
     DOOR_UNPROVED_BYTES_MS,
@@ -205,6 +206,7 @@ def test_a_flood_outside_of_calls_is_disconnected_and_its_source_barred(
 ) -> None:
     many = 256 << 10
     monkeypatch.setattr(connection_guard, "DOOR_FRAMES_BYTES_MAX", many - 1)
+    monkeypatch.setattr(connection_guard, "DOOR_FRAMES_BYTES_S", many)
     frames, blocks, other = door.come(), door.come(), door.come(THERE)
     theirs = {}
     for link, its in zip((frames, blocks, other), door.all_theirs, strict=True):
@@ -221,13 +223,34 @@ def test_a_flood_outside_of_calls_is_disconnected_and_its_source_barred(
         send(blocks, 2 * many)
         door.keeper.brought(peer(blocks), 2 * many)
         send(other, many // 2)
-        door.look(DOOR_WINDOW_MS)
+        door.look(DOOR_GLANCE_MS)
     assert all(map(stays, (frames, blocks, other)))
-    send(frames, many + DOOR_CALL_BYTES)
-    door.look(DOOR_WINDOW_MS)
+    for _ in range(2):  # neither alone is too much
+        assert stays(frames)
+        send(frames, many - 1024)
+        door.look(DOOR_GLANCE_MS)
     assert [stays(one) for one in (frames, blocks, other)] == [False, True, True]
     door.look()
     assert door.keeper.barred() == [HERE]
+
+
+def test_a_message_that_is_coming_counts_only_until_it_was_read(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size_bytes = 64 << 10
+    monkeypatch.setattr(connection_guard, "DOOR_FRAMES_BYTES_MAX", size_bytes)
+    monkeypatch.setattr(connection_guard, "DOOR_FRAMES_BYTES_S", 0)
+    link = door.come()
+    door.keeper.proved(peer(link))
+    for _ in range(3):
+        for _ in range(size_bytes // 1024):
+            link.sendall(bytes(1024))
+            assert door.theirs.recv(1024, socket.MSG_WAITALL)
+        door.look(DOOR_GLANCE_MS)
+        assert stays(link)
+        door.keeper.brought(peer(link), size_bytes)
+        door.look(DOOR_GLANCE_MS)
+    assert stays(link)
 
 
 def test_a_peer_that_comes_from_a_port_again_is_let_in_again(door: Door) -> None:
@@ -357,15 +380,19 @@ def test_a_source_is_an_address_or_the_network_that_an_address_of_ipv6_is_from()
 def test_the_guard_checks_while_a_peer_is_new_unauthenticated_refused_or_barred(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[int | None] = [7]
-    monkeypatch.setattr(connection_guard, "_connections_opened", lambda: opened[0])
+    counts: list[tuple[int, int] | None] = [(7, 0)]
+    monkeypatch.setattr(connection_guard, "_tcp_counts", lambda: counts[0])
     keeper = door.keeper
     assert keeper.must_look()
     door.look()
     assert not keeper.must_look()
-    opened[0] = 8
+    counts[0] = 8, 0
     assert keeper.must_look()
     assert not keeper.must_look()
+    assert not keeper.is_busy
+    counts[0] = 8, DOOR_SEGMENTS_MAX + 1
+    assert not keeper.must_look()
+    assert keeper.is_busy, "connections that were let in bring much"
     link = door.come()
     door.look()
     assert keeper.must_look(), "one who has not been let in is waited for"
@@ -386,5 +413,5 @@ def test_the_guard_checks_while_a_peer_is_new_unauthenticated_refused_or_barred(
     assert keeper.must_look()
     door.look(DOOR_BARRED_MS)
     assert not keeper.must_look()
-    opened[0] = None
+    counts[0] = None
     assert keeper.must_look(), "a kernel that doesn't tell of connections"

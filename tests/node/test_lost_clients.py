@@ -69,7 +69,7 @@ def test_a_server_and_its_clients_ping_as_the_bound_says() -> None:
     options = dict(server._GRPC_OPTIONS)
     assert dict(keepalive_options()).items() <= options.items()
     assert options["grpc.keepalive_time_ms"] == options["grpc.keepalive_timeout_ms"] == KEEPALIVE_MS
-    assert options["grpc.http2.min_ping_interval_without_data_ms"] < KEEPALIVE_MS, "or it refuses its clients"
+    assert options["grpc.http2.max_ping_strikes"] == 0, "or it refuses its clients, and floods cost more"
 
 
 @pytest.mark.slow

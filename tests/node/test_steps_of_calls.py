@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import queue
 import threading
 import time
@@ -13,8 +14,10 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvstore.limits import BATCH_READS_AHEAD, SLOTS_A_STEP, TURN_STEP_BLOCKS
+from kvstore.client import Block
+from kvstore.limits import BATCH_READS_AHEAD, PAGE_BYTES, SLOTS_A_STEP, TURN_STEP_BLOCKS
 from kvstore.names import block_key
+from kvstore.node import connection_calls
 from kvstore.node.audit import Audit
 from kvstore.node.authorization import Gate
 from kvstore.node.http import Question
@@ -25,10 +28,11 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
+from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.client import Client
@@ -47,9 +51,15 @@ def node(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 @pytest.fixture
 def client(node: NodeInProcess) -> Iterator[Client]:
-    with small_client(node.target) as client:
+    with small_client(node.target, slots=len(KEYS), block_bytes_max=PAGE_BYTES) as client:
         client.put_many_inline((key, key) for key in KEYS)
         yield client
+
+
+def others(client: Client) -> list[Block]:
+    """As many blocks, none of which is stored."""
+    region = client.register(bytearray(PAGE_BYTES))
+    return [Block(bytes(reversed(key)), region, 0, 64) for key in KEYS]
 
 
 @pytest.mark.parametrize(
@@ -81,10 +91,13 @@ def test_a_call_of_many_blocks_waits_for_its_tenants_turn(
 @pytest.mark.parametrize(
     ("part", "call"),
     [
-        ("hold", lambda one: one.pin(KEYS).close()),
-        ("delete", lambda one: one.delete(KEYS)),
-        ("put", lambda one: one.put_many_inline((bytes(reversed(key)), key) for key in KEYS)),
-        ("delete", lambda one: one.erase_tenant()),
+        ("store.hold", lambda one: one.pin(KEYS).close()),
+        ("store.delete", lambda one: one.delete(KEYS)),
+        ("store.put", lambda one: one.put_many_inline((bytes(reversed(key)), key) for key in KEYS)),
+        ("store.put", lambda one: one.reserve(others(one)).arm(None).wait(WAIT_S)),
+        ("store.delete", lambda one: one.erase_tenant()),
+        ("reserve", lambda one: one.reserve(others(one)).give_back()),
+        ("fetches.enqueue", lambda one: one.get(others(one))),
     ],
 )
 def test_a_call_of_many_blocks_lets_others_work_between_steps(
@@ -94,13 +107,14 @@ def test_a_call_of_many_blocks_lets_others_work_between_steps(
     turned = 0
 
     def count(inside: Node) -> asyncio.Task[None]:
-        do = getattr(inside.store, part)
+        do, (*rooms, name) = operator.attrgetter(part)(inside), part.split(".")
 
-        def noted(things: Any, *more: Any) -> Any:
+        def noted(*told: Any, **named: Any) -> Any:
+            things = next(one for one in told if isinstance(one, list | tuple))
             at.extend([turned] * len(things))
-            return do(things, *more)
+            return do(*told, **named)
 
-        vars(inside.store)[part] = noted
+        vars(operator.attrgetter(rooms[0])(inside) if rooms else inside)[name] = noted
 
         async def turn() -> None:
             nonlocal turned
@@ -116,7 +130,9 @@ def test_a_call_of_many_blocks_lets_others_work_between_steps(
     finally:
         node.call(lambda _: counting.cancel())
     assert len(at) == len(KEYS)
-    assert max(map(at.count, set(at))) <= 2 * TURN_STEP_BLOCKS  # the first of a stream wait for no turn
+    assert (
+        max(map(at.count, set(at))) <= SLOTS_A_STEP == 2 * TURN_STEP_BLOCKS
+    )  # the first of a stream wait for no turn
 
 
 def test_an_erasure_that_finds_nothing_lets_others_work_between_its_looks(
@@ -328,5 +344,59 @@ def test_slots_are_leased_in_steps_and_all_or_none(node: NodeInProcess) -> None:
         given = [pb.AbortLease(slot=lease.slot, generation=lease.generation) for lease in leases]
         back = stub.Abort(pb.AbortRequest(connection=number, leases=given), timeout=WAIT_S)
         assert (back.released, node.call(lambda one: one.leases)) == (len(blocks), 0)
+        over.set()
+        attached.cancel()
+
+
+def test_a_fetch_that_is_cancelled_between_steps_is_over(
+    node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has gone after the first step: the look-up waits for nothing that was not queued."""
+    begun, over = threading.Event(), threading.Event()
+    steps = connection_calls.in_steps
+
+    async def slow(count: int) -> AsyncIterator[slice]:
+        async for step in steps(count):
+            if step.start and begun.is_set():
+                await asyncio.sleep(WAIT_S)
+            yield step
+
+    def enqueue(inside: Node) -> None:
+        do = inside.fetches.enqueue
+
+        def noted(*told: Any, **named: Any) -> None:
+            do(*told, **named)
+            begun.set()
+
+        vars(inside.fetches)["enqueue"] = noted
+
+    def requests() -> Iterator[pb.AttachRequest]:
+        yield pb.AttachRequest(
+            provider=node.call(lambda one: one.fabric.provider),
+            block_bytes_max=4096,
+            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).told,
+            ack_words=256,
+        )
+        over.wait(WAIT_S)
+
+    node.call(enqueue)
+    monkeypatch.setattr(connection_calls, "in_steps", slow)
+    blocks = [
+        pb.FetchBlock(
+            name=pb.BlockName(key=key, fingerprint=bytes(16), length=64), ack_word=at, ack_generation=at + 1
+        )
+        for at, key in enumerate(KEYS)
+    ]
+    with grpc.insecure_channel(node.target) as channel:
+        stub = KvStoreStub(channel)  # type: ignore[no-untyped-call]
+        attached = stub.Attach(requests())
+        request = pb.FetchRequest(connection=next(attached).connection, blocks=blocks)
+        fetching = stub.Fetch.future(request, timeout=WAIT_S)
+        assert begun.wait(WAIT_S)
+        fetching.cancel()
+        wait_until(
+            lambda: node.call(lambda one: len(one) == 1 and not one.fetches._lookings),
+            "the look-up is over, and the connection is there",
+        )
         over.set()
         attached.cancel()
