@@ -1,16 +1,17 @@
 """The service Erasing: what a user or a tenant stored, gone for good, with a receipt.
 
 First the keys are destroyed, durably: from then on nobody reads what was encrypted with them, whatever happens next.
-Then sessions and blocks leave the index, the memory and the drive as in a deletion; what was in the clear, or was
+Then blocks and sessions leave the index, the memory and the drive as in a deletion; what was in the clear, or was
 encrypted with another key, is overwritten.
 
 What always holds: an erasure is answered when every block and session that was stored when it was asked for is gone
 from the drive, and this would survive a power failure. In the hot memory it is overwritten, what is being sent as soon
-as that has ended. One that was interrupted can be asked for again; it has destroyed the keys or has not. A call erases
-only what its caller's tenant has.
+as that has ended. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the keys or has
+not, and the rest is completed. A call erases only what its caller's tenant has.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
-tenant's, the others' remain. Without encryption, earlier versions of a session's record may be in pages that are free.
+tenant's, the others' remain. Without encryption, blocks that were evicted or deleted before, and earlier versions of a
+session's record, may be in pages that are free; after a power failure, also what was being overwritten.
 It asks no other node of a cluster, but refuses copies from those that have not been asked (`kvstore.node.deletions`).
 """
 
@@ -150,7 +151,8 @@ class _Erasure:
         node = self._node
         while found := self._some_sessions(user):
             for name in found:
-                await self._erase(await self._only_in(name))
+                only = await self._only_in(name)
+                await self._erase(only)
                 ends: Ends[SessionDone] = Ends(1)
                 over = await node.turns.long(self._tenant)
                 try:
@@ -163,7 +165,7 @@ class _Erasure:
                     raise done.error
                 node.traces.forget(name)
                 self.removed += 1
-                await self._erase(list(done.unreferenced))
+                await self._erase(list(set(done.unreferenced).difference(only)))
 
     async def _only_in(self, name: SessionName) -> list[Name]:
         """Return the blocks that only this session names."""
