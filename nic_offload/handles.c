@@ -90,6 +90,7 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 	fabric->endpoints = endpoint;
 	pthread_mutex_unlock(&fabric->handle_lock);
 	rest_look_again(fabric);
+	fabric_wake(fabric); /* it may sleep as if there were none */
 	*out = endpoint;
 	return 0;
 }

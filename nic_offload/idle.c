@@ -2,8 +2,8 @@
  * How the progress thread idles when a round found nothing to do.
  *
  * It spins for a short time and then sleeps until there is a call of our own process, a byte on one of the fabric's
- * sockets, a store to a flag word followed by its bell, or a deadline. If no sockets of the provider can be found
- * (shared memory, a NIC) it naps instead, for longer and longer, up to two milliseconds.
+ * sockets, a store to a flag word followed by its bell, or a deadline. If there are endpoints, and no sockets of the
+ * provider can be found (shared memory, a NIC), it naps instead, for longer and longer, up to two milliseconds.
  *
  * Providers over TCP have a descriptor to wait for, but it is useless: that of net (1.17) is always readable once
  * something is connected. So their sockets are found as in streams.c: those at the ports of our endpoints, and those
@@ -182,14 +182,23 @@ static int is_working(const struct tk_fabric *fabric)
 	return fabric->in_flight || fabric->ready_first || fabric->summing.head;
 }
 
-static uint64_t sleep_ns(const struct tk_fabric *fabric, uint64_t idle_ns, int working)
+/* Without an endpoint nothing can arrive; who opens one wakes us. */
+static int has_endpoints(struct tk_fabric *fabric)
+{
+	pthread_mutex_lock(&fabric->handle_lock);
+	int has = fabric->endpoints != NULL;
+	pthread_mutex_unlock(&fabric->handle_lock);
+	return has;
+}
+
+static uint64_t sleep_ns(struct tk_fabric *fabric, uint64_t idle_ns, int working)
 {
 	uint64_t now_ns = fabric->now_ns, longest_ns = idle_ns / SLEEP_SHARE;
 	if (longest_ns < SLEEP_NS_MIN)
 		longest_ns = SLEEP_NS_MIN;
 	if (longest_ns > SLEEP_NS_MAX)
 		longest_ns = SLEEP_NS_MAX;
-	if (!fabric->sockets) {
+	if (!fabric->sockets && has_endpoints(fabric)) {
 		longest_ns = working || idle_ns < NAP_NS_MIN * NAP_SHARE ? NAP_NS_MIN : idle_ns / NAP_SHARE;
 		if (longest_ns > NAP_NS_MAX)
 			longest_ns = NAP_NS_MAX;

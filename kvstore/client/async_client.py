@@ -10,8 +10,8 @@
         await chat.append([key], tokens=16)
 
 It is a `Client` whose calls are made by its own threads, so the loop never waits for the network. Each method does what
-the method of the same name of `Client` or `Session` does, deadlines included. For all others, `await
-client.call(client.sync.prefetch, keys)` calls any function in one of the threads.
+the method of the same name of `Client` or `Session` does, deadlines included. For the others, `await
+client.call(client.sync.reserve, blocks)` calls any function in one of the threads.
 
 What always holds: when an awaited call returns, nothing reads or writes its memory any more. That includes a cancelled
 call: the cancellation is delivered after the call has ended, at its deadline at the latest. `as_request` applies to the
@@ -26,28 +26,38 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeVar, cast
 
 from kvstore.client.client import Client
 from kvstore.durability import Durability
-from kvstore.limits import ASYNC_CALLS_MAX, LEASE_TIMEOUT_MS
+from kvstore.limits import ASYNC_CALLS_MAX, ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS
 from kvstore.names import SHARED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
     from types import TracebackType
+    from typing import BinaryIO
 
     from typing_extensions import Buffer
 
     from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
     from kvstore.client.blocks import Block, Hit, PutResult
+    from kvstore.client.erasing import Erasure
     from kvstore.client.inline import Data
+    from kvstore.client.observing import Happened, LookedUp
     from kvstore.client.puts import ArmedPuts
-    from kvstore.client.resuming import Resumed
-    from kvstore.client.sessions import Session, SessionInfo
+    from kvstore.client.resuming import Manifest, Resumed
+    from kvstore.client.session_export import Progress
+    from kvstore.client.sessions import ListedSession, Session, SessionInfo
+    from kvstore.client.step_calls import ReadAhead
+    from kvstore.client.trace import Follower, Trace
+    from kvstore.client.transfer_watch import Watch
+    from kvstore.layout import Layout
     from kvstore.miss import Miss
     from kvstore.reach import Reach
+    from kvstore.steps import Step
     from kvstore.wire.kvstore_pb2 import StatusResponse
+    from kvstore.wire.observing_pb2 import StatisticsResponse
     from nic_offload.counter import Counter
     from nic_offload.fabric import Region
     from nic_offload.flags import FlagWord
@@ -56,6 +66,7 @@ __all__ = ["AsyncClient", "AsyncPuts", "AsyncSession"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_OVER: Final = object()  # of a watch: there are no more events
 
 
 class AsyncClient:
@@ -119,9 +130,11 @@ class AsyncClient:
         )
         return AsyncPuts(self, armed)
 
-    async def get(self, blocks: Sequence[Block], *, timeout_s: float | None = None) -> list[Hit | Miss]:
+    async def get(
+        self, blocks: Sequence[Block], *, layout: Layout | None = None, timeout_s: float | None = None
+    ) -> list[Hit | Miss]:
         """As `Client.get`."""
-        return await self.call(partial(self.sync.get, timeout_s=timeout_s), blocks)
+        return await self.call(partial(self.sync.get, layout=layout, timeout_s=timeout_s), blocks)
 
     # --- over gRPC
 
@@ -153,11 +166,19 @@ class AsyncClient:
         self,
         blocks: Iterable[tuple[bytes, Data]],
         *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
         domain: bytes = SHARED,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`."""
-        put = partial(self.sync.put_many_inline, domain=domain, timeout_s=timeout_s)
+        put = partial(
+            self.sync.put_many_inline,
+            durability=durability,
+            expires_unix_ms=expires_unix_ms,
+            domain=domain,
+            timeout_s=timeout_s,
+        )
         return await self.call(put, blocks)
 
     async def get_many_inline(
@@ -178,6 +199,10 @@ class AsyncClient:
         """As `Client.prefix`."""
         return await self.call(partial(self.sync.prefix, timeout_s=timeout_s), keys)
 
+    async def fingerprint_of(self, key: bytes) -> bytes | None:
+        """As `Client.fingerprint_of`."""
+        return await self.call(self.sync.fingerprint_of, key)
+
     async def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`."""
         return await self.call(self.sync.explain, keys)
@@ -186,21 +211,73 @@ class AsyncClient:
         """As `Client.pin`."""
         return await self.call(partial(self.sync.pin, time_to_live_ms=time_to_live_ms), keys)
 
+    async def prefetch(self, keys: Sequence[bytes], *, watch: Watch | None = None) -> ReadAhead:
+        """As `Client.prefetch`."""
+        return await self.call(partial(self.sync.prefetch, watch=watch), keys)
+
     async def delete(
         self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN
     ) -> list[bool]:
         """As `Client.delete`."""
         return await self.call(partial(self.sync.delete, durability=durability), keys)
 
-    # --- sessions, and the node
+    # --- sessions
 
-    def session(self, user: str, name: str) -> AsyncSession:
+    def session(self, user: str, name: str, *, follower: Follower | None = None) -> AsyncSession:
         """As `Client.session`: the node is not called."""
-        return AsyncSession(self, self.sync.session(user, name))
+        return AsyncSession(self, self.sync.session(user, name, follower=follower))
+
+    async def sessions(self, user: str) -> list[ListedSession]:
+        """As `Client.sessions`, but all of them at the end."""
+        return await self.call(lambda: list(self.sync.sessions(user)))
+
+    async def import_session(
+        self,
+        file: BinaryIO,
+        user: str,
+        name: str,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        progress: Progress | None = None,
+    ) -> AsyncSession:
+        """As `Client.import_session`. The file is read, and `progress` called, in another thread."""
+        import_one = partial(self.sync.import_session, durability=durability, progress=progress)
+        return AsyncSession(self, await self.call(import_one, file, user, name))
+
+    # --- erasing
+
+    async def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
+        """As `Client.erase_user`."""
+        return await self.call(partial(self.sync.erase_user, timeout_s=timeout_s), user)
+
+    async def erase_tenant(self, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
+        """As `Client.erase_tenant`."""
+        return await self.call(partial(self.sync.erase_tenant, timeout_s=timeout_s))
+
+    # --- what the node does
 
     async def status(self, *, wait_s: float = 0.0) -> StatusResponse:
         """As `Client.status`."""
         return await self.call(partial(self.sync.status, wait_s=wait_s))
+
+    async def statistics(self) -> StatisticsResponse:
+        """As `Client.statistics`."""
+        return await self.call(self.sync.statistics)
+
+    async def looked_up(
+        self, request_id: str = "", user: str = "", session: str = "", *, last: int = 0
+    ) -> LookedUp:
+        """As `Client.looked_up`."""
+        return await self.call(partial(self.sync.looked_up, last=last), request_id, user, session)
+
+    async def watch(self, *, timeout_s: float) -> AsyncGenerator[Happened | None, None]:
+        """As `Client.watch`, for `async for`. It takes one of the threads while it waits."""
+        events = self.sync.watch(timeout_s=timeout_s)
+        try:
+            while (event := await self.call(next, events, _OVER)) is not _OVER:
+                yield cast("Happened | None", event)
+        finally:
+            await self.call(events.close)
 
     # --- closing
 
@@ -237,7 +314,7 @@ class AsyncPuts:
 
 
 class AsyncSession:
-    """A session: `Session` with awaitable calls. `await client.call(chat.sync.fork, "chat 9")` makes any other call."""
+    """A session: `Session` with awaitable calls. `await client.call(chat.sync.getting, place)` makes any other call."""
 
     def __init__(self, client: AsyncClient, sync: Session) -> None:
         self._client, self.sync = client, sync
@@ -269,15 +346,59 @@ class AsyncSession:
         append = partial(self.sync.append, time_to_live_ms=time_to_live_ms, durability=durability)
         return await self._client.call(append, keys, tokens)
 
+    async def keys(self) -> list[bytes]:
+        """As `Session.keys`."""
+        return await self._client.call(self.sync.keys)
+
     async def info(self) -> SessionInfo:
         """As `Session.info`."""
         return await self._client.call(self.sync.info)
 
+    async def fork(
+        self,
+        name: str,
+        *,
+        user: str | None = None,
+        blocks: int | None = None,
+        durability: Durability = Durability.WRITTEN,
+    ) -> AsyncSession:
+        """As `Session.fork`."""
+        fork = partial(self.sync.fork, user=user, blocks=blocks, durability=durability)
+        return AsyncSession(self._client, await self._client.call(fork, name))
+
+    async def truncate(self, blocks: int, *, durability: Durability = Durability.WRITTEN) -> None:
+        """As `Session.truncate`."""
+        await self._client.call(partial(self.sync.truncate, durability=durability), blocks)
+
+    async def limit(self, time_to_live_ms: int, *, durability: Durability = Durability.WRITTEN) -> int:
+        """As `Session.limit`."""
+        return await self._client.call(partial(self.sync.limit, durability=durability), time_to_live_ms)
+
+    async def export(self, file: BinaryIO, *, progress: Progress | None = None) -> int:
+        """As `Session.export`. The file is written, and `progress` called, in another thread."""
+        return await self._client.call(partial(self.sync.export, progress=progress), file)
+
+    async def protect(self, blocks: int = 0) -> None:
+        """As `Session.protect`."""
+        await self._client.call(self.sync.protect, blocks)
+
+    async def unprotect(self) -> bool:
+        """As `Session.unprotect`."""
+        return await self._client.call(self.sync.unprotect)
+
+    async def prefetch(self) -> int:
+        """As `Session.prefetch`."""
+        return await self._client.call(self.sync.prefetch)
+
     async def resume(
-        self, place: Callable[[int, bytes], Block], *, timeout_s: float | None = None
+        self,
+        place: Callable[[int, bytes], Block],
+        *,
+        layout: Layout | None = None,
+        timeout_s: float | None = None,
     ) -> Resumed:
         """As `Session.resume`. `place` is called in another thread."""
-        return await self._client.call(partial(self.sync.resume, timeout_s=timeout_s), place)
+        return await self._client.call(partial(self.sync.resume, layout=layout, timeout_s=timeout_s), place)
 
     async def remove(
         self, *, delete_blocks: bool = False, durability: Durability = Durability.WRITTEN
@@ -285,3 +406,19 @@ class AsyncSession:
         """As `Session.remove`."""
         remove = partial(self.sync.remove, delete_blocks=delete_blocks, durability=durability)
         return await self._client.call(remove)
+
+    async def manifest(self, timeout_s: float | None = None) -> Manifest:
+        """As `Session.manifest`."""
+        return await self._client.call(self.sync.manifest, timeout_s)
+
+    def mark(self, step: Step, *, tokens: int = 0, detail: str = "") -> None:
+        """As `Session.mark`: the node is not called."""
+        self.sync.mark(step, tokens=tokens, detail=detail)
+
+    async def report(self) -> None:
+        """As `Session.report`."""
+        await self._client.call(self.sync.report)
+
+    async def trace(self) -> Trace:
+        """As `Session.trace`."""
+        return await self._client.call(self.sync.trace)

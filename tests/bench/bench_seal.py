@@ -1,8 +1,9 @@
 """What encryption costs: two nodes on one machine, alike but for a master key, in turns.
 
 A client puts batches that are `written`, and gets them when they are no longer in the node's memory. For each node: the
-CPU time that its process used, a gigabyte, and the rate that the caller saw. The same library's AES-256-GCM alone is
-measured beside them.
+CPU time that its process used, a gigabyte, and the rate that the caller saw. Between two rounds the same library
+encrypts as much by itself, from memory to memory, in messages of the same size: no encryption can cost less than
+that, unless it takes over work that is done in the clear, such as the copy of a get.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from nic_offload._core import ffi, lib
 
 from kvstore.client import Block, Client, Hit
 from kvstore.demo.node_process import NodeProcess
@@ -29,7 +32,9 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = ((32 * _KIB, 2048), (256 * _KIB, 512), (_MIB, 128), (4 * _MIB, 32))  # of a block; how many
 _ROUNDS = 15
 _OF_A_PROCESS = 2  # of a clock's number, as clock_getcpuclockid makes it: the CPU time of all threads
-_COST_GOAL = 0.15  # CPU seconds a GB more than without
+_COST_GOAL = 0.15  # CPU seconds a GB more than without,
+_ALONE_GOAL = 1 / 0.85  # or of what the library takes by itself
+_ALONE_BYTES = 64 * _MIB  # more than a cache has
 
 
 class _Side:
@@ -62,13 +67,15 @@ def run(form: Form) -> None:
         finally:
             plain.close()
             sealed.close()
-    form.note("AES-256-GCM alone, one core", _bare_s_a_gb(), "CPU s/GB")
 
 
 def _compare(form: Form, plain: _Side, sealed: _Side, size: int, count: int) -> None:
     costs: dict[str, list[tuple[float, float]]] = {"put, written": [], "get, cold": []}
     rates: dict[str, list[tuple[float, float]]] = {"put, written": [], "get, cold": []}
+    alone = []
+    library = _Library()
     for number in range(_ROUNDS):
+        alone.append(library.s_a_gb(size))
         first, second = (plain, sealed) if number % 2 else (sealed, plain)
         of = {id(side): _round(side, size, count) for side in (first, second)}
         both = [of[id(plain)], of[id(sealed)]]
@@ -78,10 +85,19 @@ def _compare(form: Form, plain: _Side, sealed: _Side, size: int, count: int) -> 
     for what, pairs in costs.items():
         name = f"{size // _KIB}K {what}"
         without, with_it = (statistics.median(pair[at] for pair in pairs) for at in (0, 1))
-        more = statistics.median(b - a for a, b in pairs)
+        more = [b - a for a, b in pairs]
         form.note(f"{name}: node, in the clear", without, "CPU s/GB")
         form.note(f"{name}: node, encrypted", with_it, "CPU s/GB")
-        form.note(f"{name}: encryption", more, "CPU s/GB", goal=_COST_GOAL, lower_is_better=True)
+        cost = statistics.median(more)
+        form.note(f"{name}: encryption", cost, "CPU s/GB", goal=_COST_GOAL, lower_is_better=True)
+        form.pairs(
+            f"{name}: encryption, of the library alone",
+            "CPU s/GB",
+            more,
+            alone,
+            goal=_ALONE_GOAL,
+            lower_is_better=True,
+        )
         form.note(f"{name}: rate, encrypted", statistics.median(b for _, b in rates[what]), "GB/s")
         form.note(f"{name}: rate of in the clear", statistics.median(b / a for a, b in rates[what]), "x")
 
@@ -116,9 +132,18 @@ def _fill_memory(side: _Side) -> None:
         side.client.delete([block.key for block in blocks])
 
 
-def _bare_s_a_gb() -> float:
-    data, rounds = bytearray(256 * _KIB), 400
-    began = time.process_time()
-    for number in range(rounds):
-        aead.seal(bytes(32), number.to_bytes(12), b"", data)
-    return (time.process_time() - began) / (rounds * len(data) / 1e9)
+class _Library:
+    """What encrypts, by itself."""
+
+    def __init__(self) -> None:
+        self._from = ffi.from_buffer(allocate(_ALONE_BYTES))
+        self._to = ffi.from_buffer(allocate(_ALONE_BYTES + aead.TAG_BYTES))
+        self._of = ffi.new("struct tk_aead *")
+
+    def s_a_gb(self, size: int) -> float:
+        """CPU seconds a GB, of messages of this size."""
+        began = time.process_time()
+        for at in range(0, _ALONE_BYTES - size + 1, size):
+            self._of.nonce = at.to_bytes(aead.NONCE_BYTES)
+            assert not lib.tk_aead_encrypt(self._of, self._from + at, size, self._to + at)
+        return (time.process_time() - began) / (_ALONE_BYTES / 1e9)

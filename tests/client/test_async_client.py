@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from inspect import isfunction, signature
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.client import AsyncClient, Block, Hit, Stored, as_request
+from kvstore.client import AsyncClient, Block, Client, Hit, Stored, as_request
+from kvstore.client.async_client import AsyncSession
+from kvstore.client.sessions import Session
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
 from kvstore.miss import Miss
 from kvstore.names import block_key
@@ -16,8 +20,9 @@ from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import AsyncIterator, Coroutine
 
+    from kvstore.client.observing import Happened
     from kvstore.demo.node_process import NodeProcess
 
 BYTES, COUNT, WAIT_S = 8192, 8, 20.0
@@ -79,7 +84,7 @@ def test_a_session_is_appended_to_resumed_and_removed(node: NodeProcess) -> None
             assert {one.error for one in await chat.arm(blocks).wait(WAIT_S)} == {None}
             assert await chat.append(keys, tokens=COUNT) == COUNT
             assert (await chat.info()).tokens == COUNT
-            assert await client.call(chat.sync.keys) == keys
+            assert await chat.keys() == keys
             memory[:] = bytes(len(memory))
             assert (await chat.resume(lambda number, _: blocks[number])).is_whole
             assert bytes(memory) == b"".join(key * (BYTES // len(key)) for key in keys)
@@ -87,6 +92,83 @@ def test_a_session_is_appended_to_resumed_and_removed(node: NodeProcess) -> None
             assert not (await chat.resume(lambda number, _: blocks[number])).is_whole
 
     run(work())
+
+
+def test_a_session_is_forked_shortened_exported_and_imported(node: NodeProcess) -> None:
+    keys = [block_key(b"asyncio fork", bytes([at])) for at in range(COUNT)]
+
+    async def work() -> None:
+        async with client_of(node) as client:
+            await client.put_many_inline((key, key) for key in keys)
+            chat = client.session("lin", "asyncio")
+            await chat.append(keys, tokens=COUNT)
+            fork = await chat.fork("a fork", blocks=COUNT // 2)
+            await chat.truncate(1)
+            assert [await one.keys() for one in (chat, fork)] == [keys[:1], keys[: COUNT // 2]]
+            await fork.protect()
+            assert await fork.unprotect()
+            assert await fork.prefetch() == COUNT // 2
+            assert await fork.limit(60_000) > 0
+            file = BytesIO()
+            assert await fork.export(file) == COUNT // 2
+            file.seek(0)
+            copy = await client.import_session(file, "lin", "a copy")
+            assert await copy.keys() == keys[: COUNT // 2]
+            assert {one.session for one in await client.sessions("lin")} == {"asyncio", "a fork", "a copy"}
+            assert (await client.erase_user("lin")).sessions == 3
+            assert await client.sessions("lin") == []
+
+    run(work())
+
+
+def test_what_the_node_does_is_seen(node: NodeProcess) -> None:
+    key = block_key(b"asyncio", b"seen")
+
+    async def work() -> None:
+        async with client_of(node) as client:
+            events = client.watch(timeout_s=WAIT_S)
+            assert await anext(events) is None
+            await client.put_inline(key, key)
+            assert await client.fingerprint_of(key) is not None
+            with as_request("asyncio 8"):
+                assert (await client.prefetch([key])).missing == {}
+                await client.exists([key])
+            assert [one.blocks for one in (await client.looked_up("asyncio 8")).lookups][-1:] == [1]
+            assert (await client.statistics()).puts > 0
+            assert await client.delete([key]) == [True]
+            seen = [event.what async for event in aiter_until(events, "DELETED", key)]
+            assert seen == ["STORED", "DELETED"]
+            await events.aclose()
+            assert [event async for event in client.watch(timeout_s=0.2) if event is not None] == []
+
+    async def aiter_until(
+        events: AsyncIterator[Happened | None], what: str, wanted: bytes
+    ) -> AsyncIterator[Happened]:
+        async for event in events:
+            if event is not None and event.key == wanted:
+                yield event
+                if event.what == what:
+                    return
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("ours", "its", "left_out"),
+    [
+        (AsyncClient, Client, {"reserve", "getting"}),
+        (AsyncSession, Session, {"reserve", "resuming", "resume_span"}),
+    ],
+)
+def test_it_has_each_method_of_the_client_with_the_same_parameters(
+    ours: type, its: type, left_out: set[str]
+) -> None:
+    methods = {name for name, one in vars(its).items() if isfunction(one) and name[0] != "_"} - left_out
+    assert methods <= vars(ours).keys()
+    for name in methods:
+        both = [signature(getattr(one, name)).parameters for one in (ours, its)]
+        inner = {"watch"} if name == "arm" else set()  # which sessions are for
+        assert [one for one in both[1].values() if one.name not in inner] == list(both[0].values()), name
 
 
 def test_blocks_inside_grpc_and_many_calls_at_a_time(node: NodeProcess) -> None:

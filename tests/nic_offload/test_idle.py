@@ -78,6 +78,21 @@ def test_a_fabric_that_nobody_talks_to_sleeps_longer_than_a_nap(pair: Pair) -> N
     assert min(rates) < 100, "of naps of two milliseconds there would be 500 a second"
 
 
+@pytest.mark.parametrize("provider", [*STREAMS, "shm"])
+def test_a_fabric_without_endpoints_sleeps_until_one_is_opened(provider: str) -> None:
+    with Side(provider) as far, Side(provider) as near:
+        near.endpoint.close()
+        falls_asleep(near.fabric, 1)
+        rates = []
+        for _ in range(5):
+            before = near.fabric.statistics()
+            select.select([], [], [], 0.3)
+            after = near.fabric.statistics()
+            rates.append((after.sleeps - before.sleeps) / (after.alive_ns - before.alive_ns) * 1e9)
+        assert min(rates) < 100
+        Way.between(far, Side.more(near)).fence()
+
+
 @pytest.mark.timed
 def test_a_peer_that_went_away_keeps_nobody_awake(pair: Pair) -> None:
     """Its socket is readable for ever, and has ended."""
