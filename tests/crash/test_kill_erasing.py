@@ -120,6 +120,13 @@ def erase(client: Client, user: str) -> bool:
     return True
 
 
+def timed_erase(client: Client, user: str) -> float:
+    """How long an undisturbed erasure takes."""
+    began = time.monotonic()
+    assert erase(client, user)
+    return time.monotonic() - began
+
+
 @pytest.mark.parametrize("encrypted", [True, False], ids=["encrypted", "plain"])
 @pytest.mark.timeout(120 + 10 * ROUNDS)
 def test_an_erasure_that_sigkill_meets_is_complete_or_was_not_acknowledged(
@@ -146,10 +153,7 @@ def test_an_erasure_that_sigkill_meets_is_complete_or_was_not_acknowledged(
             shutil.copytree(data, before)
             node.start()
         with people.client() as client:
-            began = time.monotonic()
-            assert erase(client, users[0])
-            took_s = time.monotonic() - began
-            assert erase(client, users[1])
+            took_s = min(timed_erase(client, user) for user in users[:2])
             node.kill()
         after_ack(people, users[:2])
         shares = [(number + chance.random()) / ROUNDS for number in range(ROUNDS)]
