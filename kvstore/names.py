@@ -19,6 +19,7 @@ __all__ = [
     "block_key",
     "domain_of",
     "fits_domain",
+    "fitting_domain",
     "in_domain",
     "is_in_domain",
     "layout_fingerprint",
@@ -95,6 +96,19 @@ def fits_domain(key: bytes, domain: bytes) -> bool:
         return not domain
     digest = key[: -_CHECK_BYTES - len(_MARK)]
     return bool(domain) and key == digest + _check(digest, domain) + _MARK
+
+
+def fitting_domain(key: bytes, domains: Iterable[bytes]) -> bytes | None:
+    """The first of these domains, of 16 bytes each, that a key of `in_domain` was made for; None if it is of no one."""
+    digest, check = key[: -_CHECK_BYTES - len(_MARK)], key[-_CHECK_BYTES - len(_MARK) : -len(_MARK)]
+    begun = blake2b(digest_size=_CHECK_BYTES, person=b"triggerkv dom of")
+    begun.update(len(digest).to_bytes(8, "little") + digest + DOMAIN_BYTES.to_bytes(8, "little"))
+    for domain in domains:
+        state = begun.copy()
+        state.update(domain)
+        if state.digest() == check:
+            return domain
+    return None
 
 
 def _check(digest: bytes, domain: bytes) -> bytes:

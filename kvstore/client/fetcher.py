@@ -35,7 +35,15 @@ if TYPE_CHECKING:
 
 __all__ = ["GONE", "Fetcher", "Placing", "Report"]
 
-GONE = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.EXPIRED, MissReason.EVICTED, MissReason.LENGTH}
+GONE = {
+    MissReason.UNKNOWN,
+    MissReason.CORRUPT,
+    MissReason.EXPIRED,
+    MissReason.EVICTED,
+    MissReason.QUOTA,
+    MissReason.LENGTH,
+    MissReason.ERASED,
+}
 
 
 @dataclass(slots=True)

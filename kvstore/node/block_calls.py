@@ -14,6 +14,7 @@ from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, miss_message, refusals
 from kvstore.node.connection import check_fingerprint
+from kvstore.storage.eviction.items import Reason
 from kvstore.storage.gets import mismatch
 from kvstore.storage.items import DeleteItem, GetItem
 from kvstore.wire import blocks_pb2 as pb
@@ -143,15 +144,16 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             check_keys(request.keys)
             told = []
             async with self._node.turns.of(tenant.id) as turn:
-                for at, key in enumerate(request.keys):
-                    if at and at % TURN_STEP_BLOCKS == 0:
+                for first in range(0, len(request.keys), TURN_STEP_BLOCKS):
+                    if first:
                         await turn.next()
-                    told.append(self._explain(tenant.id, key))
+                    some = request.keys[first : first + TURN_STEP_BLOCKS]
+                    explained = self._node.store.explain_all(tenant.id, some)
+                    told += [self._explain(tenant.id, *one) for one in zip(some, explained, strict=True)]
             return pb.ExplainResponse(explanations=told)
         raise AssertionError
 
-    def _explain(self, tenant: bytes, key: bytes) -> pb.Explanation:
-        told = self._node.store.explain(tenant, key)
+    def _explain(self, tenant: bytes, key: bytes, told: Explanation) -> pb.Explanation:
         over_ms = self._never_landed_ms(tenant, key, told)
         if over_ms:
             ago_s = (told.now_ms - over_ms) / 1000
@@ -162,7 +164,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
     def _never_landed_ms(self, tenant: bytes, key: bytes, told: Explanation) -> int:
         """Tell when the last lease of a block ended in vain, if nothing has happened to the block since; else 0."""
         over_ms = 0 if told.stored else self._node.lookups.lease_over_ms(tenant, key)
-        return over_ms if over_ms > (0 if told.gone is None else told.gone.at_ms) else 0
+        return over_ms if over_ms > told.gone_ms else 0
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
         """Keep blocks from being evicted, for a time."""
@@ -218,6 +220,8 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         states = []
         began_ns = self._node.clock.monotonic_ns()
         entries = store.lookup([(tenant, block.key) for block in blocks])
+        unknown = [block.key for block, entry in zip(blocks, entries, strict=True) if entry is None]
+        explained = dict(zip(unknown, store.explain_all(tenant, unknown), strict=True))
         for block, entry in zip(blocks, entries, strict=True):
             slot_bytes = record_bytes(BLOCK_BYTES_MAX)  # of any block
             item = GetItem(tenant, block.key, block.fingerprint, block.length, 0, slot_bytes, 0)
@@ -234,7 +238,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                 )
                 continue
             if entry is None:
-                told = store.explain(tenant, block.key)
+                told = explained[block.key]
                 never = self._never_landed_ms(tenant, block.key, told)
                 miss = Miss(told.miss.reason, "its lease ended before it had landed") if never else told.miss
                 states.append(pb.BlockState(miss=miss_message(miss)))
@@ -255,6 +259,9 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
 
 def _explanation(told: Explanation) -> pb.Explanation:
     gone = told.gone
+    if told.erased_ms is not None:
+        reason = cast("pb.GoneReason", int(Reason.ERASED))
+        return pb.Explanation(gone=reason, gone_unix_ms=told.erased_ms, sentence=str(told))
     if told.stored or gone is None:
         return pb.Explanation(stored=told.stored, sentence=str(told))
     return pb.Explanation(

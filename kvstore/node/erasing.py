@@ -1,27 +1,30 @@
 """The service Erasing: what a user or a tenant stored, gone for good, with a receipt.
 
 First the keys are destroyed, durably: from then on nobody reads what was encrypted with them, whatever happens next.
-Then sessions and blocks leave the index, the memory and the drive as in a deletion; what was in the clear, or was
+Then blocks and sessions leave the index, the memory and the drive as in a deletion; what was in the clear, or was
 encrypted with another key, is overwritten.
 
 What always holds: an erasure is answered when every block and session that was stored when it was asked for is gone
 from the drive, and this would survive a power failure. In the hot memory it is overwritten, what is being sent as soon
-as that has ended. One that was interrupted can be asked for again; it has destroyed the keys or has not. A call erases
-only what its caller's tenant has.
+as that has ended. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the keys or has
+not, and the rest is completed. A call erases only what its caller's tenant has.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
-tenant's, the others' remain. Without encryption, earlier versions of a session's record may be in pages that are free.
+tenant's, the others' remain. Without encryption, blocks that were evicted or deleted before, and earlier versions of a
+session's record, may be in pages that are free; after a power failure, also what was being overwritten.
 It asks no other node of a cluster, but refuses copies from those that have not been asked (`kvstore.node.deletions`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
 from kvstore.limits import (
+    ERASE_LOOK_BLOCKS,
     ERASE_STEP_BLOCKS,
     ERASE_WIPED_BYTES,
     PAGE_BYTES,
@@ -39,7 +42,7 @@ from kvstore.wire import erasing_pb2 as pb
 from kvstore.wire import erasing_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
@@ -141,10 +144,15 @@ class _Erasure:
         keys.erased(self._tenant, domain)
 
     async def sessions(self, user: bytes | None) -> None:
-        """Remove the sessions of a user, or of all, and erase the blocks that nothing names any more."""
+        """Remove the sessions of a user, or of all, and erase the blocks that nothing else names.
+
+        The blocks come first: without the session, nobody would find them if the node died in between.
+        """
         node = self._node
         while found := self._some_sessions(user):
             for name in found:
+                only = await self._only_in(name)
+                await self._erase(only)
                 ends: Ends[SessionDone] = Ends(1)
                 over = await node.turns.long(self._tenant)
                 try:
@@ -157,7 +165,25 @@ class _Erasure:
                     raise done.error
                 node.traces.forget(name)
                 self.removed += 1
-                await self._erase(list(done.unreferenced))
+                await self._erase(list(set(done.unreferenced).difference(only)))
+
+    async def _only_in(self, name: SessionName) -> list[Name]:
+        """Return the blocks that only this session names."""
+        manifests, counts = self._node.store.manifests, Counter[bytes]()
+        steps = manifests.own_keys(name)
+        some: Collection[bytes] | None = ()
+        while some is not None:
+            async with self._node.turns.of(self._tenant):
+                counts.update(some)
+                some = next(steps, None)
+        keys = list(counts)
+        only: list[Name] = []
+        for first in range(0, len(keys), ERASE_LOOK_BLOCKS):
+            async with self._node.turns.of(self._tenant):
+                names = [(self._tenant, key) for key in keys[first : first + ERASE_LOOK_BLOCKS]]
+                references = zip(names, manifests.references(names), strict=True)
+                only += [one for one, count in references if count == counts[one[1]]]
+        return only
 
     async def blocks_of(self, domain: bytes | None) -> None:
         """Erase the blocks of a domain, or all."""

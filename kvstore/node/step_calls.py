@@ -62,11 +62,9 @@ class StepsService(steps_pb2_grpc.StepsServicer):
                     entries = self._node.store.lookup([(tenant.id, key) for key in some])
                     here = [key for key, entry in zip(some, entries, strict=True) if entry is not None]
                     stored += here
-                    told += [
-                        self._missing(tenant.id, key)
-                        for key, entry in zip(some, entries, strict=True)
-                        if entry is None
-                    ]
+                    away = [key for key, entry in zip(some, entries, strict=True) if entry is None]
+                    explained = zip(away, self._node.store.explain_all(tenant.id, away), strict=True)
+                    told += [pb.BlockMiss(key=key, miss=miss_message(one.miss)) for key, one in explained]
                     takes_more = takes_more and wish.add(here)
                 if trace is not None:
                     trace.saw(Step.PREFETCHING, len(stored), detail=f"{len(told)} missing" if told else "")
@@ -82,10 +80,6 @@ class StepsService(steps_pb2_grpc.StepsServicer):
                 missing=told,
             )
         raise AssertionError
-
-    def _missing(self, tenant: bytes, key: bytes) -> pb.BlockMiss:
-        miss = self._node.store.explain(tenant, key).miss
-        return pb.BlockMiss(key=key, miss=miss_message(miss))
 
     async def ReportSteps(  # noqa: N802
         self, request: pb.ReportStepsRequest, context: Context

@@ -208,6 +208,10 @@ class Keyring(Handle):
         found = self._slots.find(tenant, domain)
         return found[1].when_ms if found is not None and found[1].state == State.GONE else None
 
+    def erased(self, limit: int) -> list[tuple[bytes, bytes, int]]:
+        """The domains that were erased last, and have no key now: tenant, domain and when, the latest last."""
+        return self._slots.gone_domains(limit) if self._slots.counts()[2] else []
+
     def _unseal(self, number: int, key_id: bytes) -> DomainKey | None:
         for _ in range(2):  # its tenant's key may be replaced meanwhile, after it was wrapped by the new one
             if not self._slots.is_live(number, key_id):

@@ -241,6 +241,16 @@ class SlotTable:
             found = sorted(found)[:KEYRING_ROTATED_AT_ONCE]
         self._oldest_gone = [number for _, number in reversed(found)]
 
+    def gone_domains(self, limit: int) -> list[tuple[bytes, bytes, int]]:
+        """The domains whose keys were destroyed last: tenant, domain and when, the latest last."""
+        found: list[tuple[int, bytes]] = []
+        for first, rows, _ in self._chunks(self._pages):
+            states = self._states[first : first + len(rows)]
+            gone = rows[(states == GONE) & (rows["kind"] == Kind.DOMAIN)]
+            found += zip(gone["when"].tolist(), [name.tobytes() for name in gone["name"]], strict=True)
+            found = sorted(found)[-limit:]
+        return [(name[:TENANT_BYTES], name[TENANT_BYTES:], when) for when, name in found]
+
     def write(self, changes: Mapping[int, Slot | None]) -> None:
         """Overwrite slots in place; nothing is durable, or known to readers, until the caller has synced."""
         pages: dict[int, tuple[bytes, bytearray]] = {}

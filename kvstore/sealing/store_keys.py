@@ -19,7 +19,13 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError, Corrupt, KvError, NoKeyring, StorageError, WrongKeyring
-from kvstore.limits import VAULT_KEYS_MAX, VAULT_NAMES_MAX
+from kvstore.limits import (
+    ERASED_DOMAINS_COMPARED_MAX,
+    ERASED_DOMAINS_LOADED_MAX,
+    VAULT_KEYS_MAX,
+    VAULT_NAMES_MAX,
+)
+from kvstore.sealing.erased_domains import ErasedDomains
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import check_master, open_master
@@ -48,6 +54,7 @@ class StoreKeys:
         self._keyring = keyring
         self.vault = Vault(VAULT_KEYS_MAX)
         self.header_secret = keyring.store_key
+        self._erased = ErasedDomains(keyring.erased(ERASED_DOMAINS_LOADED_MAX))
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
         self._worker = ThreadPoolExecutor(1, "kvstore-keys")
@@ -104,9 +111,16 @@ class StoreKeys:
             self.vault.drop(self._names.pop(name).number)
 
     def _erase(self, tenant: bytes, domain: bytes | None) -> list[Erased]:
-        if domain is None:
-            return self._keyring.erase_tenant(tenant)
-        return self._keyring.erase([(tenant, domain)])
+        ring = self._keyring
+        gone = ring.erase_tenant(tenant) if domain is None else ring.erase([(tenant, domain)])
+        for one in gone[-ERASED_DOMAINS_COMPARED_MAX:]:
+            if one.number is not None:
+                self._erased.note(one.tenant, one.domain, one.at_ms)
+        return gone
+
+    def erased_ms(self, tenant: bytes, keys: Sequence[bytes]) -> list[int | None]:
+        """Tell when the domains that blocks' keys were made for were erased, as far as that is known."""
+        return self._erased.erased_ms(tenant, keys)
 
     def load(self, name: KeyName) -> bool:
         """Put a key into the vault again; False if it was destroyed, StorageError if that is unknown now."""
@@ -200,6 +214,7 @@ class StoreKeys:
         error: StorageError | None = None
         try:
             for key in self._keyring.ensure(list(dict.fromkeys(name for name, _ in asked))):
+                self._erased.in_use(key.tenant, key.domain)
                 key.close()  # it is taken when it is asked for, by the store's thread
         except StorageError as failure:
             error = failure

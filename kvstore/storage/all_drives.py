@@ -20,7 +20,7 @@ from kvstore.storage.items import DeleteDone, SessionDone, SessionStep
 from kvstore.storage.outbox import Outbox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore.placement import Placement
     from kvstore.storage.drive import Drive
@@ -191,6 +191,10 @@ class AllManifests:
 
     def __len__(self) -> int:
         return sum(map(len, self._manifests))
+
+    def own_keys(self, name: SessionName) -> Iterator[set[bytes]]:
+        """Give the keys whose refcounts fall with this session, some at a time, and as often as they fall."""
+        return chain.from_iterable(manifests.own_keys(name) for manifests in self._manifests)
 
     def references(self, names: Iterable[Name]) -> list[int]:
         """Return the refcount of each block."""

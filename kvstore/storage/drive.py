@@ -113,11 +113,11 @@ class Drive(Handle):
             volume, self._extents, self._traffic, opened.note_synced, opened.note_begun, opened.note_lent
         )
         self._wipes = Wipes(self._writes, self._extents, self._traffic)
-        self._scrubs = Scrubs(self._writes, self._extents, self._traffic)
+        self._scrubs = Scrubs(self._writes, self._extents, self._traffic, failed=not opened.all_erased)
         self._doubts = opened.doubts
         self.manifests = Manifests(index, volume.keys)
         self.keeping = keeping = Keeping(
-            index, self._writes, self._wipes, self._scrubs, self._doubts, volume.superblock, clock, policy
+            index, self._writes, self._wipes, self._scrubs, self._doubts, volume, clock, policy
         )
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
         self._quota_queue = queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)

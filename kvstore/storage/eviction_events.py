@@ -37,6 +37,7 @@ from kvstore.storage.eviction.ground import Ground
 from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
+from kvstore.storage.overwriting import strike
 from kvstore.storage.session_space import SessionSpace
 from kvstore.wire.record import record_bytes, records_begin
 
@@ -52,11 +53,12 @@ if TYPE_CHECKING:
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.scrubs import Scrubs
+    from kvstore.storage.sealing import Keys
+    from kvstore.storage.volume import Volume
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
-    from kvstore.wire.record import Superblock
 
-__all__ = ["Explanation", "Held", "Keeping", "Listener", "restore_sessions", "watermarks"]
+__all__ = ["Explanation", "Held", "Keeping", "Listener", "restore_sessions", "watermarks", "with_erased"]
 
 _LOW_FRACTION: Final = 64  # one in this many pages, but no more than
 _LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
@@ -98,6 +100,9 @@ class Explanation(NamedTuple):
     doubted: bool  # not checked since a crash
     gone: Eviction | None  # the last one of its name that went, if that is remembered
     now_ms: int
+    erased_ms: int | None = (
+        None  # when the domain that its key was made for was erased, if nothing else is known
+    )
 
     def __str__(self) -> str:
         """Say it in one sentence."""
@@ -105,14 +110,26 @@ class Explanation(NamedTuple):
             return "The block was found after a crash, and has not been checked yet."
         if self.stored:
             return "The block is stored."
+        if self.erased_ms is not None:
+            since_s = (self.now_ms - self.erased_ms) / 1000
+            return (
+                f"The block's erase domain was erased {since_s:.1f} s ago, with all blocks that it had then."
+            )
         if self.gone is None:
             return "The block was never stored here, or was removed too long ago to be remembered."
         since_s, idle_s = (self.now_ms - self.gone.at_ms) / 1000, self.gone.idle_ms / 1000
         return f"The block was {_SAID[self.gone.reason]} {since_s:.1f} s ago, after {idle_s:.1f} s idle."
 
     @property
+    def gone_ms(self) -> int:
+        """Return when it went; 0 if that isn't known."""
+        return (self.erased_ms or 0) if self.gone is None else self.gone.at_ms
+
+    @property
     def miss(self) -> Miss:
         """Return the outcome of a get of a block that is not stored."""
+        if self.erased_ms is not None:
+            return Miss(MissReason.ERASED, "its erase domain was erased")
         if self.gone is None:
             return Miss(MissReason.UNKNOWN)
         if self.gone.reason in _FOR_ROOM:
@@ -138,10 +155,11 @@ class Keeping:
         wipes: Wipes,
         scrubs: Scrubs,
         doubts: Doubts,
-        superblock: Superblock,
+        volume: Volume,
         clock: Clock,
         policy: str,
     ) -> None:
+        superblock = volume.superblock
         first, until = records_begin(superblock.capacity_bytes), superblock.capacity_bytes
         pages = (until - first) // PAGE_BYTES
         self._pages = pages
@@ -152,6 +170,7 @@ class Keeping:
         self._doubts = doubts
         self._clock = clock
         self._secret = superblock.secret
+        self._keys = volume.keys
         self.marks = watermarks(pages)
         self.core = Evictor(
             new_policy(policy, pages), self.marks, capacity_pages=pages, now_ms=clock.wall_ms()
@@ -202,7 +221,7 @@ class Keeping:
         """Take blocks out of the index, then wipe and free them; return what they were. `spared` is as in `let_go`."""
         if self._writes.stopped is not None:
             raise self._writes.stopped_again()
-        gone = self._forget(names)
+        gone = self._forget(names, spared if reason is Reason.ERASED else None)
         blocks = ((name, entry) for name, entry in zip(names, gone, strict=True) if entry)
         self.let_go(blocks, reason, spared=spared)
         return gone
@@ -316,9 +335,13 @@ class Keeping:
         if self.listener is not None and names:
             self.listener(names, reason)
 
-    def _forget(self, names: Sequence[Name]) -> list[Entry | None]:
+    def overwritten(self, erased: Iterable[Entry]) -> None:
+        """Note that nothing is left of blocks that were erased."""
+        strike(self._index, erased)
+
+    def _forget(self, names: Sequence[Name], spared: Collection[int] | None = None) -> list[Entry | None]:
         try:
-            return self._index.remove(names)
+            return self._index.remove(names, spared)
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             raise
@@ -488,9 +511,10 @@ class Keeping:
         doubted = entry is not None and entry.generation in self._doubts.of([entry.generation])
         return Explanation(entry is not None, doubted, self._history.of(name), self._clock.wall_ms())
 
-    def miss(self, name: Name) -> Miss:
-        """Return the miss of a block that is not in the index."""
-        return Explanation(stored=False, doubted=False, gone=self._history.of(name), now_ms=0).miss
+    def misses(self, tenant: bytes, keys: Sequence[bytes]) -> list[Miss]:
+        """Return the misses of blocks that are not in the index."""
+        told = [Explanation(False, False, self._history.of((tenant, key)), 0) for key in keys]
+        return [one.miss for one in with_erased(told, self._keys, tenant, keys)]
 
     # The opening.
 
@@ -525,6 +549,18 @@ def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequ
         for keeping in of_drives:
             with suppress(StorageError):
                 keeping.joined(name, keys, 0)
+
+
+def with_erased(
+    told: Sequence[Explanation], keys: Keys | None, tenant: bytes, names: Sequence[bytes]
+) -> list[Explanation]:
+    """Return explanations of blocks of one tenant, and what the keys know of those that nothing else explains."""
+    unknown = [at for at, one in enumerate(told) if not one.stored and one.gone is None]
+    found = [None] * len(unknown) if keys is None else keys.erased_ms(tenant, [names[at] for at in unknown])
+    told = list(told)
+    for at, erased_ms in zip(unknown, found, strict=True):
+        told[at] = told[at]._replace(erased_ms=erased_ms)
+    return told
 
 
 def _nothing() -> None:

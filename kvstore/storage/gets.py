@@ -68,9 +68,10 @@ class Gets:
                 self._miss(item, done, MissReason.UNREADABLE, str(error))
             return
         reading = []
+        unknown: dict[bytes, list[GetItem]] = {}  # by tenant
         for item, entry in zip(items, stored, strict=True):
             if entry is None:
-                self.outbox.add(done, GetDone(item.tag, self._keeping.miss((item.tenant, item.key))))
+                unknown.setdefault(item.tenant, []).append(item)
             elif (miss := mismatch(item, entry, now_ms)) is not None:
                 self._miss(item, done, *miss)
             else:
@@ -78,6 +79,10 @@ class Gets:
                 self._traffic.add(_Read(self, item, done, entry))
                 reading.append(entry.generation)
         self._keeping.guard(reading, Guard.PIN)
+        for tenant, missed in unknown.items():
+            misses = self._keeping.misses(tenant, [item.key for item in missed])
+            for item, why in zip(missed, misses, strict=True):
+                self.outbox.add(done, GetDone(item.tag, why))
 
     def refuse(self, items: Sequence[GetItem], done: GetsDone) -> None:
         """Report gets that there is no room for."""

@@ -20,8 +20,8 @@ Always holds:
 - Each block has one row by name and one by generation. The latter are appended, because generations rise.
 - Errors of LMDB are StorageErrors; an index that raised one while it was open is not trusted again.
 
-It doesn't know extents or pins. Sessions, unsettled changes of them, and doubts are in tables of their own
-(`kvstore.storage.manifests` and `.doubts`).
+It doesn't know extents or pins. Sessions, unsettled changes of them, doubts, and places of erased blocks are in tables
+of their own (`kvstore.storage.manifests`, `.doubts` and `.overwriting`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from kvstore.limits import HEADER_BYTES, INDEX_GROWTHS_MAX, KEY_BYTES, PAGE_BYTE
 from kvstore.storage.folder import CommitNote
 from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, overwrite, seal, unseal
 from kvstore.storage.index_rows import check_order, rows_of
+from kvstore.storage.overwriting import PLACES, note
 from kvstore.storage.row_check import CHECK_BYTES, checked, is_whole
 from kvstore.wire.record import Header, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -138,10 +139,6 @@ def is_header_of(found: object, name: Name, entry: Entry) -> bool:
     return isinstance(found, Header) and found._replace(expires_ms=entry.expires_ms) == header_of(name, entry)
 
 
-def _is_all_sealed(superblock: Superblock) -> bool:
-    return superblock.keyring is not None and not superblock.plain_below
-
-
 def kernel_boot_id() -> str:
     """Return the id of this boot of the kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -163,6 +160,7 @@ class Index:
         self.knows_doubts = True  # an older build noted none
         self.doubts: Any = None  # the tables; an older build's index that is only read has none
         self.owed: Any = None
+        self.erased: Any = None
         self.has_doubts = False  # or may have
         self.is_sealed = False  # its file is, to the last byte, what was closed
         self._doubted = False
@@ -186,9 +184,8 @@ class Index:
         if not is_as_closed:
             check_structure(folder)
         try:
-            index = cls(
-                folder, superblock.capacity_bytes, readonly=readonly, sealed=_is_all_sealed(superblock)
-            )
+            sealed = superblock.keyring is not None and not superblock.plain_below
+            index = cls(folder, superblock.capacity_bytes, readonly=readonly, sealed=sealed)
         except (StorageError, lmdb.Error) as error:
             raise Corrupt(f"it can't be opened: {error}") from error
         with ExitStack() as undo:
@@ -324,11 +321,14 @@ class Index:
 
         self.write(renew_all)
 
-    def remove(self, names: Iterable[Name]) -> list[Entry | None]:
-        """Remove blocks; return the entry of each."""
+    def remove(self, names: Iterable[Name], spared: Collection[int] | None = None) -> list[Entry | None]:
+        """Remove blocks; return the entry of each. Given `spared` keys, note where the blocks of others were."""
 
         def remove_all(transaction: Any) -> list[Entry | None]:
-            return [self._remove_one(transaction, tenant + key) for tenant, key in names]
+            gone = [self._remove_one(transaction, tenant + key) for tenant, key in names]
+            if spared is not None:
+                note(transaction, self.erased, [one for one in gone if one and one.domain not in spared])
+            return gone
 
         return self.write(remove_all)
 
@@ -513,7 +513,7 @@ class Index:
         self._env = lmdb.open(
             str(self._folder),
             map_size=self._map_bytes,
-            max_dbs=len(_TABLES) + 2,
+            max_dbs=len(_TABLES) + 3,
             readonly=self._readonly,
             create=not self._readonly,
             sync=durable,
@@ -537,6 +537,7 @@ class Index:
         """Open the tables that an older build had not."""
         with suppress(lmdb.NotFoundError):
             self.owed = self._env.open_db(_OWED, create=not self._readonly)
+            self.erased = self._env.open_db(PLACES, create=not self._readonly)
         with suppress(lmdb.NotFoundError):
             self.doubts = self._env.open_db(_DOUBTS, create=not self._readonly)
             with self._env.begin() as transaction:

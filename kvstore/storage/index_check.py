@@ -33,6 +33,7 @@ from kvstore.limits import (
     TENANT_BYTES,
     USER_BYTES,
 )
+from kvstore.storage.overwriting import PLACE_BYTES
 from kvstore.storage.row_check import CHECK_BYTES, crc32_of_each, is_whole
 from kvstore.wire.record import Flaw, Kind, record_bytes
 
@@ -65,8 +66,9 @@ def check_index(index: Index, volume: Volume) -> None:
                 (index.references, _NAME_BYTES, False),
                 (index.owed, _SESSION_NAME_BYTES, False),
                 (index.doubts, _GENERATION.size, False),
+                (index.erased, PLACE_BYTES, False),
             ):
-                if table is not None:  # an older build owed nothing, and noted no doubts
+                if table is not None:  # an older build did not have the last ones
                     _table(transaction, table, name_bytes, is_record=is_record)
         _headers(index, volume)
     except (lmdb.Error, struct.error, ValueError) as error:

@@ -1,8 +1,8 @@
 """Opens the existing index of a drive, or rebuilds it, and begins an epoch.
 
 Always holds: an index that is kept agrees with itself and with the drive, as far as the way it was closed requires a
-check (`kvstore.storage.index_check`). Any doubt leads to a scan, not to an error. The epoch is on the drive before it
-is in the index, and so are all notes of it in the lock file.
+check (`kvstore.storage.index_check`), and the erasures that it says were interrupted are finished. Any doubt leads to a
+scan, not to an error. The epoch is on the drive before it is in the index, and so are all notes of it in the lock file.
 
 It doesn't know the contents of an index (`kvstore.storage.index` does) or how to scan (`kvstore.storage.recovery`
 does).
@@ -21,6 +21,7 @@ from kvstore.storage.folder import BegunNote, LentNote, SyncNote
 from kvstore.storage.index import Index
 from kvstore.storage.index_check import check_free, check_index
 from kvstore.storage.manifests import Manifests
+from kvstore.storage.overwriting import finish
 from kvstore.storage.recovery import add_lent, check_manifests, extents_around, rebuild
 from kvstore.storage.superblock import EPOCH_FORMATTED
 
@@ -57,6 +58,7 @@ class OpenedIndex:
     boot_id: str
     rebuilt: bool
     doubts: Doubts
+    all_erased: bool  # what was erased is overwritten
     note_synced: Callable[[int], None]
     note_begun: Callable[[int], None]
     note_lent: Callable[[int, Ground | None], None]
@@ -96,6 +98,7 @@ def open_index(
     is_noted = (synced.drive_uuid, synced.epoch) == (superblock.drive_uuid, superblock.epoch)
     synced_generation = synced.generation if is_noted else 0
     blank = is_empty or superblock.epoch == EPOCH_FORMATTED
+    all_erased = True
     with ExitStack() as undo:
         try:
             index = Index.trusted(folder, volume.superblock, boot_id, notes.note)
@@ -103,6 +106,7 @@ def open_index(
             add_lent(volume, index, notes.lent)
             lives = index.lives()
             live, extents = _checked(index, lives, volume, notes, synced_generation)
+            all_erased = finish(volume, index, extents)
         except StorageError as doubt:
             extents = None
             if not blank:
@@ -140,4 +144,5 @@ def open_index(
         note = None if ground is None else LentNote(drive_uuid, epoch, *ground)
         notes.write_lent(place, note)
 
-    return OpenedIndex(index, extents, lives, boot_id, rebuilt, doubts, note_synced, note_begun, note_lent)
+    notings = (note_synced, note_begun, note_lent)
+    return OpenedIndex(index, extents, lives, boot_id, rebuilt, doubts, all_erased, *notings)

@@ -206,6 +206,19 @@ class Manifests:
         with self._index.reading() as transaction:
             return int(transaction.stat(self._index.sessions)["entries"])
 
+    def own_keys(self, name: SessionName) -> Iterator[set[bytes]]:
+        """Give the keys whose refcounts fall with this session, some at a time, and as often as they fall."""
+        stored = self.get(name)
+        if stored is None:
+            return
+        yield set(stored.manifest.tail)
+        # A chunk counts its blocks once, however many sessions list it.
+        for chunk in set(stored.manifest.chunks):
+            with self._index.reading() as transaction:
+                row = transaction.get(name.tenant + chunk, db=self._index.chunks)
+            if row is not None and _CHUNK.unpack_from(row)[-1] == 1:
+                yield set(split_keys(row[_CHUNK.size : -CHECK_BYTES]))
+
     def references(self, names: Iterable[Name]) -> list[int]:
         """Return the refcount of each block."""
         with self._index.reading() as transaction:

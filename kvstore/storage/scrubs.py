@@ -36,14 +36,14 @@ __all__ = ["Scrubs"]
 class Scrubs:
     """All extents of one drive that are to be overwritten, in order."""
 
-    def __init__(self, writes: Writes, extents: Extents, traffic: Traffic) -> None:
+    def __init__(self, writes: Writes, extents: Extents, traffic: Traffic, *, failed: bool) -> None:
         self._writes = writes
         self._extents = extents
         self._traffic = traffic
         self._zeros: mmap.mmap | None = None  # made with the first
         self.zeros_address = 0
         self._waiting: deque[_Scrub | Then] = deque()
-        self._failed = False  # some extent could not be overwritten
+        self._failed = failed  # some extent could not be overwritten
         self._closed = False
 
     @property

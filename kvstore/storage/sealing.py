@@ -65,6 +65,10 @@ class Keys(Protocol):
         """Return which tenant's and which domain's key has this number; None if there is none."""
         ...
 
+    def erased_ms(self, tenant: bytes, keys: Sequence[bytes]) -> list[int | None]:
+        """Return when the domains that blocks' keys were made for were erased; None: not known, or in use again."""
+        ...
+
     def settle_finished(self) -> None:
         """Call back for the keys that have been made."""
         ...

@@ -40,7 +40,7 @@ from kvstore.storage.batches import check_batch, check_steps
 from kvstore.storage.drive_files import FolderBay
 from kvstore.storage.eviction.items import together
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
-from kvstore.storage.eviction_events import restore_sessions
+from kvstore.storage.eviction_events import restore_sessions, with_erased
 from kvstore.storage.folder import FolderLock
 from kvstore.storage.items import DriveState, GetDone, Statistics
 from kvstore.storage.opening import open_drives
@@ -344,8 +344,17 @@ class Store(Handle):
 
     def explain(self, tenant: bytes, key: bytes) -> Explanation:
         """Return where a block is, or why it was removed."""
-        told = [drive.explain(tenant, key) for drive in self._in_order((tenant, key))]
-        return max(told, key=lambda one: (one.stored, one.gone.at_ms if one.gone is not None else -1))
+        return self.explain_all(tenant, [key])[0]
+
+    def explain_all(self, tenant: bytes, keys: Sequence[bytes]) -> list[Explanation]:
+        """Return where blocks are, or why they were removed."""
+        told = []
+        for key in keys:
+            of_drives = [drive.explain(tenant, key) for drive in self._in_order((tenant, key))]
+            told.append(
+                max(of_drives, key=lambda one: (one.stored, one.gone.at_ms if one.gone is not None else -1))
+            )
+        return with_erased(told, self.keys, tenant, keys)
 
     def change_quotas(self, bytes_max: Mapping[bytes, int]) -> None:
         """Set the quotas of these tenants, in bytes of all drives; all other tenants have none."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
     from kvstore.storage.items import GetItem, GetsDone
+    from kvstore.storage.sealing import OpenKeys
 
 WAIT_S = 30.0
 HOT_BYTES = 48 << 20  # fewer than `kvstore serve` takes: enough for the blocks of most tests
@@ -47,6 +48,7 @@ class NodeInProcess:
         host: str = "127.0.0.1",
         drives: int = 1,
         shares_memory: bool = False,
+        open_keys: OpenKeys | None = None,
     ) -> None:
         self._options, self._host, self._shares = tuple(options), host, shares_memory
         self._data, self._capacity_bytes, self._hot_bytes = data, capacity_bytes, hot_bytes
@@ -55,7 +57,7 @@ class NodeInProcess:
             if drives > 1
             else []
         )
-        self._provider = tracer_provider
+        self._provider, self._open_keys = tracer_provider, open_keys
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="node")
         self._thread.start()
@@ -70,6 +72,7 @@ class NodeInProcess:
                 capacity_bytes=None if self._specs else self._capacity_bytes,
                 clock=clock,
                 drives=self._specs,
+                open_keys=self._open_keys,
             ) as store,
             Fabric("net", address=self._host) as fabric,
         ):

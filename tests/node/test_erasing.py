@@ -18,10 +18,14 @@ from kvstore.errors import KvError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from nic_offload.memory import allocate
+from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from kvstore.node.node import Node
+    from kvstore.storage.items import SessionItem, SessionsDone
 
 SIZE, COUNT = 40_000, 12
 MARK = b"-- what ada said to the model --"
@@ -177,6 +181,27 @@ def test_without_its_master_key_or_with_another_a_node_says_so_and_changes_nothi
     assert {name for name in before if before[name] != after.get(name)} <= {"lock"}
     with node_of(tmp_path, encrypted=True) as node, Client(node.target) as client:
         assert got(client, "ada") == WHOLE
+
+
+def test_blocks_are_erased_before_the_session_by_which_they_are_found(tmp_path: Path) -> None:
+    """Else an erasure that dies in between, and is repeated, leaves them."""
+    left: list[int] = []
+    with NodeInProcess(tmp_path / "data") as node, Client(node.target) as client:
+        put(client, "ada")
+
+        def watch(one: Node) -> None:
+            change = one.store.change_sessions
+
+            def look_first(items: Sequence[SessionItem], done: SessionsDone) -> None:
+                names = [(items[0].name.tenant, key) for key in keys_of("ada")]
+                left.append(sum(entry is not None for entry in one.store.lookup(names)))
+                change(items, done)
+
+            vars(one.store)["change_sessions"] = look_first
+
+        node.call(watch)
+        assert client.erase_user("ada").blocks == COUNT
+    assert left == [0]
 
 
 def test_a_user_has_a_name(tmp_path: Path) -> None:

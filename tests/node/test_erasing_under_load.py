@@ -13,7 +13,7 @@ from kvstore.client import Client
 from kvstore.errors import KvError
 from kvstore.miss import MissReason
 from tests.node.test_erasing import files_with, node_of
-from tests.node.test_proof_of_erasure import ADA, BOB, COUNT, SIZE, WORDS, got, put
+from tests.node.test_proof_of_erasure import ADA, BOB, COUNT, EXACT, SIZE, WORDS, WRONG, got, put
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ class Load:
     def __init__(self, target: str) -> None:
         self._target = target
         self._stop = threading.Event()
-        self.rounds: list[tuple[float, set[bool | MissReason], set[bool | MissReason]]] = []
+        self.rounds: list[tuple[float, set[str | MissReason], set[str | MissReason]]] = []
         self.errors: list[Exception] = []
         self.refused: set[str] = set()
         self._threads = [threading.Thread(target=self._read) for _ in range(READERS)]
@@ -93,12 +93,12 @@ def test_a_user_who_is_erased_under_load_is_gone_from_then_on_and_others_stay(
                 wait_for(load, 8)
             assert load.errors == []
             assert load.refused <= {"The erase domain of the block was erased."}
-            assert {True} not in [hers for began, hers, _ in load.rounds if began > answered]
+            assert {EXACT} not in [hers for began, hers, _ in load.rounds if began > answered]
             assert all(
-                hers <= {True, MissReason.ERASED} for began, hers, _ in load.rounds if began < answered
+                hers <= {EXACT, MissReason.ERASED} for began, hers, _ in load.rounds if began < answered
             )
-            assert {False} not in [hers for _, hers, _ in load.rounds]
-            assert all(his == {True} for _, _, his in load.rounds)
+            assert {WRONG} not in [hers for _, hers, _ in load.rounds]
+            assert all(his == {EXACT} for _, _, his in load.rounds)
             said = json.loads(erased.receipt)
             assert said["drives"] == ",".join(map(str, range(drives)))
             assert said["bytes"] == erased.size_bytes >= COUNT * SIZE
@@ -107,8 +107,8 @@ def test_a_user_who_is_erased_under_load_is_gone_from_then_on_and_others_stay(
         node.kill()
         node.start()
         with Client(node.target) as client:
-            assert True not in got(client, ADA) - {MissReason.ERASED, MissReason.UNKNOWN}
-            assert got(client, BOB) == {True}
+            assert EXACT not in got(client, ADA) - {MissReason.ERASED, MissReason.UNKNOWN}
+            assert got(client, BOB) == {EXACT}
         for word in WORDS:
             assert files_with(tmp_path, word) == []
 
@@ -129,7 +129,7 @@ def test_two_nodes_with_one_master_key_share_no_key_and_an_erasure_is_one_nodes(
                 assert not ours & theirs
                 assert client.erase_user(ADA).blocks == COUNT
                 assert got(client, ADA) == {MissReason.ERASED}
-                assert got(other, ADA) == {True}
+                assert got(other, ADA) == {EXACT}
             first.stop()
             second.stop()
             (one / "data" / "keyring").write_bytes((two / "data" / "keyring").read_bytes())
@@ -137,7 +137,7 @@ def test_two_nodes_with_one_master_key_share_no_key_and_an_erasure_is_one_nodes(
                 first.start()
             second.start()
             with Client(second.target) as other:
-                assert got(other, ADA) == {True}
+                assert got(other, ADA) == {EXACT}
 
 
 def encrypted_pages(folder: Path) -> set[bytes]:

@@ -23,6 +23,7 @@ class FakeKeyring:
         self.header_secret = os.urandom(32)
         self.keys: dict[tuple[bytes, bytes], tuple[KeyName, bytes]] = {}
         self._numbers = 0
+        self.erased_ms: dict[tuple[bytes, bytes], int] = {}  # by tenant and key of a block
         self.mark = KeyringMark(os.urandom(8), 1)
 
     def make(self, tenant: bytes, domain: bytes) -> None:
@@ -74,6 +75,9 @@ class FakeKeys:
 
     def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
         return next((names for names, (one, _) in self.ring.keys.items() if one.number == number), None)
+
+    def erased_ms(self, tenant: bytes, keys: Sequence[bytes]) -> list[int | None]:
+        return [self.ring.erased_ms.get((tenant, key)) for key in keys]
 
     def settle_finished(self) -> None:
         finished, self._finished = self._finished, []

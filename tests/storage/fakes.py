@@ -18,7 +18,7 @@ from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, PAGE_BYTES, SECTOR_BYTES
 from kvstore.storage.disk import DiskDone, DiskOp, DiskOpKind
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 __all__ = ["SHORT", "FakeBay", "FakeClock", "FakeDisk"]
 
@@ -45,7 +45,9 @@ class FakeDisk:
         *,
         seed: int = 0,
         capacity: int = DRIVE_CAPACITY_BYTES_MIN,
+        watch: Callable[[bytes], object] = lambda _: None,
     ) -> None:
+        """`watch` is given whatever is written, to this one and to those that come after it."""
         self.capacity_bytes = capacity
         self.pages = dict(pages or {})  # what a read sees; absent pages are zeros
         self.durable = dict(self.pages)  # what power loss leaves for certain
@@ -58,6 +60,7 @@ class FakeDisk:
         self.kinds: list[DiskOpKind] = []  # of each operation, by number
         self.unreadable: set[int] = set()  # pages, until they are written
         self.unwritable: set[int] = set()  # pages
+        self.watch = watch
         self.rng = random.Random(seed)
         self.closed = False
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -99,6 +102,9 @@ class FakeDisk:
 
     def write_at(self, offset: int, data: bytes) -> None:
         fault = self._fault(DiskOpKind.WRITE)
+        first = offset // PAGE_BYTES
+        if self.unwritable.intersection(range(first, first + len(data) // PAGE_BYTES)):
+            raise StorageError("write error")
         self._store(offset, data[: len(data) // 2] if fault == SHORT else data if fault == 0 else b"")
         if fault:
             raise StorageError("write error")
@@ -139,11 +145,13 @@ class FakeDisk:
 
     def _after(self, safe: dict[int, bytes], unsafe: list[tuple[int, bytes]], seed: int) -> FakeDisk:
         rng = random.Random(seed)
-        drive = FakeDisk(safe, seed=seed, capacity=self.capacity_bytes)
+        drive = FakeDisk(safe, seed=seed, capacity=self.capacity_bytes, watch=self.watch)
         pending = list(unsafe)
         for op in self.in_flight:
             if op.kind is DiskOpKind.WRITE:
-                pending.extend(_pages_of(op.offset, ctypes.string_at(op.address, op.length)))
+                data = ctypes.string_at(op.address, op.length)
+                self.watch(data)
+                pending.extend(_pages_of(op.offset, data))
         for page, content in pending:
             drive.pages[page] = _mixed(drive.pages.get(page, _ZEROS), content, rng)
         drive.durable = dict(drive.pages)
@@ -183,6 +191,7 @@ class FakeDisk:
         return min(fault, 0) if fault != SHORT else -errno.EIO
 
     def _store(self, offset: int, data: bytes) -> None:
+        self.watch(data)
         for page, content in _pages_of(offset, data):
             self.unreadable.discard(page)  # a drive replaces a bad sector when it is written
             whole = content + self.pages.get(page, _ZEROS)[len(content) :]

@@ -9,6 +9,8 @@ bytes that were put before, and a second crash after them, before anybody has re
 to hold though nobody knew what the first crash had torn. Of two drives one may be left out for a life: what
 lies on it is lost, and stays so when it comes back; everything else holds as before.
 
+Half of the seeds encrypt. Of these, no sector of a payload is ever written as it was put, whatever becomes of it.
+
 TRIGGERKV_CRASH_SEEDS=n runs n seeds instead of 500 (a fifth as many with two drives), TRIGGERKV_CRASH_FIRST=n begins at
 another one.
 """
@@ -27,7 +29,7 @@ import pytest
 
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken, NoSpace
-from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, PAGE_BYTES
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, PAGE_BYTES, SECTOR_BYTES
 from kvstore.storage.eviction.items import Eviction, Reason
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionStep
@@ -53,6 +55,28 @@ FOR_ROOM = {Reason.SPACE, Reason.STRANDED, Reason.CLEARED}
 SLOTS = Slots(64, 64 << 10)
 
 State = tuple[int, ...] | None
+
+
+class Watch:
+    """Counts sectors that are written as they were put, and headers of encrypted records."""
+
+    WORD_BYTES = 8
+    ENCRYPTED = b"TKVSEALD"
+
+    def __init__(self) -> None:
+        self._begins: set[bytes] = set()
+        self.in_clear = self.encrypted = 0
+
+    def was_put(self, payload: bytes) -> None:
+        """Remember how the sectors of a payload begin, but for what all payloads are filled up with."""
+        begins = (payload[at : at + self.WORD_BYTES] for at in range(0, len(payload), SECTOR_BYTES))
+        self._begins.update(one for one in begins if len(one) == self.WORD_BYTES and one.strip(b"-"))
+
+    def written(self, data: bytes) -> None:
+        """A drive is given this."""
+        begins = [data[at : at + self.WORD_BYTES] for at in range(0, len(data), SECTOR_BYTES)]
+        self.in_clear += sum(one in self._begins for one in begins)
+        self.encrypted += begins.count(self.ENCRYPTED)
 
 
 @dataclass
@@ -99,6 +123,7 @@ class Expected:
     puts: dict[int, int] = field(default_factory=dict)
     deletes: dict[int, int] = field(default_factory=dict)
     sessions: dict[int, State] = field(default_factory=dict)
+    watch: Watch = field(default_factory=Watch)
 
 
 class Life:
@@ -155,6 +180,7 @@ class Life:
             if stored:
                 payload = payload[: len(stored[0])].ljust(len(stored[0]), b"-")  # a name has one length
             stored.append(payload)
+            expected.watch.was_put(payload)
         expires = number % 4 == 0
         expires_ms = self.rig.clock.now_ms + self.rng.randrange(1, 20) if expires else 0
         durability = self.rng.choice(DURABILITIES)
@@ -316,20 +342,50 @@ def data(tmp_path: Path) -> Iterator[Path]:
 def test_crashes(data: Path, monkeypatch: pytest.MonkeyPatch, first_seed: int) -> None:
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
     monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 3)
+    watches = {}
     for seed in range(first_seed, first_seed + BATCH):
         slice_sessions(monkeypatch, seed)
-        run(data / str(seed), seed)
+        watches[seed] = run(data / str(seed), seed)
         shutil.rmtree(data / str(seed))
+    check_watches(watches)
 
 
 @pytest.mark.parametrize("first_seed", range(FIRST, FIRST + SEEDS // 5, BATCH))
 def test_crashes_with_two_drives(data: Path, first_seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
+    watches = {}
     for seed in range(first_seed, first_seed + BATCH):
         monkeypatch.setattr(os, "urandom", random.Random(seed).randbytes)  # uuids decide what lies where
         slice_sessions(monkeypatch, seed)
-        run(data / str(seed), seed, drives=2)
+        watches[seed] = run(data / str(seed), seed, drives=2)
         shutil.rmtree(data / str(seed))
+    check_watches(watches)
+
+
+def is_encrypted(seed: int) -> bool:
+    """Half of them: with small and large drives, with lanes and without."""
+    return seed % 8 in {1, 3, 4, 6}
+
+
+def has_lanes(seed: int) -> bool:
+    return seed % 4 >= 2
+
+
+def test_half_of_the_seeds_encrypt_whatever_else_they_do() -> None:
+    seeds = range(FIRST, FIRST + 16)
+    assert sum(map(is_encrypted, seeds)) == len(seeds) // 2
+    for is_small in (False, True):
+        for lanes in (False, True):
+            alike = [seed for seed in seeds if bool(seed % 2) is is_small and has_lanes(seed) is lanes]
+            assert sum(map(is_encrypted, alike)) == len(alike) // 2 == 2
+
+
+def check_watches(watches: dict[int, Watch]) -> None:
+    """The encrypted ones wrote nothing in the clear; that the others did shows that it would be seen."""
+    for encrypts in (False, True):
+        some = [watch for seed, watch in watches.items() if is_encrypted(seed) is encrypts]
+        assert (sum(one.in_clear for one in some) > 0) is not encrypts
+        assert (sum(one.encrypted for one in some) > 0) is encrypts
 
 
 def slice_sessions(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -337,19 +393,20 @@ def slice_sessions(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr("kvstore.storage.sessions.SESSION_SLICE_BLOCKS", (1, 2, 252)[seed % 3])
 
 
-def run(data: Path, seed: int, drives: int = 1) -> None:
+def run(data: Path, seed: int, drives: int = 1) -> Watch:
     rng = random.Random(seed)
     capacity = SMALL_PAGES * PAGE_BYTES if seed % 2 else DRIVE_CAPACITY_BYTES_MIN
-    disks = [FakeDisk(seed=seed + number, capacity=capacity) for number in range(drives)]
-    rig = StoreRig(data, None, SLOTS, disks=disks)
-    if seed % 8 in {1, 3, 4, 6}:  # with small and large drives, with lanes and without
-        rig.keyring = FakeKeyring()
     expected = Expected()
+    watch = expected.watch.written
+    disks = [FakeDisk(seed=seed + number, capacity=capacity, watch=watch) for number in range(drives)]
+    rig = StoreRig(data, None, SLOTS, disks=disks)
+    if is_encrypted(seed):
+        rig.keyring = FakeKeyring()
     without: list[int] = []
     for number in range(LIVES):
         rig.open(without=without)
         life = Life(rig, rng, expected)
-        if seed % 4 >= 2:
+        if has_lanes(seed):
             rig.use_lanes(seed)
         life.live()
         places = drives_of(rig, range(NAMES))
@@ -374,12 +431,14 @@ def run(data: Path, seed: int, drives: int = 1) -> None:
         check_blocks(rig, life, where)
         rig.kill()
         rig.disks = [disk.after_kill(0) for disk in rig.disks]
+        assert not (is_encrypted(seed) and expected.watch.in_clear), f"{where}: a payload is in the clear"
     if seed % FSCK_EVERY == 0:
         open_keys = None if rig.keyring is None else rig.keyring.open
         report = check(data, bay=rig.bay(), boot_id=rig.boot_id, open_keys=open_keys)
         assert report.damage == [], f"seed {seed}"
     for disk in rig.disks:
         disk.close()
+    return expected.watch
 
 
 def lose(expected: Expected, life: Life, places: dict[int, set[int]], away: int) -> None:
@@ -397,7 +456,7 @@ def end(rig: StoreRig, rng: random.Random, life: Life, seed: int) -> Durability:
         life.hear()
         life.closed = True
         rig.disks = [
-            FakeDisk(disk.pages, seed=seed + number, capacity=disk.capacity_bytes)
+            FakeDisk(disk.pages, seed=seed + number, capacity=disk.capacity_bytes, watch=disk.watch)
             for number, disk in enumerate(rig.disks)
         ]
         return Durability.WRITTEN

@@ -1,0 +1,107 @@
+"""Places of erased blocks that may not be overwritten yet: a table of the index, from which a restart finishes them.
+
+An erased block leaves the index first and is overwritten afterwards. A process that dies in between has forgotten the
+block, so that repeating the erasure would not find it.
+
+Always holds: a place is noted in the transaction that removes its block, and is struck out after all of it has been
+overwritten. It may be in use again by then, so an opening overwrites only those of its pages that are free.
+
+What it doesn't do: survive the loss of the index, as after a power failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from bisect import bisect_right
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.errors import StorageError
+from kvstore.limits import PAGE_BYTES, SCRUB_PIECE_BYTES
+from kvstore.storage.row_check import CHECK_BYTES, checked
+from kvstore.wire.record import record_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from kvstore.storage.extents import Extents
+    from kvstore.storage.index import Entry, Index
+    from kvstore.storage.volume import Volume
+
+__all__ = ["PLACES", "PLACE_BYTES", "finish", "note", "strike"]
+
+log = logging.getLogger(__name__)
+
+PLACES: Final = b"erased"  # the table
+_START: Final = struct.Struct(">Q")  # the first page, so that LMDB's order is that of the drive
+_BLOCK: Final = struct.Struct("<QI")  # its generation and pages
+PLACE_BYTES: Final = _START.size
+
+
+def note(transaction: Any, table: Any, entries: Iterable[Entry]) -> None:
+    """Note the places of blocks, in the transaction that removes them."""
+    for entry in entries:
+        start, row = _row(entry)
+        transaction.put(start, row, db=table)
+
+
+def strike(index: Index, entries: Iterable[Entry]) -> None:
+    """Strike out places of blocks. If that fails, the next opening overwrites what is free of them."""
+
+    def strike_all(transaction: Any) -> None:
+        for entry in entries:
+            start, row = _row(entry)
+            if transaction.get(start, db=index.erased) == row:  # else another block there was erased since
+                transaction.delete(start, db=index.erased)
+
+    with suppress(StorageError):
+        index.write(strike_all)
+
+
+def _row(entry: Entry) -> tuple[bytes, bytes]:
+    start = _START.pack(entry.offset // PAGE_BYTES)
+    pages = record_bytes(entry.length) // PAGE_BYTES
+    return start, checked(start, _BLOCK.pack(entry.generation, pages))
+
+
+def finish(volume: Volume, index: Index, extents: Extents) -> bool:
+    """Overwrite what a process that died has left of erased blocks; False if the drive could not."""
+    places = _noted(index)
+    if not places:
+        return True
+    free = extents.after(places[0][0])
+    try:
+        for start, pages in places:
+            for begin, until in _common(free, start, start + pages):
+                _overwrite(volume, begin * PAGE_BYTES, until * PAGE_BYTES)
+        volume.disk.sync()
+    except StorageError as error:
+        log.warning("Some of what was erased could not be overwritten: %s", error)
+        return False
+    index.write(lambda transaction: transaction.drop(index.erased, delete=False))
+    return True
+
+
+def _noted(index: Index) -> list[tuple[int, int]]:
+    with index.reading() as transaction:
+        return [
+            (_START.unpack(start)[0], _BLOCK.unpack(row[:-CHECK_BYTES])[1])
+            for start, row in transaction.cursor(index.erased)
+        ]
+
+
+def _common(free: list[tuple[int, int]], start: int, until: int) -> Iterator[tuple[int, int]]:
+    """The parts of a place that are free, as first and last pages."""
+    at = max(0, bisect_right(free, (start, 0)) - 1)
+    while at < len(free) and free[at][0] < until:
+        begin, end = max(start, free[at][0]), min(until, sum(free[at]))
+        if begin < end:
+            yield begin, end
+        at += 1
+
+
+def _overwrite(volume: Volume, offset: int, until: int) -> None:
+    zeros = bytes(SCRUB_PIECE_BYTES)
+    for at in range(offset, until, SCRUB_PIECE_BYTES):
+        volume.disk.write_at(at, zeros[: until - at])
