@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import secrets
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import Corrupt, Expired, FabricError, KeyTaken, Overloaded, ProtocolError
+from kvstore.errors import Corrupt, Expired, KeyTaken, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     GRANTED_BYTES_MAX,
     GRANTED_SLOTS,
-    HEADER_BYTES,
     PAGE_BYTES,
     ROOMS_IDLE_TICKS,
     ROOMS_MAX,
@@ -34,15 +31,14 @@ from kvstore.node.call_headers import Told
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
 from kvstore.node.fair import Places
 from kvstore.node.landing import LandingLayout, Lease
-from kvstore.node.shared_slots import SharedSlots
+from kvstore.node.put_area import Landed, PutArea
 from kvstore.node.span_notes import End
 from kvstore.steps import Step
 from kvstore.storage.items import PutDone, PutItem
 from kvstore.wire.ack import AckCode, code_of_error
 from kvstore.wire.fabric_call import metadata_of
-from nic_offload.memory import undumped
-from nic_offload.receiver import Receiver, Room
-from nic_offload.sender import HEAD_PAGE_BYTES, METADATA_BYTES_MAX, Area
+from nic_offload.receiver import Room
+from nic_offload.sender import METADATA_BYTES_MAX
 from nic_offload.trigger import put_words
 
 if TYPE_CHECKING:
@@ -51,14 +47,14 @@ if TYPE_CHECKING:
     from kvstore.errors import StorageError
     from kvstore.node.connection import Connection
     from kvstore.node.fair import Holder
-    from kvstore.node.hot import HotMemory, Name, Piece
+    from kvstore.node.hot import Name
     from kvstore.node.node import Node
     from kvstore.storage.index import Entry
     from kvstore.storage.items import GetItem
     from nic_offload.receiver import Came, State
     from nic_offload.trigger import WordPut
 
-__all__ = ["Granted", "Landed", "PutArea"]
+__all__ = ["Granted"]
 
 log = logging.getLogger(__name__)
 
@@ -71,97 +67,6 @@ _ACKS: Final = {int(one): AckCode(one) for one in Durability}
 _TAKEN: Final = "Another block with this key is in memory."
 _DIFFERED: Final = "The bytes that arrived are not those that were sent."
 _EXPIRED: Final = "The block's time to live ended before it arrived."
-assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
-
-
-class Landed:
-    """A block that has landed and is not known to the store yet."""
-
-    __slots__ = (
-        "area",
-        "came",
-        "connection",
-        "ended_ns",
-        "is_answered",
-        "is_awaited",
-        "is_gone",
-        "lease",
-        "name",
-        "piece",
-    )
-
-    def __init__(self, area: PutArea, came: Came, piece: Piece, lease: Lease) -> None:
-        self.area = area  # which holds the piece's memory
-        self.connection = area.connection
-        self.came = came
-        self.piece = piece
-        self.lease = lease
-        self.name: Name = (area.connection.tenant, came.key)  # as the index would have it
-        self.is_gone = False  # it must not be read any more
-        self.is_answered = False  # by the lane,
-        self.ended_ns = 0  # which was done with it then
-        # Whether its client still waits for a word.
-        self.is_awaited = bool(came.is_stored) or lease.durability > Durability.LANDED
-
-
-class PutArea:
-    """Of one connection: the slots of its client, and the rooms that were given for what comes there."""
-
-    def __init__(self, connection: Connection, memory: HotMemory, *, shares: bool) -> None:
-        """`shares`: its client may be on this machine, and have its slots mapped."""
-        self.connection = connection
-        self.holder = (connection.tenant, self)
-        self.layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
-        self.shared: SharedSlots | None = None
-        if shares:
-            with suppress(FabricError):  # for want of a descriptor: then it goes on over the fabric
-                self.shared = SharedSlots(connection.fabric, self.layout.total_bytes)
-        self._memory = undumped(self.layout.total_bytes) if self.shared is None else self.shared.memory
-        self._region = connection.fabric.register(self._memory, endpoint=connection.endpoint)
-        self.rooms: dict[int, Piece] = {}  # by number
-        self.unheard: list[Landed] = []  # of which the store has not heard
-        self.target = ROOMS_MIN  # rooms that it should have
-        self.idle_ticks = 0
-        self.area = self._area(self._region.address)
-        acks = connection.acks
-        self.receiver = Receiver(
-            connection.fabric,
-            memory.shelf,
-            connection.endpoint,
-            connection.number,
-            connection.peer,
-            self.area,
-            self.layout.block_bytes_max,
-            connection.tenant,
-            (acks.base, acks.key, acks.words),
-            (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN, AckCode.EXPIRED, AckCode.WRITTEN),
-            (self.told.flags, self.told.key),
-        )
-
-    def _area(self, base: int, first_generation: int = 0) -> Area:
-        layout = self.layout
-        return Area(
-            base + layout.flag(0),
-            base + layout.header(0),
-            layout.slot_bytes,
-            self._region.key,
-            layout.slots,
-            first_generation or secrets.randbits(48) + 1,
-        )
-
-    @property
-    def told(self) -> Area:
-        """As the client's fabric addresses it."""
-        return self._area(self._region.base, self.area.first_generation)
-
-    def close(self) -> None:
-        """The connection's endpoint is closed."""
-        self.receiver.close()
-        self._region.close()
-        if self.shared is not None:
-            self.shared.close()
-        else:
-            self._memory.close()
 
 
 class Granted:

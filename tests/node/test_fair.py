@@ -154,6 +154,26 @@ def test_what_is_held_adds_up(holders: int, most: int, seed: int) -> None:
     assert max(held.values(), default=0) <= max(2000 // SHARES, most)
 
 
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 400)), max_size=20),
+    st.integers(1, 900),
+    st.integers(0, 40),
+)
+def test_as_many_may_be_held_at_once_as_one_after_the_other(
+    tenants: int, before: list[tuple[int, int, int]], size: int, most: int
+) -> None:
+    shares = Shares(4000, lambda: tenants)
+    for tenant, flow, held in before:
+        if shares.may_hold((tenant, flow), held):
+            shares.hold((tenant, flow), held)
+    at_once, count = shares.may_hold_so_many((0, 0), size, most), 0
+    while count < most and shares.may_hold((0, 0), size):
+        shares.hold((0, 0), size)
+        count += 1
+    assert at_once == count
+
+
 def test_what_is_larger_than_all_there_is_may_be_held_alone() -> None:
     shares = Shares(100)
     assert shares.may_hold(("t", "a"), 500)

@@ -1,0 +1,121 @@
+"""Where one client's puts by grants arrive: its slots, the rooms given for what comes there, and what has landed.
+
+What always holds: a room is in `rooms` until its block has come or it is taken back; its piece of hot memory has one
+user then. When `close` returns, nothing is written into the slots any more.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvstore.durability import Durability
+from kvstore.errors import FabricError
+from kvstore.limits import GRANTED_SLOTS, HEADER_BYTES, PAGE_BYTES, ROOMS_MIN
+from kvstore.node.landing import LandingLayout
+from kvstore.node.shared_slots import SharedSlots
+from kvstore.wire.ack import AckCode
+from nic_offload.memory import undumped
+from nic_offload.receiver import Receiver
+from nic_offload.sender import HEAD_PAGE_BYTES, Area
+
+if TYPE_CHECKING:
+    from kvstore.node.connection import Connection
+    from kvstore.node.hot import HotMemory, Name, Piece
+    from kvstore.node.landing import Lease
+    from nic_offload.receiver import Came
+
+__all__ = ["Landed", "PutArea"]
+
+assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
+
+
+class Landed:
+    """A block that has landed and is not known to the store yet."""
+
+    __slots__ = (
+        "area",
+        "came",
+        "connection",
+        "ended_ns",
+        "is_answered",
+        "is_awaited",
+        "is_gone",
+        "lease",
+        "name",
+        "piece",
+    )
+
+    def __init__(self, area: PutArea, came: Came, piece: Piece, lease: Lease) -> None:
+        self.area = area  # which holds the piece's memory
+        self.connection = area.connection
+        self.came = came
+        self.piece = piece
+        self.lease = lease
+        self.name: Name = (area.connection.tenant, came.key)  # as the index would have it
+        self.is_gone = False  # it must not be read any more
+        self.is_answered = False  # by the lane,
+        self.ended_ns = 0  # which was done with it then
+        # Whether its client still waits for a word.
+        self.is_awaited = bool(came.is_stored) or lease.durability > Durability.LANDED
+
+
+class PutArea:
+    """Of one connection: the slots of its client, and the rooms that were given for what comes there."""
+
+    def __init__(self, connection: Connection, memory: HotMemory, *, shares: bool) -> None:
+        """`shares`: its client may be on this machine, and have its slots mapped."""
+        self.connection = connection
+        self.holder = (connection.tenant, self)
+        self.layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
+        self.shared: SharedSlots | None = None
+        if shares:
+            with suppress(FabricError):  # for want of a descriptor: then it goes on over the fabric
+                self.shared = SharedSlots(connection.fabric, self.layout.total_bytes)
+        self._memory = undumped(self.layout.total_bytes) if self.shared is None else self.shared.memory
+        self._region = connection.fabric.register(self._memory, endpoint=connection.endpoint)
+        self.rooms: dict[int, Piece] = {}  # by number
+        self.unheard: list[Landed] = []  # of which the store has not heard
+        self.target = ROOMS_MIN  # rooms that it should have
+        self.idle_ticks = 0
+        self.area = self._area(self._region.address)
+        acks = connection.acks
+        self.receiver = Receiver(
+            connection.fabric,
+            memory.shelf,
+            connection.endpoint,
+            connection.number,
+            connection.peer,
+            self.area,
+            self.layout.block_bytes_max,
+            connection.tenant,
+            (acks.base, acks.key, acks.words),
+            (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN, AckCode.EXPIRED, AckCode.WRITTEN),
+            (self.told.flags, self.told.key),
+        )
+
+    def _area(self, base: int, first_generation: int = 0) -> Area:
+        layout = self.layout
+        return Area(
+            base + layout.flag(0),
+            base + layout.header(0),
+            layout.slot_bytes,
+            self._region.key,
+            layout.slots,
+            first_generation or secrets.randbits(48) + 1,
+        )
+
+    @property
+    def told(self) -> Area:
+        """As the client's fabric addresses it."""
+        return self._area(self._region.base, self.area.first_generation)
+
+    def close(self) -> None:
+        """The connection's endpoint is closed."""
+        self.receiver.close()
+        self._region.close()
+        if self.shared is not None:
+            self.shared.close()
+        else:
+            self._memory.close()
