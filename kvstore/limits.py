@@ -88,6 +88,8 @@ DOOR_PRESSES_MAX = 32  # calls of a connection, in that time, that could not wai
 DOOR_PRESSES_KEPT_MAX = 4_096  # between two looks
 DOOR_KNOCKS_OF_PRESSING = 20  # that such a connection counts for
 DOOR_KNOCKS_OF_LOUD = 50  # that such a connection counts for
+DOOR_KNOCK_BYTES = 16 << 10  # a new connection over which no call was let in counts once more for so many,
+DOOR_KNOCKS_OF_HEAVY = 10  # and so often at most
 # Of a source, that belonged to no message which was read: messages that are coming count until they have been.
 DOOR_FRAMES_BYTES_S = 4 << 20  # in a second, all the time
 DOOR_FRAMES_BYTES_MAX = 32 << 20  # beyond that

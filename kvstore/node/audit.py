@@ -57,9 +57,9 @@ class Audit(Handle):
             except OSError as error:
                 raise ConfigError(f"The audit log {path} can't be written: {error.strerror}.") from error
 
-    def note(self, what: str, *, tenant: str, peer: str, **more: str | int) -> None:
-        """Something was done."""
-        self._write({"what": what, "tenant": tenant, "peer": peer, "outcome": "ok", **more})
+    def note(self, what: str, *, tenant: str, peer: str, **more: str | int) -> bool:
+        """Something was done. False if that could not be written."""
+        return self._write({"what": what, "tenant": tenant, "peer": peer, "outcome": "ok", **more})
 
     def refuse_without_room(self, tenant: str) -> None:
         """Overloaded, if a tenant has as many lines this second as it may have; else one is its own now."""
@@ -132,9 +132,9 @@ class Audit(Handle):
         left_out, self._left_out = self._left_out, 0
         return {"left_out": left_out} if left_out else {}
 
-    def _write(self, line: dict[str, str | int]) -> None:
+    def _write(self, line: dict[str, str | int]) -> bool:
         if self._fd < 0:
-            return
+            return True
         text = json.dumps({"at_ms": self._clock.wall_ms(), **line}, separators=(",", ":")) + "\n"
         try:
             os.write(self._fd, text.encode())
@@ -144,6 +144,7 @@ class Audit(Handle):
             self._failed = True
         else:
             self._failed = False
+        return not self._failed
 
     def close(self) -> None:
         """Close the file."""

@@ -38,6 +38,8 @@ from kvstore.limits import (
     DOOR_FRAMES_BYTES_MAX,
     DOOR_FRAMES_BYTES_S,
     DOOR_GLANCE_MS,
+    DOOR_KNOCK_BYTES,
+    DOOR_KNOCKS_OF_HEAVY,
     DOOR_KNOCKS_OF_LOUD,
     DOOR_KNOCKS_OF_PRESSING,
     DOOR_KNOCKS_OF_SOURCE_MAX,
@@ -284,6 +286,7 @@ class Doorkeeper:
         self._much_since = {name: at for name, at in self._much_since.items() if name in self._links}
         peers = self._peers()
         knocked = [link.source for link in new if link.own_port in self._ports]
+        self._weigh(new, peers, now_ns)
         while self._refused:
             ip = ip_of_peer(self._refused.popleft())
             knocked += [] if ip is None else [source_of(ip)]
@@ -304,6 +307,17 @@ class Doorkeeper:
             if now_ns - since_ns > DOOR_TIMEOUT_MS * _MS and peers.get(peer) not in here:
                 self._proved.pop(peer, None)
                 self._brought.pop(peer, None)
+
+    def _weigh(self, new: Iterable[_Link], peers: dict[str, tuple[Ip, int]], now_ns: int) -> None:
+        """Count new connections as several, if they brought much and no call was let in.
+
+        Of connections that come with thousands of calls, reset them and go, few are seen.
+        """
+        proved = set(peers.values())
+        for link in new:
+            if link.own_port == self._port and (link.ip, link.port) not in proved:
+                times = min(_received_bytes(link) // DOOR_KNOCK_BYTES, DOOR_KNOCKS_OF_HEAVY)
+                self._knocks(link.source, times, now_ns)
 
     def _end_frames(self, peers: dict[str, tuple[Ip, int]], now_ns: int) -> None:
         """Hang up on sources that send bytes without end which belong to no message: pings, settings, and the like."""

@@ -7,7 +7,8 @@ encrypted with another key, is overwritten.
 What always holds: an erasure is answered when every block and session that was stored when it was asked for is gone
 from the drive, and this would survive a power failure. In the hot memory it is overwritten, what is being sent as soon
 as that has ended. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the keys or has
-not, and the rest is completed. A call erases only what its caller's tenant has.
+not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's run one after the other.
+A receipt is in the audit log, if there is one, before it is given.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
 tenant's, the others' remain. Without encryption, blocks that were evicted or deleted before, and earlier versions of a
@@ -21,8 +22,10 @@ import asyncio
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from kvstore.durability import Durability
+from kvstore.errors import StorageError
 from kvstore.limits import (
     ERASE_LOOK_BLOCKS,
     ERASE_STEP_BLOCKS,
@@ -61,6 +64,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
         self._gate = gate
+        self._under_way: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # by tenant
 
     async def EraseUser(self, request: pb.EraseUserRequest, context: Context) -> pb.EraseUserResponse:  # noqa: N802
         """Erase a user."""
@@ -70,12 +74,13 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             self._gate.audit.refuse_without_room(tenant.name)
             named = user_name(tenant.id, request.user)
             self._node.erasures.note(tenant.id, domain_of(request.user))
-            erasure = _Erasure(self._node, tenant.id)
-            await erasure.destroy([named, domain_of(request.user)])
-            await erasure.sessions(named)
-            await erasure.blocks_of(domain_of(request.user))
-            await erasure.wipe_free_memory()
-            erased = self._answer(erasure, tenant, domain_of(request.user), context.peer())
+            async with self._one_of(tenant):
+                erasure = _Erasure(self._node, tenant.id)
+                await erasure.destroy([named, domain_of(request.user)])
+                await erasure.sessions(named)
+                await erasure.blocks_of(domain_of(request.user))
+                await erasure.wipe_free_memory()
+                erased = self._answer(erasure, tenant, domain_of(request.user), context.peer())
             return pb.EraseUserResponse(erased=erased)
         raise AssertionError
 
@@ -85,13 +90,18 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
             self._gate.audit.refuse_without_room(tenant.name)
             self._node.erasures.note(tenant.id, None)
-            erasure = _Erasure(self._node, tenant.id)
-            await erasure.destroy([None])
-            await erasure.sessions(None)
-            await erasure.blocks_of(None)
-            await erasure.wipe_free_memory()
-            return pb.EraseTenantResponse(erased=self._answer(erasure, tenant, None, context.peer()))
+            async with self._one_of(tenant):
+                erasure = _Erasure(self._node, tenant.id)
+                await erasure.destroy([None])
+                await erasure.sessions(None)
+                await erasure.blocks_of(None)
+                await erasure.wipe_free_memory()
+                return pb.EraseTenantResponse(erased=self._answer(erasure, tenant, None, context.peer()))
         raise AssertionError
+
+    def _one_of(self, tenant: Tenant) -> asyncio.Lock:
+        """One that finds nothing because another has begun with it isn't answered before that one."""
+        return self._under_way.setdefault(tenant.id, asyncio.Lock())
 
     def _answer(self, erasure: _Erasure, tenant: Tenant, domain: bytes | None, peer: str) -> pb.Erased:
         node = self._node
@@ -107,7 +117,10 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             drives=tuple(drive.number for drive in node.store.drives),
             peer=peer,
         )
-        self._gate.audit.note(receipt.what, tenant=tenant.name, peer=peer, **receipt.fields())
+        if not self._gate.audit.note(receipt.what, tenant=tenant.name, peer=peer, **receipt.fields()):
+            raise StorageError(
+                "All of it is erased, but the audit log can't be written, so there is no receipt; repeat it then."
+            )
         return pb.Erased(
             at_unix_ms=receipt.at_ms,
             blocks=erasure.blocks,
@@ -189,7 +202,10 @@ class _Erasure:
         """Erase the blocks of a domain, or all."""
         node = self._node
         node.granted.take_all()  # what has landed is being put
-        numbers = [_domain_number(key) for key in self.keys if key.domain == domain]
+        # Without a key of its own it has no block: in an entry no key is 0, and that is what is in the clear.
+        numbers = [
+            _domain_number(key) for key in self.keys if key.domain == domain and key.number is not None
+        ]
         number = None if domain is None else numbers[0] if numbers else -1
         steps = node.store.of_domain(self._tenant, domain, number)
         names: list[Name] = []

@@ -17,6 +17,8 @@ from kvstore.limits import (
     DOOR_BARRED_MS,
     DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
     DOOR_GLANCE_MS,
+    DOOR_KNOCK_BYTES,
+    DOOR_KNOCKS_OF_HEAVY,
     DOOR_KNOCKS_OF_PRESSING,
     DOOR_KNOCKS_OF_SOURCE_MAX,
     DOOR_PRESSES_MAX,
@@ -199,6 +201,28 @@ def test_a_caller_that_sends_much_without_a_token_is_disconnected_soon(door: Doo
     assert not stays(loud)
     assert stays(proved)
     assert stays(late)
+
+
+def test_new_connections_that_bring_much_at_once_count_as_several(door: Door) -> None:
+    """Whoever resets thousands of calls and goes is seen seldom."""
+
+    def bring_much(host: str, *, is_proved: bool) -> None:
+        link = door.come(host)
+        for _ in range(DOOR_KNOCKS_OF_HEAVY * DOOR_KNOCK_BYTES // 1024 + 1):
+            link.sendall(bytes(1024))
+            assert door.theirs.recv(1024, socket.MSG_WAITALL)
+        if is_proved:
+            door.keeper.proved(peer(link))
+        door.look(1)
+
+    enough = DOOR_KNOCKS_OF_SOURCE_MAX // (1 + DOOR_KNOCKS_OF_HEAVY)
+    for _ in range(enough + 3):
+        bring_much(THERE, is_proved=True)
+    for _ in range(enough):
+        bring_much(HERE, is_proved=False)
+    assert door.keeper.barred() == []
+    bring_much(HERE, is_proved=False)
+    assert door.keeper.barred() == [HERE]
 
 
 def test_a_flood_outside_of_calls_is_disconnected_and_its_source_barred(

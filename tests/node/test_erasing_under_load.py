@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Self
 
 import pytest
 
-from kvstore.client import Client
-from kvstore.errors import KvError
-from kvstore.miss import MissReason
+from kvstore.client import Client, Stored
+from kvstore.demo.node_process import NodeProcess
+from kvstore.errors import KvError, StorageError
+from kvstore.miss import Miss, MissReason
+from kvstore.names import block_key
+from kvstore.node.erasing import _Erasure
+from tests.conftest import small_client
+from tests.node.in_process import NodeInProcess
+from tests.node.test_encrypting import clear_bytes
 from tests.node.test_erasing import files_with, node_of
 from tests.node.test_proof_of_erasure import ADA, BOB, COUNT, EXACT, SIZE, WORDS, WRONG, got, put
 
@@ -145,3 +153,50 @@ def encrypted_pages(folder: Path) -> set[bytes]:
     drive = (folder / "data" / "drive-0.kv").read_bytes()
     pages = {drive[at : at + 4096] for at in range(0, len(drive), 4096)}
     return pages - {bytes(4096)}
+
+
+def test_none_of_several_erasures_at_once_is_answered_before_all_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, over = threading.Event(), threading.Event()
+    blocks_of = _Erasure.blocks_of
+
+    async def slow(self: _Erasure, domain: bytes | None) -> None:
+        if not held.is_set():
+            held.set()
+            await asyncio.sleep(1)
+            over.set()
+        await blocks_of(self, domain)
+
+    monkeypatch.setattr(_Erasure, "blocks_of", slow)
+    with NodeInProcess(tmp_path) as node, small_client(node.target) as client, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client.erase_user, "ada")
+        assert held.wait(20)
+        client.erase_user("ada")
+        assert over.is_set()
+        first.result(20)
+
+
+def test_an_erasure_of_nobody_leaves_what_is_still_in_the_clear(tmp_path: Path) -> None:
+    """A user without a key has no block; blocks that have no key yet are other users'."""
+    keys = [block_key(b"in the clear", bytes([number])) for number in range(40)]
+    with node_of(tmp_path, encrypted=False) as node, Client(node.target) as client:
+        client.put_many_inline((key, key * (1 << 15)) for key in keys)
+        client.session("bob", "chat").append(keys, tokens=1)
+    with node_of(tmp_path, encrypted=True) as node, Client(node.target) as client:
+        assert client.erase_user("nobody at all").blocks == 0
+        assert clear_bytes(tmp_path / "data") > 0, "it was not too late"
+        assert {type(one) for one in client.exists(keys)} == {Stored}
+
+
+def test_without_its_line_in_the_audit_log_there_is_no_receipt(tmp_path: Path) -> None:
+    key = block_key(b"no receipt")
+    with (
+        NodeProcess(tmp_path / "data", capacity="64MiB", arguments=["--audit", "/dev/full"]) as node,
+        Client(node.target) as client,
+    ):
+        client.put_inline(key, key)
+        client.session("ada", "chat").append([key], tokens=1)
+        with pytest.raises(StorageError, match="the audit log can't be written"):
+            client.erase_user("ada")
+        assert isinstance(client.exists([key])[0], Miss)
