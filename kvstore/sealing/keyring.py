@@ -337,6 +337,7 @@ class Keyring(Handle):
         """Destroy the keys of domains, durably before it returns. Those that have none stay as they are."""
         with self._writing:
             self._check_usable()
+            self._free(self._slots.damaged())
             changes: dict[int, Slot | None] = {}
             answers = []
             now_ms = self._clock.wall_ms()
@@ -358,6 +359,7 @@ class Keyring(Handle):
         """Destroy all keys of a tenant, durably before it returns. The first answer is its own key's."""
         with self._writing:
             self._check_usable()
+            self._free(self._slots.damaged())
             if tenant not in self._tenants:
                 known = self._gone_tenants.get(tenant)
                 return [] if known is None else [_erased(tenant, known)]
@@ -391,7 +393,7 @@ class Keyring(Handle):
         return answers
 
     def _free(self, numbers: Sequence[int]) -> None:
-        """Overwrite keys of tenants that nothing is wrapped by any more."""
+        """Overwrite keys of tenants that nothing is wrapped by any more, or slots that are damaged."""
         if numbers:
             changes = dict.fromkeys(numbers)
             self._slots.publish(changes)

@@ -2,7 +2,8 @@
 
 What always holds: a slot's bytes in the file decide; what is kept in memory (30 bytes a slot) says where to look. Only
 free slots are taken, and those whose key was destroyed, the oldest first, once the keyring can't grow; damaged ones
-never are. What it doesn't do: know a key, or order one write before another: its caller syncs.
+never are, until an erasure has overwritten them.
+What it doesn't do: know a key, or order one write before another: its caller syncs.
 
 One thread writes at a time; the others may read meanwhile.
 """
@@ -136,6 +137,12 @@ class SlotTable:
         """How many are free, live, gone and damaged."""
         free, live, gone, damaged = np.bincount(self._states, minlength=4)[:4].tolist()
         return free, live, gone, damaged
+
+    def damaged(self) -> list[int]:
+        """Slots whose keys can't be opened: whose they were can't be told."""
+        with self._lock:
+            numbers: list[int] = np.flatnonzero(self._states == DAMAGED).tolist()
+        return numbers
 
     def read(self, number: int) -> Slot | None:
         """What a slot has, None if it is free; Corrupt if it is damaged."""

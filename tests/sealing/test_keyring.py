@@ -339,6 +339,25 @@ def test_each_flipped_bit_of_a_slot_costs_that_key_alone() -> None:
         assert fresh.number != one.number  # a damaged slot is left alone
 
 
+def test_an_erasure_overwrites_damaged_slots_since_they_may_have_the_key() -> None:
+    keyring, file = new_keyring()
+    one, two = keyring.ensure(users(1, 2))
+    whole = bytes(file.durable)
+    numbers = {one.number, *(slot for slot in range(8) if ACME in whole[at(slot)])} - {two.number}
+    assert len(numbers) == 2, "a domain's, and its tenant's"
+    for number in numbers:
+        for bit in (3, 70, 140, 400, 700, 1000):
+            image = bytearray(whole)
+            image[at(number)] = flipped(image[at(number)], bit)
+            for is_whole_tenant in (False, True):
+                changed = Memory(bytes(image))
+                ring = opened(changed)
+                assert ring.status().damaged == 1
+                _ = ring.erase_tenant(ACME) if is_whole_tenant else ring.erase(users(1))
+                assert changed.durable[at(number)] == bytes(128)
+                assert ring.status().damaged == 0
+
+
 def flipped(row: bytearray, bit: int) -> bytearray:
     """The same with another bit."""
     row[bit // 8] ^= 1 << bit % 8
