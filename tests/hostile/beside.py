@@ -2,8 +2,8 @@
 
 What always holds: it is compared with itself alone, in the same run, some seconds before or, where that would fail,
 behind the attack as well, and beside the same attack upon another node of the machine: what that takes away is the
-machine's, which has few cores and the attackers on them, and not the node's. An attack is a process of its own, from
-an address of its own, and is ended by its id. The
+machine's, which has few cores and the attackers on them, and not the node's. Only what is too slow in two attacks one
+after the other is too slow. An attack is a process of its own, from an address of its own, and is ended by its id. The
 first moments of an attack, in which the node finds out whose it is, are measured apart: they may be slow, and may not
 fail.
 """
@@ -185,24 +185,24 @@ class Beside:
             os.killpg(self._attackers.pid, signal.SIGKILL)
         self._attackers.communicate()
 
-    def endure(self, name: str, **told: Any) -> tuple[Times, Times, dict[str, Any]]:
+    def endure(self, name: str, *, attacks_max: int = 2, **told: Any) -> tuple[Times, Times, dict[str, Any]]:
         """The neighbour alone, then beside an attack that has begun; no error may reach it at any time."""
         alone = self._alone_before()
         descriptors, memory = self.descriptors(), self.memory_bytes()
-        with self.attack(name, SECONDS + FIRST_S, **told) as did:
-            first = self.times(FIRST_S)
-            under = self.times(SECONDS)
-        behind = self.times(BEHIND_S)
+        first, under, did = self._under(name, **told)
         if is_slow(alone, under):  # the machine has other work
             again = self.times(ALONE_S)
             self._alone = time.monotonic(), again
             alone = max(alone, again, key=lambda one: one.p99_s)
-        if is_slow(alone, under) and not {"port", "socket"} & told.keys():
+        if is_slow(alone, under) and not {"port", "socket", "node"} & told.keys():
             alone = max(alone, self._beside_other(name, **told), key=lambda one: one.p99_s)
+        if is_slow(alone, under) and attacks_max > 1:
+            _, again, did = self._under(name, **told)
+            under = min(under, again, key=lambda one: one.p99_s)
         print(  # noqa: T201 - pytest shows it with -s, or when the test fails
             f"{name}: alone {alone}; at first {first}; under {under}; it did {did}"
         )
-        assert not alone.errors + first.errors + under.errors + behind.errors
+        assert not alone.errors
         wait_until(lambda: self.descriptors() <= descriptors + 2, "the node has its descriptors back", 30)
         wait_until(
             lambda: self.memory_bytes() <= memory + MEMORY_MAX,
@@ -210,6 +210,15 @@ class Beside:
             30,
         )
         return alone, under, did
+
+    def _under(self, name: str, **told: Any) -> tuple[Times, Times, dict[str, Any]]:
+        """The neighbour in the first moments of an attack, and then; and what the attack did."""
+        with self.attack(name, SECONDS + FIRST_S, **told) as did:
+            first = self.times(FIRST_S)
+            under = self.times(SECONDS)
+        behind = self.times(BEHIND_S)
+        assert not first.errors + under.errors + behind.errors
+        return first, under, did
 
     def _beside_other(self, name: str, **told: Any) -> Times:
         """The neighbour as it is while another node is attacked, in the measure of what it is alone."""

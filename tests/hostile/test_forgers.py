@@ -134,7 +134,7 @@ def test_who_has_anothers_keys_of_memory_is_not_believed(
         assert (victim.errors, victim.wrong) == ([], [])
         link = client._core.link
         assert link is not None
-        attack = {
+        attack: dict[str, Any] = {
             "provider": client.fabric.provider,
             "node": link.node_address.hex(),
             "client": link.endpoint.address().hex(),

@@ -26,7 +26,7 @@ def all_is_well(putting: Beside) -> bool:
 
 def test_payloads_that_are_written_over_after_their_flag_cost_their_tenant_alone(putting: Beside) -> None:
     """What is found corrupt is its own, and counts as what it has: the neighbour's blocks stay, and find room."""
-    alone, under, did = putting.endure("rewrite", token="evil")
+    alone, under, did = putting.endure("rewrite", attacks_max=1, token="evil")
     assert did["over"] > 0
     assert did["hit"] + did["miss"] > 0
     with small_client(putting.node.target, token="evil") as client:
