@@ -89,16 +89,24 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                 if first:
                     await turn.next()
                 keys = request.keys[first : first + TURN_STEP_BLOCKS]
-                for key, entry in zip(
-                    keys, self._node.store.lookup([(tenant, key) for key in keys]), strict=True
-                ):
-                    if entry is None or entry.expires_ms or entry.fingerprint != request.fingerprint:
-                        name = kvstore_pb2.BlockName(key=key, fingerprint=request.fingerprint)
-                        (state,) = self._states(tenant, [name])
-                        if not state.stored:
-                            return stored, state.miss
-                    stored += 1  # as nearly all are
+                if self._are_stored(tenant, keys, request.fingerprint):  # as nearly all are
+                    stored += len(keys)
+                    continue
+                step = [kvstore_pb2.BlockName(key=key, fingerprint=request.fingerprint) for key in keys]
+                for state in self._states(tenant, step):
+                    if not state.stored:
+                        return stored, state.miss
+                    stored += 1
         return stored, None
+
+    def _are_stored(self, tenant: bytes, keys: Sequence[bytes], fingerprint: bytes) -> bool:
+        """Whether all of these could be got, and none expires: then there is no need to look at them one by one."""
+        began_ns = self._node.clock.monotonic_ns()
+        entries = self._node.store.lookup([(tenant, key) for key in keys])
+        if not all(one and not one.expires_ms and one.fingerprint == fingerprint for one in entries):
+            return False
+        self._node.timings.lookups.note(self._node.clock.monotonic_ns() - began_ns)
+        return True
 
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:  # noqa: N802
         """Forget blocks for good."""

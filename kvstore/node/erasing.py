@@ -74,7 +74,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             self._gate.audit.refuse_without_room(tenant.name)
             named = user_name(tenant.id, request.user)
             self._node.erasures.note(tenant.id, domain_of(request.user))
-            async with self._one_of(tenant):
+            async with self._lock_of(tenant):
                 erasure = _Erasure(self._node, tenant.id)
                 await erasure.destroy([named, domain_of(request.user)])
                 await erasure.sessions(named)
@@ -90,7 +90,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
             self._gate.audit.refuse_without_room(tenant.name)
             self._node.erasures.note(tenant.id, None)
-            async with self._one_of(tenant):
+            async with self._lock_of(tenant):
                 erasure = _Erasure(self._node, tenant.id)
                 await erasure.destroy([None])
                 await erasure.sessions(None)
@@ -99,8 +99,8 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
                 return pb.EraseTenantResponse(erased=self._answer(erasure, tenant, None, context.peer()))
         raise AssertionError
 
-    def _one_of(self, tenant: Tenant) -> asyncio.Lock:
-        """One that finds nothing because another has begun with it isn't answered before that one."""
+    def _lock_of(self, tenant: Tenant) -> asyncio.Lock:
+        """Serializes a tenant's erasures: one that finds nothing left isn't answered before the one removing it."""
         return self._under_way.setdefault(tenant.id, asyncio.Lock())
 
     def _answer(self, erasure: _Erasure, tenant: Tenant, domain: bytes | None, peer: str) -> pb.Erased:
@@ -119,7 +119,8 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         )
         if not self._gate.audit.note(receipt.what, tenant=tenant.name, peer=peer, **receipt.fields()):
             raise StorageError(
-                "All of it is erased, but the audit log can't be written, so there is no receipt; repeat it then."
+                "Everything was erased, but the audit log can't be written, so there is no receipt;"
+                " repeat the call once it can."
             )
         return pb.Erased(
             at_unix_ms=receipt.at_ms,

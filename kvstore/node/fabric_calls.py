@@ -19,7 +19,7 @@ import asyncio
 import logging
 import mmap
 import secrets
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import KvError, Overloaded, ProtocolError
@@ -315,10 +315,8 @@ class FabricCalls:
         began_ns = self._node.clock.monotonic_ns()
         failure = None
         try:
-            if len(rows) > SLOTS_A_STEP:
-                async with self._node.turns.whole(connection.tenant):
-                    data = await self._done(area, call, rows)
-            else:
+            is_long = len(rows) > SLOTS_A_STEP
+            async with self._node.turns.whole(connection.tenant) if is_long else nullcontext():
                 data = await self._done(area, call, rows)
         except KvError as error:
             self._node.counters.refused += isinstance(error, Overloaded)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvstore.node.span_notes import PutTrace
     from nic_offload.fabric import Event
 
-__all__ = ["Landed", "LandingLayout", "Lease", "LeaseTable", "SlotState", "Slots", "pages_of"]
+__all__ = ["LandedLease", "LandingLayout", "Lease", "LeaseTable", "SlotState", "Slots", "pages_of"]
 
 _FLAG_BYTES = 8
 
@@ -113,7 +113,7 @@ class Lease:
         return self.deadline_ns - now_ns <= margin_ns * 5 // 4  # the way there and back takes time too
 
 
-class Landed(NamedTuple):
+class LandedLease(NamedTuple):
     """A block that has landed and is to be stored, as a `FairQueue` has it."""
 
     connection: Connection

@@ -42,7 +42,7 @@ from kvstore.node.fetching import Fetches
 from kvstore.node.granted_puts import Granted
 from kvstore.node.hot import HotMemory
 from kvstore.node.inline import InlineBlocks
-from kvstore.node.landing import Landed, LandingLayout, LeaseTable
+from kvstore.node.landing import LandedLease, LandingLayout, LeaseTable
 from kvstore.node.lookup_history import Lookups
 from kvstore.node.pins import Pins
 from kvstore.node.prefetch import Prefetches
@@ -125,7 +125,7 @@ class Node:
         # Tags of fetches and generations of leases: one sequence, begun at random, so no word of an earlier life fits.
         self._tags = itertools.count(secrets.randbits(48) + 1)
         self._leased = LeaseTable(tenants_known)  # until the drive is done or the lease over
-        self._due: FairQueue[Landed] = FairQueue()  # to be stored
+        self._due: FairQueue[LandedLease] = FairQueue()  # to be stored
         self._goes_on = False  # with that, in the next round of the loop
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
         self.places = Places(self.address.clients_max(), tenants_known)
@@ -441,7 +441,7 @@ class Node:
 
     def _fabric_events(self) -> None:
         self.ticks.stir()
-        landed: list[Landed] = []
+        landed: list[LandedLease] = []
         calls: list[Event] = []
         while events := self.fabric.reap():
             for event in events:
@@ -462,7 +462,7 @@ class Node:
         self.fabric_calls.landed(calls)
         self.fetches.pump()
 
-    def _fabric_event(self, event: Event, landed: list[Landed], calls: list[Event]) -> None:
+    def _fabric_event(self, event: Event, landed: list[LandedLease], calls: list[Event]) -> None:
         match event.kind:
             case EventKind.LANDED:
                 calls.append(event) if self.fabric_calls.is_one(event) else self._landed(event, landed)
@@ -476,11 +476,11 @@ class Node:
                 if not self.fabric_calls.sent(event):
                     self.fetches.sent(event)
 
-    def _landed(self, event: Event, landed: list[Landed]) -> None:
+    def _landed(self, event: Event, landed: list[LandedLease]) -> None:
         connection = self._leased.get(event.tag)
         lease = connection.slots.landed(event.tag) if connection is not None else None
         if connection is not None and lease is not None:
-            landed.append(Landed(connection, lease, event))
+            landed.append(LandedLease(connection, lease, event))
 
     def _store_due(self) -> None:
         """Store blocks that have landed, their tenants in turn; of many the rest a round of the loop later."""
@@ -490,7 +490,7 @@ class Node:
         if self._goes_on:
             self._loop.call_soon(or_stop(self._store_due))
 
-    def _store(self, landed: Sequence[Landed]) -> None:
+    def _store(self, landed: Sequence[LandedLease]) -> None:
         items = [connection.item(lease, event.value) for connection, lease, event in landed]
         self.granted.before_others([(item.tenant, item.key) for item in items])
         try:
