@@ -281,9 +281,9 @@ class Drive(Handle):
         self._writes.lane = lane
 
     def lend(self) -> None:
-        """Lend the lane ground, if it has none and no put is waiting for room."""
+        """Lend the lane ground, if it needs some, and no record is about to be written which would take it back."""
         pages = min(LENT_PAGES, self.capacity_bytes // PAGE_BYTES // LENT_SHARE)
-        if self.keeping.refusal(pages) is None and not self._traffic.queued:
+        if not self._writes.queued_pages and self.keeping.refusal(pages) is None:
             self._writes.lend(pages)
             self._set_off()
 
