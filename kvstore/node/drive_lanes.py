@@ -1,7 +1,7 @@
 """The lanes of a node's drives: they write landed blocks without Python (`nic_offload.lane`).
 
 A lane takes blocks whose name has this drive as its home. While it is used it gets ground before it has none left, and
-again when the drive has written a record of its own, which takes the ground back; an idle lane's ground is taken back too.
+again when the drive has written a record of its own, which takes the ground back. An idle lane's is taken back too.
 
 What always holds: whatever a lane has begun is counted at once, so `is_ahead` says whether there is a record that
 Python has not yet heard of.
