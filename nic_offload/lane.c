@@ -26,7 +26,7 @@
 #include <unistd.h>
 
 #define TOLD_COUNT 64u	     /* records reported to the application together, */
-#define TOLD_NS 1000000u     /* or after so long */
+#define TOLD_NS 4000000u     /* or after so long: nobody waits for it */
 #define STAGED_BYTES (8u << 20)	 /* that were encrypted and are being written */
 #define ENCRYPTED_A_ROUND (1u << 20) /* while they are in the cache, and so that the wire is not kept waiting */
 

@@ -194,6 +194,7 @@ class Granted:
         """A receiver or a lane has results. Small blocks that arrive while a drive is busy are written together."""
         if number == LANE_TAG:
             self._take_written()
+            self._node.poll_store()  # now, and not a round of the loop later
         elif (area := self._areas.get(number)) is not None:
             self._area_told(area)
         self._lanes.renew()
