@@ -254,6 +254,8 @@ class Granted:
 
     def free_names(self, names: Sequence[Name]) -> None:
         """These may be stored no more: where nothing is, and nothing is on its way there, a name is free again."""
+        if not names:
+            return
         store = self._node.store
         idle = [name for name in names if name not in self._landed and not store.is_putting(name)]
         entries = store.lookup(idle)

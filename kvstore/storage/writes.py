@@ -275,17 +275,21 @@ class Writes:
             )
         self.sync_if_awaited()
 
-    def lend(self, pages: int) -> None:
-        """Lend the lane ground before it has used what it has, if no put waits for room.
+    @property
+    def needs_ground(self) -> bool:
+        """Whether the lane has little left or none, and no record of ours is about to take it back."""
+        lane = self.lane
+        if lane is None or not self.lends or self.stopped is not None or self.queued_pages or self._waiting:
+            return False
+        return self._lent is None or self._lent.is_low(lane.left)
 
-        It gets so many pages, or as many as are contiguous, and gives back what is left of the others in the same step,
-        so it is never without.
+    def lend(self, pages: int) -> None:
+        """Lend the lane ground that it needs: so many pages, or as many as are contiguous.
+
+        It gives back what is left of its ground in the same step, so it is never without.
         """
         lane = self.lane
-        if not self.lends or lane is None or self.stopped is not None or self._waiting:
-            return
-        if self._lent is not None and not self._lent.is_low(lane.left):
-            return
+        assert lane is not None
         pages = min(pages, self._extents.longest)
         records = min(pages // 2, LENT_RECORDS_MAX)
         if not records or len(self._on_lanes) >= LENT_MAX:
