@@ -239,7 +239,7 @@ static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint
 		if (work->op.completion)
 			counter_fail(fabric, work->op.completion, -ECANCELED);
 		disown(fabric, work);
-		if (fabric->ordered)
+		if (fabric->streams)
 			recycle(fabric, work);
 		else
 			work->state = WORK_STRANDED;

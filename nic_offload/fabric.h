@@ -256,7 +256,8 @@ struct tk_fabric {
 	struct fid_domain *domain;
 	struct fid_av *av;
 	struct fid_cq *cq;
-	int ordered;
+	size_t order_max; /* so many bytes of one message are written in order, its flag last; 0: none */
+	int streams;	  /* its connections are of TCP, and end with their endpoint */
 	int loses_context; /* of what is written without one, see library.h; then words are written with this: */
 	struct fi_context2 word_context;
 	int confirms; /* that a write has come has to be asked for: without that, its end says that it was sent */

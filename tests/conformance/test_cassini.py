@@ -21,8 +21,13 @@ PASSED_MIN = 150
 
 
 @pytest.mark.timeout(SECONDS + 30)
-def test_the_suite_on_the_software_cassini(tmp_path: Path) -> None:
-    """A flush takes 20 ms here; hardware takes a second, and so does the stand-in by default."""
+@pytest.mark.parametrize("reorders", ["0", "1"])
+@pytest.mark.parametrize("errors_count", ["0", "1"])
+def test_the_suite_on_the_software_cassini(tmp_path: Path, errors_count: str, reorders: str) -> None:
+    """Under both rules of what a failure fires, with and without an order of writes.
+
+    A flush takes 20 ms here; hardware takes a second, and so does the stand-in by default.
+    """
     try:
         if "cxi" in offered():
             pytest.skip("this process's libfabric answers as cxi itself")
@@ -31,7 +36,12 @@ def test_the_suite_on_the_software_cassini(tmp_path: Path) -> None:
     if importlib.util.find_spec("tests.cassini") is None:
         pytest.skip("there is no tests/cassini, the stand-in for libfabric that answers as cxi")
     library = importlib.import_module("tests.cassini.build").build()
-    environment = os.environ | {"TRIGGERKV_LIBFABRIC": str(library), "SOFT_CASSINI_FLUSH_MS": "20"}
+    environment = os.environ | {
+        "TRIGGERKV_LIBFABRIC": str(library),
+        "SOFT_CASSINI_FLUSH_MS": "20",
+        "SOFT_CASSINI_ERRORS_COUNT": errors_count,
+        "SOFT_CASSINI_REORDER": reorders,
+    }
     options = ["-q", "-k", "cxi", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'inside'}"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(HERE)],
