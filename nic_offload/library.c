@@ -142,12 +142,15 @@ static int is_one_of(const char *name, const char *const *names)
 }
 
 /* In one message, because a connection that breaks between two loses the first and may carry the second: order is not enough. */
+uint64_t tk_order_max(uint64_t orders, uint64_t size_max, uint64_t ranges, uint64_t parts)
+{
+	return orders & (FI_ORDER_WAW | FI_ORDER_RMA_WAW) && ranges >= RANGES && parts >= PARTS ? size_max : 0;
+}
+
 size_t library_order_max(const struct fi_info *info)
 {
-	uint64_t kept = info->tx_attr->msg_order & info->rx_attr->msg_order & (FI_ORDER_WAW | FI_ORDER_RMA_WAW);
-	if (!kept || info->tx_attr->rma_iov_limit < RANGES || info->tx_attr->iov_limit < PARTS)
-		return 0;
-	return info->ep_attr->max_order_waw_size;
+	return tk_order_max(info->tx_attr->msg_order & info->rx_attr->msg_order, info->ep_attr->max_order_waw_size,
+			    info->tx_attr->rma_iov_limit, info->tx_attr->iov_limit);
 }
 
 int library_has_streams(const char *provider_name)

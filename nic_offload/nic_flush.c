@@ -138,6 +138,15 @@ static void *flush(void *argument)
 	return NULL;
 }
 
+static void end_flush(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	pthread_join(nic->flusher, NULL);
+	nic->flushing = 0;
+	if (!nic->flush_status)
+		settle_all(fabric);
+}
+
 int nic_flush(struct tk_fabric *fabric)
 {
 	struct nic *nic = &fabric->nic;
@@ -153,15 +162,6 @@ int nic_flush(struct tk_fabric *fabric)
 	if (!fi_control(&fabric->domain->fid, FI_FLUSH_WORK, NULL))
 		settle_all(fabric);
 	return 0;
-}
-
-static void end_flush(struct tk_fabric *fabric)
-{
-	struct nic *nic = &fabric->nic;
-	pthread_join(nic->flusher, NULL);
-	nic->flushing = 0;
-	if (!nic->flush_status)
-		settle_all(fabric);
 }
 
 int nic_end_flush(struct tk_fabric *fabric)
