@@ -67,7 +67,7 @@ def stored(rig: Rig, block: Block) -> bool:
 
 
 @pytest.mark.parametrize("reserved", [True, False])
-def test_what_is_acknowledged_is_stored_and_right_and_nothing_else_is(rig: Rig, reserved: bool) -> None:
+def test_what_is_acknowledged_is_stored_and_right_and_nothing_else_is(rig: Rig, *, reserved: bool) -> None:
     good = bad = 0
     for turn in range(ROUNDS):
         rig.source[:] = secrets.token_bytes(16 * MIB)  # what an earlier round left in a slot is wrong now

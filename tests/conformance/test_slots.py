@@ -33,7 +33,10 @@ def test_no_slot_is_lost_while_others_take_them_and_give_them_back(backend: Back
             for turn in range(3):
                 fires = (other_gate.counter, turn + 1)
                 way.arm(*(way.notify(i, 511, 1, fires=fires) for i in range(TAKEN)))
-                wait_until(lambda: other.fabric.statistics().waiting + other.fabric.statistics().held >= TAKEN, "held")
+                wait_until(
+                    lambda: other.fabric.statistics().waiting + other.fabric.statistics().held >= TAKEN,
+                    "held",
+                )
                 block = bytes([turn + 1]) * (PUTS * LENGTH)
                 near.fill(0, block)
                 tags = range(turn * PUTS, (turn + 1) * PUTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from nic_offload._core import lib
 
 WAW, SAS, RMA_WAW = 1 << 4, 1 << 8, 1 << 35  # as in rdma/fabric.h
