@@ -55,9 +55,8 @@ class Wipes:
 
         `instead` of being free, their pages are given to somebody: the first, and how many.
         """
-        freed = instead or self._extents.release
         for offset, length in records:
-            wipe = _Wipe(self, offset, record_bytes(length) // PAGE_BYTES, freed)
+            wipe = _Wipe(self, offset, record_bytes(length) // PAGE_BYTES, instead)
             self._waiting.append(wipe)
             self._begin_or_park(wipe)
             self.pending += 1
@@ -71,19 +70,26 @@ class Wipes:
             parked, self._pinned = self._pinned, []
             for wipe in parked:
                 self._begin_or_park(wipe)
+        freed: list[tuple[int, int]] = []
         while self._waiting:
             first = self._waiting[0]
             if isinstance(first, _Wipe) and first.result is None:
-                return
+                break
             self._waiting.popleft()
             if not isinstance(first, _Wipe):
+                self._extents.release_all(freed)
+                freed = []
                 # One that failed before this one matters as well: it may have been of the same name.
                 first(self._writes.stopped)
                 continue
             self.pending -= 1
             self.pending_pages -= first.pages
             if first.result is not None and first.result >= 0:
-                first.freed(first.offset // PAGE_BYTES, first.pages)
+                if first.instead is None:
+                    freed.append((first.offset // PAGE_BYTES, first.pages))
+                else:
+                    first.instead(first.offset // PAGE_BYTES, first.pages)
+        self._extents.release_all(freed)
 
     def _begin_or_park(self, wipe: _Wipe) -> None:
         if self._extents.is_pinned(wipe.offset // PAGE_BYTES):
@@ -100,16 +106,16 @@ class Wipes:
 class _Wipe:
     """One header page."""
 
-    __slots__ = ("_wipes", "freed", "offset", "pages", "result")
+    __slots__ = ("_wipes", "instead", "offset", "pages", "result")
     size_bytes: int = PAGE_BYTES
     reads: Final = False
     tenant: Final = b""
 
-    def __init__(self, wipes: Wipes, offset: int, pages: int, freed: Freed) -> None:
+    def __init__(self, wipes: Wipes, offset: int, pages: int, instead: Freed | None) -> None:
         self._wipes = wipes
         self.offset = offset
         self.pages = pages
-        self.freed = freed
+        self.instead = instead
         self.result: int | None = None
 
     def begin(self, tag: int) -> DiskOp:
