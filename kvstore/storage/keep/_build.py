@@ -11,9 +11,21 @@ __all__ = ["ffi"]
 _HERE = Path(__file__).resolve().parent
 _DECLARATIONS = (_HERE / "keep.h").read_text().split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
 _PARTS = (
+    "chains",
+    "core",
+    "core_goes",
+    "core_guards",
+    "core_sessions",
     "extents",
+    "lru",
+    "map",
     "memory",
+    "owners",
+    "policy",
+    "rings",
     "runs",
+    "s3fifo",
+    "wheel",
 )
 
 ffi = FFI()
