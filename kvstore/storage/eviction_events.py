@@ -171,9 +171,7 @@ class Keeping:
         self._secret = superblock.secret
         self._keys = volume.keys
         self.marks = watermarks(pages)
-        self.core = Evictor(
-            new_policy(policy, pages), self.marks, capacity_pages=pages, now_ms=clock.wall_ms()
-        )
+        self.core = Evictor(new_policy(policy, pages), self.marks, now_ms=clock.wall_ms())
         self.space = SessionSpace(pages)
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None

@@ -181,9 +181,7 @@ class Extents:
     def release_all(self, extents: Sequence[tuple[int, int]]) -> None:
         """Free extents, by start and length."""
         pairs = array("Q", chain.from_iterable(extents))
-        check(
-            lib.keep_extents_release_all(self._kept, ffi.from_buffer("uint64_t[]", pairs), len(extents))
-        )
+        check(lib.keep_extents_release_all(self._kept, ffi.from_buffer("uint64_t[]", pairs), len(extents)))
 
     def pin(self, start: int) -> None:
         """Keep a live extent from being given out again."""

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NEVER", "Evictor", "Uses"]
 
-_REFUSALS: Final = (None, *Refusal)
+_REFUSALS: Final[tuple[Refusal | None, ...]] = (None, *Refusal)
 _SESSIONS_AT_ONCE: Final = 64  # of a block are asked for
 NEVER: Final = (1 << 64) - 1
 
@@ -75,7 +75,7 @@ class Uses:
 class Evictor:
     """All blocks of one drive, and the order in which they go."""
 
-    def __init__(self, policy: Policy, marks: Watermarks, *, capacity_pages: int, now_ms: int) -> None:
+    def __init__(self, policy: Policy, marks: Watermarks, *, now_ms: int) -> None:
         self._policy = policy
         self._pressure = Pressure(marks)
         self._uses: Uses | None = None

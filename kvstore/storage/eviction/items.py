@@ -11,7 +11,7 @@ from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = [
     "Eviction",
@@ -121,7 +121,7 @@ EVICTION_WORDS: Final = len(Eviction._fields)
 
 
 class Evictions:
-    """Blocks that are gone, in order: columns of numbers, of which an `Eviction` is made only where one is asked for."""
+    """Blocks that are gone, in order, as numbers; an `Eviction` is made only where somebody asks for one."""
 
     __slots__ = ("words",)
 
@@ -134,6 +134,9 @@ class Evictions:
     def __getitem__(self, at: int) -> Eviction:
         first = range(len(self))[at] * EVICTION_WORDS
         return eviction_of(self.words, first)
+
+    def __iter__(self) -> Iterator[Eviction]:
+        return (eviction_of(self.words, first) for first in range(0, len(self.words), EVICTION_WORDS))
 
     @property
     def generations(self) -> array[int]:

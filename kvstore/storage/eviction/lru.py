@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import ClassVar, Final
 
 from kvstore.storage.eviction.policy import Policy
 from kvstore.storage.keep._keep import lib
@@ -16,7 +16,7 @@ class Lru(Policy):
     __slots__ = ()
 
     name: Final = "lru"
-    knows_names: Final = False
+    knows_names: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__(lib.keep_policy_lru())

@@ -1,9 +1,8 @@
-"""S3-FIFO: three first-in-first-out queues (`keep/s3fifo.c`), so that what is used once passes through a tenth of the
-drive."""
+"""S3-FIFO: three first-in-first-out queues; what is used once passes through a tenth of the drive (`keep/s3fifo.c`)."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import ClassVar, Final
 
 from kvstore.limits import EVICTION_GHOSTS_MAX, EVICTION_USES_MAX
 from kvstore.storage.eviction.policy import Policy
@@ -18,7 +17,7 @@ class S3Fifo(Policy):
     __slots__ = ()
 
     name: Final = "s3fifo"
-    knows_names: Final = True
+    knows_names: ClassVar[bool] = True
 
     def __init__(self, capacity_pages: int) -> None:
         super().__init__(lib.keep_policy_s3fifo(capacity_pages, EVICTION_GHOSTS_MAX, EVICTION_USES_MAX))

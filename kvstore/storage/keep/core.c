@@ -131,6 +131,7 @@ static uint32_t take_row(keep_core *c)
 	if (row == 0)
 		return c->rows_made++;
 	c->free_row = c->rows[row - 1].first_link;
+	c->free_rows--;
 	return row - 1;
 }
 
@@ -140,6 +141,8 @@ int keep_core_admitted(keep_core *c, const struct keep_record *records, uint64_t
 {
 	int error, expire = 0, owned = 0, refusals = 0;
 
+	keep_map_warm(&c->by_generation, &records->generation, sizeof *records, count);
+	keep_map_warm(&c->by_start, &records->start, sizeof *records, count);
 	for (uint64_t i = 0; i < count; i++) {
 		const struct keep_record *record = &records[i];
 
@@ -149,7 +152,7 @@ int keep_core_admitted(keep_core *c, const struct keep_record *records, uint64_t
 		expire |= record->expires_ms != 0;
 		owned |= record->owner != 0;
 	}
-	error = reserve_rows(c, c->rows_made + count, expire, owned);
+	error = reserve_rows(c, c->rows_made + (count > c->free_rows ? count - c->free_rows : 0), expire, owned);
 	if (error < 0)
 		return error;
 	for (uint64_t i = 0; i < count; i++) {

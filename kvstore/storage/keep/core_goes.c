@@ -66,6 +66,7 @@ void keep_forget(keep_core *c, uint32_t row, uint64_t reason, uint64_t now_ms, s
 	gone->pages = 0;
 	gone->first_link = c->free_row;
 	c->free_row = row + 1;
+	c->free_rows++;
 }
 
 /* Notes that blocks are gone for a reason that was not decided here; says which were kept, and returns how many. */
@@ -76,6 +77,7 @@ int keep_core_gone(keep_core *c, const uint64_t *generations, uint64_t count, ui
 
 	if (reason >= KEEP_REASONS)
 		return -EINVAL;
+	keep_map_warm(&c->by_generation, generations, sizeof *generations, count);
 	for (uint64_t i = 0; i < count; i++) {
 		uint32_t row = keep_row_of(c, generations[i]);
 		if (row != KEEP_NO_ID)

@@ -72,6 +72,7 @@ struct keep_map {
 void keep_map_free(struct keep_map *map);
 int keep_map_reserve(struct keep_map *map, uint64_t ids, const void *keys, size_t stride);
 void keep_map_expect(struct keep_map *map, uint64_t count);
+void keep_map_warm(const struct keep_map *map, const uint64_t *keys, size_t stride, uint64_t count);
 uint32_t keep_map_find(const struct keep_map *map, uint64_t key);
 void keep_map_add(struct keep_map *map, uint32_t id);
 uint32_t keep_map_remove(struct keep_map *map, uint64_t key);
@@ -228,7 +229,7 @@ struct keep_core {
 	struct keep_limits limits;
 	struct keep_row *rows;
 	uint64_t *names; /* of each row, if the policy wants them */
-	uint32_t rows_room, rows_made, free_row, names_room;
+	uint32_t rows_room, rows_made, free_row, free_rows, names_room;
 	int knows_names;
 	struct keep_map by_generation, by_start;
 	struct keep_wheel wheel;

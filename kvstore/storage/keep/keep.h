@@ -10,7 +10,7 @@
  * - What can't be, if the code is right, is asserted in every build (`keep_assert`): the process ends, before a drive
  *   is harmed.
  * - Out of memory is -ENOMEM of a call, which has then changed nothing, or KEEP_FULL for the block concerned; what
- *   frees memory or lets blocks go needs none.
+ *   lets blocks go needs none.
  *
  * It does no I/O and reads no clock.
  */

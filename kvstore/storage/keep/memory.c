@@ -12,6 +12,10 @@ int keep_grow(void **array, uint32_t *room, uint64_t wanted, size_t size)
 	if (more > UINT32_MAX)
 		return -ENOMEM;
 	grown = realloc(*array, more * size); /* large ones are mapped anew, not copied */
+	if (grown == NULL) {
+		more = wanted;
+		grown = realloc(*array, more * size);
+	}
 	if (grown == NULL)
 		return -ENOMEM;
 	memset(grown + *room * size, 0, (more - *room) * size);

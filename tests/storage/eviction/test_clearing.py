@@ -22,7 +22,7 @@ FIRST, UNTIL = 4, 124
 
 def core_with(places: list[tuple[int, int, int]]) -> Evictor:
     """A core with blocks, by first page, pages and generation."""
-    core = Evictor(Lru(), Watermarks(0, 0), capacity_pages=1000, now_ms=0)
+    core = Evictor(Lru(), Watermarks(0, 0), now_ms=0)
     refused = core.admitted(
         [Record(generation, pages, start=start) for start, pages, generation in places], 0
     )

@@ -48,7 +48,7 @@ NO_MARKS = Watermarks(0, 0)
 
 
 def new(make_policy: type[Lru] | partial[S3Fifo] = Lru, marks: Watermarks = NO_MARKS) -> Evictor:
-    return Evictor(make_policy(), marks, capacity_pages=CAPACITY, now_ms=T0)
+    return Evictor(make_policy(), marks, now_ms=T0)
 
 
 def evict(core: Evictor, pages: int, now_ms: int = T0) -> EvictionPlan:

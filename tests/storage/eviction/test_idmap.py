@@ -16,7 +16,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["add", "add", "remove", "find"]), NU
 
 
 def new() -> Evictor:
-    return Evictor(Lru(), Watermarks(0, 0), capacity_pages=1000, now_ms=0)
+    return Evictor(Lru(), Watermarks(0, 0), now_ms=0)
 
 
 def place(number: int) -> int:

@@ -23,7 +23,7 @@ class TimerWheel:
     """A core of which only the times count: row n is the block of generation n and one."""
 
     def __init__(self, now_ms: int) -> None:
-        self.core = Evictor(Lru(), Watermarks(0, 0), capacity_pages=1000, now_ms=now_ms)
+        self.core = Evictor(Lru(), Watermarks(0, 0), now_ms=now_ms)
         self.now_ms = now_ms
         self.lagging = False
 
