@@ -141,6 +141,8 @@ int keep_core_admitted(keep_core *c, const struct keep_record *records, uint64_t
 {
 	int error, expire = 0, owned = 0, refusals = 0;
 
+	if (count == 0)
+		return 0; /* then there need not be an array */
 	keep_map_warm(&c->by_generation, &records->generation, sizeof *records, count);
 	keep_map_warm(&c->by_start, &records->start, sizeof *records, count);
 	for (uint64_t i = 0; i < count; i++) {
