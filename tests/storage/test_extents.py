@@ -270,3 +270,16 @@ def test_extents_that_come_and_go_leave_no_memory_taken() -> None:
         for at in places:
             extents.release(2 * at, 2)
         assert extents.after(0) == [(0, 1 << 18)]
+
+
+def test_few_that_are_left_of_many_take_little_memory() -> None:
+    """Of each neighbourhood one is left, and the runs in which they stand are joined."""
+    count = 1 << 16
+    extents = Extents(0, 2 * count)
+    assert [extents.allocate(2) for _ in range(count)] == [2 * at for at in range(count)]
+    extents.release_all([(2 * at, 2) for at in range(0, count, 2)])
+    assert extents.free_extents == count // 2
+    assert 48 <= extents._saying().bytes / extents.free_extents < 110
+    extents.release_all([(2 * at, 2) for at in range(1, count, 2) if at % 256 != 1])
+    assert extents.free_extents == 1 + count // 256
+    assert extents._saying().bytes / extents.free_extents < 400

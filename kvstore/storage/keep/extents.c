@@ -244,7 +244,12 @@ void keep_extents_say(const keep_extents *e, struct keep_extents_said *out)
 {
 	struct keep_place end = {e->by_length.count, 0};
 
-	*out = (struct keep_extents_said){e->free_pages, e->by_start.items, 0, e->pins.items};
+	*out = (struct keep_extents_said){
+		.free_pages = e->free_pages,
+		.extents = e->by_start.items,
+		.pinned = e->pins.items,
+		.bytes = keep_runs_bytes(&e->by_start) + keep_runs_bytes(&e->by_length) + keep_runs_bytes(&e->pins),
+	};
 	if (keep_runs_before(&e->by_length, &end))
 		out->longest = keep_runs_at(&e->by_length, end)->a;
 }

@@ -47,6 +47,7 @@ struct keep_place {
 };
 
 void keep_runs_free(struct keep_runs *runs);
+uint64_t keep_runs_bytes(const struct keep_runs *runs);
 int keep_runs_reserve(struct keep_runs *runs, unsigned insertions);
 struct keep_place keep_runs_find(const struct keep_runs *runs, uint64_t a, uint64_t b);
 struct keep_item *keep_runs_at(const struct keep_runs *runs, struct keep_place place);

@@ -25,7 +25,7 @@ enum { KEEP_NONE = -1 };
 /* Free extents, in pages (extents.c). */
 typedef struct keep_extents keep_extents;
 struct keep_extents_said {
-	uint64_t free_pages, extents, longest, pinned;
+	uint64_t free_pages, extents, longest, pinned, bytes;
 };
 
 keep_extents *keep_extents_new(uint64_t first, uint64_t until);

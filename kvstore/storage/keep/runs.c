@@ -20,6 +20,11 @@ void keep_runs_free(struct keep_runs *runs)
 	free(runs->tops);
 }
 
+uint64_t keep_runs_bytes(const struct keep_runs *runs)
+{
+	return (uint64_t)(runs->count + runs->spare_count) * sizeof(struct keep_run) + runs->room * sizeof *runs->tops;
+}
+
 /* Makes sure that so many insertions will find memory. */
 int keep_runs_reserve(struct keep_runs *runs, unsigned insertions)
 {
@@ -181,10 +186,26 @@ void keep_runs_insert(struct keep_runs *runs, struct keep_item item)
 		note_first(runs, where);
 }
 
+/* Joins a run with the one behind it if they are short enough. */
+static int join(struct keep_runs *runs, uint32_t at)
+{
+	struct keep_run *into, *from;
+
+	if (at + 1 >= runs->count)
+		return 0;
+	into = runs->tops[at].run;
+	from = runs->tops[at + 1].run;
+	if (into->count + from->count > KEEP_RUN_ITEMS / 4 * 3)
+		return 0;
+	move_items(into, into->count, from, 0, from->count);
+	into->count += from->count;
+	close_run(runs, at + 1);
+	return 1;
+}
+
 void keep_runs_remove(struct keep_runs *runs, struct keep_place place)
 {
 	struct keep_run *run = runs->tops[place.run].run;
-	uint32_t first = place.run;
 
 	keep_assert(place.run < runs->count && place.at < run->count);
 	run->count--;
@@ -196,15 +217,6 @@ void keep_runs_remove(struct keep_runs *runs, struct keep_place place)
 	}
 	if (place.at == 0)
 		note_first(runs, place.run);
-	if (run->count > KEEP_RUN_ITEMS / 4 || runs->count == 1)
-		return;
-	if (first + 1 == runs->count)
-		first--;
-	if (runs->tops[first].run->count + runs->tops[first + 1].run->count <= KEEP_RUN_ITEMS / 4 * 3) {
-		struct keep_run *into = runs->tops[first].run, *from = runs->tops[first + 1].run;
-
-		move_items(into, into->count, from, 0, from->count);
-		into->count += from->count;
-		close_run(runs, first + 1);
-	}
+	if (run->count <= KEEP_RUN_ITEMS / 4 && !join(runs, place.run) && place.run > 0)
+		join(runs, place.run - 1);
 }
