@@ -525,7 +525,9 @@ struct tk_lanes {
 	uint8_t homes[TK_LOTS];
 };
 int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, struct tk_lane **out); /* ends with the fabric */
-int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground); /* -EBUSY: it has some */
+/* In the place of what it had: how many records stand on that, and the rest of it. An errno if the lane has failed. */
+int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground, struct tk_ground *left, uint32_t *used);
+void tk_lane_left(struct tk_lane *lane, struct tk_ground *left); /* what there is of it now */
 uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left); /* takes it back; how many records stand on it */
 /* All other records with a lower generation are on the drive. */
 void tk_lane_clear(struct tk_lane *lane, uint64_t generation);

@@ -107,6 +107,7 @@ class Granted:
     def _choose_way(self, area: PutArea) -> None:
         """Who has a quota has each block held against it."""
         has_quota = self._node.store.quota(area.connection.tenant).bytes_max > 0
+        area.is_on_lanes = not has_quota
         area.receiver.use(None if has_quota else self._lanes.handed)
 
     def quotas_changed(self) -> None:
@@ -193,10 +194,12 @@ class Granted:
         """A receiver or a lane has results. Small blocks that arrive while a drive is busy are written together."""
         if number == LANE_TAG:
             self._take_written()
-            return
-        area = self._areas.get(number)
-        if area is None:
-            return
+            self._node.poll_store()  # now, and not a round of the loop later
+        elif (area := self._areas.get(number)) is not None:
+            self._area_told(area)
+        self._lanes.renew()
+
+    def _area_told(self, area: PutArea) -> None:
         state = self._take(area)
         begun, ended = self._node.store.writes
         if begun == ended or state.wanted_pages > _GATHERED_PAGES_MAX:
@@ -251,6 +254,8 @@ class Granted:
 
     def free_names(self, names: Sequence[Name]) -> None:
         """These may be stored no more: where nothing is, and nothing is on its way there, a name is free again."""
+        if not names:
+            return
         store = self._node.store
         idle = [name for name in names if name not in self._landed and not store.is_putting(name)]
         entries = store.lookup(idle)
@@ -356,7 +361,8 @@ class Granted:
                 return
             del area.unheard[: len(some)]
             self._by_tag.update({one.came.id: one for one in some})
-            self._lanes.lend()
+            if area.is_on_lanes:
+                self._lanes.lend()
 
     def _go_on(self, area: PutArea, state: State) -> None:
         if self._areas.get(area.connection.number) is area:

@@ -436,6 +436,10 @@ class Node:
 
     def _drive_events(self) -> None:
         self.ticks.stir()
+        self.poll_store()
+
+    def poll_store(self) -> None:
+        """Advance what the drives have to do, and report what has ended."""
         self.store.poll()
         self.granted.store_gathered()
 

@@ -12,6 +12,7 @@ from kvstore.durability import Durability
 from kvstore.miss import Miss
 from kvstore.node.drive_lanes import LANE_TAG
 from kvstore.node.granted_puts import Granted
+from kvstore.storage.puts import Puts
 from kvstore.storage.uring import UringDisk
 from tests.conftest import Rig
 from tests.nic_offload.rig import wait_until
@@ -147,4 +148,26 @@ def test_what_comes_along_with_what_a_lane_has_written_is_stored_as_well(
             assert puts.wait_landed(WAIT_S)
             assert rig.client.arm([laned]).wait(WAIT_S)[0].error is None
             assert puts.wait(WAIT_S)[0].error is None, "which no lane takes"
+        rig.close()
+
+
+def test_what_comes_in_a_stream_is_all_written_by_the_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ground is replaced in time, so that no block of thousands has to be written by Python."""
+    with NodeInProcess(tmp_path / "node", 1 << 30) as node:
+        rig = Rig(node)
+        assert rig.client.arm([rig.block(0, 4096)]).wait(WAIT_S)[0].error is None
+        by_python: list[PutItem] = []
+        accept = Puts.accept
+
+        def counted(puts: Puts, items: Sequence[PutItem], done: PutsDone) -> None:
+            by_python.extend(items)
+            accept(puts, items, done)
+
+        monkeypatch.setattr(Puts, "accept", counted)
+        for first in range(1, 3001, 50):  # it gets ground for 1,024 at once
+            blocks = [rig.block(number, 4096) for number in range(first, first + 50)]
+            assert not any(put.error for put in rig.client.arm(blocks).wait(WAIT_S))
+        assert not by_python
         rig.close()
