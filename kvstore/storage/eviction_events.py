@@ -188,14 +188,14 @@ class Keeping:
 
     def published(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
         """Note blocks that are in the index now."""
-        owner_of, digest = self.owner_numbers.get, self._digest if self.core.knows_names else _no_digest
+        owner_of, digest = self.owner_numbers.get, self._digest if self.core.knows_names else None
         now_ms = self._clock.wall_ms()
         refused = self.core.admitted(
             [  # each is a `Record`
                 (
                     entry.generation,
                     record_bytes(entry.length) // PAGE_BYTES,
-                    digest(*name),
+                    digest(*name) if digest else 0,
                     entry.expires_ms,
                     0,
                     0,
@@ -575,10 +575,6 @@ def with_erased(
 
 def _nothing() -> None:
     """Be told of what is not awaited."""
-
-
-def _no_digest(*_: bytes) -> int:
-    return 0
 
 
 def _pages(entry: Entry) -> int:
