@@ -178,7 +178,7 @@ class Node:
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
         self.hot.changed(names, self.store.lookup, are_new=reason is None, are_erased=reason is Reason.ERASED)
         if reason is not None:
-            self.granted.free_names(names)
+            self.granted.removed(names, are_replaced=reason is Reason.SUPERSEDED)
         for listener in self.block_listeners:
             listener(names, reason)
 
