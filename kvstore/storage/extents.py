@@ -36,13 +36,13 @@ _LONGEST: Final = (1 << 64) - 1
 class Extents:
     """The free extents of one drive."""
 
-    __slots__ = ("_first", "_kept", "_said", "_until", "unwritten")
+    __slots__ = ("_first", "_kept", "_until", "_word", "unwritten")
 
     def __init__(self, first_page: int, until_page: int) -> None:
         self._first = first_page
         self._until = until_page
         self._kept = _new(first_page, until_page)
-        self._said = ffi.new("struct keep_extents_said *")
+        self._word = ffi.new("uint64_t *")
         self.unwritten: list[tuple[int, int]] | None = None  # given back as they were, if it is to be noted
         if first_page < until_page:
             self.release(first_page, until_page - first_page)
@@ -73,19 +73,15 @@ class Extents:
         )
         return extents
 
-    def _saying(self) -> Any:
-        lib.keep_extents_say(self._kept, self._said)
-        return self._said
-
     @property
     def free_pages(self) -> int:
         """Pages that can be allocated, in whatever pieces."""
-        return int(self._saying().free_pages)
+        return int(lib.keep_extents_pages(self._kept))
 
     @property
     def free_extents(self) -> int:
         """How many free extents there are."""
-        return int(self._saying().extents)
+        return int(lib.keep_extents_count(self._kept))
 
     @property
     def first_page(self) -> int:
@@ -100,12 +96,17 @@ class Extents:
     @property
     def longest(self) -> int:
         """Pages of the longest free extent: what can be allocated at once."""
-        return int(self._saying().longest)
+        return int(lib.keep_extents_longest(self._kept))
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the free extents take in memory."""
+        return int(lib.keep_extents_bytes(self._kept))
 
     @property
     def pinned(self) -> int:
         """How many extents are being read."""
-        return int(self._saying().pinned)
+        return int(lib.keep_extents_pinned(self._kept))
 
     def longest_starts(self, count: int) -> list[int]:
         """Return where the longest free extents begin, the longest first."""
@@ -185,7 +186,8 @@ class Extents:
 
     def pin(self, start: int) -> None:
         """Keep a live extent from being given out again."""
-        self.pin_all([start])
+        self._word[0] = start
+        check(lib.keep_extents_pin(self._kept, self._word, 1))
 
     def pin_all(self, starts: Iterable[int]) -> None:
         """Do so for each of many."""
@@ -198,7 +200,8 @@ class Extents:
 
     def unpin(self, start: int) -> None:
         """Remove one pin."""
-        self.unpin_all([start])
+        self._word[0] = start
+        check(lib.keep_extents_unpin(self._kept, self._word, 1))
 
     def unpin_all(self, starts: Iterable[int]) -> None:
         """Remove one pin of each of many."""

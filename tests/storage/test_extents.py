@@ -279,7 +279,7 @@ def test_few_that_are_left_of_many_take_little_memory() -> None:
     assert [extents.allocate(2) for _ in range(count)] == [2 * at for at in range(count)]
     extents.release_all([(2 * at, 2) for at in range(0, count, 2)])
     assert extents.free_extents == count // 2
-    assert 48 <= extents._saying().bytes / extents.free_extents < 110
+    assert 48 <= extents.memory_bytes / extents.free_extents < 110
     extents.release_all([(2 * at, 2) for at in range(1, count, 2) if at % 256 != 1])
     assert extents.free_extents == 1 + count // 256
-    assert extents._saying().bytes / extents.free_extents < 400
+    assert extents.memory_bytes / extents.free_extents < 400

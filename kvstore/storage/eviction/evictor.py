@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["NEVER", "Evictor", "Uses"]
 
 _REFUSALS: Final[tuple[Refusal | None, ...]] = (None, *Refusal)
+_REASONS: Final = max(Reason) + 1
 _SESSIONS_AT_ONCE: Final = 64  # of a block are asked for
 NEVER: Final = (1 << 64) - 1
 
@@ -100,19 +101,15 @@ class Evictor:
         self._steps = ffi.new("int64_t *")
         self._word = ffi.new("uint64_t *")
         self._planned = ffi.new("struct keep_planned *")
-        self._victims = array("Q", bytes(8 * EVICTION_WORDS * EVICTION_URGENT_BLOCKS))
-
-    def _saying(self) -> Any:
-        lib.keep_core_say(self._kept, self._said)
-        return self._said
+        self._room: array[int] | None = None  # for victims: made before they go, lest they were lost
 
     def __len__(self) -> int:
-        return int(self._saying().blocks)
+        return int(lib.keep_core_blocks(self._kept))
 
     @property
     def has_timers(self) -> bool:
         """Whether any block is to expire."""
-        return bool(self._saying().expiring)
+        return bool(lib.keep_core_expiring(self._kept))
 
     def __contains__(self, generation: int) -> bool:
         return bool(lib.keep_core_knows(self._kept, generation))
@@ -218,7 +215,7 @@ class Evictor:
 
     def gone(self, generations: Sequence[int], reason: Reason, now_ms: int) -> Evictions:
         """Note that blocks are gone for a reason that was not decided here; return those that were kept."""
-        words = array("Q", bytes(8 * EVICTION_WORDS * len(generations)))
+        words = _room(len(generations))
         count = lib.keep_core_gone(
             self._kept,
             _column(generations),
@@ -301,7 +298,7 @@ class Evictor:
     @property
     def protected_pages(self) -> int:
         """Return how many pages are of blocks that are protected."""
-        return int(self._saying().protected_pages)
+        return int(lib.keep_core_protected_pages(self._kept))
 
     @property
     def knows_names(self) -> bool:
@@ -318,6 +315,8 @@ class Evictor:
         `demand_pages` is what puts under way have not allocated yet; `waiting_pages` what a put needs that found
         no room, and is not in it.
         """
+        if self._room is None:
+            self._room = _room(EVICTION_URGENT_BLOCKS)
         goal = self._pressure.judge(free_pages, demand_pages, waiting_pages)
         lib.keep_core_plan(
             self._kept,
@@ -325,13 +324,16 @@ class Evictor:
             EVICTION_URGENT_BLOCKS if goal.mode is Mode.URGENT else EVICTION_BATCH_BLOCKS,
             EVICTION_STEPS_MAX,
             now_ms,
-            ffi.from_buffer("struct keep_gone[]", self._victims),
+            ffi.from_buffer("struct keep_gone[]", self._room),
             self._planned,
         )
         planned = self._planned
         stuck = Stuck(planned.stuck) if planned.stuck else None
         more = bool(planned.lags) or (planned.pages < goal.pages and stuck is None)
-        victims = Evictions(self._victims[: planned.blocks * EVICTION_WORDS])
+        victims = Evictions()
+        if planned.blocks:
+            victims.words, self._room = self._room, None
+            del victims.words[planned.blocks * EVICTION_WORDS :]
         return EvictionPlan(goal.mode, victims, int(planned.pages), more, stuck)
 
     def oldest_use(self, owner: int, steps: Steps) -> int | None:
@@ -349,7 +351,7 @@ class Evictor:
         It ends when they have so many pages, or are as many, when the steps are used up, or when the next one was not
         used before the use of a number.
         """
-        words = array("Q", bytes(8 * EVICTION_WORDS * blocks_max))
+        words = _room(blocks_max)
         self._steps[0] = steps.left
         count = lib.keep_core_evict_oldest(
             self._kept,
@@ -367,21 +369,28 @@ class Evictor:
 
     def statistics(self) -> Statistics:
         """Return where the core stands."""
-        said = self._saying()
+        said = self._said
+        lib.keep_core_say(self._kept, said)
+        guarded = ffi.unpack(said.guarded, len(Guard))
+        tallies = [*map(Tally, ffi.unpack(said.gone_blocks, _REASONS), ffi.unpack(said.gone_pages, _REASONS))]
         return Statistics(
             policy=self._policy.name,
             mode=self._pressure.mode,
-            blocks=said.blocks,
+            blocks=len(self),
             pages=said.pages,
-            expiring=said.expiring,
+            expiring=int(lib.keep_core_expiring(self._kept)),
             sessions=said.sessions,
             session_links=said.links,
             protected_sessions=said.protected_sessions,
-            guarded={guard: said.guarded[guard] for guard in Guard},
+            guarded=dict(zip(Guard, guarded, strict=True)),
             timers_lag=bool(said.lags),
-            gone={reason: Tally(said.gone_blocks[reason], said.gone_pages[reason]) for reason in Reason},
+            gone={reason: tallies[reason] for reason in Reason},
             space_idle_ms=said.space_idle_ms,
         )
+
+
+def _room(evictions: int) -> array[int]:
+    return array("Q", bytes(8 * EVICTION_WORDS * evictions))
 
 
 def _column(numbers: Iterable[int]) -> Any:

@@ -240,16 +240,28 @@ uint64_t keep_core_at(const keep_core *c, uint64_t start, uint64_t *generation)
 	return c->rows[row].pages;
 }
 
+uint64_t keep_core_blocks(const keep_core *c)
+{
+	return c->by_generation.count;
+}
+
+uint64_t keep_core_expiring(const keep_core *c)
+{
+	return c->wheel.count;
+}
+
+uint64_t keep_core_protected_pages(const keep_core *c)
+{
+	return c->protected_pages;
+}
+
 void keep_core_say(const keep_core *c, struct keep_core_said *out)
 {
 	*out = (struct keep_core_said){
-		.blocks = c->by_generation.count,
 		.pages = c->total_pages,
-		.expiring = c->wheel.count,
 		.sessions = c->chains.open,
 		.links = c->chains.linked,
 		.protected_sessions = c->by_protected.count,
-		.protected_pages = c->protected_pages,
 		.lags = c->wheel.lags,
 		.space_idle_ms = c->space_idle_ms,
 		.rows = c->rows_made,

@@ -240,18 +240,31 @@ void keep_extents_hold(keep_extents *e, uint64_t start, uint64_t until)
 	e->held_until = until;
 }
 
-void keep_extents_say(const keep_extents *e, struct keep_extents_said *out)
+uint64_t keep_extents_pages(const keep_extents *e)
+{
+	return e->free_pages;
+}
+
+uint64_t keep_extents_count(const keep_extents *e)
+{
+	return e->by_start.items;
+}
+
+uint64_t keep_extents_longest(const keep_extents *e)
 {
 	struct keep_place end = {e->by_length.count, 0};
 
-	*out = (struct keep_extents_said){
-		.free_pages = e->free_pages,
-		.extents = e->by_start.items,
-		.pinned = e->pins.items,
-		.bytes = keep_runs_bytes(&e->by_start) + keep_runs_bytes(&e->by_length) + keep_runs_bytes(&e->pins),
-	};
-	if (keep_runs_before(&e->by_length, &end))
-		out->longest = keep_runs_at(&e->by_length, end)->a;
+	return keep_runs_before(&e->by_length, &end) ? keep_runs_at(&e->by_length, end)->a : 0;
+}
+
+uint64_t keep_extents_pinned(const keep_extents *e)
+{
+	return e->pins.items;
+}
+
+uint64_t keep_extents_bytes(const keep_extents *e)
+{
+	return keep_runs_bytes(&e->by_start) + keep_runs_bytes(&e->by_length) + keep_runs_bytes(&e->pins);
 }
 
 /* How many pages the free extent has that begins here; 0 if there is none. */

@@ -24,9 +24,6 @@ enum { KEEP_NONE = -1 };
 
 /* Free extents, in pages (extents.c). */
 typedef struct keep_extents keep_extents;
-struct keep_extents_said {
-	uint64_t free_pages, extents, longest, pinned, bytes;
-};
 
 keep_extents *keep_extents_new(uint64_t first, uint64_t until);
 void keep_extents_free(keep_extents *e);
@@ -38,7 +35,11 @@ int keep_extents_pin(keep_extents *e, const uint64_t *starts, uint64_t count);
 int keep_extents_unpin(keep_extents *e, const uint64_t *starts, uint64_t count);
 int keep_extents_is_pinned(keep_extents *e, uint64_t start);
 void keep_extents_hold(keep_extents *e, uint64_t start, uint64_t until);
-void keep_extents_say(const keep_extents *e, struct keep_extents_said *out);
+uint64_t keep_extents_pages(const keep_extents *e);
+uint64_t keep_extents_count(const keep_extents *e);
+uint64_t keep_extents_longest(const keep_extents *e);
+uint64_t keep_extents_pinned(const keep_extents *e);
+uint64_t keep_extents_bytes(const keep_extents *e);
 uint64_t keep_extents_at(const keep_extents *e, uint64_t start);
 uint64_t keep_extents_after(const keep_extents *e, uint64_t page, uint64_t *out, uint64_t room);
 uint64_t keep_extents_of_length(const keep_extents *e, uint64_t below, uint64_t *out, uint64_t room, uint64_t *length);
@@ -78,7 +79,7 @@ struct keep_planned {
 	uint64_t stuck, lags;
 };
 struct keep_core_said {
-	uint64_t blocks, pages, expiring, sessions, links, protected_sessions, protected_pages, lags, space_idle_ms, rows;
+	uint64_t pages, sessions, links, protected_sessions, lags, space_idle_ms, rows;
 	uint64_t guarded[4], gone_blocks[16], gone_pages[16];
 };
 
@@ -87,6 +88,9 @@ keep_core *keep_core_new(keep_policy *policy, int knows_names, const struct keep
 void keep_core_free(keep_core *c);
 void keep_core_share_uses(keep_core *c, uint64_t *uses);
 void keep_core_say(const keep_core *c, struct keep_core_said *out);
+uint64_t keep_core_blocks(const keep_core *c);
+uint64_t keep_core_expiring(const keep_core *c);
+uint64_t keep_core_protected_pages(const keep_core *c);
 int keep_core_restore(keep_core *c, const uint64_t *generations, const uint64_t *starts, const uint32_t *pages,
 		      const uint64_t *expiries_ms, uint64_t count);
 int keep_core_admitted(keep_core *c, const struct keep_record *records, uint64_t count, uint64_t now_ms, uint8_t *refused);

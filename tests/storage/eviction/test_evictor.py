@@ -466,7 +466,8 @@ def test_a_generation_is_taken_once_and_its_row_again() -> None:
     core.gone([1, 1, 77], Reason.DELETED, T0)
     core.admitted([Record(3, 1)], T0)
     core.admitted([Record(4, 1)], T0)
-    assert core._saying().rows == 3, "of 2, 3 and 4: the one that 1 had was free once"
+    core.statistics()
+    assert core._said.rows == 3, "of 2, 3 and 4: the one that 1 had was free once"
     assert order(core) == [2, 3, 4]
 
 
