@@ -276,10 +276,11 @@ class Puts:
         before = self._index.lookup([write.name for write in replacing]) if replacing else ()
         blocks = [(write.name, write.entry()) for write in writes]
         self._index.publish(blocks)
-        for write, old in zip(replacing, before, strict=True):
-            # Gone if it was deleted or quarantined meanwhile; then that has seen to its extent.
-            if old is not None and old == write.replaces:
-                self._keeping.let_go([(write.name, old)], Reason.SUPERSEDED)
+        # One may be gone, if it was deleted or quarantined meanwhile; then that has seen to its extent.
+        pairs = zip(replacing, before, strict=True)
+        replaced = [(write.name, old) for write, old in pairs if old is not None and old == write.replaces]
+        if replaced:
+            self._keeping.let_go(replaced, Reason.SUPERSEDED)
         self._keeping.published(blocks)
 
     def finish(self, record: RecordWrite, error: StorageError | None) -> None:
