@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from kvstore.client.block_calls import durability_message
-from kvstore.client.blocks import Block
+from kvstore.client.blocks import Block, put_into
 from kvstore.client.checks import check_keys, check_list, check_name, check_number
 from kvstore.client.request_ids import as_request
 from kvstore.client.resuming import Manifest, Resuming
@@ -41,6 +41,7 @@ from kvstore.limits import (
 )
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
+from kvstore.names import domain_of
 from kvstore.steps import Step
 from kvstore.wire import sessions_pb2 as pb
 from kvstore.wire import sessions_pb2_grpc, steps_pb2
@@ -484,10 +485,13 @@ class Session:
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
     ) -> Reservation:
-        """As `Client.reserve`, for blocks of this session; the node traces them as such."""
+        """As `Client.reserve`, for blocks of this session; the node traces them as such.
+
+        Those without a domain whose keys are made for one belong to the session's user.
+        """
         self._registered(blocks)
         return self._calls.client.reserve(
-            blocks,
+            put_into(blocks, domain_of(self.user), of_domains=True),
             durability=durability,
             lease_ms=lease_ms,
             expires_unix_ms=expires_unix_ms,
@@ -503,10 +507,13 @@ class Session:
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
     ) -> ArmedPuts:
-        """As `Client.arm`, for blocks of this session; the node traces them as such."""
+        """As `Client.arm`, for blocks of this session; the node traces them as such.
+
+        Those without a domain whose keys are made for one belong to the session's user.
+        """
         self._registered(blocks)
         return self._calls.client.arm(
-            blocks,
+            put_into(blocks, domain_of(self.user), of_domains=True),
             flag,
             durability=durability,
             lease_ms=lease_ms,
