@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import pytest
@@ -13,7 +14,9 @@ from kvstore.client import ClusterBlock
 from kvstore.errors import DomainRequired
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, UNSAID, domain_of, in_domain
+from kvstore.node.upkeep import Block, Upkeep
 from kvstore.sealing.masters import new_master_file
+from kvstore.storage.index import Entry
 from nic_offload.memory import allocate
 from tests.cluster.test_upkeep import BYTES, WAIT_S, Stranger, World, data, has_looked, one_key
 from tests.nic_offload.rig import wait_until
@@ -121,3 +124,11 @@ def test_a_copy_that_does_not_say_whose_it_is_is_refused(world: World) -> None:
     assert [other.copy(key, ticket, domain=into) for key, into in zip(keys[1:], (SHARED, ADA), strict=True)]
     assert world.there(receiver, keys) == [False, True, True]
     assert len(data(keys[0])) <= BYTES
+
+
+def test_a_node_that_does_not_encrypt_knows_of_nobody_who_asked() -> None:
+    block = Block((bytes(16), one_key()), "", Entry(0, 0, 0, 0, 0, b""), (), is_sure=True)
+    plain = cast("Any", SimpleNamespace(_node=SimpleNamespace(store=SimpleNamespace(keys=None))))
+    keys = cast("Any", SimpleNamespace(_node=SimpleNamespace(store=SimpleNamespace(keys=object()))))
+    assert Upkeep._domain_of(plain, block) == UNSAID
+    assert Upkeep._domain_of(keys, block) == SHARED, "it has it from before, and keeps it as such"
