@@ -27,7 +27,7 @@ from kvstore.engines.transformers import CacheStore, moving  # noqa: E402
 from kvstore.engines.transformers.token_blocks import Piece, pieces  # noqa: E402
 from kvstore.errors import FabricError, InvalidArgument, KvError, LayoutError  # noqa: E402
 from kvstore.miss import MissReason  # noqa: E402
-from kvstore.names import block_key  # noqa: E402
+from kvstore.names import block_key, is_in_domain  # noqa: E402
 from kvstore.reach import Reach  # noqa: E402
 from kvstore.sealing.masters import new_master_file  # noqa: E402
 
@@ -135,8 +135,9 @@ def test_a_conversation_is_erased_with_its_user_and_the_node_may_begin_to_encryp
             for one in (store, sharing)
         }
         _until_saved(every["ada", store], live, tokens)
-        for chat in every.values():
+        for (_, one), chat in every.items():
             assert chat.save(live, tokens).error is None
+            assert {is_in_domain(key) for key in chat._session.keys()} == {one is store}
             back = chat.resume(_tokens(101))
             assert (back.tokens, back.miss) == (100, None)
             assert _same(back.cache, live)
