@@ -217,6 +217,7 @@ CONTROL_ASK_MS = 10_000  # in which it has to say it; it may ask Vault before
 CONTROL_CALL_MS = 600_000  # for a rotation: a keyring of 4,194,304 keys takes five minutes
 KEYRING_SLOTS_MAX = 1 << 22  # keys of a store: 512 MiB
 KEYRING_STEP_PAGES_MAX = 256  # that a keyring grows by
+KEYRING_DAMAGED_TOLD_MAX = 1024  # damaged slots that are named in the log, each once
 KEYRING_LOAD_PAGES = 1024  # of it are read at a time
 KEYRING_ROTATED_AT_ONCE = 1024  # keys of a tenant, between two moments at which others may change the keyring
 KEYRING_TENANTS_UNSEALED_MAX = 1024  # tenants' keys that are kept unsealed

@@ -168,6 +168,16 @@ class SlotTable:
                 return False
             return int(self._ids[number]) == int.from_bytes(key_id, "little")
 
+    def is_damaged(self, number: int) -> bool:
+        """Whether a slot was damaged when the keyring was opened, and not overwritten since."""
+        with self._lock:
+            return 0 <= number < len(self._states) and int(self._states[number]) == DAMAGED
+
+    def is_used(self, number: int) -> bool:
+        """Whether a slot has a key."""
+        with self._lock:
+            return 0 <= number < len(self._states) and int(self._states[number]) == LIVE
+
     def has_id(self, number: int, key_id: bytes) -> bool:
         """Whether a slot has, or had last, the key of this id."""
         return int(self._ids[number]) == int.from_bytes(key_id, "little")

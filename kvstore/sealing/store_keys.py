@@ -22,6 +22,7 @@ from kvstore.errors import ConfigError, Corrupt, KvError, NoKeyring, StorageErro
 from kvstore.limits import (
     ERASED_DOMAINS_COMPARED_MAX,
     ERASED_DOMAINS_LOADED_MAX,
+    KEYRING_DAMAGED_TOLD_MAX,
     VAULT_KEYS_MAX,
     VAULT_NAMES_MAX,
 )
@@ -62,6 +63,7 @@ class StoreKeys:
             1, "kvstore-rotation"
         )  # a long rotation keeps nobody from new keys
         self._closing = False
+        self._warned: set[int] = set()  # slots of which the log has said that they are damaged
         self._lock = Lock()  # for these two:
         self._asked: list[tuple[tuple[bytes, bytes], Then]] = []
         self._made: deque[tuple[Then, StorageError | None]] = deque()
@@ -123,16 +125,26 @@ class StoreKeys:
         return self._erased.erased_ms(tenant, keys)
 
     def load(self, name: KeyName) -> bool:
-        """Put a key into the vault again; False if it was destroyed, StorageError if that is unknown now."""
+        """Put a key into the vault again; False if it was destroyed, Corrupt or StorageError if that is unknown."""
         try:
             key = self._keyring.by_number(name.number, name.id.to_bytes(8, "little"))
-        except Corrupt as error:  # nobody can read the record now
-            log.warning("Key %d of the keyring can't be used: %s", name.number, error)
-            return False
+        except Corrupt as error:
+            self._warn_of(name.number, error)
+            raise
         if key is None:
             return False
         self._take(key)
         return True
+
+    def _warn_of(self, number: int, error: Corrupt) -> None:
+        """Once for a slot: each block that is read meets it."""
+        if number not in self._warned and len(self._warned) < KEYRING_DAMAGED_TOLD_MAX:
+            self._warned.add(number)
+            log.warning(
+                "Key %d of the keyring can't be used, and what it encrypts is a miss until the keyring is restored: %s",
+                number,
+                error,
+            )
 
     @property
     def mark(self) -> KeyringMark:

@@ -110,7 +110,7 @@ def test_a_client_that_knows_no_domains_is_refused_and_not_shared(node: NodeProc
         parts = [pb.PutRequest(start=pb.PutStart(name=name)), pb.PutRequest(chunk=b"KV! ")]
         with pytest.raises(grpc.RpcError, match=NEEDED) as refused:
             stub.Put(iter(parts), timeout=10)
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION  # type: ignore[attr-defined]
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         parts[0].start.name.domain = bytes(16)
         with pytest.raises(grpc.RpcError, match="zeros"):
             stub.Put(iter(parts), timeout=10)

@@ -17,6 +17,7 @@ from kvstore.names import SHARED, UNSAID, domain_of, in_domain
 from kvstore.node.upkeep import Block, Upkeep
 from kvstore.sealing.masters import new_master_file
 from kvstore.storage.index import Entry
+from kvstore.wire.status import error_from_rpc
 from nic_offload.memory import allocate
 from tests.cluster.test_upkeep import BYTES, WAIT_S, Stranger, World, data, has_looked, one_key
 from tests.nic_offload.rig import wait_until
@@ -119,8 +120,7 @@ def test_a_copy_that_does_not_say_whose_it_is_is_refused(world: World) -> None:
     ticket = other.offer(keys).ticket
     with pytest.raises(grpc.RpcError, match="or ask for SHARED") as refused:
         other.copy(keys[0], ticket, domain=UNSAID)
-    trailers = dict(refused.value.trailing_metadata())  # type: ignore[attr-defined]
-    assert trailers["kvstore-error"] == DomainRequired.__name__
+    assert isinstance(error_from_rpc("A copy", refused.value), DomainRequired)
     assert [other.copy(key, ticket, domain=into) for key, into in zip(keys[1:], (SHARED, ADA), strict=True)]
     assert world.there(receiver, keys) == [False, True, True]
     assert len(data(keys[0])) <= BYTES

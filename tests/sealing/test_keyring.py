@@ -334,7 +334,8 @@ def test_each_flipped_bit_of_a_slot_costs_that_key_alone() -> None:
         ring = opened(bytes(image))
         assert keys_of(ring, users(2)) == {(ACME, user(2)): bytes(two.key)}
         assert ring.status().damaged == 1
-        assert ring.by_number(one.number, one.id) is None
+        with pytest.raises(Corrupt, match="damaged"):  # nobody has destroyed it
+            ring.by_number(one.number, one.id)
         (fresh,) = ring.ensure(users(1))
         assert fresh.number != one.number  # a damaged slot is left alone
 
