@@ -216,6 +216,7 @@ CONTROL_LINE_BYTES_MAX = 4096  # of what one of them says
 CONTROL_ASK_MS = 10_000  # in which it has to say it; it may ask Vault before
 CONTROL_CALL_MS = 600_000  # for a rotation: a keyring of 4,194,304 keys takes five minutes
 KEYRING_SLOTS_MAX = 1 << 22  # keys of a store: 512 MiB
+KEYRING_TENANT_KEYS_MAX = 3 << 20  # of them a tenant has so many at most: the others need some too
 KEYRING_STEP_PAGES_MAX = 256  # that a keyring grows by
 KEYRING_DAMAGED_TOLD_MAX = 1024  # damaged slots that are named in the log, each once
 KEYRING_LOAD_PAGES = 1024  # of it are read at a time

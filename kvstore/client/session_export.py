@@ -96,9 +96,12 @@ def import_session(
         if progress is not None:
             progress(number, count)
     reader.read_end()
-    # Turns are appended one by one, under a hidden name, and then renamed in one step.
-    nobodies = (f"import {secrets.token_hex(16)}" for _ in itertools.count())
-    gathered = client.session(next(one for one in nobodies if is_here(one)), "unfinished")
+    # Turns are appended one by one, under a hidden name, and then renamed in one step. Its user is the same for all
+    # imports to a node: a node that encrypts makes a key for each user.
+    nobodies = (f"import {number}" for number in itertools.count())
+    gathered = client.session(
+        next(one for one in nobodies if is_here(one)), f"unfinished {secrets.token_hex(16)}"
+    )
     ends = [*(turn.first_block for turn in content.turns), len(content.keys)][1:]
     try:
         for turn, end in zip(content.turns, ends, strict=True):

@@ -298,6 +298,7 @@ class Keyring(Handle):
         tenants = {tenant for tenant, _ in names} - self._tenants.keys()
         new_tenants = len(tenants - self._gone_tenants.keys())
         self._slots.check_room(len(names) + new_tenants, kept=len(self._gone_tenants))
+        self._slots.check_tenants(names)
         for tenant in dict.fromkeys(tenant for tenant, _ in names):
             if tenant not in self._tenants:
                 self._make_tenant(tenant, version=1)
@@ -380,7 +381,8 @@ class Keyring(Handle):
             self._free(self._slots.damaged())
             if tenant not in self._tenants:
                 known = self._gone_tenants.get(tenant)
-                return [] if known is None else [_erased(tenant, known)]
+                # Again, after an interruption: the receipt names what was destroyed then.
+                return [] if known is None else [_erased(tenant, known), *self._slots.gone_with(known.slot)]
             now_ms = self._clock.wall_ms()
             latest = self._tenants[tenant][-1]
             gone = TenantKey(latest.number, latest.slot.gone(now_ms))

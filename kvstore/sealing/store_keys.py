@@ -18,7 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError, Corrupt, KvError, NoKeyring, StorageError, WrongKeyring
+from kvstore.errors import (
+    ConfigError,
+    Corrupt,
+    KvError,
+    NoKeyring,
+    QuotaExceeded,
+    StorageError,
+    WrongKeyring,
+)
 from kvstore.limits import (
     ERASED_DOMAINS_COMPARED_MAX,
     ERASED_DOMAINS_LOADED_MAX,
@@ -223,17 +231,24 @@ class StoreKeys:
     def _make(self) -> None:
         with self._lock:
             asked, self._asked = self._asked, []
-        error: StorageError | None = None
+        error = self._ensure([name for name, _ in asked])
+        errors: dict[bytes, StorageError | None] = {}
+        if isinstance(error, QuotaExceeded):  # of one tenant, which is no fault of the others
+            tenants = dict.fromkeys(tenant for (tenant, _), _ in asked)
+            errors = {one: self._ensure([name for name, _ in asked if name[0] == one]) for one in tenants}
+        self._made.extend((then, errors.get(name[0], error)) for name, then in asked)
+        self._wake()
+
+    def _ensure(self, names: Sequence[tuple[bytes, bytes]]) -> StorageError | None:
         try:
-            for key in self._keyring.ensure(list(dict.fromkeys(name for name, _ in asked))):
+            for key in self._keyring.ensure(list(dict.fromkeys(names))):
                 self._erased.in_use(key.tenant, key.domain)
                 key.close()  # it is taken when it is asked for, by the store's thread
-        except StorageError as failure:
-            error = failure
-        except KvError as failure:
-            error = StorageError(f"The erase domain's key could not be made: {failure}")
-        self._made.extend((then, error) for _, then in asked)
-        self._wake()
+        except StorageError as error:
+            return error
+        except KvError as error:
+            return StorageError(f"The erase domain's key could not be made: {error}")
+        return None
 
 
 def keys_opener(
