@@ -39,6 +39,7 @@ from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import check_master, open_master
 from kvstore.wire.record import KeyringMark
+from nic_offload.secret_keys import are_locked
 from nic_offload.vault import KeyName, Vault
 
 if TYPE_CHECKING:
@@ -63,6 +64,11 @@ class StoreKeys:
         self._keyring = keyring
         self.vault = Vault(VAULT_KEYS_MAX)
         self.header_secret = keyring.store_key
+        if not (self.vault.is_locked and are_locked()):
+            log.warning(
+                "The system doesn't let this process lock its keys in memory, so they may be swapped: raise ulimit -l"
+                " (LimitMEMLOCK= of the unit), or use encrypted swap or none."
+            )
         self._erased = ErasedDomains(keyring.erased(ERASED_DOMAINS_LOADED_MAX))
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
