@@ -234,9 +234,13 @@ def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_
 
 
 def check_name(what: str, name: object) -> None:
-    """Refuse a name that is not text."""
+    """Refuse a name that is not text, such as one that Python made of bytes that are no UTF-8."""
     if not isinstance(name, str):
         raise InvalidArgument(f"{what} is a str, not {type(name).__name__}.")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{what}, {name!a}, is no text: it has half of a surrogate pair.") from None
 
 
 def check_number(what: str, number: int, bits: int = 32) -> int:

@@ -154,6 +154,7 @@ class SessionCalls:
 
     def of_user(self, user: str) -> Iterator[ListedSession]:
         """As `Client.sessions`."""
+        check_name("A user", user)
         token = b""
         while True:
             request = pb.ListSessionsRequest(tenant=self.client.tenant, user=user, page_token=token)
@@ -179,8 +180,6 @@ class SessionCalls:
 
     def one(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
         """As `Client.session`."""
-        check_name("A session's user", user)
-        check_name("A session's name", name)
         return Session(lambda: self, user, name, follower)
 
     def import_one(
@@ -201,6 +200,8 @@ class Session:
         self, find: Callable[[], SessionCalls], user: str, name: str, follower: Follower | None = None
     ) -> None:
         """`find` returns the calls of the node to use, evaluated for each call."""
+        check_name("A session's user", user)
+        check_name("A session's name", name)
         self.user = user
         self.notes = Notes(user, name, SystemClock(), follower)
         self.name = name

@@ -104,3 +104,18 @@ def test_swapped_slots_are_reported_as_damaged(rig: Ring) -> None:
             with pytest.raises(Corrupt, match="changed, or belongs elsewhere"):
                 keyring.domain(TENANT, domain)
     master.close()
+
+
+def test_a_keyring_that_others_could_read_is_kept_from_them_and_that_is_said(
+    rig: Ring,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = keyring_path(rig.data)
+    for mode, words in ((0o644, "mode 0644"), (0o620, "mode 0620"), (0o600, "")):
+        caplog.clear()
+        path.chmod(mode)
+        rig.open()
+        rig.store.close()
+        assert path.stat().st_mode & 0o777 == 0o600
+        said = [one.getMessage() for one in caplog.records if "open to other users" in one.getMessage()]
+        assert [words in one for one in said] == [True] * bool(words)
