@@ -145,7 +145,7 @@ def test_it_goes_on_after_being_killed_at_any_moment(plain: StoreRig, *, power: 
     rig.store.close()
     opened(rig)
     while rig.store.statistics().clear_bytes:
-        stop_at = rig.disk.operations + left.randrange(1, 30)  # type: ignore[union-attr]
+        stop_at = rig.disk.operations + left.randrange(1, 12)  # type: ignore[union-attr]
         for _ in range(TURNS_MAX):
             if rig.disk.operations >= stop_at or not rig.store.statistics().clear_bytes:  # type: ignore[union-attr]
                 break
@@ -167,6 +167,22 @@ def test_it_goes_on_after_being_killed_at_any_moment(plain: StoreRig, *, power: 
     assert not is_marked(rig)
     assert is_sound(rig)
     assert not is_marked(rig)
+
+
+def test_a_sync_that_is_wanted_at_once_follows_one_that_is_under_way(plain: StoreRig) -> None:
+    """Else encrypting rests for good on a node where nobody else needs a sync."""
+    rig, heard = opened(plain), list[str]()
+    writes = rig.drive._writes
+    while writes._sync is not None or writes._awaiting or writes._unhurried:
+        rig.store.poll()
+    writes.after_sync(lambda _: heard.append("the first"))
+    writes.sync_if_awaited()
+    rig.drive._traffic.pump()  # the drive has it
+    writes.after_sync(lambda _: heard.append("at once"), unhurried=True)
+    writes.sync_if_awaited(at_once=True)
+    for _ in range(20):
+        rig.store.poll()
+    assert heard == ["the first", "at once"]
 
 
 def entry_of(rig: StoreRig, number: int) -> Entry | None:
