@@ -168,11 +168,11 @@ ROOMS_MAX = 4096
 LENT_MAX = (
     4  # pieces of ground of a drive that a lane has, or had, and whose records are not all in the index
 )
-LENT_PAGES = 4096  # of one piece, at most
+LENT_PAGES = 1 << 16  # of one piece, at most
 LENT_SHARE = 64  # and this part of a drive
 LENT_RECORDS_MAX = 1024  # on one piece
-LANE_DEPTH = 128  # writes of a lane at a time
-LANE_BYTES_MAX = 8 << 20  # of them: what is more takes its turn among the tenants
+LANE_DEPTH = 256  # writes of a lane at a time
+LANE_BYTES_MAX = 16 << 20  # of them: what is more takes its turn among the tenants
 ROOMS_IDLE_TICKS = 10  # a client that has put nothing for so long keeps none
 LANDING_AT_ONCE_BYTES = 1 << 20  # of it are had while a reservation waits
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
@@ -240,6 +240,7 @@ FABRIC_WORK_US = 500  # a tenant for which so much was done at a stretch rests w
 FABRIC_REST = 3  # so many times as long
 FETCHES_QUEUED_MAX = 16 * BATCH_BLOCKS_MAX
 STAGED_IDLE_BYTES_MAX = 64 << 20  # memory for encrypted records that is kept for the next ones
+WIPES_AT_ONCE = 64  # headers that are overwritten together, in as many operations
 DRIVE_INFLIGHT_OPS_MIN = 2  # but blocks larger than half of it still overlap
 STORE_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # puts, and as many gets, that a drive has accepted and not answered
 DELETES_QUEUED_MAX = 4 * BATCH_BLOCKS_MAX  # deletes that a drive has accepted and not answered

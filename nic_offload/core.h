@@ -382,13 +382,15 @@ struct tk_served {
 };
 int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out);
 int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int count);
-int tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key);
+/* Names: owner and key, one after the other. Blocks that have landed and have no other id yet stay, if others only. */
+void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only);
 int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
 int tk_shelf_count(struct tk_shelf *shelf);
 uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have for the application, ever */
 /* Names (owner and key of each) that are stored from now on, or no longer. */
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored);
-int tk_shelf_rename(struct tk_shelf *shelf, uint64_t id, uint64_t new_id); /* -ENOENT: it is not known any more; -EEXIST */
+/* Blocks are known by other ids from now on: `done[i]` is 1, or 0 if one is not known any more, or another one has its new id. */
+void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t *new_ids, size_t count, uint8_t *done);
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
 void tk_desk_answers(struct tk_desk *desk, int answers); /* at first it leaves all calls to the application */
 void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
@@ -527,7 +529,9 @@ struct tk_lanes {
 	uint8_t homes[TK_LOTS];
 };
 int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, struct tk_lane **out); /* ends with the fabric */
-int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground); /* -EBUSY: it has some */
+/* In the place of what it had: how many records stand on that, and the rest of it. An errno if the lane has failed. */
+int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground, struct tk_ground *left, uint32_t *used);
+void tk_lane_left(struct tk_lane *lane, struct tk_ground *left); /* what there is of it now */
 uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left); /* takes it back; how many records stand on it */
 /* All other records with a lower generation are on the drive. */
 void tk_lane_clear(struct tk_lane *lane, uint64_t generation);

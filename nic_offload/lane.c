@@ -26,7 +26,7 @@
 #include <unistd.h>
 
 #define TOLD_COUNT 64u	     /* records reported to the application together, */
-#define TOLD_NS 1000000u     /* or after so long */
+#define TOLD_NS 4000000u     /* or after so long: nobody waits for it */
 #define STAGED_BYTES (8u << 20)	 /* that were encrypted and are being written */
 #define ENCRYPTED_A_ROUND (1u << 20) /* while they are in the cache, and so that the wire is not kept waiting */
 
@@ -121,11 +121,13 @@ int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, st
 
 /* --- the application's side; any thread */
 
-int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground)
+int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground, struct tk_ground *left, uint32_t *used)
 {
 	pthread_mutex_lock(&lane->lock);
-	int status = lane->failed ? lane->failed : lane->ground.records ? -EBUSY : 0;
+	int status = lane->failed;
 	if (!status) {
+		*used = lane->used;
+		*left = lane->ground;
 		lane->ground = *ground;
 		lane->used = 0;
 	}
@@ -142,6 +144,13 @@ uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left)
 	lane->used = 0;
 	pthread_mutex_unlock(&lane->lock);
 	return used;
+}
+
+void tk_lane_left(struct tk_lane *lane, struct tk_ground *left)
+{
+	pthread_mutex_lock(&lane->lock);
+	*left = lane->ground;
+	pthread_mutex_unlock(&lane->lock);
 }
 
 void tk_lane_clear(struct tk_lane *lane, uint64_t until)

@@ -97,16 +97,32 @@ class Lane:
         self._fabric = fabric
         self.handle: Any = out[0]
         self._out = ffi.new("struct tk_written[]", _TAKEN_MAX)
+        self._left = ffi.new("struct tk_ground *")
+        self._used = ffi.new("uint32_t *")
 
     @property
     def begun(self) -> int:
         """How many records it has begun."""
         return 0 if self._fabric.closed else int(lib.tk_lane_begun(self.handle))
 
-    def lend(self, ground: Ground) -> bool:
-        """Provide ground, unless it has some or has failed."""
+    def lend(self, ground: Ground) -> tuple[int, Ground] | None:
+        """Provide ground in the place of what it had, which is returned as by `seal`; None if it has failed."""
         lent = ffi.new("struct tk_ground *", tuple(ground))
-        return not self._fabric.closed and not lib.tk_lane_lend(self.handle, lent)
+        if self._fabric.closed or lib.tk_lane_lend(self.handle, lent, self._left, self._used):
+            return None
+        return self._used[0], self._ground_left()
+
+    @property
+    def left(self) -> Ground:
+        """The ground that it has not used."""
+        if self._fabric.closed:
+            return Ground(0, 0, 0, 0)
+        lib.tk_lane_left(self.handle, self._left)
+        return self._ground_left()
+
+    def _ground_left(self) -> Ground:
+        left = self._left
+        return Ground(left.page, left.generation, left.pages, left.records)
 
     def clear(self, generation: int) -> None:
         """Let it tell of its records below this generation: all lower ones that are not its own are on the drive."""
@@ -115,9 +131,10 @@ class Lane:
 
     def seal(self) -> tuple[int, Ground]:
         """Take its ground back; returns how many records are, or will be, on it, and the rest."""
-        left = ffi.new("struct tk_ground *")
-        used = 0 if self._fabric.closed else int(lib.tk_lane_seal(self.handle, left))
-        return used, Ground(left.page, left.generation, left.pages, left.records)
+        if self._fabric.closed:
+            return 0, Ground(0, 0, 0, 0)
+        used = int(lib.tk_lane_seal(self.handle, self._left))
+        return used, self._ground_left()
 
     def fail(self) -> None:
         """Start nothing more, and send no answers: later blocks are not kept."""

@@ -27,7 +27,8 @@
 #define BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting */
 #define TOLD_COUNT 64u /* blocks reported to the application together, */
 #define TOLD_NS 1000000u /* or after so long, where nobody waits for a word, */
-#define TOLD_AWAITED_NS 300000u /* and where somebody does, so long after the last time */
+#define TOLD_AWAITED_NS 300000u /* and where somebody does, so long after the last time, */
+#define TOLD_ON_LANE_NS 4000000u /* or, while a lane writes them, which will report their ends, at the latest */
 
 static void free_receiver(struct tk_receiver *receiver)
 {
@@ -191,7 +192,7 @@ void tell_of_puts(struct tk_receiver *receiver)
  * it little more than one. After a quiet time a block whose peer waits for more than `landed` is reported at once. */
 void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came)
 {
-	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
+	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + (came->under_way ? TOLD_ON_LANE_NS : TOLD_NS);
 	if ((came->durability > receiver->setup.landed_code && !came->under_way) || came->is_stored)
 		at_ns = receiver->told_ns + TOLD_AWAITED_NS;
 	if (at_ns <= now_ns || receiver->came_count >= TOLD_COUNT || receiver->rooms_count <= receiver->came_count)

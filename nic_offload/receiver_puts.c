@@ -12,7 +12,6 @@
 #include <time.h>
 
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
-#define LANDED_ID (UINT64_C(1) << 63)
 
 static const uint8_t unsaid[TK_DOMAIN_BYTES];
 

@@ -1,7 +1,7 @@
 """The lanes of a node's drives: they write landed blocks without Python (`nic_offload.lane`).
 
-A lane takes blocks whose name has this drive as its home. It is lent ground again when the drive has had other work,
-which takes the ground back; an idle lane's ground is taken back too.
+A lane takes blocks whose name has this drive as its home. While it is used it gets ground before it has none left, and
+again when the drive has written a record of its own, which takes the ground back. An idle lane's is taken back too.
 
 What always holds: whatever a lane has begun is counted at once, so `is_ahead` says whether there is a record that
 Python has not yet heard of.
@@ -46,7 +46,7 @@ class DriveLanes:
         ]
         self.handed = Lanes(lanes, store.homes) if self._pairs else None
         self._known = 0  # records that were heard of
-        self._idle_ticks = 0
+        self._idle_ticks = ROOMS_IDLE_TICKS
 
     @property
     def is_ahead(self) -> bool:
@@ -67,9 +67,15 @@ class DriveLanes:
                 yield drive, rows
 
     def lend(self) -> None:
-        """Let the lanes have ground, as far as they have none."""
-        for drive, _ in self._pairs:
-            drive.lend()
+        """Let the lanes have ground for a client that puts, as far as they need it."""
+        self._idle_ticks = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Let those that have been used of late have ground, as far as they need it."""
+        if self._idle_ticks < ROOMS_IDLE_TICKS:
+            for drive, _ in self._pairs:
+                drive.lend()
 
     def tick(self) -> None:
         """Take back what nobody has used for a while."""

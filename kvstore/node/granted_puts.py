@@ -109,6 +109,7 @@ class Granted:
     def _choose_way(self, area: PutArea) -> None:
         """Who has a quota has each block held against it."""
         has_quota = self._node.store.quota(area.connection.tenant).bytes_max > 0
+        area.is_on_lanes = not has_quota
         area.receiver.use(None if has_quota else self._lanes.handed)
 
     def quotas_changed(self) -> None:
@@ -195,10 +196,12 @@ class Granted:
         """A receiver or a lane has results. Small blocks that arrive while a drive is busy are written together."""
         if number == LANE_TAG:
             self._take_written()
-            return
-        area = self._areas.get(number)
-        if area is None:
-            return
+            self._node.poll_store()  # now, and not a round of the loop later
+        elif (area := self._areas.get(number)) is not None:
+            self._area_told(area)
+        self._lanes.renew()
+
+    def _area_told(self, area: PutArea) -> None:
         state = self._take(area)
         begun, ended = self._node.store.writes
         if begun == ended or state.wanted_pages > _GATHERED_PAGES_MAX:
@@ -251,8 +254,18 @@ class Granted:
         if self._lanes.is_ahead:
             self.take_all()
 
+    def removed(self, names: Sequence[Name], *, are_replaced: bool) -> None:
+        """The index has these no more, or another record of each, whose put this is."""
+        for name in () if are_replaced else names:
+            one = self._landed.get(name)
+            if one is not None:
+                one.is_gone = True
+        self.free_names(names)
+
     def free_names(self, names: Sequence[Name]) -> None:
         """These may be stored no more: where nothing is, and nothing is on its way there, a name is free again."""
+        if not names:
+            return
         store = self._node.store
         idle = [name for name in names if name not in self._landed and not store.is_putting(name)]
         entries = store.lookup(idle)
@@ -359,7 +372,8 @@ class Granted:
                 return
             del area.unheard[: len(some)]
             self._by_tag.update({one.came.id: one for one in some})
-            self._lanes.lend()
+            if area.is_on_lanes:
+                self._lanes.lend()
 
     def _go_on(self, area: PutArea, state: State) -> None:
         if self._areas.get(area.connection.number) is area:
@@ -409,7 +423,7 @@ class Granted:
         )
         if words:
             put_words(node.fabric, words)
-        self._settle(landed)
+        self._settle(landed, batch)
         for (tenant, number), leases in kept.items():
             durability = _DURABILITIES[number]
             node.timings.leases_kept(tenant, durability, leases, now_ns)
@@ -437,34 +451,49 @@ class Granted:
         log.log(level, "a block could not be stored: %s", error, extra=connection.about())
         connection.failed(lease.generation, error)
 
-    def _settle(self, landed: Sequence[Landed]) -> None:
+    def _settle(self, landed: Sequence[Landed], batch: Sequence[PutDone]) -> None:
         """The store is done with these: where it has the block, the piece stays as its hot copy."""
         memory, pages = self._memory, self._memory.pages
-        entries = self._node.store.lookup([one.name for one in landed])
-        hot: list[tuple[bytes, bytes, Entry | None]] = []
-        gone: list[Name] = []
         freed: dict[Holder, int] = {}  # pages
-        for one, entry in zip(landed, entries, strict=True):
-            came, piece = one.came, one.piece
+        for one in landed:
             if self._landed.get(one.name) is one:
                 del self._landed[one.name]
-            if entry is not None and not one.is_gone and self._stays(came, entry):
-                pages.keep(piece, entry.generation, one.name)
-                hot.append((*one.name, entry))
-            else:
-                pages.retire(piece, came.id)
-            pages.release(piece)
-            freed[one.area.holder] = freed.get(one.area.holder, 0) + piece.pages
-            if entry is None:
-                gone.append(one.name)
+            freed[one.area.holder] = freed.get(one.area.holder, 0) + one.piece.pages
+        written = [
+            (one, done.generation)
+            for one, done in zip(landed, batch, strict=True)
+            if done.generation and not one.is_gone and not pages.has(done.generation)
+        ]
+        renamed = memory.shelf.rename([one.came.id for one, _ in written], [number for _, number in written])
+        listed = set()
+        for (one, generation), is_listed in zip(written, renamed, strict=True):
+            if is_listed:
+                pages.keep(one.piece, generation, one.name)
+                listed.add(one)
+        if len(listed) < len(landed):
+            self._settle_others([one for one in landed if one not in listed])
+        for one in landed:
+            pages.release(one.piece)
         for holder, count in freed.items():
             memory.shares.release(holder, count * PAGE_BYTES)
-        memory.shelve(hot)
-        self.free_names(gone)
         self._node.note_freed()
         self.feed_hungry()
         if self._node.fetches.waiting:  # the memory was held against them
             self._node.later(0, self._node.fetches.pump)
+
+    def _settle_others(self, landed: Sequence[Landed]) -> None:
+        """Settle those that the C core doesn't list, or that were not written themselves."""
+        memory, pages = self._memory, self._memory.pages
+        entries = self._node.store.lookup([one.name for one in landed])
+        hot: list[tuple[bytes, bytes, Entry | None]] = []
+        for one, entry in zip(landed, entries, strict=True):
+            if entry is not None and not one.is_gone and self._stays(one.came, entry):
+                pages.keep(one.piece, entry.generation, one.name)
+                hot.append((*one.name, entry))
+            else:
+                pages.retire(one.piece, one.came.id)
+        memory.shelve(hot)
+        self.free_names([one.name for one, entry in zip(landed, entries, strict=True) if entry is None])
 
     def _stays(self, came: Came, entry: Entry) -> bool:
         """Whether its piece becomes the hot copy of what the index names; then the shelf knows it as that."""
@@ -476,7 +505,7 @@ class Granted:
         if not is_same or self._memory.pages.has(entry.generation):
             return False
         shelf = self._memory.shelf
-        return shelf.rename(came.id, entry.generation) or shelf.take(came.id)
+        return shelf.rename([came.id], [entry.generation]) == b"\1" or shelf.take(came.id)
 
     # --- readers
 
@@ -497,7 +526,7 @@ class Granted:
             if one is not None:
                 one.is_gone = True
                 self._memory.stored([name])  # no lane takes one of that name until the store is done
-                self._memory.shelf.unlist(*name)
+                self._memory.unlist([name])
 
     def delete(self, names: Iterable[Name]) -> None:
         """These are being deleted. Blocks not yet passed to the store never will be: they were put and deleted."""

@@ -178,7 +178,7 @@ class Node:
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
         self.hot.changed(names, self.store.lookup, are_new=reason is None, are_erased=reason is Reason.ERASED)
         if reason is not None:
-            self.granted.free_names(names)
+            self.granted.removed(names, are_replaced=reason is Reason.SUPERSEDED)
         for listener in self.block_listeners:
             listener(names, reason)
 
@@ -436,6 +436,10 @@ class Node:
 
     def _drive_events(self) -> None:
         self.ticks.stir()
+        self.poll_store()
+
+    def poll_store(self) -> None:
+        """Advance what the drives have to do, and report what has ended."""
         self.store.poll()
         self.granted.store_gathered()
 

@@ -80,6 +80,7 @@ class PutArea:
         self.unheard: list[Landed] = []  # of which the store has not heard
         self.target = ROOMS_MIN  # rooms that it should have
         self.idle_ticks = 0
+        self.is_on_lanes = False  # which write what arrives, as far as they can
         self.area = self._area(self._region.address)
         acks = connection.acks
         self.receiver = Receiver(

@@ -281,9 +281,11 @@ class Drive(Handle):
         self._writes.lane = lane
 
     def lend(self) -> None:
-        """Lend the lane ground, if it has none and no put is waiting for room."""
+        """Lend the lane ground, if it needs some, and no record is about to be written which would take it back."""
+        if not self._writes.needs_ground:
+            return
         pages = min(LENT_PAGES, self.capacity_bytes // PAGE_BYTES // LENT_SHARE)
-        if self.keeping.refusal(pages) is None and not self._traffic.queued:
+        if self.keeping.refusal(pages) is None:
             self._writes.lend(pages)
             self._set_off()
 

@@ -294,7 +294,8 @@ class Puts:
         if error is not None or item.durability is Durability.SYNCED:
             self._ended(record, list(record.items()), record.entry(), error)
             return
-        self._report(item, record.done, None)  # it is as it asked to be
+        durability = max(item.durability, Durability.WRITTEN)
+        self.outbox.add(record.done, PutDone(item.tag, None, durability, record.generation))
         self._ended(record, record.followers, record.entry() if record.followers else None, None)
 
     def settle_renewed(self) -> None:

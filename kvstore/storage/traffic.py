@@ -6,6 +6,7 @@ always two operations if there are two (less would leave the drive idle); tenant
 one tenant, or of none, is served in order; the drive is given new work before the old work's results are looked at; a
 short transfer is an error; `about_to_start` is called when work has begun, all that can begin now, and before the drive
 has any of it. What somebody else does on the drive (`Elsewhere`) has its turn and its room here like all other work.
+Work of several operations has ended when all of them have, with the first error among them, if there was one.
 
 It doesn't know what the work is for. The queue is bounded by those who fill it.
 """
@@ -40,7 +41,7 @@ class Elsewhere(enum.Enum):
 
 
 class Work(Protocol):
-    """One operation on the drive and its purpose."""
+    """What is to be done on the drive at once, mostly one operation, and its purpose."""
 
     @property
     def tenant(self) -> bytes:
@@ -57,8 +58,8 @@ class Work(Protocol):
         """Whether a client waits for the bytes that it reads."""
         ...
 
-    def begin(self, tag: int) -> DiskOp | Elsewhere | None:
-        """Return the operation, right before it starts; None if there is nothing left to do."""
+    def begin(self, tag: int) -> DiskOp | list[DiskOp] | Elsewhere | None:
+        """Return the operation, or all of them, right before they start; None if there is nothing left to do."""
         ...
 
     def end(self, result: int) -> None:
@@ -76,6 +77,17 @@ class _Line:
         self.works: deque[Work] = deque()
 
 
+class _Parts:
+    """What has ended of work of several operations."""
+
+    __slots__ = ("error", "left", "moved_bytes")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.moved_bytes = 0
+        self.error = 0
+
+
 class Traffic:
     """The only path to the drive while the store runs."""
 
@@ -84,6 +96,8 @@ class Traffic:
         self._first: deque[Work] = deque()  # before all lines
         self._lines: OrderedDict[bytes, _Line] = OrderedDict()  # whose turn it is stands first
         self._in_flight: dict[int, Work] = {}
+        self._parts: dict[int, _Parts] = {}  # of those with several operations
+        self._more = 0  # operations of theirs beyond the first of each
         self._refused: list[DiskOp] = []  # begun, but the drive had no room for them yet
         self._next_tag = 0
         self.about_to_start: Callable[[], object] = lambda: None
@@ -103,7 +117,7 @@ class Traffic:
     @property
     def in_flight(self) -> int:
         """How many operations are in flight."""
-        return len(self._in_flight)
+        return len(self._in_flight) + self._more
 
     def add(self, work: Work) -> None:
         """Queue work; `pump` starts it."""
@@ -120,6 +134,11 @@ class Traffic:
         """Collect completions, start more work, then deliver the results."""
         ended = []
         for tag, result in self._disk.reap():
+            if tag in self._parts:
+                whole = self._part_ended(tag, result)
+                if whole is None:
+                    continue
+                result = whole  # noqa: PLW2901
             work = self._in_flight.pop(tag)
             size_bytes = work.size_bytes
             self._count(work, -size_bytes)
@@ -127,6 +146,20 @@ class Traffic:
         self.pump()
         for work, result in ended:
             work.end(result)
+
+    def _part_ended(self, tag: int, result: int) -> int | None:
+        """Return the result of the whole, if that was its last operation."""
+        parts = self._parts[tag]
+        parts.left -= 1
+        if result < 0:
+            parts.error = parts.error or result
+        else:
+            parts.moved_bytes += result
+        if parts.left:
+            self._more -= 1
+            return None
+        del self._parts[tag]
+        return parts.error or parts.moved_bytes
 
     def ended(self, tag: int) -> None:
         """Record the completion of work that another thread executed."""
@@ -142,10 +175,14 @@ class Traffic:
             if op is None:
                 continue
             self._in_flight[self._next_tag] = work
+            if isinstance(op, list):
+                self._parts[self._next_tag] = _Parts(len(op))
+                self._more += len(op) - 1
+                ops += op
+            elif op is not Elsewhere.BEGUN:
+                ops.append(op)
             self._next_tag += 1
             self._count(work, work.size_bytes)
-            if op is not Elsewhere.BEGUN:
-                ops.append(op)
         if ops:
             self.about_to_start()
             accepted = self._disk.submit(ops)
@@ -180,7 +217,7 @@ class Traffic:
             self._reading_bytes += size_bytes
 
     def _has_room(self, work: Work) -> bool:
-        count = len(self._in_flight)
+        count = len(self._in_flight) + self._more
         if count < DRIVE_INFLIGHT_OPS_MIN:
             return True
         if work.reads and self._reading_bytes + work.size_bytes > DRIVE_INFLIGHT_READ_BYTES_MAX:

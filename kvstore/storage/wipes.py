@@ -15,7 +15,7 @@ import mmap
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from kvstore.limits import PAGE_BYTES
+from kvstore.limits import PAGE_BYTES, WIPES_AT_ONCE
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.writes import write_error
 from kvstore.wire.record import record_bytes
@@ -56,21 +56,35 @@ class Wipes:
         `instead` of being free, their pages are given to somebody: the first, and how many.
         """
         freed = instead or self._extents.release
+        is_pinned = self._extents.is_pinned
+        unread: list[tuple[int, int]] = []
         for offset, length in records:
-            wipe = _Wipe(self, offset, record_bytes(length) // PAGE_BYTES, freed)
-            self._waiting.append(wipe)
-            self._begin_or_park(wipe)
-            self.pending += 1
-            self.pending_pages += wipe.pages
+            extent = offset // PAGE_BYTES, record_bytes(length) // PAGE_BYTES
+            if is_pinned(extent[0]):
+                self._pinned.append(self._added([extent], freed))
+            else:
+                unread.append(extent)
+        for at in range(0, len(unread), WIPES_AT_ONCE):
+            self._traffic.add(self._added(unread[at : at + WIPES_AT_ONCE], freed))
         if then is not None:
             self._waiting.append(then)
+
+    def _added(self, extents: list[tuple[int, int]], freed: Freed) -> _Wipe:
+        wipe = _Wipe(self, extents, freed)
+        self._waiting.append(wipe)
+        self.pending += len(extents)
+        self.pending_pages += wipe.pages
+        return wipe
 
     def settle_finished(self) -> None:
         """Free wiped extents, and call back; begin those that are no longer read."""
         if self._pinned:
             parked, self._pinned = self._pinned, []
             for wipe in parked:
-                self._begin_or_park(wipe)
+                if self._extents.is_pinned(wipe.extents[0][0]):
+                    self._pinned.append(wipe)
+                else:
+                    self._traffic.add(wipe)
         while self._waiting:
             first = self._waiting[0]
             if isinstance(first, _Wipe) and first.result is None:
@@ -80,16 +94,11 @@ class Wipes:
                 # One that failed before this one matters as well: it may have been of the same name.
                 first(self._writes.stopped)
                 continue
-            self.pending -= 1
+            self.pending -= len(first.extents)
             self.pending_pages -= first.pages
             if first.result is not None and first.result >= 0:
-                first.freed(first.offset // PAGE_BYTES, first.pages)
-
-    def _begin_or_park(self, wipe: _Wipe) -> None:
-        if self._extents.is_pinned(wipe.offset // PAGE_BYTES):
-            self._pinned.append(wipe)
-        else:
-            self._traffic.add(wipe)
+                for page, pages in first.extents:
+                    first.freed(page, pages)
 
     def wiped(self, result: int) -> None:
         """Take the result of a wipe."""
@@ -98,22 +107,25 @@ class Wipes:
 
 
 class _Wipe:
-    """One header page."""
+    """Some header pages, each at the start of an extent."""
 
-    __slots__ = ("_wipes", "freed", "offset", "pages", "result")
-    size_bytes: int = PAGE_BYTES
+    __slots__ = ("_wipes", "extents", "freed", "pages", "result", "size_bytes")
     reads: Final = False
     tenant: Final = b""
 
-    def __init__(self, wipes: Wipes, offset: int, pages: int, freed: Freed) -> None:
+    def __init__(self, wipes: Wipes, extents: list[tuple[int, int]], freed: Freed) -> None:
         self._wipes = wipes
-        self.offset = offset
-        self.pages = pages
+        self.extents = extents  # first page, and how many
+        self.pages = sum(pages for _, pages in extents)
+        self.size_bytes = len(extents) * PAGE_BYTES
         self.freed = freed
         self.result: int | None = None
 
-    def begin(self, tag: int) -> DiskOp:
-        return DiskOp(DiskOpKind.WRITE, self._wipes.zeros_address, PAGE_BYTES, self.offset, tag)
+    def begin(self, tag: int) -> list[DiskOp]:
+        zeros = self._wipes.zeros_address
+        return [
+            DiskOp(DiskOpKind.WRITE, zeros, PAGE_BYTES, page * PAGE_BYTES, tag) for page, _ in self.extents
+        ]
 
     def end(self, result: int) -> None:
         self.result = result

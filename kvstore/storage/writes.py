@@ -63,8 +63,13 @@ class Owner(Protocol):
 class Lane(Protocol):
     """The C core's writer, on ground lent to it."""
 
-    def lend(self, ground: Ground) -> bool:
-        """Take ground; False if it has some, or has failed."""
+    def lend(self, ground: Ground) -> tuple[int, Ground] | None:
+        """Take ground in the place of what it had, which is returned as by `seal`; None if it has failed."""
+        ...
+
+    @property
+    def left(self) -> Ground:
+        """What it has not used of its ground."""
         ...
 
     def seal(self) -> tuple[int, Ground]:
@@ -271,20 +276,24 @@ class Writes:
             )
         self.sync_if_awaited()
 
+    @property
+    def needs_ground(self) -> bool:
+        """Whether the lane has little left or none, and no record of ours is about to take it back."""
+        lane = self.lane
+        if lane is None or not self.lends or self.stopped is not None or self.queued_pages or self._waiting:
+            return False
+        return self._lent is None or self._lent.is_low(lane.left)
+
     def lend(self, pages: int) -> None:
-        """Lend the lane ground: so many pages, or as many as are contiguous, if no put waits for room."""
+        """Lend the lane ground that it needs: so many pages, or as many as are contiguous.
+
+        It gives back what is left of its ground in the same step, so it is never without.
+        """
+        lane = self.lane
+        assert lane is not None
         pages = min(pages, self._extents.longest)
         records = min(pages // 2, LENT_RECORDS_MAX)
-        free = LENT_MAX - len(self._on_lanes)
-        if (
-            not self.lends
-            or self.lane is None
-            or self._lent is not None
-            or self.stopped is not None
-            or self._waiting
-        ):
-            return
-        if not records or not free:
+        if not records or len(self._on_lanes) >= LENT_MAX:
             return
         page = self._extents.allocate(pages)
         if page is None:
@@ -300,13 +309,21 @@ class Writes:
         ground = Ground(page, generation, pages, records)
         self._note_begun(generation + records - 1)
         self._note_lent(place, ground)
-        self._lent = _Lent(generation, records, place)
-        self._begun.append(self._lent)
-        self._on_lanes.append(self._lent)
-        if not self.lane.lend(ground):
-            self._lent.left = 0
-            self._lent = None
+        lent, before = _Lent(ground, place), self._lent
+        # Between two grounds of a lane is nothing of anybody else's: it keeps the order on both by itself.
+        is_next = before is not None and self._begun[-1] is before and before.is_clear
+        self._begun.append(lent)
+        self._on_lanes.append(lent)
+        given_back = lane.lend(ground)
+        if given_back is None:
+            lent.left = 0
             self._extents.release(page, pages, unwritten=True)
+        else:
+            self._lent = lent
+            if before is not None:
+                self._take_back(before, *given_back)
+            if is_next:
+                self._clear(lent)
         self.settle_finished()
 
     def have_ended(self, begun: int) -> bool:
@@ -318,7 +335,9 @@ class Writes:
         lent, self._lent = self._lent, None
         if lent is None or self.lane is None:
             return
-        used, left = self.lane.seal()
+        self._take_back(lent, *self.lane.seal())
+
+    def _take_back(self, lent: _Lent, used: int, left: Ground) -> None:
         lent.left = used - lent.told
         if left.pages:
             self._extents.release(left.page, left.pages, unwritten=True)
@@ -342,11 +361,14 @@ class Writes:
     def _take_from(self, lent: _Lent) -> Sequence[RecordWrite]:
         """What has ended on ground that is the first of all that is under way."""
         if not lent.is_clear:
-            lent.is_clear = True
-            if self.lane is not None:
-                self.lane.clear(lent.until)
+            self._clear(lent)
         ended, lent.ended = lent.ended, []
         return ended
+
+    def _clear(self, lent: _Lent) -> None:
+        lent.is_clear = True
+        if self.lane is not None:
+            self.lane.clear(lent.until)
 
     def after_sync(self, then: AfterSync, *, unhurried: bool = False) -> None:
         """Call back when all that has ended by now is synced, or never will be.
@@ -499,16 +521,20 @@ class Writes:
 class _Lent:
     """Ground that a lane has, or had, until all that stands on it is published."""
 
-    __slots__ = ("ended", "generation", "is_clear", "left", "place", "told", "until")
+    __slots__ = ("ended", "ground", "is_clear", "left", "place", "told", "until")
 
-    def __init__(self, generation: int, records: int, place: int) -> None:
-        self.generation = generation
-        self.until = generation + records
+    def __init__(self, ground: Ground, place: int) -> None:
+        self.ground = ground
+        self.until = ground.generation + ground.records
         self.place = place  # of its note
         self.ended: list[RecordWrite] = []  # and not retired
         self.told = 0  # how many have ended
         self.left: int | None = None  # how many have not, once no more begin
-        self.is_clear = False  # all before it have ended, and the lane knows
+        self.is_clear = False  # all before it have ended, or are the lane's own, and it knows
+
+    def is_low(self, unused: Ground) -> bool:
+        """Whether the lane may have used the rest before anybody looks again."""
+        return 2 * unused.pages < self.ground.pages or 2 * unused.records < self.ground.records
 
     @property
     def is_over(self) -> bool:

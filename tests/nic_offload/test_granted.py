@@ -18,7 +18,7 @@ from nic_offload.checksum import crc32c
 from nic_offload.group import Group
 from nic_offload.receiver import Receiver, Room
 from nic_offload.sender import METADATA_BYTES_MAX, Area, GrantedPut, Heads, Sender, send
-from nic_offload.shelf import Shelf
+from nic_offload.shelf import Shelf, Shelved
 from nic_offload.trigger import TriggeredNotify, arm
 from tests.nic_offload.rig import PAGE, WAIT_S, Pair, after_ms, wait_until
 
@@ -493,9 +493,24 @@ def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: GrantRig) -> Non
     net.feed(1, pages=3)
     assert net.codes(net.put([1])[1], 1) == [LANDED]
     net.wait_came(1)
-    assert net.shelf.rename(net.came[0].id, 5)
-    assert not net.shelf.rename(net.came[0].id, 6)
+    landed = net.came[0].id
+    assert net.shelf.rename([landed, landed], [5, 6]) == b"\1\0"
     assert net.shelf.take(5)
+    assert len(net.shelf) == 0
+
+
+def test_what_landed_stays_listed_until_its_name_goes(net: GrantRig) -> None:
+    """As others of new names don't, whose records are not these; and once it is renamed it is one of them."""
+    net.feed(1, pages=3)
+    assert net.codes(net.put([1])[1], 1) == [LANDED]
+    net.wait_came(1)
+    came = net.came[0]
+    net.shelf.put([Shelved(OWNER, key_of(2), FINGERPRINT, 2, came.address + PAGE, 100, 0)])
+    names = OWNER + came.key + OWNER + key_of(2)
+    net.shelf.unlist(names, others_only=True)
+    assert len(net.shelf) == 1
+    assert net.shelf.rename([came.id, 2], [5, 6]) == b"\1\0"
+    net.shelf.unlist(names, others_only=True)
     assert len(net.shelf) == 0
 
 

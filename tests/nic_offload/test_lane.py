@@ -60,7 +60,7 @@ class Drive:
         *,
         is_clear: bool = True,
     ) -> None:
-        assert self.lane.lend(Ground(page, generation, pages, records))
+        assert self.lane.lend(Ground(page, generation, pages, records)) is not None
         if is_clear:
             self.lane.clear(generation + records)
 
@@ -168,6 +168,27 @@ def test_without_ground_the_application_has_the_block(drive: Drive) -> None:
     assert drive.wait_written(3)[2][2:4] == (200, 50 * PAGE)
 
 
+def test_other_ground_takes_the_place_of_what_is_left(drive: Drive) -> None:
+    rig = drive.rig
+    rig.feed(4, pages=PAGES)
+    drive.lend(pages=10 * PAGES, records=10)
+    for number in range(2):
+        assert rig.put([number], LENGTH, durability=WRITTEN)[1].wait_landed(20)
+    rig.wait_came(2)
+    left = Ground(2 * PAGES, 102, 8 * PAGES, 8)
+    assert drive.lane.left == left
+    assert drive.lane.lend(Ground(60, 110, 30, 10)) == (2, left)
+    drive.lane.clear(120)
+    assert rig.put([2], LENGTH, durability=WRITTEN)[1].wait_landed(20)
+    rig.wait_came(3)
+    assert [one[2:4] for one in drive.wait_written(3)] == [
+        (100, 0),
+        (101, PAGES * PAGE),
+        (110, 60 * PAGE),
+    ]
+    assert drive.lane.seal() == (1, Ground(60 + PAGES, 111, 30 - PAGES, 9))
+
+
 def test_nobody_is_told_before_all_that_came_before_is_on_the_drive(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(4, pages=PAGES)
@@ -196,7 +217,7 @@ def test_a_write_that_fails_is_the_last(tmp_path: Path) -> None:
         rig.put([3], LENGTH, durability=WRITTEN)
         rig.wait_came(3)
         assert rig.came[2].under_way == 0
-        assert not drive.lane.lend(Ground(0, 900, 10, 10))
+        assert drive.lane.lend(Ground(0, 900, 10, 10)) is None
         drive.close()
 
 

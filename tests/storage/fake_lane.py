@@ -60,12 +60,16 @@ class FakeLane:
 
     # --- what the store asks of it
 
-    def lend(self, ground: Ground) -> bool:
-        assert not self.ground.records
+    def lend(self, ground: Ground) -> tuple[int, Ground] | None:
         if self.failed:
-            return False
-        self.ground, self._used = ground, 0
-        return True
+            return None
+        given_back = self.seal()
+        self.ground = ground
+        return given_back
+
+    @property
+    def left(self) -> Ground:
+        return self.ground
 
     def seal(self) -> tuple[int, Ground]:
         used, left = self._used, self.ground

@@ -101,6 +101,29 @@ def test_ground_is_given_back_with_all_that_was_not_used(rig: StoreRig) -> None:
     assert not any(rig.drive._writes._on_lanes)
 
 
+def test_ground_is_replaced_before_it_is_used_up_and_nothing_waits_at_its_end(rig: StoreRig) -> None:
+    lane = lane_of(rig)
+    free = rig.drive._extents.free_pages + lane.ground.pages
+    grounds = {lane.ground.page}
+    for number in range(150):
+        land(rig, number)  # the lane takes each
+        rig.drive.lend()
+        grounds.add(lane.ground.page)
+        assert lane.ground.records > 0
+        if number == 20:
+            end_all(rig)
+            assert len(lane.told) == 21
+            rig.take_note()
+    assert len(grounds - {lane.ground.page + number for number in range(lane.ground.pages)}) >= 2
+    end_all(rig)
+    assert len(lane.told) == 129, "on all of the grounds, before we have taken note of any end"
+    rig.take_note()
+    rig.drive.seal()
+    assert rig.drive._extents.free_pages == free - 150 * 3
+    rig.settle()
+    assert all(is_stored(rig, number) for number in range(150))
+
+
 def test_what_is_written_by_both_is_told_in_one_order(rig: StoreRig) -> None:
     """The lane tells of nothing while one of ours with a lower generation is under way."""
     land(rig, 0)
