@@ -13,6 +13,7 @@ import pytest
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken
 from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, ENCRYPT_REST_MS, ENCRYPT_SHARE, HEADER_BYTES, PAGE_BYTES
+from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.eviction.items import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.manifests import SessionName
@@ -169,8 +170,11 @@ def test_it_goes_on_after_being_killed_at_any_moment(plain: StoreRig, *, power: 
     assert not is_marked(rig)
 
 
-def test_a_sync_that_is_wanted_at_once_follows_one_that_is_under_way(plain: StoreRig) -> None:
+def test_a_sync_that_is_wanted_at_once_follows_one_that_is_under_way(
+    plain: StoreRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else encrypting rests for good on a node where nobody else needs a sync."""
+    monkeypatch.setattr(Encrypting, "step", lambda _: None)
     rig, heard = opened(plain), list[str]()
     writes = rig.drive._writes
     while writes._sync is not None or writes._awaiting or writes._unhurried:
