@@ -160,7 +160,7 @@ struct tk_put_head {
 	uint8_t zeros[2];
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
-	uint8_t domain[TK_DOMAIN_BYTES]; /* whose key it is encrypted with on the drive */
+	uint8_t domain[TK_DOMAIN_BYTES]; /* whose key it is encrypted with on the drive; zeros: none was named */
 	uint8_t more_zeros[8];
 	uint64_t tag; /* on a sealed connection, of the metadata and all fields before it; otherwise 0. The sender */
 };
@@ -495,7 +495,9 @@ struct tk_receiver_setup {
 	uint32_t taken_code;   /* another block has the key; */
 	uint32_t expired_code; /* its life was over before it came; */
 	uint32_t written_code; /* it is on the drive, which a lane says */
+	uint32_t unsaid_code;  /* it names no domain; 0: none needs to be named */
 	uint8_t owner[TK_OWNER_BYTES];
+	uint8_t shared[TK_DOMAIN_BYTES]; /* as which domain a peer names the owner's own, which is zeros for lanes */
 };
 /* Writes landed blocks to a drive without the application; see lane.c. */
 struct tk_lane_setup {
@@ -593,7 +595,7 @@ struct tk_receiver_state {
 	uint32_t rooms;	       /* of the size that was wanted last */
 	uint32_t wanted_pages; /* that size; 0: nothing has come yet */
 	uint32_t starved;      /* how often there was no room, since the last call; likewise */
-	uint32_t differed, taken, expired; /* how many were answered so */
+	uint32_t differed, taken, expired, unsaid; /* how many were answered so */
 	int32_t broken;	       /* the peer's put was invalid: an errno */
 };
 int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out);

@@ -17,7 +17,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import Corrupt, Expired, KeyTaken, Overloaded, ProtocolError
+from kvstore.errors import Corrupt, DomainRequired, Expired, KeyTaken, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     GRANTED_BYTES_MAX,
@@ -99,7 +99,9 @@ class Granted:
             return None
         if layout.total_bytes > self._slots.left(connection.tenant):
             return None
-        area = self._areas[connection.number] = PutArea(connection, self._memory, shares=shares)
+        area = self._areas[connection.number] = PutArea(
+            connection, self._memory, shares=shares, encrypts=self._node.store.keys is not None
+        )
         self._slots.take(connection.tenant, layout.total_bytes)
         self._choose_way(area)
         return area
@@ -297,6 +299,7 @@ class Granted:
         refused: list[StorageError] = [KeyTaken(_TAKEN)] * state.taken
         refused += [Corrupt(_DIFFERED)] * state.differed
         refused += [Expired(_EXPIRED)] * state.expired
+        refused += [DomainRequired()] * state.unsaid
         if refused:
             self._node.counters.kept((), refused)
 

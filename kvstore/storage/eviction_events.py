@@ -77,7 +77,7 @@ _SAID: Final = {
     Reason.SUPERSEDED: "replaced by a newer one",
     Reason.DELETED: "deleted",
     Reason.QUARANTINED: "dropped because it failed a check or could not be read",
-    Reason.ERASED: "erased: the key that it was encrypted with is destroyed",
+    Reason.ERASED: "erased",
 }
 
 

@@ -122,6 +122,8 @@ class Gets:
         elif found is Flaw.NO_KEY:
             self._keeping.drop([name], Reason.ERASED, spared=[entry.domain])
             self._miss(item, read.done, MissReason.ERASED)
+        elif found is Flaw.KEY_DAMAGED:
+            self._miss(item, read.done, MissReason.UNREADABLE, "its key's slot in the keyring is damaged")
         else:
             self._keeping.quarantine(name, entry.generation, wipe=not is_foreign)
             self._miss(

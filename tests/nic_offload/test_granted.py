@@ -38,7 +38,8 @@ DATA = SLOTS * PAGE
 OWNER, FINGERPRINT = b"o" * 16, b"f" * 16
 FIRST, FIRST_ACK = 1 << 40, 1 << 20
 LANDED, WRITTEN = 1, 2
-DIFFERS, TAKEN, EXPIRED = 0x47, 0x45, 0x46
+DIFFERS, TAKEN, EXPIRED, UNSAID = 0x47, 0x45, 0x46, 0x48
+SHARED = b"shared by tenant"
 RECEIVER = 77
 WORDS = 64
 
@@ -50,7 +51,7 @@ def key_of(number: int) -> bytes:
 class GrantRig:
     """The near side is a client, the far side its node."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, unsaid_code: int = 0) -> None:
         self.pair = pair
         self.shelf = Shelf(pair.far.fabric, pair.far.region)
         here = pair.far.region.address
@@ -66,6 +67,8 @@ class GrantRig:
             (pair.back.word_target(0), pair.back.key, WORDS),
             (LANDED, DIFFERS, TAKEN, EXPIRED, WRITTEN),
             (pair.there.base, pair.there.key),
+            SHARED,
+            unsaid_code,
         )
         there = pair.there
         self.sender = Sender(
@@ -284,6 +287,30 @@ def test_bytes_that_are_not_those_that_were_sent_are_refused(net: GrantRig) -> N
     wait_until(lambda: word.load() == 10 << 8 | LANDED, "the slot serves again")
     net.wait_came(1)
     assert net.payload(net.came[0]) == payload
+
+
+@pytest.mark.parametrize("durability", [LANDED, WRITTEN])
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_put_that_names_no_domain_is_refused_where_one_is_needed(
+    durability: int, *, is_needed: bool
+) -> None:
+    """Whatever of it the peer wants to hear; `shared` is the owner's own, which lanes know as zeros."""
+    with Pair("net", 32 * MIB) as pair:
+        pair.there.fence()
+        rig = GrantRig(pair, UNSAID if is_needed else 0)
+        rig.feed(4)
+        domains = (b"a user's domain!", SHARED, b"")
+        tag, group = rig.put([1, 2, 3], durability=durability, domains=domains)
+        if is_needed:
+            assert rig.refusal(tag + 4) == UNSAID
+        rig.wait_came(2 if is_needed else 3)
+        if durability == LANDED and not is_needed:
+            assert rig.codes(group, 3) == [LANDED] * 3
+        assert len(rig.receiver.rooms()) == 4 - len(rig.came), "the refused one's room is free"
+        stored = {came.key: came.domain for came in rig.came}
+        wanted = {key_of(1): domains[0], key_of(2): bytes(16)} | ({} if is_needed else {key_of(3): bytes(16)})
+        assert stored == wanted
+        assert len(rig.shelf) == len(wanted)
 
 
 def test_a_flag_whose_bytes_have_not_come_is_no_put(net: GrantRig) -> None:
