@@ -3,7 +3,7 @@
 Always holds: free extents never adjoin (neighbours are merged); an allocation is the prefix of a free extent, on
 which recovery by scan depends ("Why jumping is sound" in docs/record-format.md); of several that fit alike the one is
 taken that has been so long for the longest time; a pinned extent is not reused until its last pin is released. A call
-that would break this is an AssertionError, and changes nothing.
+that would break this is an AssertionError, and changes nothing; of a batch, what stands before the breach is done.
 
 It stores nothing about live extents: those are in the index. Units are pages, not bytes. The work is done in C
 (`keep/extents.c`), in time that grows with the logarithm of the number of free extents, each of which takes 48 to 100

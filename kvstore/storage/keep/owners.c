@@ -17,6 +17,7 @@
 
 int keep_owners_init(struct keep_owners *owners, uint64_t owners_max)
 {
+	keep_assert(owners_max < UINT16_MAX); /* a row has 16 bits for its owner */
 	owners->uses = &owners->own_uses;
 	owners->heads = (uint32_t)owners_max + 1;
 	owners->pages = calloc(owners->heads, sizeof *owners->pages);
