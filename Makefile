@@ -175,6 +175,6 @@ test-ends-short: wheel ## the same in two minutes: a new user's first steps, on 
 
 .PHONY: clean
 clean: ## remove .venv and all that was built
-	rm -rf .venv .venv-engines .cache build dist *.egg-info nic_offload/*.so nic_offload/_core.c kvstore/storage/*.so kvstore/storage/_uring.c
+	rm -rf .venv .venv-engines .cache build dist *.egg-info nic_offload/*.so nic_offload/_core.c kvstore/storage/*.so kvstore/storage/_uring.c kvstore/storage/keep/*.so kvstore/storage/keep/_keep.c
 	rm -f sim/replay/*.so sim/replay/_events.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

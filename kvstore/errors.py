@@ -31,6 +31,7 @@
     │   ├── WrongVersion       a data folder of another format version
     │   ├── FolderLocked       another node has this data folder open
     │   ├── NotEncrypted       the node has no master key, and the block names an erase domain
+    │   ├── DomainRequired     the node encrypts, and the put doesn't say whose the block is
     │   ├── NoKeyring          the data folder has no keyring
     │   ├── WrongKeyring       the keyring is not the one that the drives were last used with, or an older copy of it
     │   └── ForeignDrive       a drive of another store, or of another place in this one
@@ -74,6 +75,7 @@ __all__ = [
     "CudaUnavailable",
     "DeadlineExceeded",
     "DeviceError",
+    "DomainRequired",
     "Expired",
     "FabricError",
     "FabricStuck",
@@ -252,6 +254,18 @@ class NotEncrypted(StorageError):
         " --master-key, or put the block without a domain.",
     ) -> None:
         """Its message says what to do about it."""
+        super().__init__(sentence)
+
+
+class DomainRequired(StorageError):
+    """The node encrypts, and the put names no erase domain; nothing is shared that wasn't asked to be."""
+
+    def __init__(
+        self,
+        sentence: str = "The node encrypts blocks, and this put doesn't say whose its block is: name its user (a key of"
+        " in_domain, and that domain), or ask for SHARED, whose blocks erasing a user doesn't reach.",
+    ) -> None:
+        """Its message says both ways out."""
         super().__init__(sentence)
 
 

@@ -216,7 +216,9 @@ CONTROL_LINE_BYTES_MAX = 4096  # of what one of them says
 CONTROL_ASK_MS = 10_000  # in which it has to say it; it may ask Vault before
 CONTROL_CALL_MS = 600_000  # for a rotation: a keyring of 4,194,304 keys takes five minutes
 KEYRING_SLOTS_MAX = 1 << 22  # keys of a store: 512 MiB
+KEYRING_TENANT_KEYS_MAX = 3 << 20  # of them a tenant has so many at most: the others need some too
 KEYRING_STEP_PAGES_MAX = 256  # that a keyring grows by
+KEYRING_DAMAGED_TOLD_MAX = 1024  # damaged slots that are named in the log, each once
 KEYRING_LOAD_PAGES = 1024  # of it are read at a time
 KEYRING_ROTATED_AT_ONCE = 1024  # keys of a tenant, between two moments at which others may change the keyring
 KEYRING_TENANTS_UNSEALED_MAX = 1024  # tenants' keys that are kept unsealed
@@ -378,6 +380,8 @@ HTTP_FIELDS_MAX = 8  # of a query
 STOP_GRACE_MS = 1_000  # for calls to end in, when a node stops
 STALE_DEADLINES_MAX = 1024  # that have been set anew, beside as many as there are good ones
 READS_OF_BLOCK_MAX = 3  # twice all of it, then its header alone
+INDEX_LABELS_AT_ONCE = 1024  # are sealed in one transaction
+INDEX_LABELS_KEYS_S = 60  # for the next of the keys that they are sealed with
 INDEX_GROWTHS_MAX = 4  # doublings of the map within one transaction
 READS_AHEAD_MAX = 32  # of one scan of a drive
 EVICTION_USES_MAX = 3  # of a block that S3-FIFO counts
@@ -448,7 +452,7 @@ assert SPANS_SENT_MAX <= SPANS_QUEUED_MAX
 assert PROTECTED_SESSIONS_OF_TENANT_MAX <= PROTECTED_SESSIONS_MAX
 assert EVICTION_BATCH_BLOCKS <= EVICTION_URGENT_BLOCKS <= EVICTION_STEPS_MAX
 assert GUARDS_OF_A_KIND_MAX + PROTECTED_SESSIONS_MAX < 1 << 16  # counted in 16 bits
-assert SESSION_BLOCKS_MAX <= SESSION_LINKS_MIN < 1 << 32  # a position and a link share 64 bits
+assert SESSION_BLOCKS_MAX <= SESSION_LINKS_MIN < 1 << 32  # positions and links have 32 bits each
 assert DELETES_QUEUED_MAX >= BATCH_BLOCKS_MAX
 assert SESSION_CHUNK_BLOCKS * KEY_BYTES <= PAGE_BYTES
 assert DRIVE_CAPACITY_BYTES_MIN <= DRIVE_CAPACITY_BYTES_DEFAULT <= DRIVE_CAPACITY_BYTES_MAX

@@ -24,7 +24,7 @@ class MissReason(enum.IntEnum):
     BUSY = 8  # the node was at a bound and did not start
     EVICTED = 9  # evicted for room; known for the latest removals only
     QUOTA = 10  # evicted because its tenant was at its quota and put more; known for the latest removals only
-    ERASED = 11  # its erase domain was erased: the key that it was encrypted with is destroyed
+    ERASED = 11  # it was erased, with its user or its tenant
 
     @classmethod
     def _missing_(cls, value: object) -> MissReason | None:

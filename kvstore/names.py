@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SHARED",
+    "UNSAID",
     "block_key",
+    "check_domain_name",
     "domain_of",
     "fits_domain",
     "fitting_domain",
@@ -28,7 +30,12 @@ __all__ = [
     "user_name",
 ]
 
-SHARED: Final = b""  # the domain of blocks that all users of a tenant share
+UNSAID: Final = b""  # no domain: whose a block is was not said
+SHARED: Final = (
+    b"shared by tenant"  # the domain of blocks that all users of a tenant share: it must be asked for
+)
+assert len(SHARED) == DOMAIN_BYTES
+_NOBODYS: Final = (UNSAID, SHARED)
 _MARK: Final = b"tkvdom"  # the end of the keys of blocks in other domains
 _CHECK_BYTES: Final = 6  # before it
 
@@ -44,6 +51,17 @@ def _digest(purpose: bytes, size_bytes: int, parts: Iterable[bytes]) -> bytes:
     return state.digest()
 
 
+def _encoded(name: str) -> bytes:
+    try:
+        return name.encode()
+    except AttributeError:
+        raise InvalidArgument(f"A name is a str, not {type(name).__name__}.") from None
+    except UnicodeEncodeError:
+        raise InvalidArgument(
+            f"The name {name!a} is no text: it contains half of a surrogate pair."
+        ) from None
+
+
 def block_key(*parts: bytes) -> bytes:
     """The key of a block whose bytes are determined by these parts: the engine's chained hash, the model, ..."""
     return _digest(b"triggerkv key", KEY_BYTES, parts)
@@ -56,17 +74,17 @@ def layout_fingerprint(*parts: bytes) -> bytes:
 
 def tenant_name(tenant: str, salt: bytes) -> bytes:
     """A tenant as the drive knows it. The salt is the store's, so a stolen drive doesn't tell whose blocks it has."""
-    return _digest(b"triggerkv tenant", TENANT_BYTES, [salt, tenant.encode()])
+    return _digest(b"triggerkv tenant", TENANT_BYTES, [salt, _encoded(tenant)])
 
 
 def user_name(tenant: bytes, user: str) -> bytes:
     """A user as the drive knows them; `tenant` is that of `tenant_name`, so this one is salted as well."""
-    return _digest(b"triggerkv user", USER_BYTES, [tenant, user.encode()])
+    return _digest(b"triggerkv user", USER_BYTES, [tenant, _encoded(user)])
 
 
 def domain_of(user: str) -> bytes:
     """The erase domain of a user's blocks: which of their tenant's keys encrypts them."""
-    return _digest(b"triggerkv domain", DOMAIN_BYTES, [user.encode()])
+    return _digest(b"triggerkv domain", DOMAIN_BYTES, [_encoded(user)])
 
 
 def in_domain(key: bytes, domain: bytes) -> bytes:
@@ -78,11 +96,22 @@ def in_domain(key: bytes, domain: bytes) -> bytes:
     >>> in_domain(key, SHARED) == key
     True
     """
-    if not domain:
+    if domain in _NOBODYS:
         return key
+    check_domain_name(domain)
     size = KEY_BYTES - _CHECK_BYTES - len(_MARK)
     digest = _digest(b"triggerkv in dom", size, [key, domain])
     return digest + _check(digest, domain) + _MARK
+
+
+def check_domain_name(domain: bytes) -> None:
+    """Refuse anything but a domain. 16 zeros are none: over the fabric they mean that no domain was named."""
+    if not isinstance(domain, bytes):
+        raise InvalidArgument(f"An erase domain is bytes, not {type(domain).__name__}.")
+    if domain and len(domain) != DOMAIN_BYTES:
+        raise InvalidArgument(f"An erase domain has {DOMAIN_BYTES} bytes, not {len(domain)}.")
+    if domain and not any(domain):
+        raise InvalidArgument("An erase domain of zeros is none: use SHARED, or domain_of(user).")
 
 
 def is_in_domain(key: bytes) -> bool:
@@ -91,11 +120,11 @@ def is_in_domain(key: bytes) -> bool:
 
 
 def fits_domain(key: bytes, domain: bytes) -> bool:
-    """Whether a block may be put into this domain: one with a key of `in_domain` into its own, any other as shared."""
+    """Whether a block may be put into this domain: one with a key of `in_domain` into its own, any other into none."""
     if not is_in_domain(key):
-        return not domain
+        return domain in _NOBODYS
     digest = key[: -_CHECK_BYTES - len(_MARK)]
-    return bool(domain) and key == digest + _check(digest, domain) + _MARK
+    return domain not in _NOBODYS and key == digest + _check(digest, domain) + _MARK
 
 
 def fitting_domain(key: bytes, domains: Iterable[bytes]) -> bytes | None:
@@ -117,4 +146,4 @@ def _check(digest: bytes, domain: bytes) -> bytes:
 
 def session_name(user: bytes, session: str) -> bytes:
     """A session as the drive knows it; `user` is that of `user_name`."""
-    return _digest(b"triggerkv sessio", SESSION_BYTES, [user, session.encode()])
+    return _digest(b"triggerkv sessio", SESSION_BYTES, [user, _encoded(session)])

@@ -9,8 +9,8 @@ Each setting is taken from the first of these four places that has it:
 
 What always holds: an unknown setting, or an invalid value, is a ConfigError of one sentence that names its place;
 unknown variables are ignored, and logged once. Settings that express one thing in two ways (`node` and `nodes`,
-`token` and `token_file`) are taken from the same place, so a token from the environment is never combined with a token
-file from an argument. A token is in no `repr`, and is sent only over TLS or within this machine.
+`token` and `token_file`, `user` and `shared`) are taken from the same place, so a token from the environment is never
+combined with a token file from an argument. A token is in no `repr`, and is sent only over TLS or within this machine.
 
 What it doesn't do: make calls. Tokens and certificates are read when a client is opened.
 """
@@ -35,6 +35,7 @@ from kvstore.limits import (
     REACH_TIMEOUT_MS_MAX,
     RPC_TIMEOUT_MS,
 )
+from kvstore.names import SHARED, UNSAID, domain_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,7 +52,7 @@ _PORT = re.compile(r"[0-9]{1,5}")
 _DIGITS_MAX: Final = 18
 _Level: TypeAlias = "tuple[str, dict[str, Any]]"  # a place, and what it says
 # Settings that express the same thing in two ways: a place that has one of them counts for both.
-_TOGETHER: Final = (("node", "nodes"), ("token", "token_file"))
+_TOGETHER: Final = (("node", "nodes"), ("token", "token_file"), ("user", "shared"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,10 @@ class Reach:
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS  # for each connection to the node, of gRPC and of the fabric
     call_timeout_ms: int = RPC_TIMEOUT_MS  # for each call, attaching included
     get_timeout_ms: int = FETCH_TIMEOUT_MS  # for gets, resumes and streams without a timeout of their own
+    user: str = ""  # whose the blocks are that are put without a domain; "": nobody's
+    shared: bool = (
+        False  # or: all users of the tenant share these blocks, and erasing a user doesn't reach them
+    )
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -84,6 +89,7 @@ class Reach:
             raise ConfigError("Give a token or a token file, not both.")
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("A client's certificate needs its key, and the key its certificate.")
+        self._check_domain()
         for name in ("connect_timeout_ms", "call_timeout_ms", "get_timeout_ms"):
             if not 1 <= getattr(self, name) <= REACH_TIMEOUT_MS_MAX:
                 raise ConfigError(f"{name} is 1 to {REACH_TIMEOUT_MS_MAX} milliseconds.")
@@ -94,6 +100,11 @@ class Reach:
                         f"A token is not sent to {host} in the clear: set ca to the CA of the node's"
                         f" certificate, or tls = true if the system trusts it."
                     )
+
+    def _check_domain(self) -> None:
+        if self.user and self.shared:
+            raise ConfigError("Blocks are those of a user or shared, not both: set user or shared.")
+        domain_of(self.user)
 
     @classmethod
     def of(
@@ -161,6 +172,11 @@ class Reach:
                 f"One node is needed here, not {', '.join(self.nodes)}; `Nodes` talks to several."
             )
         return self.nodes[0]
+
+    @property
+    def domain(self) -> bytes:
+        """The erase domain of blocks that are put without one."""
+        return SHARED if self.shared else domain_of(self.user) if self.user else UNSAID
 
     @property
     def uses_tls(self) -> bool:
@@ -276,6 +292,7 @@ def _several(value: Any, _: Path) -> tuple[str, ...]:
 
 _TEXT = _Kind((str,), lambda value, _: value, "a text")
 _MS = _Kind((int,), lambda value, _: value, "a whole number of milliseconds")
+_FLAG = _Kind((bool,), lambda value, _: value, "true or false")
 _FILE_KIND = _Kind((str, Path), _path, "a path")
 _KINDS: Final = {
     "node": _Kind((str,), _several, "HOST:PORT"),
@@ -283,7 +300,7 @@ _KINDS: Final = {
     "tenant": _TEXT,
     "token": _TEXT,
     "token_file": _FILE_KIND,
-    "tls": _Kind((bool,), lambda value, _: value, "true or false"),
+    "tls": _FLAG,
     "ca": _FILE_KIND,
     "certificate": _FILE_KIND,
     "key": _FILE_KIND,
@@ -293,6 +310,8 @@ _KINDS: Final = {
     "connect_timeout_ms": _MS,
     "call_timeout_ms": _MS,
     "get_timeout_ms": _MS,
+    "user": _TEXT,
+    "shared": _FLAG,
 }
 assert set(_KINDS) == {one.name for one in fields(Reach)} | {"node"}
 

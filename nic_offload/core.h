@@ -160,7 +160,7 @@ struct tk_put_head {
 	uint8_t zeros[2];
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
-	uint8_t domain[TK_DOMAIN_BYTES]; /* whose key it is encrypted with on the drive */
+	uint8_t domain[TK_DOMAIN_BYTES]; /* whose key it is encrypted with on the drive; zeros: none was named */
 	uint8_t more_zeros[8];
 	uint64_t tag; /* on a sealed connection, of the metadata and all fields before it; otherwise 0. The sender */
 };
@@ -385,13 +385,15 @@ struct tk_served {
 };
 int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out);
 int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int count);
-int tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key);
+/* Names: owner and key, one after the other. Blocks that have landed and have no other id yet stay, if others only. */
+void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only);
 int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
 int tk_shelf_count(struct tk_shelf *shelf);
 uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have for the application, ever */
 /* Names (owner and key of each) that are stored from now on, or no longer. */
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored);
-int tk_shelf_rename(struct tk_shelf *shelf, uint64_t id, uint64_t new_id); /* -ENOENT: it is not known any more; -EEXIST */
+/* Blocks are known by other ids from now on: `done[i]` is 1, or 0 if one is not known any more, or another one has its new id. */
+void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t *new_ids, size_t count, uint8_t *done);
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
 void tk_desk_answers(struct tk_desk *desk, int answers); /* at first it leaves all calls to the application */
 void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
@@ -496,7 +498,9 @@ struct tk_receiver_setup {
 	uint32_t taken_code;   /* another block has the key; */
 	uint32_t expired_code; /* its life was over before it came; */
 	uint32_t written_code; /* it is on the drive, which a lane says */
+	uint32_t unsaid_code;  /* it names no domain; 0: none needs to be named */
 	uint8_t owner[TK_OWNER_BYTES];
+	uint8_t shared[TK_DOMAIN_BYTES]; /* as which domain a peer names the owner's own, which is zeros for lanes */
 };
 /* Writes landed blocks to a drive without the application; see lane.c. */
 struct tk_lane_setup {
@@ -594,7 +598,7 @@ struct tk_receiver_state {
 	uint32_t rooms;	       /* of the size that was wanted last */
 	uint32_t wanted_pages; /* that size; 0: nothing has come yet */
 	uint32_t starved;      /* how often there was no room, since the last call; likewise */
-	uint32_t differed, taken, expired; /* how many were answered so */
+	uint32_t differed, taken, expired, unsaid; /* how many were answered so */
 	int32_t broken;	       /* the peer's put was invalid: an errno */
 };
 int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out);

@@ -165,11 +165,12 @@ int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_
 		.differed = receiver->differed,
 		.taken = receiver->taken,
 		.expired = receiver->expired,
+		.unsaid = receiver->unsaid,
 		.broken = receiver->broken,
 	};
 	for (uint32_t i = 0; i < receiver->rooms_count; i++)
 		state->rooms += receiver->rooms[i].pages == receiver->wanted_pages;
-	receiver->starved = receiver->differed = receiver->taken = receiver->expired = 0;
+	receiver->starved = receiver->differed = receiver->taken = receiver->expired = receiver->unsaid = 0;
 	pthread_mutex_unlock(&receiver->lock);
 	return (int)count;
 }

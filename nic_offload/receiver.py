@@ -26,7 +26,7 @@ __all__ = ["Came", "Receiver", "Room", "State"]
 
 _ROOM = struct.Struct("=QII")
 _CAME = struct.Struct("=5Q5I4B32s16s16s")
-_STATE = struct.Struct("=6Ii")
+_STATE = struct.Struct("=7Ii")
 _TAKEN_MAX = 256
 assert _ROOM.size == ffi.sizeof("struct tk_room")
 assert _CAME.size == ffi.sizeof("struct tk_came")
@@ -60,7 +60,7 @@ class Came(NamedTuple):
     under_way: int  # to a drive, by the lane of this number, from 1 on; 0: by none
     key: bytes
     fingerprint: bytes
-    domain: bytes  # whose key it is encrypted with
+    domain: bytes  # whose key it is encrypted with; zeros: its owner's own
 
 
 class State(NamedTuple):
@@ -71,7 +71,8 @@ class State(NamedTuple):
     starved: int  # how often there was none since this was last asked
     differed: int  # how many were refused since then: other bytes came than were sent;
     taken: int  # another block has the key;
-    expired: int  # its life was over before it came
+    expired: int  # its life was over before it came;
+    unsaid: int  # it named no domain
     broken: int  # a code: what came was no put, and nothing more is taken
 
 
@@ -91,11 +92,14 @@ class Receiver:
         acks: tuple[int, int, int],
         codes: tuple[int, int, int, int, int],
         told: tuple[int, int] = (0, 0),
+        shared: bytes = b"",
+        unsaid_code: int = 0,
     ) -> None:
         """`area` is in our own memory. `acks` are base, key and number of the client's words; `codes` what they say.
 
         That is: landed; other bytes came than were sent; another block has the key; its life was over; written. `told`
-        is what the client calls the flags, address and key; needed where the endpoint is sealed.
+        is what the client calls the flags, address and key; needed where the endpoint is sealed. `shared` is as which
+        domain it names its owner's own; a put that names none gets the word `unsaid_code`, unless that is 0.
         """
         setup = ffi.new("struct tk_receiver_setup *")
         setup.endpoint, setup.tag, setup.peer = endpoint.handle, tag, peer
@@ -107,7 +111,9 @@ class Receiver:
         setup.landed_code, setup.differs_code, setup.taken_code, setup.expired_code, setup.written_code = (
             codes
         )
+        setup.unsaid_code = unsaid_code
         ffi.memmove(setup.owner, owner, len(owner))
+        ffi.memmove(setup.shared, shared, len(shared))
         out = ffi.new("struct tk_receiver **")
         code = lib.tk_receiver_open(shelf.handle, setup, out)
         if code:

@@ -44,7 +44,7 @@ struct tk_receiver {
 	struct tk_came *came;
 	uint32_t came_count, came_capacity;
 	uint32_t wanted_pages, starved;
-	uint32_t differed, taken, expired;
+	uint32_t differed, taken, expired, unsaid;
 	int broken;
 	int told;	     /* reported: there is something to take */
 	uint64_t told_ns;    /* when it last was */

@@ -12,7 +12,8 @@
 #include <time.h>
 
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
-#define LANDED_ID (UINT64_C(1) << 63)
+
+static const uint8_t unsaid[TK_DOMAIN_BYTES];
 
 void scan_flags(struct tk_receiver *receiver)
 {
@@ -166,6 +167,8 @@ static uint32_t code_of(struct tk_receiver *receiver, struct tk_came *came)
 		return receiver->setup.differs_code;
 	if (is_expired(receiver, head))
 		return receiver->setup.expired_code;
+	if (!memcmp(head->domain, unsaid, sizeof unsaid) && receiver->setup.unsaid_code)
+		return receiver->setup.unsaid_code;
 	return list(receiver, came);
 }
 
@@ -217,7 +220,8 @@ static int settle(struct tk_receiver *receiver)
 	};
 	memcpy(came.key, head->key, sizeof came.key);
 	memcpy(came.fingerprint, head->fingerprint, sizeof came.fingerprint);
-	memcpy(came.domain, head->domain, sizeof came.domain);
+	if (memcmp(head->domain, receiver->setup.shared, sizeof came.domain))
+		memcpy(came.domain, head->domain, sizeof came.domain);
 	pthread_mutex_lock(&receiver->lock);
 	int status = grow((void **)&receiver->came, &receiver->came_capacity, receiver->came_count, sizeof came);
 	pthread_mutex_unlock(&receiver->lock);
@@ -236,6 +240,7 @@ static int settle(struct tk_receiver *receiver)
 		receiver->differed += !status && reading->code == receiver->setup.differs_code;
 		receiver->taken += !status && reading->code == receiver->setup.taken_code;
 		receiver->expired += !status && reading->code == receiver->setup.expired_code;
+		receiver->unsaid += !status && reading->code == receiver->setup.unsaid_code;
 	}
 	pthread_mutex_unlock(&receiver->lock);
 	if (status)

@@ -80,7 +80,7 @@ class Heads:
     ) -> None:
         """A block without a key is named later. `metadata`: of the first block, and of each of the others.
 
-        `domains`: of each block, whose key it is encrypted with; if there are none, their owner's own.
+        `domains`: of each block, whose key it is encrypted with; empty: none is named.
         """
         first, others = [one + bytes(-len(one) % 8) for one in metadata]
         size, pack = max(len(first), len(others)), _HEAD.pack

@@ -164,14 +164,15 @@ int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int co
 	return status;
 }
 
-int tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key)
+void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only)
 {
 	pthread_mutex_lock(&shelf->lock);
-	struct shelved *block = shelf_find(shelf, owner, key);
-	if (block)
-		shelf_unlist(shelf, block);
+	for (const uint8_t *name = names, *end = names + count * NAME_BYTES; name < end; name += NAME_BYTES) {
+		struct shelved *block = shelf_find(shelf, name, name + TK_OWNER_BYTES);
+		if (block && !(others_only && block->block.id & LANDED_ID))
+			shelf_unlist(shelf, block);
+	}
 	pthread_mutex_unlock(&shelf->lock);
-	return !!block;
 }
 
 int tk_shelf_take(struct tk_shelf *shelf, uint64_t id)
@@ -185,23 +186,28 @@ int tk_shelf_take(struct tk_shelf *shelf, uint64_t id)
 	return busy ? -EBUSY : 0;
 }
 
-int tk_shelf_rename(struct tk_shelf *shelf, uint64_t id, uint64_t new_id)
+static int rename_block(struct tk_shelf *shelf, uint64_t id, uint64_t new_id)
+{
+	struct shelved *block = find_id(shelf, id);
+	if (!block || find_id(shelf, new_id))
+		return 0;
+	struct shelved **link = chain_of_id(shelf, id);
+	while (*link != block)
+		link = &(*link)->next_known;
+	*link = block->next_known;
+	block->block.id = new_id;
+	link = chain_of_id(shelf, new_id);
+	block->next_known = *link;
+	*link = block;
+	return 1;
+}
+
+void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t *new_ids, size_t count, uint8_t *done)
 {
 	pthread_mutex_lock(&shelf->lock);
-	struct shelved *block = find_id(shelf, id);
-	int status = !block ? -ENOENT : find_id(shelf, new_id) ? -EEXIST : 0;
-	if (!status) {
-		struct shelved **link = chain_of_id(shelf, id);
-		while (*link != block)
-			link = &(*link)->next_known;
-		*link = block->next_known;
-		block->block.id = new_id;
-		link = chain_of_id(shelf, new_id);
-		block->next_known = *link;
-		*link = block;
-	}
+	for (size_t i = 0; i < count; i++)
+		done[i] = (uint8_t)rename_block(shelf, ids[i], new_ids[i]);
 	pthread_mutex_unlock(&shelf->lock);
-	return status;
 }
 
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored)

@@ -7,6 +7,8 @@
 #include "fabric.h"
 #include "names.h"
 
+#define LANDED_ID (UINT64_C(1) << 63) /* of blocks that came by grants, until they are renamed */
+
 /* A block on the shelf. It is found by name while it is listed, and by id until nobody sends it any more. */
 struct shelved {
 	struct tk_shelved block;

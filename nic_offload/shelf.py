@@ -85,18 +85,27 @@ class Shelf:
         if code:
             raise FabricError.from_code(f"Putting {len(blocks)} blocks on the shelf", code)
 
-    def unlist(self, owner: bytes, key: bytes) -> None:
-        """Send no more of a block, if there is one of this name."""
+    def unlist(self, names: bytes, *, others_only: bool = False) -> None:
+        """Send no more of blocks: owner and key of each.
+
+        `others_only`: but of those that have landed and have not been renamed yet.
+        """
         if not self._fabric.closed:
-            lib.tk_shelf_unlist(self.handle, owner, key)
+            lib.tk_shelf_unlist(self.handle, names, len(names) // _NAME_BYTES, others_only)
 
     def take(self, block_id: int) -> bool:
         """Send no more of a block; whether its memory may be used for something else now."""
         return self._fabric.closed or lib.tk_shelf_take(self.handle, block_id) != -errno.EBUSY
 
-    def rename(self, block_id: int, new_id: int) -> bool:
-        """Know a block by another id from now on; False if it is not known, or another one has that."""
-        return not self._fabric.closed and not lib.tk_shelf_rename(self.handle, block_id, new_id)
+    def rename(self, ids: Sequence[int], new_ids: Sequence[int]) -> bytes:
+        """Know blocks by other ids from now on; 0 for each that is not known, or whose new id another one has."""
+        count = len(ids)
+        if self._fabric.closed or not count:
+            return bytes(count)
+        rows, done = struct.pack(f"={2 * count}Q", *ids, *new_ids), ffi.new("uint8_t[]", count)
+        words = ffi.from_buffer("uint64_t[]", rows)
+        lib.tk_shelf_rename(self.handle, words, words + count, count, done)
+        return bytes(ffi.buffer(done))
 
     def stored(self, names: bytes, *, are_stored: bool) -> None:
         """Note names, owner and key of each, under which something is stored now, or nothing.

@@ -19,7 +19,12 @@ __all__ = ["clean_copy", "commands", "environment"]
 
 _BUILT_FOLDERS = {".venv", ".venv-engines", ".git", "build", "dist", "__pycache__", ".cache"}
 _BUILT_SUFFIXES = {".so", ".o", ".pyc"}
-_BUILT_FILES = {"nic_offload/_core.c", "kvstore/storage/_uring.c", "sim/replay/_events.c"}
+_BUILT_FILES = {
+    "nic_offload/_core.c",
+    "kvstore/storage/_uring.c",
+    "kvstore/storage/keep/_keep.c",
+    "sim/replay/_events.c",
+}
 _FENCE = re.compile(r"^```(console|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

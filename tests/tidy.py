@@ -291,7 +291,12 @@ def files_are_short(root: Path) -> Iterator[Breach]:
 
 def c_files_are_short(root: Path) -> Iterator[Breach]:
     """A C file does one thing."""
-    generated = ("nic_offload/_core.c", "kvstore/storage/_uring.c", "sim/replay/_events.c")
+    generated = (
+        "nic_offload/_core.c",
+        "kvstore/storage/_uring.c",
+        "kvstore/storage/keep/_keep.c",
+        "sim/replay/_events.c",
+    )
     for name, path in _files(root, *(f"{package}/**/*.{end}" for package in PACKAGES for end in "ch")):
         most = C_LINES_LATER_MAX if name in C_LINES_ALLOWED else C_LINES_MAX
         lines = path.read_text().count("\n")

@@ -119,15 +119,15 @@ fi
 
 # --- 4. the project itself, with its C core -------------------------------------------------------
 shopt -s nullglob
-recipes=(nic_offload/_build.py kvstore/storage/_build.p[y] sim/replay/_build.p[y]) # [y]: only if there is one
-sources=(pyproject.toml setup.py "${recipes[@]}" nic_offload/*.[ch] kvstore/storage/*.[ch] sim/replay/*.[ch])
+recipes=(nic_offload/_build.py kvstore/storage/_build.p[y] kvstore/storage/keep/_build.p[y] sim/replay/_build.p[y]) # [y]: only if there is one
+sources=(pyproject.toml setup.py "${recipes[@]}" nic_offload/*.[ch] kvstore/storage/*.[ch] kvstore/storage/keep/*.[ch] sim/replay/*.[ch])
 inputs=()
 for source in "${sources[@]}"; do
-  case $source in nic_offload/_core.c | kvstore/storage/_uring.c | sim/replay/_events.c) ;; *) inputs+=("$source") ;; esac  # generated
+  case $source in nic_offload/_core.c | kvstore/storage/_uring.c | kvstore/storage/keep/_keep.c | sim/replay/_events.c) ;; *) inputs+=("$source") ;; esac  # generated
 done
 build_hash=$( (printf '%s\n' "$deps_hash" && sha256sum "${inputs[@]}") | hash_of)
 build_stamp=$venv/.stamp-build
-built=(nic_offload/_core*.so kvstore/storage/_uring*.so sim/replay/_events*.so)
+built=(nic_offload/_core*.so kvstore/storage/_uring*.so kvstore/storage/keep/_keep*.so sim/replay/_events*.so)
 if ((${#built[@]} < ${#recipes[@]})) || [[ ! -x $venv/bin/kvstore || ! -f $build_stamp || $(<"$build_stamp") != "$build_hash" ]]; then
   if [[ ! -f $build_stamp ]]; then why="it is not in .venv yet"
   elif ((${#built[@]} < ${#recipes[@]})); then why="a built library is gone"

@@ -153,7 +153,7 @@ def _blocks(part: str, folder: Path, size_bytes: int, tell: Told) -> Iterator[Sa
     many = _many(size_bytes)
     with (
         NodeProcess(home / "node", capacity=_CAPACITY) as node,
-        Client(node.target, slots=many, block_bytes_max=size_bytes) as client,
+        Client(node.target, shared=True, slots=many, block_bytes_max=size_bytes) as client,
         FlagWords.create(1) as flags,
         PathBlocks(client, flags, size_bytes, many, hot_bytes=_HOT_BYTES) as path,
         BareFabric(client.fabric.provider, size_bytes, 1) as single,

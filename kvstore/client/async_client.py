@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeVar, cast
 from kvstore.client.client import Client
 from kvstore.durability import Durability
 from kvstore.limits import ASYNC_CALLS_MAX, ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS
-from kvstore.names import SHARED
+from kvstore.names import UNSAID
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -145,7 +145,7 @@ class AsyncClient:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> Durability:
         """As `Client.put_inline`."""
@@ -168,7 +168,7 @@ class AsyncClient:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`."""

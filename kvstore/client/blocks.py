@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.errors import InvalidArgument, KeyTaken, NotRegistered
-from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, DOMAIN_BYTES, KEY_BYTES
-from kvstore.names import SHARED, layout_fingerprint
+from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
+from kvstore.names import UNSAID, check_domain_name, is_in_domain, layout_fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kvstore.durability import Durability
     from kvstore.errors import KvError
@@ -26,6 +26,7 @@ __all__ = [
     "PutResult",
     "fingerprint_of",
     "pieces_of",
+    "put_into",
     "regions_of",
     "whole_of",
 ]
@@ -44,8 +45,9 @@ class Block:
     whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
     skip: int = 0  # bytes of it before this part
     domain: bytes = (
-        SHARED  # the erase domain it is put into; its key is one of `kvstore.names.in_domain` then
+        UNSAID  # the erase domain it is put into, for which `in_domain` made its key, or SHARED; none: the
     )
+    # client's (`user` or `shared`)
 
     @classmethod
     def of_pieces(
@@ -56,7 +58,7 @@ class Block:
         threshold: int = 1,
         whole: int = 0,
         skip: int = 0,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
     ) -> Block:
         """A block whose bytes are in pieces of registered memory, such as an engine's pages of each layer's K and V.
 
@@ -80,8 +82,8 @@ class Block:
             raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(self.key).__name__}.")
         if self.key and len(self.key) != KEY_BYTES:
             raise InvalidArgument(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
-        if self.domain and len(self.domain) != DOMAIN_BYTES:
-            raise InvalidArgument(f"An erase domain has {DOMAIN_BYTES} bytes, not {len(self.domain)}.")
+        if self.domain != UNSAID:
+            check_domain_name(self.domain)
         if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
             raise InvalidArgument(
                 f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {self.length}."
@@ -159,6 +161,18 @@ def regions_of(blocks: Iterable[Block]) -> list[Region]:
             last = block.pieces.regions
             each.update(dict.fromkeys(last))
     return list(each)
+
+
+def put_into(blocks: Sequence[Block], domain: bytes, *, of_domains: bool = False) -> Sequence[Block]:
+    """The same, those without a domain in this one; `of_domains`: only those whose keys are made for one."""
+    if domain == UNSAID or not isinstance(blocks, (list, tuple)):
+        return blocks
+    return [
+        replace(one, domain=domain)
+        if isinstance(one, Block) and one.domain == UNSAID and (not of_domains or is_in_domain(one.key))
+        else one
+        for one in blocks
+    ]
 
 
 def fingerprint_of(layout: HasFingerprint | bytes) -> bytes:

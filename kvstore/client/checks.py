@@ -15,7 +15,7 @@ from kvstore.limits import (
     KEY_BYTES,
     LEASE_TIMEOUT_MS_MAX,
 )
-from kvstore.names import fits_domain, is_in_domain
+from kvstore.names import SHARED, UNSAID, fits_domain, is_in_domain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -199,7 +199,7 @@ def check_domain(key: bytes, domain: bytes) -> None:
     """Refuse to put a block into another erase domain than the one that its key was made for."""
     if fits_domain(key, domain):
         return
-    if domain:
+    if domain not in (UNSAID, SHARED):
         raise InvalidArgument(
             "The block's key was not made for its erase domain: use kvstore.names.in_domain(key, domain)."
         )
@@ -234,9 +234,13 @@ def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_
 
 
 def check_name(what: str, name: object) -> None:
-    """Refuse a name that is not text."""
+    """Refuse a name that is not text, such as one that Python made of bytes that are no UTF-8."""
     if not isinstance(name, str):
         raise InvalidArgument(f"{what} is a str, not {type(name).__name__}.")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{what}, {name!a}, is no text: it has half of a surrogate pair.") from None
 
 
 def check_number(what: str, number: int, bits: int = 32) -> int:

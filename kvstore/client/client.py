@@ -31,7 +31,7 @@ from kvstore.client.step_calls import StepCalls
 from kvstore.client.transfers import Transfers
 from kvstore.durability import Durability
 from kvstore.limits import ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS, LEASE_TIMEOUT_MS_MAX
-from kvstore.names import SHARED
+from kvstore.names import UNSAID
 from kvstore.reach import Reach
 from nic_offload.handle import Handle
 
@@ -100,6 +100,8 @@ class Client(Handle):
         connect_timeout_ms: int | None = None,
         call_timeout_ms: int | None = None,
         get_timeout_ms: int | None = None,
+        user: str | None = None,
+        shared: bool | None = None,
         layout: HasFingerprint | bytes = b"",
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
@@ -109,6 +111,8 @@ class Client(Handle):
 
         `kvstore.reach` describes how the node is reached: arguments not given here come from the environment or the
         file of the client's settings. A `Reach` replaces all of them.
+        `user` or `shared` says whose the blocks are that it puts without a domain: this user's, with keys of
+        `in_domain(key, domain_of(user))`, or all users'. A node that encrypts refuses a put that says neither.
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
         is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
@@ -128,6 +132,8 @@ class Client(Handle):
             "connect_timeout_ms": connect_timeout_ms,
             "call_timeout_ms": call_timeout_ms,
             "get_timeout_ms": get_timeout_ms,
+            "user": user,
+            "shared": shared,
         }
         reach, fingerprint = Reach.given(node, given), fingerprint_of(layout)
         core = Core(reach, fingerprint, slots, block_bytes_max, tracer_provider)
@@ -332,7 +338,7 @@ class Client(Handle):
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> Durability:
         """Put one block, or the pieces of one, inside gRPC. The CPU copies it; no fabric is needed.
@@ -364,7 +370,7 @@ class Client(Handle):
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """Put blocks, each a key and its bytes or pieces of them, in one stream. Returns the result of each, in order.

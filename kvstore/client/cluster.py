@@ -51,7 +51,7 @@ from kvstore.limits import (
     REPLICAS_MAX,
 )
 from kvstore.miss import Miss, MissReason
-from kvstore.names import SHARED, is_in_domain
+from kvstore.names import UNSAID, is_in_domain
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class ClusterClient(Handle):
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> Durability:
         """As `Client.put_inline`, on each owner; the least that was reached."""
@@ -217,7 +217,7 @@ class ClusterClient(Handle):
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`, on each owner; of each block there is a result."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Block
 from kvstore.client.checks import check_blocks
-from kvstore.names import SHARED
+from kvstore.names import UNSAID
 from nic_offload.pieces import Pieces, pieces_said
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ class ClusterBlock(NamedTuple):
     pieces: ClusterPieces | None = None  # where its bytes are instead; see `of_pieces`
     whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
     skip: int = 0  # bytes of it before this part
-    domain: bytes = (
-        SHARED  # the erase domain it is put into; its key is one of `kvstore.names.in_domain` then
-    )
+    domain: bytes = UNSAID  # as of a `Block`
 
     @classmethod
     def of_pieces(
@@ -65,7 +63,7 @@ class ClusterBlock(NamedTuple):
         threshold: int = 1,
         whole: int = 0,
         skip: int = 0,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
     ) -> ClusterBlock:
         """A block whose bytes are in pieces of registered memory, as `Block.of_pieces` has them.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.client.checks import check_name
 from kvstore.wire import erasing_pb2 as pb
 from kvstore.wire import erasing_pb2_grpc
 
@@ -59,6 +60,7 @@ class ErasingCalls:
 
     def user(self, user: str, timeout_s: float) -> Erased:
         """As `Client.erase_user`."""
+        check_name("A user", user)
         request = pb.EraseUserRequest(tenant=self._tenant, user=user)
         with self._calling("Erasing a user"):
             return _erased(self._stub.EraseUser(request, timeout=timeout_s).erased)

@@ -21,7 +21,7 @@ from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloade
 from kvstore.limits import BATCH_BLOCKS_MAX, INLINE_CHUNK_BYTES
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
-from kvstore.names import SHARED
+from kvstore.names import UNSAID, check_domain_name
 from kvstore.wire import batches_pb2, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.parts import encoded_put, got_parts
@@ -84,12 +84,12 @@ class InlineCalls:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
         timeout_s: float | None = None,
         read_ns: int | None = None,
     ) -> Durability:
         """As `Client.put_inline`; `read_ns` says, for a copy, when its bytes were requested."""
-        view = view_of(data)
+        view, domain = view_of(data), domain or self._reach.domain
         name = self._name(key, len(view), domain)
         check_number(_EXPIRES, expires_unix_ms, 64)
         check_domain(key, domain)
@@ -156,10 +156,11 @@ class InlineCalls:
         *,
         durability: Durability = Durability.WRITTEN,
         expires_unix_ms: int = 0,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
         """As `Client.put_many_inline`."""
+        domain = domain or self._reach.domain
         check_number(_EXPIRES, expires_unix_ms, 64)
         keys: list[bytes] = []
         ended: dict[int, batches_pb2.BlockEnd] = {}
@@ -303,8 +304,9 @@ class InlineCalls:
         if given < len(wanted):
             raise ProtocolError(f"The node sent {given} of the {len(wanted)} requested blocks.")
 
-    def _name(self, key: bytes, length: int, domain: bytes = SHARED) -> pb.BlockName:
+    def _name(self, key: bytes, length: int, domain: bytes = UNSAID) -> pb.BlockName:
         check_key(key)
+        check_domain_name(domain)
         check_number("A block's length", length, 64)
         return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length, domain=domain)
 

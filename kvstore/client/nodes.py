@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+from kvstore.client.checks import check_name
 from kvstore.client.client import Client, session_calls_of
 from kvstore.client.map_follower import Following
 from kvstore.client.sessions import AnyHome, Session
@@ -95,6 +96,7 @@ class Nodes(Handle):
 
     def home(self, user: str) -> str:
         """The node that stores a user's KV, now."""
+        check_name("A user", user)
         now = self.map
         home = now.home(self.placed_as(now), user)
         assert home is not None, "a map that is followed has members"

@@ -4,8 +4,9 @@ Keys of blocks are the application's own, and a node separates tenants by itself
 an imported session belongs to the importing client's tenant.
 
 What always holds: an unfinished export can't be imported; an imported session appears whole, at once and under a
-free name, or not at all. Blocks that were put before a failure stay until they are evicted. One block at a time is
-in memory.
+free name, or not at all. On a node that encrypts its blocks are put into the erase domain of its user, those of no
+domain too, unless the client asked for `shared`; their keys are those of `in_domain` then. Blocks that were put before
+a failure stay until they are evicted. One block at a time is in memory.
 
 What it doesn't do: keep the start of turns (it is the import's), protection, or times to live.
 """
@@ -22,7 +23,7 @@ from kvstore.client.session_file import Content, Reader, Writer
 from kvstore.errors import KvError, LayoutError, NoSession, SessionFileError, SessionRefused
 from kvstore.limits import BATCH_BLOCKS_MAX, IMPORT_UNFINISHED_MS
 from kvstore.miss import Miss
-from kvstore.names import SHARED, domain_of, in_domain, is_in_domain
+from kvstore.names import UNSAID, domain_of, in_domain, is_in_domain
 from kvstore.wire.manifest import Turn
 
 if TYPE_CHECKING:
@@ -84,21 +85,28 @@ def import_session(
     if not content.keys:
         raise SessionFileError("The session in the file has no blocks, so there is nothing to import.")
     count = len(content.places())
-    domain = domain_of(user)
+    domain, owns_all = domain_of(user), not client.reach.shared and client.status().encrypted
+
+    def own_key(key: bytes) -> bytes:
+        return in_domain(key, domain) if owns_all or is_in_domain(key) else key
+
     for number, (key, payload) in enumerate(reader.blocks(), 1):
-        own = _own_key(key, domain)
-        client.put_inline(own, payload, durability=durability, domain=domain if own != key else SHARED)
+        own = own_key(key)
+        client.put_inline(own, payload, durability=durability, domain=domain if is_in_domain(own) else UNSAID)
         if progress is not None:
             progress(number, count)
     reader.read_end()
-    # Turns are appended one by one, under a hidden name, and then renamed in one step.
-    nobodies = (f"import {secrets.token_hex(16)}" for _ in itertools.count())
-    gathered = client.session(next(one for one in nobodies if is_here(one)), "unfinished")
+    # Turns are appended one by one, under a hidden name, and then renamed in one step. Its user is the same for all
+    # imports to a node: a node that encrypts makes a key for each user.
+    nobodies = (f"import {number}" for number in itertools.count())
+    gathered = client.session(
+        next(one for one in nobodies if is_here(one)), f"unfinished {secrets.token_hex(16)}"
+    )
     ends = [*(turn.first_block for turn in content.turns), len(content.keys)][1:]
     try:
         for turn, end in zip(content.turns, ends, strict=True):
             gathered.append(
-                [_own_key(key, domain) for key in content.keys[turn.first_block : end]],
+                [own_key(key) for key in content.keys[turn.first_block : end]],
                 turn.tokens,
                 time_to_live_ms=IMPORT_UNFINISHED_MS,
             )
@@ -106,11 +114,6 @@ def import_session(
     finally:
         with suppress(KvError):  # it ends by itself
             gathered.remove()
-
-
-def _own_key(key: bytes, domain: bytes) -> bytes:
-    """The key of an imported block: a key of any erase domain is moved to the importing user's domain."""
-    return in_domain(key, domain) if is_in_domain(key) else key
 
 
 def _refuse_known(session: Session) -> None:

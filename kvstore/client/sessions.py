@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from kvstore.client.block_calls import durability_message
-from kvstore.client.blocks import Block
+from kvstore.client.blocks import Block, put_into
 from kvstore.client.checks import check_keys, check_list, check_name, check_number
 from kvstore.client.request_ids import as_request
 from kvstore.client.resuming import Manifest, Resuming
@@ -41,6 +41,7 @@ from kvstore.limits import (
 )
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
+from kvstore.names import domain_of
 from kvstore.steps import Step
 from kvstore.wire import sessions_pb2 as pb
 from kvstore.wire import sessions_pb2_grpc, steps_pb2
@@ -153,6 +154,7 @@ class SessionCalls:
 
     def of_user(self, user: str) -> Iterator[ListedSession]:
         """As `Client.sessions`."""
+        check_name("A user", user)
         token = b""
         while True:
             request = pb.ListSessionsRequest(tenant=self.client.tenant, user=user, page_token=token)
@@ -178,8 +180,6 @@ class SessionCalls:
 
     def one(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
         """As `Client.session`."""
-        check_name("A session's user", user)
-        check_name("A session's name", name)
         return Session(lambda: self, user, name, follower)
 
     def import_one(
@@ -200,6 +200,8 @@ class Session:
         self, find: Callable[[], SessionCalls], user: str, name: str, follower: Follower | None = None
     ) -> None:
         """`find` returns the calls of the node to use, evaluated for each call."""
+        check_name("A session's user", user)
+        check_name("A session's name", name)
         self.user = user
         self.notes = Notes(user, name, SystemClock(), follower)
         self.name = name
@@ -484,10 +486,13 @@ class Session:
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
     ) -> Reservation:
-        """As `Client.reserve`, for blocks of this session; the node traces them as such."""
+        """As `Client.reserve`, for blocks of this session; the node traces them as such.
+
+        Those without a domain whose keys are made for one belong to the session's user.
+        """
         self._registered(blocks)
         return self._calls.client.reserve(
-            blocks,
+            put_into(blocks, domain_of(self.user), of_domains=True),
             durability=durability,
             lease_ms=lease_ms,
             expires_unix_ms=expires_unix_ms,
@@ -503,10 +508,13 @@ class Session:
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
     ) -> ArmedPuts:
-        """As `Client.arm`, for blocks of this session; the node traces them as such."""
+        """As `Client.arm`, for blocks of this session; the node traces them as such.
+
+        Those without a domain whose keys are made for one belong to the session's user.
+        """
         self._registered(blocks)
         return self._calls.client.arm(
-            blocks,
+            put_into(blocks, domain_of(self.user), of_domains=True),
             flag,
             durability=durability,
             lease_ms=lease_ms,

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.client.blocks import pieces_of
+from kvstore.client.blocks import pieces_of, put_into
 from kvstore.client.call_routes import Reserving
 from kvstore.client.checks import (
     are_pieces,
@@ -27,10 +27,11 @@ from kvstore.client.puts import ArmedPuts
 from kvstore.client.request_ids import current_request
 from kvstore.client.reserved import Reservation, lease_deadline_ns
 from kvstore.client.windows import get_in_windows, needs_windows
-from kvstore.errors import InvalidArgument, KvError, NotEncrypted, Overloaded
+from kvstore.errors import DomainRequired, InvalidArgument, KvError, NotEncrypted, Overloaded
 from kvstore.limits import BATCH_BLOCKS_MAX, GET_BLOCKS_MAX
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
+from kvstore.names import SHARED, UNSAID
 from nic_offload.sender import Heads
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Transfers:
     ) -> Reservation:
         """As `Client.reserve`."""
         core = self._core
+        blocks = put_into(blocks, core.reach.domain)
         check_reserved(core.open_fabric, blocks)
         check_lease(lease_ms, "A lease lasts")
         check_number(_EXPIRES, expires_unix_ms, 64)
@@ -92,6 +94,7 @@ class Transfers:
     ) -> ArmedPuts:
         """As `Client.arm`."""
         core = self._core
+        blocks = put_into(blocks, core.reach.domain)
         check_armed(core.open_fabric, blocks, ARMED_BLOCKS_MAX, core.block_bytes_max)
         check_lease(lease_ms, "A put waits for its flag")
         check_number(_EXPIRES, expires_unix_ms, 64)
@@ -216,6 +219,12 @@ class Transfers:
 
 
 def _refuse_domains(link: Link, blocks: Sequence[Block]) -> None:
-    """A block may land, and be acknowledged, before a node sees that it has no key for it."""
-    if not link.encrypts and any(one.domain for one in blocks):
+    """A block may land, and be acknowledged, before a node sees that it has no key for it.
+
+    A node that encrypts refuses blocks without a domain itself; here none of them is sent in vain.
+    """
+    domains = {one.domain for one in blocks}
+    if link.encrypts and UNSAID in domains:
+        raise DomainRequired
+    if not link.encrypts and domains - {UNSAID, SHARED}:
         raise NotEncrypted

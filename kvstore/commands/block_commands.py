@@ -20,7 +20,7 @@ from kvstore.commands.node_commands import reach, reach_node
 from kvstore.config import printable
 from kvstore.errors import ConfigError
 from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES
-from kvstore.names import block_key
+from kvstore.names import block_key, in_domain, is_in_domain
 
 if TYPE_CHECKING:
     import argparse
@@ -58,6 +58,8 @@ def _put(arguments: argparse.Namespace) -> int:
     key = parse_key(arguments.block)
     data = _read(arguments.file)
     with _client(arguments, arguments.layout.encode()) as client:
+        if not is_in_domain(key):
+            key = in_domain(key, client.reach.domain)
         reached = client.put_inline(key, data)
     document = {"key": key.hex(), "bytes": len(data), "durability": reached.name.lower()}
     _say(f"{key.hex()} {document['durability']}, {len(data)} bytes", document, arguments)
@@ -192,11 +194,21 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         "put",
         help="store a file as one block",
         description="Store a file as one block, copied over gRPC, and wait until it is written to the node's drive."
-        f" A key is {_KEY}.",
+        f" A key is {_KEY}. A node that encrypts needs --user or --shared; a block of a user has another key, which is"
+        " printed.",
     )
     put.add_argument("block", metavar="KEY", help=_KEY)
     put.add_argument("file", type=Path, metavar="FILE", help="- is standard input")
     put.add_argument("--layout", default="", help="the layout of the bytes, as in `Client(layout=)`")
+    put.add_argument(
+        "--user", dest="puts_for", metavar="NAME", help="whose block it is: erased with this user"
+    )
+    put.add_argument(
+        "--shared",
+        action="store_true",
+        default=None,
+        help="it is shared by all users, and erased with the tenant",
+    )
     reach_node(put)
     put.set_defaults(run=_put)
 

@@ -9,6 +9,7 @@ What it doesn't do: change settings, install anything, create the data folder, o
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from kvcli import running
 from kvcli.progress import bars
 from kvstore.commands.probes import (
     MEASURE_BYTES,
+    can_lock_keys,
     exercise_ring,
     gpu_names,
     may_lock,
@@ -158,7 +160,9 @@ def check_io_uring(
     if error := attempt():
         found = f"refused: {os.strerror(error)}; kernel.io_uring_disabled is {setting}"
         do = (
-            "sysctl kernel.io_uring_disabled=0"
+            "Raise ulimit -l (LimitMEMLOCK= in the unit): io_uring locks its rings in memory."
+            if error == errno.ENOMEM
+            else "sysctl kernel.io_uring_disabled=0"
             if setting != "0"
             else "In a container, allow io_uring in seccomp."
         )
@@ -267,7 +271,7 @@ def check_memory(
     )
 
 
-def check_encryption(proc: Path = _PROC) -> Iterator[Result]:
+def check_encryption(proc: Path = _PROC, locks_keys: Callable[[], bool] = can_lock_keys) -> Iterator[Result]:
     """Whether a node can encrypt what it stores, and memory can get onto a drive in the clear."""
     from nic_offload import aead  # noqa: PLC0415 - as in check_fabric
 
@@ -281,6 +285,14 @@ def check_encryption(proc: Path = _PROC) -> Iterator[Result]:
         or f"AES-256-GCM of {aead.library()}; {'memory is swapped to ' + ', '.join(places) if places else 'no swap'}",
         "With --master-key a node encrypts what it stores. Memory that is swapped gets onto a drive as it is.",
         "swapoff -a, or encrypt the swap." if places else _faster_encryption(proc),
+    )
+    locks = locks_keys()
+    yield Result(
+        "keys in memory",
+        "ok" if locks else "warn",
+        "can be locked" if locks else "can't all be locked (RLIMIT_MEMLOCK), so they may be swapped",
+        "A node with --master-key locks its keys in memory, out of swap.",
+        "" if locks else "ulimit -l 8192 or more, or LimitMEMLOCK= in the unit.",
     )
 
 

@@ -60,8 +60,11 @@ def reach(arguments: argparse.Namespace) -> Reach:
     """How a command was told to reach its node."""
     from kvstore.reach import Reach
 
-    names = Reach.settings() & vars(arguments).keys() - {"node"}
+    names = Reach.settings() & vars(arguments).keys() - {"node", "user"}
     given = {"nodes": arguments.node, **{name: getattr(arguments, name) for name in names}}
+    given["user"] = getattr(
+        arguments, "puts_for", None
+    )  # `--user` of other commands names whose sessions they show
     return Reach.of(given, where="the command", default_node=DEFAULT_NODE)
 
 

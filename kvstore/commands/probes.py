@@ -18,12 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import StorageError
-from kvstore.limits import PAGE_BYTES
+from kvstore.limits import PAGE_BYTES, VAULT_KEYS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MEASURE_BYTES", "exercise_ring", "gpu_names", "may_lock", "measure_drive", "try_io_uring"]
+__all__ = [
+    "MEASURE_BYTES",
+    "can_lock_keys",
+    "exercise_ring",
+    "gpu_names",
+    "may_lock",
+    "measure_drive",
+    "try_io_uring",
+]
 
 MEASURE_BYTES = 256 << 20
 
@@ -43,6 +51,16 @@ def try_io_uring() -> int:
         return ctypes.get_errno()
     os.close(descriptor)
     return 0
+
+
+def can_lock_keys() -> bool:
+    """Lock as much memory as a node does for its keys, and give it back."""
+    from nic_offload.secret_keys import are_locked, new_key, wipe  # noqa: PLC0415 - as in `exercise_ring`
+    from nic_offload.vault import Vault  # noqa: PLC0415
+
+    with Vault(VAULT_KEYS_MAX) as vault:
+        wipe(new_key())
+        return vault.is_locked and are_locked()
 
 
 def exercise_ring(folder: Path) -> None:

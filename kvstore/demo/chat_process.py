@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvstore.engines.transformers import CacheStore
+from kvstore.reach import Reach
 
 __all__ = ["main"]
 
@@ -120,7 +121,7 @@ def main(arguments: list[str]) -> None:
     """Do one part of the story."""
     what, node, home, turns, tokens = arguments
     model = _model()
-    with torch.no_grad(), CacheStore(node, model) as store:
+    with torch.no_grad(), CacheStore(Reach.of({"node": node, "shared": True}), model) as store:
         part = {"begin": _begin, "resume": _resume}[what]
         story = part(model, store, Path(home), int(turns), int(tokens))
     sys.stdout.write(json.dumps(story))

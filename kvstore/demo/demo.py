@@ -224,7 +224,7 @@ def _story(data: Path) -> None:
     say(f"1. a storage node over {data}")
     with (
         NodeProcess(data) as node,
-        Client(node.target, slots=_BLOCKS, block_bytes_max=_BLOCK_BYTES) as client,
+        Client(node.target, shared=True, slots=_BLOCKS, block_bytes_max=_BLOCK_BYTES) as client,
     ):
         say(f"   process {node.pid} on {node.target}, fabric {client.fabric.provider}")
         source, target = client.register(kv.memory), client.register(back)

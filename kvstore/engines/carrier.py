@@ -8,7 +8,8 @@ is larger than `PART_BYTES` is stored in parts, under names made from its own, s
 
 What always holds: nothing that a node does raises here; it is False, or 0. A call ends within its time, but for a put,
 which may take `call_timeout_ms` longer to attach and to get its leases; once it has ended, nothing reads or writes the
-caller's memory any more. True of a get means that the exact bytes are in place. Any thread.
+caller's memory any more. True of a get means that the exact bytes are in place. Blocks belong to the user of the
+settings, or are shared, under keys of their own. Any thread.
 
 What it doesn't do: keep the memory alive; the caller keeps it until `close`.
 """
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from kvstore.client import Hit, Stored
 from kvstore.clock import SystemClock
-from kvstore.engines.stores import block_at, open_store
+from kvstore.engines.stores import block_at, is_about_domains, open_store
 from kvstore.errors import FabricError, KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_SLOTS_BYTES, SLOTS_PER_CLIENT_MAX
 from kvstore.names import block_key
@@ -85,7 +86,7 @@ class Carrier(Handle):
         self._client: Store = open_store(
             settings, layout, slots=self._slots, block_bytes_max=self._slot_bytes
         )
-        self._transport = settings.transport
+        self._transport, self._named = settings.transport, settings.named
         self._lookup_s, self._load_s, self._save_s = (
             ms / 1000
             for ms in (settings.lookup_timeout_ms, settings.load_timeout_ms, settings.save_timeout_ms)
@@ -115,7 +116,7 @@ class Carrier(Handle):
         names = [
             (number, key, size)
             for number, (block, length) in enumerate(blocks)
-            for key, size in _sized(block, length)
+            for key, size in self._sized(block, length)
         ]
         here = [True] * len(blocks)
         try:
@@ -136,7 +137,7 @@ class Carrier(Handle):
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
         """Say how long stored objects are; 0 for one that is not there. Of a block in parts it is that of the first."""
         try:
-            answers = self._client.exists(keys, timeout_s=self._lookup_s)
+            answers = self._client.exists(list(map(self._named, keys)), timeout_s=self._lookup_s)
         except KvError as error:
             log.debug("%d blocks could not be looked up: %s", len(keys), error)
             return [0] * len(keys)
@@ -147,7 +148,7 @@ class Carrier(Handle):
         had = 0
         try:
             until_ns = self._until(self._lookup_s)
-            for some in _batches(keys):
+            for some in _batches(list(map(self._named, keys))):
                 count = self._client.prefix(some, timeout_s=self._left_s(until_ns)).blocks
                 had += count
                 if count < len(some):
@@ -161,7 +162,7 @@ class Carrier(Handle):
         found = 0
         try:
             until_ns = self._until(self._save_s)
-            for some in _batches(keys):
+            for some in _batches(list(map(self._named, keys))):
                 if not self._left_s(until_ns):
                     break
                 found += sum(self._client.delete(some))
@@ -172,7 +173,7 @@ class Carrier(Handle):
     def pin(self, keys: Sequence[bytes], time_to_live_ms: int) -> Pin | ClusterPin | None:
         """Keep stored objects from being evicted for a while; None if the node can't promise that now."""
         try:
-            return self._client.pin(keys, time_to_live_ms=time_to_live_ms)
+            return self._client.pin(list(map(self._named, keys)), time_to_live_ms=time_to_live_ms)
         except KvError as error:
             log.debug("%d objects were not pinned: %s", len(keys), error)
             return None
@@ -197,6 +198,8 @@ class Carrier(Handle):
                 ((part.key, _bytes_at(part.address, part.length)) for part in inline),
                 timeout_s=self._left_s(until_ns),
             )
+            for result in results:
+                is_about_domains(result.error, log)
             stored = [one.has_block for one in results] + [False] * (len(inline) - len(results))
             for part, is_stored in zip(inline, stored, strict=True):
                 done[part.block] &= is_stored
@@ -213,10 +216,12 @@ class Carrier(Handle):
                 results = armed.wait(self._left_s(until_ns))
                 armed.abandon()  # whatever has not landed by now: the caller goes on to use its memory
             except KvError as error:
-                log.debug("%d blocks were not stored: %s", len(some), error)
+                if not is_about_domains(error, log):
+                    log.debug("%d blocks were not stored: %s", len(some), error)
                 _failed(some, done)
                 continue
             for (part, _), result in zip(some, results, strict=True):
+                is_about_domains(result.error, log)
                 done[part.block] &= result.has_block
 
     def get(self, places: Sequence[Place], *, timeout_s: float | None = None) -> list[bool]:
@@ -253,7 +258,7 @@ class Carrier(Handle):
         areas = self._areas
         for number, place in enumerate(places):
             offset = 0
-            for key, size in _sized(place.key, place.length):
+            for key, size in self._sized(place.key, place.length):
                 part = _Part(number, key, place.address + offset, size)
                 offset += size
                 area = next(
@@ -264,6 +269,10 @@ class Carrier(Handle):
                 else:
                     over_fabric.append((part, block_at(key, area.region, part.address - area.begin, size)))
         return over_fabric, inline
+
+    def _sized(self, key: bytes, length: int) -> Iterator[tuple[bytes, int]]:
+        for number, name in enumerate(part_keys(key, length)):
+            yield self._named(name), min(PART_BYTES, length - number * PART_BYTES)
 
     # --- time
 
@@ -279,12 +288,6 @@ class Carrier(Handle):
         self._client.close()  # first: it ends whatever still uses the memory
         for area in areas:
             area.region.close()
-
-
-def _sized(key: bytes, length: int) -> Iterable[tuple[bytes, int]]:
-    keys = part_keys(key, length)
-    for number, name in enumerate(keys):
-        yield name, min(PART_BYTES, length - number * PART_BYTES)
 
 
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:

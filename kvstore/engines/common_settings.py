@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvstore.errors import ConfigError
+from kvstore.names import in_domain
 from kvstore.reach import Reach
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class EngineSettings:
                     raise ConfigError(f"{one.name} is a whole number above 0, not {value!r}.")
             elif not isinstance(value, str):
                 raise ConfigError(f"{one.name} is a text, not {value!r}.")
+
+    def named(self, key: bytes) -> bytes:
+        """The key of a block of a request that names no erase domain."""
+        return in_domain(key, self.reach.domain)
 
     @property
     def is_clustered(self) -> bool:

@@ -6,14 +6,17 @@ replicas. A put then succeeds as soon as one node has the block.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Everywhere
-from kvstore.names import SHARED
+from kvstore.errors import DomainRequired, KvError, NotEncrypted
+from kvstore.names import UNSAID
 from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from logging import Logger
 
     from typing_extensions import Buffer
 
@@ -24,7 +27,13 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
     from nic_offload.flags import FlagWord
 
-__all__ = ["Store", "block_at", "blocks_of_pieces", "open_store"]
+__all__ = ["Store", "block_at", "blocks_of_pieces", "is_about_domains", "open_store"]
+
+_ABOUT_DOMAINS: Final[dict[type, str]] = {
+    NotEncrypted: "Requests that name an erase domain are not saved: %s",
+    DomainRequired: "Requests that name no erase domain are not saved, until the engine's settings have `user` or"
+    " `shared` (docs/engines.md, Erase domains): %s",
+}
 
 
 class Store(Protocol):
@@ -42,7 +51,7 @@ class Store(Protocol):
         """Get blocks."""
         ...
 
-    def put_inline(self, key: bytes, data: bytes, *, domain: bytes = SHARED) -> Durability:
+    def put_inline(self, key: bytes, data: bytes, *, domain: bytes = UNSAID) -> Durability:
         """Put one block inside gRPC."""
         ...
 
@@ -94,12 +103,25 @@ def open_store(settings: EngineSettings, layout: bytes, **of_clients: Any) -> Cl
     return Client(settings.reach, layout=layout, **of_clients)
 
 
+def is_about_domains(error: KvError | None, log: Logger) -> bool:
+    """Whether a put was refused for its erase domain, as all others will be: that is logged once."""
+    words = _ABOUT_DOMAINS.get(type(error))
+    if words is not None:
+        _warn_once(log, words, str(error))
+    return words is not None
+
+
+@cache
+def _warn_once(log: Logger, words: str, said: str) -> None:
+    log.warning(words, said)
+
+
 def block_at(
     key: bytes,
     memory: Region | Everywhere,
     offset: int,
     length: int,
-    domain: bytes = SHARED,
+    domain: bytes = UNSAID,
     threshold: int = 1,
 ) -> Block | ClusterBlock:
     """A block in memory that the store has registered."""

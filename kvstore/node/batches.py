@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import grpc
 
 from kvstore.durability import Durability
-from kvstore.errors import KvError, Overloaded, ProtocolError
+from kvstore.errors import DomainRequired, KvError, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BATCH_PUTS_AHEAD,
@@ -31,11 +31,10 @@ from kvstore.limits import (
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
 from kvstore.node.calls import durability_of, miss_message, refusals
-from kvstore.node.connection import check_block, check_count, check_domain
+from kvstore.node.connection import check_block, check_count, check_domain, stored_domain
 from kvstore.node.inline import check_chunk, deadline
 from kvstore.node.time_slices import Turn
 from kvstore.storage.items import PutItem
-from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import kvstore_pb2
 from kvstore.wire.parts import PutMessage, encoded_get, parse_put
@@ -201,9 +200,14 @@ class _Puts:
 
     async def _begin(self, name: kvstore_pb2.BlockName) -> None:
         check_block(name.key, name.fingerprint, name.length)
-        check_domain(name.key, name.domain)
         number, self._number = self._number, self._number + 1
         piece = None
+        try:
+            check_domain(name.key, name.domain, encrypts=self._store.keys is not None)
+        except DomainRequired as error:
+            self._end(number, error)
+            self._filling = _Filling(number, name, None, None)
+            return
         while len(self._pieces) >= BATCH_PUTS_AHEAD:  # all that end together are told of together
             self._hand_over()
             await self._wait_for_an_end()
@@ -251,7 +255,7 @@ class _Puts:
                 expires_ms=self._expires_ms,
                 durability=self.durability,
                 tag=filling.number,
-                domain=name.domain or NO_DOMAIN,
+                domain=stored_domain(name.domain),
             )
         )
         if len(self._whole) == BATCH_BLOCKS_MAX:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore.durability import Durability
-from kvstore.errors import Expired, ProtocolError
+from kvstore.errors import DomainRequired, Expired, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
@@ -23,7 +23,7 @@ from kvstore.limits import (
     KEY_BYTES,
     LANDING_AT_ONCE_BYTES,
 )
-from kvstore.names import SHARED, fits_domain
+from kvstore.names import SHARED, UNSAID, fits_domain
 from kvstore.node.cancelling import Cancelled
 from kvstore.node.landing import LandingLayout, Lease, Slots, SlotState
 from kvstore.node.logs import about
@@ -53,6 +53,7 @@ __all__ = [
     "check_generation",
     "check_key",
     "refuse_expired",
+    "stored_domain",
 ]
 
 _WORD_BYTES = 8
@@ -84,12 +85,21 @@ def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
         raise ProtocolError(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {length}.")
 
 
-def check_domain(key: bytes, domain: bytes) -> None:
-    """Refuse to put a block into another erase domain than the one that its key was made for."""
+def check_domain(key: bytes, domain: bytes, *, encrypts: bool) -> None:
+    """Refuse to put a block into another erase domain than its key's; on a node that encrypts, one must be named."""
     if domain and len(domain) != DOMAIN_BYTES:
         raise ProtocolError(f"An erase domain has {DOMAIN_BYTES} bytes, not {len(domain)}.")
+    if domain == NO_DOMAIN:
+        raise ProtocolError("An erase domain of zeros is none.")
     if not fits_domain(key, domain):
         raise ProtocolError("The block's key was made for another erase domain than the one it is put into.")
+    if encrypts and domain == UNSAID:
+        raise DomainRequired
+
+
+def stored_domain(domain: bytes) -> bytes:
+    """The domain of the keyring whose key encrypts a block: of a shared one, its tenant's own."""
+    return NO_DOMAIN if domain in (UNSAID, SHARED) else domain
 
 
 def refuse_expired(expires_unix_ms: int, now_ms: int) -> None:
@@ -135,7 +145,7 @@ class BlockRequest:
     fingerprint: bytes
     length: int
     ack_word: int
-    domain: bytes = SHARED
+    domain: bytes = UNSAID
 
 
 class Connection:
@@ -234,10 +244,10 @@ class Connection:
         """The address of the slot's header page in this process."""
         return self._region.address + self.layout.header(slot)
 
-    def check(self, block: BlockRequest) -> None:
+    def check(self, block: BlockRequest, *, encrypts: bool) -> None:
         """Refuse a block that can't be put over this connection."""
         check_block(block.key, block.fingerprint, block.length)
-        check_domain(block.key, block.domain)
+        check_domain(block.key, block.domain, encrypts=encrypts)
         if block.length > self.layout.block_bytes_max:
             raise ProtocolError(
                 f"The connection was attached for blocks of up to {self.layout.block_bytes_max} bytes,"
@@ -268,7 +278,7 @@ class Connection:
                 durability=durability,
                 ack_word=block.ack_word,
                 expires_unix_ms=expires_unix_ms,
-                domain=block.domain or NO_DOMAIN,
+                domain=stored_domain(block.domain),
                 is_taken=block in taken,
             )
             for slot, block in zip(self.slots.take(len(blocks)), blocks, strict=True)

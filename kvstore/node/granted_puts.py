@@ -17,7 +17,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import Corrupt, Expired, KeyTaken, Overloaded, ProtocolError
+from kvstore.errors import Corrupt, DomainRequired, Expired, KeyTaken, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     GRANTED_BYTES_MAX,
@@ -99,7 +99,9 @@ class Granted:
             return None
         if layout.total_bytes > self._slots.left(connection.tenant):
             return None
-        area = self._areas[connection.number] = PutArea(connection, self._memory, shares=shares)
+        area = self._areas[connection.number] = PutArea(
+            connection, self._memory, shares=shares, encrypts=self._node.store.keys is not None
+        )
         self._slots.take(connection.tenant, layout.total_bytes)
         self._choose_way(area)
         return area
@@ -252,6 +254,14 @@ class Granted:
         if self._lanes.is_ahead:
             self.take_all()
 
+    def removed(self, names: Sequence[Name], *, are_replaced: bool) -> None:
+        """The index has these no more, or another record of each, whose put this is."""
+        for name in () if are_replaced else names:
+            one = self._landed.get(name)
+            if one is not None:
+                one.is_gone = True
+        self.free_names(names)
+
     def free_names(self, names: Sequence[Name]) -> None:
         """These may be stored no more: where nothing is, and nothing is on its way there, a name is free again."""
         if not names:
@@ -289,6 +299,7 @@ class Granted:
         refused: list[StorageError] = [KeyTaken(_TAKEN)] * state.taken
         refused += [Corrupt(_DIFFERED)] * state.differed
         refused += [Expired(_EXPIRED)] * state.expired
+        refused += [DomainRequired()] * state.unsaid
         if refused:
             self._node.counters.kept((), refused)
 
@@ -412,7 +423,7 @@ class Granted:
         )
         if words:
             put_words(node.fabric, words)
-        self._settle(landed)
+        self._settle(landed, batch)
         for (tenant, number), leases in kept.items():
             durability = _DURABILITIES[number]
             node.timings.leases_kept(tenant, durability, leases, now_ns)
@@ -440,34 +451,49 @@ class Granted:
         log.log(level, "a block could not be stored: %s", error, extra=connection.about())
         connection.failed(lease.generation, error)
 
-    def _settle(self, landed: Sequence[Landed]) -> None:
+    def _settle(self, landed: Sequence[Landed], batch: Sequence[PutDone]) -> None:
         """The store is done with these: where it has the block, the piece stays as its hot copy."""
         memory, pages = self._memory, self._memory.pages
-        entries = self._node.store.lookup([one.name for one in landed])
-        hot: list[tuple[bytes, bytes, Entry | None]] = []
-        gone: list[Name] = []
         freed: dict[Holder, int] = {}  # pages
-        for one, entry in zip(landed, entries, strict=True):
-            came, piece = one.came, one.piece
+        for one in landed:
             if self._landed.get(one.name) is one:
                 del self._landed[one.name]
-            if entry is not None and not one.is_gone and self._stays(came, entry):
-                pages.keep(piece, entry.generation, one.name)
-                hot.append((*one.name, entry))
-            else:
-                pages.retire(piece, came.id)
-            pages.release(piece)
-            freed[one.area.holder] = freed.get(one.area.holder, 0) + piece.pages
-            if entry is None:
-                gone.append(one.name)
+            freed[one.area.holder] = freed.get(one.area.holder, 0) + one.piece.pages
+        written = [
+            (one, done.generation)
+            for one, done in zip(landed, batch, strict=True)
+            if done.generation and not one.is_gone and not pages.has(done.generation)
+        ]
+        renamed = memory.shelf.rename([one.came.id for one, _ in written], [number for _, number in written])
+        listed = set()
+        for (one, generation), is_listed in zip(written, renamed, strict=True):
+            if is_listed:
+                pages.keep(one.piece, generation, one.name)
+                listed.add(one)
+        if len(listed) < len(landed):
+            self._settle_others([one for one in landed if one not in listed])
+        for one in landed:
+            pages.release(one.piece)
         for holder, count in freed.items():
             memory.shares.release(holder, count * PAGE_BYTES)
-        memory.shelve(hot)
-        self.free_names(gone)
         self._node.note_freed()
         self.feed_hungry()
         if self._node.fetches.waiting:  # the memory was held against them
             self._node.later(0, self._node.fetches.pump)
+
+    def _settle_others(self, landed: Sequence[Landed]) -> None:
+        """Settle those that the C core doesn't list, or that were not written themselves."""
+        memory, pages = self._memory, self._memory.pages
+        entries = self._node.store.lookup([one.name for one in landed])
+        hot: list[tuple[bytes, bytes, Entry | None]] = []
+        for one, entry in zip(landed, entries, strict=True):
+            if entry is not None and not one.is_gone and self._stays(one.came, entry):
+                pages.keep(one.piece, entry.generation, one.name)
+                hot.append((*one.name, entry))
+            else:
+                pages.retire(one.piece, one.came.id)
+        memory.shelve(hot)
+        self.free_names([one.name for one, entry in zip(landed, entries, strict=True) if entry is None])
 
     def _stays(self, came: Came, entry: Entry) -> bool:
         """Whether its piece becomes the hot copy of what the index names; then the shelf knows it as that."""
@@ -479,7 +505,7 @@ class Granted:
         if not is_same or self._memory.pages.has(entry.generation):
             return False
         shelf = self._memory.shelf
-        return shelf.rename(came.id, entry.generation) or shelf.take(came.id)
+        return shelf.rename([came.id], [entry.generation]) == b"\1" or shelf.take(came.id)
 
     # --- readers
 
@@ -500,7 +526,7 @@ class Granted:
             if one is not None:
                 one.is_gone = True
                 self._memory.stored([name])  # no lane takes one of that name until the store is done
-                self._memory.shelf.unlist(*name)
+                self._memory.unlist([name])
 
     def delete(self, names: Iterable[Name]) -> None:
         """These are being deleted. Blocks not yet passed to the store never will be: they were put and deleted."""

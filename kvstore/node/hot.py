@@ -385,14 +385,20 @@ class HotMemory:
     def changed(
         self, names: Sequence[Name], lookup: Lookup, *, are_new: bool, are_erased: bool = False
     ) -> None:
-        """Unlist and drop the blocks of these names: the index has other entries for them now, or none."""
+        """Unlist and drop the blocks of these names: the index has other entries for them now, or none.
+
+        What is new and has landed by a grant stays listed: only its own record can be what the index has now.
+        """
         if are_new:  # before they are unlisted, so that a get in between finds one or the other
             self.stored(names)
-        for tenant, key in names:
-            self.shelf.unlist(tenant, key)
+        self.unlist(names, are_new=are_new)
         for name in names if self._expected else ():
             self._expected.pop(name, None)
         self.pages.drop_dead(names, lookup, are_erased=are_erased)
+
+    def unlist(self, names: Iterable[Name], *, are_new: bool = False) -> None:
+        """Let the C core send no more of these; of new ones that have landed it may."""
+        self.shelf.unlist(b"".join(map(b"".join, names)), others_only=are_new)
 
     def stored(self, names: Iterable[Name]) -> None:
         """Note that these names are stored, so that later puts of them are compared with the stored block."""

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.limits import CHUNK_BYTES_MAX, HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
-from kvstore.names import SHARED
-from kvstore.node.connection import check_block, check_domain, refuse_expired
+from kvstore.names import UNSAID
+from kvstore.node.connection import check_block, check_domain, refuse_expired, stored_domain
 from kvstore.node.fair import Shares
 from kvstore.node.landing import pages_of
 from kvstore.storage.gets import mismatch
 from kvstore.storage.items import GetDone, GetItem, PutItem
-from kvstore.storage.sealing import NO_DOMAIN
 from nic_offload.checksum import crc32c_at
 
 if TYPE_CHECKING:
@@ -102,14 +101,14 @@ class InlineBlocks:
         expires_unix_ms: int,
         chunks: AsyncIterator[bytes],
         before_kept: Callable[[PutItem], object] = lambda _: None,
-        domain: bytes = SHARED,
+        domain: bytes = UNSAID,
     ) -> Durability:
         """Receive a block in chunks and store it; returns the durability reached.
 
         `before_kept` is called once all bytes have arrived, right before the store is, and may refuse.
         """
         check_block(key, fingerprint, length)
-        check_domain(key, domain)
+        check_domain(key, domain, encrypts=self._store.keys is not None)
         refuse_expired(expires_unix_ms, self._clock.wall_ms())
         began_ns = self._clock.monotonic_ns()
         who = (tenant, peer)
@@ -127,7 +126,7 @@ class InlineBlocks:
                 expires_ms=expires_unix_ms,
                 durability=max(durability, Durability.WRITTEN),
                 tag=0,
-                domain=domain or NO_DOMAIN,
+                domain=stored_domain(domain),
             )
             landed_ns = self._clock.monotonic_ns()
             kept: asyncio.Future[PutDone] = asyncio.get_running_loop().create_future()

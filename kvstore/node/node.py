@@ -178,7 +178,7 @@ class Node:
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
         self.hot.changed(names, self.store.lookup, are_new=reason is None, are_erased=reason is Reason.ERASED)
         if reason is not None:
-            self.granted.free_names(names)
+            self.granted.removed(names, are_replaced=reason is Reason.SUPERSEDED)
         for listener in self.block_listeners:
             listener(names, reason)
 
@@ -393,7 +393,7 @@ class Node:
         if lease_ms > LEASE_TIMEOUT_MS_MAX:
             raise ProtocolError(f"A lease lasts up to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
         for block in blocks:
-            connection.check(block)
+            connection.check(block, encrypts=self.store.keys is not None)
         refuse_expired(expires_unix_ms, self.clock.wall_ms())
         stored, taken = already_stored(self, connection, blocks, durability, expires_unix_ms)
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]

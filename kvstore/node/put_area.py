@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvstore.durability import Durability
 from kvstore.errors import FabricError
 from kvstore.limits import GRANTED_SLOTS, HEADER_BYTES, PAGE_BYTES, ROOMS_MIN
+from kvstore.names import SHARED
 from kvstore.node.landing import LandingLayout
 from kvstore.node.shared_slots import SharedSlots
 from kvstore.wire.ack import AckCode
@@ -64,8 +65,8 @@ class Landed:
 class PutArea:
     """Of one connection: the slots of its client, and the rooms that were given for what comes there."""
 
-    def __init__(self, connection: Connection, memory: HotMemory, *, shares: bool) -> None:
-        """`shares`: its client may be on this machine, and have its slots mapped."""
+    def __init__(self, connection: Connection, memory: HotMemory, *, shares: bool, encrypts: bool) -> None:
+        """`shares`: its client may be on this machine, and have its slots mapped. `encrypts`: puts name domains."""
         self.connection = connection
         self.holder = (connection.tenant, self)
         self.layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
@@ -94,6 +95,8 @@ class PutArea:
             (acks.base, acks.key, acks.words),
             (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN, AckCode.EXPIRED, AckCode.WRITTEN),
             (self.told.flags, self.told.key),
+            SHARED,
+            AckCode.DOMAIN_REQUIRED if encrypts else 0,
         )
 
     def _area(self, base: int, first_generation: int = 0) -> Area:

@@ -38,7 +38,7 @@ from kvstore.limits import (
     UPKEEP_RETRY_MS,
     UPKEEP_SETTLE_MS,
 )
-from kvstore.names import SHARED, fits_domain
+from kvstore.names import SHARED, UNSAID, fits_domain
 from kvstore.node.copy_eligibility import Sureness
 from kvstore.node.landing import pages_of
 from kvstore.node.upkeep_calls import UPKEEP, Waited
@@ -362,9 +362,14 @@ class Upkeep:
             inline.give_back(who, piece)
 
     def _domain_of(self, block: Block) -> bytes | None:
-        """The erase domain of a block that has been read; None if its key has been destroyed since."""
+        """The erase domain of a block that has been read; None if its key has been destroyed since.
+
+        A node that doesn't encrypt doesn't know what was asked for. One that does keeps as shared what it had before.
+        """
         keys, (tenant, key) = self._node.store.keys, block.name
-        if keys is None or not block.entry.domain:
+        if keys is None:
+            return UNSAID
+        if not block.entry.domain:
             return SHARED
         owner, domain = keys.domain_of(block.entry.domain - 1) or (b"", b"")
         named = SHARED if domain == NO_DOMAIN else domain

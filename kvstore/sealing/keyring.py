@@ -35,6 +35,7 @@ from kvstore.sealing.keyring_state import (
     status_of,
     unwrapped_root,
 )
+from kvstore.sealing.new_keyring import new_image
 from kvstore.sealing.slot_table import SlotTable
 from kvstore.sealing.slots import (
     HEADER_PAGES,
@@ -47,7 +48,6 @@ from kvstore.sealing.slots import (
     fresh_id,
     fresh_key,
     pack_header,
-    pack_slot,
     root_associated,
     unwrapped,
     wrapped,
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from kvstore.sealing.keyring_state import Found, KeyringStatus
     from kvstore.sealing.master_key import Master
 
-__all__ = ["Keyring", "new_image"]
+__all__ = ["Keyring"]
 
 Name = tuple[bytes, bytes]  # of a tenant and a domain
 
@@ -189,7 +189,10 @@ class Keyring(Handle):
         return None if found is None else self._unseal(found[0], found[1].id)
 
     def by_number(self, number: int, key_id: bytes) -> DomainKey | None:
-        """The key that a record names; None if it was destroyed, and with an older keyring if it is unknown."""
+        """The key that a record names; None if it was destroyed, and with an older keyring if it is unknown.
+
+        Corrupt if its slot is damaged: then nobody has destroyed it.
+        """
         return self._unseal(number, key_id)
 
     def has(self, number: int, key_id: bytes) -> bool:
@@ -214,7 +217,12 @@ class Keyring(Handle):
 
     def _unseal(self, number: int, key_id: bytes) -> DomainKey | None:
         for _ in range(2):  # its tenant's key may be replaced meanwhile, after it was wrapped by the new one
+            if self._slots.is_damaged(number):
+                raise Corrupt(
+                    f"Slot {number} of the keyring is damaged; nothing sealed with its key can be opened."
+                )
             if not self._slots.is_live(number, key_id):
+                self._check_place(number)
                 return None
             slot = self._slots.read(number)
             if slot is None or slot.id != key_id or slot.kind != Kind.DOMAIN or slot.state != State.LIVE:
@@ -226,6 +234,16 @@ class Keyring(Handle):
                 if by is not None:
                     return DomainKey(number, slot, unwrapped(slot, by, self.store_uuid, number))
         raise Corrupt(f"The key in slot {number} is wrapped by a key that the keyring doesn't have.")
+
+    def _check_place(self, number: int) -> None:
+        """Corrupt if a slot has a key that was made for another: then the one that was here wasn't destroyed."""
+        slot = self._slots.read(number) if self._slots.is_used(number) else None
+        if slot is None or slot.kind != Kind.DOMAIN or slot.state != State.LIVE:
+            return
+        with self._keys:
+            by = self._tenant_key(slot)
+            if by is not None:
+                aead.wipe(unwrapped(slot, by, self.store_uuid, number))
 
     def _tenant_key(self, wraps: Slot) -> memoryview | None:
         """The unsealed key that wraps a domain's, under the lock of these."""
@@ -280,6 +298,7 @@ class Keyring(Handle):
         tenants = {tenant for tenant, _ in names} - self._tenants.keys()
         new_tenants = len(tenants - self._gone_tenants.keys())
         self._slots.check_room(len(names) + new_tenants, kept=len(self._gone_tenants))
+        self._slots.check_tenants(names)
         for tenant in dict.fromkeys(tenant for tenant, _ in names):
             if tenant not in self._tenants:
                 self._make_tenant(tenant, version=1)
@@ -362,7 +381,8 @@ class Keyring(Handle):
             self._free(self._slots.damaged())
             if tenant not in self._tenants:
                 known = self._gone_tenants.get(tenant)
-                return [] if known is None else [_erased(tenant, known)]
+                # Again, after an interruption: the receipt names what was destroyed then.
+                return [] if known is None else [_erased(tenant, known), *self._slots.gone_with(known.slot)]
             now_ms = self._clock.wall_ms()
             latest = self._tenants[tenant][-1]
             gone = TenantKey(latest.number, latest.slot.gone(now_ms))
@@ -577,18 +597,3 @@ def _no_key() -> memoryview:
 
 def _erased(tenant: bytes, gone: TenantKey) -> Erased:
     return Erased(tenant, NO_NAME, gone.number, gone.slot.id, gone.slot.when_ms)
-
-
-def new_image(master: Master, store_uuid: bytes, clock: Clock) -> bytes:
-    """The pages of a new keyring."""
-    root_id, root, store = fresh_id(), fresh_key(), fresh_key()
-    try:
-        now_ms = clock.wall_ms()
-        blob = master.wrap(root_associated(store_uuid, root_id), root)
-        header = pack_header(Header(store_uuid, 1, now_ms, master.id, Root(root_id, blob)))
-        slot = Slot(State.LIVE, Kind.STORE, fresh_id(), NO_NAME, NO_NAME, now_ms, root_id)
-        first = pack_slot(wrapped(slot, store, root, store_uuid, 0))
-    finally:
-        aead.wipe(root)
-        aead.wipe(store)
-    return header.ljust(PAGE_BYTES, b"\0") * HEADER_PAGES + first.ljust(PAGE_BYTES, b"\0")

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
+import stat
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -20,6 +22,8 @@ from kvstore.errors import FolderLocked, NoKeyring, NoSpace, StorageError
 from kvstore.limits import PAGE_BYTES
 
 __all__ = ["FolderFile", "KeyringFile", "create_file", "keyring_path"]
+
+log = logging.getLogger(__name__)
 
 _AT_ONCE_PAGES: Final = 64
 _COPIES_ON_WRITE: Final = ("bcachefs", "btrfs", "nilfs2", "overlay", "zfs")
@@ -72,6 +76,7 @@ class FolderFile:
             if locks:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._writing = _open_directly(self._fd)
+                _keep_from_others(self._fd, path)
             self._pages = os.fstat(self._fd).st_size // PAGE_BYTES
         except BlockingIOError as error:
             self.close()
@@ -160,6 +165,15 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _keep_from_others(fd: int, path: Path) -> None:
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    if mode & 0o077:
+        os.fchmod(fd, 0o600)
+        log.warning(
+            "The keyring %s was open to other users (mode %04o), and is not any more (0600).", path, mode
+        )
 
 
 def _open_directly(fd: int) -> int:

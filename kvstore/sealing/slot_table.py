@@ -10,21 +10,24 @@ One thread writes at a time; the others may read meanwhile.
 
 from __future__ import annotations
 
+from collections import Counter
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvstore.errors import InvalidArgument, NoSpace
+from kvstore.errors import InvalidArgument, NoSpace, QuotaExceeded
 from kvstore.limits import (
     KEYRING_LOAD_PAGES,
     KEYRING_NEW_NAMES_MAX,
     KEYRING_ROTATED_AT_ONCE,
     KEYRING_SLOTS_MAX,
     KEYRING_STEP_PAGES_MAX,
+    KEYRING_TENANT_KEYS_MAX,
     PAGE_BYTES,
     TENANT_BYTES,
 )
+from kvstore.sealing.domain_key import Erased
 from kvstore.sealing.slots import (
     CHECKED_BYTES,
     DOMAIN_BYTES,
@@ -39,7 +42,7 @@ from kvstore.sealing.slots import (
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -90,6 +93,7 @@ class SlotTable:
         self._sorted: NDArray[np.uint64] = np.zeros(0, np.uint64)  # mixed names, and
         self._order: NDArray[np.uint32] = np.zeros(0, np.uint32)  # the slots that have them
         self._new: dict[bytes, int] = {}  # by name, written since these were sorted
+        self._live_of: Counter[int] = Counter()  # by the first 8 bytes of tenants, their live domain keys
         self._free: list[int] = []  # the next one at the end
         self._oldest_gone: list[int] = []  # to be taken when nothing else is left; the next one at the end
         self.others: list[int] = []  # slots of keys that are no domain's, as they were loaded
@@ -104,6 +108,9 @@ class SlotTable:
             used = (state == LIVE) | (state == GONE)
             named = np.flatnonzero(used & (rows["kind"] == Kind.DOMAIN))
             mixed.append(self._mix(rows["name"][named]))
+            live = rows["name"][:, 0][(state == LIVE) & (rows["kind"] == Kind.DOMAIN)]
+            tenants, counts = np.unique(live, return_counts=True)
+            self._live_of.update(dict(zip(tenants.tolist(), counts.tolist(), strict=True)))
             numbers.append((named + first).astype(np.uint32))
             self.others += (np.flatnonzero(used & (rows["kind"] != Kind.DOMAIN)) + first).tolist()
         if states:
@@ -168,6 +175,16 @@ class SlotTable:
                 return False
             return int(self._ids[number]) == int.from_bytes(key_id, "little")
 
+    def is_damaged(self, number: int) -> bool:
+        """Whether a slot was damaged when the keyring was opened, and not overwritten since."""
+        with self._lock:
+            return 0 <= number < len(self._states) and int(self._states[number]) == DAMAGED
+
+    def is_used(self, number: int) -> bool:
+        """Whether a slot has a key."""
+        with self._lock:
+            return 0 <= number < len(self._states) and int(self._states[number]) == LIVE
+
     def has_id(self, number: int, key_id: bytes) -> bool:
         """Whether a slot has, or had last, the key of this id."""
         return int(self._ids[number]) == int.from_bytes(key_id, "little")
@@ -205,6 +222,15 @@ class SlotTable:
         gone = int(np.count_nonzero(self._states == GONE)) - kept
         if count > len(self._free) + growing + gone:
             raise NoSpace(f"The keyring has {self._slots_max} keys, which is its maximum.")
+
+    def check_tenants(self, names: Iterable[tuple[bytes, bytes]]) -> None:
+        """QuotaExceeded if a tenant would have too many keys, were one made for each of these domains."""
+        for tenant, count in Counter(_tenant_word(tenant) for tenant, _ in names).items():
+            if self._live_of[tenant] + count > KEYRING_TENANT_KEYS_MAX:
+                raise QuotaExceeded(
+                    f"The tenant has {self._live_of[tenant]:,} erase domains, and its maximum is"
+                    f" {KEYRING_TENANT_KEYS_MAX:,}: erase users who are gone."
+                )
 
     def take(self, taken: Collection[int] = ()) -> int:
         """A slot to be written, and none of those that are taken already."""
@@ -258,6 +284,18 @@ class SlotTable:
             found = sorted(found)[-limit:]
         return [(name[:TENANT_BYTES], name[TENANT_BYTES:], when) for when, name in found]
 
+    def gone_with(self, tenant: Slot) -> list[Erased]:
+        """The keys of domains that were destroyed together with their tenant's."""
+        low, high = (np.uint64(int.from_bytes(tenant.tenant[at : at + 8], "little")) for at in (0, 8))
+        found: list[Erased] = []
+        for first, rows, _ in self._chunks(self._pages):
+            of = (self._states[first : first + len(rows)] == GONE) & (rows["kind"] == Kind.DOMAIN)
+            of &= (rows["name"][:, 0] == low) & (rows["name"][:, 1] == high)
+            for at in np.flatnonzero(of & (rows["when"] == np.uint64(tenant.when_ms))).tolist():
+                name, key_id = rows["name"][at].tobytes(), rows["id"][at].tobytes()
+                found.append(Erased(tenant.tenant, name[TENANT_BYTES:], first + at, key_id, tenant.when_ms))
+        return found
+
     def write(self, changes: Mapping[int, Slot | None]) -> None:
         """Overwrite slots in place; nothing is durable, or known to readers, until the caller has synced."""
         pages: dict[int, tuple[bytes, bytearray]] = {}
@@ -282,6 +320,9 @@ class SlotTable:
         """Have readers see slots as they are now."""
         with self._lock:
             for number, slot in changes.items():
+                if slot is not None and slot.kind == Kind.DOMAIN:
+                    was = int(self._states[number]) == LIVE
+                    self._live_of[_tenant_word(slot.tenant)] += (slot.state == State.LIVE) - was
                 self._ids[number] = 0 if slot is None else int.from_bytes(slot.id, "little")
                 self._states[number] = FREE if slot is None else LIVE if slot.state == State.LIVE else GONE
                 if slot is not None and slot.kind == Kind.DOMAIN:
@@ -313,6 +354,10 @@ class SlotTable:
             found = (np.flatnonzero(of) + first).tolist()
             for at in range(0, len(found), KEYRING_ROTATED_AT_ONCE):
                 yield found[at : at + KEYRING_ROTATED_AT_ONCE]
+
+
+def _tenant_word(tenant: bytes) -> int:
+    return int.from_bytes(tenant[:8], "little")
 
 
 def _states_of(rows: _Rows, raw: bytes) -> NDArray[np.uint8]:

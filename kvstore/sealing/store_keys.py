@@ -18,10 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError, Corrupt, KvError, NoKeyring, StorageError, WrongKeyring
+from kvstore.errors import (
+    ConfigError,
+    Corrupt,
+    KvError,
+    NoKeyring,
+    QuotaExceeded,
+    StorageError,
+    WrongKeyring,
+)
 from kvstore.limits import (
     ERASED_DOMAINS_COMPARED_MAX,
     ERASED_DOMAINS_LOADED_MAX,
+    KEYRING_DAMAGED_TOLD_MAX,
     VAULT_KEYS_MAX,
     VAULT_NAMES_MAX,
 )
@@ -30,6 +39,7 @@ from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import check_master, open_master
 from kvstore.wire.record import KeyringMark
+from nic_offload.secret_keys import are_locked
 from nic_offload.vault import KeyName, Vault
 
 if TYPE_CHECKING:
@@ -54,6 +64,11 @@ class StoreKeys:
         self._keyring = keyring
         self.vault = Vault(VAULT_KEYS_MAX)
         self.header_secret = keyring.store_key
+        if not (self.vault.is_locked and are_locked()):
+            log.warning(
+                "The system doesn't let this process lock its keys in memory, so they may be swapped: raise ulimit -l"
+                " (LimitMEMLOCK= of the unit), or use encrypted swap or none."
+            )
         self._erased = ErasedDomains(keyring.erased(ERASED_DOMAINS_LOADED_MAX))
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
@@ -62,6 +77,7 @@ class StoreKeys:
             1, "kvstore-rotation"
         )  # a long rotation keeps nobody from new keys
         self._closing = False
+        self._warned: set[int] = set()  # slots of which the log has said that they are damaged
         self._lock = Lock()  # for these two:
         self._asked: list[tuple[tuple[bytes, bytes], Then]] = []
         self._made: deque[tuple[Then, StorageError | None]] = deque()
@@ -123,16 +139,26 @@ class StoreKeys:
         return self._erased.erased_ms(tenant, keys)
 
     def load(self, name: KeyName) -> bool:
-        """Put a key into the vault again; False if it was destroyed, StorageError if that is unknown now."""
+        """Put a key into the vault again; False if it was destroyed, Corrupt or StorageError if that is unknown."""
         try:
             key = self._keyring.by_number(name.number, name.id.to_bytes(8, "little"))
-        except Corrupt as error:  # nobody can read the record now
-            log.warning("Key %d of the keyring can't be used: %s", name.number, error)
-            return False
+        except Corrupt as error:
+            self._warn_of(name.number, error)
+            raise
         if key is None:
             return False
         self._take(key)
         return True
+
+    def _warn_of(self, number: int, error: Corrupt) -> None:
+        """Once for a slot: each block that is read meets it."""
+        if number not in self._warned and len(self._warned) < KEYRING_DAMAGED_TOLD_MAX:
+            self._warned.add(number)
+            log.warning(
+                "Key %d of the keyring can't be used, and what it encrypts is a miss until the keyring is restored: %s",
+                number,
+                error,
+            )
 
     @property
     def mark(self) -> KeyringMark:
@@ -211,17 +237,24 @@ class StoreKeys:
     def _make(self) -> None:
         with self._lock:
             asked, self._asked = self._asked, []
-        error: StorageError | None = None
+        error = self._ensure([name for name, _ in asked])
+        errors: dict[bytes, StorageError | None] = {}
+        if isinstance(error, QuotaExceeded):  # of one tenant, which is no fault of the others
+            tenants = dict.fromkeys(tenant for (tenant, _), _ in asked)
+            errors = {one: self._ensure([name for name, _ in asked if name[0] == one]) for one in tenants}
+        self._made.extend((then, errors.get(name[0], error)) for name, then in asked)
+        self._wake()
+
+    def _ensure(self, names: Sequence[tuple[bytes, bytes]]) -> StorageError | None:
         try:
-            for key in self._keyring.ensure(list(dict.fromkeys(name for name, _ in asked))):
+            for key in self._keyring.ensure(list(dict.fromkeys(names))):
                 self._erased.in_use(key.tenant, key.domain)
                 key.close()  # it is taken when it is asked for, by the store's thread
-        except StorageError as failure:
-            error = failure
-        except KvError as failure:
-            error = StorageError(f"The erase domain's key could not be made: {failure}")
-        self._made.extend((then, error) for _, then in asked)
-        self._wake()
+        except StorageError as error:
+            return error
+        except KvError as error:
+            return StorageError(f"The erase domain's key could not be made: {error}")
+        return None
 
 
 def keys_opener(

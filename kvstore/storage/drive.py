@@ -282,10 +282,8 @@ class Drive(Handle):
 
     def lend(self) -> None:
         """Lend the lane ground, if it needs some, and no record is about to be written which would take it back."""
-        if not self._writes.needs_ground:
-            return
         pages = min(LENT_PAGES, self.capacity_bytes // PAGE_BYTES // LENT_SHARE)
-        if self.keeping.refusal(pages) is None:
+        if self._writes.needs_ground and self.keeping.refusal(pages) is None:
             self._writes.lend(pages)
             self._set_off()
 

@@ -33,8 +33,7 @@ from kvstore.limits import (
 )
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.ground import Ground
-from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
+from kvstore.storage.eviction.items import Guard, Reason, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
 from kvstore.storage.overwriting import strike
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.storage.deadlines import Deadlines
     from kvstore.storage.doubts import Doubts
-    from kvstore.storage.eviction.items import Eviction, Refusal
+    from kvstore.storage.eviction.items import Eviction, Evictions, Refusal
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.scrubs import Scrubs
@@ -78,7 +77,7 @@ _SAID: Final = {
     Reason.SUPERSEDED: "replaced by a newer one",
     Reason.DELETED: "deleted",
     Reason.QUARANTINED: "dropped because it failed a check or could not be read",
-    Reason.ERASED: "erased: the key that it was encrypted with is destroyed",
+    Reason.ERASED: "erased",
 }
 
 
@@ -172,10 +171,7 @@ class Keeping:
         self._secret = superblock.secret
         self._keys = volume.keys
         self.marks = watermarks(pages)
-        self.core = Evictor(
-            new_policy(policy, pages), self.marks, capacity_pages=pages, now_ms=clock.wall_ms()
-        )
-        self.ground = Ground(pages)
+        self.core = Evictor(new_policy(policy, pages), self.marks, now_ms=clock.wall_ms())
         self.space = SessionSpace(pages)
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None
@@ -192,26 +188,40 @@ class Keeping:
 
     def published(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
         """Note blocks that are in the index now."""
-        owner_of, digest = self.owner_numbers.get, self._digest if self.core.knows_names else _no_digest
-        records = [
-            Record(
-                entry.generation, _pages(entry), digest(*name), entry.expires_ms, 0, 0, owner_of(name[0], 0)
-            )
-            for name, entry in blocks
-        ]
+        owner_of, digest = self.owner_numbers.get, self._digest if self.core.knows_names else None
         now_ms = self._clock.wall_ms()
-        refused = self.core.admitted(records, now_ms)
+        refused = self.core.admitted(
+            [  # each is a `Record`
+                (
+                    entry.generation,
+                    record_bytes(entry.length) // PAGE_BYTES,
+                    digest(*name) if digest else 0,
+                    entry.expires_ms,
+                    0,
+                    0,
+                    owner_of(name[0], 0),
+                    entry.offset // PAGE_BYTES,
+                )
+                for name, entry in blocks
+            ],
+            now_ms,
+        )
         assert not refused, "a generation is published once"
-        for (name, entry), record in zip(blocks, records, strict=True):
-            self.ground.put(entry.offset // PAGE_BYTES, record.pages, entry.generation)
-            before = self._history.of(name)
-            if name in self._places:
-                sessions, position = self._places.pop(name)
+        places, session_of = self._places, self._history.session_of
+        for name, entry in blocks:
+            if places and name in places:
+                sessions, position = places.pop(name)
                 for session in sessions:
                     self.core.joined([entry.generation], session, position, now_ms)
-            elif before is not None and before.session and self.core.lacks(before.session, before.position):
-                self.core.joined([entry.generation], before.session, before.position, now_ms)
+            elif session_of(name):
+                self._rejoin(name, entry.generation, now_ms)
         self._tell([name for name, _ in blocks], None)
+
+    def _rejoin(self, name: Name, generation: int, now_ms: int) -> None:
+        """Let a block that was in a session when it went take its place again, if there is a gap."""
+        before = self._history.of(name)
+        if before is not None and self.core.lacks(before.session, before.position):
+            self.core.joined([generation], before.session, before.position, now_ms)
 
     # Ways out.
 
@@ -238,36 +248,41 @@ class Keeping:
 
         What is quarantined or erased is overwritten before, except what was encrypted with the keys of `spared`.
         """
-        now_ms = self._clock.wall_ms()
         blocks = list(blocks)
-        self._tell([name for name, _ in blocks], reason)
-        for name, entry in blocks:
-            if reason is Reason.SUPERSEDED:  # what comes next under the name stands where this one stood
+        names, entries = [name for name, _ in blocks], [entry for _, entry in blocks]
+        self._tell(names, reason)
+        if reason is Reason.SUPERSEDED:  # what comes next under the name stands where this one stood
+            for name, entry in blocks:
                 self._places[name] = self.core.places(entry.generation)
-            for told in self.core.gone([entry.generation], reason, now_ms):
-                self._history.add(name, told)
-            overwrites = reason in _OVERWRITTEN and entry.domain not in spared
-            instead = self._quarantine_pages(name, entry) if overwrites else None
+        told = self.core.gone([entry.generation for entry in entries], reason, self._clock.wall_ms())
+        if len(told) < len(blocks):  # the core has forgotten the others before
+            known = set(told.generations)
+            names = [name for name, entry in blocks if entry.generation in known]
+        self._history.add(names, told)
+        if reason not in _OVERWRITTEN:
+            self._leave_ground(entries, wipe=wipe)
+            return
+        for name, entry in blocks:
+            instead = None if entry.domain in spared else self._quarantine_pages(name, entry)
             self._leave_ground([entry], instead, wipe=wipe)
 
-    def evict(self, victims: Sequence[Eviction]) -> None:
+    def evict(self, victims: Evictions) -> None:
         """Drop blocks that the core has forgotten already. If the index fails, the store has stopped."""
         if not victims:
             return
         try:
-            known = self._index.names_of([victim.generation for victim in victims])
+            known = self._index.names_of(victims.generations)
             names = [name for name in known if name is not None]
             assert len(names) == len(victims), "the core and the index know different blocks"
             gone = self._forget(names)
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             return
-        for reason in {victim.reason for victim in victims} if self.listener is not None else ():
-            self._tell(
-                [name for name, one in zip(names, victims, strict=True) if one.reason is reason], reason
-            )
-        for name, victim in zip(names, victims, strict=True):
-            self._history.add(name, victim)
+        if self.listener is not None:
+            reasons = victims.reasons
+            for reason in set(reasons):
+                self._tell([name for name, one in zip(names, reasons, strict=True) if one is reason], reason)
+        self._history.add(names, victims)
         self._leave_ground([entry for entry in gone if entry is not None])
 
     def clear(self, generations: Sequence[int]) -> None:
@@ -353,10 +368,7 @@ class Keeping:
         *,
         wipe: bool = True,
     ) -> None:
-        for entry in entries:
-            self.ground.take(entry.offset // PAGE_BYTES)
-            if not entry.domain:
-                self.plain_bytes -= record_bytes(entry.length)
+        self.plain_bytes -= sum([record_bytes(entry.length) for entry in entries if not entry.domain])
         self.leaves_some |= not wipe
         if wipe:
             self._wipes.free([(entry.offset, entry.length) for entry in entries], instead=instead)
@@ -365,11 +377,9 @@ class Keeping:
 
     def moved(self, name: Name, old: Entry, new: Entry) -> None:
         """Note that a block was written anew elsewhere, and is the same to all that know it."""
-        guards = self.core.moved(old.generation, new.generation)
+        guards = self.core.moved(old.generation, new.generation, new.offset // PAGE_BYTES)
         if guards:
             self._moved[old.generation] = (new.generation, guards)
-        self.ground.take(old.offset // PAGE_BYTES)
-        self.ground.put(new.offset // PAGE_BYTES, _pages(new), new.generation)
         self.plain_bytes -= record_bytes(old.length)
         self._tell([name], None)
 
@@ -523,11 +533,11 @@ class Keeping:
         lives = lives[np.argsort(lives["generation"])]
         generations = _column("Q", lives["generation"])
         pages = HEADER_BYTES // PAGE_BYTES - (-lives["length"].astype(np.int64) // PAGE_BYTES)
-        self.core.restore(generations, _column("I", pages), lives["expires_ms"].tolist())
-        starts = lives["offset"] // PAGE_BYTES
-        order = np.argsort(starts)
-        self.ground.put_all(
-            _column("Q", starts[order]), _column("H", pages[order]), _column("Q", lives["generation"][order])
+        self.core.restore(
+            generations,
+            _column("I", pages),
+            _column("Q", lives["expires_ms"]),
+            _column("Q", lives["offset"] // PAGE_BYTES),
         )
 
     def _digest(self, *parts: bytes) -> int:
@@ -565,10 +575,6 @@ def with_erased(
 
 def _nothing() -> None:
     """Be told of what is not awaited."""
-
-
-def _no_digest(*_: bytes) -> int:
-    return 0
 
 
 def _pages(entry: Entry) -> int:

@@ -1,66 +1,55 @@
 """Which pages of the drive are free: best fit, always from the start of a free extent.
 
 Always holds: free extents never adjoin (neighbours are merged); an allocation is the prefix of a free extent, on
-which recovery by scan depends ("Why jumping is sound" in docs/record-format.md); a pinned extent is not reused until
-its last pin is released.
+which recovery by scan depends ("Why jumping is sound" in docs/record-format.md); of several that fit alike the one is
+taken that has been so long for the longest time; a pinned extent is not reused until its last pin is released. A call
+that would break this is an AssertionError, and changes nothing; of a batch, what stands before the breach is done.
 
-It stores nothing about live extents: those are in the index. Units are pages, not bytes.
+It stores nothing about live extents: those are in the index. Units are pages, not bytes. The work is done in C
+(`keep/extents.c`), in time that grows with the logarithm of the number of free extents, each of which takes 48 to 100
+bytes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict
-from itertools import islice
-from typing import TYPE_CHECKING
+from array import array
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from kvstore.errors import Corrupt
+from kvstore.storage.keep._keep import ffi, lib
+from kvstore.storage.keep.outcome import check
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
     from numpy.typing import ArrayLike
 
 __all__ = ["Extents"]
+
+_AT_ONCE: Final = 4096  # are asked for
+_LONGEST: Final = (1 << 64) - 1
 
 
 class Extents:
     """The free extents of one drive."""
 
-    __slots__ = (
-        "_by_end",
-        "_by_length",
-        "_by_start",
-        "_first",
-        "_free_pages",
-        "_held",
-        "_lengths",
-        "_parked",
-        "_pins",
-        "_until",
-        "unwritten",
-    )
+    __slots__ = ("_first", "_kept", "_until", "_word", "unwritten")
 
     def __init__(self, first_page: int, until_page: int) -> None:
         self._first = first_page
         self._until = until_page
-        self._by_start: dict[int, int] = {}  # start -> length
-        self._by_end: dict[int, int] = {}  # end -> start
-        # length -> its starts. No plain dict: its front, if it is taken again and again, is found more and more slowly.
-        self._by_length: dict[int, OrderedDict[int, None]] = {}
-        self._lengths: list[int] = []  # sorted; blocks come in few sizes, so this list is short
-        self._pins: dict[int, int] = {}  # start -> how many read from it
-        self._parked: dict[int, int] = {}  # released while pinned: start -> length
-        self._free_pages = 0
-        self._held = (0, 0)  # free pages that somebody overwrites
+        self._kept = _new(first_page, until_page)
+        self._word = ffi.new("uint64_t *")
         self.unwritten: list[tuple[int, int]] | None = None  # given back as they were, if it is to be noted
-        self._add(first_page, until_page - first_page)
+        if first_page < until_page:
+            self.release(first_page, until_page - first_page)
 
     @classmethod
     def around(cls, live: ArrayLike, first_page: int, until_page: int) -> Extents:
         """Return the free extents between live ones, which are rows `(start, length)`; Corrupt if they overlap."""
-        extents = cls(first_page, first_page)
-        extents._until = until_page
         starts, lengths = np.asarray(live, np.int64).reshape(-1, 2).T
         begins = np.concatenate([[first_page], starts + lengths])
         gaps = np.append(starts, until_page) - begins
@@ -69,19 +58,30 @@ class Extents:
             raise Corrupt(f"Two records claim page {starts[wrong[0]]} of the drive.")
         if gaps[-1] < 0:
             raise Corrupt(f"A record claims page {begins[-1] - 1}, which lies beyond the drive.")
-        for at in np.flatnonzero(gaps).tolist():
-            extents._add(int(begins[at]), int(gaps[at]))
+        extents = cls(first_page, first_page)
+        extents._until = until_page
+        extents._kept = _new(first_page, until_page)
+        free = np.flatnonzero(gaps)
+        begins, gaps = (column[free].astype("u8") for column in (begins, gaps))
+        check(
+            lib.keep_extents_fill(
+                extents._kept,
+                ffi.from_buffer("uint64_t[]", begins),
+                ffi.from_buffer("uint64_t[]", gaps),
+                len(free),
+            )
+        )
         return extents
 
     @property
     def free_pages(self) -> int:
         """Pages that can be allocated, in whatever pieces."""
-        return self._free_pages
+        return int(lib.keep_extents_pages(self._kept))
 
     @property
     def free_extents(self) -> int:
         """How many free extents there are."""
-        return len(self._by_start)
+        return int(lib.keep_extents_count(self._kept))
 
     @property
     def first_page(self) -> int:
@@ -96,118 +96,121 @@ class Extents:
     @property
     def longest(self) -> int:
         """Pages of the longest free extent: what can be allocated at once."""
-        return self._lengths[-1] if self._lengths else 0
+        return int(lib.keep_extents_longest(self._kept))
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the free extents take in memory."""
+        return int(lib.keep_extents_bytes(self._kept))
+
+    @property
+    def pinned(self) -> int:
+        """How many extents are being read."""
+        return int(lib.keep_extents_pinned(self._kept))
 
     def longest_starts(self, count: int) -> list[int]:
         """Return where the longest free extents begin, the longest first."""
-        return list(
-            islice((start for length in reversed(self._lengths) for start in self._by_length[length]), count)
-        )
+        found: list[int] = []
+        for starts in self._by_length(count):
+            found += starts
+            if len(found) >= count:
+                break
+        return found[:count]
 
     def some_starts(self, count: int) -> list[int]:
         """Return where some free extents begin: one of each length in turn, the longest first."""
-        of_lengths = [iter(self._by_length[length]) for length in reversed(self._lengths)]
-        starts: list[int] = []
-        while of_lengths and len(starts) < count:
-            first = [next(one, None) for one in of_lengths]
-            starts += [one for one in first if one is not None]
-            of_lengths = [one for one, start in zip(of_lengths, first, strict=True) if start is not None]
-        return starts[:count]
+        of_lengths = [starts for starts, _ in zip(self._by_length(count), range(count), strict=False)]
+        in_turn = chain.from_iterable(zip_longest(*of_lengths))
+        return [start for start in in_turn if start is not None][:count]
+
+    def _by_length(self, count: int) -> Iterator[Sequence[int]]:
+        """The starts of each length, as many of each at most, the longest first."""
+        starts, length = array("Q", bytes(8 * count)), ffi.new("uint64_t *", _LONGEST)
+        room = ffi.from_buffer("uint64_t[]", starts)
+        while found := lib.keep_extents_of_length(self._kept, length[0], room, count, length):
+            yield starts[:found]
 
     def free_from(self, page: int, until: int | None = None) -> tuple[int, int] | None:
         """Return the first free pages from one on, and how many there are; None if there are none before the last."""
         until = self._until if until is None else until
-        starts = (
-            start for start, length in self._by_start.items() if start < until and start + length > page
-        )
-        start = min(starts, default=None) if page < until else None
-        if start is None:
+        if page >= until:
             return None
-        begin = max(start, page)
-        return begin, min(start + self._by_start[start], until) - begin
+        found = self._some_after(page, 1)
+        if not found or found[0] >= until:
+            return None
+        begin = max(found[0], page)
+        return begin, min(found[0] + found[1], until) - begin
 
     def after(self, page: int) -> list[tuple[int, int]]:
         """Return the free extents that end after a page, in order."""
-        return sorted(one for one in self._by_start.items() if sum(one) > page)
+        found: list[tuple[int, int]] = []
+        while some := self._some_after(page, _AT_ONCE):
+            found += zip(some[::2], some[1::2], strict=True)
+            page = sum(found[-1])
+        return found
+
+    def _some_after(self, page: int, count: int) -> array[int]:
+        pairs = array("Q", bytes(16 * count))
+        found = lib.keep_extents_after(self._kept, page, ffi.from_buffer("uint64_t[]", pairs), count)
+        return pairs[: 2 * found]
 
     def hold(self, start: int, length: int) -> None:
         """Keep free pages from being allocated, until `let_go`; they stay free."""
-        self._held = (start, start + length)
+        lib.keep_extents_hold(self._kept, start, start + length)
 
     def let_go(self) -> None:
         """End that."""
-        self._held = (0, 0)
+        lib.keep_extents_hold(self._kept, 0, 0)
 
     def free_at(self, start: int) -> int:
         """Return how many pages the free extent that begins here has; 0 if there is none."""
-        return self._by_start.get(start, 0)
+        return int(lib.keep_extents_at(self._kept, start))
 
     def allocate(self, length: int) -> int | None:
         """Take the start of the smallest free extent that is long enough; None if there is none."""
-        first, until = self._held
-        for whole in self._lengths[bisect_left(self._lengths, length) :]:
-            for start in self._by_length[whole]:
-                if start >= until or start + length <= first:
-                    self._remove(start)
-                    self._add(start + length, whole - length)
-                    return start
-        return None
+        start = lib.keep_extents_allocate(self._kept, length)
+        if start >= 0:
+            return int(start)
+        return None if start == lib.KEEP_NONE else check(start)
 
     def release(self, start: int, length: int, *, unwritten: bool = False) -> None:
         """Free an extent, of which nothing may have been written; if it is being read, when its readers are done."""
-        assert self._first <= start < start + length <= self._until
+        check(lib.keep_extents_release(self._kept, start, length))
         if unwritten and self.unwritten is not None:
             self.unwritten.append((start, length))
-        if start in self._pins:
-            assert start not in self._parked
-            self._parked[start] = length
-        else:
-            self._free(start, length)
+
+    def release_all(self, extents: Sequence[tuple[int, int]]) -> None:
+        """Free extents, by start and length."""
+        pairs = array("Q", chain.from_iterable(extents))
+        check(lib.keep_extents_release_all(self._kept, ffi.from_buffer("uint64_t[]", pairs), len(extents)))
 
     def pin(self, start: int) -> None:
         """Keep a live extent from being given out again."""
-        self._pins[start] = self._pins.get(start, 0) + 1
+        self._word[0] = start
+        check(lib.keep_extents_pin(self._kept, self._word, 1))
+
+    def pin_all(self, starts: Iterable[int]) -> None:
+        """Do so for each of many."""
+        column = array("Q", starts)
+        check(lib.keep_extents_pin(self._kept, ffi.from_buffer("uint64_t[]", column), len(column)))
 
     def is_pinned(self, start: int) -> bool:
         """Return whether an extent is being read."""
-        return start in self._pins
+        return bool(lib.keep_extents_is_pinned(self._kept, start))
 
     def unpin(self, start: int) -> None:
         """Remove one pin."""
-        left = self._pins.pop(start) - 1
-        if left:
-            self._pins[start] = left
-        elif start in self._parked:
-            self._free(start, self._parked.pop(start))
+        self._word[0] = start
+        check(lib.keep_extents_unpin(self._kept, self._word, 1))
 
-    def _free(self, start: int, length: int) -> None:
-        end = start + length
-        if end in self._by_start:
-            end += self._remove(end)
-        if start in self._by_end:
-            start = self._by_end[start]
-            self._remove(start)
-        self._add(start, end - start)
+    def unpin_all(self, starts: Iterable[int]) -> None:
+        """Remove one pin of each of many."""
+        column = array("Q", starts)
+        check(lib.keep_extents_unpin(self._kept, ffi.from_buffer("uint64_t[]", column), len(column)))
 
-    def _add(self, start: int, length: int) -> None:
-        if length == 0:
-            return
-        assert start not in self._by_start
-        self._by_start[start] = length
-        self._by_end[start + length] = start
-        if length not in self._by_length:
-            self._by_length[length] = OrderedDict()
-            insort(self._lengths, length)
-        self._by_length[length][start] = None
-        self._free_pages += length
 
-    def _remove(self, start: int) -> int:
-        length = self._by_start.pop(start)
-        del self._by_end[start + length]
-        starts = self._by_length[length]
-        del starts[start]
-        if not starts:
-            del self._by_length[length]
-            del self._lengths[bisect_left(self._lengths, length)]
-        self._free_pages -= length
-        return length
+def _new(first_page: int, until_page: int) -> Any:
+    kept = lib.keep_extents_new(first_page, until_page)
+    if not kept:
+        raise MemoryError("There is no memory for the free extents of a drive.")
+    return ffi.gc(kept, lib.keep_extents_free)

@@ -67,7 +67,7 @@ class Gets:
             for item in items:
                 self._miss(item, done, MissReason.UNREADABLE, str(error))
             return
-        reading = []
+        reads = []
         unknown: dict[bytes, list[GetItem]] = {}  # by tenant
         for item, entry in zip(items, stored, strict=True):
             if entry is None:
@@ -75,10 +75,11 @@ class Gets:
             elif (miss := mismatch(item, entry, now_ms)) is not None:
                 self._miss(item, done, *miss)
             else:
-                self._extents.pin(entry.offset // PAGE_BYTES)
-                self._traffic.add(_Read(self, item, done, entry))
-                reading.append(entry.generation)
-        self._keeping.guard(reading, Guard.PIN)
+                reads.append(_Read(self, item, done, entry))
+        self._extents.pin_all([read.entry.offset // PAGE_BYTES for read in reads])
+        self._keeping.guard([read.entry.generation for read in reads], Guard.PIN)
+        for read in reads:
+            self._traffic.add(read)
         for tenant, missed in unknown.items():
             misses = self._keeping.misses(tenant, [item.key for item in missed])
             for item, why in zip(missed, misses, strict=True):
@@ -121,6 +122,8 @@ class Gets:
         elif found is Flaw.NO_KEY:
             self._keeping.drop([name], Reason.ERASED, spared=[entry.domain])
             self._miss(item, read.done, MissReason.ERASED)
+        elif found is Flaw.KEY_DAMAGED:
+            self._miss(item, read.done, MissReason.UNREADABLE, "its key's slot in the keyring is damaged")
         else:
             self._keeping.quarantine(name, entry.generation, wipe=not is_foreign)
             self._miss(

@@ -120,18 +120,8 @@ class Entry(NamedTuple):
 
 def header_of(name: Name, entry: Entry) -> Header:
     """Return the header that a block must have on the drive."""
-    tenant, key = name
-    return Header(
-        Kind.BLOCK,
-        key,
-        tenant,
-        entry.fingerprint,
-        entry.generation,
-        entry.length,
-        entry.crc32c,
-        entry.expires_ms,
-        entry.domain,
-    )
+    (tenant, key), (_, length, crc, generation, expires_ms, fingerprint, domain) = name, entry
+    return Header(Kind.BLOCK, key, tenant, fingerprint, generation, length, crc, expires_ms, domain)
 
 
 def is_header_of(found: object, name: Name, entry: Entry) -> bool:
@@ -236,6 +226,11 @@ class Index:
         self._env.close()
         with suppress(OSError):  # one that has no seal is looked through at the next opening
             seal(self._folder)
+
+    @property
+    def is_label_free(self) -> bool:
+        """Return whether no label of a session was ever in its file in the clear."""
+        return self._meta_key == _SEALED_META_KEY
 
     def abandon(self) -> None:
         """Close without marking the index as clean. A failed index is removed, and the next opening builds another."""
@@ -567,7 +562,9 @@ class Index:
         with self._env.begin(db=self._meta) as transaction:
             meta, commit = transaction.get(self._meta_key), transaction.get(_COMMIT_KEY)
             doubted = transaction.get(_DOUBTED_KEY)
-            if meta is None and self._readonly:
+            if not self.is_label_free and (sealed := transaction.get(_SEALED_META_KEY)) is not None:
+                self._meta_key, meta = _SEALED_META_KEY, sealed
+            elif meta is None and self._readonly:
                 self._meta_key, meta = _META_KEY, transaction.get(_META_KEY)
         if meta is None or commit is None or not is_whole(self._meta_key, meta):
             return "it is of another version, may have labels in the clear, or is not one of an index"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import StorageError
+from kvstore.storage.clear_labels import without_clear_labels
 from kvstore.storage.doubts import Doubts
 from kvstore.storage.folder import BegunNote, LentNote, SyncNote
 from kvstore.storage.index import Index
@@ -82,6 +83,16 @@ def _checked(
     return live, extents
 
 
+def _new_index(
+    folder: Path, volume: Volume, progress: Progress | None, undo: ExitStack, *, is_rebuilt: bool
+) -> Index:
+    index = Index.empty(folder, volume.superblock.capacity_bytes, sealed=volume.is_all_sealed)
+    undo.callback(index.abandon)
+    if is_rebuilt:
+        volume.skip_generations(rebuild(volume, index, progress))
+    return index
+
+
 def open_index(
     folder: Path,
     notes: NotePlace,
@@ -114,14 +125,12 @@ def open_index(
         rebuilt = (index is None or extents is None) and not blank
         if index is None or extents is None:
             undo.close()
-            index = Index.empty(folder, volume.superblock.capacity_bytes, sealed=volume.is_all_sealed)
-            undo.callback(index.abandon)
-            if rebuilt:
-                volume.skip_generations(rebuild(volume, index, progress))
+            index = _new_index(folder, volume, progress, undo, is_rebuilt=rebuilt)
             lives = index.lives()
             live, extents = extents_around(index, volume.superblock, lives)
         assert live is not None
         assert lives is not None
+        index = without_clear_labels(index, folder, volume, undo)
         doubts = Doubts(index)
         if rebuilt or not index.knows_doubts:
             doubts.add_above(0)

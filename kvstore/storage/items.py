@@ -65,6 +65,7 @@ class PutDone(NamedTuple):
     tag: int
     error: StorageError | None
     durability: Durability
+    generation: int = 0  # of the record that was written for this put; 0: there is another one, or none
 
 
 class GetItem(NamedTuple):

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from kvstore.errors import Corrupt
 from nic_offload.aead import NONCE_BYTES, TAG_BYTES, NotAuthentic
 from nic_offload.vault import KeyName
 
@@ -46,8 +48,9 @@ class Labels:
         if key is not None:
             nonce = os.urandom(NONCE_BYTES)
             sealed = self._keys.vault.seal_text(key, nonce, row_name, label)
-            if sealed is None and self._keys.load(key):
-                sealed = self._keys.vault.seal_text(key, nonce, row_name, label)
+            with suppress(Corrupt):
+                if sealed is None and self._keys.load(key):
+                    sealed = self._keys.vault.seal_text(key, nonce, row_name, label)
             if sealed is not None:
                 return LOST_LABEL + _KEY.pack(*key) + nonce + sealed
         return LOST_LABEL  # the user is being erased

@@ -247,6 +247,24 @@ class Manifests:
                     stored = stored._replace(manifest=stored.manifest._replace(label=LOST_LABEL))
                 yield SessionName(tenant, user, session), stored
 
+    def with_clear_labels(self) -> list[SessionName]:
+        """Return the sessions whose labels are in the clear."""
+        named = ((name, stored.manifest.label) for name, stored in self.all())
+        return [name for name, label in named if label and not is_sealed_label(label)]
+
+    def seal_labels(self, names: Sequence[SessionName]) -> None:
+        """Seal the labels of these, whose users have keys."""
+
+        def seal_all(transaction: Any) -> None:
+            for name in names:
+                row_name = b"".join(name)
+                place, manifest = _stored(transaction.get(row_name, db=self._index.sessions))
+                label = self._labels.seal(name.tenant, name.user, row_name, manifest.label)
+                value = _PLACE.pack(*place) + pack_manifest(manifest._replace(label=label))
+                transaction.put(row_name, checked(row_name, value), db=self._index.sessions)
+
+        self._index.write(seal_all)
+
     def pages_of_tenants(self) -> Counter[bytes]:
         """Return how many pages the records of each tenant take."""
         pages: Counter[bytes] = Counter()

@@ -276,10 +276,11 @@ class Puts:
         before = self._index.lookup([write.name for write in replacing]) if replacing else ()
         blocks = [(write.name, write.entry()) for write in writes]
         self._index.publish(blocks)
-        for write, old in zip(replacing, before, strict=True):
-            # Gone if it was deleted or quarantined meanwhile; then that has seen to its extent.
-            if old is not None and old == write.replaces:
-                self._keeping.let_go([(write.name, old)], Reason.SUPERSEDED)
+        # One may be gone, if it was deleted or quarantined meanwhile; then that has seen to its extent.
+        pairs = zip(replacing, before, strict=True)
+        replaced = [(write.name, old) for write, old in pairs if old is not None and old == write.replaces]
+        if replaced:
+            self._keeping.let_go(replaced, Reason.SUPERSEDED)
         self._keeping.published(blocks)
 
     def finish(self, record: RecordWrite, error: StorageError | None) -> None:
@@ -294,7 +295,8 @@ class Puts:
         if error is not None or item.durability is Durability.SYNCED:
             self._ended(record, list(record.items()), record.entry(), error)
             return
-        self._report(item, record.done, None)  # it is as it asked to be
+        durability = max(item.durability, Durability.WRITTEN)
+        self.outbox.add(record.done, PutDone(item.tag, None, durability, record.generation))
         self._ended(record, record.followers, record.entry() if record.followers else None, None)
 
     def settle_renewed(self) -> None:

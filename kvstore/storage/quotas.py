@@ -34,7 +34,8 @@ from kvstore.limits import (
     QUOTA_OWNERS_MAX,
     ROOM_WAIT_MS_MAX,
 )
-from kvstore.storage.eviction.owners import Uses
+from kvstore.storage.eviction.evictor import NEVER, Uses
+from kvstore.storage.eviction.items import Evictions
 from kvstore.storage.eviction.policy import Steps
 from kvstore.storage.writes import RecordWrite
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvstore.clock import Clock
-    from kvstore.storage.eviction.items import Eviction
     from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.writes import Owner, Writes
@@ -161,7 +161,7 @@ class Quotas:
         self._over: set[bytes] = set()  # which may have more than they should since quotas have changed
         self._uses = Uses()
         for keeping in drives:
-            keeping.core.owners.uses = self._uses
+            keeping.core.share_uses(self._uses)
             keeping.owner_numbers = self._numbers
 
     def change(self, bytes_max: Mapping[bytes, int]) -> None:
@@ -175,7 +175,7 @@ class Quotas:
         for tenant in new:
             number = self._numbers[tenant] = len(self._numbers) + 1
             each = [keeping.generations_of(tenant) for keeping in self._drives]
-            self._uses.count += max(map(len, each))
+            self._uses.add(max(map(len, each)))
             for keeping, generations in zip(self._drives, each, strict=True):
                 keeping.core.own(generations, number)
         self._over = {tenant for tenant in bytes_max if self._excess_pages(tenant, 0) > 0}
@@ -236,20 +236,24 @@ class Quotas:
         drives = [one for one in self._drives if one.takes_writes]
         leaving_pages = sum(one.space.leaving[tenant] for one in drives)  # with the next sync
         excess_pages = self._excess_pages(tenant, pages) - leaving_pages
-        victims: dict[Keeping, list[Eviction]] = {}
+        victims: dict[Keeping, Evictions] = {}
         evicted = 0
         while excess_pages > 0 and evicted < blocks_max:
             uses = [one.core.oldest_use(number, steps) for one in drives]
-            oldest = [(use, at) for at, use in enumerate(uses) if use is not None]
+            oldest = sorted((use, at) for at, use in enumerate(uses) if use is not None)
             if not oldest or steps.left <= 0:
                 break
-            keeping = drives[min(oldest)[1]]
-            eviction = keeping.core.evict_oldest(number, now_ms)
-            victims.setdefault(keeping, []).append(eviction)
-            excess_pages -= eviction.pages
-            evicted += 1
-        for keeping, some in victims.items():
-            keeping.evict(some)
+            at, keeping = oldest[0][1], drives[oldest[0][1]]
+            # As many as were all used before the oldest of the other drives; of two alike, the first drive's goes.
+            before = [use + (at < other) for use, other in oldest[1:2]]
+            some = keeping.core.evict_oldest(
+                number, excess_pages, blocks_max - evicted, steps, now_ms, before=min(before, default=NEVER)
+            )
+            victims.setdefault(keeping, Evictions()).words.extend(some.words)
+            excess_pages -= some.pages
+            evicted += len(some)
+        for keeping, all_of_it in victims.items():
+            keeping.evict(all_of_it)
         return Made(evicted, steps.left <= 0 or (evicted == blocks_max and excess_pages > 0))
 
     def shrink(self, blocks_max: int) -> int:
@@ -271,7 +275,7 @@ class Quotas:
     def _used_pages(self, tenant: bytes) -> int:
         number = self._numbers[tenant]
         stored = sum(
-            keeping.core.owners.pages.get(number, 0)
+            keeping.core.owned_pages(number)
             + keeping.quarantined_pages_of(tenant)
             + keeping.space.used[tenant]
             for keeping in self._drives

@@ -188,8 +188,8 @@ def check_manifests(volume: Volume, index: Index, synced_generation: int) -> Non
             except StorageError as error:
                 raise Corrupt("A session's record cannot be read.") from error
             header, payload = open_copy(volume.codec, record, place.offset)
-            if header is Flaw.NO_KEY:
-                continue  # its user was erased, and the index doesn't have that yet
+            if header in (Flaw.NO_KEY, Flaw.KEY_DAMAGED):
+                continue  # its user was erased, and the index doesn't have that yet; or nobody can tell
             is_its = isinstance(header, Header) and header.generation == place.generation
             if not is_its or crc32c(payload) != place.crc32c:
                 raise Corrupt("A session's record is not whole.")

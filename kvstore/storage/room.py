@@ -155,8 +155,7 @@ class Room:
         """Search for a run of pages to clear, one step at a time; return whether one was found."""
         now_ns = self._clock.monotonic_ns()
         if search.clearings is None and now_ns >= search.look_again_ns:
-            core = self._keeping.core
-            search.clearings = clearings(self._extents, self._keeping.ground, core.is_guarded, search.pages)
+            search.clearings = clearings(self._extents, self._keeping.core, search.pages)
         if search.clearings is not None:
             try:
                 found = next(search.clearings)

@@ -57,7 +57,7 @@ class Keys(Protocol):
     def load(self, name: KeyName) -> bool:
         """Put a key into the vault, which has dropped it; False if it was destroyed.
 
-        StorageError if that can't be told now.
+        Corrupt if it was not, and can't be opened; StorageError if that can't be told now.
         """
         ...
 

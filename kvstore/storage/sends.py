@@ -74,8 +74,7 @@ class Sends:
         for send in sends:
             send.sends = self
             self.blocks += len(send.entries)
-            for entry in send.entries:
-                self._extents.pin(entry.offset // PAGE_BYTES)
+            self._extents.pin_all([entry.offset // PAGE_BYTES for entry in send.entries])
             self._keeping.guard([entry.generation for entry in send.entries], Guard.PIN)
             self._traffic.add(send)
 
@@ -97,6 +96,5 @@ class Sends:
     def let_go(self, send: Send) -> None:
         """Release their extents."""
         self.blocks -= len(send.entries)
-        for entry in send.entries:
-            self._extents.unpin(entry.offset // PAGE_BYTES)
+        self._extents.unpin_all([entry.offset // PAGE_BYTES for entry in send.entries])
         self._keeping.unguard([entry.generation for entry in send.entries], Guard.PIN)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import stat
 import struct
 from itertools import chain, starmap
@@ -197,6 +198,13 @@ def _open_ring(file_fd: int, depth: int) -> object:
     out = ffi.new("store_ring **")
     code = lib.store_ring_open(file_fd, depth, out)
     if code < 0:
+        limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        if code == -errno.ENOMEM and limit_bytes != resource.RLIM_INFINITY:
+            raise StorageError(
+                "io_uring could not be set up: its rings don't fit into the memory that this process may lock"
+                f" ({limit_bytes >> 10:,} KiB); raise ulimit -l, LimitMEMLOCK= of the unit, or --ulimit memlock= of the"
+                " container to 64 MiB."
+            )
         raise StorageError(
             f"io_uring could not be set up: {os.strerror(-code)}; "
             "it needs Linux 5.10 or later, and a container that allows it."

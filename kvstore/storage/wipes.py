@@ -55,22 +55,21 @@ class Wipes:
 
         `instead` of being free, their pages are given to somebody: the first, and how many.
         """
-        freed = instead or self._extents.release
-        is_pinned = self._extents.is_pinned
+        are_read, is_pinned = self._extents.pinned > 0, self._extents.is_pinned
         unread: list[tuple[int, int]] = []
         for offset, length in records:
             extent = offset // PAGE_BYTES, record_bytes(length) // PAGE_BYTES
-            if is_pinned(extent[0]):
-                self._pinned.append(self._added([extent], freed))
+            if are_read and is_pinned(extent[0]):
+                self._pinned.append(self._added([extent], instead))
             else:
                 unread.append(extent)
         for at in range(0, len(unread), WIPES_AT_ONCE):
-            self._traffic.add(self._added(unread[at : at + WIPES_AT_ONCE], freed))
+            self._traffic.add(self._added(unread[at : at + WIPES_AT_ONCE], instead))
         if then is not None:
             self._waiting.append(then)
 
-    def _added(self, extents: list[tuple[int, int]], freed: Freed) -> _Wipe:
-        wipe = _Wipe(self, extents, freed)
+    def _added(self, extents: list[tuple[int, int]], instead: Freed | None) -> _Wipe:
+        wipe = _Wipe(self, extents, instead)
         self._waiting.append(wipe)
         self.pending += len(extents)
         self.pending_pages += wipe.pages
@@ -97,8 +96,11 @@ class Wipes:
             self.pending -= len(first.extents)
             self.pending_pages -= first.pages
             if first.result is not None and first.result >= 0:
-                for page, pages in first.extents:
-                    first.freed(page, pages)
+                if first.instead is None:
+                    self._extents.release_all(first.extents)
+                else:
+                    for page, pages in first.extents:
+                        first.instead(page, pages)
 
     def wiped(self, result: int) -> None:
         """Take the result of a wipe."""
@@ -109,16 +111,16 @@ class Wipes:
 class _Wipe:
     """Some header pages, each at the start of an extent."""
 
-    __slots__ = ("_wipes", "extents", "freed", "pages", "result", "size_bytes")
+    __slots__ = ("_wipes", "extents", "instead", "pages", "result", "size_bytes")
     reads: Final = False
     tenant: Final = b""
 
-    def __init__(self, wipes: Wipes, extents: list[tuple[int, int]], freed: Freed) -> None:
+    def __init__(self, wipes: Wipes, extents: list[tuple[int, int]], instead: Freed | None) -> None:
         self._wipes = wipes
         self.extents = extents  # first page, and how many
         self.pages = sum(pages for _, pages in extents)
         self.size_bytes = len(extents) * PAGE_BYTES
-        self.freed = freed
+        self.instead = instead
         self.result: int | None = None
 
     def begin(self, tag: int) -> list[DiskOp]:

@@ -179,6 +179,7 @@ class Writes:
         self._on_lanes: deque[_Lent] = deque()  # all that is not over
         self._awaiting: list[AfterSync] = []
         self._unhurried: list[AfterSync] = []
+        self._at_once = False  # these wait for the next sync, which is to be soon
         self._sync: _Sync | None = None
         self._waiting: deque[RecordWrite] = deque()  # for room
         self._resumed: RecordWrite | None = None  # had waited, and is queued again
@@ -381,9 +382,12 @@ class Writes:
 
     def sync_if_awaited(self, *, at_once: bool = False) -> None:
         """Queue a sync if a record waits for one; records that arrive during a sync wait for the next."""
-        hurry = self._awaiting or len(self._unhurried) > UNSYNCED_FREES_MAX or (at_once and self._unhurried)
+        self._at_once = self._at_once or at_once  # also if one is under way, behind which the next one comes
+        hurry = (
+            self._awaiting or len(self._unhurried) > UNSYNCED_FREES_MAX or (self._at_once and self._unhurried)
+        )
         if hurry and self._sync is None:
-            self._sync = _Sync(self)
+            self._sync, self._at_once = _Sync(self), False
             self._traffic.add_first(self._sync)
 
     def begin(self, record: RecordWrite, tag: int) -> DiskOp | None:

@@ -16,6 +16,7 @@ from typing import Final
 from kvstore.durability import Durability
 from kvstore.errors import (
     Corrupt,
+    DomainRequired,
     Expired,
     KeyTaken,
     KvError,
@@ -49,6 +50,7 @@ class AckCode(enum.IntEnum):
     KEY_TAKEN = 0x45
     EXPIRED = 0x46
     DIFFERS = 0x47
+    DOMAIN_REQUIRED = 0x48
     SCATTERED = 0x7D  # no node says so: a client's core has copied the block into its pieces
     CANCELLED = 0x7E  # nothing of it will be written any more
     SERVED = 0x7F
@@ -74,6 +76,7 @@ _ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
         "The bytes that arrived at the node are not those that were sent; they were not stored.",
     ),
     AckCode.EXPIRED: (Expired, "The block's time to live ended before it was put."),
+    AckCode.DOMAIN_REQUIRED: (DomainRequired, str(DomainRequired())),
     AckCode.STORAGE_FAILED: (
         StorageError,
         "The node could not store the block; its log says why.",

@@ -12,7 +12,7 @@ A place of the node holds one call: `head | metadata | rows`. Flags of all place
     rows       of a fetch:    key, length, ack word, its generation, target, target's key
                of parts:      the same, and of the block's bytes how many to skip and how many to send
                of a reserve:  key, length, ack word
-               of one into erase domains: the same, and the domain
+               of one into erase domains: the same, and the domain; zeros: none was named
 
 A place of the client holds one answer: `crc32c, length, generation, kind`, then rows (slot, already stored, generation,
 payload, flag) or an error (bytes of its name, retry_after_ms; name; sentence).
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvstore.errors import Overloaded, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES
-from kvstore.names import SHARED
+from kvstore.names import UNSAID
 from kvstore.wire.status import error_named
 from nic_offload.checksum import crc32c
 
@@ -105,7 +105,7 @@ class CallKind(enum.IntEnum):
     FETCH = 1
     RESERVE = 2
     FETCH_PARTS = 3  # of a node that has said that it sends them
-    RESERVE_IN_DOMAINS = 4  # of a node that has said that it encrypts
+    RESERVE_IN_DOMAINS = 4  # for blocks that name them
 
     @property
     def reserves(self) -> bool:
@@ -153,7 +153,7 @@ class ReserveRow(NamedTuple):
     key: bytes
     length: int
     ack_word: int
-    domain: bytes = SHARED
+    domain: bytes = UNSAID
 
 
 class Leased(NamedTuple):
@@ -265,7 +265,7 @@ def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
         return call, Rows(reserve=[ReserveRow(*fields) for fields in unpacked])
     return call, Rows(
         reserve=[
-            ReserveRow(key, length, word, domain if any(domain) else SHARED)
+            ReserveRow(key, length, word, domain if any(domain) else UNSAID)
             for key, length, word, domain in unpacked
         ]
     )

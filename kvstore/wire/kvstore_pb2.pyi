@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 597b1f685d3ebbf4e37280050cd817c3
+# Generated from proto sources with BLAKE2b 8c8078ab3023be114c527392bb573352
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -51,6 +51,8 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_READ_ONLY: _ClassVar[ErrorCode]
     ERROR_CODE_FABRIC_ERROR: _ClassVar[ErrorCode]
     ERROR_CODE_NO_MEMORY: _ClassVar[ErrorCode]
+    ERROR_CODE_DOMAIN_REQUIRED: _ClassVar[ErrorCode]
+    ERROR_CODE_NOT_ENCRYPTED: _ClassVar[ErrorCode]
 DURABILITY_UNSPECIFIED: Durability
 DURABILITY_LANDED: Durability
 DURABILITY_WRITTEN: Durability
@@ -86,6 +88,8 @@ ERROR_CODE_SESSION_REFUSED: ErrorCode
 ERROR_CODE_READ_ONLY: ErrorCode
 ERROR_CODE_FABRIC_ERROR: ErrorCode
 ERROR_CODE_NO_MEMORY: ErrorCode
+ERROR_CODE_DOMAIN_REQUIRED: ErrorCode
+ERROR_CODE_NOT_ENCRYPTED: ErrorCode
 
 class AttachRequest(_message.Message):
     __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base", "puts_by_grants", "seals", "shares")

@@ -18,6 +18,7 @@ import struct
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.errors import Corrupt
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
@@ -106,6 +107,7 @@ class Flaw(enum.Enum):
     CHECK = "the checksum or the tag is wrong"
     RANGE = "a field is out of its range"
     NO_KEY = "the key of an encrypted record is gone"
+    KEY_DAMAGED = "the key of an encrypted record can't be opened, and was not destroyed"
 
 
 class KeyringMark(NamedTuple):
@@ -239,7 +241,10 @@ class HeaderCodec:
         cipher: vault.RecordCipher | None = None,
         load: Callable[[vault.KeyName], bool] = lambda _: False,
     ) -> None:
-        """With a cipher, encrypted records are opened; `load` puts a key into its vault, or reports it destroyed."""
+        """With a cipher, encrypted records are opened; `load` puts a key into its vault, or reports it destroyed.
+
+        Corrupt: it was not destroyed, and can't be opened.
+        """
         self._secret, self._drive_uuid = secret, drive_uuid
         self.cipher = cipher
         self._load = load
@@ -321,7 +326,11 @@ class HeaderCodec:
         if self.cipher.encrypt(rows):
             return
         for *_, name, _ in records:  # the vault keeps those that were used lately
-            if not self._load(name):
+            try:
+                is_there = self._load(name)
+            except Corrupt:
+                is_there = False
+            if not is_there:
                 raise KeyError(name)
         if not self.cipher.encrypt(rows):
             raise KeyError(records[0][4])
@@ -355,8 +364,11 @@ class HeaderCodec:
         if self.cipher is None or ctypes.string_at(page, len(ENCRYPTED_MAGIC)) != ENCRYPTED_MAGIC:
             return self.parse(ctypes.string_at(page, HEADER_USED_BYTES), 0, offset), None
         opened = self.cipher.open(offset, page)
-        if opened is not None and opened[1] is None and self._load(opened[0].key):
-            opened = self.cipher.open(offset, page)
+        try:
+            if opened is not None and opened[1] is None and self._load(opened[0].key):
+                opened = self.cipher.open(offset, page)
+        except Corrupt:
+            return Flaw.KEY_DAMAGED, None
         if opened is None:
             return Flaw.CHECK, None
         said, decryption = opened

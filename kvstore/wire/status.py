@@ -55,6 +55,8 @@ _STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
     (errors.WrongEpoch, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.SessionRefused, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ReadOnly, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.NotEncrypted, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.DomainRequired, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.KeyTaken, grpc.StatusCode.ALREADY_EXISTS),
     (errors.Corrupt, grpc.StatusCode.DATA_LOSS),
     (KvError, grpc.StatusCode.INTERNAL),

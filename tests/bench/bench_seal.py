@@ -43,7 +43,7 @@ class _Side:
     def __init__(self, folder: Path, *arguments: str) -> None:
         more = ["--hot", "128MiB", *arguments]
         self.node = NodeProcess(folder, capacity="2GiB", arguments=more)
-        self.client = Client(self.node.target, call_timeout_ms=60_000, get_timeout_ms=60_000)
+        self.client = Client(self.node.target, shared=True, call_timeout_ms=60_000, get_timeout_ms=60_000)
 
     def cpu_s(self) -> float:
         return time.clock_gettime(~self.node.pid << 3 | _OF_A_PROCESS)

@@ -235,7 +235,10 @@ def test_no_block_of_a_domain_is_said_to_have_landed_in_the_clear(tmp_path: Path
         assert got(client, key) in ABSENT
 
 
-def test_a_session_is_imported_into_the_domain_of_its_user(client: Client) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_session_is_imported_into_the_domain_of_its_user(
+    node: NodeProcess, client: Client, *, shared: bool
+) -> None:
     keys = [in_domain(block_key(b"exported"), ADA), block_key(b"exported, shared")]
     put_inline(client, keys[0], ADA)
     put_inline(client, keys[1], SHARED)
@@ -244,10 +247,10 @@ def test_a_session_is_imported_into_the_domain_of_its_user(client: Client) -> No
     file = BytesIO()
     assert session.export(file) == 2
     file.seek(0)
-    imported = client.import_session(file, "grace", "imported")
-    own = imported.keys()
-    assert own == [in_domain(keys[0], GRACE), keys[1]]
-    assert client.erase_user("ada").blocks == 1, "the shared one is named by another session"
+    with Client(node.target, shared=shared) as importer:
+        own = importer.import_session(file, "grace", "imported").keys()
+    assert own == [in_domain(keys[0], GRACE), keys[1] if shared else in_domain(keys[1], GRACE)]
+    assert client.erase_user("ada").blocks == (1 if shared else 2), "another session names the shared one"
     assert [got(client, key) for key in own] == [payload(keys[0]), payload(keys[1])]
     assert got(client, keys[0]) is MissReason.ERASED
     assert client.erase_user("grace").blocks == 2

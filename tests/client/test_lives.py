@@ -266,6 +266,7 @@ def test_a_put_that_lands_when_its_life_is_over_is_not_acknowledged(
 ) -> None:
     with FlagWords.create(1) as flags, client.register(allocate(len(PAYLOAD))) as region:
         block = Block(KEY, region, 0, len(PAYLOAD), threshold=1)
+        client.attach()  # which takes a while
         over_ms = now_ms() + SOON_MS // 5
         if is_asked:
             reserved = client.reserve([block], durability=Durability.LANDED, expires_unix_ms=over_ms)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.client import AsyncClient, Block, Client, ClusterClient
+from kvstore.client import AsyncClient, Block, Client, ClusterClient, Nodes
 from kvstore.client.checks import check_keys
 from kvstore.errors import InvalidArgument
 from kvstore.limits import BLOCK_BYTES_MAX
@@ -150,3 +150,20 @@ def test_the_check_takes_less_than_a_microsecond() -> None:
             check_keys(keys)
         least_ns = min(least_ns, time.perf_counter_ns() - began_ns)
     assert least_ns / 1000 < 1000
+
+
+def test_a_name_that_is_no_text_is_a_typed_error(client: Client) -> None:
+    """As Python makes one of a command's arguments that are no UTF-8."""
+    name = "ada\udcff"
+    with Nodes([client.target]) as nodes:
+        for call in (
+            lambda: client.erase_user(name),
+            lambda: client.session(name, "chat"),
+            lambda: client.session("ada", name),
+            lambda: list(client.sessions(name)),
+            lambda: nodes.home(name),
+            lambda: nodes.session(name, "chat"),
+            lambda: client.session("ada", "chat").fork("other", user=name),
+        ):
+            with pytest.raises(InvalidArgument, match=r"'ada\\udcff', is no text"):
+                call()

@@ -172,6 +172,18 @@ def test_a_name_that_is_taken_another_layout_and_no_session_are_refused(
         ada.import_session(unfinished, "bob", "unfinished")
 
 
+def test_all_imports_are_gathered_under_one_hidden_user(ada: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that encrypts makes a key for each user, and keeps the place of it for good."""
+    file, named = exported(ada), list[tuple[str, str]]()
+    session = ada.session
+    monkeypatch.setattr(ada, "session", lambda *name: named.append(name) or session(*name))  # type: ignore[func-returns-value]
+    for number in range(3):
+        ada.import_session(io.BytesIO(file), "bob", f"chat {number}")
+    hidden = [(user, name) for user, name in named if user != "bob"]
+    assert len({user for user, _ in hidden}) == 1
+    assert len({name for _, name in hidden}) == 3, "two imports at once don't meet"
+
+
 def test_the_command_exports_and_imports(
     node: NodeInProcess, ada: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

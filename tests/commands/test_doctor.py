@@ -71,14 +71,18 @@ def test_shared_memory_in_small_pages_is_told_with_what_to_do(
 
 def test_memory_that_may_be_swapped_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nic_offload.aead.library", lambda: "a library")
-    (bare,) = doctor.check_encryption(tmp_path)
+    bare, locked = doctor.check_encryption(tmp_path, lambda: True)
+    assert (locked.status, locked.found, locked.do) == ("ok", "can be locked", "")
     assert (bare.status, bare.found, bare.do) == ("ok", "AES-256-GCM of a library; no swap", "")
     (tmp_path / "cpuinfo").write_text("flags\t: avx2 vaes vpclmulqdq\n")
-    (slow,) = doctor.check_encryption(tmp_path)
+    slow, unlocked = doctor.check_encryption(tmp_path, lambda: False)
+    assert unlocked.status == "warn"
+    assert "may be swapped" in unlocked.found
+    assert "ulimit -l" in unlocked.do
     assert slow.status == "ok"
     assert "apt install libipsec-mb1" in slow.do
     (tmp_path / "swaps").write_text("Filename Type Size Used Priority\n/dev/vda2 partition 1 0 -2\n")
-    (swapped,) = doctor.check_encryption(tmp_path)
+    swapped, _ = doctor.check_encryption(tmp_path, lambda: True)
     assert (swapped.status, swapped.found) == (
         "warn",
         "AES-256-GCM of a library; memory is swapped to /dev/vda2",

@@ -27,8 +27,9 @@ from kvstore.engines.transformers import CacheStore, moving  # noqa: E402
 from kvstore.engines.transformers.token_blocks import Piece, pieces  # noqa: E402
 from kvstore.errors import FabricError, InvalidArgument, KvError, LayoutError  # noqa: E402
 from kvstore.miss import MissReason  # noqa: E402
-from kvstore.names import block_key  # noqa: E402
+from kvstore.names import block_key, is_in_domain  # noqa: E402
 from kvstore.reach import Reach  # noqa: E402
+from kvstore.sealing.masters import new_master_file  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,6 +110,52 @@ def test_a_conversation_resumes_over_tls_by_a_token_file(guarded: GuardedNode) -
         back = store.session("ada", "over TLS").resume(_tokens(101))
     assert (back.tokens, back.miss) == (100, None)
     assert _same(back.cache, live)
+
+
+def test_a_conversation_is_erased_with_its_user_and_the_node_may_begin_to_encrypt(tmp_path: Path) -> None:
+    """On a node that encrypts each user's blocks are their own, unless the settings ask for `shared`."""
+    model, tokens = _model("full"), _tokens(100)
+    live = DynamicCache(config=model.config)
+    _run(model, tokens, live)
+    new_master_file(tmp_path / "master.key")
+    with (
+        NodeProcess(tmp_path / "node") as node,
+        CacheStore(node.target, model) as store,
+        CacheStore(Reach.of({"node": node.target, "shared": True}), model) as sharing,
+        Client(node.target) as client,
+    ):
+        assert store.session("ada", "in the clear").save(live, tokens).error is None
+        node.stop()
+        node.arguments = ["--master-key", f"file:{tmp_path / 'master.key'}"]
+        node.start()
+        client.status(wait_s=20)
+        every = {
+            (user, one): one.session(user, f"chat {one is sharing}")
+            for user in ("ada", "grace")
+            for one in (store, sharing)
+        }
+        _until_saved(every["ada", store], live, tokens)
+        for (_, one), chat in every.items():
+            assert chat.save(live, tokens).error is None
+            keys = chat._session.keys()
+            assert set(map(is_in_domain, keys)) == {one is store}
+            back = chat.resume(_tokens(101))
+            assert (back.tokens, back.miss) == (100, None)
+            assert _same(back.cache, live)
+        erased = client.erase_user("ada")
+        assert erased.keys > 0
+        gone = every["ada", store].resume(_tokens(101))
+        assert (gone.tokens, gone.cache.get_seq_length()) == (0, 0)
+        for user, one in (("grace", store), ("grace", sharing)):
+            assert every[user, one].resume(_tokens(101)).tokens == 100
+
+
+def _until_saved(chat: Any, live: Any, tokens: Any) -> None:
+    """The first save after the change may meet what was known before."""
+    until = time.monotonic() + 20
+    while (error := chat.save(live, tokens).error) is not None:
+        assert time.monotonic() < until, error
+        time.sleep(0.1)
 
 
 def test_an_unchanged_conversation_sends_nothing_and_a_turn_what_is_new(node: NodeProcess) -> None:

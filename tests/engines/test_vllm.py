@@ -82,8 +82,8 @@ def test_what_a_user_said_goes_with_their_erase_domain(place: Path, model: Path,
     master = place / "master.key"
     new_master_file(master)
     with Node(place / "encrypted", arguments=("--master-key", f"file:{master}")) as node:
-        client = Client(node.target)
-        with client, Engine(place, "domains", model, node.target, extra=PATIENT) as engine:
+        client, more = Client(node.target), {**PATIENT, "shared": True}
+        with client, Engine(place, "domains", model, node.target, extra=more) as engine:
             for domain in ("ada", "grace", ""):
                 engine.forget()
                 assert engine.say(chats.last, tokens=24, domain=domain).cached == 0, "it is nobody else's"

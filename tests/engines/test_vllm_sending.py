@@ -5,12 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from kvstore.client import PutResult
 from kvstore.durability import Durability
+from kvstore.engines import stores
 from kvstore.engines.vllm.saving import Copied
 from kvstore.engines.vllm.sending import FabricSender, InlineSender
-from kvstore.errors import NodeUnavailable, Overloaded
-from kvstore.names import SHARED
+from kvstore.engines.vllm.session_turns import domain_named
+from kvstore.errors import DomainRequired, KvError, NodeUnavailable, NotEncrypted, Overloaded
+from kvstore.names import SHARED, UNSAID, domain_of
 
 PAGES = [Copied(bytes([number]) * 32, number * 64, 64) for number in range(8)]
 
@@ -79,7 +83,7 @@ def test_inside_grpc_the_first_failure_is_the_last_try() -> None:
     tried: list[bytes] = []
 
     def put_inline(*put: bytes, domain: bytes) -> None:
-        assert domain == SHARED
+        assert domain == UNSAID
         tried.append(put[1])
         if len(tried) == 3:
             raise NodeUnavailable("It went away.")
@@ -101,3 +105,37 @@ def test_no_more_is_armed_than_one_node_has_slots_for() -> None:
     assert len(client.puts) == 3
     assert under_way[0].has_ended, "it was waited for"
     assert not under_way[1].has_ended
+
+
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [(DomainRequired, "have `user` or `shared`"), (NotEncrypted, "that name an erase domain are not saved")],
+)
+def test_a_refusal_of_all_domains_is_logged_once(
+    caplog: pytest.LogCaptureFixture, refusal: type[KvError], words: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise refusal
+
+    stores._warn_once.cache_clear()
+    client, memory = SimpleNamespace(arm=refuse, put_inline=refuse), cast("Any", bytes(512))
+    for _ in range(3):
+        assert sender(cast("Any", client)).send(PAGES).outcome(0) == [False] * 8
+        assert InlineSender(cast("Any", client), memory).send(PAGES).outcome(0) == [False] * 8
+    several = FakeClient()  # of which each result may have the error
+    sent = sender(several).send(PAGES)
+    several.puts[0].results[0] = PutResult(b"", None, refusal())
+    assert sent.outcome(0) == [False, *[True] * 7]
+    (line,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert words in line.getMessage()
+
+
+def test_a_request_goes_where_it_says_and_otherwise_where_the_settings_say() -> None:
+    def of(default: bytes, **given: Any) -> bytes:
+        return domain_named(SimpleNamespace(kv_transfer_params=given or None), default)
+
+    for default in (UNSAID, SHARED, domain_of("bob")):
+        assert of(default) == default
+        assert of(default, domain="ada") == domain_of("ada")
+        assert of(default, domain="shared") == domain_of("shared"), "a user may have any name"
+        assert of(default, shared=True) == SHARED

@@ -61,7 +61,7 @@ def side(loads, saves):
 
 def session(params, header):
     client = Fake(session=lambda user, name: [user, name])
-    return Turns(client, ())._session(Fake(kv_transfer_params=params, session_id=header))
+    return Turns(client, (), b"")._session(Fake(kv_transfer_params=params, session_id=header))
 
 def manager(loads, saves):
     host = Fake(look=lambda key: 1 / 0, begin_fill=lambda keys: [(key, 0) for key in keys])

@@ -18,7 +18,7 @@ from nic_offload.checksum import crc32c
 from nic_offload.group import Group
 from nic_offload.receiver import Receiver, Room
 from nic_offload.sender import METADATA_BYTES_MAX, Area, GrantedPut, Heads, Sender, send
-from nic_offload.shelf import Shelf
+from nic_offload.shelf import Shelf, Shelved
 from nic_offload.trigger import TriggeredNotify, arm
 from tests.nic_offload.rig import PAGE, WAIT_S, Pair, after_ms, wait_until
 
@@ -38,7 +38,8 @@ DATA = SLOTS * PAGE
 OWNER, FINGERPRINT = b"o" * 16, b"f" * 16
 FIRST, FIRST_ACK = 1 << 40, 1 << 20
 LANDED, WRITTEN = 1, 2
-DIFFERS, TAKEN, EXPIRED = 0x47, 0x45, 0x46
+DIFFERS, TAKEN, EXPIRED, UNSAID = 0x47, 0x45, 0x46, 0x48
+SHARED = b"shared by tenant"
 RECEIVER = 77
 WORDS = 64
 
@@ -50,7 +51,7 @@ def key_of(number: int) -> bytes:
 class GrantRig:
     """The near side is a client, the far side its node."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, unsaid_code: int = 0) -> None:
         self.pair = pair
         self.shelf = Shelf(pair.far.fabric, pair.far.region)
         here = pair.far.region.address
@@ -66,6 +67,8 @@ class GrantRig:
             (pair.back.word_target(0), pair.back.key, WORDS),
             (LANDED, DIFFERS, TAKEN, EXPIRED, WRITTEN),
             (pair.there.base, pair.there.key),
+            SHARED,
+            unsaid_code,
         )
         there = pair.there
         self.sender = Sender(
@@ -286,6 +289,30 @@ def test_bytes_that_are_not_those_that_were_sent_are_refused(net: GrantRig) -> N
     assert net.payload(net.came[0]) == payload
 
 
+@pytest.mark.parametrize("durability", [LANDED, WRITTEN])
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_put_that_names_no_domain_is_refused_where_one_is_needed(
+    durability: int, *, is_needed: bool
+) -> None:
+    """Whatever of it the peer wants to hear; `shared` is the owner's own, which lanes know as zeros."""
+    with Pair("net", 32 * MIB) as pair:
+        pair.there.fence()
+        rig = GrantRig(pair, UNSAID if is_needed else 0)
+        rig.feed(4)
+        domains = (b"a user's domain!", SHARED, b"")
+        tag, group = rig.put([1, 2, 3], durability=durability, domains=domains)
+        if is_needed:
+            assert rig.refusal(tag + 4) == UNSAID
+        rig.wait_came(2 if is_needed else 3)
+        if durability == LANDED and not is_needed:
+            assert rig.codes(group, 3) == [LANDED] * 3
+        assert len(rig.receiver.rooms()) == 4 - len(rig.came), "the refused one's room is free"
+        stored = {came.key: came.domain for came in rig.came}
+        wanted = {key_of(1): domains[0], key_of(2): bytes(16)} | ({} if is_needed else {key_of(3): bytes(16)})
+        assert stored == wanted
+        assert len(rig.shelf) == len(wanted)
+
+
 def test_a_flag_whose_bytes_have_not_come_is_no_put(net: GrantRig) -> None:
     """As a NIC does it that fires at errors: the head in the slot is not of this generation."""
     net.feed(1)
@@ -466,9 +493,24 @@ def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: GrantRig) -> Non
     net.feed(1, pages=3)
     assert net.codes(net.put([1])[1], 1) == [LANDED]
     net.wait_came(1)
-    assert net.shelf.rename(net.came[0].id, 5)
-    assert not net.shelf.rename(net.came[0].id, 6)
+    landed = net.came[0].id
+    assert net.shelf.rename([landed, landed], [5, 6]) == b"\1\0"
     assert net.shelf.take(5)
+    assert len(net.shelf) == 0
+
+
+def test_what_landed_stays_listed_until_its_name_goes(net: GrantRig) -> None:
+    """As others of new names don't, whose records are not these; and once it is renamed it is one of them."""
+    net.feed(1, pages=3)
+    assert net.codes(net.put([1])[1], 1) == [LANDED]
+    net.wait_came(1)
+    came = net.came[0]
+    net.shelf.put([Shelved(OWNER, key_of(2), FINGERPRINT, 2, came.address + PAGE, 100, 0)])
+    names = OWNER + came.key + OWNER + key_of(2)
+    net.shelf.unlist(names, others_only=True)
+    assert len(net.shelf) == 1
+    assert net.shelf.rename([came.id, 2], [5, 6]) == b"\1\0"
+    net.shelf.unlist(names, others_only=True)
     assert len(net.shelf) == 0
 
 

@@ -286,7 +286,7 @@ def test_a_call_of_another_generation_inside_is_the_applications(rig: ShelfRig) 
 
 def test_what_was_unlisted_is_not_sent_any_more(rig: ShelfRig) -> None:
     rows = two(rig)
-    rig.shelf.unlist(OWNER, key_of(2))
+    rig.shelf.unlist(OWNER + key_of(2))
     assert len(rig.shelf) == 1
     rig.left_to_us(Wanted(rows))
 
@@ -301,7 +301,7 @@ def test_what_was_taken_is_not_sent_any_more(rig: ShelfRig) -> None:
 def test_blocks_of_another_owner_are_not_found(rig: ShelfRig) -> None:
     rows = two(rig)
     shelved = rig.store(3, 16384, 100)
-    rig.shelf.unlist(OWNER, key_of(3))
+    rig.shelf.unlist(OWNER + key_of(3))
     rig.shelf.put([shelved._replace(owner=b"p" * 16, id=5000)])
     rig.left_to_us(Wanted((*rows, Row(3, 100, 3))))
 
@@ -311,8 +311,8 @@ def test_no_name_of_any_other_owner_is_this_ones(rig: ShelfRig) -> None:
     rows = two(rig)
     dice = random.Random(17)
     for _ in range(20_000):
-        rig.shelf.unlist(dice.randbytes(16), key_of(1))
-        rig.shelf.unlist(dice.randbytes(16), key_of(2))
+        rig.shelf.unlist(dice.randbytes(16) + key_of(1))
+        rig.shelf.unlist(dice.randbytes(16) + key_of(2))
     assert len(rig.shelf) == 2
     rig.call(Wanted(rows))
     assert [rig.acked(word) for word in (1, 2)] == [SERVED, SERVED]
@@ -437,7 +437,7 @@ def test_thousands_of_names_come_and_go(rig: ShelfRig) -> None:
         (told,) = rig.served()
         assert list(told.ids) == numbers[at : at + 100]
     for number in numbers[:2500]:
-        rig.shelf.unlist(OWNER, key_of(number))
+        rig.shelf.unlist(OWNER + key_of(number))
     for number in numbers:
         assert rig.shelf.take(number)
     assert len(rig.shelf) == 1
@@ -464,5 +464,5 @@ def test_a_fabric_that_is_closed_takes_its_shelf_along(provider: str) -> None:
         assert rig.shelf.take(1001)
         assert list(rig.shelf.served()) == []
         assert len(rig.shelf) == 0
-        rig.shelf.unlist(OWNER, key_of(1))
+        rig.shelf.unlist(OWNER + key_of(1))
         rig.desk.close()

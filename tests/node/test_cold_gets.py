@@ -128,7 +128,7 @@ def state(node: NodeInProcess) -> tuple[int, int, int, int]:
         return (
             inside.hot.shares.total_bytes,
             inside.fetches._reading_bytes,
-            len(drive._extents._pins),
+            drive._extents.pinned,
             drive._sends.blocks + drive._traffic.in_flight,
         )
 

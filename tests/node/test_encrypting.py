@@ -14,10 +14,15 @@ from kvstore.client import Client
 from kvstore.demo.node_process import NodeProcess
 from kvstore.sealing.control import find_control
 from kvstore.sealing.masters import new_master_file
+from kvstore.sealing.store_keys import keys_opener
+from kvstore.storage.encrypting import Encrypting
+from tests.node.in_process import NodeInProcess
 from tests.node.test_erasing import MARK, WHOLE, files_with, got, keys_of, put
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 KILLS = 2
 WAIT_S = 60
@@ -31,6 +36,28 @@ def status(data: Path) -> dict[str, Any]:
         subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S).stdout
     )
     return said
+
+
+def test_an_erasure_takes_labels_though_nothing_is_encrypted_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index has had them in the clear until the node was given its master key."""
+    monkeypatch.setattr(Encrypting, "step", lambda _: None)
+    data, other = tmp_path / "data", "what bob calls his"
+    new_master_file(tmp_path / "master.key")
+    with NodeInProcess(data) as node, Client(node.target) as client:
+        for user, label in (("ada", LABEL), ("bob", other)):
+            put(client, user)
+            client.session(user, label).append(keys_of(user), tokens=1)
+    assert files_with(data / "index-0", LABEL.encode())
+    open_keys = keys_opener(data, f"file:{tmp_path / 'master.key'}")
+    with NodeInProcess(data, open_keys=open_keys) as node, Client(node.target) as client:
+        assert {one.session for one in client.sessions("ada")} == {LABEL, "chat"}
+        assert client.erase_user("ada").sessions == 2
+        assert files_with(data / "index-0", LABEL.encode()) == []
+        assert files_with(data / "index-0", other.encode()) == []
+        assert {one.session for one in client.sessions("bob")} == {other, "chat"}
+        assert got(client, "bob") == WHOLE
 
 
 def clear_bytes(data: Path) -> int:

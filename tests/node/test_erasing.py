@@ -16,7 +16,7 @@ from kvstore.client import Block, Client, Hit
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import KvError
 from kvstore.miss import Miss, MissReason
-from kvstore.names import block_key
+from kvstore.names import SHARED, block_key
 from nic_offload.memory import allocate
 from tests.node.in_process import NodeInProcess
 
@@ -54,10 +54,11 @@ def keys_of(user: str) -> list[bytes]:
 
 
 def put(client: Client, user: str) -> None:
+    """Shared blocks, which only the user's session names. Of blocks of their own tells `test_proof_of_erasure`."""
     with allocate(SIZE * COUNT) as memory, client.register(memory) as region:
         for number in range(COUNT):
             memory[SIZE * number : SIZE * (number + 1)] = payload(number)
-        blocks = [Block(key, region, SIZE * at, SIZE) for at, key in enumerate(keys_of(user))]
+        blocks = [Block(key, region, SIZE * at, SIZE, domain=SHARED) for at, key in enumerate(keys_of(user))]
         assert [one.error for one in client.put(blocks)] == [None] * COUNT
     assert client.session(user, "chat").append(keys_of(user), tokens=COUNT) == COUNT
 
@@ -100,7 +101,9 @@ def test_an_erased_user_is_gone_from_memory_drive_and_after_restarts(
             assert said["how"] == ("keys destroyed" if encrypted else "overwritten")
             assert "ada" not in erased.receipt
             assert got(client, "ada") == [MissReason.ERASED] * COUNT
-            assert "erased" in str(client.explain(keys_of("ada"))[0])
+            said = str(client.explain(keys_of("ada"))[0])
+            assert "was erased" in said
+            assert "key" not in said, "which a node without a master key has none of"
             assert not list(client.sessions("ada"))
             assert got(client, "bob") == WHOLE
             again = client.erase_user("ada")
@@ -119,7 +122,7 @@ def test_an_erased_user_is_gone_from_memory_drive_and_after_restarts(
 def test_an_erased_tenant_leaves_no_byte_on_the_drive(tmp_path: Path, *, encrypted: bool) -> None:
     with node_of(tmp_path, encrypted=encrypted) as node, Client(node.target) as client:
         put(client, "ada")
-        client.put_inline(block_key(b"of nobody"), MARK * 100)
+        client.put_inline(block_key(b"of nobody"), MARK * 100, domain=SHARED)
         keyring = (tmp_path / "data" / "keyring").read_bytes() if encrypted else b""
         erased = client.erase_tenant()
         assert (erased.blocks, erased.sessions) == (COUNT + 1, 1)

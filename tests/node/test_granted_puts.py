@@ -14,6 +14,7 @@ from kvstore.node.drive_lanes import LANE_TAG
 from kvstore.node.granted_puts import Granted
 from kvstore.storage.puts import Puts
 from kvstore.storage.uring import UringDisk
+from nic_offload.shelf import Shelf
 from tests.conftest import Rig
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
@@ -170,4 +171,22 @@ def test_what_comes_in_a_stream_is_all_written_by_the_lane(
             blocks = [rig.block(number, 4096) for number in range(first, first + 50)]
             assert not any(put.error for put in rig.client.arm(blocks).wait(WAIT_S))
         assert not by_python
+        rig.close()
+
+
+def test_what_is_deleted_before_its_put_has_ended_leaves_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the core knows it still, because it is being sent."""
+    with NodeInProcess(tmp_path / "node") as node:
+        rig = Rig(node)
+        assert rig.client.arm([rig.block(0, 4096)]).wait(WAIT_S)[0].error is None
+        kept = node.call(lambda one: one.hot.pages.statistics().kept)
+        monkeypatch.setattr(Shelf, "rename", lambda _, ids, __: b"\1" * len(ids))
+        for number in range(1, 21):
+            block = rig.block(number, 4096)
+            assert rig.client.arm([block], durability=Durability.LANDED).wait(WAIT_S)[0].error is None
+            assert rig.client.delete([block.key])[0]
+        wait_until(lambda: node.call(lambda one: len(one.granted)) == 0, "all have ended")
+        assert node.call(lambda one: one.hot.pages.statistics().kept) == kept
         rig.close()

@@ -101,7 +101,7 @@ class Load(threading.Thread):
 
     def run(self) -> None:
         try:
-            with Client(self.target) as client:
+            with Client(self.target, shared=True) as client:
                 while not self.enough.is_set():
                     self.turn(client)
         except NodeUnavailable:
@@ -133,7 +133,7 @@ class Load(threading.Thread):
 
 
 def checked(target: str, there: dict[int, bytes]) -> None:
-    with Client(target) as client:
+    with Client(target, shared=True) as client:
         for number, payload in there.items():
             assert client.get_inline(block_key(b"%d" % number), len(payload)) == payload
 
@@ -195,7 +195,7 @@ def test_a_node_killed_while_it_rotates_goes_on_with_the_key_that_status_names(s
 
 
 def test_an_interrupted_rotation_goes_on_at_the_next_start(served: Served) -> None:
-    with Client(served.node.target) as client:
+    with Client(served.node.target, shared=True) as client:
         client.put_inline(block_key(b"1"), PAYLOAD)
     served.node.stop()
     path, master = keyring_path(served.data), open_master(served.key("old"))

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import StorageError
 from kvstore.limits import KEYRING_SLOTS_MAX, PAGE_BYTES, SECTOR_BYTES
-from kvstore.sealing.keyring import Keyring, new_image
+from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.master_key import LocalMaster
+from kvstore.sealing.new_keyring import new_image
 
 if TYPE_CHECKING:
     import random

@@ -233,6 +233,12 @@ def test_an_erasure_of_a_tenant_that_was_cut_off_is_finished_by_the_next_opening
         names = users(*range(40))
         assert keys_of(ring, names) == ({name: None if is_gone else before[name] for name in names})
         assert file.durable.count(b"GONE") == (41 if is_gone else len(ERASED))
+        own, *domains = ring.erase_tenant(ACME)  # as it is to be repeated
+        assert own.number is not None
+        named = {(one.tenant, one.domain): one.id for one in domains}
+        were = {name for name in names if before[name] is not None}
+        assert named.keys() >= were, "the receipt names all keys that were destroyed"
+        assert None not in named.values()
     assert seen == {True, False}
 
 

@@ -16,6 +16,7 @@ from kvstore.errors import (
     InvalidArgument,
     NoKeyring,
     NoSpace,
+    QuotaExceeded,
     ReadOnly,
     StorageError,
     WrongMasterKey,
@@ -114,7 +115,7 @@ def test_a_tenant_is_erased_with_all_its_domains() -> None:
     own, *answers = keyring.erase_tenant(ACME)
     assert own.domain == bytes(16)
     assert {answer.domain for answer in answers} == {user(number) for number in range(40) if number != 7}
-    assert keyring.erase_tenant(ACME) == [own]
+    assert keyring.erase_tenant(ACME) == [own, *answers], "a receipt of the repetition names them all"
     assert keyring.erase_tenant(b"nobody".ljust(16)) == []
     for ring in (keyring, opened(bytes(file.durable))):
         assert all(ring.by_number(key.number, key.id) is None for key in mine)
@@ -334,7 +335,8 @@ def test_each_flipped_bit_of_a_slot_costs_that_key_alone() -> None:
         ring = opened(bytes(image))
         assert keys_of(ring, users(2)) == {(ACME, user(2)): bytes(two.key)}
         assert ring.status().damaged == 1
-        assert ring.by_number(one.number, one.id) is None
+        with pytest.raises(Corrupt, match="damaged"):  # nobody has destroyed it
+            ring.by_number(one.number, one.id)
         (fresh,) = ring.ensure(users(1))
         assert fresh.number != one.number  # a damaged slot is left alone
 
@@ -386,6 +388,33 @@ def test_a_full_keyring_says_so_and_forgets_the_oldest_erased_names_first() -> N
         (key.tenant, key.domain): bytes(key.key) for key in (*made, *again)
     }
     assert len(ring._slots) == 64
+
+
+def test_a_tenant_has_so_many_keys_at_most_and_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.sealing.slot_table.KEYRING_TENANT_KEYS_MAX", 5)
+    keyring, file = new_keyring()
+    keyring.ensure(users(*range(4)))
+    with pytest.raises(QuotaExceeded, match="4 erase domains, and its maximum is 5"):
+        keyring.ensure(users(4, 5))
+    keyring.ensure(users(0, 4))
+    others = [(b"umbrella".ljust(16, b"."), user(number)) for number in range(5)]
+    keyring.ensure(others)
+    for ring in (keyring, opened(bytes(file.durable))):
+        with pytest.raises(QuotaExceeded, match="erase users"):
+            ring.ensure(users(5))
+        assert len(ring.ensure(users(*range(5)))) == 5, "those that it has"
+    keyring.erase(users(1))
+    keyring.erase(users(1, 77))
+    keyring.ensure(users(5))
+    with pytest.raises(QuotaExceeded):
+        keyring.ensure(users(6))
+    keyring.rotate_tenant(ACME)
+    with pytest.raises(QuotaExceeded):
+        keyring.ensure(users(6))
+    keyring.erase_tenant(ACME)
+    keyring.ensure(users(*range(10, 15)))
+    with pytest.raises(QuotaExceeded):
+        keyring.ensure(users(6))
 
 
 def test_slots_of_one_batch_are_all_different_although_a_domain_takes_its_old_one() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.sealing.keyring import new_image
+from kvstore.sealing.new_keyring import new_image
 from kvstore.sealing.slot_table import SlotTable
 from kvstore.sealing.slots import Kind, Slot, State
 from tests.sealing.rig import ACME, STORE, FakeClock, Memory, master, user

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.errors import QuotaExceeded
 from kvstore.sealing.masters import new_master_file
 from kvstore.sealing.store_keys import StoreKeys, keys_opener
 
@@ -72,3 +73,26 @@ def test_another_domains_key_stays(keys: StoreKeys) -> None:
     keys.erased(TENANT, DOMAIN)
     assert keys.name_of(TENANT, b"other".ljust(16, b".")) == other
     assert len(keys.vault) == 1
+
+
+def test_a_tenant_with_too_many_keys_keeps_no_other_from_one(
+    keys: StoreKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where both ask at once."""
+    monkeypatch.setattr("kvstore.sealing.slot_table.KEYRING_TENANT_KEYS_MAX", 1)
+    made(keys)
+    go_on, told, woken = threading.Event(), dict[str, object](), threading.Event()
+    keys.on_finished(woken.set)
+    keys._worker.submit(go_on.wait, WAIT_S)
+    for name, tenant, domain in (
+        ("too many", TENANT, b"more".ljust(16, b".")),
+        ("known", TENANT, DOMAIN),
+        ("another's", b"umbrella".ljust(16, b"."), DOMAIN),
+    ):
+        keys.ensure(tenant, domain, lambda error, name=name: told.update({name: error}))  # type: ignore[misc]
+    go_on.set()
+    assert woken.wait(WAIT_S)
+    keys.settle_finished()
+    assert isinstance(told.pop("too many"), QuotaExceeded)
+    assert told["another's"] is None
+    assert keys.name_of(b"umbrella".ljust(16, b"."), DOMAIN) is not None

@@ -13,6 +13,7 @@ import pytest
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken
 from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, ENCRYPT_REST_MS, ENCRYPT_SHARE, HEADER_BYTES, PAGE_BYTES
+from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.eviction.items import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.manifests import SessionName
@@ -145,7 +146,7 @@ def test_it_goes_on_after_being_killed_at_any_moment(plain: StoreRig, *, power: 
     rig.store.close()
     opened(rig)
     while rig.store.statistics().clear_bytes:
-        stop_at = rig.disk.operations + left.randrange(1, 30)  # type: ignore[union-attr]
+        stop_at = rig.disk.operations + left.randrange(1, 12)  # type: ignore[union-attr]
         for _ in range(TURNS_MAX):
             if rig.disk.operations >= stop_at or not rig.store.statistics().clear_bytes:  # type: ignore[union-attr]
                 break
@@ -167,6 +168,25 @@ def test_it_goes_on_after_being_killed_at_any_moment(plain: StoreRig, *, power: 
     assert not is_marked(rig)
     assert is_sound(rig)
     assert not is_marked(rig)
+
+
+def test_a_sync_that_is_wanted_at_once_follows_one_that_is_under_way(
+    plain: StoreRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else encrypting rests for good on a node where nobody else needs a sync."""
+    monkeypatch.setattr(Encrypting, "step", lambda _: None)
+    rig, heard = opened(plain), list[str]()
+    writes = rig.drive._writes
+    while writes._sync is not None or writes._awaiting or writes._unhurried:
+        rig.store.poll()
+    writes.after_sync(lambda _: heard.append("the first"))
+    writes.sync_if_awaited()
+    rig.drive._traffic.pump()  # the drive has it
+    writes.after_sync(lambda _: heard.append("at once"), unhurried=True)
+    writes.sync_if_awaited(at_once=True)
+    for _ in range(20):
+        rig.store.poll()
+    assert heard == ["the first", "at once"]
 
 
 def entry_of(rig: StoreRig, number: int) -> Entry | None:

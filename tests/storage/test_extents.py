@@ -154,3 +154,132 @@ def test_a_piece_is_found_as_fast_after_many_of_its_length() -> None:
     early = min(cost_s(500) for _ in range(3))
     cost_s(50_000)
     assert min(cost_s(500) for _ in range(3)) < 3 * early + 0.0005
+
+
+def test_what_is_free_is_not_freed_again_and_nothing_has_changed() -> None:
+    extents = Extents.around([(2, 10), (20, 46)], FIRST, UNTIL)  # free: 12-20
+    before = (extents.free_pages, extents.after(0))
+    for start, length in [(12, 1), (19, 1), (8, 5), (19, 5), (11, 10), (60, 7), (0, 3), (5, 0), (1, 1)]:
+        with pytest.raises(AssertionError):
+            extents.release(start, length)
+        assert (extents.free_pages, extents.after(0)) == before
+    extents.pin(2)
+    extents.release(2, 4)
+    with pytest.raises(AssertionError):
+        extents.release(2, 4)
+    with pytest.raises(AssertionError):
+        extents.unpin(3)
+    assert (extents.free_pages, extents.after(0)) == before
+    with pytest.raises(AssertionError):
+        extents.allocate(0)
+
+
+def test_many_at_once_are_the_same_as_one_by_one() -> None:
+    one, many = Extents(FIRST, UNTIL), Extents(FIRST, UNTIL)
+    taken = [one.allocate(4) for _ in range(10)]
+    assert [many.allocate(4) for _ in range(10)] == taken
+    pinned = [start for start in taken[2:6] if start is not None]
+    for start in pinned + pinned:
+        one.pin(start)
+    many.pin_all(pinned + pinned)
+    freed = [(start, 4) for start in taken[1:8] if start is not None]
+    for start, length in freed:
+        one.release(start, length)
+    many.release_all(freed)
+    assert one.after(0) == many.after(0)
+    for extents in (one, many):
+        assert extents.free_pages == UNTIL - FIRST - 10 * 4 + 3 * 4
+        assert extents.pinned == 4
+    many.unpin_all(pinned + pinned)
+    for start in pinned + pinned:
+        one.unpin(start)
+    assert one.after(0) == many.after(0)
+    assert (one.pinned, one.free_pages) == (0, UNTIL - FIRST - 3 * 4)
+
+
+def test_of_several_that_fit_alike_the_one_goes_that_has_been_so_for_the_longest_time() -> None:
+    extents = Extents.around([(at, 3) for at in range(5, 60, 6)], 2, 62)  # free: threes at 2, 8, 14, ...
+    assert extents.longest_starts(3) == [2, 8, 14]
+    assert [extents.allocate(2) for _ in range(2)] == [2, 8]
+    extents.release(2, 2)  # and is a three again, the youngest of them
+    assert extents.some_starts(2) == [14, 10]
+    assert [extents.allocate(3) for _ in range(10)] == [14, 20, 26, 32, 38, 44, 50, 56, 2, None]
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=30, deadline=None)
+def test_many_extents_of_many_lengths_are_as_a_plain_list_says(seed: int) -> None:
+    """Long enough that runs of free extents are divided and joined again."""
+    rng = random.Random(seed)
+    pages = 60_000
+    live: list[tuple[int, int]] = []
+    page = 0
+    while page < pages - 100:
+        length = rng.choice([1, 2, 5, 9])
+        live.append((page, length))
+        page += length + rng.choice([1, 1, 2, 7, 40])
+    extents = Extents.around(live, 0, pages)
+    plain: list[
+        tuple[int, int]
+    ] = []  # free: start and length, the one that has been so for the longest time first
+    ends = [start + length for start, length in live]
+    plain = [
+        (end, start - end)
+        for end, start in zip(ends, [*(start for start, _ in live[1:]), pages], strict=True)
+        if start > end
+    ]
+    rng.shuffle(live)
+    for _ in range(300):
+        if rng.random() < 0.7 and live:
+            start, length = live.pop()
+            extents.release(start, length)
+            left = [one for one in plain if sum(one) == start]
+            right = [one for one in plain if one[0] == start + length]
+            for gone in left + right:
+                plain.remove(gone)
+            begin = left[0][0] if left else start
+            plain.append((begin, (sum(right[0]) if right else start + length) - begin))
+        else:
+            wanted = rng.choice([1, 2, 3, 8, 30])
+            fitting = [one for one in plain if one[1] >= wanted]
+            best = min(fitting, key=lambda one: one[1], default=None)
+            assert extents.allocate(wanted) == (None if best is None else best[0])
+            if best is not None:
+                plain.remove(best)
+                if best[1] > wanted:
+                    plain.append((best[0] + wanted, best[1] - wanted))
+    assert extents.after(0) == sorted(plain)
+    assert extents.longest == max(length for _, length in plain)
+    page = rng.randrange(pages)
+    assert extents.after(page) == sorted(one for one in plain if sum(one) > page)
+
+
+def test_extents_that_come_and_go_leave_no_memory_taken() -> None:
+    """Joined from both ends and from the middle, whatever the order."""
+    for order in (1, -1, 7919):
+        extents = Extents(0, 1 << 18)
+        starts = [extents.allocate(2) for _ in range(1 << 17)]
+        places = (
+            list(range(len(starts)))
+            if order == 1
+            else sorted(
+                range(len(starts)),
+                key=lambda at, order=order: at * order % (1 << 17),  # type: ignore[misc]
+            )
+        )
+        for at in places:
+            extents.release(2 * at, 2)
+        assert extents.after(0) == [(0, 1 << 18)]
+
+
+def test_few_that_are_left_of_many_take_little_memory() -> None:
+    """Of each neighbourhood one is left, and the runs in which they stand are joined."""
+    count = 1 << 16
+    extents = Extents(0, 2 * count)
+    assert [extents.allocate(2) for _ in range(count)] == [2 * at for at in range(count)]
+    extents.release_all([(2 * at, 2) for at in range(0, count, 2)])
+    assert extents.free_extents == count // 2
+    assert 48 <= extents.memory_bytes / extents.free_extents < 110
+    extents.release_all([(2 * at, 2) for at in range(1, count, 2) if at % 256 != 1])
+    assert extents.free_extents == 1 + count // 256
+    assert extents.memory_bytes / extents.free_extents < 400

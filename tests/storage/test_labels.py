@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.errors import QuotaExceeded
+from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.labels import LOST_LABEL, Labels
 from tests.storage.fake_keys import FakeKeyring, FakeKeys
 from tests.storage.fakes import FakeDisk
@@ -83,6 +85,89 @@ def test_an_index_that_had_labels_in_the_clear_is_overwritten_and_built_anew(rig
         assert not any(old.read())
     opened(rig)
     assert not rig.store.statistics().rebuilt, "that happens once"
+
+
+def test_labels_in_the_clear_leave_the_index_at_the_first_opening_with_keys(
+    rig: StoreRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the drive still has all in the clear; an erasure finds none, wherever in the file."""
+    monkeypatch.setattr(Encrypting, "step", lambda _: None)
+    rig.open()
+    fill(rig)
+    for number in range(2, 40):  # rows move in their pages, and pages are freed
+        assert rig.fork(number, 1, 4, label=f"{LABEL} {number}").error is None
+        assert rig.append(number, [0], label=f"{LABEL} {number}").error is None
+    for number in range(20, 40):
+        rig.remove(number)
+    wanted = sorted([LABEL.encode(), *(f"{LABEL} {number}".encode() for number in range(2, 20))])
+    rig.store.close()
+    old = (rig.data / "index-0" / "data.mdb").open("rb")
+    opened(rig)
+    assert not rig.store.statistics().rebuilt
+    assert rig.store.statistics().blocks == 4
+    assert sorted(filter(None, labels_of(rig))) == wanted
+    assert not in_index(rig, LABEL)
+    with old:
+        assert not any(old.read()), "the file before it is overwritten"
+    for number in range(4):
+        assert rig.get(number)[1] == payload(number)
+    assert rig.fork(50, 1, 4, label=f"{LABEL} 50").error is None
+    rig.kill()
+    assert not in_index(rig, LABEL)
+    opened(rig)
+    assert not rig.store.statistics().rebuilt, "it is taken as it was left"
+    assert sorted(filter(None, labels_of(rig))) == sorted([*wanted, f"{LABEL} 50".encode()])
+    assert rig.keyring is not None
+    rig.store.close()
+    rig.keyring.erase(TENANT, USER)
+    opened(rig)
+    assert set(labels_of(rig)) == {None}, "as those that were never in the clear"
+
+
+def test_an_opening_that_can_make_no_keys_leaves_labels_and_says_so(
+    rig: StoreRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Encrypting, "step", lambda _: None)
+    rig.open()
+    fill(rig)
+    rig.store.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeKeys, "ensure", lambda *given: given[-1](QuotaExceeded("The tenant has too many.")))
+        opened(rig)
+        assert labels_of(rig) == [LABEL.encode()]
+        rig.store.close()
+    assert "until the next start: The tenant has too many" in caplog.text
+    assert in_index(rig, LABEL)
+    opened(rig)
+    assert labels_of(rig) == [LABEL.encode()]
+    assert not in_index(rig, LABEL)
+
+
+@pytest.mark.parametrize("step", ["overwrite", "shutil.rmtree", "Index"])
+def test_an_opening_that_dies_meanwhile_is_taken_up_again(
+    rig: StoreRig, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(Encrypting, "step", lambda _: None)
+    rig.open()
+    fill(rig)
+    rig.store.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"kvstore.storage.clear_labels.{step}", died, raising=False)
+        with pytest.raises(Died):
+            opened(rig)
+    opened(rig)
+    assert labels_of(rig) == [LABEL.encode()]
+    for number in range(4):
+        assert rig.get(number)[1] == payload(number)
+    assert not in_index(rig, LABEL) or rig.store.statistics().rebuilt
+
+
+class Died(BaseException):
+    pass
+
+
+def died(*_: object, **__: object) -> None:
+    raise Died
 
 
 def test_a_sealed_label_is_of_one_session_and_no_byte_of_it_can_be_changed(keys: FakeKeys) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -23,7 +24,7 @@ from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.manifests import SessionName
 from kvstore.wire.record import record_bytes
 from tests.storage.fakes import FakeDisk
-from tests.storage.pair import two
+from tests.storage.pair import homed, two
 from tests.storage.rig import TENANT, USER, Slots, StoreRig, key, name
 
 if TYPE_CHECKING:
@@ -273,6 +274,29 @@ def test_over_two_drives_the_oldest_goes_wherever_it_lies(tmp_path: Path) -> Non
     rig.poll()
     assert rig.store.quota(TENANT).used_bytes == 6 * BLOCK
     assert all(drive.lookup([(TENANT, key(n)) for n in range(100, 111)]) for drive in rig.store.drives)
+    rig.store.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_that_go_at_once_are_the_oldest_of_all_drives(tmp_path: Path, seed: int) -> None:
+    rig = two(tmp_path / "data")
+    rig.open()
+    rig.store.change_quotas({TENANT: 40 * BLOCK})
+    rng = random.Random(seed)
+    numbers = homed(rig, 0, 12) + homed(rig, 1, 12)
+    rng.shuffle(numbers)
+    for number in numbers:
+        assert rig.put(number, PAYLOAD).error is None
+    for number in rng.sample(numbers, 8):
+        rig.get(number)
+        numbers.append(numbers.pop(numbers.index(number)))
+    for kept in (17, 16, 5):
+        rig.store.change_quotas({TENANT: kept * BLOCK})
+        rig.settle()
+        rig.poll_once()
+        rig.settle()
+        entries = rig.store.lookup([(TENANT, key(number)) for number in numbers])
+        assert [entry is not None for entry in entries] == [at >= 24 - kept for at in range(24)]
     rig.store.close()
 
 

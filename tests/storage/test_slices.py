@@ -11,8 +11,8 @@ from kvstore.durability import Durability
 from kvstore.errors import SessionRefused, StorageError
 from kvstore.limits import SESSION_CHUNK_BLOCKS
 from kvstore.storage import manifests
-from kvstore.storage.eviction.chains import Chains
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.evictor import Evictor
+from kvstore.storage.eviction.items import Guard, Refusal
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
@@ -238,13 +238,20 @@ def test_a_long_session_is_protected_and_given_free_in_slices(
     filled.append(1, range(BLOCKS))
     core = filled.drive.keeping.core
     rows: list[int] = []
-    original = Chains.rows
 
-    def counted_rows(self: Chains, session: int, first: int = 0, until: int = BLOCKS) -> list[int]:
-        rows.append(len(found := original(self, session, first, until)))
-        return found
+    def is_counted(name: str) -> None:
+        original = getattr(Evictor, name)
 
-    monkeypatch.setattr(Chains, "rows", counted_rows)
+        def counted(self: Evictor, *of: int, **more: int) -> Refusal | None:
+            before = self.statistics().guarded[Guard.PROTECTED]
+            answer: Refusal | None = original(self, *of, **more)
+            rows.append(abs(self.statistics().guarded[Guard.PROTECTED] - before))
+            return answer
+
+        monkeypatch.setattr(Evictor, name, counted)
+
+    is_counted("protect_session")
+    is_counted("unprotect_session")
     session = SessionName(TENANT, USER, name(1))
     for blocks in (BLOCKS, 35, 120, SESSION_CHUNK_BLOCKS * 10, 0):
         item = SessionItem(session, SessionStep.PROTECT, Durability.WRITTEN, 0, blocks=blocks)

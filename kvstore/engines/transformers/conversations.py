@@ -21,14 +21,24 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from transformers import DynamicCache
 
 from kvstore.client import Client
+from kvstore.engines.stores import is_about_domains
 from kvstore.engines.transformers.copies import Gathered, scatter
 from kvstore.engines.transformers.moving import MEMORY_BYTES, Mover, batches
 from kvstore.engines.transformers.shapes import Shapes
 from kvstore.engines.transformers.token_blocks import Piece, pieces, usable
 from kvstore.engines.transformers.weights import weights_digest
-from kvstore.errors import InvalidArgument, KvError, LayoutError, NoSession, Overloaded
+from kvstore.errors import (
+    DomainRequired,
+    InvalidArgument,
+    KvError,
+    LayoutError,
+    NoSession,
+    NotEncrypted,
+    Overloaded,
+)
 from kvstore.limits import ENGINE_SLOTS_MAX
 from kvstore.miss import Miss, MissReason
+from kvstore.names import SHARED, UNSAID, domain_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,11 +113,25 @@ class CacheStore:
             block_bytes_max=block_bytes,
         )
         self._mover = Mover(client, block_bytes, slots)
+        self._encrypts: bool | None = None  # whether the node does; None: not known
         self._lock = threading.Lock()
 
     def session(self, user: str, name: str) -> ChatSession:
         """Name a conversation of a user's. Nothing is called."""
         return ChatSession(self, self._mover.client.session(user, name))
+
+    def domain_of(self, user: str) -> bytes:
+        """The erase domain of a user's blocks: on a node that encrypts their own, unless the settings say `shared`."""
+        if self._mover.client.reach.shared:
+            return SHARED
+        if self._encrypts is None:
+            self._encrypts = self._mover.client.status().encrypted
+        return domain_of(user) if self._encrypts else UNSAID
+
+    def refused(self, error: KvError) -> None:
+        """A node that was started anew may encrypt now, or no longer."""
+        if isinstance(error, (DomainRequired, NotEncrypted)):
+            self._encrypts = None
 
     def fetched(self, wanted: Sequence[Piece]) -> tuple[DynamicCache, int, Miss | None]:
         """A cache made of blocks, the number of its tokens, and why there are no more."""
@@ -217,12 +241,15 @@ class ChatSession:
                 self._session.truncate(kept)
             if known == cached:
                 return Saved(known, 0, None)
-            whole = pieces(self._store.shapes, numbers, [*ends, cached])
+            domain = self._store.domain_of(self._session.user)
+            whole = pieces(self._store.shapes, numbers, [*ends, cached], domain)
             new = [piece for piece in whole if piece.begin >= known]
             sent_bytes = self._store.put(cache, cached, new)
             self._session.append([piece.key for piece in new], tokens=cached - known)
         except KvError as error:
-            log.warning("A conversation was not saved: %s", error)
+            self._store.refused(error)
+            if not is_about_domains(error, log):
+                log.warning("A conversation was not saved: %s", error)
             return Saved(known, 0, error)
         return Saved(cached, sent_bytes, None)
 
@@ -233,8 +260,9 @@ class ChatSession:
         except NoSession:
             return _Known([], [], 0)
         ends = [turn.tokens.stop for turn in info.turns]
+        mine = pieces(self._store.shapes, numbers, ends, self._store.domain_of(self._session.user))
         same = []
-        for piece, key in zip(pieces(self._store.shapes, numbers, ends), self._session.keys(), strict=False):
+        for piece, key in zip(mine, self._session.keys(), strict=False):
             if piece.end > len(numbers) or piece.key != key:
                 break
             same.append(piece)

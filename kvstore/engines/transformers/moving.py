@@ -74,13 +74,13 @@ class Mover:
             for piece in some:
                 inline.append((piece.key, view[at : at + piece.length]))
                 at += piece.length
-            for result in self.client.put_many_inline(inline):
+            for result in self.client.put_many_inline(inline, domain=some[0].domain):
                 if result.error is not None and not result.has_block:
                     raise result.error
             return
         blocks = []
         for piece in some:
-            blocks.append(Block(piece.key, self._region, at, piece.length))
+            blocks.append(Block(piece.key, self._region, at, piece.length, domain=piece.domain))
             at += piece.length
         for first in range(0, len(blocks), self._slots):
             puts = self.client.arm(blocks[first : first + self._slots])

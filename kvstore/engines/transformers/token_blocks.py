@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.names import block_key
+from kvstore.names import UNSAID, block_key, in_domain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,10 +29,13 @@ class Piece(NamedTuple):
     end: int
     kept: tuple[int, ...]  # by layers with a window, for each window there is
     length: int  # in bytes
+    domain: bytes = UNSAID  # the erase domain that it is put into
 
 
-def pieces(shapes: Shapes, tokens: Sequence[int], turn_ends: Sequence[int]) -> Iterator[Piece]:
-    """Cut the tokens up to the last of the turns' ends."""
+def pieces(
+    shapes: Shapes, tokens: Sequence[int], turn_ends: Sequence[int], domain: bytes = UNSAID
+) -> Iterator[Piece]:
+    """Cut the tokens up to the last of the turns' ends, into blocks of an erase domain."""
     layout = shapes.layout
     digest, begin = block_key(b"transformers"), 0
     for turn_end in turn_ends:
@@ -43,7 +46,7 @@ def pieces(shapes: Shapes, tokens: Sequence[int], turn_ends: Sequence[int]) -> I
             key = layout.key(block_key(digest, array("q", kept).tobytes()))
             length = shapes.block_bytes(end - begin, kept)
             if length:  # where all layers have windows, what none of them has any more is no block
-                yield Piece(key, begin, end, kept, length)
+                yield Piece(in_domain(key, domain), begin, end, kept, length, domain)
             begin = end
 
 

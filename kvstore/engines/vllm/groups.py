@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.limits import OBJECT_BYTES_MAX
-from kvstore.names import SHARED, in_domain
+from kvstore.names import UNSAID, in_domain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +47,7 @@ class Group:
         """How long the longest of its objects is."""
         return len(self.runs[0]) * self.page_bytes
 
-    def objects(self, digest: bytes, shard: int, domain: bytes = SHARED) -> list[bytes]:
+    def objects(self, digest: bytes, shard: int, domain: bytes = UNSAID) -> list[bytes]:
         """The keys of a block's objects; the digest is that of its tokens and of all before them."""
         layout = self.shards[shard]
         # A key says all that the layout does: engines that differ store side by side, and don't refuse each other.
@@ -55,7 +55,7 @@ class Group:
         keys = [layout.key(b"%b%d/%d-%d" % (block, self.number, run.start, run.stop)) for run in self.runs]
         return [in_domain(key, domain) for key in keys]
 
-    def all_objects(self, digests: Iterable[bytes], domain: bytes = SHARED) -> list[bytes]:
+    def all_objects(self, digests: Iterable[bytes], domain: bytes = UNSAID) -> list[bytes]:
         """The keys of blocks' objects on all ranks, block by block."""
         return [
             key
@@ -86,7 +86,7 @@ class Wanted(NamedTuple):
     group: int
     block: int
     digest: bytes
-    domain: bytes = SHARED  # the erase domain that its objects are in
+    domain: bytes = UNSAID  # the erase domain that its objects are in
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import Hit
 from kvstore.clock import SystemClock
-from kvstore.engines.stores import block_at
+from kvstore.engines.stores import block_at, is_about_domains
 from kvstore.errors import FabricError, KvError
 from kvstore.limits import (
     LEASE_TIMEOUT_MS,
@@ -245,9 +245,11 @@ class HostMemory:
             part = SLOTS_PER_CLIENT_MAX
             for first in range(0, len(keys), part):
                 armed = self._client.arm([self._block(key) for key in keys[first : first + part]])
-                armed.wait(LEASE_TIMEOUT_MS / 1000)
+                for result in armed.wait(LEASE_TIMEOUT_MS / 1000):
+                    is_about_domains(result.error, log)
                 armed.abandon()  # whatever has not landed by now: its slot is to be used again
         except KvError as error:
-            log.debug("%d chunks were not stored: %s", len(keys), error)
+            if not is_about_domains(error, log):
+                log.debug("%d chunks were not stored: %s", len(keys), error)
         finally:
             self.let_go(keys)

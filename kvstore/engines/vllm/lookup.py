@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import Stored, as_request
 from kvstore.errors import KvError
-from kvstore.names import SHARED
+from kvstore.names import UNSAID
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Lookups:
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-lookup")
 
     def begin(
-        self, digests: Sequence[Sequence[bytes]], request_id: str = "", domain: bytes = SHARED
+        self, digests: Sequence[Sequence[bytes]], request_id: str = "", domain: bytes = UNSAID
     ) -> Future[int]:
         """Ask for the usable tokens of a request; the digests are those of its blocks, group by group."""
         return self._threads.submit(self._ask, [list(one) for one in digests], request_id, domain)

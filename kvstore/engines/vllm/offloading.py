@@ -104,12 +104,12 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         if self._manager is None:
             self._claim()
             client = open_store(self._settings, self._engine.layout, block_bytes_max=self._slot_bytes)
-            layout = self._engine.layout
+            layout, named = self._engine.layout, self._settings.named
             host = HostMemory(
                 client,
                 self._memory(),
                 self._slot_bytes,
-                lambda key: block_key(layout, key),
+                lambda key: named(block_key(layout, key)),
                 timeout_s=self._settings.load_timeout_ms / 1000,
                 transport=self._settings.transport,
             )

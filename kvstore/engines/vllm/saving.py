@@ -26,7 +26,7 @@ from kvstore.engines.vllm.device_memory import DeviceMemory
 from kvstore.engines.vllm.ring import Ring
 from kvstore.errors import LayoutError
 from kvstore.limits import SAVE_BATCH_PAGES_MAX, VLLM_ACK_SLICE_MS
-from kvstore.names import SHARED
+from kvstore.names import UNSAID
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ class Copied(NamedTuple):
     key: bytes
     offset: int
     length: int
-    domain: bytes = SHARED
+    domain: bytes = UNSAID
     threshold: int = 1  # it is there once the sender's flag has this value, if the sender has one
 
 

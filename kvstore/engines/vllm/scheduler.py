@@ -73,7 +73,8 @@ class Scheduling:
         self._may_load, self._may_save = loads, saves  # by the engine's `kv_role`
         self._lookup_ns = settings.lookup_timeout_ms * 1_000_000
         self._lookups = Lookups(self._client, identity, settings.lookup_timeout_ms / 1000)
-        self._turns = Turns(self._client, identity.groups)
+        self._domain = settings.reach.domain  # of requests that name none
+        self._turns = Turns(self._client, identity.groups, self._domain)
         self._is_async = settings.is_async(len(self._groups))
         self._workers = len(identity.groups[0].shards)
         self._requests: dict[str, _Request] = {}
@@ -111,7 +112,7 @@ class Scheduling:
         chains = {
             group.block_tokens: Chain(request, group.block_tokens, self._epoch) for group in self._groups
         }
-        return _Request(request, chains, domain_named(request), saved=[0] * len(self._groups))
+        return _Request(request, chains, domain_named(request, self._domain), saved=[0] * len(self._groups))
 
     def _begin_lookup(self, known: _Request) -> None:
         digests = [known.chains[group.block_tokens].grow() for group in self._groups]

@@ -7,12 +7,11 @@ deadlines. It is called by a thread of our own, never in a step of the engine's.
 from __future__ import annotations
 
 import logging
-from functools import cache
 from typing import TYPE_CHECKING
 
 from kvstore.clock import SystemClock
-from kvstore.engines.stores import block_at
-from kvstore.errors import KeyTaken, KvError, NotEncrypted, Overloaded
+from kvstore.engines.stores import block_at, is_about_domains
+from kvstore.errors import KeyTaken, KvError, Overloaded
 from kvstore.limits import VLLM_ACK_MS
 
 if TYPE_CHECKING:
@@ -35,13 +34,9 @@ _ACK_TIMEOUT_S = VLLM_ACK_MS / 1000
 def _stored(result: PutResult) -> bool | None:
     """Whether an object was stored by us; None if the key had a block before."""
     if not result.has_block:
+        is_about_domains(result.error, log)
         return False
     return None if result.already_stored or result.error is not None else True
-
-
-@cache
-def _warn_once(said: str) -> None:
-    log.warning("Requests that name an erase domain are not saved: %s", said)
 
 
 class _Armed:
@@ -122,11 +117,9 @@ class FabricSender:
                 except Overloaded:
                     if not self._last:
                         return None
-                except NotEncrypted as error:
-                    _warn_once(str(error))
-                    return None
                 except KvError as error:
-                    log.debug("No room for %d objects: %s", len(blocks), error)
+                    if not is_about_domains(error, log):
+                        log.debug("No room for %d objects: %s", len(blocks), error)
                     return None
                 else:
                     self._last.append((armed, len(blocks)))
@@ -170,8 +163,7 @@ class InlineSender:
                     results.append(True)
                 except KeyTaken:
                     results.append(None)  # another computation's bytes, which are as good
-        except NotEncrypted as error:
-            _warn_once(str(error))
         except KvError as error:
-            log.debug("%d objects were not stored: %s", len(objects) - len(results), error)
+            if not is_about_domains(error, log):
+                log.debug("%d objects were not stored: %s", len(objects) - len(results), error)
         return _Known(results + [False] * (len(objects) - len(results)))

@@ -37,17 +37,20 @@ _ANONYMOUS = "anonymous"
 _TRY_WAIT_S = VLLM_TURN_AGAIN_MS / 1000
 
 
-def domain_named(request: Any) -> bytes:
+def domain_named(request: Any, default: bytes) -> bytes:
     """The erase domain that a request names; its blocks are found by requests of the same domain only."""
-    named = (request.kv_transfer_params or {}).get("domain")
-    return domain_of(str(named)) if named else SHARED
+    given = request.kv_transfer_params or {}
+    if named := given.get("domain"):
+        return domain_of(str(named))
+    return SHARED if given.get("shared") else default
 
 
 class Turns:
     """Of one engine's scheduler."""
 
-    def __init__(self, client: Client | ClusterClient, groups: Sequence[Group]) -> None:
-        self._client, self._groups = client, groups
+    def __init__(self, client: Client | ClusterClient, groups: Sequence[Group], domain: bytes) -> None:
+        """`domain` is that of requests that name none."""
+        self._client, self._groups, self._domain = client, groups, domain
         self._thread = ThreadPoolExecutor(1, "kvstore-turns")
         self._room = threading.BoundedSemaphore(VLLM_TURNS_QUEUED_MAX)
         self._never = threading.Event()
@@ -65,10 +68,11 @@ class Turns:
         tokens = min(
             len(of_group) * group.block_tokens for of_group, group in zip(digests, self._groups, strict=True)
         )
+        domain = domain_named(request, self._domain)
         keys = [
             key
             for group, of_group in zip(self._groups, digests, strict=True)
-            for key in group.all_objects(of_group[: tokens // group.block_tokens], domain_named(request))
+            for key in group.all_objects(of_group[: tokens // group.block_tokens], domain)
         ]
         self._later(lambda: self._append(session, keys, tokens))
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvstore.limits import BLOCK_BYTES_MAX, EVICTION_STEPS_MAX, HEADER_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from kvstore.storage.eviction.ground import Ground
+    from kvstore.storage.eviction.evictor import Evictor
     from kvstore.storage.extents import Extents
 
 __all__ = ["Clearing", "clearings"]
@@ -38,10 +38,9 @@ class Clearing(NamedTuple):
 class _Land:
     """Queries about a place on the drive."""
 
-    def __init__(self, extents: Extents, ground: Ground, is_guarded: Callable[[int], bool]) -> None:
+    def __init__(self, extents: Extents, core: Evictor) -> None:
         self._extents = extents
-        self._ground = ground
-        self._is_guarded = is_guarded
+        self._core = core
         self.steps = 0
 
     def look(self, page: int) -> tuple[int, int]:
@@ -50,8 +49,8 @@ class _Land:
         free = self._extents.free_at(page)
         if free:
             return free, 0
-        block = self._ground.at(page)
-        if block is None or self._is_guarded(block.generation):
+        block = self._core.at(page)
+        if block is None or self._core.is_guarded(block.generation):
             return 0, 0
         return block.pages, block.generation
 
@@ -70,11 +69,9 @@ class _Land:
         return Clearing(generations, pages)
 
 
-def clearings(
-    extents: Extents, ground: Ground, is_guarded: Callable[[int], bool], length: int
-) -> Iterator[Clearing | None]:
+def clearings(extents: Extents, core: Evictor, length: int) -> Iterator[Clearing | None]:
     """Look for a clearing, a step at a time: None means to go on looking, and the end that there is none."""
-    land = _Land(extents, ground, is_guarded)
+    land = _Land(extents, core)
     best: Clearing | None = None
     for start in extents.longest_starts(_HOLES_TRIED):
         found = land.clearing(start, length, best.pages - 1 if best else length + _RECORD_PAGES_MAX)

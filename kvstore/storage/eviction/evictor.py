@@ -1,170 +1,179 @@
 """The core of eviction: which blocks are evicted, when, and why. It is notified of all changes to blocks.
 
-Always holds:
+What always holds is said where it is done: in C (`keep/core.c` and what that names). Each call takes a batch, and runs
+nothing in Python for each block. A call that contradicts what the core knows is an AssertionError; one for which there
+is no memory is a MemoryError. Neither has changed anything.
 
-- A block with a guard is not evicted, whatever its age or time to live. One that expires meanwhile is removed when
-  its last guard ends.
-- A block is evicted for room only while it is a tail (see `chains`), so what remains of a session is a prefix. Blocks
-  after a gap with another cause are evicted before all others.
-- A use of a block counts as a use of all blocks before it in its sessions, since they are needed with it. So under
-  LRU the least recently used block is always a tail, and exactly that one is evicted.
-- Guards end with a use: lifting the last one touches the block.
-- The policy holds the rows that may be evicted; others are *set aside*, lazily: when the policy offers one that may
-  not. No unguarded tail is set aside.
-- The same holds for the blocks of each owner among themselves (see `owners`), which are evicted in LRU order when the
-  owner makes room for itself, whatever the policy.
-- `EVICTION_STEPS_MAX` bounds a plan; all other operations take time in proportion to their arguments.
-
-It does no I/O, knows no names and no extents, and has no clock: `now_ms` is wall time, passed in. Blocks are numbered
-by rows inside, and by their generations outside.
+It does no I/O, knows no names, and has no clock: `now_ms` is wall time, passed in.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.limits import (
     EVICTION_BATCH_BLOCKS,
     EVICTION_STEPS_MAX,
     EVICTION_URGENT_BLOCKS,
+    GUARDS_OF_A_KIND_MAX,
     PROTECTED_SESSIONS_MAX,
+    QUOTA_OWNERS_MAX,
     SESSION_BLOCKS_MAX,
+    SESSION_LINKS_MIN,
+    SESSION_LINKS_PER_BLOCK,
     TIMER_TICK_MS,
 )
-from kvstore.storage.eviction.chains import Chains
-from kvstore.storage.eviction.guards import Guards
-from kvstore.storage.eviction.idmap import IdMap
 from kvstore.storage.eviction.items import (
-    Eviction,
+    EVICTION_WORDS,
     EvictionPlan,
+    Evictions,
     Guard,
     Mode,
     Reason,
     Record,
     Refusal,
+    Standing,
     Statistics,
+    Stuck,
     Tally,
     Watermarks,
 )
-from kvstore.storage.eviction.owners import Owners
-from kvstore.storage.eviction.policy import NO_ROW, Steps
 from kvstore.storage.eviction.pressure import Pressure
-from kvstore.storage.eviction.wheel import TimerWheel
+from kvstore.storage.keep._keep import ffi, lib
+from kvstore.storage.keep.outcome import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kvstore.storage.eviction.policy import Policy
+    from kvstore.storage.eviction.policy import Policy, Steps
 
-__all__ = ["Evictor"]
+__all__ = ["NEVER", "Evictor", "Uses"]
 
-_SMALLEST_RECORD_PAGES = 2  # a header and one page
-_WORD_MAX = (1 << 64) - 1
-_ROWS_AT_ONCE = 64  # are made
-_FOR_ROOM = frozenset({Reason.SPACE, Reason.STRANDED, Reason.QUOTA})
-# The bits of a row's state:
-_ASIDE = 1  # the policy doesn't have it
-_OVERDUE = 2  # it has expired while it was guarded
+_REFUSALS: Final[tuple[Refusal | None, ...]] = (None, *Refusal)
+_REASONS: Final = max(Reason) + 1
+_SESSIONS_AT_ONCE: Final = 64  # of a block are asked for
+NEVER: Final = (1 << 64) - 1
+
+assert ffi.sizeof("struct keep_record") == 8 * len(Record._fields)
+assert ffi.sizeof("struct keep_gone") == 8 * EVICTION_WORDS
+
+
+class Uses:
+    """How many uses there have been, on all drives that share this."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept = ffi.new("uint64_t *")
+
+    def add(self, count: int) -> None:
+        """Count some that nobody saw."""
+        self.kept[0] += count
 
 
 class Evictor:
     """All blocks of one drive, and the order in which they go."""
 
-    def __init__(self, policy: Policy, marks: Watermarks, *, capacity_pages: int, now_ms: int) -> None:
+    def __init__(self, policy: Policy, marks: Watermarks, *, now_ms: int) -> None:
         self._policy = policy
         self._pressure = Pressure(marks)
-        self._protected: dict[int, int] = {}  # sessions, and how many of the first positions of each
-        self._start_ms = now_ms
-        self._rows = IdMap(capacity_pages // _SMALLEST_RECORD_PAGES)
-        self._wheel = TimerWheel(now_ms)
-        self._chains = Chains()
-        self._pages = array("I")  # of each row
-        self._guards = Guards(self._pages)
-        self.owners = Owners()
-        self._free_rows = array("I")
-        self._total_pages = 0
-        self._gone = {reason: Tally(0, 0) for reason in Reason}
-        self._space_idle_ms = 0
-        # Of each row:
-        self._generations = array("Q")
-        self._names = array("Q")
-        self._used = array("I")  # ticks from the start to its last use
-        self._states = bytearray()
+        self._uses: Uses | None = None
+        limits = ffi.new(
+            "struct keep_limits *",
+            (
+                now_ms,
+                TIMER_TICK_MS,
+                SESSION_BLOCKS_MAX,
+                SESSION_LINKS_MIN,
+                SESSION_LINKS_PER_BLOCK,
+                GUARDS_OF_A_KIND_MAX,
+                PROTECTED_SESSIONS_MAX,
+                QUOTA_OWNERS_MAX,
+            ),
+        )
+        kept = lib.keep_core_new(policy.kept, policy.knows_names, limits)
+        if not kept:
+            raise MemoryError("There is no memory for the order in which blocks are evicted.")
+        self._kept = ffi.gc(kept, lib.keep_core_free)
+        self._said = ffi.new("struct keep_core_said *")
+        self._steps = ffi.new("int64_t *")
+        self._word = ffi.new("uint64_t *")
+        self._planned = ffi.new("struct keep_planned *")
+        self._room: array[int] | None = None  # for victims: made before they go, lest they were lost
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return int(lib.keep_core_blocks(self._kept))
 
     @property
     def has_timers(self) -> bool:
         """Whether any block is to expire."""
-        return len(self._wheel) > 0
+        return bool(lib.keep_core_expiring(self._kept))
 
     def __contains__(self, generation: int) -> bool:
-        return self._rows.find(generation) >= 0
+        return bool(lib.keep_core_knows(self._kept, generation))
 
     # What happens to blocks.
 
-    def restore(self, generations: array[int], pages: array[int], expiries_ms: Sequence[int]) -> None:
+    def restore(
+        self,
+        generations: array[int],
+        pages: array[int],
+        expiries_ms: array[int],
+        starts: array[int] | None = None,
+    ) -> None:
         """Take what is on the drive into an empty core, in ascending order of generations.
 
         Their uses are unknown, so they count as used in that order, before all later blocks.
         """
-        assert not self._generations
-        count = len(generations)
-        self._rows.add_all(generations, 0)
-        self._generations.extend(generations)
-        self._pages.extend(pages)
-        self._names.frombytes(bytes(self._names.itemsize * count))
-        self._used.frombytes(bytes(self._used.itemsize * count))
-        self._states.extend(bytes(count))
-        self._guards.reach(count - 1)
-        self._chains.reach(count - 1)
-        self._total_pages = sum(pages)
-        self._wheel.insert_all(0, expiries_ms)
-        self._policy.restored(pages)
+        starts = array("Q", bytes(8 * len(generations))) if starts is None else starts
+        assert len(generations) == len(pages) == len(expiries_ms) == len(starts)
+        check(
+            lib.keep_core_restore(
+                self._kept,
+                ffi.from_buffer("uint64_t[]", generations),
+                ffi.from_buffer("uint64_t[]", starts),
+                ffi.from_buffer("uint32_t[]", pages),
+                ffi.from_buffer("uint64_t[]", expiries_ms),
+                len(generations),
+            )
+        )
 
-    def admitted(self, records: Sequence[Record], now_ms: int) -> dict[int, Refusal]:
-        """Note blocks that can be got from now on; return those refused: EXISTS as a whole, others their session."""
-        refused = {}
-        tick = self._tick(now_ms)
-        free = self._free_rows
-        self._reach(len(records) - len(free))
-        add, policy_admitted = self._rows.add, self._policy.admitted
-        for generation, pages, name64, expires_ms, session, position, owner in records:
-            row = free[-1]
-            if not add(generation, row):
-                refused[generation] = Refusal.EXISTS
-                continue
-            assert pages > 0
-            assert session <= _WORD_MAX
-            del free[-1]
-            self._generations[row] = generation
-            self._names[row] = name64
-            self._pages[row] = pages
-            self._used[row] = tick
-            self._states[row] = 0
-            self._total_pages += pages
-            if expires_ms:
-                self._wheel.insert(row, expires_ms)
-            policy_admitted(row, pages, name64)
-            if owner:
-                self.owners.take(row, owner, pages)
-            if session:
-                refusal = self._settle(row, session, position, now_ms)
-                if refusal is not None:
-                    refused[generation] = refusal
-        return refused
+    def admitted(self, records: Sequence[tuple[int, ...]], now_ms: int) -> dict[int, Refusal]:
+        """Note blocks that can be got from now on; return those refused: EXISTS as a whole, others their session.
 
-    def own(self, generations: Sequence[int], owner: int) -> None:
+        Each is a `Record`, or the same as a plain tuple.
+        """
+        words = array("Q", chain.from_iterable(records))
+        assert len(words) == len(records) * len(Record._fields)
+        refused = bytearray(len(records))
+        count = lib.keep_core_admitted(
+            self._kept,
+            ffi.from_buffer("struct keep_record[]", words),
+            len(records),
+            now_ms,
+            ffi.from_buffer("uint8_t[]", refused),
+        )
+        return _refusals(check(count), [record[0] for record in records] if count else (), refused)
+
+    def own(self, generations: array[int], owner: int) -> None:
         """Note whose blocks these are, all that it has; they are given in the order of their age.
 
         Nobody knows more of their order than the time of their last use and their age, and nothing of it among several
         drives. So they are spread evenly over the stamps given so far, of which there are as many, oldest first.
         """
-        rows = self._rows.find_all(generations)
-        rows.sort(key=self._used.__getitem__)
-        self.owners.take_all(rows, owner, sum(map(self._pages.__getitem__, rows)))
+        column = ffi.from_buffer("uint64_t[]", generations)
+        check(lib.keep_core_own(self._kept, column, len(generations), owner))
+
+    def share_uses(self, uses: Uses) -> None:
+        """Count uses together with others who share this."""
+        self._uses = uses
+        lib.keep_core_share_uses(self._kept, uses.kept)
+
+    def owned_pages(self, owner: int) -> int:
+        """Return how many pages an owner's blocks have."""
+        return int(lib.keep_core_owned_pages(self._kept, owner))
 
     def joined(
         self, generations: Sequence[int], session: int, first_position: int, now_ms: int
@@ -173,81 +182,77 @@ class Evictor:
 
         What stood at a place before has left the session by it: the session went on differently.
         """
-        assert 0 < session <= _WORD_MAX
-        if not first_position and session not in self._protected:
-            rows = self._rows.find_all(generations)
-            if len(rows) == len(generations) and self._chains.open_with(session, rows):
-                return {}
-        refused = {}
-        for position, generation in enumerate(generations, first_position):
-            row = self._rows.find(generation)
-            refusal = Refusal.UNKNOWN if row < 0 else self._settle(row, session, position, now_ms)
-            if refusal is not None:
-                refused[generation] = refusal
-        return refused
+        refused = bytearray(len(generations))
+        count = lib.keep_core_joined(
+            self._kept,
+            _column(generations),
+            len(generations),
+            session,
+            first_position,
+            now_ms,
+            ffi.from_buffer("uint8_t[]", refused),
+        )
+        return _refusals(check(count), generations, refused)
 
     def touched(self, generations: Sequence[int], now_ms: int) -> None:
         """Note uses, in their order; blocks that are not kept are passed over."""
-        self._use(self._rows.find_all(generations), now_ms)
+        lib.keep_core_touched(self._kept, _column(generations), len(generations), now_ms)
 
     def renewed(self, generation: int, expires_ms: int) -> None:
         """Note that a block expires at another time than was said; 0 is never."""
-        row = self._rows.find(generation)
-        if row < 0:
-            return
-        self._wheel.cancel(row)
-        self._states[row] &= ~_OVERDUE
-        self._wheel.insert(row, expires_ms)
+        check(lib.keep_core_renewed(self._kept, generation, expires_ms))
 
-    def moved(self, generation: int, to: int) -> int:
-        """Note that a block has another generation; return how many guards it has that somebody is to take back."""
-        row = self._rows.find(generation)
-        self._rows.remove(generation)
-        added = self._rows.add(to, row)
-        assert added
-        self._generations[row] = to
-        return sum(self._guards.count(row, guard) for guard in Guard if guard is not Guard.PROTECTED)
+    def moved(self, generation: int, to: int, start: int = 0) -> int:
+        """Note that a block has another generation, and another place.
+
+        Returns how many guards it has that somebody is to take back.
+        """
+        return check(lib.keep_core_moved(self._kept, generation, to, start))
 
     def left(self, session: int, first_position: int, now_ms: int) -> None:
         """Note that a session ends before a position: blocks from there on are as old as its tail was."""
-        rows = self._chains.rows(session, first_position)
-        if first_position < self._protected.get(session, 0):
-            lifted = [row for row in rows if self._unprotect(session, row)]
-            self._lift(lifted, now_ms)
-        for row in reversed(rows):
-            was_free = self._may_go(row)
-            self._pass_on(row, self._chains.leave(row, session), now_ms, was_free=was_free)
+        lib.keep_core_left(self._kept, session, first_position, now_ms)
 
-    def gone(self, generations: Sequence[int], reason: Reason, now_ms: int) -> list[Eviction]:
+    def gone(self, generations: Sequence[int], reason: Reason, now_ms: int) -> Evictions:
         """Note that blocks are gone for a reason that was not decided here; return those that were kept."""
-        rows = dict.fromkeys(self._rows.find_all(generations))  # each once, though it may be named twice
-        return [self._forget(row, reason, now_ms) for row in rows]
+        words = _room(len(generations))
+        count = lib.keep_core_gone(
+            self._kept,
+            _column(generations),
+            len(generations),
+            reason,
+            now_ms,
+            ffi.from_buffer("struct keep_gone[]", words),
+        )
+        del words[check(count) * EVICTION_WORDS :]
+        return Evictions(words)
 
     # Guards.
 
     def hold(self, generations: Sequence[int], guard: Guard) -> dict[int, Refusal]:
         """Guard blocks, each once more; return those refused."""
-        refused = {}
-        for generation in generations:
-            row = self._rows.find(generation)
-            refusal = Refusal.UNKNOWN if row < 0 else self._guards.add(row, guard)
-            if refusal is not None:
-                refused[generation] = refusal
-        return refused
+        refused = bytearray(len(generations))
+        count = lib.keep_core_hold(
+            self._kept,
+            _column(generations),
+            len(generations),
+            guard,
+            ffi.from_buffer("uint8_t[]", refused),
+        )
+        return _refusals(check(count), generations, refused)
 
     def release(self, generations: Sequence[int], guard: Guard, now_ms: int) -> dict[int, Refusal]:
         """Take one guard of each block back; return those refused. The last one's end is a use."""
-        refused = {}
-        lifted = []
-        for generation in generations:
-            row = self._rows.find(generation)
-            refusal = Refusal.UNKNOWN if row < 0 else self._drop_guard(row, guard)
-            if refusal is not None:
-                refused[generation] = refusal
-            elif not self._guards.words[row]:
-                lifted.append(row)
-        self._lift(lifted, now_ms)
-        return refused
+        refused = bytearray(len(generations))
+        count = lib.keep_core_release(
+            self._kept,
+            _column(generations),
+            len(generations),
+            guard,
+            now_ms,
+            ffi.from_buffer("uint8_t[]", refused),
+        )
+        return _refusals(check(count), generations, refused)
 
     def protect_session(
         self, session: int, blocks: int = SESSION_BLOCKS_MAX, *, now_ms: int
@@ -256,53 +261,44 @@ class Evictor:
 
         The last word counts: fewer blocks than before unprotect the others.
         """
-        assert 0 < blocks <= SESSION_BLOCKS_MAX
-        before = self._protected.get(session, 0)
-        if not before and len(self._protected) >= PROTECTED_SESSIONS_MAX:
-            return Refusal.FULL
-        rows = self._chains.rows(session, min(before, blocks), max(before, blocks))
-        if blocks < before:
-            self._lift([row for row in rows if self._unprotect(session, row)], now_ms)
-        self._protected[session] = blocks
-        for row in rows if before < blocks else ():
-            self._guards.add_for_session(row)
-        return None
+        return _REFUSALS[check(lib.keep_core_protect(self._kept, session, blocks, now_ms))]
 
     def protected_blocks(self, session: int) -> int:
         """Return how many of a session's first blocks are protected."""
-        return self._protected.get(session, 0)
+        return int(lib.keep_core_protected_blocks(self._kept, session))
 
     def unprotect_session(self, session: int, now_ms: int) -> Refusal | None:
         """Let a session's blocks go again; this counts as a use of them."""
-        if session not in self._protected:
-            return Refusal.NOT_HELD
-        rows = self._chains.rows(session, 0, self._protected[session])
-        lifted = [row for row in rows if self._unprotect(session, row)]
-        del self._protected[session]
-        self._lift(lifted, now_ms)
-        return None
+        return _REFUSALS[check(lib.keep_core_unprotect(self._kept, session, now_ms))]
 
     def is_guarded(self, generation: int) -> bool:
         """Return whether a block that is kept may not go."""
-        row = self._rows.find(generation)
-        return row >= 0 and self._guards.words[row] != 0
+        return bool(lib.keep_core_is_guarded(self._kept, generation))
 
     def places(self, generation: int) -> tuple[list[int], int]:
         """Return the sessions that have a block, and its position in all of them."""
-        row = self._rows.find(generation)
-        sessions = [] if row < 0 else list(self._chains.sessions(row))
-        return sessions, self._chains.position(row) if sessions else 0
+        room = _SESSIONS_AT_ONCE
+        while True:
+            sessions = array("Q", bytes(8 * room))
+            out = ffi.from_buffer("uint64_t[]", sessions)
+            count = int(lib.keep_core_places(self._kept, generation, out, room, self._word))
+            if count <= room:
+                return sessions[:count].tolist(), int(self._word[0])
+            room = count
 
     def lacks(self, session: int, position: int) -> bool:
         """Return whether a session would go on, or have a gap less, with a block at this position."""
-        if self._chains.at(session, position) != NO_ROW:
-            return False
-        return position == 0 or self._chains.at(session, position - 1) != NO_ROW
+        return bool(lib.keep_core_lacks(self._kept, session, position))
+
+    def at(self, start: int) -> Standing | None:
+        """Return which block begins at a page."""
+        pages = int(lib.keep_core_at(self._kept, start, self._word))
+        return Standing(int(self._word[0]), pages) if pages else None
 
     @property
     def protected_pages(self) -> int:
         """Return how many pages are of blocks that are protected."""
-        return self._guards.protected_pages
+        return int(lib.keep_core_protected_pages(self._kept))
 
     @property
     def knows_names(self) -> bool:
@@ -319,203 +315,90 @@ class Evictor:
         `demand_pages` is what puts under way have not allocated yet; `waiting_pages` what a put needs that found
         no room, and is not in it.
         """
+        if self._room is None:
+            self._room = _room(EVICTION_URGENT_BLOCKS)
         goal = self._pressure.judge(free_pages, demand_pages, waiting_pages)
-        blocks_max = EVICTION_URGENT_BLOCKS if goal.mode is Mode.URGENT else EVICTION_BATCH_BLOCKS
-        victims = self._expired(blocks_max, now_ms)
-        pages = sum(victim.pages for victim in victims)
-        steps = Steps(EVICTION_STEPS_MAX)
-        stuck = None
-        while pages < goal.pages and len(victims) < blocks_max:
-            reason = Reason.STRANDED
-            row = self._stranded()
-            if row == NO_ROW:
-                reason = Reason.SPACE
-                row = self._candidate(steps)
-            if row == NO_ROW:
-                stuck = self._guards.what_is_over_soonest() if steps.left > 0 else None
-                break
-            victims.append(self._forget(row, reason, now_ms))
-            pages += victims[-1].pages
-        more = self._wheel.lagging or (pages < goal.pages and stuck is None)
-        return EvictionPlan(goal.mode, victims, pages, more, stuck)
+        lib.keep_core_plan(
+            self._kept,
+            max(0, goal.pages),
+            EVICTION_URGENT_BLOCKS if goal.mode is Mode.URGENT else EVICTION_BATCH_BLOCKS,
+            EVICTION_STEPS_MAX,
+            now_ms,
+            ffi.from_buffer("struct keep_gone[]", self._room),
+            self._planned,
+        )
+        planned = self._planned
+        stuck = Stuck(planned.stuck) if planned.stuck else None
+        more = bool(planned.lags) or (planned.pages < goal.pages and stuck is None)
+        victims = Evictions()
+        if planned.blocks:
+            victims.words, self._room = self._room, None
+            del victims.words[planned.blocks * EVICTION_WORDS :]
+        return EvictionPlan(goal.mode, victims, int(planned.pages), more, stuck)
 
     def oldest_use(self, owner: int, steps: Steps) -> int | None:
         """Return when the block of an owner that goes first was used, as the number of the use; None: none may go."""
-        while (row := self.owners.oldest(owner)) != NO_ROW:
-            if self._may_go(row):
-                return self.owners.stamp(row)
-            if steps.left <= 0:
-                return None
-            self.owners.set_aside(row)
-            steps.left -= 1
-        return None
+        self._steps[0] = steps.left
+        use = int(lib.keep_core_oldest_use(self._kept, owner, self._steps))
+        steps.left = self._steps[0]
+        return None if use == lib.KEEP_NONE else check(use)
 
-    def evict_oldest(self, owner: int, now_ms: int) -> Eviction:
-        """Forget that block, whose owner is to make room for itself."""
-        row = self.owners.oldest(owner)
-        assert self._may_go(row), "`oldest_use` has just found it"
-        return self._forget(row, Reason.QUOTA, now_ms)
+    def evict_oldest(
+        self, owner: int, pages: int, blocks_max: int, steps: Steps, now_ms: int, *, before: int = NEVER
+    ) -> Evictions:
+        """Forget an owner's blocks, who is to make room for itself, the least recently used first.
+
+        It ends when they have so many pages, or are as many, when the steps are used up, or when the next one was not
+        used before the use of a number.
+        """
+        words = _room(blocks_max)
+        self._steps[0] = steps.left
+        count = lib.keep_core_evict_oldest(
+            self._kept,
+            owner,
+            pages,
+            blocks_max,
+            before,
+            self._steps,
+            now_ms,
+            ffi.from_buffer("struct keep_gone[]", words),
+        )
+        steps.left = self._steps[0]
+        del words[count * EVICTION_WORDS :]
+        return Evictions(words)
 
     def statistics(self) -> Statistics:
         """Return where the core stands."""
+        said = self._said
+        lib.keep_core_say(self._kept, said)
+        guarded = ffi.unpack(said.guarded, len(Guard))
+        tallies = [*map(Tally, ffi.unpack(said.gone_blocks, _REASONS), ffi.unpack(said.gone_pages, _REASONS))]
         return Statistics(
             policy=self._policy.name,
             mode=self._pressure.mode,
-            blocks=len(self._rows),
-            pages=self._total_pages,
-            expiring=len(self._wheel),
-            sessions=len(self._chains),
-            session_links=self._chains.links,
-            protected_sessions=len(self._protected),
-            guarded=self._guards.tally(),
-            timers_lag=self._wheel.lagging,
-            gone=dict(self._gone),
-            space_idle_ms=self._space_idle_ms,
+            blocks=len(self),
+            pages=said.pages,
+            expiring=int(lib.keep_core_expiring(self._kept)),
+            sessions=said.sessions,
+            session_links=said.links,
+            protected_sessions=said.protected_sessions,
+            guarded=dict(zip(Guard, guarded, strict=True)),
+            timers_lag=bool(said.lags),
+            gone={reason: tallies[reason] for reason in Reason},
+            space_idle_ms=said.space_idle_ms,
         )
 
-    def _tick(self, now_ms: int) -> int:
-        return max(0, now_ms - self._start_ms) // TIMER_TICK_MS
 
-    def _reach(self, missing: int) -> None:
-        """Make at least this many more rows; they are taken behind those that are free, the lowest first."""
-        if missing > 0:
-            missing = max(missing, _ROWS_AT_ONCE)
-            first = len(self._generations)
-            for column in (self._generations, self._names, self._pages, self._used):
-                column.frombytes(bytes(column.itemsize * missing))
-            self._states.extend(bytes(missing))
-            self._chains.reach(first + missing - 1)
-            self._guards.reach(first + missing - 1)
-            self._free_rows[:0] = array("I", range(first + missing - 1, first - 1, -1))
+def _room(evictions: int) -> array[int]:
+    return array("Q", bytes(8 * EVICTION_WORDS * evictions))
 
-    def _settle(self, row: int, session: int, position: int, now_ms: int) -> Refusal | None:
-        """Put a row at a position of a session, replacing any other row there."""
-        before = self._chains.at(session, position)
-        if before == row:
-            return None
-        refusal = self._chains.refusal(row, position, len(self._rows))
-        if refusal is not None:
-            return refusal
-        if before != NO_ROW:
-            # The block in front of it is a tail for a moment only: the row that comes will stand behind it.
-            self._unprotect(session, before)
-            self._chains.leave(before, session)
-            self._lift([before], now_ms)
-        self._chains.join(row, session, position)
-        if position < self._protected.get(session, 0):
-            self._guards.add_for_session(row)
-        return None
 
-    def _use(self, rows: Sequence[int], now_ms: int) -> None:
-        tick = self._tick(now_ms)
-        used, states = self._used, self._states
-        for row in rows:
-            used[row] = tick
-            if states[row] & _ASIDE:
-                states[row] ^= _ASIDE
-                self._policy.readmitted(row, self._pages[row])
-        self._policy.touched(rows)
-        self.owners.touch(rows)
+def _column(numbers: Iterable[int]) -> Any:
+    return ffi.from_buffer("uint64_t[]", numbers if isinstance(numbers, array) else array("Q", numbers))
 
-    def _drop_guard(self, row: int, guard: Guard) -> Refusal | None:
-        if guard is Guard.PROTECTED:
-            by_sessions = sum(self._is_protected_by(session, row) for session in self._chains.sessions(row))
-            if self._guards.count(row, guard) == by_sessions:
-                return Refusal.NOT_HELD  # what its sessions hold is not to be taken back like this
-        return self._guards.drop(row, guard)
 
-    def _is_protected_by(self, session: int, row: int) -> bool:
-        return self._chains.position(row) < self._protected.get(session, 0)
-
-    def _unprotect(self, session: int, row: int) -> bool:
-        """Take back what a session holds of a row of its own; return whether that was the row's last guard."""
-        if not self._is_protected_by(session, row):
-            return False
-        self._guards.drop(row, Guard.PROTECTED)
-        return not self._guards.words[row]
-
-    def _may_go(self, row: int) -> bool:
-        return not self._guards.words[row] and not self._chains.followed[row]
-
-    def _lift(self, rows: Sequence[int], now_ms: int) -> None:
-        """Note a use of rows whose guards have been changed; those unguarded may expire again."""
-        for row in rows:
-            if self._states[row] & _OVERDUE and not self._guards.words[row]:
-                self._states[row] ^= _OVERDUE
-                self._wheel.insert_again(row)
-        self._use(rows, now_ms)
-
-    def _expired(self, blocks_max: int, now_ms: int) -> list[Eviction]:
-        victims = []
-        for row in self._wheel.advance(now_ms, blocks_max, EVICTION_STEPS_MAX):
-            if self._guards.words[row]:
-                self._states[row] |= _OVERDUE
-            else:
-                victims.append(self._forget(row, Reason.EXPIRED, now_ms))
-        return victims
-
-    def _stranded(self) -> int:
-        """Return an evictable block after a gap, or `NO_ROW`. If the last one is not evictable, the policy decides."""
-        while (row := self._chains.stranded()) != NO_ROW and self._guards.words[row]:
-            self._chains.leave_stranded()
-        return row
-
-    def _candidate(self, steps: Steps) -> int:
-        """Return the policy's choice among the blocks that may go, setting aside those that may not."""
-        while (row := self._policy.candidate(steps)) != NO_ROW:
-            if self._may_go(row):
-                return row
-            self._policy.removed(row)
-            self._states[row] |= _ASIDE
-            steps.left -= 1
-            if steps.left <= 0:
-                return NO_ROW
-        return NO_ROW
-
-    def _forget(self, row: int, reason: Reason, now_ms: int) -> Eviction:
-        eviction = self._describe(row, reason, now_ms)
-        aside = self._states[row] & _ASIDE
-        if eviction.session:
-            was_free = self._may_go(row)
-            self._pass_on(row, self._chains.leave(row), now_ms, was_free=was_free)
-        if reason in _FOR_ROOM:
-            self._policy.evicted(row, self._names[row])
-        elif not aside:
-            self._policy.removed(row)
-        self._wheel.cancel(row)
-        if self._guards.words[row]:
-            self._guards.clear(row)
-        self._rows.remove(eviction.generation)
-        self._free_rows.append(row)
-        self.owners.leave(row, eviction.pages)
-        self._total_pages -= eviction.pages
-        self._pages[row] = 0
-        blocks, pages = self._gone[reason]
-        self._gone[reason] = Tally(blocks + 1, pages + eviction.pages)
-        if reason is Reason.SPACE:
-            self._space_idle_ms = eviction.idle_ms
-        return eviction
-
-    def _pass_on(self, row: int, tails: Iterable[int], now_ms: int, *, was_free: bool) -> None:
-        """Return the blocks that are tails now, since this one is not behind them any more, its rank."""
-        for tail in tails:
-            if self._guards.words[tail]:
-                continue
-            if was_free:
-                self._states[tail] &= ~_ASIDE
-                self._policy.inherited(tail, self._pages[tail], row)
-                self.owners.inherit(tail, row)
-            else:  # it had no rank to leave behind
-                self._use([tail], now_ms)
-
-    def _describe(self, row: int, reason: Reason, now_ms: int) -> Eviction:
-        session = self._chains.last_session(row)
-        return Eviction(
-            self._generations[row],
-            self._pages[row],
-            session,
-            self._chains.position(row) if session else 0,
-            reason,
-            now_ms,
-            max(0, self._tick(now_ms) - self._used[row]) * TIMER_TICK_MS,
-        )
+def _refusals(count: int, generations: Iterable[int], refused: bytearray) -> dict[int, Refusal]:
+    if not count:
+        return {}
+    found = ((one, _REFUSALS[number]) for one, number in zip(generations, refused, strict=True))
+    return {one: refusal for one, refusal in found if refusal is not None}

@@ -1,25 +1,33 @@
-"""The inputs and outputs of the eviction's core: plain values, no behaviour."""
+"""The inputs and outputs of the eviction's core: plain values, no behaviour.
+
+The core (`kvstore.storage.keep`) takes a `Record` and gives an `Eviction` as their fields in order, 64 bits each, and
+knows the numbers of guards, of reasons and, from 1 on, of refusals.
+"""
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple
+from array import array
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = [
     "Eviction",
     "EvictionPlan",
+    "Evictions",
     "Guard",
     "Mode",
     "Reason",
     "Record",
     "Refusal",
+    "Standing",
     "Statistics",
     "Stuck",
     "Tally",
     "Watermarks",
+    "eviction_of",
     "together",
 ]
 
@@ -36,6 +44,7 @@ class Record(NamedTuple):
     session: int = 0  # 64 bits; 0 = none
     position: int = 0  # in the session, from 0
     owner: int = 0  # the owner of the quota it counts against; 0: none
+    start: int = 0  # its first page on the drive; 0: nobody asks for it by that
 
 
 class Guard(enum.IntEnum):
@@ -108,11 +117,61 @@ class Eviction(NamedTuple):
     idle_ms: int  # since its last use, or, if that was before it, since the start
 
 
+EVICTION_WORDS: Final = len(Eviction._fields)
+
+
+class Evictions:
+    """Blocks that are gone, in order, as numbers; an `Eviction` is made only where somebody asks for one."""
+
+    __slots__ = ("words",)
+
+    def __init__(self, words: array[int] | None = None) -> None:
+        self.words = array("Q") if words is None else words  # the fields of each, one after the other
+
+    def __len__(self) -> int:
+        return len(self.words) // EVICTION_WORDS
+
+    def __getitem__(self, at: int) -> Eviction:
+        first = range(len(self))[at] * EVICTION_WORDS
+        return eviction_of(self.words, first)
+
+    def __iter__(self) -> Iterator[Eviction]:
+        return (eviction_of(self.words, first) for first in range(0, len(self.words), EVICTION_WORDS))
+
+    @property
+    def generations(self) -> array[int]:
+        """Return the generation of each."""
+        return self.words[::EVICTION_WORDS]
+
+    @property
+    def pages(self) -> int:
+        """Return how many pages they had together."""
+        return sum(self.words[1::EVICTION_WORDS])
+
+    @property
+    def reasons(self) -> list[Reason]:
+        """Return why each is gone."""
+        return list(map(Reason, self.words[4::EVICTION_WORDS]))
+
+
+def eviction_of(words: array[int], first: int) -> Eviction:
+    """Return the eviction whose fields are these words from one on."""
+    generation, pages, session, position, reason, at_ms, idle_ms = words[first : first + EVICTION_WORDS]
+    return Eviction(generation, pages, session, position, Reason(reason), at_ms, idle_ms)
+
+
+class Standing(NamedTuple):
+    """A block on its place."""
+
+    generation: int
+    pages: int
+
+
 class EvictionPlan(NamedTuple):
     """What goes now. The blocks are forgotten here already."""
 
     mode: Mode
-    victims: list[Eviction]
+    victims: Evictions
     pages: int  # of all victims together
     more: bool  # a bound was met: plan again soon, at once if a put waits
     stuck: Stuck | None

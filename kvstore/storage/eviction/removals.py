@@ -1,16 +1,21 @@
 """The reasons for which the last removed blocks were removed.
 
-Always holds: the newest are remembered, by their exact names, a fixed number of them, some 600 bytes each; of one
+Always holds: the newest are remembered, by their exact names, a fixed number of them, some 300 bytes each; of one
 name only the newest.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from kvstore.storage.eviction.items import EVICTION_WORDS, eviction_of
+
 if TYPE_CHECKING:
-    from kvstore.storage.eviction.items import Eviction
+    from collections.abc import Sequence
+
+    from kvstore.storage.eviction.items import Eviction, Evictions
 
     Name = tuple[bytes, bytes]
     """Tenant and key."""
@@ -21,19 +26,30 @@ __all__ = ["History"]
 class History:
     """Evictions by name, oldest first."""
 
-    __slots__ = ("_by_name", "_size")
+    __slots__ = ("_first_words", "_size", "_words")
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._by_name: OrderedDict[Name, Eviction] = OrderedDict()
+        self._words = array("Q", bytes(8 * EVICTION_WORDS * size))
+        self._first_words: OrderedDict[Name, int] = OrderedDict()  # where the words of each begin
 
-    def add(self, name: Name, eviction: Eviction) -> None:
-        """Remember one, in the place of the oldest."""
-        self._by_name.pop(name, None)
-        self._by_name[name] = eviction
-        if len(self._by_name) > self._size:
-            self._by_name.popitem(last=False)
+    def add(self, names: Sequence[Name], evictions: Evictions) -> None:
+        """Remember some, in the places of the oldest."""
+        by_name, ours, words = self._first_words, self._words, evictions.words
+        for name, at in zip(names, range(0, len(words), EVICTION_WORDS), strict=True):
+            first = by_name.pop(name, -1)
+            if first < 0:
+                full = len(by_name) == self._size
+                first = by_name.popitem(last=False)[1] if full else len(by_name) * EVICTION_WORDS
+            by_name[name] = first
+            ours[first : first + EVICTION_WORDS] = words[at : at + EVICTION_WORDS]
 
     def of(self, name: Name) -> Eviction | None:
         """Return how a block went, if it is remembered."""
-        return self._by_name.get(name)
+        first = self._first_words.get(name, -1)
+        return None if first < 0 else eviction_of(self._words, first)
+
+    def session_of(self, name: Name) -> int:
+        """Return the last session that a block was in when it went; 0 if it was in none, or isn't remembered."""
+        first = self._first_words.get(name, -1)
+        return 0 if first < 0 else self._words[first + 2]

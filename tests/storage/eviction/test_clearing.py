@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from array import array
+from itertools import chain
 
 import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.storage.eviction.clearing import Clearing, clearings
-from kvstore.storage.eviction.ground import Ground, Standing
-from kvstore.storage.eviction.items import Eviction, Reason
+from kvstore.storage.eviction.evictor import Evictor
+from kvstore.storage.eviction.items import Eviction, Evictions, Guard, Reason, Record, Standing, Watermarks
+from kvstore.storage.eviction.lru import Lru
 from kvstore.storage.eviction.policies import POLICY_NAMES, new_policy
 from kvstore.storage.eviction.removals import History
 from kvstore.storage.extents import Extents
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 FIRST, UNTIL = 4, 124
+
+
+def core_with(places: list[tuple[int, int, int]]) -> Evictor:
+    """A core with blocks, by first page, pages and generation."""
+    core = Evictor(Lru(), Watermarks(0, 0), now_ms=0)
+    refused = core.admitted(
+        [Record(generation, pages, start=start) for start, pages, generation in places], 0
+    )
+    assert not refused
+    return core
 
 
 class Land:
@@ -26,7 +35,7 @@ class Land:
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
-        self.ground = Ground(UNTIL)
+        places: list[tuple[int, int, int]] = []
         self.kind: dict[int, str] = {}  # of each page
         self.start_of: dict[int, int] = {}  # generation -> its first page
         self.guarded: set[int] = set()
@@ -40,16 +49,18 @@ class Land:
             if kind != "free":
                 live.append((page, pages))
             if kind in {"block", "guarded"}:
-                self.ground.put(page, pages, generation)
+                places.append((page, pages, generation))
                 self.start_of[generation] = page
                 if kind == "guarded":
                     self.guarded.add(generation)
                 generation += 1
             page += pages
         self.extents = Extents.around(live, FIRST, UNTIL)
+        self.core = core_with(places)
+        self.core.hold(sorted(self.guarded), Guard.PIN)
 
-    def look(self, length: int, is_guarded: Callable[[int], bool] | None = None) -> Clearing | None:
-        steps = clearings(self.extents, self.ground, is_guarded or self.guarded.__contains__, length)
+    def look(self, length: int) -> Clearing | None:
+        steps = clearings(self.extents, self.core, length)
         return next((found for found in steps if found is not None), None)
 
     def can_be_cleared(self, first: int, length: int) -> bool:
@@ -69,10 +80,10 @@ def test_a_clearing_is_found_if_there_is_one_and_it_is_one(seed: int) -> None:
         pages = 0
         for generation in found.generations:
             start = land.start_of[generation]
-            standing = land.ground.at(start)
+            standing = land.core.at(start)
             assert standing is not None
             pages += standing.pages
-            land.ground.take(start)
+            land.core.gone([generation], Reason.CLEARED, 0)
             land.extents.release(start, standing.pages)
         assert pages == found.pages
         assert land.extents.longest >= length
@@ -81,56 +92,59 @@ def test_a_clearing_is_found_if_there_is_one_and_it_is_one(seed: int) -> None:
 
 
 def test_of_the_large_holes_the_one_is_taken_where_least_stands_in_the_way() -> None:
-    ground = Ground(60)
-    for start, generation in [(10, 1), (12, 2), (30, 3), (50, 4)]:
-        ground.put(start, 2, generation)
+    core = core_with([(10, 2, 1), (12, 2, 2), (30, 2, 3), (50, 2, 4)])
     extents = Extents.around([(10, 2), (12, 2), (30, 2), (40, 2), (50, 2)], 4, 60)
-    (found,) = clearings(extents, ground, lambda _: False, 18)
+    (found,) = clearings(extents, core, 18)
     assert found == Clearing([3], 2)
-    (found,) = clearings(extents, ground, lambda generation: generation == 3, 18)
+    core.hold([3], Guard.LEASE)
+    (found,) = clearings(extents, core, 18)
     assert found == Clearing([4], 2)
 
 
 def test_a_long_look_is_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.storage.eviction.clearing.EVICTION_STEPS_MAX", 10)
-    ground = Ground(400)
-    for start in range(0, 400, 2):
-        ground.put(start, 2, 1 + start)
-    extents = Extents.around([(start, 2) for start in range(0, 400, 2)], 0, 400)
-    looks = list(clearings(extents, ground, lambda generation: generation < 300, 20))
+    core = core_with([(start, 2, start) for start in range(2, 402, 2)])
+    core.hold(range(2, 300, 2), Guard.PIN)
+    extents = Extents.around([(start, 2) for start in range(2, 402, 2)], 2, 402)
+    looks = list(clearings(extents, core, 20))
     assert looks[:-1] == [None] * (len(looks) - 1)
     assert len(looks) > 10
     assert looks[-1] is not None
 
 
-def test_ground_is_found_by_first_pages_and_its_spots_are_used_again() -> None:
-    ground = Ground(100)
-    ground.put_all([4, 10, 20], [6, 2, 3], [7, 8, 9])
-    assert [ground.at(page) for page in (4, 5, 10, 20)] == [
-        Standing(7, 6),
-        None,
-        Standing(8, 2),
-        Standing(9, 3),
-    ]
-    ground.take(10)
-    ground.take(10)
-    ground.put(12, 5, 11)
-    ground.put(10, 2, 12)
-    assert [ground.at(10), ground.at(12)] == [Standing(12, 2), Standing(11, 5)]
-    assert len(ground._generations) == 4
+def test_blocks_are_found_by_their_first_pages_from_when_they_enter_until_they_go() -> None:
+    core = core_with([(4, 6, 7), (10, 2, 8), (20, 3, 9)])
+    expected = [Standing(7, 6), None, Standing(8, 2), Standing(9, 3)]
+    assert [core.at(page) for page in (4, 5, 10, 20)] == expected
+    core.gone([8], Reason.DELETED, 0)
+    core.admitted([Record(11, 5, start=12), Record(12, 2, start=10), Record(13, 2)], 0)
+    assert [core.at(page) for page in (10, 12, 0)] == [Standing(12, 2), Standing(11, 5), None]
+    with pytest.raises(AssertionError):
+        core.admitted([Record(14, 1, start=10)], 0)
+    assert 14 not in core
+    core.moved(12, 15, 30)
+    assert [core.at(page) for page in (10, 30)] == [None, Standing(15, 2)]
+    with pytest.raises(AssertionError):
+        core.moved(15, 16, 20)
+    assert core.at(30) == Standing(15, 2)
+
+
+def test_blocks_are_found_by_their_first_pages_after_an_opening() -> None:
+    core = core_with([])
+    core.restore(array("Q", [3, 5, 6]), array("I", [2, 4, 1]), array("Q", [0] * 3), array("Q", [40, 20, 30]))
+    assert [core.at(page) for page in (20, 30, 40)] == [Standing(5, 4), Standing(6, 1), Standing(3, 2)]
 
 
 def test_history_remembers_the_newest_of_a_name_and_forgets_the_oldest() -> None:
     history = History(3)
-    told = [Eviction(generation, 1, 0, 0, Reason.SPACE, 0, 0) for generation in range(6)]
-    for number, entry in zip([1, 2, 1, 3, 4], told, strict=False):
-        history.add((b"t", bytes([number])), entry)
-    assert [history.of((b"t", bytes([number]))) for number in range(1, 5)] == [
-        told[2],
-        None,
-        told[3],
-        told[4],
-    ]
+    told = [Eviction(generation, 1, generation % 2, 5, Reason.SPACE, 0, 0) for generation in range(6)]
+    for numbers in ([1, 2], [1, 3, 4]):
+        first = 0 if numbers == [1, 2] else 2
+        some = Evictions(array("Q", chain.from_iterable(told[first : first + len(numbers)])))
+        history.add([(b"t", bytes([number])) for number in numbers], some)
+    names = [(b"t", bytes([number])) for number in range(1, 5)]
+    assert [history.of(name) for name in names] == [told[2], None, told[3], told[4]]
+    assert [history.session_of(name) for name in names] == [0, 0, 1, 0]
 
 
 def test_policies_have_names_and_others_are_refused() -> None:

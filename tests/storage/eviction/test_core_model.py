@@ -32,7 +32,7 @@ class Life:
     def __init__(self, make_policy: Callable[[], Policy], seed: int, *, exact_lru: bool) -> None:
         self.rng = random.Random(seed)
         self.now_ms = T0
-        self.core = Evictor(make_policy(), MARKS, capacity_pages=CAPACITY, now_ms=T0)
+        self.core = Evictor(make_policy(), MARKS, now_ms=T0)
         self.plain = PlainCore(MARKS)
         self.exact_lru = exact_lru
         self.next_generation = 1

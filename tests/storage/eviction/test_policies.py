@@ -106,21 +106,44 @@ def test_ghosts_are_forgotten_by_their_pages_and_known_again_once() -> None:
     for _ in range(20):
         row = policy.candidate(Steps(100))
         policy.evicted(row, row + 1)
-    assert len(policy._ghosts) == 9
+    assert policy.ghosts == 9
+    left = []
     for row in (10, 11, 12):  # 10 is too long ago, 11 to 19 are known
         policy.admitted(row, 2, row + 1)
-    assert [policy._queue[row] for row in (10, 11, 12)] == [0, 1, 1]
-    assert len(policy._ghosts) == 7
+        left.append(policy.ghosts)
+    assert left == [9, 8, 7]
+    order = []
+    while (row := policy.candidate(Steps(100))) != NO_ROW:
+        order.append(row)
+        policy.evicted(row, 0)
+    assert order == [*range(20, 30), 11, 12, 10], "two are main, which goes once little is small"
 
 
-def test_ghosts_shed_what_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.storage.eviction.s3fifo._SHED_ENTRIES", 8)
-    policy = S3Fifo(20)
+def test_ghosts_are_forgotten_in_their_turn_though_others_were_taken_back() -> None:
+    policy = S3Fifo(20)  # of 2 pages each, nine
     for name in range(1, 500):
         policy.admitted(0, 2, name)
         policy.evicted(0, name)
         if name % 3 == 0:
+            before = policy.ghosts
             policy.admitted(0, 2, name - 1)
-            assert policy._queue[0] == 1, "a ghost is known again"
+            assert policy.ghosts == before - 1, "a ghost is known again"
             policy.removed(0)
-    assert len(policy._ghosts._names) < 40
+            policy.admitted(0, 2, name - 1)
+            assert policy.ghosts == before - 1, "once"
+            policy.removed(0)
+    assert policy.ghosts == 9, "what was taken back counts no more"
+
+
+def test_the_number_of_ghosts_is_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.storage.eviction.s3fifo.EVICTION_GHOSTS_MAX", 5)
+    policy = S3Fifo(10_000)
+    for name in range(1, 50):
+        policy.admitted(0, 1, name)
+        policy.evicted(0, name)
+    assert policy.ghosts == 5
+    policy.admitted(0, 1, 44)
+    assert policy.ghosts == 5, "too long ago"
+    policy.removed(0)
+    policy.admitted(0, 1, 45)
+    assert policy.ghosts == 4

@@ -55,7 +55,7 @@ def with_scans(asks: Iterator[Ask], every: int, sessions: int) -> Iterator[Ask]:
 
 def replay(asks: Iterator[Ask], make_policy: Callable[[], Policy], capacity: int = CAPACITY) -> float:
     """Give the share of hits among the blocks that count, with a store that takes as much as fits."""
-    core = Evictor(make_policy(), Watermarks(40, 80), capacity_pages=capacity, now_ms=0)
+    core = Evictor(make_policy(), Watermarks(40, 80), now_ms=0)
     stored: dict[tuple[int, int], int] = {}
     names: dict[int, tuple[int, int]] = {}
     next_generation = 1
@@ -119,7 +119,7 @@ from kvstore.storage.eviction.items import Record, Watermarks
 from kvstore.storage.eviction.policies import POLICY_NAMES, new_policy
 
 for name in POLICY_NAMES:
-    core = Evictor(new_policy(name, 100), Watermarks(10, 20), capacity_pages=100, now_ms=0)
+    core = Evictor(new_policy(name, 100), Watermarks(10, 20), now_ms=0)
     core.admitted([Record(generation, 2, generation) for generation in range(1, 51)], 0)
     core.touched([1], 1)
     print(name, [victim.generation for victim in core.plan(free_pages=0, now_ms=2).victims])

@@ -1,0 +1,52 @@
+"""Builds `kvstore.storage.keep._keep` through cffi; the declarations are read from its public header."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cffi import FFI
+
+__all__ = ["ffi"]
+
+_HERE = Path(__file__).resolve().parent
+_DECLARATIONS = (_HERE / "keep.h").read_text().split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
+_PARTS = (
+    "chains",
+    "core",
+    "core_goes",
+    "core_guards",
+    "core_sessions",
+    "extents",
+    "lru",
+    "map",
+    "memory",
+    "owners",
+    "policy",
+    "rings",
+    "runs",
+    "s3fifo",
+    "wheel",
+)
+
+ffi = FFI()
+ffi.cdef(_DECLARATIONS)
+ffi.set_source(
+    "kvstore.storage.keep._keep",
+    '#include "keep.h"',
+    sources=[f"kvstore/storage/keep/{name}.c" for name in _PARTS],
+    depends=["kvstore/storage/keep/inside.h", "kvstore/storage/keep/keep.h"],
+    include_dirs=["kvstore/storage/keep"],
+    extra_compile_args=[
+        "-std=gnu11",
+        "-O2",
+        "-g",
+        "-Wall",
+        "-Wextra",
+        "-fvisibility=hidden",
+        "-fstack-protector-strong",
+        "-U_FORTIFY_SOURCE",
+        "-D_FORTIFY_SOURCE=3",
+    ],
+    extra_link_args=["-Wl,-z,relro,-z,now"],
+    py_limited_api=True,
+)

@@ -1,0 +1,31 @@
+/* Memory that can be refused, and the end when what always holds doesn't. */
+#include "inside.h"
+
+/* Makes room for so many in an array, and some more; what is new is zero. Nothing has changed if there is none. */
+int keep_grow(void **array, uint32_t *room, uint64_t wanted, size_t size)
+{
+	uint64_t more = wanted + wanted / 8 + 16;
+	char *grown;
+
+	if (wanted <= *room)
+		return 0;
+	if (more > UINT32_MAX)
+		return -ENOMEM;
+	grown = realloc(*array, more * size); /* large ones are mapped anew, not copied */
+	if (grown == NULL) {
+		more = wanted;
+		grown = realloc(*array, more * size);
+	}
+	if (grown == NULL)
+		return -ENOMEM;
+	memset(grown + *room * size, 0, (more - *room) * size);
+	*array = grown;
+	*room = (uint32_t)more;
+	return 0;
+}
+
+void keep_broken(const char *file, int line, const char *condition)
+{
+	fprintf(stderr, "triggerkv: %s:%d: `%s` does not hold; the node ends before it does harm.\n", file, line, condition);
+	abort();
+}

@@ -1,0 +1,121 @@
+"""A slot of the keyring that is damaged, or moved: what it encrypted is a miss that says so, and nothing is dropped."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.errors import Corrupt
+from kvstore.miss import MissReason
+from kvstore.sealing.keyring import Keyring
+from kvstore.sealing.keyring_file import keyring_path
+from kvstore.sealing.keyring_state import read_status
+from kvstore.sealing.masters import open_master
+from kvstore.sealing.slots import HEADER_PAGES, SLOT_BYTES, Kind, State, parse_slot
+from tests.sealing.test_lost_keyring import DOMAIN, PAYLOAD, Ring, is_there, rig
+from tests.storage.rig import TENANT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["rig"]
+
+OTHER = b"another of hers."
+
+
+def slots_of(path: Path) -> dict[bytes, int]:
+    """By domain, the numbers of slots with live keys."""
+    raw = path.read_bytes()[HEADER_PAGES * 4096 :]
+    rows = [parse_slot(raw[at : at + SLOT_BYTES]) for at in range(0, len(raw), SLOT_BYTES)]
+    return {
+        one.domain: number
+        for number, one in enumerate(rows)
+        if one is not None and one.kind == Kind.DOMAIN and one.state == State.LIVE
+    }
+
+
+def row(path: Path, number: int) -> bytes:
+    at = HEADER_PAGES * 4096 + number * SLOT_BYTES
+    return path.read_bytes()[at : at + SLOT_BYTES]
+
+
+def change(path: Path, number: int, new: bytes, at: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(HEADER_PAGES * 4096 + number * SLOT_BYTES + at)
+        file.write(new)
+
+
+def damage(path: Path, how: str) -> None:
+    numbers = slots_of(path)
+    number, other = numbers[DOMAIN], numbers[OTHER]
+    if how == "a bad CRC":
+        change(path, number, b"?", at=80)
+        return
+    rows = [row(path, one) for one in (number, other)]
+    change(path, number, rows[1])
+    change(path, other, rows[0])
+
+
+@pytest.mark.parametrize("how", ["a bad CRC", "swapped with another"])
+def test_what_it_encrypts_is_a_miss_that_says_so_and_stays(
+    rig: Ring,
+    how: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    rig.open()
+    assert rig.put(3, PAYLOAD, domain=DOMAIN).error is None
+    assert rig.put(4, PAYLOAD, domain=OTHER).error is None
+    rig.store.close()
+    path = keyring_path(rig.data)
+    good = {number: row(path, number) for number in slots_of(path).values()}
+    damage(path, how)
+    rig.open()
+    lost = (2, 3) if how == "a bad CRC" else (2, 3, 4)
+    for _ in range(2):
+        for number in lost:
+            miss = rig.get(number)[0].miss
+            assert miss is not None
+            assert miss.reason is MissReason.UNREADABLE
+            assert "keyring is damaged" in miss.detail
+    assert is_there(rig, 1)
+    warnings = [one.getMessage() for one in caplog.records if "can't be used, and" in one.getMessage()]
+    assert len(warnings) == (1 if how == "a bad CRC" else 2), "each slot once"
+    rig.store.close()
+    for number, was in good.items():
+        change(path, number, was)
+    rig.open()
+    for number in (1, 2, 3, 4):
+        assert is_there(rig, number)
+
+
+def test_swapped_slots_are_reported_as_damaged(rig: Ring) -> None:
+    rig.open()
+    assert rig.put(4, PAYLOAD, domain=OTHER).error is None
+    rig.store.close()
+    path = keyring_path(rig.data)
+    damage(path, "swapped with another")
+    assert rig.option is not None
+    master = open_master(rig.option)
+    with Keyring.open(path, master, read_status(path).store_uuid) as keyring:
+        for domain in (DOMAIN, OTHER):
+            with pytest.raises(Corrupt, match="changed, or belongs elsewhere"):
+                keyring.domain(TENANT, domain)
+    master.close()
+
+
+def test_a_keyring_that_others_could_read_is_kept_from_them_and_that_is_said(
+    rig: Ring,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = keyring_path(rig.data)
+    for mode, words in ((0o644, "mode 0644"), (0o620, "mode 0620"), (0o600, "")):
+        caplog.clear()
+        path.chmod(mode)
+        rig.open()
+        rig.store.close()
+        assert path.stat().st_mode & 0o777 == 0o600
+        said = [one.getMessage() for one in caplog.records if "open to other users" in one.getMessage()]
+        assert [words in one for one in said] == [True] * bool(words)
