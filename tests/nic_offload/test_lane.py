@@ -213,7 +213,9 @@ def test_a_write_that_fails_is_the_last(tmp_path: Path) -> None:
         _, group = rig.put([1, 2], LENGTH, durability=WRITTEN)
         assert group.wait_landed(20)
         rig.wait_came(2)
-        taken = [came.id for came in rig.came if came.under_way]  # the second if it came before the first had failed
+        taken = [
+            came.id for came in rig.came if came.under_way
+        ]  # the second if it came before the first had failed
         assert [one[:1] for one in drive.wait_written(len(taken))] == [(one,) for one in taken]
         assert {one.result for one in drive.written} == {-errno.EBADF}
         assert not group.wait(1, 0.05), "no word says that it was written"
