@@ -63,6 +63,7 @@ end_one() {
 }
 for name in "${parts[@]}"; do
   ((${#part_of[@]} < beside)) || end_one
+  : >"$(log "$name")" # tail is to find it
   part "$name" >"$(log "$name")" 2>&1 &
   part_of[$!]=$name
   if [[ $name == "${parts[0]}" ]]; then # as it goes on; the others when they have ended
