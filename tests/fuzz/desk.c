@@ -228,9 +228,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 		;
 	must(shelf->served_bytes == 0);
 	for (int i = 0; i < BLOCKS; i++) {
-		uint8_t owner[TK_OWNER_BYTES] = {0}, key[TK_KEY_BYTES];
-		memset(key, i, sizeof key);
-		tk_shelf_unlist(shelf, owner, key);
+		uint8_t name[NAME_BYTES] = {0};
+		memset(name + TK_OWNER_BYTES, i, TK_KEY_BYTES);
+		tk_shelf_unlist(shelf, name, 1, 0);
 	}
 	must(tk_shelf_count(shelf) == 0);
 	free(call);

@@ -28,12 +28,12 @@ import sys, time
 from kvstore.cli import main
 from kvstore.node.granted_puts import Granted
 settle, settled = Granted._settle, []
-def buggy(self, landed):
+def buggy(self, landed, batch):
     if settled:
         time.sleep(0.5)  # the C core goes on meanwhile
         raise AssertionError("planted")
     settled.extend(landed)
-    settle(self, landed)
+    settle(self, landed, batch)
 Granted._settle = buggy
 sys.exit(main(sys.argv[1:]))
 """
