@@ -22,6 +22,7 @@ BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call
 GET_BLOCKS_MAX = 1 << 17  # in one get, which makes calls of them: 1 M tokens are 65,536 blocks of 16
 BATCH_PUTS_AHEAD = 64  # blocks of a stream that wait for the drive
+BATCH_ENDS_UNREAD_MAX = 8192  # results of a stream that its client has not read; then it takes no more blocks
 BATCH_READS_AHEAD = 8  # blocks of a stream that are read while others are sent
 LAYERS_MAX = 4096  # of a model
 RESUME_BATCH_BLOCKS = 128  # of a session are asked for at a time

@@ -9,7 +9,15 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import InvalidArgument
-from kvstore.limits import DOMAIN_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SESSION_BYTES, TENANT_BYTES, USER_BYTES
+from kvstore.limits import (
+    DOMAIN_BYTES,
+    FINGERPRINT_BYTES,
+    KEY_BYTES,
+    SESSION_BYTES,
+    SESSION_LABEL_BYTES_MAX,
+    TENANT_BYTES,
+    USER_BYTES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,8 +91,14 @@ def user_name(tenant: bytes, user: str) -> bytes:
 
 
 def domain_of(user: str) -> bytes:
-    """The erase domain of a user's blocks: which of their tenant's keys encrypts them."""
-    return _digest(b"triggerkv domain", DOMAIN_BYTES, [_encoded(user)])
+    """The erase domain of a user's blocks: which of their tenant's keys encrypts them.
+
+    A user has a name that `erase_user` takes too: of 1 to 128 bytes in UTF-8.
+    """
+    name = _encoded(user)
+    if not 1 <= len(name) <= SESSION_LABEL_BYTES_MAX:
+        raise InvalidArgument(f"A user's name has 1 to {SESSION_LABEL_BYTES_MAX} bytes, not {len(name)}.")
+    return _digest(b"triggerkv domain", DOMAIN_BYTES, [name])
 
 
 def in_domain(key: bytes, domain: bytes) -> bytes:

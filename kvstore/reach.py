@@ -104,7 +104,8 @@ class Reach:
     def _check_domain(self) -> None:
         if self.user and self.shared:
             raise ConfigError("Blocks are those of a user or shared, not both: set user or shared.")
-        domain_of(self.user)
+        if self.user:
+            domain_of(self.user)
 
     @classmethod
     def of(

@@ -235,7 +235,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     erase.add_argument("--user", metavar="NAME", help="whose sessions and blocks")
     erase.add_argument("--whole-tenant", action="store_true", help="all of the caller's tenant")
     reach_node(erase)
-    erase.set_defaults(run=_erase)
+    erase.set_defaults(run=_erase, user=None)
 
     delete = commands.add_parser(
         "delete",

@@ -20,6 +20,7 @@ from kvstore.durability import Durability
 from kvstore.errors import DomainRequired, KvError, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
+    BATCH_ENDS_UNREAD_MAX,
     BATCH_PUTS_AHEAD,
     BATCH_READS_AHEAD,
     HEADER_BYTES,
@@ -202,6 +203,9 @@ class _Puts:
         check_block(name.key, name.fingerprint, name.length)
         number, self._number = self._number, self._number + 1
         piece = None
+        while len(self._ends) >= BATCH_ENDS_UNREAD_MAX:
+            self._hand_over()
+            await self._wait_for_an_end()
         try:
             check_domain(name.key, name.domain, encrypts=self._store.keys is not None)
         except DomainRequired as error:
@@ -307,6 +311,7 @@ class _Puts:
             if self._stopped:
                 return
             ends, self._ends = self._ends, []
+            self._freed.set()
             if ends:
                 async with deadline("A reader"):
                     await self._context.write(pb.PutBatchResponse(ends=ends).SerializeToString())

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -207,8 +208,8 @@ class _Erasure:
         numbers = [
             _domain_number(key) for key in self.keys if key.domain == domain and key.number is not None
         ]
-        number = None if domain is None else numbers[0] if numbers else -1
-        steps = node.store.of_domain(self._tenant, domain, number)
+        of = [None] if domain is None else numbers or [-1]
+        steps = chain.from_iterable(node.store.of_domain(self._tenant, domain, number) for number in of)
         names: list[Name] = []
         is_more = True
         while is_more:

@@ -353,7 +353,10 @@ class Keyring(Handle):
     # Destroying keys
 
     def erase(self, names: Iterable[Name]) -> list[Erased]:
-        """Destroy the keys of domains, durably before it returns. Those that have none stay as they are."""
+        """Destroy the keys of domains, durably before it returns; an answer for each slot, or for a domain without one.
+
+        A domain has several slots if a damaged one is as it was again, or was copied to another place.
+        """
         with self._writing:
             self._check_usable()
             self._free(self._slots.damaged())
@@ -361,14 +364,14 @@ class Keyring(Handle):
             answers = []
             now_ms = self._clock.wall_ms()
             for tenant, domain in dict.fromkeys(names):
-                found = self._slots.find(tenant, domain)
-                if found is None:
+                found = self._slots.find_all(tenant, domain)
+                if not found:
                     answers.append(Erased(tenant, domain, None, None, now_ms))
-                    continue
-                number, slot = found
-                if slot.state == State.LIVE:
-                    slot = changes[number] = slot.gone(now_ms)
-                answers.append(Erased(tenant, domain, number, slot.id, slot.when_ms))
+                for number, slot in found:
+                    gone = slot.gone(now_ms) if slot.state == State.LIVE else slot
+                    if gone is not slot:
+                        changes[number] = gone
+                    answers.append(Erased(tenant, domain, number, gone.id, gone.when_ms))
             if changes:
                 self._slots.publish(changes)  # nobody gets them any more, whatever becomes of the write
                 self._write(changes)

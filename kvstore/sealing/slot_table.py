@@ -190,12 +190,21 @@ class SlotTable:
         return int(self._ids[number]) == int.from_bytes(key_id, "little")
 
     def find(self, tenant: bytes, domain: bytes) -> tuple[int, Slot] | None:
-        """The slot of a domain, live or gone."""
+        """The slot of a domain, live or gone; a live one if there is one."""
+        found = self.find_all(tenant, domain)
+        live = (one for one in found if one[1].state == State.LIVE)
+        return next(live, found[0] if found else None)
+
+    def find_all(self, tenant: bytes, domain: bytes) -> list[tuple[int, Slot]]:
+        """All slots of a domain: more than one if a damaged one came back, or was copied to another place."""
         if (len(tenant), len(domain)) != (TENANT_BYTES, DOMAIN_BYTES):
             raise InvalidArgument(f"A tenant and a domain have {TENANT_BYTES} and {DOMAIN_BYTES} bytes.")
         name = tenant + domain
         number = self._new.get(name)
-        candidates = [number] if number is not None else self._sorted_in(name)
+        candidates = self._sorted_in(name)
+        if number is not None and number not in candidates:
+            candidates.insert(0, number)
+        found = []
         for one in candidates:
             if self._states[one] in (LIVE, GONE):
                 slot = self.read(one)
@@ -204,8 +213,8 @@ class SlotTable:
                     and slot.kind == Kind.DOMAIN
                     and (slot.tenant, slot.domain) == (tenant, domain)
                 ):
-                    return one, slot
-        return None
+                    found.append((one, slot))
+        return found
 
     def _sorted_in(self, name: bytes) -> list[int]:
         words = (int.from_bytes(name[at : at + 8], "little") for at in range(0, len(name), 8))

@@ -23,7 +23,6 @@ from kvstore.errors import (
     Corrupt,
     KvError,
     NoKeyring,
-    QuotaExceeded,
     StorageError,
     WrongKeyring,
 )
@@ -239,7 +238,7 @@ class StoreKeys:
             asked, self._asked = self._asked, []
         error = self._ensure([name for name, _ in asked])
         errors: dict[bytes, StorageError | None] = {}
-        if isinstance(error, QuotaExceeded):  # of one tenant, which is no fault of the others
+        if error is not None:  # it may be of one tenant, which is no fault of the others
             tenants = dict.fromkeys(tenant for (tenant, _), _ in asked)
             errors = {one: self._ensure([name for name, _ in asked if name[0] == one]) for one in tenants}
         self._made.extend((then, errors.get(name[0], error)) for name, then in asked)

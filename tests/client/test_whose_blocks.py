@@ -236,3 +236,11 @@ def test_names_and_domains_that_are_none_are_typed_errors() -> None:
     with pytest.raises(InvalidArgument, match="not int"):
         domain_of(7)  # type: ignore[arg-type]
     assert in_domain(key, UNSAID) == in_domain(key, SHARED) == key
+
+
+def test_a_user_who_can_be_named_can_be_erased() -> None:
+    """The bound is one: what `erase_user` refuses no put can name."""
+    assert len(domain_of("u" * 128)) == 16
+    for name in ("", "u" * 129, "\u00e9" * 65):
+        with pytest.raises(InvalidArgument, match="1 to 128 bytes"):
+            domain_of(name)

@@ -139,3 +139,6 @@ def test_a_request_goes_where_it_says_and_otherwise_where_the_settings_say() -> 
         assert of(default, domain="ada") == domain_of("ada")
         assert of(default, domain="shared") == domain_of("shared"), "a user may have any name"
         assert of(default, shared=True) == SHARED
+        assert of(default, domain=0) == domain_of("0"), "which is a user as well"
+        for wrong in ({"domain": ""}, {"domain": "u" * 129}, {"shared": "false"}, {"shared": 1}):
+            assert of(default, **wrong) == UNSAID

@@ -19,9 +19,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client import ClusterClient
-from kvstore.errors import KvError, NoSession, SessionRefused
+from kvstore.errors import InvalidArgument, KvError, NoSession, SessionRefused
 from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUED_MAX
-from kvstore.names import SHARED, domain_of
+from kvstore.names import SHARED, UNSAID, domain_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,11 +38,21 @@ _TRY_WAIT_S = VLLM_TURN_AGAIN_MS / 1000
 
 
 def domain_named(request: Any, default: bytes) -> bytes:
-    """The erase domain that a request names; its blocks are found by requests of the same domain only."""
+    """The erase domain that a request names; its blocks are found by requests of the same domain only.
+
+    One that says it in a way that can't be taken (an empty or too long name, a `shared` that is not true or false)
+    counts as one that says nothing, which a node that encrypts refuses: no user's block is shared by mistake.
+    """
     given = request.kv_transfer_params or {}
-    if named := given.get("domain"):
-        return domain_of(str(named))
-    return SHARED if given.get("shared") else default
+    named, shared = given.get("domain"), given.get("shared")
+    if named is not None:
+        try:
+            return domain_of(str(named))
+        except InvalidArgument:
+            return UNSAID
+    if shared is None or shared is False:
+        return default
+    return SHARED if shared is True else UNSAID
 
 
 class Turns:
