@@ -31,7 +31,7 @@ class LmcacheServer:
     def __init__(self, place: Path, node: str) -> None:
         self._node = node
         self._log = place / "lmcache server.log"
-        self._port, self._http_port = free_port(), free_port()
+        self._port, self._http_port = free_port(), 0
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -54,6 +54,7 @@ class LmcacheServer:
 
     def start(self) -> None:
         """Start it, and wait until it takes calls."""
+        self._http_port = free_port()  # somebody else may have the last one's by now
         adapter = {
             "type": "plugin",
             "module_path": "kvstore.engines.lmcache.l2",
