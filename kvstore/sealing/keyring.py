@@ -353,10 +353,7 @@ class Keyring(Handle):
     # Destroying keys
 
     def erase(self, names: Iterable[Name]) -> list[Erased]:
-        """Destroy the keys of domains, durably before it returns; an answer for each slot, or for a domain without one.
-
-        A domain has several slots if a damaged one is as it was again, or was copied to another place.
-        """
+        """Destroy the keys of domains, durably before it returns; an answer for each slot, or for a domain without one."""
         with self._writing:
             self._check_usable()
             self._free(self._slots.damaged())
