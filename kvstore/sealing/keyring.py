@@ -353,7 +353,7 @@ class Keyring(Handle):
     # Destroying keys
 
     def erase(self, names: Iterable[Name]) -> list[Erased]:
-        """Destroy the keys of domains, durably before it returns; an answer for each slot, or for a domain without one."""
+        """Destroy the keys of domains, in whatever slots, durably before it returns; some domains have none."""
         with self._writing:
             self._check_usable()
             self._free(self._slots.damaged())
