@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import subprocess
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +41,14 @@ def small_node(data: Path, *, arguments: Sequence[str] = (), **more: Any) -> Nod
     """A node process with as little memory and drive as it takes: to get more costs a test time."""
     more.setdefault("capacity", SMALL_DRIVE)
     return NodeProcess(data, arguments=("--hot", SMALL_HOT, *arguments), **more)
+
+
+def with_master_key(folder: Path) -> tuple[str, str]:
+    """The arguments of a node that encrypts, with a master key in this folder, which is made."""
+    key = folder / "master.key"
+    command = [sys.executable, "-m", "kvstore", "keys", "new-master", str(key)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return "--master-key", f"file:{key}"
 
 
 def small_client(target: str, **more: Any) -> Client:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +14,7 @@ from kvstore.engines.carrier import PART_BYTES, Carrier, Place
 from kvstore.engines.common_settings import EngineSettings
 from kvstore.errors import ConfigError
 from kvstore.names import block_key, domain_of, in_domain
+from tests.conftest import with_master_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,11 +26,7 @@ KEYS = [block_key(b"of an engine", bytes([at])) for at in range(COUNT)]
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     folder = tmp_path_factory.mktemp("encrypted")
-    key = folder / "master.key"
-    command = [sys.executable, "-m", "kvstore", "keys", "new-master", str(key)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    arguments = ("--master-key", f"file:{key}")
-    with NodeProcess(folder / "data", capacity="256MiB", arguments=arguments) as running:
+    with NodeProcess(folder / "data", capacity="256MiB", arguments=with_master_key(folder)) as running:
         yield running
 
 

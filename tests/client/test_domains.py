@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -28,6 +26,7 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
+from tests.conftest import with_master_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,11 +39,7 @@ ADA, GRACE = domain_of("ada"), domain_of("grace")
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     folder = tmp_path_factory.mktemp("encrypted")
-    key = folder / "master.key"
-    command = [sys.executable, "-m", "kvstore", "keys", "new-master", str(key)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    with_key = ("--master-key", f"file:{key}")
-    with NodeProcess(folder / "data", capacity="64MiB", arguments=with_key) as running:
+    with NodeProcess(folder / "data", capacity="64MiB", arguments=with_master_key(folder)) as running:
         yield running
 
 

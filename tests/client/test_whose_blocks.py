@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import grpc
@@ -34,6 +32,7 @@ from tests.client.test_domains import (
     put_reserved,
     put_reserved_by_grpc,
 )
+from tests.conftest import with_master_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,11 +47,7 @@ NEEDED = "name its user .* or ask for SHARED"
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     folder = tmp_path_factory.mktemp("encrypted")
-    key = folder / "master.key"
-    command = [sys.executable, "-m", "kvstore", "keys", "new-master", str(key)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    with_key = ("--master-key", f"file:{key}")
-    with NodeProcess(folder / "data", capacity="64MiB", arguments=with_key) as running:
+    with NodeProcess(folder / "data", capacity="64MiB", arguments=with_master_key(folder)) as running:
         yield running
 
 

@@ -346,7 +346,7 @@ class Evictor:
     def evict_oldest(
         self, owner: int, pages: int, blocks_max: int, steps: Steps, now_ms: int, *, before: int = NEVER
     ) -> Evictions:
-        """Forget an owner's blocks, who is to make room for itself, the least recently used first.
+        """Forget blocks of an owner that has to make room for itself, the least recently used first.
 
         It ends when they have so many pages, or are as many, when the steps are used up, or when the next one was not
         used before the use of a number.
