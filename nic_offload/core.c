@@ -95,15 +95,14 @@ static int is_wanted(const struct cancellation *wanted, const struct work *work)
 }
 
 /* From a NIC with counters of its own, operations can only be taken back by a flush, which takes back all of them. */
-static void flush_if_held(struct tk_fabric *fabric, const struct cancellation *wanted)
+static int flush_if_held(struct tk_fabric *fabric, const struct cancellation *wanted)
 {
 	if (!fabric->nic.own_counters || !fabric->nic.held)
-		return;
+		return 0;
 	for (struct work *work = fabric->all; work; work = work->after)
-		if (work->state == WORK_HELD && !work->slot->fired && is_wanted(wanted, work)) {
-			nic_flush(fabric);
-			return;
-		}
+		if (work->state == WORK_HELD && !work->slot->fired && is_wanted(wanted, work))
+			return nic_flush(fabric);
+	return 0;
 }
 
 /* Taking one back may end another whose chain has failed: it stays in the list that is walked, as ended. */
@@ -124,14 +123,13 @@ static int cancel_all(struct tk_fabric *fabric, const struct cancellation *wante
 
 int core_cancel(struct tk_fabric *fabric, void *argument)
 {
-	flush_if_held(fabric, argument);
-	return cancel_all(fabric, argument);
+	return flush_if_held(fabric, argument) == NOT_YET ? NOT_YET : cancel_all(fabric, argument);
 }
 
 int core_flush(struct tk_fabric *fabric, void *unused)
 {
-	if (fabric->nic.own_counters && (fabric->nic.held || fabric->nic.lost))
-		nic_flush(fabric);
+	if (fabric->nic.own_counters && (fabric->nic.held || fabric->nic.lost) && nic_flush(fabric) == NOT_YET)
+		return NOT_YET;
 	return cancel_all(fabric, NULL);
 }
 
@@ -215,8 +213,8 @@ static void close_regions_of(struct tk_fabric *fabric, const struct tk_endpoint 
  * completions may come later still (it has a thread of its own) keeps the items until they come. */
 static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
-	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint))
-		nic_flush(fabric);
+	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint) && nic_flush(fabric) == NOT_YET)
+		return NOT_YET;
 	receivers_end(fabric, endpoint);
 	lanes_forget(fabric, endpoint);
 	withdraw_all(fabric, endpoint);
@@ -241,7 +239,7 @@ static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint
 		if (work->op.completion)
 			counter_fail(fabric, work->op.completion, -ECANCELED);
 		disown(fabric, work);
-		if (fabric->ordered)
+		if (fabric->streams)
 			recycle(fabric, work);
 		else
 			work->state = WORK_STRANDED;
@@ -308,8 +306,10 @@ static int take_inbox(struct tk_fabric *fabric)
 	struct work *work = fabric->inbox.head;
 	fabric->inbox = (struct queue){0};
 	struct command *command = fabric->command;
+	fabric->command = NULL;
+	if (command) /* the next caller may give one */
+		pthread_cond_broadcast(&fabric->command_done);
 	if (command && command->abandoned) {
-		fabric->command = NULL;
 		free(command);
 		command = NULL;
 	}
@@ -320,17 +320,8 @@ static int take_inbox(struct tk_fabric *fabric)
 		next = work->next;
 		take_in(fabric, work);
 	}
-	if (command) {
-		command->result = command->run(fabric, command->argument);
-		publish(fabric);
-		pthread_mutex_lock(&fabric->inbox_lock);
-		command->done = 1;
-		fabric->command = NULL;
-		if (command->abandoned)
-			free(command);
-		pthread_cond_broadcast(&fabric->command_done);
-		pthread_mutex_unlock(&fabric->inbox_lock);
-	}
+	if (command)
+		run_command(fabric, command);
 	return stop ? -1 : 1;
 }
 
@@ -356,9 +347,10 @@ void *core_progress(void *argument)
 	uint64_t busy_ns = tk_now_ns();
 	for (;;) {
 		fabric->now_ns = tk_now_ns();
-		int busy = take_inbox(fabric);
-		if (busy < 0)
+		int busy = run_put_off(fabric), taken = take_inbox(fabric);
+		if (taken < 0)
 			break;
+		busy |= taken;
 		int moved = progress_wire(fabric);
 		if (__atomic_load_n(&fabric->stuck, __ATOMIC_ACQUIRE))
 			break; /* the fabric was given up meanwhile: the caller counts this command as lost */
@@ -388,8 +380,10 @@ void *core_progress(void *argument)
 		if (busy || rest(fabric, fabric->now_ns - busy_ns))
 			busy_ns = tk_now_ns();
 	}
+	nic_flush_at_last(fabric);
 	for (struct tk_endpoint *endpoint = fabric->endpoints; endpoint; endpoint = endpoint->next)
 		close_endpoint(fabric, endpoint);
+	refuse_put_off(fabric);
 	lanes_end(fabric);
 	readers_end(fabric);
 	pthread_mutex_lock(&fabric->inbox_lock);

@@ -262,6 +262,9 @@ void tk_scatter(const struct tk_scattered *blocks, uint32_t count);
 
 int tk_library_load(const char *path, char *message);
 uint32_t tk_library_version(void);
+/* How long a message may be, flag included, for its flag to be written last, by what a provider promises: the orders of its
+ * writes, the longest that they hold for, the target ranges and the parts that one message may have. 0: none. */
+uint64_t tk_order_max(uint64_t orders, uint64_t size_max, uint64_t ranges, uint64_t parts);
 int tk_library_providers(struct tk_provider_info *out, int out_max);
 
 int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, uint64_t answer_ns, uint32_t flags,

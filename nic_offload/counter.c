@@ -162,11 +162,13 @@ void counter_fail(struct tk_fabric *fabric, struct tk_counter *counter, int stat
 	activate(fabric, counter);
 }
 
-static void fail_all(struct tk_fabric *fabric, struct tk_counter *counter)
+static int fail_all(struct tk_fabric *fabric, struct tk_counter *counter)
 {
-	nic_fail_waiting(fabric, counter);
+	if (nic_fail_waiting(fabric, counter) == NOT_YET)
+		return 0;
 	while (counter->count)
 		finish(fabric, next_waiting(fabric, counter), -EPIPE);
+	return 1;
 }
 
 static int fire_reached(struct tk_fabric *fabric, struct tk_counter *counter, uint64_t value)
@@ -182,20 +184,18 @@ static int fire_reached(struct tk_fabric *fabric, struct tk_counter *counter, ui
 
 static int poll_counter(struct tk_fabric *fabric, struct tk_counter *counter)
 {
-	if (__atomic_load_n(&counter->failed, __ATOMIC_RELAXED)) {
-		fail_all(fabric, counter);
-		return 1;
-	}
+	if (__atomic_load_n(&counter->failed, __ATOMIC_RELAXED))
+		return fail_all(fabric, counter);
 	int busy = 0;
 	if (counter->word) {
 		uint64_t value = tk_word_load(counter->word);
-		if (counter->nic && value != counter->mirrored)
+		if (counter->nic && value != counter->mirrored && !fabric->nic.flushing)
 			nic_follow_word(fabric, counter, value);
 		busy = fire_reached(fabric, counter, value);
 	}
 	if (counter->nic && counter->count)
 		busy |= nic_hand_over(fabric, counter);
-	if (!counter->word && counter->count) /* what the NIC has no room for */
+	if (!counter->word && counter->count && !fabric->nic.flushing) /* what the NIC has no room for */
 		busy |= fire_reached(fabric, counter, counter_value(counter));
 	return busy;
 }
@@ -258,8 +258,9 @@ void free_closed_counters(struct tk_fabric *fabric)
 int core_reset_counter(struct tk_fabric *fabric, void *argument)
 {
 	struct tk_counter *counter = *(struct tk_counter **)argument;
-	if (fabric->nic.own_counters && fabric->nic.lost && __atomic_load_n(&counter->uses, __ATOMIC_ACQUIRE))
-		nic_flush(fabric);
+	int is_used = __atomic_load_n(&counter->uses, __ATOMIC_ACQUIRE) != 0;
+	if (fabric->nic.own_counters && fabric->nic.lost && is_used && nic_flush(fabric) == NOT_YET)
+		return NOT_YET;
 	if (__atomic_load_n(&counter->uses, __ATOMIC_ACQUIRE))
 		return -EBUSY;
 	if (counter->nic) {

@@ -116,6 +116,8 @@ static int move(struct tk_fabric *fabric, void *argument)
 	struct tk_counter *counter = movement->counter;
 	if (__atomic_load_n(&counter->failed, __ATOMIC_ACQUIRE))
 		return -EPIPE;
+	if (movement->set && !counter->word && fabric->nic.flushing)
+		return NOT_YET;
 	if (movement->set && movement->value < counter_value(counter))
 		return -ERANGE;
 	counter_move(counter, movement->value, movement->set);
@@ -153,6 +155,8 @@ struct reading {
 static int read_counter(struct tk_fabric *fabric, void *argument)
 {
 	struct reading *reading = argument;
+	if (!reading->counter->word && fabric->nic.flushing)
+		return NOT_YET;
 	reading->value = counter_value(reading->counter);
 	return 0;
 }

@@ -13,6 +13,8 @@
 #define CXI_DOMAIN_OPS "dom_ops_v4" /* the first that tells the depth */
 #define CXI_DEPTH 504		    /* of the default service, whose 512 slots are shared by all processes */
 
+#define CXI_SET_PROV_KEY_CACHE (-(0xccc << 16) + 7) /* of a domain, by fi_control: a bool */
+
 struct cxi_counter_ops {
 	int (*set_wb_buffer)(struct fid *fid, void *buffer, size_t length);
 	int (*get_mmio_addr)(struct fid *fid, void **address, size_t *length);

@@ -2,9 +2,11 @@
  * Opens and closes a fabric, and sends commands to its thread. Any thread.
  */
 #define _GNU_SOURCE
+#include "cxi.h"
 #include "progress.h"
 
 #include <errno.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -105,6 +107,16 @@ static void free_fabric(struct tk_fabric *fabric)
 	free(fabric);
 }
 
+/* A key of a Cassini would otherwise give access to all memory of the process, whatever was registered, for ever. */
+static int confine_keys(struct tk_fabric *fabric)
+{
+	bool is_cached = false;
+	const char *chosen = getenv("FI_CXI_PROV_KEY_CACHE");
+	if (strcmp(fabric->info->fabric_attr->prov_name, "cxi") || (chosen && !strcmp(chosen, "0")))
+		return 0;
+	return fi_control(&fabric->domain->fid, CXI_SET_PROV_KEY_CACHE, &is_cached);
+}
+
 static int open_domain(struct tk_fabric *fabric, const char *provider, const char *node, uint32_t flags,
 		       char *message)
 {
@@ -113,20 +125,26 @@ static int open_domain(struct tk_fabric *fabric, const char *provider, const cha
 	struct fi_info *hints = library_hints(lib, provider, deferred);
 	if (!hints)
 		return -ENOMEM;
+	library_environment(1);
 	int status = lib->getinfo(library_version_asked(lib), node, NULL, node ? FI_SOURCE : 0, hints, &fabric->info);
+	if (!status)
+		status = lib->fabric(fabric->info->fabric_attr, &fabric->fid, NULL);
+	library_environment(0);
 	lib->freeinfo(hints);
 	if (status)
-		return refused(fabric, message, "looking for the provider", status);
+		return refused(fabric, message, fabric->info ? "opening the fabric" : "looking for the provider", status);
 	if (deferred && !library_defers_work(fabric->info->fabric_attr->prov_name))
 		return refused(fabric, message, "asking for deferred work", -FI_ENOSYS);
-	fabric->ordered = library_is_ordered(fabric->info->fabric_attr->prov_name);
+	fabric->order_max = library_order_max(fabric->info);
+	fabric->streams = library_has_streams(fabric->info->fabric_attr->prov_name);
 	fabric->loses_context = library_loses_context(fabric->info->fabric_attr->prov_name);
 	fabric->confirms = library_confirms(fabric->info->fabric_attr->prov_name);
 
-	if ((status = lib->fabric(fabric->info->fabric_attr, &fabric->fid, NULL)))
-		return refused(fabric, message, "opening the fabric", status);
 	if ((status = fi_domain(fabric->fid, fabric->info, &fabric->domain, fabric)))
 		return refused(fabric, message, "opening the domain", status);
+	if ((status = confine_keys(fabric)))
+		return refused(fabric, message, "confining keys to their regions (FI_CXI_PROV_KEY_CACHE=0 does so too)",
+			       status);
 	struct fi_av_attr av = {.type = FI_AV_UNSPEC};
 	if ((status = fi_av_open(fabric->domain, &av, &fabric->av, NULL)))
 		return refused(fabric, message, "opening the address vector", status);
@@ -247,7 +265,7 @@ int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name)
 {
 	snprintf(provider_name, TK_PROVIDER_NAME_BYTES, "%s", fabric->info->fabric_attr->prov_name);
 	uint32_t format = fabric->info->addr_format;
-	return (fabric->ordered ? TK_FLAG_IN_MESSAGE : 0) |
+	return (fabric->order_max ? TK_FLAG_IN_MESSAGE : 0) |
 	       (format == FI_SOCKADDR_IN ? TK_IPV4 : format == FI_SOCKADDR_IN6 ? TK_IPV6 : 0) |
 	       (fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT ? TK_BINDS_MEMORY : 0);
 }

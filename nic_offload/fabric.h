@@ -13,6 +13,7 @@
 #include "library.h"
 #include "seal.h"
 
+#include <limits.h>
 #include <netinet/in.h>
 #include <pthread.h>
 #include <rdma/fi_domain.h>
@@ -141,7 +142,9 @@ struct watches {
 /* A call that waits for the progress thread to do it. All that changes what the thread's queue reads from
  * goes this way: rxm, for one, crashes when an endpoint is enabled while its completion queue is read. It has a
  * copy of its argument, because the thread may be at it when nobody waits any more. */
+#define NOT_YET INT_MIN /* the command is run again when a flush has ended */
 struct command {
+	struct command *next; /* put off */
 	int (*run)(struct tk_fabric *fabric, void *argument);
 	int result;
 	int done;
@@ -211,7 +214,8 @@ struct slot {
 	struct tk_counter *trigger, *completion;
 	struct tk_endpoint *endpoint;
 	int fired; /* its counter has reached the threshold, as far as we know */
-	int cut;   /* a flush took its flag, and its bytes are under way */
+	int cut;   /* the NIC has only the first of two steps; we do the second once that is done */
+	int told;  /* the queue reports the end of that first step */
 	int moved_by_then, reached_before; /* what was known when the last flush began */
 	struct fid_cntr *moved, *done;	    /* the bytes have moved; all is done */
 	uint64_t moved_before, done_before; /* what these were when the operation was handed over */
@@ -230,12 +234,18 @@ struct nic {
 	int used;
 	int own_counters; /* counters have doorbells, and the NIC moves them itself */
 	int silent;	  /* no completions: that an operation is done is seen from its counter alone */
+	int failures_fire; /* a failure brings a counter as near to a threshold as a success does */
 	uint32_t depth, room; /* steps it may hold, and those still free */
 	struct slot *slots, *free;
 	uint32_t slots_count, slots_opened;
 	uint32_t held, fired, lost;
 	uint64_t try_again_ns; /* it refused, and is not asked before */
 	uint64_t kicked_ns;
+	int flushing;	   /* `flusher` is at it; its counters can be neither read nor set, only added to */
+	int flushed;	   /* atomic: it is through */
+	int flush_status;
+	int just_flushed; /* nothing is held, and nothing has been handed over since */
+	pthread_t flusher;
 };
 
 struct tk_fabric {
@@ -246,7 +256,8 @@ struct tk_fabric {
 	struct fid_domain *domain;
 	struct fid_av *av;
 	struct fid_cq *cq;
-	int ordered;
+	size_t order_max; /* so many bytes of one message are written in order, its flag last; 0: none */
+	int streams;	  /* its connections are of TCP, and end with their endpoint */
 	int loses_context; /* of what is written without one, see library.h; then words are written with this: */
 	struct fi_context2 word_context;
 	int confirms; /* that a write has come has to be asked for: without that, its end says that it was sent */
@@ -273,6 +284,7 @@ struct tk_fabric {
 	uint32_t free_count, work_count, work_max;
 	uint64_t sequence;
 	struct command *command;
+	struct command *put_off; /* the thread's own */
 	uint64_t answer_ns; /* the thread has so long to answer a call */
 	int stuck;	    /* atomic: it did not, once, and is not asked again */
 	int stop, ended;

@@ -83,7 +83,7 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 	}
 	union address own = {0};
 	size_t own_bytes = sizeof own;
-	if (fabric->ordered && !fi_getname(&endpoint->fid->fid, &own, &own_bytes))
+	if (fabric->streams && !fi_getname(&endpoint->fid->fid, &own, &own_bytes))
 		endpoint->port = address_port(&own);
 	pthread_mutex_lock(&fabric->handle_lock);
 	endpoint->next = fabric->endpoints;
@@ -184,7 +184,7 @@ int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, ui
 		return -EINVAL;
 	memcpy(peer.address, address, length);
 	int status = on_the_thread(fabric, add_peer, &peer, sizeof peer);
-	if (!status && fabric->ordered)
+	if (!status && fabric->streams)
 		remember_peer(fabric, &peer);
 	*out = peer.number;
 	return status;

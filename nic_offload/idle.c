@@ -246,7 +246,7 @@ int rest(struct tk_fabric *fabric, uint64_t idle_ns)
 		spin(fabric);
 		return 0;
 	}
-	if (fabric->ordered)
+	if (fabric->streams)
 		look_for_sockets(fabric);
 	uint64_t before_ns = tk_now_ns(), nap_ns = sleep_ns(fabric, idle_ns, working);
 	int woken = 1;

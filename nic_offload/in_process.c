@@ -280,6 +280,7 @@ static void free_info(struct fi_info *info)
 	free(info->domain_attr);
 	free(info->ep_attr);
 	free(info->tx_attr);
+	free(info->rx_attr);
 	free(info);
 }
 
@@ -293,13 +294,18 @@ static struct fi_info *make_info(const struct fi_info *ignored)
 	info->domain_attr = calloc(1, sizeof *info->domain_attr);
 	info->ep_attr = calloc(1, sizeof *info->ep_attr);
 	info->tx_attr = calloc(1, sizeof *info->tx_attr);
-	if (!info->fabric_attr || !info->domain_attr || !info->ep_attr || !info->tx_attr) {
+	info->rx_attr = calloc(1, sizeof *info->rx_attr);
+	if (!info->fabric_attr || !info->domain_attr || !info->ep_attr || !info->tx_attr || !info->rx_attr) {
 		free_info(info);
 		return NULL;
 	}
 	info->addr_format = FI_FORMAT_UNSPEC;
 	info->domain_attr->mr_mode = FI_MR_VIRT_ADDR;
 	info->domain_attr->mr_key_size = sizeof(uint64_t);
+	/* A write copies its parts in turn, under one lock. */
+	info->tx_attr->msg_order = info->rx_attr->msg_order = FI_ORDER_WAW | FI_ORDER_RMA_WAW;
+	info->tx_attr->iov_limit = info->tx_attr->rma_iov_limit = 4;
+	info->ep_attr->max_order_waw_size = SIZE_MAX;
 	return info;
 }
 

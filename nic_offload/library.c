@@ -15,6 +15,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define RANGES 2u /* that a put with its flag writes to, */
+#define PARTS 3u  /* and reads from: head, bytes, flag */
+
 static struct library library;
 static int loaded;
 static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -26,22 +29,43 @@ static void *resolve(void *handle, const char *name, const char *version)
 	return symbol ? symbol : dlsym(handle, name);
 }
 
+/* What is set while libfabric is loaded and a fabric of ours is opened, unless the user has set it; not for longer, because
+ * other users of libfabric in the process would read it too. Nothing of a provider that they may share with us. */
+static struct variable {
+	const char *name, *value;
+	int is_ours;
+} variables[] = {
+	/* Debian's build pulls in libinfinipath, which otherwise takes over a dozen signals and drops
+	 * back-trace files into the working folder. */
+	{"IPATH_NO_BACKTRACE", "1", 0},
+	/* The sockets provider would spin for 10 ms at a time in its own thread. */
+	{"FI_SOCKETS_PE_WAITTIME", "0", 0},
+};
+static int environments; /* under way */
+static pthread_mutex_t environment_lock = PTHREAD_MUTEX_INITIALIZER;
+
+void library_environment(int begins)
+{
+	pthread_mutex_lock(&environment_lock);
+	int changes = begins ? !environments++ : !--environments;
+	for (size_t i = 0; changes && i < sizeof variables / sizeof *variables; i++) {
+		struct variable *variable = &variables[i];
+		if (!begins && variable->is_ours)
+			unsetenv(variable->name);
+		variable->is_ours = begins && !getenv(variable->name) && !setenv(variable->name, variable->value, 0);
+	}
+	pthread_mutex_unlock(&environment_lock);
+}
+
 int tk_library_load(const char *path, char *message)
 {
 	pthread_mutex_lock(&load_lock);
 	int status = 0;
 	if (loaded)
 		goto out;
-	/* Debian's build pulls in libinfinipath, which otherwise takes over a dozen signals and drops
-	 * back-trace files into the working folder. */
-	setenv("IPATH_NO_BACKTRACE", "1", 0);
-	/* The sockets provider would spin for 10 ms at a time in its own thread. */
-	setenv("FI_SOCKETS_PE_WAITTIME", "0", 0);
-	/* Without it, queueing on a Cassini whose slots are taken, even by other processes, would hang. */
-	setenv("FI_CXI_ENABLE_TRIG_OP_LIMIT", "1", 0);
-	/* With it a key of a Cassini gives access to all memory of the process, whatever was registered, for ever. */
-	setenv("FI_CXI_PROV_KEY_CACHE", "0", 0);
+	library_environment(1);
 	void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+	library_environment(0);
 	if (!handle) {
 		snprintf(message, TK_MESSAGE_BYTES, "%s", dlerror());
 		status = -ENOENT;
@@ -117,9 +141,20 @@ static int is_one_of(const char *name, const char *const *names)
 	return 0;
 }
 
-int library_is_ordered(const char *provider_name)
+/* In one message, because a connection that breaks between two loses the first and may carry the second: order is not enough. */
+uint64_t tk_order_max(uint64_t orders, uint64_t size_max, uint64_t ranges, uint64_t parts)
 {
-	/* These carry a message as one TCP stream, or copy it, and a write with two target ranges fills them in turn. */
+	return orders & (FI_ORDER_WAW | FI_ORDER_RMA_WAW) && ranges >= RANGES && parts >= PARTS ? size_max : 0;
+}
+
+size_t library_order_max(const struct fi_info *info)
+{
+	return tk_order_max(info->tx_attr->msg_order & info->rx_attr->msg_order, info->ep_attr->max_order_waw_size,
+			    info->tx_attr->rma_iov_limit, info->tx_attr->iov_limit);
+}
+
+int library_has_streams(const char *provider_name)
+{
 	static const char *const streams[] = {"net", "tcp", "tcp;ofi_rxm", MEMORY_PROVIDER, NULL};
 	return is_one_of(provider_name, streams);
 }
@@ -162,12 +197,14 @@ int tk_library_providers(struct tk_provider_info *out, int out_max)
 				break;
 			memset(&out[count], 0, sizeof out[count]);
 			snprintf(out[count].name, sizeof out[count].name, "%s", name);
-			out[count].ordered = library_is_ordered(name);
+			out[count].ordered = 0;
 			out[count].deferred_work = library_defers_work(name);
 			count++;
 		}
-		if (info->ep_attr->type == FI_EP_RDM && (info->caps & FI_RMA))
+		if (info->ep_attr->type == FI_EP_RDM && (info->caps & FI_RMA)) {
 			out[known].rma = 1;
+			out[known].ordered |= library_order_max(info) != 0;
+		}
 	}
 	library.freeinfo(list);
 	return count;

@@ -39,7 +39,13 @@ int library_confirms(const char *provider_name);
 /* Whether the failure of a write without a context of its own crashes it. */
 int library_loses_context(const char *provider_name);
 
-/* Whether writes to one peer arrive in the order posted, the bytes of one message in order too. */
-int library_is_ordered(const char *provider_name);
+/* How long a message may be for its bytes to be written in order, by what the provider promises; 0: none is. */
+size_t library_order_max(const struct fi_info *info);
+
+/* Whether its connections are of TCP, and all that was under way ends with its endpoint. */
+int library_has_streams(const char *provider_name);
+
+/* The environment that libfabric is loaded and opened in: begins, ends. */
+void library_environment(int begins);
 
 #endif

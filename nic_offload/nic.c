@@ -3,11 +3,14 @@
  *
  * An operation becomes one or two steps at the NIC: its bytes wait for the operation's own counter, its flag waits
  * for a counter that moves when the bytes have been delivered, and the last of them moves the operation's completion
- * counter. The steps are queued last first, so a NIC that takes only some of them has taken none that could fire.
+ * counter. The first step is queued first. If the NIC has no room for the second, or must not have it, the operation is
+ * `cut`: the agent does the second step once the first is done.
  *
  * What always holds: an operation is either in our own queue or at the NIC, never in both. A slot at the NIC is
  * reused only when nothing unfinished can refer to it, and counts as lost until then. Operations for which the NIC
- * has no room are fired by the agent.
+ * has no room are fired by the agent. Nothing waits at a NIC for a counter that a failed transfer could bring to its
+ * threshold: fi_trigger(3) compares thresholds with successes plus failures, the source of cxi with successes. Each NIC
+ * is asked when it is opened, and one that doesn't answer is taken for the first kind.
  *
  * There are two kinds of NIC. `sockets` moves none of our counters: they are words, and the NIC's counter is made to
  * follow the word here, so it is known which operations have fired; an unfired operation is taken back by closing its
@@ -42,6 +45,18 @@ static uint32_t depth_of_cxi(struct tk_fabric *fabric)
 	return (uint32_t)depth;
 }
 
+void nic_counter_close(struct fid_cntr *counter)
+{
+	if (counter)
+		fi_close(&counter->fid);
+}
+
+int nic_counter(struct tk_fabric *fabric, struct fid_cntr **out)
+{
+	struct fi_cntr_attr attr = {.events = FI_CNTR_EVENTS_COMP, .wait_obj = FI_WAIT_NONE};
+	return fi_cntr_open(fabric->domain, &attr, out, NULL);
+}
+
 int nic_open(struct tk_fabric *fabric)
 {
 	struct nic *nic = &fabric->nic;
@@ -53,28 +68,17 @@ int nic_open(struct tk_fabric *fabric)
 	if (!nic->slots)
 		return -ENOMEM;
 	nic->used = 1;
+	nic->failures_fire = nic->own_counters && nic_failures_fire(fabric);
 	return 0;
-}
-
-static void close_counter(struct fid_cntr *counter)
-{
-	if (counter)
-		fi_close(&counter->fid);
 }
 
 void nic_close(struct tk_fabric *fabric)
 {
 	struct nic *nic = &fabric->nic;
 	for (uint32_t i = 0; i < nic->slots_opened; i++) {
-		close_counter(nic->slots[i].moved);
-		close_counter(nic->slots[i].done);
+		nic_counter_close(nic->slots[i].moved);
+		nic_counter_close(nic->slots[i].done);
 	}
-}
-
-int nic_counter(struct tk_fabric *fabric, struct fid_cntr **out)
-{
-	struct fi_cntr_attr attr = {.events = FI_CNTR_EVENTS_COMP, .wait_obj = FI_WAIT_NONE};
-	return fi_cntr_open(fabric->domain, &attr, out, NULL);
 }
 
 /* --- slots */
@@ -83,7 +87,7 @@ static int open_slot(struct tk_fabric *fabric, struct slot *slot)
 {
 	int status = nic_counter(fabric, &slot->moved);
 	if (!status && (status = nic_counter(fabric, &slot->done))) {
-		close_counter(slot->moved);
+		nic_counter_close(slot->moved);
 		slot->moved = NULL;
 	}
 	return status;
@@ -119,7 +123,7 @@ int nic_renew_moved(struct tk_fabric *fabric, struct slot *slot)
 	int status = nic_counter(fabric, &fresh);
 	if (status)
 		return status;
-	close_counter(slot->moved);
+	nic_counter_close(slot->moved);
 	slot->moved = fresh;
 	slot->moved_before = 0;
 	return 0;
@@ -139,7 +143,7 @@ void nic_leave(struct tk_fabric *fabric, struct slot *slot, int lost)
 		work->op.trigger->held--;
 	}
 	work->slot = NULL;
-	slot->cut = 0;
+	slot->cut = slot->told = 0;
 	if (!lost) {
 		free_slot(fabric, slot);
 		return;
@@ -171,7 +175,7 @@ void nic_settle(struct tk_fabric *fabric, struct slot *slot)
 		slot->done_before++;
 	if (has_bytes(&work->op) && has_flag(&work->op))
 		slot->moved_before++;
-	work->counted = has_counter(&work->op);
+	work->counted = has_counter(&work->op) && !slot->cut;
 	if (!slot->fired)
 		fabric->statistics.fired++;
 	nic_leave(fabric, slot, 0);
@@ -247,6 +251,8 @@ int nic_completed(struct tk_fabric *fabric, void *context, int status)
 	int transfers = has_bytes(&slot->work->op) + has_flag(&slot->work->op);
 	if (status)
 		settle_failed(fabric, slot, status);
+	else if (slot->cut && slot->told)
+		nic_put_flag(fabric, slot, 0);
 	else if (context == &slot->steps[transfers - 1].context)
 		nic_settle(fabric, slot);
 	return 1;
@@ -263,7 +269,7 @@ static void kick(struct slot *slot)
 int nic_poll(struct tk_fabric *fabric)
 {
 	struct nic *nic = &fabric->nic;
-	if (!nic->held && !nic->lost)
+	if (nic->flushing || (!nic->held && !nic->lost))
 		return 0;
 	uint64_t now_ns = fabric->now_ns;
 	int busy = 0, kicking = nic->silent && nic->fired && now_ns - nic->kicked_ns > KICK_NS;
@@ -271,7 +277,7 @@ int nic_poll(struct tk_fabric *fabric)
 		struct slot *slot = &nic->slots[i];
 		if (!slot->work && !slot->lost)
 			continue;
-		if (slot->cut && nic_follow_cut(fabric, slot)) {
+		if (slot->cut && !slot->told && nic_follow_cut(fabric, slot)) {
 			busy = 1;
 			continue;
 		}
@@ -320,7 +326,7 @@ int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter)
 	if (status)
 		return status;
 	fi_cntr_set(fresh, counter->mirrored);
-	close_counter(counter->nic);
+	nic_counter_close(counter->nic);
 	counter->nic = fresh;
 	for (uint32_t i = 0; i < nic->slots_opened; i++) {
 		struct slot *slot = &nic->slots[i];

@@ -17,10 +17,12 @@ static inline int has_flag(const struct tk_operation *op)
 	return !!(op->flags & TK_FLAG_PUT);
 }
 
-/* Whether the NIC itself moves the counter that the operation is to move. */
+/* Whether the NIC itself moves the counter that the operation is to move. A transfer may fail, and what waits for its counter
+ * must not fire then: where failures fire too, we move the counter once the transfer has succeeded. */
 static inline int has_counter(const struct tk_operation *op)
 {
-	return op->completion && !op->completion->word;
+	const struct tk_counter *counter = op->completion;
+	return counter && !counter->word && !(op->endpoint && counter->fabric->nic.failures_fire);
 }
 
 /* Which counter the last step moves. */
@@ -31,6 +33,8 @@ static inline struct fid_cntr *moved_at_last(const struct slot *slot)
 }
 
 uint64_t nic_value_max(const struct nic *nic);
+void nic_counter_close(struct fid_cntr *counter); /* or NULL */
+int nic_failures_fire(struct tk_fabric *fabric);
 struct slot *nic_take_slot(struct tk_fabric *fabric);
 int nic_renew_moved(struct tk_fabric *fabric, struct slot *slot);
 

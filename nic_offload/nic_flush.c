@@ -6,6 +6,10 @@
  * that come back wait in our own queue, and are handed over again or cancelled there. If the bytes of an operation
  * were under way its flag was dropped by the flush, and the agent puts it once they have arrived.
  *
+ * The flush takes a second, and a thread of its own waits for it. Meanwhile nothing is handed over, and no counter of the NIC
+ * is read or set, which would have to wait for the flush; all else goes on. What the NIC held when it began, and
+ * counters without a word, stand still until its end. Commands that need it are put off until then (core.c).
+ *
  * What can't be known: whether an operation whose counter reached its threshold during the flush had fired before it.
  * It had most of a second to complete. If it did not complete it has not gone out, unless something else that went to
  * the same peer is stuck as well.
@@ -31,21 +35,23 @@ static int have_moved(const struct slot *slot)
 	return is_pair(slot) && fi_cntr_read(slot->moved) > slot->moved_before;
 }
 
-/* The agent puts the flag now. The NIC's own was dropped, but that is certain only later. */
-static void put_flag(struct tk_fabric *fabric, struct slot *slot, int lost)
+/* The agent puts the flag now. The NIC had none, or it was dropped, which is certain only later. */
+void nic_put_flag(struct tk_fabric *fabric, struct slot *slot, int lost)
 {
 	struct work *work = slot->work;
+	if (!slot->fired)
+		fabric->statistics.fired++;
 	slot->moved_before++;
 	nic_leave(fabric, slot, lost);
 	get_ready(fabric, work, WORK_FLAG_READY);
 }
 
-/* Whether its bytes have arrived since a flush took its flag. */
+/* Whether the bytes of one whose flag is not at the NIC have arrived. */
 int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot)
 {
 	if (!have_moved(slot))
 		return 0;
-	put_flag(fabric, slot, 0);
+	nic_put_flag(fabric, slot, 0);
 	return 1;
 }
 
@@ -68,6 +74,17 @@ static int is_stuck(const struct nic *nic, const struct slot *slot)
 	return 0;
 }
 
+/* The NIC had its bytes alone. What has fired goes on as it was. */
+static void settle_cut(struct tk_fabric *fabric, struct slot *slot)
+{
+	if (!slot->told && have_moved(slot))
+		nic_put_flag(fabric, slot, 0);
+	else if (slot->reached_before || have_moved(slot) || (is_reached(slot) && is_stuck(&fabric->nic, slot)))
+		goes_on(fabric, slot, 1);
+	else if (!slot->fired)
+		nic_taken_back(fabric, slot, is_reached(slot));
+}
+
 static void settle_flushed(struct tk_fabric *fabric, struct slot *slot)
 {
 	if (slot->lost) {
@@ -80,11 +97,11 @@ static void settle_flushed(struct tk_fabric *fabric, struct slot *slot)
 		else
 			nic_taken_back(fabric, slot, 0);
 	} else if (slot->cut) {
-		/* An earlier flush has done it. */
+		settle_cut(fabric, slot);
 	} else if (slot->moved_by_then) {
 		goes_on(fabric, slot, 0);
 	} else if (have_moved(slot)) {
-		put_flag(fabric, slot, 1);
+		nic_put_flag(fabric, slot, 1);
 	} else if (slot->reached_before || slot->fired || (is_reached(slot) && is_stuck(&fabric->nic, slot))) {
 		goes_on(fabric, slot, is_pair(slot));
 	} else {
@@ -92,34 +109,85 @@ static void settle_flushed(struct tk_fabric *fabric, struct slot *slot)
 	}
 }
 
-int nic_flush(struct tk_fabric *fabric)
+static void settle_all(struct tk_fabric *fabric)
 {
 	struct nic *nic = &fabric->nic;
-	for (uint32_t i = 0; i < nic->slots_opened; i++) {
-		struct slot *slot = &nic->slots[i];
-		slot->moved_by_then = slot->work && have_moved(slot);
-		slot->reached_before = slot->work && is_reached(slot);
-	}
-	int status = fi_control(&fabric->domain->fid, FI_FLUSH_WORK, NULL);
-	if (status)
-		return status;
 	while (drain_completions(fabric))
 		;
 	for (uint32_t i = 0; i < nic->slots_opened; i++)
 		if (nic->slots[i].work || nic->slots[i].lost)
 			settle_flushed(fabric, &nic->slots[i]);
 	nic->try_again_ns = 0;
+}
+
+static void look_before(struct nic *nic)
+{
+	for (uint32_t i = 0; i < nic->slots_opened; i++) {
+		struct slot *slot = &nic->slots[i];
+		slot->moved_by_then = slot->work && have_moved(slot);
+		slot->reached_before = slot->work && is_reached(slot);
+	}
+}
+
+static void *flush(void *argument)
+{
+	struct tk_fabric *fabric = argument;
+	fabric->nic.flush_status = fi_control(&fabric->domain->fid, FI_FLUSH_WORK, NULL);
+	__atomic_store_n(&fabric->nic.flushed, 1, __ATOMIC_RELEASE);
+	fabric_wake(fabric);
+	return NULL;
+}
+
+static void end_flush(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	pthread_join(nic->flusher, NULL);
+	nic->flushing = 0;
+	if (!nic->flush_status)
+		settle_all(fabric);
+}
+
+int nic_flush(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	if (nic->just_flushed)
+		return 0;
+	if (nic->flushing)
+		return NOT_YET;
+	look_before(nic);
+	nic->flushed = 0;
+	nic->flushing = !pthread_create(&nic->flusher, NULL, flush, fabric);
+	if (nic->flushing)
+		return NOT_YET;
+	if (!fi_control(&fabric->domain->fid, FI_FLUSH_WORK, NULL))
+		settle_all(fabric);
 	return 0;
+}
+
+int nic_end_flush(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	if (!nic->flushing || !__atomic_load_n(&nic->flushed, __ATOMIC_ACQUIRE))
+		return 0;
+	end_flush(fabric);
+	return 1;
+}
+
+void nic_flush_at_last(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	if (nic->flushing || (nic->own_counters && (nic->held || nic->lost)))
+		nic_flush(fabric);
+	if (nic->flushing)
+		end_flush(fabric);
+	nic->just_flushed = 1;
 }
 
 /* The counter has failed, and operations that wait for it fail as they come back: if a NIC kept them they might still fire,
  * since any process with the doorbell can move the counter. */
-void nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
+int nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	if (!counter->held)
-		return;
-	if (fabric->nic.own_counters)
-		nic_flush(fabric);
-	else
-		nic_take_back(fabric, counter);
+		return 0;
+	return fabric->nic.own_counters ? nic_flush(fabric) : nic_take_back(fabric, counter);
 }

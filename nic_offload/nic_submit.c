@@ -1,8 +1,8 @@
 /*
  * Hands operations to the NIC, as many as it has room for, each as one or more steps.
  *
- * What always holds: the steps are queued last first, so a NIC that takes only some of them has taken none that could
- * fire.
+ * What always holds: the first step is queued first, so a NIC that takes only some of them has taken none that waits for a
+ * step that it lacks, and no slot is lost.
  */
 #define _GNU_SOURCE
 #include "nic.h"
@@ -52,7 +52,7 @@ static void add_bytes(struct slot *slot, struct fid_cntr *trigger, uint64_t thre
 	slot->local[0] = (struct iovec){(void *)op->local, op->length};
 	slot->remote[0] = (struct fi_rma_iov){op->remote, op->length, op->remote_key};
 	slot->desc[0] = op->region->desc;
-	uint64_t flags = chained ? 0 : FI_COMPLETION;
+	uint64_t flags = chained && !slot->told ? 0 : FI_COMPLETION;
 	if (!get)
 		flags |= FI_DELIVERY_COMPLETE; /* what follows is chained to the arrival of the bytes */
 	add_transfer(slot,
@@ -78,30 +78,32 @@ static void make_steps(struct slot *slot)
 	struct fid_cntr *trigger = op->trigger->nic;
 	uint64_t threshold = op->threshold;
 	slot->steps_count = 0;
+	/* A flag that waited for the bytes' counter would go if they failed. */
+	slot->cut = slot->told = op->trigger->fabric->nic.failures_fire && has_bytes(op) && has_flag(op);
 	if (has_bytes(op)) {
 		add_bytes(slot, trigger, threshold);
 		trigger = slot->moved;
 		threshold = slot->moved_before + 1;
 	}
-	if (has_flag(op))
+	if (has_flag(op) && !slot->cut)
 		add_flag(slot, trigger, threshold);
 	if (!op->endpoint) {
 		enum fi_op_type type = op->flags & TK_SET_COUNTER ? FI_OP_CNTR_SET : FI_OP_CNTR_ADD;
-		add_count(slot, add_step(slot, trigger, threshold, NULL, type), 0, op->completion->nic, op->step);
-		/* Or its end would never be noticed. */
-		add_count(slot, add_step(slot, trigger, threshold, NULL, FI_OP_CNTR_ADD), 1, slot->done, 1);
+		/* By which its end is noticed. */
+		add_count(slot, add_step(slot, trigger, threshold, NULL, FI_OP_CNTR_ADD), 0, slot->done, 1);
+		add_count(slot, add_step(slot, trigger, threshold, NULL, type), 1, op->completion->nic, op->step);
 	}
 }
 
 static int queue_steps(struct tk_fabric *fabric, struct slot *slot)
 {
-	for (uint32_t at = slot->steps_count; at--;) {
-		int status = fi_control(&fabric->domain->fid, FI_QUEUE_WORK, &slot->steps[at]);
-		if (!status)
-			continue;
-		if (at + 1 < slot->steps_count && (fabric->nic.own_counters || nic_renew_moved(fabric, slot)))
-			return 1; /* some steps are queued, and wait for steps that never will be */
+	int status = fi_control(&fabric->domain->fid, FI_QUEUE_WORK, &slot->steps[0]);
+	if (status || slot->steps_count == 1)
 		return status;
+	if (fi_control(&fabric->domain->fid, FI_QUEUE_WORK, &slot->steps[1])) {
+		slot->cut = 1;
+		slot->steps_count = 1;
+		fabric->nic.room++;
 	}
 	return 0;
 }
@@ -148,7 +150,7 @@ static int hand_one(struct tk_fabric *fabric, struct work *work)
 		fabric->statistics.handed++;
 		return 0;
 	}
-	nic_leave(fabric, slot, status > 0);
+	nic_leave(fabric, slot, 0);
 	work->state = WORK_WAITING;
 	return -ENOSPC;
 }
@@ -165,7 +167,7 @@ int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	struct nic *nic = &fabric->nic;
 	int busy = 0;
-	if (nic->try_again_ns && fabric->now_ns < nic->try_again_ns)
+	if (nic->flushing || (nic->try_again_ns && fabric->now_ns < nic->try_again_ns))
 		return 0;
 	nic->try_again_ns = 0;
 	while (counter->count && nic->room >= STEPS_MAX && may_be_held(fabric, counter->heap[0].work)) {

@@ -1,8 +1,8 @@
 /*
  * Posts puts and gets, their chained flags and acknowledgements, and takes their completions.
  *
- * What always holds: where the provider carries a message as one stream, a flag put goes out in the same message as
- * its bytes; otherwise only after the bytes were delivered. A counter is moved only after both were delivered. Each
+ * What always holds: where the provider keeps writes of that size in order, and takes two target ranges, a flag put goes out
+ * in the same message as its bytes; otherwise only after the bytes were delivered. A counter is moved only after both were delivered. Each
  * endpoint has its own share of the wire.
  */
 #define _GNU_SOURCE
@@ -89,7 +89,8 @@ static int post_flag(struct tk_fabric *fabric, struct work *work)
 
 static int flag_travels_along(const struct tk_fabric *fabric, const struct tk_operation *op)
 {
-	return fabric->ordered && op->length && (op->flags & (TK_FLAG_PUT | TK_GET)) == TK_FLAG_PUT;
+	size_t whole = TK_HEAD_PAGE + op->length + sizeof(uint64_t); /* with the most that may lie before them */
+	return whole <= fabric->order_max && op->length && (op->flags & (TK_FLAG_PUT | TK_GET)) == TK_FLAG_PUT;
 }
 
 /* The bytes and, where the provider carries a message as one stream, the flag in the same message: then

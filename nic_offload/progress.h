@@ -33,6 +33,11 @@ void landed(struct tk_fabric *fabric, struct work *work);
 void list_ready(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 void get_ready(struct tk_fabric *fabric, struct work *work, enum work_state state);
 
+/* commands.c */
+void run_command(struct tk_fabric *fabric, struct command *command);
+int run_put_off(struct tk_fabric *fabric);     /* those that a flush has ended for; whether one has */
+void refuse_put_off(struct tk_fabric *fabric); /* the thread ends */
+
 /* counter.c: operations that wait for counters */
 int wait_for_counter(struct tk_fabric *fabric, struct work *work);
 void stop_waiting(struct tk_fabric *fabric, struct work *work);
@@ -55,17 +60,20 @@ void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint6
 int nic_completed(struct tk_fabric *fabric, void *context, int status);
 int nic_poll(struct tk_fabric *fabric);
 int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter);
-int nic_flush(struct tk_fabric *fabric);
+int nic_flush(struct tk_fabric *fabric); /* 0: it is done; NOT_YET: ask again when it has ended */
+int nic_end_flush(struct tk_fabric *fabric); /* whether one has */
+void nic_flush_at_last(struct tk_fabric *fabric); /* before the thread ends; waits for it */
 int nic_withdraw(struct tk_fabric *fabric, struct work *work);
 void nic_give_up(struct tk_fabric *fabric, struct work *work);
 int nic_is_tied_to(const struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
-void nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter);
+int nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter); /* 0, or NOT_YET as from nic_flush */
 void nic_leave(struct tk_fabric *fabric, struct slot *slot, int lost);
 void nic_find_again(struct tk_fabric *fabric, struct slot *slot);
 void nic_settle(struct tk_fabric *fabric, struct slot *slot);
 void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns);
 void nic_taken_back(struct tk_fabric *fabric, struct slot *slot, int lost);
 int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot);
+void nic_put_flag(struct tk_fabric *fabric, struct slot *slot, int lost);
 
 /* inbox.c: work for the thread, under the inbox's lock; any thread */
 int reserve_work(struct tk_fabric *fabric, uint32_t count);

@@ -57,7 +57,7 @@ void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
 {
 	union address own = {0};
 	size_t length = sizeof own;
-	if (!fabric->ordered || fi_getname(&endpoint->fid->fid, &own, &length))
+	if (!fabric->streams || fi_getname(&endpoint->fid->fid, &own, &length))
 		return;
 	shut_down_all_at(&own);
 	for (int round = 0; round < ROUNDS; round++)

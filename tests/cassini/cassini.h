@@ -74,6 +74,9 @@ struct op {
 	enum op_kind kind;
 	int holds_request;
 	int suspected;
+	int doomed;  /* half of its bytes go out, and then it fails */
+	int waits;   /* for so many turns, on a wire that reorders */
+	enum { WHOLE, UPPER_HALF, LOWER_HALF } part; /* of its bytes that goes out next */
 	int error; /* how it ended */
 };
 
@@ -183,6 +186,7 @@ struct endpoint {
 	unsigned posted_count;
 	int bound; /* by regions */
 	int selective;
+	int ordered; /* writes after writes were asked for in order */
 	int enabled;
 };
 
@@ -209,6 +213,11 @@ struct domain {
 	int thread_started;
 	int stop;
 	int idle;
+	int errors_count; /* thresholds are compared with successes plus failures */
+	int reorders;
+	long fails_every, fails_from; /* every such write of at least so many bytes fails; 0: none does */
+	long writes;		      /* of so many bytes */
+	uint32_t chance;
 	bool hybrid_descriptors, match_events, optimized_regions, key_cache;
 };
 
@@ -261,6 +270,7 @@ HIDDEN void counter_set(struct counter *counter, uint64_t value);
 HIDDEN void counter_add_failure(struct counter *counter, uint64_t value);
 HIDDEN void counter_set_failure(struct counter *counter, uint64_t value);
 HIDDEN void counter_write_back(struct counter *counter);
+HIDDEN uint64_t counter_reached(const struct counter *counter); /* what thresholds are compared with */
 HIDDEN void counter_look(struct counter *counter); /* at its triggers, in the next work_fire */
 
 /* work.c */
@@ -299,6 +309,7 @@ HIDDEN void op_remove(struct op_list *list, struct op *op);
 HIDDEN int wire_open(struct endpoint *endpoint);
 HIDDEN void wire_close(struct endpoint *endpoint);
 HIDDEN int wire_turn(struct endpoint *endpoint); /* 1: something moved */
+HIDDEN void wire_shuffle(struct op *op); /* before it is posted, where the wire reorders */
 
 /* queue.c */
 HIDDEN int queue_open(struct fid_domain *domain, struct fi_cq_attr *attr, struct fid_cq **out, void *context);

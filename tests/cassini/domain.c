@@ -223,6 +223,11 @@ int domain_open(struct fid_fabric *fid, struct fi_info *info, struct fid_domain 
 	pthread_mutex_init(&domain->commands, NULL);
 	domain->doorbell_fd = -1;
 	domain->unreachable_ns = (uint64_t)setting("SOFT_CASSINI_UNREACHABLE_MS", UNREACHABLE_MS) * 1000000u;
+	domain->errors_count = setting("SOFT_CASSINI_ERRORS_COUNT", 0) != 0;
+	domain->reorders = setting("SOFT_CASSINI_REORDER", 0) != 0;
+	domain->fails_every = setting("SOFT_CASSINI_FAIL_EVERY", 0);
+	domain->fails_from = setting("SOFT_CASSINI_FAIL_FROM", sizeof(uint64_t) + 1);
+	domain->chance = 1;
 	domain->fabric = (struct fabric *)fid;
 	domain->optimized_regions = domain->key_cache = true;
 	domain->fid.fid = (struct fid){.fclass = FI_CLASS_DOMAIN, .context = context, .ops = &fid_ops};

@@ -11,9 +11,11 @@
 #include <unistd.h>
 
 struct library library;
+uint64_t order_asked;
 
 static const struct rule *const groups[] = {info_rules, memory_rules,	endpoint_rules, counter_rules,
-					    work_rules, failure_rules, process_rules,	slot_rules};
+					    work_rules, failure_rules, process_rules,	slot_rules,
+					    setting_rules};
 
 void fail(const char *file, int line, const char *what, long long got)
 {
@@ -79,6 +81,7 @@ void side_open_with(struct side *side, uint64_t caps, size_t requests, uint64_t 
 	struct fi_av_attr av = {.type = FI_AV_UNSPEC};
 	hints->caps = caps;
 	hints->tx_attr->size = requests;
+	hints->tx_attr->msg_order = order_asked;
 	GIVES(0, library.getinfo(FI_VERSION(1, 17), "127.0.0.1", NULL, FI_SOURCE, hints, &side->info));
 	library.freeinfo(hints);
 	GIVES(0, library.fabric(side->info->fabric_attr, &side->fabric, NULL));

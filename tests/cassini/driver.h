@@ -39,7 +39,7 @@ struct rule {
 	void (*run)(void);
 };
 extern const struct rule info_rules[], memory_rules[], endpoint_rules[], counter_rules[], work_rules[],
-	failure_rules[], process_rules[], slot_rules[];
+	failure_rules[], process_rules[], slot_rules[], setting_rules[];
 
 /* A domain with one endpoint and one region of `memory`. */
 struct side {
@@ -55,6 +55,7 @@ struct side {
 	fi_addr_t peer;
 };
 
+extern uint64_t order_asked; /* of those opened from now on; see driver_settings.c */
 struct fi_info *hints_new(void);
 struct fid_ep *endpoint_new(struct side *side); /* bound and enabled */
 struct fid_mr *region_new(struct side *side, struct fid_ep *ep, void *memory, size_t bytes, uint64_t access,

@@ -56,10 +56,51 @@ void op_free(struct op *op)
 	free(op);
 }
 
+/* An operation that stands for the bytes of a write whose end nobody asked to be that of its arrival. */
+static struct op *straggler(struct op *op)
+{
+	struct op *rest = calloc(1, sizeof *rest);
+	void *copy = op->copy ? op->copy : malloc(op->length + 1);
+	if (!rest || !copy)
+		give_up("there is no memory for a write.");
+	if (!op->copy)
+		memcpy(copy, op->buffer, op->length);
+	*rest = (struct op){.endpoint = op->endpoint, .context = op->endpoint->fid.fid.context, .buffer = copy,
+			    .copy = copy, .length = op->length, .offset = op->offset, .key = op->key,
+			    .flags = op->flags & ~FI_COMPLETION, .peer = op->peer, .kind = OP_WRITE};
+	op->copy = NULL;
+	return rest;
+}
+
+/* So many writes of more than a word fail: in turn before any of their bytes has gone out, and after half of them. */
+static int is_doomed(struct op *op)
+{
+	struct domain *domain = op->endpoint->domain;
+	if (!domain->fails_every || op->kind != OP_WRITE || (long)op->length < domain->fails_from)
+		return 0;
+	if (++domain->writes % domain->fails_every)
+		return 0;
+	op->doomed = 1;
+	return domain->writes / domain->fails_every % 2;
+}
+
 void endpoint_start(struct op *op)
 {
-	op_push(&op->endpoint->ready, op);
-	nic_wake(op->endpoint->domain);
+	struct endpoint *endpoint = op->endpoint;
+	if (is_doomed(op)) {
+		endpoint_finish(op, FI_EIO);
+		return;
+	}
+	if (endpoint->domain->reorders && !endpoint->ordered) {
+		if (op->kind == OP_WRITE && !(op->flags & (FI_DELIVERY_COMPLETE | FI_MATCH_COMPLETE)) && !op->doomed) {
+			struct op *rest = straggler(op);
+			endpoint_finish(op, 0);
+			op = rest;
+		}
+		wire_shuffle(op);
+	}
+	op_push(&endpoint->ready, op);
+	nic_wake(endpoint->domain);
 }
 
 /* The NIC's part of an end: the counter. What software has to see waits until it looks. */
@@ -297,6 +338,7 @@ int endpoint_open(struct fid_domain *fid, struct fi_info *info, struct fid_ep **
 	endpoint->domain = domain;
 	endpoint->caps = info->caps;
 	endpoint->op_flags = info->tx_attr->op_flags;
+	endpoint->ordered = !!(info->tx_attr->msg_order & (FI_ORDER_WAW | FI_ORDER_RMA_WAW));
 	endpoint->requests_max = info->tx_attr->size ? info->tx_attr->size : REQUESTS_DEFAULT;
 	domain_lock(domain);
 	endpoint->next = domain->endpoints;

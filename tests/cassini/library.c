@@ -17,8 +17,10 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void load(void)
 {
-	setenv("IPATH_NO_BACKTRACE", "1", 0);
+	int is_set = !getenv("IPATH_NO_BACKTRACE") && !setenv("IPATH_NO_BACKTRACE", "1", 0);
 	void *handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
+	if (is_set)
+		unsetenv("IPATH_NO_BACKTRACE");
 	if (!handle)
 		return;
 	library.getinfo = dlvsym(handle, "fi_getinfo", "FABRIC_1.3");

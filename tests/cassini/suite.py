@@ -15,14 +15,15 @@ __all__ = ["passes_on_cassini"]
 _INSIDE = "TRIGGERKV_TESTS_ON_CASSINI"
 
 
-def passes_on_cassini(*paths: str, timeout_s: float) -> None:
-    """Run these tests there; fail with the end of what they print."""
+def passes_on_cassini(*paths: str, timeout_s: float, **settings: str) -> None:
+    """Run these tests there, with these settings of it; fail with the end of what they print."""
     if _INSIDE in os.environ:
         pytest.skip("these are those tests already")
     environment = os.environ | {
         _INSIDE: "1",
         "TRIGGERKV_LIBFABRIC": str(build()),
         "SOFT_CASSINI_FLUSH_MS": "20",
+        **{f"SOFT_CASSINI_{name}": value for name, value in settings.items()},
     }
     environment.pop("FI_PROVIDER", None)
     ran = subprocess.run(

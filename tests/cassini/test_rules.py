@@ -93,7 +93,14 @@ SLOTS = (
     "work_that_makes_no_sense_is_refused",
     "what_work_still_needs_does_not_close",
 )
-RULES = (*INFO, *MEMORY, *ENDPOINTS, *COUNTERS, *WORK, *FAILURES, *PROCESSES, *SLOTS)
+SETTINGS = (
+    "failures_fire_where_they_are_counted",
+    "every_so_many_writes_fail_if_asked_to",
+    "writes_overtake_each_other_if_asked_to",
+    "an_order_that_was_asked_for_is_kept",
+    "only_a_confirmed_write_is_whole_at_its_end",
+)
+RULES = (*INFO, *MEMORY, *ENDPOINTS, *COUNTERS, *WORK, *FAILURES, *PROCESSES, *SLOTS, *SETTINGS)
 
 
 @pytest.fixture(scope="module")

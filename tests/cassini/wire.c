@@ -90,8 +90,10 @@ static struct peer *peer_of(struct wire *wire, const struct address *address)
 
 static int post(struct op *op, const struct peer *peer)
 {
-	struct iovec local = {op->buffer, op->length};
-	struct fi_rma_iov remote = {op->offset, op->length, op->key};
+	size_t half = op->length / 2, first = op->part == UPPER_HALF ? half : 0;
+	size_t length = op->part == WHOLE && !op->doomed ? op->length : op->part == UPPER_HALF ? op->length - half : half;
+	struct iovec local = {(char *)op->buffer + first, length};
+	struct fi_rma_iov remote = {op->offset + first, length, op->key};
 	struct fi_msg_rma message = {
 		.msg_iov = &local,
 		.iov_count = 1,
@@ -104,7 +106,8 @@ static int post(struct op *op, const struct peer *peer)
 	struct fid_ep *ep = op->endpoint->wire.ep;
 	if (op->kind == OP_READ)
 		return (int)fi_readmsg(ep, &message, FI_COMPLETION);
-	uint64_t counts = op->key & KEY_IS_PROVIDERS && op->key & KEY_COUNTS ? FI_REMOTE_CQ_DATA : 0;
+	int is_last = op->part != UPPER_HALF;
+	uint64_t counts = is_last && op->key & KEY_IS_PROVIDERS && op->key & KEY_COUNTS ? FI_REMOTE_CQ_DATA : 0;
 	return (int)fi_writemsg(ep, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE | counts);
 }
 
@@ -161,9 +164,20 @@ static int try_to_post(struct op_list *list, struct op *op)
 	return 1;
 }
 
+/* As much disorder as an endpoint without an order allows: any operation may overtake any other one, and the second half
+ * of a write its first. */
+void wire_shuffle(struct op *op)
+{
+	uint32_t *chance = &op->endpoint->domain->chance;
+	*chance = *chance * 1664525u + 1013904223u;
+	op->waits = (int)(*chance >> 24 & 15);
+	if (op->kind == OP_WRITE && op->length > sizeof(uint64_t) && !op->doomed)
+		op->part = UPPER_HALF;
+}
+
 static int post_some(struct endpoint *endpoint)
 {
-	int busy = 0;
+	int busy = 0, passed = 0;
 	for (size_t i = 0; i < endpoint->wire.peers_count; i++)
 		endpoint->wire.peers[i].refuses = 0;
 	if (endpoint->posted.head && endpoint->posted.head->suspected)
@@ -172,8 +186,13 @@ static int post_some(struct endpoint *endpoint)
 		return endpoint->posted_count ? 0 : try_to_post(&endpoint->suspects, endpoint->suspects.head);
 	for (struct op *op = endpoint->ready.head, *next; op && endpoint->posted_count < POSTED_MAX; op = next) {
 		next = op->next;
-		if (op->flags & FI_FENCE && endpoint->posted_count)
+		if (op->flags & FI_FENCE && (endpoint->posted_count || passed))
 			break;
+		if (op->waits) {
+			op->waits--;
+			busy = passed = 1;
+			continue;
+		}
 		busy |= try_to_post(&endpoint->ready, op);
 	}
 	return busy;
@@ -190,8 +209,16 @@ static void ended(struct endpoint *endpoint, struct op *op, int wire_error)
 {
 	op_remove(&endpoint->posted, op);
 	endpoint->posted_count--;
-	if (wire_error)
+	if (op->doomed)
+		endpoint_finish(op, FI_EIO);
+	else if (wire_error)
 		failed(op, wire_error);
+	else if (op->part == UPPER_HALF) {
+		wire_shuffle(op);
+		op->part = LOWER_HALF;
+		op->suspected = 0;
+		op_push(&endpoint->ready, op);
+	}
 	else
 		endpoint_finish(op, 0);
 }

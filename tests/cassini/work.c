@@ -1,7 +1,7 @@
 /*
  * Deferred work: what waits for a counter to reach a threshold, and fires without the application.
  *
- * What always holds: nothing fires before its counter's successes reach its threshold, and nothing fires twice; a
+ * What always holds: nothing fires before its counter reaches its threshold (counter_reached), nothing fires twice; a
  * slot is held from queueing until firing; everything that was asked for is copied in the call. There is no order
  * between what fires at the same time: the newest goes first, so that nobody comes to rely on the other way round.
  */
@@ -90,7 +90,7 @@ void work_fire(struct domain *domain)
 		counter->moved = 0;
 		for (struct trigger **at = &counter->triggers; *at;) {
 			struct trigger *trigger = *at;
-			if (counter->success < trigger->threshold) {
+			if (counter_reached(counter) < trigger->threshold) {
 				at = &trigger->next;
 				continue;
 			}

@@ -21,8 +21,12 @@ PASSED_MIN = 150
 
 
 @pytest.mark.timeout(SECONDS + 30)
-def test_the_suite_on_the_software_cassini(tmp_path: Path) -> None:
-    """A flush takes 20 ms here; hardware takes a second, and so does the stand-in by default."""
+@pytest.mark.parametrize(("errors_count", "reorders"), [("0", "0"), ("1", "1")])
+def test_the_suite_on_the_software_cassini(tmp_path: Path, errors_count: str, reorders: str) -> None:
+    """Under each rule of what a failure fires, once with and once without an order of writes.
+
+    A flush takes 20 ms here; hardware takes a second, and so does the stand-in by default.
+    """
     try:
         if "cxi" in offered():
             pytest.skip("this process's libfabric answers as cxi itself")
@@ -31,7 +35,12 @@ def test_the_suite_on_the_software_cassini(tmp_path: Path) -> None:
     if importlib.util.find_spec("tests.cassini") is None:
         pytest.skip("there is no tests/cassini, the stand-in for libfabric that answers as cxi")
     library = importlib.import_module("tests.cassini.build").build()
-    environment = os.environ | {"TRIGGERKV_LIBFABRIC": str(library), "SOFT_CASSINI_FLUSH_MS": "20"}
+    environment = os.environ | {
+        "TRIGGERKV_LIBFABRIC": str(library),
+        "SOFT_CASSINI_FLUSH_MS": "20",
+        "SOFT_CASSINI_ERRORS_COUNT": errors_count,
+        "SOFT_CASSINI_REORDER": reorders,
+    }
     options = ["-q", "-k", "cxi", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'inside'}"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(HERE)],

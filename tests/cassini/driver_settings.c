@@ -1,0 +1,138 @@
+/* The settings under which the stand-in behaves worse: failures that fire, writes that fail, writes without an order. */
+#include "driver.h"
+
+#define WRITES 64
+
+static void failures_fire_where_they_are_counted(void)
+{
+	struct side from, to;
+	void *context;
+	setenv("SOFT_CASSINI_ERRORS_COUNT", "1", 1);
+	pair_open(&from, &to);
+	struct fid_cntr *trigger = counter_new(&from), *middle = counter_new(&from), *end = counter_new(&from);
+	struct put bad = {.trigger = trigger, .end = middle, .threshold = 1, .length = 64, .context = &to};
+	struct put dependent = {.trigger = middle, .end = end, .threshold = 1, .key = to.key, .length = 8};
+	bad.key = to.key ^ 1ULL << 20;
+	GIVES(0, queue_put(&from, &bad));
+	GIVES(0, queue_put(&from, &dependent));
+	ring(trigger, 1);
+	GIVES(FI_EIO, end_of(&from, &context));
+	BECOMES(fi_cntr_read(end) == 1);
+	HOLDS(fi_cntr_read(middle) == 0 && fi_cntr_readerr(middle) == 1);
+	HOLDS(!memcmp(to.memory, from.memory, 8));
+	expect_nothing(&from);
+	/* By software too, and one of each makes two. */
+	GIVES(0, queue_count(&from, FI_OP_CNTR_ADD, trigger, 3, end, 1));
+	GIVES(0, fi_cntr_adderr(trigger, 1));
+	HOLDS(fi_cntr_read(end) == 1);
+	GIVES(0, fi_cntr_adderr(trigger, 1));
+	HOLDS(fi_cntr_read(end) == 2);
+	GIVES(0, fi_close(&trigger->fid));
+	GIVES(0, fi_close(&middle->fid));
+	GIVES(0, fi_close(&end->fid));
+	pair_close(&from, &to);
+}
+
+/* In turn without a byte, and after half of them. A word never fails. */
+static void every_so_many_writes_fail_if_asked_to(void)
+{
+	struct side from, to;
+	setenv("SOFT_CASSINI_FAIL_EVERY", "3", 1);
+	pair_open(&from, &to);
+	for (size_t i = 0; i < 6; i++) {
+		void *context;
+		GIVES(0, fi_inject_write(from.ep, from.memory, 8, from.peer, 32768, to.key));
+		GIVES(0, fi_write(from.ep, from.memory, 4096, NULL, from.peer, i * 4096, to.key, &from));
+		if (i % 3 == 2)
+			GIVES(FI_EIO, end_of(&from, &context));
+		size_t came = i == 2 ? 0 : i == 5 ? 2048 : 4096;
+		BECOMES(!memcmp(to.memory + i * 4096, from.memory, came));
+		HOLDS(came == 4096 || to.memory[i * 4096 + came] == 0);
+	}
+	expect_nothing(&from);
+	pair_close(&from, &to);
+}
+
+/* How often a word was there before the one written before it. */
+static int overtaken(struct side *from, struct side *to)
+{
+	int count = 0;
+	uint64_t *words = (uint64_t *)to->memory;
+	memset(to->memory, 0, MEMORY_BYTES);
+	for (uint64_t i = 0; i < WRITES; i++) {
+		uint64_t value = i + 1;
+		GIVES(0, fi_inject_write(from->ep, &value, 8, from->peer, i * 8, to->key));
+	}
+	for (int seen = 0; seen < WRITES;) {
+		seen = 0;
+		for (int i = WRITES - 1; i >= 0; i--)
+			seen += word_at(&words[i]) != 0;
+		for (int i = WRITES - 1, later = 0; i >= 0; i--) {
+			later |= word_at(&words[i]) != 0;
+			count += later && !word_at(&words[i]);
+		}
+		expect_nothing(from);
+	}
+	return count;
+}
+
+static void pair_with_order(struct side *from, struct side *to, uint64_t order)
+{
+	order_asked = order;
+	setenv("SOFT_CASSINI_REORDER", "1", 1);
+	pair_open(from, to);
+}
+
+static void writes_overtake_each_other_if_asked_to(void)
+{
+	struct side from, to;
+	pair_with_order(&from, &to, 0);
+	BECOMES(overtaken(&from, &to));
+	pair_close(&from, &to);
+}
+
+static void an_order_that_was_asked_for_is_kept(void)
+{
+	struct side from, to;
+	pair_with_order(&from, &to, FI_ORDER_WAW);
+	for (int i = 0; i < 50; i++)
+		HOLDS(!overtaken(&from, &to));
+	pair_close(&from, &to);
+}
+
+static int is_whole_at_its_end(struct side *from, struct side *to, uint64_t flags)
+{
+	void *context;
+	struct iovec local = {from->memory, 4096};
+	struct fi_rma_iov remote = {0, 4096, to->key};
+	struct fi_msg_rma message = {.msg_iov = &local, .iov_count = 1, .addr = from->peer, .rma_iov = &remote,
+				     .rma_iov_count = 1, .context = from};
+	memset(to->memory, 0, 4096);
+	GIVES(0, fi_writemsg(from->ep, &message, FI_COMPLETION | flags));
+	GIVES(0, end_of(from, &context));
+	int whole = !memcmp(to->memory, from->memory, 4096);
+	BECOMES(!memcmp(to->memory, from->memory, 4096));
+	return whole;
+}
+
+static void only_a_confirmed_write_is_whole_at_its_end(void)
+{
+	struct side from, to;
+	int whole = 0;
+	pair_with_order(&from, &to, 0);
+	for (int i = 0; i < 50; i++) {
+		HOLDS(is_whole_at_its_end(&from, &to, FI_DELIVERY_COMPLETE));
+		whole += is_whole_at_its_end(&from, &to, 0);
+	}
+	HOLDS(whole < 50);
+	pair_close(&from, &to);
+}
+
+const struct rule setting_rules[] = {
+	{"failures_fire_where_they_are_counted", failures_fire_where_they_are_counted},
+	{"every_so_many_writes_fail_if_asked_to", every_so_many_writes_fail_if_asked_to},
+	{"writes_overtake_each_other_if_asked_to", writes_overtake_each_other_if_asked_to},
+	{"an_order_that_was_asked_for_is_kept", an_order_that_was_asked_for_is_kept},
+	{"only_a_confirmed_write_is_whole_at_its_end", only_a_confirmed_write_is_whole_at_its_end},
+	{NULL, NULL},
+};

@@ -1,0 +1,96 @@
+"""A NIC's slots are shared: with others taking them and giving them back, nothing is lost and everything arrives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from nic_offload.fabric import EventKind
+from tests.conformance.backends import Gate, Stage, each_once, lands, through
+from tests.nic_offload.rig import Side, Way, wait_until
+
+if TYPE_CHECKING:
+    from tests.conformance.backends import Backend
+
+PUTS = 252  # with a flag each, as many as there are slots for
+TAKEN = 401  # an odd number is left: some put finds a slot for its first step alone
+LENGTH = 512
+FLUSH_S = 0.2  # a close that takes so long has waited for a flush
+
+
+def other_process(stage: Stage) -> tuple[Side, Gate, Way]:
+    """One more fabric, whose operations take from the same slots."""
+    side = Side(stage.provider, deferred_work=stage.backend.deferred_work, remote_read=True)
+    return side, stage.gate(side), Way.between(side, stage.far)
+
+
+def test_no_slot_is_lost_while_others_take_them_and_give_them_back(backend: Backend) -> None:
+    with Stage(backend) as stage:
+        other, other_gate, way = other_process(stage)
+        try:
+            gate, near, far = stage.gate(), stage.near, stage.far
+            for turn in range(3):
+                fires = (other_gate.counter, turn + 1)
+                way.arm(*(way.notify(i, 511, 1, fires=fires) for i in range(TAKEN)))
+                wait_until(
+                    lambda: other.fabric.statistics().waiting + other.fabric.statistics().held >= TAKEN,
+                    "held",
+                )
+                block = bytes([turn + 1]) * (PUTS * LENGTH)
+                near.fill(0, block)
+                tags = range(turn * PUTS, (turn + 1) * PUTS)
+                stage.there.arm(
+                    *(
+                        stage.there.put(
+                            tag, LENGTH, source=i * LENGTH, target=i * LENGTH, flag=(i, turn + 1),
+                            fires=(gate.counter, turn + 1),
+                        )
+                        for i, tag in enumerate(tags)
+                    )
+                )  # fmt: skip
+                stage.settle()
+                other_gate.raise_to(turn + 1)
+                assert near.fabric.statistics().slots_lost == 0
+                gate.raise_to(turn + 1)
+                for i in range(PUTS):
+                    lands(far.word(i), turn + 1)
+                assert far.bytes_at(0, len(block)) == block
+                near.all_final(tags)
+                each_once(near, tags, EventKind.DONE)
+                other.wait(lambda t=turn: len(other.events) >= (t + 1) * TAKEN, "the others' end")  # type: ignore[misc]
+            assert near.fabric.statistics().slots_lost == 0
+            stage.holds_nothing()
+        finally:
+            near.fabric.close()
+            other.close()
+
+
+def test_closing_one_endpoint_does_not_stop_the_others(backend: Backend) -> None:
+    """While the NIC gives back what a closed endpoint had there, others' puts go through as before."""
+    with Stage(backend) as stage:
+        gate, near, far = stage.gate(), stage.near, stage.far
+        way = through(near, far)
+        way.arm(*(way.put(i, LENGTH, flag=(i, 1), fires=(gate.counter, 1)) for i in range(20)))
+        stage.settle()
+        took: list[float] = []
+
+        def close() -> None:
+            began = time.monotonic()
+            way.endpoint.close()
+            took.append(time.monotonic() - began)
+
+        closing = threading.Thread(target=close)
+        closing.start()
+        longest, value = 0.0, 0
+        while not took or not value:
+            value += 1
+            began = time.monotonic()
+            stage.there.arm(stage.there.put(100 + value, LENGTH, source=4096, target=4096, flag=(100, value)))
+            lands(far.word(100), value)
+            longest = max(longest, time.monotonic() - began)
+        closing.join()
+        gate.raise_to(1)
+        stage.settle(gate)
+        assert [far.word(i).load() for i in range(20)] == [0] * 20
+        assert took[0] < FLUSH_S or longest < took[0] / 2, (longest, took)
