@@ -182,7 +182,7 @@ LEASES_MAX = 32_768  # of a node; its garbage collector looks at each: 10 ms for
 LEASE_TIMEOUT_MS = 30_000
 LEASE_TIMEOUT_MS_MAX = 600_000
 LEASE_MARGIN_MS = 1_000  # a client gives a put up this long before the node ends its lease
-STALLED_MS = 5_000  # a client that has not received anything of its pending words for so long is detached
+STALLED_MS = 5_000  # a link is ended if nothing of what is pending could be sent for so long, by either side
 STALLED_LOOK_MS = 1_000  # between two looks for such
 QUARANTINE_TIMEOUT_MS = 5_000  # an expired lease not given back within this ends the connection
 

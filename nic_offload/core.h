@@ -286,6 +286,9 @@ int tk_endpoint_close(struct tk_endpoint *endpoint);
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out);
 /* For how long its peer has taken nothing of what is to go out; 0: nothing waits. */
 uint64_t tk_endpoint_stalled_ns(const struct tk_endpoint *endpoint);
+/* Whether its connection has broken since something went through it, as far as the provider shows it: what was sent before
+ * may never have arrived, though its end was reported. Seen when something is to go out. */
+int tk_endpoint_has_broken(const struct tk_endpoint *endpoint);
 /* Called once, before anything goes through it: from now on each word, head, call and answer is sent with a tag made with
  * one key, and accepted only with a tag made with the other; see seal.c. `words`: where acknowledgements come in, or NULL. */
 #define TK_SEAL_BYTES 16

@@ -138,6 +138,7 @@ static int open_domain(struct tk_fabric *fabric, const char *provider, const cha
 	fabric->order_max = library_order_max(fabric->info);
 	fabric->streams = library_has_streams(fabric->info->fabric_attr->prov_name);
 	fabric->loses_context = library_loses_context(fabric->info->fabric_attr->prov_name);
+	fabric->shows_breaks = library_shows_breaks(fabric->info->fabric_attr->prov_name);
 	fabric->confirms = library_confirms(fabric->info->fabric_attr->prov_name);
 
 	if ((status = fi_domain(fabric->fid, fabric->info, &fabric->domain, fabric)))

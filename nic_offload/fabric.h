@@ -187,6 +187,7 @@ struct tk_endpoint {
 	int stalled; /* the provider took nothing when last asked; it may be introducing itself to the peer */
 	uint64_t stalled_ns; /* since when; atomic */
 	uint64_t again_ns; /* when it is asked again */
+	int has_sent, has_broken; /* the second is atomic */
 	struct shared_words shared_words;
 	struct shared_reads shared_reads;
 	int doorbell; /* of the peer, if it is on this machine and something of ours is put without the fabric */
@@ -260,6 +261,7 @@ struct tk_fabric {
 	int streams;	  /* its connections are of TCP, and end with their endpoint */
 	int loses_context; /* of what is written without one, see library.h; then words are written with this: */
 	struct fi_context2 word_context;
+	int shows_breaks; /* it takes nothing only where there is no connection */
 	int confirms; /* that a write has come has to be asked for: without that, its end says that it was sent */
 	int wake_fd, event_fd;
 	int sleep_fd; /* what the thread sleeps on: `wake_fd`, bells, and the sockets that it knows of */

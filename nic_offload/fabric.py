@@ -246,6 +246,11 @@ class Endpoint(Handle):
         """For how long its peer has taken none of the pending data; 0: nothing is pending."""
         return int(lib.tk_endpoint_stalled_ns(self.handle))
 
+    @property
+    def has_broken(self) -> bool:
+        """Whether its connection has broken, so that what was sent may be lost. It shows once more is to be sent."""
+        return bool(lib.tk_endpoint_has_broken(self.handle))
+
     def seal(self, out: bytes, into: bytes, words: Region | None = None) -> None:
         """Tag all that is put through it to be believed, and believe only what is tagged: see `seal.c`.
 

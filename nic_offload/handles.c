@@ -101,6 +101,11 @@ uint64_t tk_endpoint_stalled_ns(const struct tk_endpoint *endpoint)
 	return since_ns ? tk_now_ns() - since_ns : 0;
 }
 
+int tk_endpoint_has_broken(const struct tk_endpoint *endpoint)
+{
+	return __atomic_load_n(&endpoint->has_broken, __ATOMIC_RELAXED);
+}
+
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out)
 {
 	if (!fabric_is_ours(endpoint->fabric))

@@ -166,6 +166,12 @@ int library_confirms(const char *provider_name)
 	return strcmp(provider_name, "shm") != 0;
 }
 
+int library_shows_breaks(const char *provider_name)
+{
+	static const char *const all[] = {"net", "tcp", NULL}; /* tcp;ofi_rxm takes nothing without credits either */
+	return is_one_of(provider_name, all);
+}
+
 int library_loses_context(const char *provider_name)
 {
 	/* The end of an injected write has none, and its error path takes that for a pointer (1.17: a crash). */

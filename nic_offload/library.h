@@ -36,6 +36,10 @@ int library_defers_work(const char *provider_name);
 /* Whether FI_DELIVERY_COMPLETE makes a difference. */
 int library_confirms(const char *provider_name);
 
+/* Whether it takes whatever there is a connection for, so that one that takes nothing more has lost it. It reports no loss
+ * itself if nothing was under way, as far as it knows. */
+int library_shows_breaks(const char *provider_name);
+
 /* Whether the failure of a write without a context of its own crashes it. */
 int library_loses_context(const char *provider_name);
 

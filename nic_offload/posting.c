@@ -49,6 +49,16 @@ static int post_confirmed_flag(struct work *work)
 	return (int)fi_writemsg(op->endpoint->fid, &message, FI_INJECT | FI_COMPLETION | FI_DELIVERY_COMPLETE);
 }
 
+/* What the provider says to something that is to go out. */
+static int taken(struct tk_endpoint *endpoint, int status)
+{
+	if (!status)
+		endpoint->has_sent = 1;
+	else if (status == -FI_EAGAIN && endpoint->has_sent && endpoint->fabric->shows_breaks)
+		__atomic_store_n(&endpoint->has_broken, 1, __ATOMIC_RELAXED);
+	return status;
+}
+
 int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
 	      uint64_t key)
 {
@@ -56,7 +66,7 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 		return 0;
 	word = word_out(endpoint, (struct spot){target, key}, word);
 	if (!fabric->loses_context)
-		return (int)fi_inject_write(endpoint->fid, &word, sizeof word, peer, target, key);
+		return taken(endpoint, (int)fi_inject_write(endpoint->fid, &word, sizeof word, peer, target, key));
 	struct iovec local = {&word, sizeof word};
 	struct fi_rma_iov remote = {target, sizeof word, key};
 	struct fi_msg_rma message = {
@@ -67,7 +77,7 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 		.rma_iov_count = 1,
 		.context = &fabric->word_context,
 	};
-	return (int)fi_writemsg(endpoint->fid, &message, FI_INJECT | FI_COMPLETION);
+	return taken(endpoint, (int)fi_writemsg(endpoint->fid, &message, FI_INJECT | FI_COMPLETION));
 }
 
 /* 1: it is out, and no completion follows. */
@@ -222,23 +232,31 @@ static void pause_stalled(struct tk_endpoint *endpoint, uint64_t now_ns)
 	endpoint->again_ns = now_ns + (pause_ns < STALL_PAUSE_NS_MAX ? pause_ns : STALL_PAUSE_NS_MAX);
 }
 
+static void end_stall(struct tk_endpoint *endpoint)
+{
+	endpoint->stalled = 0;
+	if (endpoint->stalled_ns)
+		__atomic_store_n(&endpoint->stalled_ns, 0, __ATOMIC_RELAXED);
+}
+
 static int post_ready_of(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	int busy = 0;
+	if (!endpoint->ready.head) /* all was taken back: nothing waits for the peer */
+		end_stall(endpoint);
 	if (endpoint->stalled && fabric->now_ns < endpoint->again_ns)
 		return 0;
 	for (uint32_t count = 0; count < POSTED_MAX && endpoint->ready.head; count++) {
 		if (endpoint->in_flight >= POSTED_MAX)
 			break;
 		struct work *work = endpoint->ready.head;
-		int status = post_one(fabric, work);
+		int status = taken(endpoint, post_one(fabric, work));
 		endpoint->stalled = status == -FI_EAGAIN;
 		if (endpoint->stalled) {
 			pause_stalled(endpoint, tk_now_ns());
 			break;
 		}
-		if (endpoint->stalled_ns)
-			__atomic_store_n(&endpoint->stalled_ns, 0, __ATOMIC_RELAXED);
+		end_stall(endpoint);
 		queue_pop(&endpoint->ready);
 		posted(fabric, work, status);
 		busy = 1;

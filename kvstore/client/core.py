@@ -2,7 +2,8 @@
 
 What always holds: it attaches at the first call that needs the link, and again after a loss; once a link is lost
 nothing comes in through it; a node that was away costs one call its deadline, and those after it nothing
-(`kvstore.client.breaker`).
+(`kvstore.client.breaker`). While something is awaited, a link whose connection broke is lost within two looks
+(`STALLED_LOOK_MS`), and one over which nothing can be sent after `STALLED_MS`.
 What it doesn't do: put or get. `kvstore.client.transfers` and the modules beside it do, and `Client` offers them.
 """
 
@@ -27,12 +28,13 @@ from kvstore.client.own_address import OwnSide, say_first_word
 from kvstore.client.request_ids import ClientLookups
 from kvstore.client.slabs import Slabs
 from kvstore.clock import SystemClock
-from kvstore.errors import AddressRefused, Closed, DeadlineExceeded, KvError, NodeUnavailable
-from kvstore.limits import FETCH_CANCEL_MS, STATUS_AGAIN_MS
+from kvstore.errors import AddressRefused, Closed, DeadlineExceeded, FabricError, KvError, NodeUnavailable
+from kvstore.limits import FETCH_CANCEL_MS, STALLED_LOOK_MS, STALLED_MS, STATUS_AGAIN_MS
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import error_from_rpc
 from nic_offload.handle import Handle
+from nic_offload.trigger import arm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -268,7 +270,29 @@ class Core(Handle):
         with self.fabric_breaker.call():
             say_first_word(self, link, max(0.0, until_s - time.monotonic()))
         self._proved = link
+        os.eventfd_write(self._wake_fd, 1)  # from now on the pump looks after it
         return link
+
+    def _look_after(self, link: Link) -> None:
+        """End a link whose connection broke. While something is awaited, send a word, so that a break shows.
+
+        libfabric doesn't report it: what was on the way is lost, and its slots with it. It makes a new connection, but
+        a node whose own end is still open refuses every new one of the same endpoint. The next attachment has another.
+        """
+        if link.endpoint.has_broken:
+            why = "The fabric's connection to the node broke"
+        elif link.endpoint.stalled_ns > STALLED_MS * 1_000_000:
+            why = f"Nothing could be sent to the node over the fabric for {STALLED_MS / 1000:.0f} s"
+        else:
+            if link.calls is not None and self.fabric.statistics().watches:
+                until_ns = SystemClock().monotonic_ns() + STALLED_MS * 1_000_000
+                with suppress(FabricError):
+                    arm(self.fabric, [link.calls.first_word(self.next_tags(), until_ns)])
+            return
+        self.lose(
+            link,
+            NodeUnavailable(f"{why}, and what was sent may be lost; the next put or get makes a new one."),
+        )
 
     def _new_link(self, timeout_s: float) -> Link:
         return Link(
@@ -288,8 +312,9 @@ class Core(Handle):
         poll = select.poll()
         poll.register(fabric.fileno(), select.POLLIN)
         poll.register(self._wake_fd, select.POLLIN)
+        look_s = 0.0
         while True:
-            poll.poll()
+            poll.poll(None if self.link is None else STALLED_LOOK_MS)
             if self._stopping:
                 return
             with suppress(BlockingIOError):
@@ -306,6 +331,10 @@ class Core(Handle):
             with self.lock:
                 for decide in settling:
                     decide()
+                link = self.link
+                if link is not None and link is self._proved and time.monotonic() >= look_s:
+                    self._look_after(link)
+                    look_s = time.monotonic() + STALLED_LOOK_MS / 1000
 
     def close(self) -> None:
         """Close the client. Puts that have not been acknowledged fail."""

@@ -1,8 +1,10 @@
-"""Ends connections whose clients take nothing of what is to go to them over the fabric.
+"""Ends connections whose clients take nothing of what is to go to them over the fabric, or which broke there.
 
 Words for a client that can't be reached, or that reads nothing, wait in the C core, which has a bound for all of them.
+What was on the way when a connection broke is lost, in both directions, though libfabric makes a new one.
 
-What always holds: a connection is closed once nothing has gone out for `STALLED_MS`, though something waits.
+What always holds: a connection is closed once nothing has gone out for `STALLED_MS`, though something waits, and
+once it is seen that it broke.
 What it doesn't do: hurry; a client that was stopped for a moment goes on.
 """
 
@@ -40,6 +42,13 @@ class Stalled:
         if now_ns - self._looked_ns < STALLED_LOOK_MS * _NS:
             return
         self._looked_ns = now_ns
-        for connection in [one for one in connections if one.endpoint.stalled_ns > STALLED_MS * _NS]:
-            log.warning("The client takes nothing. The connection is closed.", extra=connection.about())
+        for connection in list(connections):
+            if connection.endpoint.has_broken:
+                log.warning(
+                    "The fabric's connection broke. The client is detached.", extra=connection.about()
+                )
+            elif connection.endpoint.stalled_ns > STALLED_MS * _NS:
+                log.warning("The client takes nothing. The connection is closed.", extra=connection.about())
+            else:
+                continue
             self._detach(connection)

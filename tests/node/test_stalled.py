@@ -13,7 +13,9 @@ import grpc
 from kvstore.node import stalled
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
+from nic_offload.fabric import Endpoint
 from nic_offload.sockaddr import SocketAddress, ip_of
+from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -75,3 +77,14 @@ def test_a_client_that_cannot_be_reached_is_tried_now_and_then_and_detached(
         socket.create_connection(door.getsockname()).close()
         turning_away.join()
     assert 0 < tries < TRIES_MAX
+
+
+def test_a_client_whose_connection_broke_is_detached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalled, "STALLED_LOOK_MS", 100)
+    with NodeInProcess(tmp_path) as node, small_client(node.target) as client:
+        client.attach()
+        assert node.call(len) == 1
+        of_the_node = node.call(lambda one: next(iter(one._connections.values())).endpoint)
+        monkeypatch.setattr(Endpoint, "has_broken", property(lambda one: one is of_the_node))
+        wait_until(lambda: node.call(len) == 0, "the client is detached", TIMEOUT_S)
+        wait_until(lambda: not client.is_attached, "and knows it", TIMEOUT_S)
