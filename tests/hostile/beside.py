@@ -2,7 +2,7 @@
 
 What always holds: it is compared with itself alone, in the same run, some seconds before or, where that would fail,
 behind the attack as well, and beside the same attack upon another node of the machine: what that takes away is the
-machine's, which has few cores and the attackers on them, and not the node's. Only what is too slow in two attacks one
+machine's, which has few cores and the attackers on them, and not the node's. Only what is too slow in three attacks one
 after the other is too slow. An attack is a process of its own, from an address of its own, and is ended by its id. The
 first moments of an attack, in which the node finds out whose it is, are measured apart: they may be slow, and may not
 fail.
@@ -201,7 +201,7 @@ class Beside:
             os.killpg(self._attackers.pid, signal.SIGKILL)
         self._attackers.wait()
 
-    def endure(self, name: str, *, attacks_max: int = 2, **told: Any) -> tuple[Times, Times, dict[str, Any]]:
+    def endure(self, name: str, *, attacks_max: int = 3, **told: Any) -> tuple[Times, Times, dict[str, Any]]:
         """The neighbour alone, then beside an attack that has begun; no error may reach it at any time."""
         alone = self._alone_before()
         descriptors, memory = self.descriptors(), self.memory_bytes()
@@ -212,9 +212,10 @@ class Beside:
             alone = max(alone, again, key=lambda one: one.p99_s)
         if is_slow(alone, under) and not {"port", "socket", "node"} & told.keys():
             alone = max(alone, self._beside_other(name, **told), key=lambda one: one.p99_s)
-        if is_slow(alone, under) and attacks_max > 1:
-            _, again, did = self._under(name, **told)
-            under = min(under, again, key=lambda one: one.p99_s)
+        for _ in range(attacks_max - 1):
+            if is_slow(alone, under):
+                _, again, did = self._under(name, **told)
+                under = min(under, again, key=lambda one: one.p99_s)
         print(  # noqa: T201 - pytest shows it with -s, or when the test fails
             f"{name}: alone {alone}; at first {first}; under {under}; it did {did}"
         )
