@@ -58,7 +58,7 @@ def test_whatever_comes_a_parser_ends_as_it_should(name: str) -> None:
     ],
 )
 def test_what_reads_a_peers_bytes_in_c_stands_any(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
-    """Calls at the desk and puts by grants, with the compiler that builds the core: inputs made by the harness itself."""
+    """Calls at the desk and puts by grants, built as the core is: inputs made by the harness itself."""
     core = [f"nic_offload/{part}.c" for part in parts]
     built = tmp_path / name
     flags = ["-g", "-O1", "-DSTANDALONE", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
