@@ -96,13 +96,17 @@ def test_swapped_slots_are_reported_as_damaged(rig: Ring) -> None:
     assert rig.put(4, PAYLOAD, domain=OTHER).error is None
     rig.store.close()
     path = keyring_path(rig.data)
+    ids = {number: row(path, number)[8:16] for number in slots_of(path).values()}
     damage(path, "swapped with another")
     assert rig.option is not None
     master = open_master(rig.option)
     with Keyring.open(path, master, read_status(path).store_uuid) as keyring:
+        assert keyring.status().damaged == 2
         for domain in (DOMAIN, OTHER):
-            with pytest.raises(Corrupt, match="changed, or belongs elsewhere"):
-                keyring.domain(TENANT, domain)
+            assert keyring.domain(TENANT, domain) is None
+        for number, key_id in ids.items():
+            with pytest.raises(Corrupt, match="damaged"):
+                keyring.by_number(number, key_id)
     master.close()
 
 
