@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import Corrupt, ReadOnly, StorageError
-from kvstore.limits import KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES
+from kvstore.limits import KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES, TENANT_BYTES
 from kvstore.sealing.control import proof
 from kvstore.sealing.domain_key import DomainKey
 from kvstore.sealing.keyring_state import (
@@ -114,14 +114,12 @@ class OpenKeyring(Handle):
         """Look at every slot of a domain: one that isn't authentic there, or can't be, is damaged."""
         with self._keys:
             ids = {one.slot.id: one for keys in self._tenants.values() for one in keys}
-            gone = {
-                one.slot.id for one in self._gone_tenants.values()
-            }  # `_finish` destroys what they wrapped
+            gone = set(self._gone_tenants)
 
         def judge(by: bytes, rows: Rows, numbers: Numbers) -> Good:
             one = ids.get(by)
-            if one is None:  # a tenant's key that is damaged, or was given up
-                return np.full(len(numbers), by in gone)
+            if one is None:  # damaged, given up, or destroyed: an erasure of a tenant goes on
+                return np.array([name.tobytes()[:TENANT_BYTES] in gone for name in rows["name"]])
             with self._keys:
                 return are_authentic(rows, numbers, self.store_uuid, self._unsealed_key(one))
 
@@ -198,10 +196,7 @@ class OpenKeyring(Handle):
         return self._slots.gone_domains(limit) if self._slots.counts()[2] else []
 
     def _unseal(self, number: int, key_id: bytes) -> DomainKey | None:
-        for is_again in (
-            False,
-            True,
-        ):  # its tenant's key may be replaced, after it was wrapped by the new one
+        for is_again in (False, True):  # its tenant's key may be replaced meanwhile
             if self._slots.is_damaged(number):
                 raise Corrupt(
                     f"Slot {number} of the keyring is damaged; nothing sealed with its key can be opened."
