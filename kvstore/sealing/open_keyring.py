@@ -78,7 +78,7 @@ class OpenKeyring(Handle):
             self._check_store(store_uuid)
             self._root = unwrapped_root(self._header, master)
             self._slots = SlotTable(file, slots_max)
-            self._slots.check((Kind.STORE, Kind.TENANT), self._judge_by_root, met=False)
+            self._check_others()
             found = found_in(self._slots, self._header.root.id)
             self._tenants, self._gone_tenants, self._twins = found.tenants, found.gone, found.twins
             self._open_store_key(found)
@@ -105,10 +105,13 @@ class OpenKeyring(Handle):
         self._store_id = slot.id
         self._store_key = unwrapped(slot, self._root, self._header.store_uuid, self._store_slot)
 
-    def _judge_by_root(self, by: bytes, rows: Rows, numbers: Numbers) -> Good | None:
-        if by != self._header.root.id:
-            return None
-        return are_authentic(rows, numbers, self.store_uuid, self._root)
+    def _check_others(self) -> None:
+        """Look at the slots that the root key wraps."""
+        for number in self._slots.others:
+            slot = self._slots.read(number)
+            if slot is not None and slot.wrapped_by == self._header.root.id:
+                with suppress(Corrupt):  # it is noted
+                    aead.wipe(self._unwrapped(slot, self._root, number, met=False))
 
     def _check_domains(self, *, met: bool) -> None:
         """Look at every slot of a domain: one that isn't authentic there, or can't be, is damaged."""
@@ -123,7 +126,7 @@ class OpenKeyring(Handle):
             with self._keys:
                 return are_authentic(rows, numbers, self.store_uuid, self._unsealed_key(one))
 
-        self._slots.check((Kind.DOMAIN,), judge, met=met)
+        self._slots.check(judge, met=met)
 
     # Reading
 
@@ -219,11 +222,11 @@ class OpenKeyring(Handle):
                     return DomainKey(number, slot, self._unwrapped(slot, by, number))
         raise Corrupt(f"The key in slot {number} is wrapped by a key that the keyring doesn't have.")
 
-    def _unwrapped(self, slot: Slot, by: memoryview, number: int) -> memoryview:
+    def _unwrapped(self, slot: Slot, by: memoryview, number: int, *, met: bool = True) -> memoryview:
         try:
             return unwrapped(slot, by, self.store_uuid, number)
         except Corrupt:
-            self._slots.mark_damaged([number])
+            self._slots.mark_damaged([number], met=met)
             raise
 
     def _tenant_key(self, wraps: Slot) -> memoryview | None:

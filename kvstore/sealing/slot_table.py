@@ -177,25 +177,20 @@ class SlotTable:
                 self._states[number] = DAMAGED
             self._moved.update((one, number) for one, number in zip(ids, numbers, strict=False) if one)
 
-    def check(
-        self, kinds: Collection[int], judge: Callable[[bytes, Rows, Numbers], Good | None], *, met: bool
-    ) -> None:
-        """Mark slots as damaged that have changed since they were loaded, or whose keys are not authentic there.
+    def check(self, judge: Callable[[bytes, Rows, Numbers], Good], *, met: bool) -> None:
+        """Mark slots as damaged that have changed since they were loaded, or have a domain's key that isn't theirs.
 
-        `judge` tells that of slots with their numbers, wrapped by the key of an id; None if it doesn't have that key.
+        `judge` tells which keys are authentic: of slots with these numbers, wrapped by the key of this id.
         """
         for first, rows, raw in self._chunks(self._pages):
             known, ids = self._states[first : first + len(rows)], self._ids[first : first + len(rows)]
             states = _states_of(rows, raw)
             bad = (known != DAMAGED) & ((states != known) | ((states != FREE) & (rows["id"] != ids)))
-            judged = np.flatnonzero(
-                (states == LIVE) & ~bad & (known == LIVE) & np.isin(rows["kind"], tuple(kinds))
-            )
+            judged = np.flatnonzero((states == LIVE) & ~bad & (known == LIVE) & (rows["kind"] == Kind.DOMAIN))
             for by in np.unique(rows["by"][judged]).tolist():
                 some = judged[rows["by"][judged] == by]
-                good = judge(by.to_bytes(8, "little"), rows[some], (some + first).astype(np.uint32))
-                if good is not None:
-                    bad[some] = ~good
+                numbers = (some + first).astype(np.uint32)
+                bad[some] = ~judge(by.to_bytes(8, "little"), rows[some], numbers)
             found = np.flatnonzero(bad)
             whole = [int(rows["id"][one]) if states[one] == LIVE else 0 for one in found]
             self.mark_damaged((found + first).tolist(), ids=whole, met=met)
