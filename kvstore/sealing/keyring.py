@@ -281,13 +281,14 @@ class Keyring(RotatingKeyring):
         """Damaged slots that have keys of a tenant, and those of which that can't be told."""
         strays, unread = {}, []
         of_keys = {self._store_slot, *(key.number for keys in self._tenants.values() for key in keys)}
+        others = self._tenants.keys() - {tenant}
         for number in self._slots.damaged():
             stray = self._stray(number)
             if stray is not None:
                 if stray[0].tenant == tenant:
                     strays[number] = stray
             elif not self._slots.was_met(number) or (
-                number not in of_keys and self._slots.tenant_of(number) in {tenant, None}
+                number not in of_keys and self._slots.tenant_of(number) not in others
             ):
                 unread.append(number)
         return strays, unread
