@@ -95,13 +95,15 @@ def _opened(data: Path, option: str) -> Keyring:
 
 
 def _status(data: Path, option: str | None, *, as_json: bool) -> int:
-    if option is not None:
-        _opened(data, option).close()
-    status = read_status(keyring_path(data))
     node = find_control(data)
-    clear = {} if node is None else node.clear
-    if node is not None:
+    status = read_status(keyring_path(data))
+    clear: Clear = {}
+    if node is not None:  # without the keys, slots that were moved look whole
+        clear, status = node.clear, status._replace(damaged=max(status.damaged, node.damaged))
         node.close()
+    elif option is not None:
+        with _opened(data, option) as keyring:
+            status = keyring.status()
     if as_json:
         _print(json.dumps(_document(status, clear), indent=2))
     else:
@@ -154,7 +156,8 @@ def _lines(status: KeyringStatus, clear: Clear) -> list[str]:
         )
     if status.damaged:
         lines.append(
-            "What was sealed with a damaged key can't be opened; restore a copy of the keyring if there is one."
+            "What a damaged key encrypted can't be opened, and no key is rotated: restore a copy of the keyring, or"
+            " give these keys up (`kvstore keys accept-keyring` on the stopped node)."
         )
     return lines
 
