@@ -56,7 +56,7 @@ class Labels:
         return LOST_LABEL  # the user is being erased
 
     def unseal(self, row_name: bytes, label: bytes) -> bytes | None:
-        """Return the label; None if its key is lost or damaged, StorageError if that can't be told now."""
+        """Return the label; None if its key is lost, Corrupt if that is damaged, StorageError if it isn't known now."""
         if not is_sealed_label(label):
             return label
         if self._keys is None or len(label) < SEALED_MORE_BYTES:
@@ -68,6 +68,6 @@ class Labels:
             text = self._keys.vault.unseal_text(key, nonce, row_name, sealed)
             if text is None and self._keys.load(key):
                 text = self._keys.vault.unseal_text(key, nonce, row_name, sealed)
-        except (NotAuthentic, Corrupt):
+        except NotAuthentic:
             return None
         return text
