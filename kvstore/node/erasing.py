@@ -30,6 +30,7 @@ from kvstore.errors import StorageError
 from kvstore.limits import (
     ERASE_LOOK_BLOCKS,
     ERASE_STEP_BLOCKS,
+    ERASE_UNREAD_LOOKED_MAX,
     ERASE_WIPED_BYTES,
     PAGE_BYTES,
     SESSIONS_LISTED_STEP,
@@ -208,12 +209,10 @@ class _Erasure:
         node = self._node
         node.granted.take_all()  # what has landed is being put
         # Without a key of its own it has no block: in an entry no key is 0, and that is what is in the clear.
-        # What a damaged slot encrypted can't be opened any more, whosever it was.
-        numbers = [
-            _domain_number(key)
-            for key in self.keys
-            if key.number is not None and (key.id is None or key.domain == domain)
-        ]
+        its = [key for key in self.keys if key.id is not None and key.domain == domain]
+        # What a damaged slot encrypted can't be opened any more, whosever it was. None of it is in memory.
+        unread = [key for key in self.keys if key.id is None and key.number is not None]
+        numbers = [_domain_number(key) for key in its + unread[:ERASE_UNREAD_LOOKED_MAX]]
         of = [None] if domain is None else numbers or [-1]
         steps = chain.from_iterable(node.store.of_domain(self._tenant, domain, number) for number in of)
         names: list[Name] = []

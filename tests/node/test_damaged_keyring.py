@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from kvcli.running import Status
 from kvstore.cli import main
 from kvstore.client import Client
+from kvstore.demo.node_process import NodeProcess
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
+from kvstore.node.tenants import token_digest
+from kvstore.sealing.masters import new_master_file
 from tests.node.test_erasing import MARK, node_of
 from tests.sealing.rig import at
 
@@ -61,6 +64,7 @@ def test_swapped_slots_cost_nobody_but_the_erased_user(tmp_path: Path) -> None:
         node.start()
         with Client(node.target) as client:
             assert got(client, "ada") == got(client, "bob") == MissReason.UNREADABLE
+            assert main(["keys", "status", "--data", str(tmp_path / "data")]) == Status.NO
             erased = client.erase_user("ada")
             assert (erased.blocks, erased.sessions, erased.keys) == (1, 1, 2)
             said = json.loads(erased.receipt)
@@ -146,6 +150,48 @@ def test_a_damaged_slot_is_named_by_receipts_commands_and_lists_of_sessions(
             assert json.loads(client.erase_user("eve").receipt)["how"] == "nothing was stored"
             erased = client.erase_user("ada")
             assert (erased.blocks, erased.sessions) == (1, 2), "a session without a label goes as well"
+
+
+def test_the_blocks_of_an_erased_user_go_though_their_slot_was_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "keyring"
+    with node_of(tmp_path, encrypted=True) as node:
+        with Client(node.target) as client:
+            put(client, "ada")
+            put(client, "bob")
+        node.stop()
+        number = slot_of(path, domain_of("ada"))
+        row = path.read_bytes()[at(number)]
+        write(path, {number: bytes((*row[:80], row[80] ^ 1, *row[81:]))})
+        node.start()
+        with Client(node.target) as client:
+            erased = client.erase_user("ada")
+            assert (erased.blocks, erased.sessions, erased.keys) == (1, 1, 1)
+            assert json.loads(erased.receipt)["unread"] == str(number)
+            assert path.read_bytes()[at(number)] == bytes(128)
+            assert got(client, "ada") != PAYLOAD
+            assert got(client, "bob") == PAYLOAD
+
+
+def test_others_than_observers_are_told_of_no_keys(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text(
+        "\n".join(
+            f'[{name}]\ntokens_sha256 = ["{token_digest(name)}"]\n{more}'
+            for name, more in (("acme", ""), ("watch", "observer = true\n"))
+        )
+    )
+    key = tmp_path / "master.key"
+    new_master_file(key)
+    more = ["--master-key", f"file:{key}", "--tenants", str(tenants)]
+    node = NodeProcess(tmp_path / "data", capacity="64MiB", arguments=more)
+    try:
+        for name in ("acme", "watch"):
+            with Client(node.target, token=name) as client:
+                told = client.status()
+            assert told.encrypted
+            assert bool(told.master_key) is bool(told.keys) is (name == "watch")
+    finally:
+        node.stop()
 
 
 def test_a_damaged_tenants_key_stops_no_put(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.errors import Corrupt, StorageError
+from nic_offload.checksum import crc32c
 from tests.sealing.rig import ACME, ZETA, Memory, at, keys_of, master, new_keyring, opened, user, users
 
 if TYPE_CHECKING:
@@ -262,3 +263,15 @@ def test_a_rotation_that_meets_damage_moves_the_others_and_keeps_the_old_key(
     assert mended.rotate_tenant(ACME) >= 1
     assert mended.rotating == []
     assert keys_of(mended, users(30)) == {(ACME, user(30)): bytes(keys[30].key)}
+
+
+def test_a_key_that_is_damaged_under_a_running_node_refuses_no_put() -> None:
+    ring, file = new_keyring()
+    (old,) = ring.ensure(users(1))
+    row = bytearray(file.durable[at(old.number)])
+    row[80] ^= 1
+    row[124:128] = crc32c(bytes(row[:124])).to_bytes(4, "little")  # only its tag tells
+    change_under(file, {old.number: bytes(row)})
+    (fresh,) = ring.ensure(users(1))
+    assert fresh.number != old.number
+    refuses(ring, old)
