@@ -104,7 +104,7 @@ soak: setup ## an hour of puts into a drive that is too small: exact bytes, and 
 	@TRIGGERKV_SOAK_S=$(or $(TRIGGERKV_SOAK_S),3600) $(py) -m pytest tests/crash/test_soak.py $(PYTEST_ARGS)
 
 .PHONY: fuzz
-fuzz: setup ## 10,000,000 calls into the desk under libFuzzer, 100,000 inputs of each Python parser under atheris (long)
+fuzz: setup ## 10,000,000 calls into the desk and as many puts to the receiver under libFuzzer, 100,000 inputs of each Python parser under atheris (long)
 	@tools/fuzz.sh $(FUZZ_RUNS)
 
 .PHONY: mutants

@@ -38,6 +38,7 @@ SESSION_CHUNKS_MAX = 528  # 66,528 blocks: 1 M tokens in blocks of 16, and some
 SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
 SESSION_TIME_TO_LIVE_MS_MAX = 100 * 365 * 86_400_000  # of one that is to end by itself
 SESSION_TURNS_MAX = 1024  # of one session: its table of them is written anew with each
+SESSION_TURNS_CACHED = 16  # such tables, the last that were read
 SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
 SESSION_LABEL_BYTES_MAX = 128  # what a session is called, in UTF-8
 SESSIONS_EXPIRED_AT_ONCE = (
@@ -105,9 +106,13 @@ CALLS_WAIT_MS = (
     1  # between two looks at a begun call: one that waits for the same thing at both is not counted any more
 )
 CALLS_BEGUN_LOOKS_MAX = 100  # after which it is not counted in any case
-CALLS_PENDING_MAX = 8_192  # in gRPC, which the node has not taken on yet; calls that were reset lie there too
+CALLS_PENDING_MAX = (
+    2_048  # in gRPC, not taken on yet, about 14 KiB each; calls that were reset are among them
+)
 CALLS_LINE_LONG = 128  # calls of a tenant that wait; one with more
 CALLS_REST_MS = 2  # leaves so much to others between two of its calls, while they call
+CALLS_WORK_US = 300  # a call that had the thread for longer
+CALLS_REST = 1  # leaves so many times as much to others before its tenant's next one, while they call
 CALLS_OUTSIDE_MAX = 8_192  # calls that wait to be begun
 OPEN_CALLS_MAX = 16_384  # streams of a node, attached clients among them
 CLUSTER_LEASE_S = 5  # how long a member may say nothing
@@ -158,7 +163,8 @@ EVENTS_QUEUED_MAX = 100_000  # blocks whose coming or going waits to be publishe
 EVENTS_REPLAYED_MAX = 10_000  # published messages that a reader can request again
 EVENTS_UNREAD_MAX = 10_000  # messages queued for one reader; it can request those that it missed again
 WATCH_EVENTS_MAX = 4096  # waiting for one watcher; of further ones it gets the number
-WATCH_EVENTS_SENT_MAX = 256  # in one message
+WATCH_EVENTS_SENT_MAX = 512  # in one message
+WATCH_REST_MS = 20  # between two messages: what happens meanwhile comes in one
 WATCH_HEARTBEAT_MS = 5_000
 SLOTS_PER_CLIENT_MAX = 1024
 GRANTED_SLOTS = 8  # of one client, which it writes into without asking; each is free again once it was read
@@ -270,9 +276,9 @@ HOT_BYTES_MIN = 128 << 20
 SHARES = 8  # a caller that receives nothing may hold one part in so many of the hot memory
 TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
 SEND_BYTES_MAX = 2 << 20  # of payloads that a reader is handed together, unless one is larger
-TURN_STEP_BLOCKS = 32  # of a call that names many: a part of a millisecond
+TURN_STEP_BLOCKS = 16  # of a call that names many: up to a millisecond, if they are deleted
 SLOTS_A_STEP = 64  # of a call that leases or gives back many: a millisecond or two
-TURN_STEP_PUTS = 16  # of a stream that puts many: a millisecond, if others have to be evicted for them
+TURN_STEP_PUTS = 8  # of a stream that puts many: a millisecond, if others have to be evicted for them
 TURNS_OTHERS_MS = 1_000  # a tenant that called within this is there
 MOVING_MAX = 2  # blocks of a tenant inside gRPC at a time, while others call;
 MOVING_MS = 250  # of one that takes longer the place is given to the next

@@ -120,7 +120,6 @@ void poll_desks(struct tk_fabric *fabric);
 /* sender.c: puts by grants, the client's side */
 void sender_fire(struct tk_fabric *fabric, struct work *work);
 void sender_summed(struct work *work);
-uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata); /* any thread */
 uint32_t sender_head(const struct work *work, const void **bytes); /* returns how many */
 void *sender_head_desc(const struct work *work);
 int sender_shares(const struct work *work); /* whether its slot is mapped here; then these: */

@@ -101,6 +101,15 @@ uint64_t head_out(const struct tk_endpoint *endpoint, struct spot spot, const vo
 	return endpoint->seal.is_set ? tag_of_head(endpoint->seal.out, spot, metadata, head) : 0;
 }
 
+uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata)
+{
+	static const uint64_t no_tag;
+	size_t first = offsetof(struct tk_put_head, metadata_bytes), end = offsetof(struct tk_put_head, tag);
+	uint32_t crc32c = tk_crc32c(metadata, head->metadata_bytes, 0);
+	crc32c = tk_crc32c((const char *)head + first, end - first, crc32c);
+	return tk_crc32c(&no_tag, sizeof no_tag, crc32c);
+}
+
 int believes_head(const struct tk_endpoint *endpoint, struct spot spot, const void *metadata,
 		  const struct tk_put_head *head)
 {

@@ -36,6 +36,8 @@ uint64_t ack_in(const struct tk_ack_watch *watch, uint64_t word); /* what it say
 int may_watch(const struct tk_endpoint *endpoint, const struct tk_region *region, uint64_t word);
 int may_watch_ack(const struct tk_endpoint *endpoint, uint64_t word);
 
+/* The checksum of the metadata and head of a put, as if it had no tag. Any thread. */
+uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata);
 /* Tags of bytes: of the metadata and head of a put, or of any. Without a seal they are 0, and any is believed. */
 uint64_t head_out(const struct tk_endpoint *endpoint, struct spot spot, const void *metadata,
 		  const struct tk_put_head *head);

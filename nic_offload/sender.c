@@ -337,15 +337,6 @@ int poll_senders(struct tk_fabric *fabric)
 	return busy;
 }
 
-uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata)
-{
-	static const uint64_t no_tag;
-	size_t first = offsetof(struct tk_put_head, metadata_bytes), end = offsetof(struct tk_put_head, tag);
-	uint32_t crc32c = tk_crc32c(metadata, head->metadata_bytes, 0);
-	crc32c = tk_crc32c((const char *)head + first, end - first, crc32c);
-	return tk_crc32c(&no_tag, sizeof no_tag, crc32c);
-}
-
 void sender_summed(struct work *work)
 {
 	struct tk_put_head *head = head_of(work);

@@ -3,9 +3,10 @@
 gRPC hands the node its calls in the order of their arrival, whatever their tenant, one of each method for each round
 of the node's thread. So a call that can't begin yet must cost next to nothing, or the calls behind it wait inside
 gRPC, where their tenant is not known. Of each tenant one call at a time has begun and wants the thread: a thousand
-waiting calls get no more of it than one does, and less while other tenants call, so that the backlog leaves gRPC. A
-call that waits for something else, such as a drive, is detected and no longer counts. A node with one tenant, which
-could only wait for itself, begins `CALLS_BEGUN_MAX`.
+waiting calls get no more of it than one does, and less while other tenants call, so that the backlog leaves gRPC. After
+a call that had the thread for long, the tenant's next one waits for as long, while other tenants call. A call that
+waits for something else, such as a drive, is detected and no longer counts. A node with one tenant, which could only
+wait for itself, begins `CALLS_BEGUN_MAX`.
 
 What always holds: a tenant's calls begin in the order of their arrival. A call cancelled in the queue leaves nothing
 behind. A tenant has its share of the places in the queue.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
+from functools import partial
 from types import coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,8 +28,10 @@ from kvstore.limits import (
     CALLS_BEGUN_MAX,
     CALLS_LINE_LONG,
     CALLS_OUTSIDE_MAX,
+    CALLS_REST,
     CALLS_REST_MS,
     CALLS_WAIT_MS,
+    CALLS_WORK_US,
     TURNS_OTHERS_MS,
 )
 from kvstore.node.fair import Places
@@ -43,9 +47,13 @@ T = TypeVar("T")
 class Begun:
     """A call that has begun."""
 
-    def __init__(self, over: Callable[[], None]) -> None:
-        """`over` is called once: when the call ends, or is seen to wait for something else than the thread."""
-        self._over: Callable[[], None] | None = over
+    def __init__(self, over: Callable[[float], None]) -> None:
+        """`over` is called once: when the call ends, or is seen to wait for something else than the thread.
+
+        It is told for how many seconds the call had the thread.
+        """
+        self._over: Callable[[float], None] | None = over
+        self._worked_s = 0.0
         self._waits_for: asyncio.Future[Any] | None = None
         self._waited_for: asyncio.Future[Any] | None = None  # at the last look
         self._looks = 0
@@ -69,12 +77,16 @@ class Begun:
     def of(self, steps: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
         """Do the call, and see what it waits for."""
         error: BaseException | None = None
+        now_s = asyncio.get_running_loop().time
         while True:
+            began_s = now_s()
             try:
                 self._waits_for = steps.send(None) if error is None else steps.throw(error)
             except StopIteration as end:
                 self._is_done = True
                 return end.value  # type: ignore[no-any-return] # of a coroutine of T
+            finally:
+                self._worked_s += now_s() - began_s
             try:
                 yield self._waits_for
                 error = None
@@ -89,7 +101,7 @@ class Begun:
         if self._over is not None:
             self._next.cancel()
             over, self._over = self._over, None
-            over()
+            over(self._worked_s)
 
 
 class Entrance:
@@ -113,7 +125,7 @@ class Entrance:
             self._begun[who] += 1
         else:
             await self._wait(who)
-        return Begun(lambda: self._over(who))
+        return Begun(partial(self._over, who))
 
     async def _wait(self, who: str | None) -> None:
         if not self._places.left(who):
@@ -125,17 +137,19 @@ class Entrance:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self._over(who)  # it had come to be its turn
+                self._over(who, 0)  # it had come to be its turn
             raise
         finally:
             self._places.give_back(who)
 
-    def _over(self, who: str | None) -> None:
+    def _over(self, who: str | None, worked_s: float) -> None:
         """Begin the next call of this tenant in the place of one, or a little later."""
         loop, line = asyncio.get_running_loop(), self._outside.get(who)
-        is_long = line is not None and len(line) > CALLS_LINE_LONG
-        if is_long and loop.time() - self._others_came < TURNS_OTHERS_MS / 1000:
-            loop.call_later(CALLS_REST_MS / 1000, self._next, who)
+        rest_s = CALLS_REST_MS / 1000 if line is not None and len(line) > CALLS_LINE_LONG else 0
+        if worked_s > CALLS_WORK_US / 1_000_000:
+            rest_s = max(rest_s, CALLS_REST * worked_s)
+        if rest_s and loop.time() - self._others_came < TURNS_OTHERS_MS / 1000:
+            loop.call_later(rest_s, self._next, who)
         else:
             self._next(who)
 

@@ -6,10 +6,11 @@ until then something comes at least every `WATCH_HEARTBEAT_MS`.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from kvstore.errors import TenantDenied
-from kvstore.limits import WATCH_HEARTBEAT_MS
+from kvstore.limits import WATCH_HEARTBEAT_MS, WATCH_REST_MS
 from kvstore.node.calls import refusals
 from kvstore.node.inline import deadline
 from kvstore.node.statistics import collected
@@ -52,4 +53,5 @@ class ObservingService(observing_pb2_grpc.ObservingServicer):
                     told = await watcher.next(WATCH_HEARTBEAT_MS / 1000)
                     async with deadline("A watcher"):
                         await context.write(told)
+                    await asyncio.sleep(WATCH_REST_MS / 1000)
             raise TenantDenied(f"{tenant.name} is no longer a tenant of this node.")

@@ -11,6 +11,7 @@ It doesn't check CRCs, nor whether the blocks and chunks that are named exist.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,7 @@ from kvstore.limits import (
     SESSION_CHUNK_BLOCKS,
     SESSION_CHUNKS_MAX,
     SESSION_LABEL_BYTES_MAX,
+    SESSION_TURNS_CACHED,
     SESSION_TURNS_MAX,
     USER_BYTES,
 )
@@ -137,10 +139,17 @@ def parse_manifest(payload: bytes, label_bytes_max: int = SESSION_LABEL_BYTES_MA
     if last is None or len(payload) < last_at:
         return None
     keys = split_keys(payload[_FIXED.size : turns_at])
-    read = tuple(map(Turn._make, _TURN.iter_unpack(payload[turns_at:label_at])))
-    label_bytes = payload[label_at:last_at]
-    manifest = Manifest(user, session, keys[:chunks], keys[chunks:], read, label_bytes, *last)
-    return manifest if _follow_each_other(read, manifest.blocks) else None
+    read = _read_turns(payload[turns_at:label_at], chunks * SESSION_CHUNK_BLOCKS + tail)
+    if read is None:
+        return None
+    return Manifest(user, session, keys[:chunks], keys[chunks:], read, payload[label_at:last_at], *last)
+
+
+@lru_cache(SESSION_TURNS_CACHED)  # a step of a session reads the same turns several times
+def _read_turns(packed: bytes, blocks: int) -> tuple[Turn, ...] | None:
+    """The turns of a session with so many blocks; None if they don't follow each other."""
+    read = tuple(map(Turn._make, _TURN.iter_unpack(packed)))
+    return read if _follow_each_other(read, blocks) else None
 
 
 def _parse_last(data: bytes) -> tuple[int, int, int] | None:

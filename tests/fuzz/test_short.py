@@ -47,15 +47,22 @@ def test_whatever_comes_a_parser_ends_as_it_should(name: str) -> None:
     run()
 
 
-def test_the_desk_stands_calls_of_any_kind(tmp_path: Path) -> None:
-    """In C, with the compiler that builds the core: inputs made up by the harness itself."""
-    core = [
-        f"nic_offload/{name}.c"
-        for name in ("desk", "desk_where", "shelf", "names", "seal", "siphash", "crc32c")
-    ]
-    built = tmp_path / "desk"
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("desk", ("desk", "desk_where", "shelf", "names", "seal", "siphash", "crc32c")),
+        (
+            "receiver",
+            ("receiver", "receiver_puts", "shelf", "names", "seal", "siphash", "crc32c", "atomic_words"),
+        ),
+    ],
+)
+def test_what_reads_a_peers_bytes_in_c_stands_any(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    """Calls at the desk and puts by grants, built as the core is: inputs made by the harness itself."""
+    core = [f"nic_offload/{part}.c" for part in parts]
+    built = tmp_path / name
     flags = ["-g", "-O1", "-DSTANDALONE", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    command = ["gcc", *flags, "-o", str(built), "tests/fuzz/desk.c", *core, "-lpthread"]
+    command = ["gcc", *flags, "-o", str(built), f"tests/fuzz/{name}.c", *core, "-lpthread"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=TIMEOUT_S)
     ran = subprocess.run(
         [built, str(C_RUNS)], check=True, timeout=TIMEOUT_S, stdout=subprocess.PIPE, text=True

@@ -496,11 +496,12 @@ def _attack(name: str, until: float, source: str, told: Told) -> None:
         print(json.dumps(ATTACKS[name](told, until, source)), flush=True)  # noqa: T201 - what it is asked for
     except BaseException:  # noqa: BLE001 - or a fork would go on as its parent
         traceback.print_exc()
+        print(flush=True)  # noqa: T201 - so that nobody waits for a report
     os._exit(0)  # what is held goes with the process
 
 
 if __name__ == "__main__":
-    os.nice(5)
+    os.nice(19)
     print("ready", flush=True)  # noqa: T201 - what starts them waits for it
     for line in sys.stdin:
         if not (child := os.fork()):

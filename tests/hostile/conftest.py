@@ -41,4 +41,4 @@ def putting(one_beside: Beside) -> Beside:
 @pytest.fixture(scope="module")
 def large_sessions(one_beside: Beside) -> None:
     """The attacker has sessions as long as they may be."""
-    make_large_sessions({"port": one_beside.port, "token": "evil"})
+    one_beside.prepare(make_large_sessions)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 
 import pytest
 
 from kvstore.errors import Overloaded
-from kvstore.limits import CALLS_BEGUN_MAX, CALLS_LINE_LONG, CALLS_REST_MS
+from kvstore.limits import CALLS_BEGUN_MAX, CALLS_LINE_LONG, CALLS_REST, CALLS_REST_MS
 from kvstore.node import admission
 from kvstore.node.admission import Begun, Entrance
 
@@ -57,6 +58,28 @@ def test_a_tenant_with_a_long_line_rests_between_two_calls_while_others_call() -
 
     assert asyncio.run(come("few")) >= 20 * CALLS_REST_MS / 1000
     assert asyncio.run(come("many")) < 20 * CALLS_REST_MS / 1000
+
+
+def test_a_call_that_took_long_leaves_as_much_time_to_others_while_they_call() -> None:
+    worked_s = 0.02
+
+    async def works() -> None:
+        for _ in range(2):
+            await asyncio.sleep(0)
+            time.sleep(worked_s / 2)  # noqa: ASYNC251 - on the thread, as the work of a call is
+
+    async def come(other: str) -> float:
+        at = Entrance(lambda: 2)
+        (await at.enter(other)).over()
+        begun = await at.enter("heavy")
+        await begun.of(works())
+        began = asyncio.get_running_loop().time()
+        begun.over()
+        (await at.enter("heavy")).over()
+        return asyncio.get_running_loop().time() - began
+
+    assert asyncio.run(come("few")) >= worked_s * CALLS_REST
+    assert asyncio.run(come("heavy")) < worked_s * CALLS_REST
 
 
 def test_where_there_is_one_tenant_several_calls_begin() -> None:
@@ -123,7 +146,7 @@ def test_a_call_that_waits_for_something_else_than_the_thread_is_not_counted(
         async def reads() -> int:
             return await drive
 
-        reading = Begun(over.set)
+        reading = Begun(lambda _: over.set())
         call = asyncio.ensure_future(_of(reading, reads()))
         await asyncio.wait_for(over.wait(), 5)
         drive.set_result(7)
@@ -135,7 +158,7 @@ def test_a_call_that_waits_for_something_else_than_the_thread_is_not_counted(
 
         over.clear()
         working = True
-        call_of_works = asyncio.ensure_future(_of(Begun(over.set), works()))
+        call_of_works = asyncio.ensure_future(_of(Begun(lambda _: over.set()), works()))
         await asyncio.sleep(0.1)
         assert not over.is_set(), "it wants the thread all the time"
         working = False
@@ -162,7 +185,7 @@ def test_what_ends_a_call_from_outside_ends_it_inside() -> None:
                 raise
 
         async def call() -> None:
-            await Begun(lambda: None).of(stands())
+            await Begun(lambda _: None).of(stands())
 
         task = asyncio.create_task(call())
         await settle()

@@ -138,6 +138,26 @@ def test_a_watcher_that_reads_too_slowly_learns_how_many_events_it_missed(
     assert WATCH_EVENTS_SENT_MAX < WATCH_EVENTS_MAX
 
 
+def test_what_happens_one_by_one_comes_in_few_messages(
+    node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message costs a node what many events cost, for each that watches."""
+    monkeypatch.setattr(observing, "WATCH_REST_MS", 500)
+    mine = tenant_id(node, client)
+    with grpc.insecure_channel(node.target) as channel:
+        stub = observing_pb2_grpc.ObservingStub(channel)  # type: ignore[no-untyped-call]
+        watch = iter(stub.Watch(pb.WatchRequest(tenant="acme"), timeout=WAIT_S))
+        next(watch)
+        messages = list[int]()
+        for at in range(20):
+            node.call(lambda one: one.watchers.blocks([(mine, KEYS[0])], None))
+            if not at:  # this one is told at once
+                messages.append(len(next(watch).events))
+        while sum(messages) < 20:
+            messages.append(len(next(watch).events))
+    assert len(messages) < 5
+
+
 def test_a_watch_beats_and_ends_with_its_time(
     node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,3 +146,13 @@ def test_any_bytes_have_an_outcome(data: bytes) -> None:
 def test_a_chunk_is_one_page_at_most_and_comes_apart_into_its_keys() -> None:
     assert CHUNK_PAYLOAD_BYTES <= PAGE_BYTES
     assert split_keys(KEY + USER + SESSION) == (KEY, USER + SESSION)
+
+
+def test_the_turns_of_a_session_are_read_once() -> None:
+    """A step of a session of a thousand turns looks at its manifest several times."""
+    turns = tuple(Turn(number, 16, 7) for number in range(SESSION_CHUNK_BLOCKS - 1))
+    payload = pack_manifest(Manifest(b"u" * 16, b"s" * 16, (), (b"k" * 32,) * len(turns), turns))
+    first, second = parse_manifest(payload), parse_manifest(bytes(bytearray(payload)))
+    assert first is not None
+    assert second is not None
+    assert first.turns is second.turns
