@@ -41,6 +41,8 @@ struct tk_aead {
 int tk_aead_load(char *message); /* whose it is; -ENOENT: there is none, and why */
 int tk_aead_encrypt(const struct tk_aead *of, const void *from, size_t length, void *to);
 int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, void *to); /* -EBADMSG: the tag is wrong */
+/* Of rows of associated data, nonce, key and tag: which are authentic, 1 or 0 each. */
+int tk_aead_check(const void *key, const void *rows, uint32_t count, uint32_t associated_bytes, uint8_t *good);
 void tk_wipe(void *secret, size_t length);
 
 /* Keys of erase domains; see vault.c. It is closed after all that uses it. */

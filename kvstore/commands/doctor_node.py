@@ -13,6 +13,7 @@ from kvstore.client.blocks import Block
 from kvstore.client.client import Client
 from kvstore.client.contact import steps
 from kvstore.commands.doctor import Result
+from kvstore.commands.show_commands import encryption_line
 from kvstore.errors import ConfigError, FabricError, KvError, NodeUnavailable, ProtocolError
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
@@ -58,6 +59,7 @@ def _check_calls(client: Client) -> Iterator[Result]:
         yield Result("tenant", "fail", str(error), "Calls are refused.", do)
         return
     yield Result("tenant", "ok", "the node accepts calls from here", "Blocks can be sent inside gRPC.")
+    yield _encryption(client)
     do = "Let both machines reach each other's fabric ports, and use one provider; docs/operating.md has the table."
     with mmap.mmap(-1, PAGE_BYTES) as memory:
         try:
@@ -77,3 +79,19 @@ def _check_calls(client: Client) -> Iterator[Result]:
         yield Result(
             "fabric", "fail", f"the node did not answer: {answer}", "Blocks can be sent inside gRPC only.", do
         )
+
+
+def _encryption(client: Client) -> Result:
+    told = client.status()
+    is_well = told.encrypted and not told.keys_damaged
+    return Result(
+        "the node's encryption",
+        "ok" if is_well else "warn",
+        encryption_line(told),
+        "A node with a master key encrypts what it stores, and can erase a user by destroying a key.",
+        ""
+        if is_well
+        else "Give it --master-key."
+        if not told.encrypted
+        else "kvstore keys status, on the node.",
+    )

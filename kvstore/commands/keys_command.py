@@ -95,13 +95,15 @@ def _opened(data: Path, option: str) -> Keyring:
 
 
 def _status(data: Path, option: str | None, *, as_json: bool) -> int:
-    if option is not None:
-        _opened(data, option).close()
-    status = read_status(keyring_path(data))
     node = find_control(data)
-    clear = {} if node is None else node.clear
-    if node is not None:
+    status = read_status(keyring_path(data))
+    clear: Clear = {}
+    if node is not None:  # without the keys, slots that were moved look whole
+        clear, status = node.clear, status._replace(damaged=max(status.damaged, node.damaged))
         node.close()
+    elif option is not None:
+        with _opened(data, option) as keyring:
+            status = keyring.status()
     if as_json:
         _print(json.dumps(_document(status, clear), indent=2))
     else:
@@ -154,7 +156,8 @@ def _lines(status: KeyringStatus, clear: Clear) -> list[str]:
         )
     if status.damaged:
         lines.append(
-            "What was sealed with a damaged key can't be opened; restore a copy of the keyring if there is one."
+            "What a damaged key encrypted can't be opened, and no key is rotated: restore a copy of the keyring, or"
+            " give these keys up (`kvstore keys accept-keyring` on the stopped node)."
         )
     return lines
 
@@ -223,7 +226,11 @@ def _accept_keyring(store: EncryptedStore, data: Path, option: str, *, is_sure: 
     with closing(open_master(option)) as master, Keyring.open(path, master, store.store_uuid) as keyring:
         is_its = {mark.id for mark in store.marks} == {keyring.store_key_id}
         is_known = keyring.has if is_its else _knows_none
-        if not _given_up(store, is_known, is_sure=is_sure):
+        damaged = keyring.status().damaged
+        if damaged:
+            _print(f"{damaged} slots of the keyring are damaged.")
+        # The slots go first: without its mark on the drives, this command wouldn't be taken a second time.
+        if not _given_up(store, is_known, keyring.give_up_damaged, is_sure=is_sure):
             return Status.NO
     _print(f"{path} is the store's keyring from now on.")
     return Status.DONE
@@ -233,13 +240,20 @@ def _knows_none(_: int, __: bytes) -> bool:
     return False
 
 
-def _given_up(store: EncryptedStore, is_known: Callable[[int, bytes], bool], *, is_sure: bool) -> bool:
+def _given_up(
+    store: EncryptedStore,
+    is_known: Callable[[int, bytes], bool],
+    first: Callable[[], object] = lambda: None,
+    *,
+    is_sure: bool,
+) -> bool:
     with bars() as progress:
         lost = store.lost(is_known, progress)
     _print(
         f"{lost.records} encrypted records, {show_size(lost.size_bytes)}, can't be read without the lost keys."
     )
     if is_sure:
+        first()
         store.give_up()
     else:
         _print("Restore the keyring if you can; --yes gives them up.")

@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from kvstore.wire.kvstore_pb2 import StatusResponse
     from kvstore.wire.observing_pb2 import StatisticsResponse
 
-__all__ = ["drives", "evictions", "numbers", "parts", "reasons", "stats", "table"]
+__all__ = [
+    "drives",
+    "encryption",
+    "encryption_line",
+    "evictions",
+    "numbers",
+    "parts",
+    "reasons",
+    "stats",
+    "table",
+]
 
 _SINCE = "Since the node began"
 _NOW = "Now"
@@ -31,9 +41,31 @@ _DRIVE_HEADS = ("drive", "blocks", "used", "free", "takes puts", "")
 
 def stats(client: Client, *, as_json: bool) -> int:
     """Print them; the exit status."""
-    told = client.statistics()
-    print(json.dumps(numbers(told), indent=2) if as_json else _stats_page(told))  # noqa: T201 - its output
+    told, status = client.statistics(), client.status()
+    document = {**numbers(told), "encryption": encryption(status)}
+    page = f"Encryption: {encryption_line(status)}\n{_stats_page(told)}"
+    print(json.dumps(document, indent=2) if as_json else page)  # noqa: T201 - its output
     return 0
+
+
+def encryption(told: StatusResponse) -> dict[str, object]:
+    """Whether a node encrypts, and with which keys; of these an observer alone is told."""
+    return {
+        "on": told.encrypted,
+        "keys": told.keys,
+        "keys_damaged": told.keys_damaged,
+        "master_key": told.master_key,
+    }
+
+
+def encryption_line(told: StatusResponse) -> str:
+    """Say the same in a line."""
+    if not told.encrypted:
+        return "off: what is stored is in the clear on the drives (kvstore serve --master-key)"
+    if not told.master_key:
+        return "on"
+    damaged = f", {told.keys_damaged} slots damaged (kvstore keys status)" if told.keys_damaged else ""
+    return f"on, {told.keys} keys, sealed with master key {printable(told.master_key)}{damaged}"
 
 
 def numbers(told: StatisticsResponse) -> dict[str, object]:

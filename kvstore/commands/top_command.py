@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, TextIO
 
-from kvstore.commands.show_commands import evictions, parts, reasons
+from kvstore.commands.show_commands import encryption, encryption_line, evictions, parts, reasons
 from kvstore.config import printable, show_size, show_time
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
 
@@ -86,8 +86,8 @@ def _less(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
 
 
-def view(told: dict[str, object], node: str) -> str:
-    """For people."""
+def view(told: dict[str, object], node: str, encrypts: str) -> str:
+    """For people; `encrypts` is the line on encryption."""
     at = _At(told)
     hits, missed = at.of("hits"), at.of("misses")
     asked = sum(hits.values()) + sum(missed.values())
@@ -107,9 +107,10 @@ def view(told: dict[str, object], node: str) -> str:
         "queues": parts(queues),
         "memory": _bar(memory["kept_bytes"], memory["bytes"]),
         "drives": f"{_bar(used_bytes, drives['bytes'])}, {drives['blocks']} blocks{state}",
+        "encryption": encrypts,
     }
     head = f"node {printable(node)}, up {up}, {connections} attached; the last {seconds:.1f} s"
-    return "\n".join([head, "", *(f"{name:<10}{said}" for name, said in rows.items())])
+    return "\n".join([head, "", *(f"{name:<12}{said}" for name, said in rows.items())])
 
 
 class _At:
@@ -171,14 +172,17 @@ class Top:
             self._pause(interval_s)
             now_ns = self._clock.monotonic_ns()
             try:
-                now = self._client.statistics()
+                now, status = self._client.statistics(), self._client.status()
             except (NodeUnavailable, DeadlineExceeded) as error:
                 if once:
                     raise
                 said = json.dumps({"away": str(error)}) if as_json else f"{clear}{error}"
             else:
                 told = risen(before, now, max(1e-3, (now_ns - asked_ns) / 1e9))
-                said = json.dumps(told) if as_json else clear + view(told, self._node)
+                told["encryption"] = encryption(status)
+                said = (
+                    json.dumps(told) if as_json else clear + view(told, self._node, encryption_line(status))
+                )
                 before, asked_ns = now, now_ns
             self._out.write(said + "\n" if as_json or clear or once else said + "\n\n")
             self._out.flush()

@@ -83,7 +83,15 @@ class ControlSocket:
             if len(self._callers) > CONTROL_CALLERS_MAX:
                 raise Overloaded("The node has enough to do for others that manage its keys.")
             challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-            writer.write(line_of({"challenge": challenge.hex(), "clear": self._clear()}))
+            writer.write(
+                line_of(
+                    {
+                        "challenge": challenge.hex(),
+                        "clear": self._clear(),
+                        "damaged": self._keys.status.damaged,
+                    }
+                )
+            )
             async with asyncio.timeout(CONTROL_ASK_MS / 1000):
                 line = await reader.readline()
             if line:

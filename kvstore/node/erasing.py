@@ -30,6 +30,7 @@ from kvstore.errors import StorageError
 from kvstore.limits import (
     ERASE_LOOK_BLOCKS,
     ERASE_STEP_BLOCKS,
+    ERASE_UNREAD_LOOKED_MAX,
     ERASE_WIPED_BYTES,
     PAGE_BYTES,
     SESSIONS_LISTED_STEP,
@@ -93,7 +94,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             self._node.erasures.note(tenant.id, None)
             async with self._lock_of(tenant):
                 erasure = _Erasure(self._node, tenant.id)
-                await erasure.destroy([None])
+                await erasure.destroy(None)
                 await erasure.sessions(None)
                 await erasure.blocks_of(None)
                 await erasure.wipe_free_memory()
@@ -116,6 +117,9 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             node=node.store.name,
             store_uuid=node.store.drives[0].store_uuid,
             drives=tuple(drive.number for drive in node.store.drives),
+            is_encrypted=erasure.is_encrypted,
+            clear_bytes=node.store.statistics().clear_bytes,
+            sessions=erasure.removed,
             peer=peer,
         )
         if not self._gate.audit.note(receipt.what, tenant=tenant.name, peer=peer, **receipt.fields()):
@@ -128,7 +132,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             blocks=erasure.blocks,
             bytes=erasure.size_bytes,
             sessions=erasure.removed,
-            keys=sum(key.number is not None for key in erasure.keys),
+            keys=len(receipt.destroyed),
             receipt=receipt.line(),
             members_digest=0 if node.membership is None else node.membership.digest,
             node=node.store.name,
@@ -142,21 +146,21 @@ class _Erasure:
         self._node = node
         self._tenant = tenant
         self._keys = node.store.keys if isinstance(node.store.keys, StoreKeys) else None
+        self.is_encrypted = self._keys is not None
         self.keys: list[Erased] = []
         self.blocks = self.size_bytes = self.removed = 0
 
-    async def destroy(self, domains: Sequence[bytes | None]) -> None:
-        """Destroy the keys of domains; None: of the whole tenant."""
+    async def destroy(self, domains: Sequence[bytes] | None) -> None:
+        """Destroy the keys of domains, all at once; None: of the whole tenant."""
         if self._keys is None:
             return
-        for domain in domains:
-            under_way = asyncio.wrap_future(self._keys.erase(self._tenant, domain))
-            # A call that is given up doesn't stop what it began: only its end is the end of the erasure.
-            under_way.add_done_callback(partial(self._erased, self._keys, domain))
-            self.keys += await asyncio.shield(under_way)
+        under_way = asyncio.wrap_future(self._keys.erase(self._tenant, domains))
+        # A call that is given up doesn't stop what it began: only its end is the end of the erasure.
+        under_way.add_done_callback(partial(self._erased, self._keys, domains))
+        self.keys += await asyncio.shield(under_way)
 
-    def _erased(self, keys: StoreKeys, domain: bytes | None, _: object) -> None:
-        keys.erased(self._tenant, domain)
+    def _erased(self, keys: StoreKeys, domains: Sequence[bytes] | None, _: object) -> None:
+        keys.erased(self._tenant, domains)
 
     async def sessions(self, user: bytes | None) -> None:
         """Remove the sessions of a user, or of all, and erase the blocks that nothing else names.
@@ -205,9 +209,10 @@ class _Erasure:
         node = self._node
         node.granted.take_all()  # what has landed is being put
         # Without a key of its own it has no block: in an entry no key is 0, and that is what is in the clear.
-        numbers = [
-            _domain_number(key) for key in self.keys if key.domain == domain and key.number is not None
-        ]
+        its = [key for key in self.keys if key.id is not None and key.domain == domain]
+        # What a damaged slot encrypted can't be opened any more, whosever it was. None of it is in memory.
+        unread = [key for key in self.keys if key.id is None and key.number is not None]
+        numbers = [_domain_number(key) for key in its + unread[:ERASE_UNREAD_LOOKED_MAX]]
         of = [None] if domain is None else numbers or [-1]
         steps = chain.from_iterable(node.store.of_domain(self._tenant, domain, number) for number in of)
         names: list[Name] = []

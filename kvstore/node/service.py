@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvcli.version import package_version
 from kvstore.errors import Expired, ProtocolError
@@ -13,6 +13,7 @@ from kvstore.node.calls import durability_of, miss_message, refusals
 from kvstore.node.connection import AckArea, BlockRequest, check_count, check_generation
 from kvstore.node.connection_calls import fetch, in_steps, reserve
 from kvstore.node.inline import deadline
+from kvstore.sealing.store_keys import StoreKeys
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.fabric_call import FetchRow
@@ -314,10 +315,17 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     read.close()
                     looking.over()
 
+    def _keys_for(self, tenant: Tenant) -> dict[str, Any]:
+        keys = self._node.store.keys
+        if not isinstance(keys, StoreKeys) or not self._gate.tenants.observes(tenant.name):
+            return {}
+        told = keys.status
+        return {"keys": told.live, "keys_damaged": told.damaged, "master_key": told.master_id}
+
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802, ARG002
         """Say how the node is doing."""
         async with refusals(context, self._node.counters):
-            self._gate.enter("status", context)
+            tenant = self._gate.enter("status", context)
             store = self._node.store.statistics()
             return pb.StatusResponse(
                 node=self._name,
@@ -333,5 +341,6 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 index_rebuilt=store.rebuilt,
                 drives=map(_drive_message, self._node.store.drive_states()),
                 encrypted=self._node.store.keys is not None,
+                **self._keys_for(tenant),
             )
         raise AssertionError

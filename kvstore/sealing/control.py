@@ -1,6 +1,6 @@
 """How `kvstore keys` speaks to the node that has a data folder open: a socket in that folder, lines of JSON.
 
-    node      {"challenge": HEX, "clear": {DRIVE: [BYTES, WHY], ...}}
+    node      {"challenge": HEX, "clear": {DRIVE: [BYTES, WHY], ...}, "damaged": SLOTS}
     command   {"do": "rotate-tenant", "tenant": HEX or null, "proof": HEX}
               {"do": "rotate-master", "new_master_key": "KIND:WHERE", "proof": HEX}
     node      {"done": ...}   or   {"error": SENTENCE, "kind": NAME}
@@ -64,6 +64,7 @@ class Control:
         self._lines = connection.makefile("rb")
         hello = self._heard()
         self.challenge = bytes.fromhex(hello["challenge"])
+        self.damaged = int(hello["damaged"])  # slots of the keyring, those that were moved among them
         # What of each drive is in the clear and being encrypted, and why that doesn't go on.
         self.clear = {int(drive): (int(size), str(why)) for drive, (size, why) in hello["clear"].items()}
 

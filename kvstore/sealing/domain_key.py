@@ -42,7 +42,10 @@ class DomainKey(Handle):
 
 
 class Erased(NamedTuple):
-    """A destroyed key, by its slot's number and its id; without them if the domain never had one."""
+    """A destroyed key, by its slot's number and its id; without them if the domain never had one.
+
+    With a number and no id: a slot that could not be read, and was overwritten, since it might have had the key.
+    """
 
     tenant: bytes
     domain: bytes

@@ -122,6 +122,8 @@ def found_in(slots: SlotTable, root_id: bytes) -> Found:
     ids: set[bytes] = set()
     others: list[TenantKey] = []
     for number in slots.others:
+        if slots.is_damaged(number):
+            continue
         slot = slots.read(number)
         if slot is None:
             continue

@@ -2,8 +2,9 @@
 
     {"at_ms":1763716000000,"at":"2025-11-21T09:06:40.000Z","what":"erase-domain","how":"keys destroyed",...}
 
-What always holds: a receipt has no key, no token and no name of a user, whose name it would keep although they asked to
-be forgotten: a domain is named by its digest. It is of a bounded length, and its digest covers all destroyed keys.
+What always holds: a receipt says what was done, and which slots were overwritten without its being known whose keys
+they had. It has no key, no token and no name of a user, whose name it would keep although they asked to be forgotten:
+a domain is named by its digest. It is of a bounded length, and its digest covers all destroyed keys.
 What it doesn't do: prove anything to somebody who doesn't trust the node: it isn't signed.
 """
 
@@ -26,7 +27,9 @@ __all__ = ["Receipt", "keys_digest"]
 
 _DIGEST_BYTES: Final = 32
 _KEYS_DESTROYED: Final = "keys destroyed"
+_SLOTS_OVERWRITTEN: Final = "unreadable slots overwritten"
 _OVERWRITTEN: Final = "overwritten"
+_NOTHING: Final = "nothing was stored"
 
 
 def keys_digest(keys: Sequence[Erased]) -> str:
@@ -54,6 +57,9 @@ class Receipt:
     node: str
     store_uuid: bytes
     drives: tuple[int, ...]
+    sessions: int
+    is_encrypted: bool
+    clear_bytes: int  # what may be in the clear on the drives of a node that encrypts, free pages included
     peer: str = ""  # the caller
 
     @property
@@ -67,12 +73,14 @@ class Receipt:
 
     def fields(self) -> dict[str, str | int]:
         """All of it but the time, the tenant and the caller, which each line of the audit log has."""
-        destroyed = sorted(_destroyed(self.keys))
-        return {
+        destroyed = self.destroyed
+        unread = sorted(key.number for key in self.keys if key.number is not None and key.id is None)
+        said: dict[str, str | int] = {
             "at": self.at,
-            "how": _KEYS_DESTROYED if destroyed else _OVERWRITTEN,
+            "how": self._how(destroyed, unread),
             "domain": "" if self.domain is None else self.domain.hex(),
             "blocks": self.blocks,
+            "sessions": self.sessions,
             "bytes": self.size_bytes,
             "keys": len(destroyed),
             "key_ids": ",".join(
@@ -83,6 +91,24 @@ class Receipt:
             "store": self.store_uuid.hex(),
             "drives": ",".join(map(str, self.drives)),
         }
+        if self.is_encrypted:
+            said["clear_bytes"] = self.clear_bytes
+        if unread:
+            said["unread_slots"] = len(unread)
+            said["unread"] = ",".join(map(str, unread[:RECEIPT_KEYS_MAX]))
+        return said
+
+    @property
+    def destroyed(self) -> list[tuple[int, bytes]]:
+        """The keys that are known to have been of what was erased, by slot and id."""
+        return sorted(_destroyed(self.keys))
+
+    def _how(self, destroyed: Sequence[object], unread: Sequence[object]) -> str:
+        if destroyed:
+            return _KEYS_DESTROYED
+        if unread:
+            return _SLOTS_OVERWRITTEN
+        return _OVERWRITTEN if self.blocks or self.sessions else _NOTHING
 
     @property
     def what(self) -> str:

@@ -2,7 +2,7 @@
 
 What always holds: a slot's bytes in the file decide; what is kept in memory (30 bytes a slot) says where to look. Only
 free slots are taken, and those whose key was destroyed, the oldest first, once the keyring can't grow; damaged ones
-never are, until an erasure has overwritten them.
+never are, until an erasure has overwritten them. A slot that was moved, or changed since it was loaded, is damaged.
 What it doesn't do: know a key, or order one write before another: its caller syncs.
 
 One thread writes at a time; the others may read meanwhile.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvstore.errors import InvalidArgument, NoSpace, QuotaExceeded
+from kvstore.errors import Corrupt, InvalidArgument, NoSpace, QuotaExceeded
 from kvstore.limits import (
     KEYRING_LOAD_PAGES,
     KEYRING_NEW_NAMES_MAX,
@@ -42,11 +42,12 @@ from kvstore.sealing.slots import (
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from kvstore.sealing.keyring_file import KeyringFile
+    from kvstore.sealing.slot_check import Good, Numbers, Rows
     from kvstore.sealing.slots import Slot
 
 __all__ = ["SlotTable"]
@@ -97,6 +98,8 @@ class SlotTable:
         self._free: list[int] = []  # the next one at the end
         self._oldest_gone: list[int] = []  # to be taken when nothing else is left; the next one at the end
         self.others: list[int] = []  # slots of keys that are no domain's, as they were loaded
+        self._moved: dict[int, int] = {}  # by the ids of whole keys in wrong slots: where they are
+        self._met: set[int] = set()  # slots that were damaged when they were in use already
         self._load()
 
     def _load(self) -> None:
@@ -152,10 +155,62 @@ class SlotTable:
         return numbers
 
     def read(self, number: int) -> Slot | None:
-        """What a slot has, None if it is free; Corrupt if it is damaged."""
+        """What a slot has, None if it is free; Corrupt if it is damaged, which is noted."""
+        try:
+            return parse_slot(self.row(number))
+        except Corrupt:
+            self.mark_damaged([number])
+            raise
+
+    def row(self, number: int) -> bytes:
+        """A slot's bytes."""
         page = self._page(HEADER_PAGES + number // SLOTS_PER_PAGE)
         at = number % SLOTS_PER_PAGE * SLOT_BYTES
-        return parse_slot(page[at : at + SLOT_BYTES])
+        return page[at : at + SLOT_BYTES]
+
+    def mark_damaged(self, numbers: Sequence[int], *, ids: Sequence[int] = (), met: bool = True) -> None:
+        """Note that slots are damaged, and the ids of whole keys in them; `met`: since the keyring was opened."""
+        with self._lock:
+            for number in numbers:
+                if self._states[number] != DAMAGED and met:
+                    self._met.add(number)
+                self._states[number] = DAMAGED
+            self._moved.update((one, number) for one, number in zip(ids, numbers, strict=False) if one)
+
+    def check(self, judge: Callable[[bytes, Rows, Numbers], Good], *, met: bool) -> None:
+        """Mark slots as damaged that have changed since they were loaded, or have a domain's key that isn't theirs.
+
+        `judge` tells which keys are authentic: of slots with these numbers, wrapped by the key of this id.
+        """
+        for first, rows, raw in self._chunks(self._pages):
+            known, ids = self._states[first : first + len(rows)], self._ids[first : first + len(rows)]
+            states = _states_of(rows, raw)
+            bad = (known != DAMAGED) & ((states != known) | ((states != FREE) & (rows["id"] != ids)))
+            judged = np.flatnonzero((states == LIVE) & ~bad & (known == LIVE) & (rows["kind"] == Kind.DOMAIN))
+            for by in np.unique(rows["by"][judged]).tolist():
+                some = judged[rows["by"][judged] == by]
+                numbers = (some + first).astype(np.uint32)
+                bad[some] = ~judge(by.to_bytes(8, "little"), rows[some], numbers)
+            found = np.flatnonzero(bad)
+            whole = [int(rows["id"][one]) if states[one] == LIVE else 0 for one in found]
+            self.mark_damaged((found + first).tolist(), ids=whole, met=met)
+
+    def is_moved(self, key_id: bytes) -> bool:
+        """Whether a key is in a slot that isn't its own."""
+        return int.from_bytes(key_id, "little") in self._moved
+
+    def was_met(self, number: int) -> bool:
+        """Whether a damaged slot was whole when the keyring was opened."""
+        return number in self._met
+
+    def tenant_of(self, number: int) -> bytes | None:
+        """Whose a slot is that was whole before, by its name; None if that was damaged with it."""
+        (one,) = np.frombuffer(self.row(number), _ROW)
+        return one["name"].tobytes()[:TENANT_BYTES] if int(one["id"]) == int(self._ids[number]) else None
+
+    def id_of(self, number: int) -> bytes:
+        """The id of the key that was last known in a slot."""
+        return int(self._ids[number]).to_bytes(8, "little")
 
     def _page(self, page: int) -> bytes:
         """A page as it was before a write or after it, and no mixture."""
@@ -176,14 +231,9 @@ class SlotTable:
             return int(self._ids[number]) == int.from_bytes(key_id, "little")
 
     def is_damaged(self, number: int) -> bool:
-        """Whether a slot was damaged when the keyring was opened, and not overwritten since."""
+        """Whether a slot was found to be damaged, and not overwritten since."""
         with self._lock:
             return 0 <= number < len(self._states) and int(self._states[number]) == DAMAGED
-
-    def is_used(self, number: int) -> bool:
-        """Whether a slot has a key."""
-        with self._lock:
-            return 0 <= number < len(self._states) and int(self._states[number]) == LIVE
 
     def has_id(self, number: int, key_id: bytes) -> bool:
         """Whether a slot has, or had last, the key of this id."""
@@ -196,18 +246,14 @@ class SlotTable:
         return next(live, found[0] if found else None)
 
     def find_all(self, tenant: bytes, domain: bytes) -> list[tuple[int, Slot]]:
-        """All slots of a domain: more than one if a damaged one came back, or was copied to another place."""
-        if (len(tenant), len(domain)) != (TENANT_BYTES, DOMAIN_BYTES):
-            raise InvalidArgument(f"A tenant and a domain have {TENANT_BYTES} and {DOMAIN_BYTES} bytes.")
-        name = tenant + domain
-        number = self._new.get(name)
-        candidates = self._sorted_in(name)
-        if number is not None and number not in candidates:
-            candidates.insert(0, number)
+        """All whole slots of a domain: more than one if a damaged one came back."""
         found = []
-        for one in candidates:
+        for one in self.numbers_of(tenant, domain):
             if self._states[one] in (LIVE, GONE):
-                slot = self.read(one)
+                try:
+                    slot = self.read(one)
+                except Corrupt:
+                    continue
                 if (
                     slot is not None
                     and slot.kind == Kind.DOMAIN
@@ -215,6 +261,17 @@ class SlotTable:
                 ):
                     found.append((one, slot))
         return found
+
+    def numbers_of(self, tenant: bytes, domain: bytes) -> list[int]:
+        """The slots that have this name as far as is known in memory."""
+        if (len(tenant), len(domain)) != (TENANT_BYTES, DOMAIN_BYTES):
+            raise InvalidArgument(f"A tenant and a domain have {TENANT_BYTES} and {DOMAIN_BYTES} bytes.")
+        name = tenant + domain
+        number = self._new.get(name)
+        candidates = self._sorted_in(name)
+        if number is not None and number not in candidates:
+            candidates.insert(0, number)
+        return candidates
 
     def _sorted_in(self, name: bytes) -> list[int]:
         words = (int.from_bytes(name[at : at + 8], "little") for at in range(0, len(name), 8))
@@ -245,8 +302,10 @@ class SlotTable:
         """A slot to be written, and none of those that are taken already."""
         if not self._free and len(self._states) < self._slots_max:
             self._grow()
-        if self._free:
-            return self._free.pop()
+        while self._free:
+            number = self._free.pop()
+            if self._states[number] == FREE:
+                return number
         if not self._oldest_gone:
             self._look_for_gone(taken)
         while self._oldest_gone:
@@ -329,6 +388,8 @@ class SlotTable:
         """Have readers see slots as they are now."""
         with self._lock:
             for number, slot in changes.items():
+                self._met.discard(number)
+                self._moved = {one: where for one, where in self._moved.items() if where != number}
                 if slot is not None and slot.kind == Kind.DOMAIN:
                     was = int(self._states[number]) == LIVE
                     self._live_of[_tenant_word(slot.tenant)] += (slot.state == State.LIVE) - was

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.sealing.domain_key import DomainKey, Erased
+    from kvstore.sealing.keyring_state import KeyringStatus
 
     Then = Callable[[StorageError | None], None]
 
@@ -105,32 +106,43 @@ class StoreKeys:
         if is_first:
             self._worker.submit(self._make)
 
-    def erase(self, tenant: bytes, domain: bytes | None) -> Future[list[Erased]]:
-        """Destroy the key of a domain, or all of a tenant; from here on nothing is encrypted with them.
+    def erase(self, tenant: bytes, domains: Sequence[bytes] | None) -> Future[list[Erased]]:
+        """Destroy the keys of domains, or all of a tenant; from here on nothing is encrypted with them.
 
         `erased` is to be called when this has ended, and not before.
         """
-        self._forget(tenant, domain)
-        self._erasing[tenant, domain] += 1
-        return self._worker.submit(self._erase, tenant, domain)
+        for domain in _each(domains):
+            self._forget(tenant, domain)
+            self._erasing[tenant, domain] += 1
+        return self._worker.submit(self._erase, tenant, domains)
 
-    def erased(self, tenant: bytes, domain: bytes | None) -> None:
+    def erased(self, tenant: bytes, domains: Sequence[bytes] | None) -> None:
         """Note in the store's thread that an erasure has ended, however."""
-        self._forget(tenant, domain)  # again: a read may have loaded a key while it was still there
-        self._erasing[tenant, domain] -= 1
-        if not self._erasing[tenant, domain]:
-            del self._erasing[tenant, domain]
+        for domain in _each(domains):
+            self._forget(tenant, domain)  # again: a read may have loaded a key while it was still there
+            self._erasing[tenant, domain] -= 1
+            if not self._erasing[tenant, domain]:
+                del self._erasing[tenant, domain]
 
     def _forget(self, tenant: bytes, domain: bytes | None) -> None:
         for name in [one for one in self._names if one[0] == tenant and domain in {None, one[1]}]:
             self.vault.drop(self._names.pop(name).number)
 
-    def _erase(self, tenant: bytes, domain: bytes | None) -> list[Erased]:
+    def _erase(self, tenant: bytes, domains: Sequence[bytes] | None) -> list[Erased]:
         ring = self._keyring
-        gone = ring.erase_tenant(tenant) if domain is None else ring.erase([(tenant, domain)])
-        for one in gone[-ERASED_DOMAINS_COMPARED_MAX:]:
-            if one.number is not None:
-                self._erased.note(one.tenant, one.domain, one.at_ms)
+        gone = (
+            ring.erase_tenant(tenant) if domains is None else ring.erase([(tenant, one) for one in domains])
+        )
+        known = [one for one in gone if one.id is not None]
+        for one in known[-ERASED_DOMAINS_COMPARED_MAX:]:
+            self._erased.note(one.tenant, one.domain, one.at_ms)
+        unread = len(gone) - len([one for one in gone if one.number is None]) - len(known)
+        if unread:
+            log.warning(
+                "An erasure has overwritten %d damaged slots of the keyring, since they might have had its keys: what"
+                " they encrypted counts as erased.",
+                unread,
+            )
         return gone
 
     def erased_ms(self, tenant: bytes, keys: Sequence[bytes]) -> list[int | None]:
@@ -177,6 +189,11 @@ class StoreKeys:
     def rotating(self) -> list[bytes]:
         """Tenants whose rotation was interrupted."""
         return self._keyring.rotating
+
+    @property
+    def status(self) -> KeyringStatus:
+        """What the keyring has."""
+        return self._keyring.status()
 
     def proof(self, challenge: bytes) -> bytes:
         """What only those can give that have the master key."""
@@ -254,6 +271,10 @@ class StoreKeys:
         except KvError as error:
             return StorageError(f"The erase domain's key could not be made: {error}")
         return None
+
+
+def _each(domains: Sequence[bytes] | None) -> Sequence[bytes | None]:
+    return (None,) if domains is None else domains
 
 
 def keys_opener(

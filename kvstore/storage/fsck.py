@@ -5,7 +5,8 @@ the order of names, so memory doesn't grow with the drive.
 
 Always holds: without `repair` it writes nothing but those second indexes, which are removed. With `repair` a drive
 first gets a new epoch and roll, then the second index replaces the first; a crash at any moment leaves the index
-either whole or to be rebuilt. On a drive only the superblock and the roll are ever written.
+either whole or to be rebuilt. On a drive only the superblock and the roll are ever written. An index isn't replaced
+while there are records on its drive whose keys in the keyring are damaged, since the new one would lose them.
 
 It doesn't repair records: a damaged payload stays damaged, and is a miss. It doesn't read drives that were left out
 when the store was last open: everything on them is voided when they return.
@@ -53,6 +54,7 @@ __all__ = ["Report", "check", "run", "usable_drives"]
 T = TypeVar("T")
 N = TypeVar("N", bound="tuple[bytes, ...]")
 
+_UNOPENED: Final = "records whose keys are damaged in the keyring"
 _DAMAGE: Final = {  # the damage, and whether a new index repairs it
     "damaged copies of the superblock": True,
     "damaged roll: deleted blocks may reappear": True,
@@ -68,6 +70,7 @@ _DAMAGE: Final = {  # the damage, and whether a new index repairs it
     "unusable drives": False,
     "payloads that fail their CRC": False,
     "payloads that cannot be read": False,
+    _UNOPENED: False,
 }
 _NOTES: Final = (
     "blocks",
@@ -132,6 +135,8 @@ def run(data: Path, *, repair: bool, payloads: bool, open_keys: OpenKeys | None 
         verdict = (
             "damaged; --repair rebuilds the index" if mendable else "damaged; lost blocks will be misses"
         )
+        if report.counts[_UNOPENED]:
+            verdict = "damaged keyring; restore it, or give the records up (`kvstore keys accept-keyring`)"
     print("\n".join([*report.lines(), f"{data}: {verdict}"]))  # noqa: T201 - what the command is for
     return Status.NO if report.left else Status.DONE
 
@@ -170,7 +175,7 @@ def check(
             if payloads:
                 _check_payloads(drive.volume, drive.second, drive.doubts, drive.report, progress)
         for drive in drives:
-            if repair and any(_DAMAGE[what] for what in drive.report.damage):
+            if repair and not drive.unopened and any(_DAMAGE[what] for what in drive.report.damage):
                 drive.swap(boot)
             report.include(drive.report)
     return report
@@ -223,7 +228,10 @@ class _Checked:
         last.callback(shutil.rmtree, self._second_path, ignore_errors=True)
         self.second = Index.empty(self._second_path, superblock.capacity_bytes, sealed=volume.is_all_sealed)
         last.callback(self.second.abandon)
-        self._highest = rebuild(volume, self.second, progress)
+        self.unopened: set[int] = set()
+        self._highest = rebuild(volume, self.second, progress, self.unopened)
+        if self.unopened:
+            self.report.add(_UNOPENED, f"drive {number}", len(self.unopened))
         self.doubts = Doubts(self.second)
         self.doubts.add_above(0)
 
@@ -238,7 +246,7 @@ class _Checked:
             return
         try:
             self._believe(first, example)
-            _compare(first, self.second, self._superblock, self.report)
+            _compare(first, self.second, self._superblock, self.report, self.unopened)
         except StorageError as doubt:  # it can't be read to its end; the findings so far are valid
             self.report.add("unusable index", f"{example}: {doubt}")
         finally:
@@ -292,10 +300,11 @@ def _check_drive(disk: Disk, superblock: Superblock, report: Report) -> None:
         report.add("damaged roll: deleted blocks may reappear")
 
 
-def _compare(first: Index, second: Index, superblock: Superblock, report: Report) -> None:
+def _compare(first: Index, second: Index, superblock: Superblock, report: Report, unopened: set[int]) -> None:
     newest = max((generation for generation, *_ in first.owners()), default=0)
     for name, ours, drives in _joined(first.entries(), second.entries()):
-        _compare_block(name, ours, drives, report, newest=newest, clean=first.was_clean)
+        if ours is None or ours.offset not in unopened:
+            _compare_block(name, ours, drives, report, newest=newest, clean=first.was_clean)
     try:
         extents_around(first, superblock)
     except Corrupt as error:
@@ -303,7 +312,7 @@ def _compare(first: Index, second: Index, superblock: Superblock, report: Report
     _compare_owners(first, report)
     theirs, mine = Manifests(first), Manifests(second)
     for session, ours_of, drives_of in _joined(theirs.all(), mine.all()):
-        if ours_of != drives_of:
+        if ours_of != drives_of and (ours_of is None or ours_of.place.offset not in unopened):
             newer = drives_of is not None and drives_of.place.generation > newest
             if not first.was_clean and (ours_of is None or newer):
                 report.add("records of a killed process, which will be voided", session.session.hex())

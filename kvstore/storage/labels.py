@@ -56,7 +56,7 @@ class Labels:
         return LOST_LABEL  # the user is being erased
 
     def unseal(self, row_name: bytes, label: bytes) -> bytes | None:
-        """Return the label; None if it is lost with its key, StorageError if that can't be told now."""
+        """Return the label; None if its key is lost, Corrupt if that is damaged, StorageError if it isn't known now."""
         if not is_sealed_label(label):
             return label
         if self._keys is None or len(label) < SEALED_MORE_BYTES:

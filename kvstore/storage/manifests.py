@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvstore.errors import StorageError
+from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import (
     ENCRYPT_LOOKED_AT_ONCE,
     PAGE_BYTES,
@@ -118,15 +119,17 @@ class Manifests:
         self._labels = Labels(keys)
 
     def get(self, name: SessionName) -> Stored | None:
-        """Find a session; if its label is lost, it has none."""
+        """Find a session; if its label is lost, it has none, and if the key of that is damaged, a sealed one."""
         row_name = b"".join(name)
         with self._index.reading() as transaction:
             row = transaction.get(row_name, db=self._index.sessions)
         if row is None:
             return None
         stored = _stored(row)
-        label = self._labels.unseal(row_name, stored.manifest.label)
-        return stored._replace(manifest=stored.manifest._replace(label=label or b""))
+        with suppress(Corrupt):
+            label = self._labels.unseal(row_name, stored.manifest.label)
+            return stored._replace(manifest=stored.manifest._replace(label=label or b""))
+        return stored
 
     def keys(self, name: SessionName, first: int = 0, until: int | None = None) -> list[bytes] | None:
         """Return a session's block keys, or a range of them; None if there is no such session."""
@@ -190,10 +193,12 @@ class Manifests:
         return found, False
 
     def _listed(self, row_name: bytes, manifest: Manifest) -> Listed:
-        turns = manifest.turns
+        turns, label = manifest.turns, None
+        with suppress(Corrupt):  # the others are listed
+            label = self._labels.unseal(row_name, manifest.label)
         return Listed(
             row_name[-SESSION_BYTES:],
-            self._labels.unseal(row_name, manifest.label),
+            label,
             manifest.blocks,
             len(turns),
             sum(turn.tokens for turn in turns),

@@ -5,12 +5,13 @@ of blocks with one name that the roll allows, the one with the highest generatio
 manifest.
 
 It doesn't check payloads: their CRC is checked on every read. An unreadable page is skipped; if it was a header, its
-record is lost.
+record is lost. A record whose key can't be opened now, but was not destroyed, is not given up: there is no new index.
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -50,6 +51,8 @@ _JUMPED_OVER_BYTES: Final = (
     64 << 10
 )  # records larger than this are not worth reading for the headers behind them
 _BATCH_RECORDS: Final = 4096
+_GENERATION: Final = struct.Struct("<Q")  # in the clear in an encrypted header, whose tag was right
+_GENERATION_AT: Final = 16
 
 
 class Found(NamedTuple):
@@ -60,14 +63,17 @@ class Found(NamedTuple):
     is_allowed: bool
 
 
-def scan(volume: Volume, progress: Progress | None = None) -> Generator[Found]:
+def scan(
+    volume: Volume, progress: Progress | None = None, unopened: set[int] | None = None
+) -> Generator[Found]:
     """Yield every header found by a walk over the drive, in order; close it unless it ended.
 
-    A record whose key is gone is as good as none, and is stepped over a page at a time.
+    A record whose key is gone is as good as none, and is stepped over a page at a time. So is one whose key's slot is
+    damaged, but its offset is added to `unopened`.
     """
     disk, superblock = volume.disk, volume.superblock
     with Ahead(disk, _WINDOW_BYTES) as ahead:
-        walk = _Walk(ahead, volume, Roll(disk, superblock))
+        walk = _Walk(ahead, volume, Roll(disk, superblock), set() if unopened is None else unopened)
         position = records_begin(superblock.capacity_bytes)
         for begin, end in disk.data_ranges(position):
             # A record may reach over a hole that a damaged file has, so a range never sets the walk back.
@@ -80,12 +86,18 @@ def scan(volume: Volume, progress: Progress | None = None) -> Generator[Found]:
                     progress("scanning the drive", position, superblock.capacity_bytes)
 
 
-def rebuild(volume: Volume, index: Index, progress: Progress | None = None) -> int:
-    """Fill an empty index from the drive; return the highest generation met, 0 if there is none."""
+def rebuild(
+    volume: Volume, index: Index, progress: Progress | None = None, unopened: set[int] | None = None
+) -> int:
+    """Fill an empty index from the drive; return the highest generation met, 0 if there is none.
+
+    StorageError if there are records whose keys are damaged, unless their offsets are to be added to `unopened`.
+    """
     generation_max = 0
+    lost = set() if unopened is None else unopened
     sessions = _Sessions(volume, index)
     batch: list[tuple[tuple[bytes, bytes], Entry]] = []
-    with closing(scan(volume, progress)) as records:
+    with closing(scan(volume, progress, lost)) as records:
         for offset, header, is_allowed in records:
             generation_max = max(generation_max, header.generation)
             if not is_allowed:
@@ -98,6 +110,11 @@ def rebuild(volume: Volume, index: Index, progress: Progress | None = None) -> i
             if len(batch) == _BATCH_RECORDS:
                 index.publish_newest(batch)
                 batch.clear()
+    if lost and unopened is None:
+        raise StorageError(
+            f"{len(lost)} records need keys whose slots in the keyring are damaged, and a new index would lose them:"
+            " restore the keyring, or give them up (`kvstore keys accept-keyring`)"
+        )
     index.publish_newest(batch)
     sessions.publish()
     return generation_max
@@ -152,6 +169,10 @@ def add_lent(volume: Volume, index: Index, lent: Sequence[LentNote]) -> None:
         while page < until:
             offset = page * PAGE_BYTES
             header = codec.parse(data, (page - note.page) * PAGE_BYTES, offset)
+            if header is Flaw.KEY_DAMAGED:
+                raise Corrupt(
+                    "a record that it doesn't have needs a key whose slot in the keyring is damaged"
+                )
             is_its = (
                 isinstance(header, Header)
                 and header.kind == Kind.BLOCK
@@ -258,7 +279,8 @@ class _Sessions:
 class _Walk:
     """The position's window onto the drive: large while there is little to jump over, one page otherwise."""
 
-    def __init__(self, ahead: Ahead, volume: Volume, roll: Roll) -> None:
+    def __init__(self, ahead: Ahead, volume: Volume, roll: Roll, unopened: set[int]) -> None:
+        self._unopened = unopened
         self._ahead = ahead
         self._roll = roll
         self._capacity_bytes = volume.superblock.capacity_bytes
@@ -276,6 +298,10 @@ class _Walk:
             return None, self._past_unreadable(position)
         header = self._codec.parse(self._window, at, position)
         if isinstance(header, Flaw):
+            if header is Flaw.KEY_DAMAGED:
+                (generation,) = _GENERATION.unpack_from(self._window, at + _GENERATION_AT)
+                if self._roll.allows(position, generation):
+                    self._unopened.add(position)
             self._window_bytes = _WINDOW_BYTES
             return None, self._next_magic(at)
         size = record_bytes(header.length)

@@ -42,6 +42,7 @@ from kvstore.limits import (
 from kvstore.storage.deadlines import Deadlines
 from kvstore.storage.eviction.items import Reason
 from kvstore.storage.items import SessionDone, SessionItem, SessionStep
+from kvstore.storage.labels import is_sealed_label
 from kvstore.storage.manifest_growth import appended, longer, refuse_longer
 from kvstore.storage.manifests import Stored
 from kvstore.storage.outbox import Outbox
@@ -257,26 +258,25 @@ class Sessions:
         if item.first_block is None or stored is None or stored.manifest.blocks == item.first_block:
             return None
         there = self._manifests.keys(item.name, item.first_block, item.first_block + len(item.keys))
-        return stored.manifest if there == list(item.keys) else None
+        return _labelled(stored.manifest, item) if there == list(item.keys) else None
 
     def _wanted(self, item: SessionItem) -> Growth:
         """Work out the manifest that a step leads to, and the chunks that it may be the first to name."""
         name = item.name
         if item.step is SessionStep.APPEND:
             stored = self._manifests.get(name)
-            return (yield from appended(stored.manifest if stored else _empty(item), item))
+            return (yield from appended(_labelled(stored.manifest, item) if stored else _empty(item), item))
         source = item.source if item.step is SessionStep.FORK else name
         stored = self._manifests.get(source) if source is not None else None
         source_epoch = item.source_epoch if item.step is SessionStep.FORK else item.epoch
         stored = None if self._is_over(stored, source_epoch) else stored
         if item.step in _SAME_BLOCKS and stored is not None:
             is_limit = item.step is SessionStep.LIMIT
-            return stored.manifest._replace(
-                expires_ms=item.expires_ms or 0
-            ) if is_limit else stored.manifest, {}
+            manifest = _labelled(stored.manifest, item)
+            return manifest._replace(expires_ms=item.expires_ms or 0) if is_limit else manifest, {}
         if item.step is SessionStep.PROTECT and stored is not None:
             self._refuse_to_protect(item)
-            return stored.manifest._replace(protected=item.blocks), {}
+            return _labelled(stored.manifest, item)._replace(protected=item.blocks), {}
         if item.step is SessionStep.FORK and self._manifests.get(name) is not None:
             raise SessionRefused("A session of this name already exists.")
         if source is None or source.tenant != name.tenant:
@@ -291,7 +291,7 @@ class Sessions:
             if whole < len(chunks)
             else stored.manifest.tail
         )
-        label = item.label if item.step is SessionStep.FORK else stored.manifest.label
+        label = item.label if item.step is SessionStep.FORK else _labelled(stored.manifest, item).label
         turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
         kept = Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label)
         if item.step is SessionStep.FORK:  # it begins without end and without protection
@@ -569,6 +569,15 @@ def _without_references(manifests: Manifests, names: Sequence[Name]) -> list[Nam
 
 def _nobody(_: Sequence[SessionDone]) -> None:
     """Take the end of a step that is not awaited."""
+
+
+def _labelled(manifest: Manifest, item: SessionItem) -> Manifest:
+    """Put the step's label in the place of one that can't be opened; StorageError if it has none."""
+    if not is_sealed_label(manifest.label):
+        return manifest
+    if not item.label:
+        raise StorageError("The session's label can't be read: its key's slot in the keyring is damaged.")
+    return manifest._replace(label=item.label)
 
 
 def _empty(item: SessionItem) -> Manifest:

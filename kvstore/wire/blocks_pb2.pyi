@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 8c8078ab3023be114c527392bb573352
+# Generated from proto sources with BLAKE2b 393b2f7c60d2d299f7cf7c9cd5242c3a
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 8c8078ab3023be114c527392bb573352
+# Generated from proto sources with BLAKE2b 393b2f7c60d2d299f7cf7c9cd5242c3a
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 8c8078ab3023be114c527392bb573352
+# Generated from proto sources with BLAKE2b 393b2f7c60d2d299f7cf7c9cd5242c3a
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -402,7 +402,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt", "drives", "mapped", "encrypted")
+    __slots__ = ("node", "version", "provider", "blocks", "capacity_bytes", "free_bytes", "read_only", "connections", "corrupt_found", "index_rebuilt", "drives", "mapped", "encrypted", "keys", "keys_damaged", "master_key")
     NODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
@@ -416,6 +416,9 @@ class StatusResponse(_message.Message):
     DRIVES_FIELD_NUMBER: _ClassVar[int]
     MAPPED_FIELD_NUMBER: _ClassVar[int]
     ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    MASTER_KEY_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: str
     provider: str
@@ -429,7 +432,10 @@ class StatusResponse(_message.Message):
     drives: _containers.RepeatedCompositeFieldContainer[DriveStatus]
     mapped: int
     encrypted: bool
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ..., drives: _Optional[_Iterable[_Union[DriveStatus, _Mapping]]] = ..., mapped: _Optional[int] = ..., encrypted: bool = ...) -> None: ...
+    keys: int
+    keys_damaged: int
+    master_key: str
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., provider: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., read_only: bool = ..., connections: _Optional[int] = ..., corrupt_found: _Optional[int] = ..., index_rebuilt: bool = ..., drives: _Optional[_Iterable[_Union[DriveStatus, _Mapping]]] = ..., mapped: _Optional[int] = ..., encrypted: bool = ..., keys: _Optional[int] = ..., keys_damaged: _Optional[int] = ..., master_key: _Optional[str] = ...) -> None: ...
 
 class DriveStatus(_message.Message):
     __slots__ = ("number", "blocks", "capacity_bytes", "free_bytes", "takes_puts", "failure")

@@ -19,6 +19,7 @@ from kvstore.commands.top_command import Top, risen, view
 from kvstore.errors import NodeUnavailable
 from kvstore.miss import MissReason
 from kvstore.names import block_key
+from kvstore.wire.kvstore_pb2 import StatusResponse
 from kvstore.wire.observing_pb2 import ReasonCount, StatisticsResponse
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
@@ -62,7 +63,8 @@ def test_stats_are_shown_and_told(node: NodeProcess) -> None:
     assert (told["leased"], told["landed"], told["leases_over"]) == (2, 1, 1)
     assert told["misses"] == {"unknown": 1}
     assert told["evictions"] == {"deleted": 1}
-    assert list(told) == [field.name for field in StatisticsResponse.DESCRIPTOR.fields]
+    assert list(told) == [field.name for field in StatisticsResponse.DESCRIPTOR.fields] + ["encryption"]
+    assert told["encryption"] == {"on": False, "keys": 0, "keys_damaged": 0, "master_key": ""}
     shown = run(node, "stats")
     assert shown.returncode == 0, shown.stderr
     since, now, mine = (
@@ -88,7 +90,7 @@ def test_top_shows_an_interval_once(node: NodeProcess) -> None:
     shown = run(node, "top", "--once", "--interval", "0.1")
     assert shown.returncode == 0, shown.stderr
     assert f"node {node.target}, up " in shown.stdout
-    for head in ("puts", "gets", "blocks", "gone", "triggers", "queues", "memory", "drives"):
+    for head in ("puts", "gets", "blocks", "gone", "triggers", "queues", "memory", "drives", "encryption"):
         assert f"\n{head} " in shown.stdout
     assert "\x1b" not in shown.stdout
     (line,) = run(node, "top", "--once", "--interval", "0.1", "--json").stdout.splitlines()
@@ -96,7 +98,7 @@ def test_top_shows_an_interval_once(node: NodeProcess) -> None:
     assert set(told) == {
         *("uptime_ms", "interval_ms", "puts_per_s", "put_bytes_per_s", "puts_failed", "gets_per_s"),
         *("got_bytes_per_s", "refused", "hits", "misses", "evictions", "triggers", "queues", "tiers"),
-        "connections",
+        *("connections", "encryption"),
     }
     assert set(told["triggers"]) == {"armed", "leased", "landed", "late"}
     wrong = run(node, "top", "--interval", "0")
@@ -160,9 +162,9 @@ def test_what_an_interval_has_brought_is_what_counters_rose_by() -> None:
     assert (told["puts_per_s"], told["put_bytes_per_s"], told["gets_per_s"]) == (10.0, 1024.0, 3.0)
     assert (told["hits"], told["misses"]) == ({"memory": 3, "drive": 3}, {"evicted": 2})
     assert told["triggers"] == {"armed": 2, "leased": 7, "landed": 0, "late": 1}
-    shown = view(told, "here\x1b")
+    shown = view(told, "here\x1b", "off")
     assert "75% hit: memory 3, drive 3, MISS evicted 2" in shown
-    assert "queues    fetches 9\n" in shown
+    assert "queues      fetches 9\n" in shown
     assert "[###############...............] 50 B of 100 B" in shown
     assert "which accept no puts" in shown
     assert "\x1b" not in shown
@@ -183,6 +185,9 @@ class Away:
         if answer is None:
             raise NodeUnavailable("The node was not reached.")
         return answer
+
+    def status(self) -> StatusResponse:
+        return StatusResponse()
 
 
 def test_a_node_that_is_away_is_said_to_be_and_looked_for_again() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.errors import Corrupt
+from kvstore.errors import Corrupt, StorageError
 from kvstore.miss import MissReason
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.keyring_state import read_status
 from kvstore.sealing.masters import open_master
 from kvstore.sealing.slots import HEADER_PAGES, SLOT_BYTES, Kind, State, parse_slot
-from tests.sealing.test_lost_keyring import DOMAIN, PAYLOAD, Ring, is_there, rig
+from kvstore.sealing.store_keys import keys_opener
+from kvstore.storage.fsck import check
+from tests.sealing.test_lost_keyring import DOMAIN, PAYLOAD, Ring, command, is_there, killed, rig
 from tests.storage.rig import TENANT
 
 if TYPE_CHECKING:
@@ -91,18 +94,111 @@ def test_what_it_encrypts_is_a_miss_that_says_so_and_stays(
         assert is_there(rig, number)
 
 
+def without_index(rig: Ring) -> None:
+    shutil.rmtree(rig.data / "index-0")
+
+
+def damaged_store(rig: Ring, how: str) -> dict[int, bytes]:
+    """A closed store with damaged slots; what they had."""
+    rig.open()
+    assert rig.put(4, PAYLOAD, domain=OTHER).error is None
+    rig.store.close()
+    path = keyring_path(rig.data)
+    good = {number: row(path, number) for number in slots_of(path).values()}
+    damage(path, how)
+    return good
+
+
+@pytest.mark.parametrize("how", ["a bad CRC", "swapped with another"])
+def test_a_new_index_loses_no_block_of_a_damaged_slot(rig: Ring, how: str) -> None:
+    good = damaged_store(rig, how)
+    without_index(rig)
+    for _ in range(2):
+        with pytest.raises(
+            StorageError, match=r"keys whose slots in the keyring are damaged.*accept-keyring"
+        ):
+            rig.open()
+    for number, was in good.items():
+        change(keyring_path(rig.data), number, was)
+    rig.open()
+    for number in (1, 2, 4):
+        assert is_there(rig, number)
+
+
+def test_a_killed_node_keeps_its_index_beside_a_damaged_slot(rig: Ring) -> None:
+    rig.open()
+    assert rig.put(4, PAYLOAD, domain=OTHER).error is None
+    killed(rig)
+    path = keyring_path(rig.data)
+    good = {number: row(path, number) for number in slots_of(path).values()}
+    damage(path, "a bad CRC")
+    rig.open()
+    assert not is_there(rig, 2)
+    assert is_there(rig, 4)
+    killed(rig)
+    for number, was in good.items():
+        change(path, number, was)
+    rig.open()
+    for number in (1, 2, 4):
+        assert is_there(rig, number)
+
+
+@pytest.mark.parametrize("how", ["a bad CRC", "swapped with another"])
+@pytest.mark.parametrize("index", ["whole", "lost"])
+def test_fsck_repairs_nothing_that_would_lose_them(rig: Ring, how: str, index: str) -> None:
+    good = damaged_store(rig, how)
+    if index == "lost":
+        without_index(rig)
+    else:
+        with (rig.data / "drive-0.kv").open("r+b") as drive:
+            drive.write(bytes(64))  # the first copy of the superblock, which a repair would mend
+    before = {file.name: file.read_bytes() for file in rig.data.rglob("*.kv")}
+    report = check(rig.data, repair=True, open_keys=keys_opener(rig.data, rig.option))
+    assert not report.repaired
+    assert report.counts["records whose keys are damaged in the keyring"] == (1 if how == "a bad CRC" else 2)
+    assert not report.counts["blocks in the index and not on the drive"]
+    assert before == {file.name: file.read_bytes() for file in rig.data.rglob("*.kv")}
+    for number, was in good.items():
+        change(keyring_path(rig.data), number, was)
+    assert check(rig.data, repair=True, open_keys=keys_opener(rig.data, rig.option)).left == []
+    rig.open()
+    for number in (1, 2, 4):
+        assert is_there(rig, number)
+
+
+def test_damaged_slots_are_given_up_once_it_was_said(rig: Ring, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged_store(rig, "a bad CRC")
+    without_index(rig)
+    assert command(rig, "accept-keyring") == 3
+    said = capsys.readouterr().out
+    assert "1 slots of the keyring are damaged" in said
+    assert "1 encrypted records" in said
+    with pytest.raises(StorageError, match="accept-keyring"):
+        rig.open()
+    assert command(rig, "accept-keyring", "--yes") == 0
+    rig.open()
+    assert is_there(rig, 1)
+    assert is_there(rig, 4)
+    assert not is_there(rig, 2)
+    assert rig.store.statistics().blocks == 2
+
+
 def test_swapped_slots_are_reported_as_damaged(rig: Ring) -> None:
     rig.open()
     assert rig.put(4, PAYLOAD, domain=OTHER).error is None
     rig.store.close()
     path = keyring_path(rig.data)
+    ids = {number: row(path, number)[8:16] for number in slots_of(path).values()}
     damage(path, "swapped with another")
     assert rig.option is not None
     master = open_master(rig.option)
     with Keyring.open(path, master, read_status(path).store_uuid) as keyring:
+        assert keyring.status().damaged == 2
         for domain in (DOMAIN, OTHER):
-            with pytest.raises(Corrupt, match="changed, or belongs elsewhere"):
-                keyring.domain(TENANT, domain)
+            assert keyring.domain(TENANT, domain) is None
+        for number, key_id in ids.items():
+            with pytest.raises(Corrupt, match="damaged"):
+                keyring.by_number(number, key_id)
     master.close()
 
 

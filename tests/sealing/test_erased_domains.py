@@ -126,7 +126,7 @@ def test_the_keys_of_a_store_know_it_at_once_and_after_a_restart(tmp_path: Path)
     asked = [key(1, ADA), key(2, BOB), key(3)]
     assert keys.erased_ms(ACME, asked) == [None] * 3
     made(keys, ADA, BOB)
-    keys.erase(ACME, ADA).result(WAIT_S)
+    keys.erase(ACME, [ADA]).result(WAIT_S)
     (at_ms, *others) = keys.erased_ms(ACME, asked)
     assert at_ms is not None
     assert others == [None, None]

@@ -170,7 +170,7 @@ def bytes_at(key: memoryview) -> ctypes.Array[ctypes.c_char]:
 
 
 def test_unsealed_keys_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.sealing.keyring.KEYRING_TENANTS_UNSEALED_MAX", 2)
+    monkeypatch.setattr("kvstore.sealing.open_keyring.KEYRING_TENANTS_UNSEALED_MAX", 2)
     keyring, _ = new_keyring()
     names = [(bytes([tenant]) * 16, user(1)) for tenant in range(5)]
     keys = {name: bytes(key.key) for name, key in zip(names, keyring.ensure(names), strict=True)}
@@ -264,8 +264,8 @@ def test_two_stores_with_one_master_key_have_nothing_in_common() -> None:
     mixed = bytearray(first[1].durable)
     mixed[at(one.number)] = second[1].durable[at(two.number)]  # a slot of the one in the other's file
     ring = opened(bytes(mixed))
-    with pytest.raises(Corrupt):
-        ring.domain(ACME, user(1))
+    assert ring.status().damaged == 1
+    assert ring.domain(ACME, user(1)) is None
 
 
 def test_another_master_key_another_store_or_no_keyring_is_one_sentence_and_no_damage(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_an_erasure_overwrites_damaged_slots_since_they_may_have_the_key() -> No
             for is_whole_tenant in (False, True):
                 changed = Memory(bytes(image))
                 ring = opened(changed)
-                assert ring.status().damaged == 1
+                assert ring.status().damaged == (1 if number == one.number else 3)
                 _ = ring.erase_tenant(ACME) if is_whole_tenant else ring.erase(users(1))
                 assert changed.durable[at(number)] == bytes(128)
                 assert ring.status().damaged == 0

@@ -11,7 +11,7 @@ from kvstore.cli import main
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import open_master
-from tests.sealing.rig import ACME, STORE, ZETA, keys_of, users
+from tests.sealing.rig import ACME, STORE, ZETA, at, keys_of, users
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +75,23 @@ def test_damage_is_status_3(
     path.write_bytes(image)
     assert main(["keys", "status", "--data", str(tmp_path)]) == 3
     assert "1 damaged" in capsys.readouterr().out
+
+
+def test_swapped_slots_are_damage_to_those_who_have_the_key(
+    tmp_path: Path, key: str, keys: dict[Name, bytes | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert keys
+    path = keyring_path(tmp_path)
+    with Keyring.open(path, open_master(key), STORE) as keyring:
+        one, two = (made.number for made in keyring.ensure(users(1, 2)))
+    image = bytearray(path.read_bytes())
+    image[at(one)], image[at(two)] = image[at(two)], image[at(one)]
+    path.write_bytes(image)
+    where = ["--data", str(tmp_path), "--master-key", key]
+    assert main(["keys", "status", *where]) == 3
+    assert "2 damaged" in capsys.readouterr().out
+    assert main(["keys", "rotate-tenant", *where]) == 1
+    assert "2 slots of the keyring are damaged" in capsys.readouterr().err
 
 
 def test_keys_are_rotated_and_domains_keep_theirs(

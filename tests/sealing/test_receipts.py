@@ -15,10 +15,29 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def receipt(keys: tuple[Erased, ...], domain: bytes | None = user(1)) -> Receipt:
+def receipt(
+    keys: tuple[Erased, ...],
+    domain: bytes | None = user(1),
+    blocks: int = 3,
+    sessions: int = 1,
+    *,
+    is_encrypted: bool = True,
+) -> Receipt:
     """One of this node's."""
     return Receipt(
-        1_763_716_000_123, "acme", domain, 3, 9_000_000, keys, "storage-1:7070", STORE, (0, 1), "ipv4:1.2.3.4"
+        at_ms=1_763_716_000_123,
+        tenant="acme",
+        domain=domain,
+        blocks=blocks,
+        size_bytes=9_000_000,
+        keys=keys,
+        node="storage-1:7070",
+        store_uuid=STORE,
+        drives=(0, 1),
+        sessions=sessions,
+        is_encrypted=is_encrypted,
+        clear_bytes=4096,
+        peer="ipv4:1.2.3.4",
     )
 
 
@@ -63,5 +82,27 @@ def test_the_digest_covers_all_keys_and_the_line_names_the_first() -> None:
 
 
 def test_without_sealing_nothing_is_said_of_keys() -> None:
-    said = json.loads(receipt(()).line())
+    said = json.loads(receipt((), is_encrypted=False).line())
     assert (said["how"], said["keys"], said["key_ids"], said["keys_digest"]) == ("overwritten", 0, "", "")
+    assert "clear_bytes" not in said
+
+
+def test_a_receipt_says_what_was_done_and_what_could_not_be_read() -> None:
+    known = Erased(ACME, user(1), 7, b"k" * 8, 5)
+    never = Erased(ACME, user(1), None, None, 5)
+    unread = [Erased(bytes(16), bytes(16), number, None, 5) for number in range(100, 170)]
+    for keys, blocks, sessions, how in (
+        ((known,), 3, 1, "keys destroyed"),
+        ((known, *unread), 3, 1, "keys destroyed"),
+        ((never, *unread), 0, 0, "unreadable slots overwritten"),
+        ((never,), 0, 0, "nothing was stored"),
+        ((never,), 3, 0, "overwritten"),
+        ((never,), 0, 1, "overwritten"),
+    ):
+        said = json.loads(receipt(keys, blocks=blocks, sessions=sessions).line())
+        assert said["how"] == how
+        assert said["keys"] == int(known in keys)
+        assert said["clear_bytes"] == 4096
+        assert (said.get("unread_slots", 0), len(said.get("unread", "").split(","))) == (
+            (70, 64) if unread[0] in keys else (0, 1)
+        )

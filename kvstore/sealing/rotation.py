@@ -1,0 +1,225 @@
+"""A keyring's rotations: another master key over it, or another key over a tenant's domains.
+
+What always holds: no domain key changes, and no data is written anew. A rotation that was cut off is done or goes on.
+None begins, or ends, while a slot is damaged: with the old key gone, the slot's bytes from a backup would open nothing.
+What it doesn't do: know who may ask for one.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvstore.errors import Closed, Corrupt, KvError, StorageError, WrongMasterKey
+from kvstore.sealing.keyring_state import TenantKey
+from kvstore.sealing.open_keyring import OpenKeyring
+from kvstore.sealing.slots import (
+    Kind,
+    Root,
+    Slot,
+    State,
+    fresh_id,
+    fresh_key,
+    root_associated,
+    wrapped,
+)
+from nic_offload import aead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from kvstore.sealing.master_key import Master
+
+__all__ = ["RotatingKeyring"]
+
+
+class RotatingKeyring(OpenKeyring):
+    """One that makes keys of tenants, and replaces them."""
+
+    @property
+    def tenants(self) -> list[bytes]:
+        """Those that have keys."""
+        with self._keys:
+            return sorted(self._tenants)
+
+    @property
+    def rotating(self) -> list[bytes]:
+        """Tenants whose rotation was begun and not finished."""
+        with self._keys:
+            return sorted(tenant for tenant, keys in self._tenants.items() if len(keys) > 1)
+
+    def rotate_master(self, new: Master) -> None:
+        """Seal the keyring with another master key, under a new root key. No data is written anew.
+
+        What the root key wraps is wrapped by the new one in other slots; the header, which has one root key, decides
+        which of them count. So the old root key is never wrapped by the new master key.
+        """
+        root_id, root = fresh_id(), fresh_key()
+        try:
+            new_root = self._wrapped_root(new, root_id, root)  # it may take seconds: nobody waits for it
+        except KvError:
+            aead.wipe(root)
+            raise
+        with self._writing:
+            try:
+                self._check_usable()
+                self._check_undamaged()
+                header = self._header._replace(
+                    sequence=self._header.sequence + 1, master_id=new.id, root=new_root
+                )
+                old = [self._store_slot, *(key.number for keys in self._tenants.values() for key in keys)]
+                moves = dict(zip(old, self._take(len(old)), strict=True))
+            except KvError:
+                aead.wipe(root)
+                raise
+            changes = {}
+            for number, to in moves.items():
+                slot = self._slots.read(number)
+                if slot is None:
+                    raise Corrupt(f"Slot {number} of the keyring lost its key.")
+                changes[to] = self._rewrapped(slot, (number, self._root), (to, root_id, root))
+            self._write(changes)
+            self._write_header(header)
+            with self._keys:
+                aead.wipe(self._root)
+                self._root = root
+                self._store_slot = moves[self._store_slot]
+                for keys in self._tenants.values():
+                    keys[:] = [TenantKey(moves[key.number], changes[moves[key.number]]) for key in keys]
+            self._slots.publish(changes)
+            self._free(old)
+
+    def _check_undamaged(self) -> None:
+        """StorageError if a slot is damaged: with the key that wraps it, the last hope for it would go."""
+        if damaged := self._slots.damaged():
+            raise StorageError(
+                f"{len(damaged)} slots of the keyring are damaged (first: {damaged[0]}), and a rotation would make that"
+                " final: restore them from a copy of the keyring, or give them up (`kvstore keys accept-keyring` on the"
+                " stopped node)."
+            )
+
+    def give_up_damaged(self) -> list[int]:
+        """Overwrite all damaged slots, durably; which they were. What they encrypted counts as erased."""
+        with self._writing:
+            self._check_usable()
+            damaged = self._slots.damaged()
+            self._free(damaged)
+            return damaged
+
+    def _take(self, count: int) -> list[int]:
+        """So many free slots."""
+        self._slots.check_room(count, kept=len(self._gone_tenants))
+        taken: list[int] = []
+        for _ in range(count):
+            taken.append(self._slots.take(taken))
+        return taken
+
+    def _wrapped_root(self, master: Master, root_id: bytes, key: memoryview) -> Root:
+        """Wrapped so that it was seen to come back, before anything depends on it."""
+        associated = root_associated(self.store_uuid, root_id)
+        blob = master.wrap(associated, key)
+        back = master.unwrap(associated, blob)
+        same = back == key
+        aead.wipe(back)
+        if not same:
+            raise WrongMasterKey(f"Master key {master.id} doesn't give back what it wrapped.")
+        return Root(root_id, blob)
+
+    def rotate_tenant(self, tenant: bytes, goes_on: Callable[[], bool] = lambda: True) -> int:
+        """Give a tenant a new key, and wrap those of its domains by it; how many. An unfinished rotation goes on.
+
+        Closed, and unfinished, as soon as `goes_on` says no.
+        """
+        with self._writing:
+            self._check_usable()
+            self._check_undamaged()
+            keys = self._tenants.get(tenant)
+            if keys is None:
+                return 0
+            if len(keys) == 1:
+                self._slots.check_room(1, kept=len(self._gone_tenants))
+                self._make_tenant(tenant, keys[0].slot.version + 1)
+            *older, latest = self._tenants[tenant]
+        count = 0
+        for old in older:
+            for numbers in self._slots.live_where(tenant=tenant, wrapped_by=old.slot.id):
+                if not goes_on():
+                    raise Closed("The rotation was interrupted; it goes on when the node is started again.")
+                with self._writing:
+                    count += self._rewrap_domains(numbers, old.slot.id, latest.slot.id)
+        with self._writing:
+            self._check_usable()
+            self._check_undamaged()
+            ids = {old.slot.id for old in older}
+            done = [key for key in self._tenants.get(tenant, ()) if key.slot.id in ids]  # they may have moved
+            if done:
+                with self._keys:
+                    self._tenants[tenant] = [key for key in self._tenants[tenant] if key.slot.id not in ids]
+                for key_id in ids:
+                    self._forget(key_id)
+                self._free([key.number for key in done])
+        return count
+
+    def _rewrap_domains(self, numbers: Sequence[int], old_id: bytes, new_id: bytes) -> int:
+        self._check_usable()
+        changes: dict[int, Slot | None] = {}
+        for number in numbers:
+            try:
+                slot = self._slots.read(number)
+            except Corrupt:
+                continue  # it is noted; the others move
+            if slot is None or slot.state != State.LIVE or slot.wrapped_by != old_id:
+                continue  # destroyed meanwhile, or done by another rotation
+            with self._keys:
+                old, new = self._tenant_key(slot), self._tenant_key(slot._replace(wrapped_by=new_id))
+                if old is not None and new is not None:
+                    with suppress(Corrupt):
+                        changes[number] = self._rewrapped(slot, (number, old), (number, new_id, new))
+        if changes:
+            self._write(changes)
+        return len(changes)
+
+    def _rewrapped(self, slot: Slot, by: tuple[int, memoryview], to: tuple[int, bytes, memoryview]) -> Slot:
+        """A slot with its key wrapped by another: its number and the key that wraps it, then both anew with an id."""
+        key = self._unwrapped(slot, by[1], by[0])
+        try:
+            return wrapped(slot._replace(wrapped_by=to[1]), key, to[2], self.store_uuid, to[0])
+        finally:
+            aead.wipe(key)
+
+    def _make_tenant(self, tenant: bytes, version: int) -> None:
+        """Make the next key of a tenant, durably before it wraps anything."""
+        number, key_id = self._place(self._gone_tenants.get(tenant))
+        slot = Slot(
+            State.LIVE,
+            Kind.TENANT,
+            key_id,
+            tenant,
+            version.to_bytes(16, "little"),
+            self._clock.wall_ms(),
+            self._header.root.id,
+        )
+        key = fresh_key()
+        slot = wrapped(slot, key, self._root, self.store_uuid, number)
+        self._write({number: slot})
+        self._slots.publish({number: slot})
+        with self._keys:
+            self._tenants.setdefault(tenant, []).append(TenantKey(number, slot))
+            self._keep(slot.id, key)
+            self._gone_tenants.pop(tenant, None)
+
+    def _place(self, gone: tuple[int, Slot] | None, taken: Collection[int] = ()) -> tuple[int, bytes]:
+        """A slot, that of the same name whose key was destroyed or another, and an id that it didn't have last."""
+        number = self._slots.take(taken) if gone is None else gone[0]
+        while self._slots.has_id(number, key_id := fresh_id()):
+            pass
+        return number, key_id
+
+    def _free(self, numbers: Sequence[int]) -> None:
+        """Overwrite keys of tenants that nothing is wrapped by any more, or slots that are damaged."""
+        if numbers:
+            changes = dict.fromkeys(numbers)
+            self._slots.publish(changes)
+            self._write(changes)
+            for number in numbers:
+                self._slots.give_back(number)
