@@ -7,21 +7,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -e .cache/clang/usr/bin/clang-14 ]] && exit
 if command -v clang >/dev/null || command -v clang-14 >/dev/null; then exit; fi
-mkdir -p .cache
-work=$(mktemp -d -p .cache)
-trap 'rm -rf "$work"' EXIT
 packages=(
   clang-14 libclang-cpp14 libllvm14 libclang1-14 libclang-common-14-dev libclang-rt-14-dev llvm-14-linker-tools
   libedit2 libbsd0 libmd0 libxml2 libz3-4 libicu72 libtinfo6 libffi8
 )
-(
-  cd "$work"
-  apt-get download -qq "${packages[@]}" 2>apt.log || {
-    cat apt.log >&2
-    printf 'clang could not be fetched; install it yourself: apt-get install clang libclang-rt-14-dev\n' >&2
-    exit 1
-  }
-  for package in *.deb; do dpkg -x "$package" root; done
-)
-rm -rf .cache/clang
-mv "$work/root" .cache/clang
+tools/debian.sh .cache/clang "clang could not be fetched; install it yourself: apt-get install clang libclang-rt-14-dev" \
+  "${packages[@]}"

@@ -15,18 +15,8 @@ if ! command -v apt-get >/dev/null; then
   echo "tests/cluster: the tests with a real etcd are skipped; there is no etcd, and no apt-get to fetch it"
   exit
 fi
-mkdir -p .cache
-work=$(mktemp -d -p .cache)
-trap 'rm -rf "$work"' EXIT
-(
-  cd "$work"
-  apt-get download -qq etcd-server 2>apt.log || {
-    cat apt.log >&2
-    printf 'etcd could not be fetched; install it yourself: apt-get install etcd-server\n' >&2
-    exit 1
-  }
-  for package in *.deb; do dpkg -x "$package" root; done
-)
+tools/debian.sh .cache/etcd-package "etcd could not be fetched; install it yourself: apt-get install etcd-server" etcd-server
 rm -rf .cache/etcd
-mkdir -p .cache/etcd
-mv "$work/root/usr/bin/etcd" .cache/etcd/etcd
+mkdir .cache/etcd
+mv .cache/etcd-package/usr/bin/etcd .cache/etcd/etcd
+rm -rf .cache/etcd-package

@@ -13,17 +13,17 @@ out=.cache/fuzz
 mkdir -p "$out"
 
 tools/clang.sh
-unpacked=$PWD/.cache/clang/usr
-if [[ -e $unpacked/bin/clang-14 ]]; then
-  clang=$unpacked/lib/llvm-14/bin/clang
-  export LD_LIBRARY_PATH=$unpacked/lib/llvm-14/lib:$unpacked/lib/x86_64-linux-gnu:$PWD/.cache/clang/lib/x86_64-linux-gnu
+unpacked=$PWD/.cache/clang
+if [[ -e $unpacked ]]; then
+  libraries=$unpacked/usr/lib/llvm-14/lib:$unpacked/usr/lib/x86_64-linux-gnu:$unpacked/lib/x86_64-linux-gnu
+  clang=(env "LD_LIBRARY_PATH=$libraries" "$unpacked/usr/lib/llvm-14/bin/clang")
 else
-  clang=$(command -v clang clang-14 | head -1)
+  clang=("$(command -v clang clang-14 | head -1)")
 fi
 fuzz_c() { # what is fuzzed, and the files of it
   local name=$1
   shift
-  "$clang" -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -o "$out/$name-fuzzer" \
+  "${clang[@]}" -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -o "$out/$name-fuzzer" \
     "tests/fuzz/$name.c" "${@/#/nic_offload/}" -lpthread
   mkdir -p "$out/$name"
   "$out/$name-fuzzer" -runs="$c_runs" -max_len=2200 -verbosity=0 -print_final_stats=1 \
@@ -38,6 +38,6 @@ atheris=.cache/atheris
 for name in fabric_calls grpc_fields http tenants sessions traces records encrypted_records index; do
   mkdir -p "$out/$name"
   printf '%s\n' "$name"
-  LD_LIBRARY_PATH= PYTHONPATH=$atheris .venv/bin/python -m tests.fuzz "$name" "$out/$name" -runs="$python_runs" -max_len=4096 -verbosity=0 \
+  PYTHONPATH=$atheris .venv/bin/python -m tests.fuzz "$name" "$out/$name" -runs="$python_runs" -max_len=4096 -verbosity=0 \
     -print_final_stats=1 -artifact_prefix="$out/find-$name-"
 done

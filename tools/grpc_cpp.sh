@@ -12,20 +12,9 @@ if ! command -v apt-get >/dev/null; then
   echo "examples/cpp: its test is skipped; there is no gRPC for C++, and no apt-get to fetch it"
   exit
 fi
-mkdir -p .cache
-work=$(mktemp -d -p .cache)
-trap 'rm -rf "$work"' EXIT
-(
-  cd "$work"
-  # Those that this machine lacks, whatever their versions are called; -s installs nothing.
-  mapfile -t packages < <(apt-get install -s --no-install-recommends libgrpc++-dev protobuf-compiler-grpc libprotobuf-dev 2>apt.log |
-    awk '$1 == "Inst" { print $2 }')
-  if ((${#packages[@]} == 0)) || ! apt-get download -qq "${packages[@]}" 2>apt.log; then
-    cat apt.log >&2
-    printf 'gRPC for C++ could not be fetched; install it yourself: apt-get install libgrpc++-dev protobuf-compiler-grpc libprotobuf-dev\n' >&2
-    exit 1
-  fi
-  for package in *.deb; do dpkg -x "$package" root; done
-  find root -name '*.a' -size +512k -delete # the shared ones do
-)
-mv "$work/root" .cache/grpc-cpp
+wanted=(libgrpc++-dev protobuf-compiler-grpc libprotobuf-dev)
+# Those that this machine lacks, whatever their versions are called; -s installs nothing.
+mapfile -t packages < <(apt-get install -s --no-install-recommends "${wanted[@]}" | awk '$1 == "Inst" { print $2 }')
+tools/debian.sh .cache/grpc-cpp "gRPC for C++ could not be fetched; install it yourself: apt-get install ${wanted[*]}" \
+  "${packages[@]}"
+find .cache/grpc-cpp -name '*.a' -size +512k -delete # the shared ones do

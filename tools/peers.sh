@@ -8,18 +8,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -e .cache/peers/usr/bin/redis-server ]] && exit
 if command -v redis-server >/dev/null && [[ -e /usr/include/hiredis/hiredis.h ]]; then exit; fi
-mkdir -p .cache
-work=$(mktemp -d -p .cache)
-trap 'rm -rf "$work"' EXIT
-packages=(redis-server redis-tools libhiredis-dev libhiredis0.14 libjemalloc2 liblzf1 liblua5.1-0 lua-cjson lua-bitop libatomic1)
-(
-  cd "$work"
-  apt-get download -qq "${packages[@]}" 2>apt.log || {
-    cat apt.log >&2
-    printf 'Redis could not be fetched; install it yourself: apt-get install redis-server libhiredis-dev\n' >&2
-    exit 1
-  }
-  for package in *.deb; do dpkg -x "$package" root; done
-)
-rm -rf .cache/peers
-mv "$work/root" .cache/peers
+tools/debian.sh .cache/peers "Redis could not be fetched; install it yourself: apt-get install redis-server libhiredis-dev" \
+  redis-server redis-tools libhiredis-dev libhiredis0.14 libjemalloc2 liblzf1 liblua5.1-0 lua-cjson lua-bitop libatomic1

@@ -238,22 +238,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 }
 
 #ifdef STANDALONE
-#include <stdio.h>
+#define RUN_BYTES_MAX 2200
+#define counted answers
 
-/* So many inputs, the same each time, for a compiler without libFuzzer; prints how many the desk answered. */
-int main(int count, char **arguments)
+static size_t run_bytes(uint64_t state, uint64_t run)
 {
-	static uint8_t data[2200];
-	uint64_t state = 1, runs = count > 1 ? strtoull(arguments[1], NULL, 10) : 0;
-	for (uint64_t run = 0; run < runs; run++) {
-		for (size_t at = 0; at < sizeof data; at++) {
-			state = state * 6364136223846793005u + 1442695040888963407u;
-			data[at] = (uint8_t)(state >> 56);
-		}
-		size_t rows = state >> 40 & 15, size = 8 + sizeof(struct call_head) + rows * sizeof(struct call_fetch_row);
-		LLVMFuzzerTestOneInput(data, run % 4 ? size : size + (state >> 50 & 63));
-	}
-	printf("%u\n", answers);
-	return 0;
+	size_t rows = state >> 40 & 15, size = 8 + sizeof(struct call_head) + rows * sizeof(struct call_fetch_row);
+	return run % 4 ? size : size + (state >> 50 & 63);
 }
 #endif
+#include "standalone.h"
