@@ -83,15 +83,13 @@ def _check_calls(client: Client) -> Iterator[Result]:
 
 def _encryption(client: Client) -> Result:
     told = client.status()
-    is_well = told.encrypted and not told.keys_damaged
+    do = "" if told.encrypted else "Give it --master-key."
+    if told.keys_damaged:
+        do = "kvstore keys status, on the node."
     return Result(
         "the node's encryption",
-        "ok" if is_well else "warn",
+        "warn" if do else "ok",
         encryption_line(told),
         "A node with a master key encrypts what it stores, and can erase a user by destroying a key.",
-        ""
-        if is_well
-        else "Give it --master-key."
-        if not told.encrypted
-        else "kvstore keys status, on the node.",
+        do,
     )

@@ -211,7 +211,7 @@ class _Erasure:
         # Without a key of its own it has no block: in an entry no key is 0, and that is what is in the clear.
         its = [key for key in self.keys if key.id is not None and key.domain == domain]
         # What a damaged slot encrypted can't be opened any more, whosever it was. None of it is in memory.
-        unread = [key for key in self.keys if key.id is None and key.number is not None]
+        unread = [key for key in self.keys if key.is_unread]
         numbers = [_domain_number(key) for key in its + unread[:ERASE_UNREAD_LOOKED_MAX]]
         of = [None] if domain is None else numbers or [-1]
         steps = chain.from_iterable(node.store.of_domain(self._tenant, domain, number) for number in of)

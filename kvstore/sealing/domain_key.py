@@ -52,3 +52,8 @@ class Erased(NamedTuple):
     number: int | None
     id: bytes | None
     at_ms: int
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether it isn't known whose key was in the slot that was overwritten."""
+        return self.number is not None and self.id is None

@@ -387,9 +387,9 @@ class SlotTable:
     def publish(self, changes: Mapping[int, Slot | None]) -> None:
         """Have readers see slots as they are now."""
         with self._lock:
+            self._met.difference_update(changes)
+            self._moved = {one: where for one, where in self._moved.items() if where not in changes}
             for number, slot in changes.items():
-                self._met.discard(number)
-                self._moved = {one: where for one, where in self._moved.items() if where != number}
                 if slot is not None and slot.kind == Kind.DOMAIN:
                     was = int(self._states[number]) == LIVE
                     self._live_of[_tenant_word(slot.tenant)] += (slot.state == State.LIVE) - was

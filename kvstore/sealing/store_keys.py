@@ -136,7 +136,7 @@ class StoreKeys:
         known = [one for one in gone if one.id is not None]
         for one in known[-ERASED_DOMAINS_COMPARED_MAX:]:
             self._erased.note(one.tenant, one.domain, one.at_ms)
-        unread = len(gone) - len([one for one in gone if one.number is None]) - len(known)
+        unread = sum(one.is_unread for one in gone)
         if unread:
             log.warning(
                 "An erasure has overwritten %d damaged slots of the keyring, since they might have had its keys: what"

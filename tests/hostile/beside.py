@@ -99,7 +99,7 @@ class Beside:
         self._prepared: list[Callable[[dict[str, Any]], object]] = []
         more = ("--tenants", str(self.tenants), "--audit", str(self.audit), "--http", "127.0.0.1:0", "--ui")
         self.node: NodeProcess = small_node(folder / "node", arguments=more)
-        self.port = int(self.node.target.rpartition(":")[2])
+        self.port = _port_of(self.node)
         (found,) = re.findall(r"the page at http://127.0.0.1:(\d+)", self.node.log())
         self.http_port = int(found)
         self.client: Client = small_client(self.node.target, token="good")
@@ -243,9 +243,8 @@ class Beside:
             more = ("--tenants", str(self.tenants))
             self._other = small_node(self._folder / "other", arguments=more)
             for make in self._prepared:
-                make({"port": int(self._other.target.rpartition(":")[2]), "token": "evil"})
-        port = int(self._other.target.rpartition(":")[2])
-        with self.attack(name, SECONDS + FIRST_S, port=port, **told):
+                make({"port": _port_of(self._other), "token": "evil"})
+        with self.attack(name, SECONDS + FIRST_S, port=_port_of(self._other), **told):
             self.times(FIRST_S)
             found = self.times(SECONDS)
         return found._replace(p99_s=found.p99_s * OTHER_NODE_MAX / SLOWER_MAX)
@@ -287,6 +286,10 @@ class Beside:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _port_of(node: NodeProcess) -> int:
+    return int(node.target.rpartition(":")[2])
 
 
 def is_slow(alone: Times, under: Times) -> bool:
