@@ -107,7 +107,7 @@ CALLS_WAIT_MS = (
 )
 CALLS_BEGUN_LOOKS_MAX = 100  # after which it is not counted in any case
 CALLS_PENDING_MAX = (
-    2_048  # in gRPC, not taken on yet, about 14 KiB each; calls that were reset are among them
+    6_144  # in gRPC, not taken on yet, about 14 KiB each; calls that were reset are among them
 )
 CALLS_LINE_LONG = 128  # calls of a tenant that wait; one with more
 CALLS_REST_MS = 2  # leaves so much to others between two of its calls, while they call
