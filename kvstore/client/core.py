@@ -9,6 +9,7 @@ What it doesn't do: put or get. `kvstore.client.transfers` and the modules besid
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import select
@@ -106,6 +107,8 @@ class Core(Handle):
                     target=self._run_pump, args=(self._fabric,), name="kvstore-pump", daemon=True
                 )
                 self._pump.start()
+                # A fabric is closed at the interpreter's end, and nothing may take events from it by then.
+                atexit.register(self._end_pump)
             return self._fabric
 
     @property
@@ -336,6 +339,12 @@ class Core(Handle):
                     self._look_after(link)
                     look_s = time.monotonic() + STALLED_LOOK_MS / 1000
 
+    def _end_pump(self) -> None:
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+        assert self._pump is not None
+        self._pump.join()
+
     def close(self) -> None:
         """Close the client. Puts that have not been acknowledged fail."""
         with self._attaching, self.lock:
@@ -344,11 +353,9 @@ class Core(Handle):
             self._closed = True
             if self.link is not None:
                 self.lose(self.link, NodeUnavailable("The client was closed."))
-        self._stopping = True
-        os.eventfd_write(self._wake_fd, 1)
-        if self._pump is not None:
-            self._pump.join()
         if self._fabric is not None:
+            self._end_pump()
+            atexit.unregister(self._end_pump)
             self._fabric.close()
         close_channel(self.channel)
         os.close(self._wake_fd)

@@ -15,6 +15,7 @@ client in another process can put and get inside gRPC only.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import tempfile
 import threading
 from concurrent.futures import Future
@@ -102,6 +103,7 @@ class MemoryNode(Handle):
         """
         thread, self._thread = self._thread, None
         if thread is not None:
+            atexit.unregister(self.stop)
             self._loop.call_soon_threadsafe(self._stopped.set)
             thread.join()
 
@@ -127,6 +129,8 @@ class MemoryNode(Handle):
             thread.join()
             raise
         self._thread = thread
+        # Or the interpreter's end would close the fabric under it.
+        atexit.register(self.stop)
 
     def close(self) -> None:
         """Stop it, and free its memory.
