@@ -82,6 +82,7 @@ _PARTS = (
     "streams",
     "vault",
     "watch",
+    "words",
     "work",
 )
 

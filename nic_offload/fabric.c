@@ -136,6 +136,7 @@ static int open_domain(struct tk_fabric *fabric, const char *provider, const cha
 	if (deferred && !library_defers_work(fabric->info->fabric_attr->prov_name))
 		return refused(fabric, message, "asking for deferred work", -FI_ENOSYS);
 	fabric->order_max = library_order_max(fabric->info);
+	fabric->keeps_order = library_keeps_order(fabric->info);
 	fabric->streams = library_has_streams(fabric->info->fabric_attr->prov_name);
 	fabric->loses_context = library_loses_context(fabric->info->fabric_attr->prov_name);
 	fabric->shows_breaks = library_shows_breaks(fabric->info->fabric_attr->prov_name);

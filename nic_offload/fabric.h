@@ -74,6 +74,9 @@ struct work {
 	uint64_t fired_ns, posted_ns;
 	uint32_t code; /* of an ack watch: the last one that came */
 	uint64_t flag_word; /* what is put for `flag_value` */
+	int is_word;	    /* a word of words.c, */
+	int follows;	    /* which another one to the same place follows: */
+	uint64_t later;
 	uint64_t sequence;
 	struct slot *slot; /* of one that the NIC holds */
 	struct reading *reading; /* NULL, or what reads its bytes from a drive, */
@@ -184,6 +187,7 @@ struct tk_endpoint {
 	struct tk_endpoint *next_ready;
 	int is_ready; /* it is in the fabric's list */
 	uint32_t in_flight;
+	struct work *words; /* on their way, where the provider keeps no order; linked by `next` */
 	int stalled; /* the provider took nothing when last asked; it may be introducing itself to the peer */
 	uint64_t stalled_ns; /* since when; atomic */
 	uint64_t again_ns; /* when it is asked again */
@@ -258,6 +262,7 @@ struct tk_fabric {
 	struct fid_av *av;
 	struct fid_cq *cq;
 	size_t order_max; /* so many bytes of one message are written in order, its flag last; 0: none */
+	int keeps_order;  /* of words to one place */
 	int streams;	  /* its connections are of TCP, and end with their endpoint */
 	int loses_context; /* of what is written without one, see library.h; then words are written with this: */
 	struct fi_context2 word_context;

@@ -153,6 +153,11 @@ size_t library_order_max(const struct fi_info *info)
 			    info->tx_attr->rma_iov_limit, info->tx_attr->iov_limit);
 }
 
+int library_keeps_order(const struct fi_info *info)
+{
+	return !!(info->tx_attr->msg_order & info->rx_attr->msg_order & (FI_ORDER_WAW | FI_ORDER_RMA_WAW));
+}
+
 int library_has_streams(const char *provider_name)
 {
 	static const char *const streams[] = {"net", "tcp", "tcp;ofi_rxm", MEMORY_PROVIDER, NULL};

@@ -32,8 +32,7 @@ static void set_flag_word(struct work *work)
 	work->flag_word = word_out(op->endpoint, (struct spot){op->flag_target, op->flag_key}, op->flag_value);
 }
 
-/* When it ends, the flag has been delivered. */
-static int post_confirmed_flag(struct work *work)
+int post_confirmed_flag(struct work *work)
 {
 	struct tk_operation *op = &work->op;
 	struct iovec local = {&work->flag_word, sizeof work->flag_word};
@@ -49,8 +48,7 @@ static int post_confirmed_flag(struct work *work)
 	return (int)fi_writemsg(op->endpoint->fid, &message, FI_INJECT | FI_COMPLETION | FI_DELIVERY_COMPLETE);
 }
 
-/* What the provider says to something that is to go out. */
-static int taken(struct tk_endpoint *endpoint, int status)
+int taken(struct tk_endpoint *endpoint, int status)
 {
 	if (!status)
 		endpoint->has_sent = 1;
@@ -65,6 +63,8 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 	if (put_shared_word(fabric, endpoint, word, (struct spot){target, key}))
 		return 0;
 	word = word_out(endpoint, (struct spot){target, key}, word);
+	if (!fabric->keeps_order)
+		return post_word_in_order(fabric, endpoint, word, peer, (struct spot){target, key});
 	if (!fabric->loses_context)
 		return taken(endpoint, (int)fi_inject_write(endpoint->fid, &word, sizeof word, peer, target, key));
 	struct iovec local = {&word, sizeof word};
@@ -164,6 +164,8 @@ static int post_one(struct tk_fabric *fabric, struct work *work)
 {
 	if (work->kind == WORK_LANDING)
 		return post_landed(fabric, work);
+	if (work->is_word)
+		return post_confirmed_flag(work);
 	if (work->state == WORK_READY && work->op.deadline_ns && tk_now_ns() >= work->op.deadline_ns)
 		return TOO_LATE;
 	if (sender_shares(work)) {
@@ -221,6 +223,8 @@ static void posted(struct tk_fabric *fabric, struct work *work, int status)
 		work->state = work->state == WORK_READY ? WORK_POSTED : WORK_FLAG_POSTED;
 		work->op.endpoint->in_flight++;
 		fabric->in_flight++;
+		if (work->is_word)
+			word_is_posted(work);
 	}
 }
 
@@ -305,7 +309,9 @@ static void completed(struct tk_fabric *fabric, void *context, int status)
 	}
 	fabric->in_flight--;
 	work->op.endpoint->in_flight--;
-	if (!status && work->state == WORK_POSTED)
+	if (work->is_word)
+		word_is_over(fabric, work);
+	else if (!status && work->state == WORK_POSTED)
 		moved(fabric, work);
 	else
 		finish(fabric, work, status);

@@ -291,6 +291,10 @@ static void count_end(struct tk_fabric *fabric, const struct tk_operation *op, i
 /* Operations that wait for its counter see it moved, or fail, before the end is reported. */
 void finish(struct tk_fabric *fabric, struct work *work, int status)
 {
+	if (work->is_word) { /* nobody counts it, or waits for it */
+		release(fabric, work);
+		return;
+	}
 	const struct tk_operation *op = &work->op;
 	int cause = status == -EPIPE && op->trigger ? op->trigger->failed : 0; /* what began it, or this itself */
 	work->failed = status;
