@@ -13,6 +13,7 @@ def test_puts_gets_and_flags_hold_without_any_order_of_writes() -> None:
         "tests/client/test_put_get.py",
         "tests/client/test_failing_writes.py",
         "tests/conformance/test_chain.py",
+        "tests/conformance/test_words.py",
         timeout_s=240,
         REORDER="1",
     )
