@@ -48,7 +48,7 @@ int post_confirmed_flag(struct work *work)
 	return (int)fi_writemsg(op->endpoint->fid, &message, FI_INJECT | FI_COMPLETION | FI_DELIVERY_COMPLETE);
 }
 
-int taken(struct tk_endpoint *endpoint, int status)
+int note_taken(struct tk_endpoint *endpoint, int status)
 {
 	if (!status)
 		endpoint->has_sent = 1;
@@ -66,7 +66,7 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 	if (!fabric->keeps_order)
 		return post_word_in_order(fabric, endpoint, word, peer, (struct spot){target, key});
 	if (!fabric->loses_context)
-		return taken(endpoint, (int)fi_inject_write(endpoint->fid, &word, sizeof word, peer, target, key));
+		return note_taken(endpoint, (int)fi_inject_write(endpoint->fid, &word, sizeof word, peer, target, key));
 	struct iovec local = {&word, sizeof word};
 	struct fi_rma_iov remote = {target, sizeof word, key};
 	struct fi_msg_rma message = {
@@ -77,7 +77,7 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 		.rma_iov_count = 1,
 		.context = &fabric->word_context,
 	};
-	return taken(endpoint, (int)fi_writemsg(endpoint->fid, &message, FI_INJECT | FI_COMPLETION));
+	return note_taken(endpoint, (int)fi_writemsg(endpoint->fid, &message, FI_INJECT | FI_COMPLETION));
 }
 
 /* 1: it is out, and no completion follows. */
@@ -254,7 +254,7 @@ static int post_ready_of(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 		if (endpoint->in_flight >= POSTED_MAX)
 			break;
 		struct work *work = endpoint->ready.head;
-		int status = taken(endpoint, post_one(fabric, work));
+		int status = note_taken(endpoint, post_one(fabric, work));
 		endpoint->stalled = status == -FI_EAGAIN;
 		if (endpoint->stalled) {
 			pause_stalled(endpoint, tk_now_ns());

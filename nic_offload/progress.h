@@ -95,7 +95,7 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 	      uint64_t key); /* its end is not reported */
 int post_landed(struct tk_fabric *fabric, struct work *work);
 int post_confirmed_flag(struct work *work); /* when it ends, the flag has been delivered */
-int taken(struct tk_endpoint *endpoint, int status); /* what the provider says to something that is to go out */
+int note_taken(struct tk_endpoint *endpoint, int status); /* what the provider says to something that is to go out */
 
 /* words.c: words to one place, where a later write may overtake an earlier one */
 int post_word_in_order(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,

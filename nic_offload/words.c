@@ -41,7 +41,7 @@ int post_word_in_order(struct tk_fabric *fabric, struct tk_endpoint *endpoint, u
 	};
 	work->flag_word = word;
 	work->is_word = 1;
-	int status = taken(endpoint, post_confirmed_flag(work));
+	int status = note_taken(endpoint, post_confirmed_flag(work));
 	if (status) {
 		recycle(fabric, work);
 		return status;
