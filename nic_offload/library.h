@@ -45,6 +45,7 @@ int library_loses_context(const char *provider_name);
 
 /* Whether a write never overtakes an earlier one to the same place. */
 int library_keeps_order(const struct fi_info *info);
+
 /* How long a message may be for its bytes to be written in order, by what the provider promises; 0: none is. */
 size_t library_order_max(const struct fi_info *info);
 

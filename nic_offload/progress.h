@@ -96,15 +96,15 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 int post_landed(struct tk_fabric *fabric, struct work *work);
 int post_confirmed_flag(struct work *work); /* when it ends, the flag has been delivered */
 int note_taken(struct tk_endpoint *endpoint, int status); /* what the provider says to something that is to go out */
+int post_ready(struct tk_fabric *fabric);
+int drain_completions(struct tk_fabric *fabric);
+int progress_wire(struct tk_fabric *fabric);
 
 /* words.c: words to one place, where a later write may overtake an earlier one */
 int post_word_in_order(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,
 		       struct spot spot);
 void word_is_posted(struct work *work);
 void word_is_over(struct tk_fabric *fabric, struct work *work);
-int post_ready(struct tk_fabric *fabric);
-int drain_completions(struct tk_fabric *fabric);
-int progress_wire(struct tk_fabric *fabric);
 
 /* streams.c: addresses of TCP, and what it leaves behind */
 int address_is_same(const union address *a, const union address *b);
