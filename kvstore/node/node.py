@@ -89,7 +89,7 @@ __all__ = ["Node"]
 log = logging.getLogger(__name__)
 
 _FILLER_NICE: Final = 10  # of the thread that has memory for puts: it takes what others leave
-_TAKEN: Final = "Another block is stored under the key, of another length or layout."
+_TAKEN: Final = "Another block, of another length or layout, is stored under this key."
 
 
 class Node:

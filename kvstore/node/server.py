@@ -312,7 +312,9 @@ def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:
     try:
         from kvstore.node.kv_events import KvEvents  # noqa: PLC0415 - its packages are an extra
     except ImportError as error:
-        raise ConfigError("Events need pyzmq and msgspec: pip install 'triggerkv[events]'.") from error
+        raise ConfigError(
+            "Events need pyzmq and msgspec: install triggerkv with the extra events."
+        ) from error
     events = KvEvents(config, clock)
     node.block_listeners.append(events.blocks)
     log.info("KV events on %s", " and ".join(events.endpoints))
@@ -323,7 +325,7 @@ def _trace_to(endpoint: str, node: str, clock: Clock) -> Collector:
     try:
         from kvstore.node.otel import Collector  # noqa: PLC0415 - its packages are an extra
     except ImportError as error:
-        raise ConfigError("Spans need OpenTelemetry: pip install 'triggerkv[otel]'.") from error
+        raise ConfigError("Spans need OpenTelemetry: install triggerkv with the extra otel.") from error
     log.info("spans to %s", endpoint)
     return Collector(endpoint, node, clock)
 
