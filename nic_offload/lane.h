@@ -1,5 +1,5 @@
 /*
- * What receivers and the progress thread use of lanes.
+ * The part of lanes that receivers and the progress thread use.
  */
 #ifndef TRIGGERKV_LANE_H
 #define TRIGGERKV_LANE_H

@@ -211,6 +211,7 @@ static int settle(struct tk_receiver *receiver)
 		.ack_generation = head->ack_generation,
 		.expires_unix_ms = head->expires_unix_ms,
 		.landed_ns = reading->began_ns,
+		.fired_ns = head->fired_ns,
 		.ack_word = head->ack_word,
 		.room = reading->room.number,
 		.length = head->length,

@@ -263,6 +263,7 @@ static void make_head(struct work *work)
 	head->ack_generation = work->partner->ack.generation;
 	head->ack_word = sender->setup.first_word + work->word - 1;
 	head->length = op->length;
+	head->fired_ns = work->fired_ns;
 	if (op->pieces && sender_shares(work))
 		op->local = shared_payload(work);
 	else if (op->pieces)

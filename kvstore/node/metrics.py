@@ -218,7 +218,7 @@ def _of_blocks(node: Node) -> list[Metric]:
         ),
         _counters(
             "kvstore_triggered_puts_total",
-            "Blocks of triggered puts: armed, fired (as far as clients reported it), landed, and late.",
+            "Blocks of triggered puts: armed, fired (as far as the node knows), landed, and late.",
             "state",
             {
                 "armed": counters.leased,
