@@ -135,9 +135,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             finally:
                 try:  # to close an endpoint takes milliseconds, and a thousand clients may leave at once
                     async with self._node.turns.of(tenant.id, rest=3):
-                        self._node.detach(connection)
+                        self._node.left(connection)
                 finally:
-                    self._node.detach(connection)
+                    self._node.left(connection)
                 self._gate.audit.connected(
                     "detach", tenant=tenant.name, peer=peer, connection=connection.number
                 )
