@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcli.version import package_version
+from kvcli.version import VERSION
 from kvstore.errors import Expired, ProtocolError
 from kvstore.limits import ACK_WORDS
 from kvstore.lookups import Kind, Outcome
@@ -329,7 +329,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             store = self._node.store.statistics()
             return pb.StatusResponse(
                 node=self._name,
-                version=package_version(),
+                version=VERSION,
                 provider=self._node.fabric.provider,
                 blocks=store.blocks,
                 capacity_bytes=store.capacity_bytes,
