@@ -505,7 +505,8 @@ def test_memory_of_a_closed_client_is_its_own_again(inner: NodeInProcess) -> Non
 
 
 def flags_seen(node: NodeInProcess) -> list[bool]:
-    return node.call(lambda node: [put.flag_ns > 0 for put in node.timings.puts.values()])
+    seen: list[bool] = node.call(lambda node: [put.flag_ns > 0 for put in node.timings.puts.values()])
+    return seen
 
 
 def test_the_node_knows_the_flag_of_a_put_through_shared_memory(inner: NodeInProcess, inside: Rig) -> None:
