@@ -337,8 +337,11 @@ def test_what_evicted_blocks_have_left_is_overwritten_in_steps_and_nothing_else(
 def test_what_is_read_while_it_is_erased_is_overwritten_when_the_read_is_over() -> None:
     wiped: list[tuple[int, int]] = []
     hot = HotPages(8, lambda: None, wipe=lambda start, pages: wiped.append((start, pages)))
-    names = [(b"tenant", b"key %d" % number) for number in range(3)]
-    erased, kept, dropped = (hot.take(2) for _ in names)
+    names = [(b"tenant", b"key %d" % number) for number in range(4)]
+    erased, kept, dropped, older = (hot.take(2) for _ in names)
+    assert older is not None
+    hot.keep(older, 1, names[3])
+    hot.release(older)
     assert erased is not None
     assert kept is not None
     assert dropped is not None
@@ -351,6 +354,6 @@ def test_what_is_read_while_it_is_erased_is_overwritten_when_the_read_is_over() 
     hot.release(erased)
     hot.release(dropped)
     assert wiped == [(erased.start, 2), (dropped.start, 2)]
-    hot.drop_dead([names[1]], lambda asked: [None] * len(asked))
+    hot.drop_dead([names[1], names[3]], lambda asked: [None] * len(asked))
     read(hot, 4, pages=2)
-    assert len(wiped) == 2, "later reads are others'"
+    assert len(wiped) == 2, "what the index had is others', and so is what is read later"
