@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ from kvstore.wire import erasing_pb2 as pb
 from kvstore.wire import erasing_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import AsyncIterator, Collection, Sequence
 
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
@@ -76,7 +77,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             self._gate.audit.refuse_without_room(tenant.name)
             named = user_name(tenant.id, request.user)
             self._node.erasures.note(tenant.id, domain_of(request.user))
-            async with self._lock_of(tenant):
+            async with self._one_of(tenant):
                 erasure = _Erasure(self._node, tenant.id)
                 await erasure.destroy([named, domain_of(request.user)])
                 await erasure.sessions(named)
@@ -92,7 +93,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
             self._gate.audit.refuse_without_room(tenant.name)
             self._node.erasures.note(tenant.id, None)
-            async with self._lock_of(tenant):
+            async with self._one_of(tenant):
                 erasure = _Erasure(self._node, tenant.id)
                 await erasure.destroy(None)
                 await erasure.sessions(None)
@@ -101,9 +102,12 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
                 return pb.EraseTenantResponse(erased=self._answer(erasure, tenant, None, context.peer()))
         raise AssertionError
 
-    def _lock_of(self, tenant: Tenant) -> asyncio.Lock:
+    @asynccontextmanager
+    async def _one_of(self, tenant: Tenant) -> AsyncIterator[None]:
         """Serializes a tenant's erasures: one that finds nothing left isn't answered before the one removing it."""
-        return self._under_way.setdefault(tenant.id, asyncio.Lock())
+        async with self._under_way.setdefault(tenant.id, asyncio.Lock()):
+            with self._node.store.erasing(tenant.id):
+                yield
 
     def _answer(self, erasure: _Erasure, tenant: Tenant, domain: bytes | None, peer: str) -> pb.Erased:
         node = self._node

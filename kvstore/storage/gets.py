@@ -120,7 +120,8 @@ class Gets:
             hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
             self.outbox.add(read.done, hit)
         elif found is Flaw.NO_KEY:
-            self._keeping.drop([name], Reason.ERASED, spared=[entry.domain])
+            if not self._keeping.erasing[item.tenant]:
+                self._keeping.drop([name], Reason.ERASED, spared=[entry.domain])
             self._miss(item, read.done, MissReason.ERASED)
         elif found is Flaw.KEY_DAMAGED:
             self._miss(item, read.done, MissReason.UNREADABLE, "its key's slot in the keyring is damaged")

@@ -15,8 +15,9 @@ from kvstore.client import Client, Stored
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import KvError, StorageError
 from kvstore.miss import Miss, MissReason
-from kvstore.names import block_key
+from kvstore.names import block_key, domain_of, in_domain
 from kvstore.node.erasing import _Erasure
+from kvstore.sealing.store_keys import keys_opener
 from tests.conftest import small_client
 from tests.node.in_process import NodeInProcess
 from tests.node.test_encrypting import clear_bytes
@@ -175,6 +176,39 @@ def test_none_of_several_erasures_at_once_is_answered_before_all_is_gone(
         client.erase_user("ada")
         assert over.is_set()
         first.result(20)
+
+
+def test_a_receipt_counts_what_a_client_asks_for_in_the_middle_of_the_erasure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    domain = domain_of(ADA)
+    keys = [in_domain(block_key(b"count", bytes([number])), domain) for number in range(COUNT)]
+    held, over = threading.Event(), threading.Event()
+    blocks_of = _Erasure.blocks_of
+
+    async def slow(self: _Erasure, domain: bytes | None) -> None:
+        held.set()
+        await asyncio.to_thread(over.wait, 20)
+        await blocks_of(self, domain)
+
+    monkeypatch.setattr(_Erasure, "blocks_of", slow)
+    (tmp_path / "master.key").write_text("0f" * 31 + "1f")
+    (tmp_path / "master.key").chmod(0o600)
+    open_keys = keys_opener(tmp_path / "data", f"file:{tmp_path}/master.key")
+    with (
+        NodeInProcess(tmp_path / "data", open_keys=open_keys) as node,
+        small_client(node.target) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for key in keys:
+            client.put_inline(key, key, domain=domain)
+        erasure = pool.submit(client.erase_user, ADA)
+        assert held.wait(20)
+        missed = [client.get_inline(key, length=len(key)) for key in keys[::2]]
+        over.set()
+        assert erasure.result(20).blocks == COUNT
+        assert {one.reason for one in missed if isinstance(one, Miss)} == {MissReason.ERASED}
+        assert len(missed) == COUNT // 2
 
 
 def test_an_erasure_of_nobody_leaves_what_is_still_in_the_clear(tmp_path: Path) -> None:
