@@ -6,7 +6,8 @@ encrypted with another key, is overwritten.
 
 What always holds: an erasure is answered when every block and session that was stored when it was asked for is gone
 from the drive, and this would survive a power failure. In the hot memory it is overwritten, what is being sent as soon
-as that has ended. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the keys or has
+as that has ended. While a drive has failed an erasure fails, but only after the keys are destroyed and what they
+encrypted has left the memory. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the keys or has
 not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's run one after the other.
 A receipt is in the audit log, if there is one, before it is given.
 
@@ -83,6 +84,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
                 await erasure.sessions(named)
                 await erasure.blocks_of(domain_of(request.user))
                 await erasure.wipe_free_memory()
+                erasure.raise_failure()
                 erased = self._answer(erasure, tenant, domain_of(request.user), context.peer())
             return pb.EraseUserResponse(erased=erased)
         raise AssertionError
@@ -99,6 +101,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
                 await erasure.sessions(None)
                 await erasure.blocks_of(None)
                 await erasure.wipe_free_memory()
+                erasure.raise_failure()
                 return pb.EraseTenantResponse(erased=self._answer(erasure, tenant, None, context.peer()))
         raise AssertionError
 
@@ -153,6 +156,12 @@ class _Erasure:
         self.is_encrypted = self._keys is not None
         self.keys: list[Erased] = []
         self.blocks = self.size_bytes = self.removed = 0
+        self._failure: StorageError | None = None  # the first of a drive; what is in memory goes all the same
+
+    def raise_failure(self) -> None:
+        """Raise what kept anything from leaving a drive."""
+        if self._failure is not None:
+            raise self._failure
 
     async def destroy(self, domains: Sequence[bytes] | None) -> None:
         """Destroy the keys of domains, all at once; None: of the whole tenant."""
@@ -185,7 +194,8 @@ class _Erasure:
                 finally:
                     over()
                 if done.error is not None:
-                    raise done.error
+                    self._failure = self._failure or done.error
+                    return
                 node.traces.forget(name)
                 self.removed += 1
                 await self._erase(list(set(done.unreferenced).difference(only)))
@@ -254,13 +264,14 @@ class _Erasure:
                     await turn.next()
                 some = names[first : first + TURN_STEP_BLOCKS]
                 node.granted.delete(some)
+                if self._keys is not None:  # a drive that has failed keeps in its index what nobody can read there
+                    node.hot.changed(some, lambda asked: [None] * len(asked), are_new=False, are_erased=True)
                 node.store.delete(items[first : first + TURN_STEP_BLOCKS], ends.heard)
                 node.deletions.note(some)
                 if node.upkeep is not None:
                     node.upkeep.waited.cancel(some)
         for done in await ends.all():
-            if done.error is not None:
-                raise done.error
+            self._failure = self._failure or done.error
             self.blocks += done.found
             self.size_bytes += done.size_bytes
 
