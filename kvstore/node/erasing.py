@@ -7,9 +7,9 @@ encrypted with another key, is overwritten.
 What always holds: an erasure is answered when every block and session that was stored when it was asked for is gone
 from the drive, and this would survive a power failure. In the hot memory it is overwritten, what is being sent as soon
 as that has ended. While a drive has failed an erasure fails, but only after the keys are destroyed and what they
-encrypted has left the memory. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the keys or has
-not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's run one after the other.
-A receipt is in the audit log, if there is one, before it is given.
+encrypted has left the memory. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the
+keys or has not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's run one after
+the other. A receipt is in the audit log, if there is one, before it is given.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
 tenant's, the others' remain. Without encryption, blocks that were evicted or deleted before, and earlier versions of a
@@ -264,7 +264,7 @@ class _Erasure:
                     await turn.next()
                 some = names[first : first + TURN_STEP_BLOCKS]
                 node.granted.delete(some)
-                if self._keys is not None:  # a drive that has failed keeps in its index what nobody can read there
+                if self._keys is not None:  # a failed drive keeps in its index what nobody can read there
                     node.hot.changed(some, lambda asked: [None] * len(asked), are_new=False, are_erased=True)
                 node.store.delete(items[first : first + TURN_STEP_BLOCKS], ends.heard)
                 node.deletions.note(some)

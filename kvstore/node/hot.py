@@ -59,7 +59,7 @@ class Piece:
     generation: int = 0  # of the record that is kept in it; 0: none
     name: Name | None = None  # of that record, if its keeper said
     is_erased: bool = False  # its bytes are to be overwritten as soon as nobody uses it
-    wipes: int = 0  # of free pages that had begun when the index was last known to have its record, if it has one
+    wipes: int = 0  # of free pages that had begun when the index last had its record, as far as is known
 
 
 @dataclass(frozen=True, slots=True)

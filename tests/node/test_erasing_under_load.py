@@ -230,20 +230,22 @@ def test_on_a_failed_drive_an_erasure_fails_and_yet_nothing_of_it_is_served_any_
         found = [client.get_inline(key, length=len(key)) for key in keys[user]]
         return [one.reason if isinstance(one, Miss) else one for one in found]
 
-    with NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node:
-        with small_client(node.target) as client:
-            for user in (ADA, BOB):
-                for key in keys[user]:
-                    client.put_inline(key, key, domain=domain_of(user))
-            client.session(ADA, "chat").append(keys[ADA], tokens=1)
-            for key in keys[ADA][::2]:
-                assert client.get_inline(key, length=len(key)) == key, "in memory from now on"
-            node.call(lambda node: node.store.drives[0]._writes.stop(ReadOnly("It failed."), 0))
-            for _ in range(2):
-                with pytest.raises(ReadOnly):
-                    client.erase_user(ADA)
-                assert set(got_inline(client, ADA)) == {MissReason.ERASED}
-            assert got_inline(client, BOB) == keys[BOB]
+    with (
+        NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
+        small_client(node.target) as client,
+    ):
+        for user in (ADA, BOB):
+            for key in keys[user]:
+                client.put_inline(key, key, domain=domain_of(user))
+        client.session(ADA, "chat").append(keys[ADA], tokens=1)
+        for key in keys[ADA][::2]:
+            assert client.get_inline(key, length=len(key)) == key, "in memory from now on"
+        node.call(lambda node: node.store.drives[0]._writes.stop(ReadOnly("It failed."), 0))
+        for _ in range(2):
+            with pytest.raises(ReadOnly):
+                client.erase_user(ADA)
+            assert set(got_inline(client, ADA)) == {MissReason.ERASED}
+        assert got_inline(client, BOB) == keys[BOB]
     with (
         NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
         small_client(node.target) as client,
