@@ -324,7 +324,7 @@ class Granted:
                 one.expires_unix_ms,
                 leased_ns=came[0].landed_ns,
                 landed_ns=landed_ns,
-                flag_ns=one.fired_ns if area.has_our_clock else 0,
+                flag_ns=one.fired_ns if area.has_our_clock and one.fired_ns < one.landed_ns else 0,
             )
             landed = Landed(area, one, area.rooms.pop(one.room), lease)
             self._landed[landed.name] = landed
