@@ -12,7 +12,16 @@ from kvstore.storage.labels import LOST_LABEL, Labels
 from tests.storage.fake_keys import FakeKeyring, FakeKeys
 from tests.storage.fakes import FakeDisk
 from tests.storage.rig import TENANT, USER, StoreRig
-from tests.storage.test_encrypting import LABEL, encrypted, is_sound, opened, payload
+from tests.storage.test_encrypting import (
+    LABEL,
+    TURNS_MAX,
+    encrypted,
+    is_marked,
+    is_sound,
+    opened,
+    payload,
+    turn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,6 +148,34 @@ def test_an_opening_that_can_make_no_keys_leaves_labels_and_says_so(
     assert "until the next start: The tenant has too many" in caplog.text
     assert in_index(rig, LABEL)
     opened(rig)
+    assert labels_of(rig) == [LABEL.encode()]
+    assert not in_index(rig, LABEL)
+
+
+def test_while_an_index_may_have_labels_in_the_clear_a_drive_counts_as_clear(
+    rig: StoreRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Encrypting, "step", lambda _: None)
+        rig.open()
+        fill(rig)
+        rig.store.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeKeys, "ensure", lambda *given: given[-1](QuotaExceeded("The tenant has too many.")))
+        opened(rig)
+    for _ in range(TURNS_MAX):
+        turn(rig)
+        if not rig.drive._encrypting.is_active:
+            break
+    assert not is_marked(rig), "the drive has nothing in the clear"
+    statistics = rig.store.statistics()
+    assert statistics.clear_bytes
+    assert "until the next start" in statistics.clear_why
+    rig.store.close()
+    assert in_index(rig, LABEL), "in pages that LMDB has freed"
+    opened(rig)
+    assert rig.store.statistics().clear_bytes == 0
+    assert not rig.store.statistics().clear_why
     assert labels_of(rig) == [LABEL.encode()]
     assert not in_index(rig, LABEL)
 
