@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from kvstore.errors import QuotaExceeded
 from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.labels import LOST_LABEL, Labels
+from nic_offload import aead
 from tests.storage.fake_keys import FakeKeyring, FakeKeys
 from tests.storage.fakes import FakeDisk
 from tests.storage.rig import TENANT, USER, StoreRig
@@ -226,3 +229,18 @@ def test_without_a_key_nothing_is_written_in_the_clear(keys: FakeKeys) -> None:
     assert Labels(keys).seal(TENANT, b"of no key at all", ROW, b"what") == LOST_LABEL
     assert Labels(keys).unseal(ROW, LOST_LABEL) is None
     assert Labels(None).seal(TENANT, USER, ROW, b"what") == b"what"
+
+
+def test_a_label_is_sealed_as_the_page_says_each_under_a_key_of_its_own(keys: FakeKeys) -> None:
+    user = b"user %11d" % 3
+    name, secret = keys.ring.keys[TENANT, user]
+    row = TENANT + user + b"s" * 16
+    nonces = set()
+    for _ in range(8):
+        sealed = Labels(keys).seal(TENANT, user, row, LABEL.encode())
+        nonce = sealed[13:25]
+        assert sealed[:13] == b"\xff" + struct.pack("<IQ", *name)
+        text_key = blake2b(nonce, digest_size=32, key=secret, person=b"tkv text").digest()
+        assert aead.unseal(text_key, nonce, row, sealed[25:]) == LABEL.encode()
+        nonces.add(nonce)
+    assert len(nonces) == 8
