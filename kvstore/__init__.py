@@ -19,7 +19,7 @@ vLLM, transformers, SGLang and LMCache. The other modules are the service's own.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvcli.version import package_version
+from kvcli.version import VERSION
 
 if TYPE_CHECKING:
     from kvstore.client import AsyncClient, Block, Client, ClusterClient, Hit
@@ -43,7 +43,7 @@ __all__ = [
     "block_key",
 ]
 
-__version__ = package_version()
+__version__ = VERSION
 
 _HOMES = {
     "AsyncClient": "kvstore.client",

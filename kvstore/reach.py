@@ -25,8 +25,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-import grpc
-
 from kvstore.errors import ConfigError
 from kvstore.limits import (
     CONNECT_TIMEOUT_MS,
@@ -39,6 +37,8 @@ from kvstore.names import SHARED, UNSAID, domain_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    import grpc
 
 __all__ = ["Reach", "split_target"]
 
@@ -233,6 +233,8 @@ class Reach:
         ca, key, certificate = (
             None if path is None else _pem(path) for path in (self.ca, self.key, self.certificate)
         )
+        import grpc  # noqa: PLC0415 - commands that reach no node start without it
+
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
 

@@ -4,8 +4,8 @@
  * A put has two acknowledgements, `landed` and `written`, which are written to the same word. If the second overtakes
  * the first, the first stays there, and the peer may never see the second: it waits until its deadline.
  *
- * What always holds: a word is on its way to a place only when no other one is. What is to follow waits with it until it
- * has been delivered, or has failed; if two are to follow, the last alone goes, because it says more. So nobody else waits.
+ * What always holds: at most one word is on its way to a place. The next one for that place waits until it was delivered
+ * or has failed; of several that wait only the last is sent, because it says more. Words to other places do not wait.
  * What it doesn't do: keep the order of a word and of bytes elsewhere; flags that are chained to their bytes do.
  */
 #include "progress.h"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 
-from kvcli.version import package_version
+from kvcli.version import VERSION
 from kvstore.client.firings import firings
 from kvstore.clock import SystemClock, unix_offset_ns
 from kvstore.limits import SPANS_CLOSE_MS, SPANS_WAITING_MAX
@@ -51,7 +51,7 @@ class ClientSpans:
     """Of one client. Any thread."""
 
     def __init__(self, provider: trace.TracerProvider, target: str) -> None:
-        self.tracer = provider.get_tracer("kvstore", package_version())
+        self.tracer = provider.get_tracer("kvstore", VERSION)
         self.teller = _Teller()
         self._target = target
 

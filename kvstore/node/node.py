@@ -326,6 +326,12 @@ class Node:
             log.warning("%s The connection is closed.", failed, extra=connection.about())
             self.detach(connection)
 
+    def left(self, connection: Connection) -> None:
+        """Close the connection of a client that has left. What reached it before counts as sent."""
+        if not connection.closed:
+            self._fabric_events()
+        self.detach(connection)
+
     def detach(self, connection: Connection) -> None:
         """Close a connection. Blocks that have landed are still stored; other puts are dropped."""
         if connection.closed:

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
-from kvcli.version import package_version
+from kvcli.version import VERSION
 from kvstore.limits import (
     SPANS_QUEUED_MAX,
     SPANS_SEND_MS,
@@ -55,7 +55,7 @@ class Collector:
                 {
                     "service.name": "kvstore",
                     "service.instance.id": node,
-                    "service.version": package_version(),
+                    "service.version": VERSION,
                 }
             ),
             shutdown_on_exit=False,

@@ -15,7 +15,7 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from kvcli.version import package_version
+from kvcli.version import VERSION
 from kvstore.errors import ProtocolError
 from kvstore.limits import HEALTH_STILL_MS, SESSION_BYTES, TENANT_BYTES, USER_BYTES
 from kvstore.miss import MissReason
@@ -54,12 +54,11 @@ def _policy(page: str) -> str:
 
 def http_server(node: Node, gate: Gate, tls: Certificates | None, *, ui: bool) -> HttpServer:
     """Make the server for a node; `listen` starts it."""
-    version = package_version()
     pages: dict[str, Callable[[Question], Awaitable[Answer]]] = {}
     history: History | None = None
 
     async def metrics(question: Question) -> Answer:
-        taken = gathered(node, gate.tenants, question.tenant, version)
+        taken = gathered(node, gate.tenants, question.tenant, VERSION)
         text = await asyncio.get_running_loop().run_in_executor(None, rendered, taken)
         return Answer(text, CONTENT_TYPE)
 
@@ -78,7 +77,7 @@ def http_server(node: Node, gate: Gate, tls: Certificates | None, *, ui: bool) -
         async def tell(question: Question) -> Answer:
             chosen, after = question.query.get("tenant", ""), question.query.get("after", "")
             return _json(
-                state(node, gate.tenants, question.tenant, version, chosen, _name(after, "after"), points)
+                state(node, gate.tenants, question.tenant, VERSION, chosen, _name(after, "after"), points)
             )
 
         async def tell_trace(question: Question) -> Answer:

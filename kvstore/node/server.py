@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from kvcli.version import package_version
+from kvcli.version import VERSION
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Member
 from kvstore.config import show_size
@@ -279,7 +279,7 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
 def _member(store: Store, cluster: ClusterConfig, address: str) -> Member:
     """What the node says of itself on the map."""
     weight = max(1, store.statistics().capacity_bytes >> 30)
-    return Member(store.name, cluster.address or address, weight, package_version(), zone=cluster.zone)
+    return Member(store.name, cluster.address or address, weight, VERSION, zone=cluster.zone)
 
 
 async def _leave_cluster(node: Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcli.version import package_version
+from kvcli.version import VERSION
 from kvstore.errors import Expired, ProtocolError
 from kvstore.limits import ACK_WORDS
 from kvstore.lookups import Kind, Outcome
@@ -135,9 +135,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             finally:
                 try:  # to close an endpoint takes milliseconds, and a thousand clients may leave at once
                     async with self._node.turns.of(tenant.id, rest=3):
-                        self._node.detach(connection)
+                        self._node.left(connection)
                 finally:
-                    self._node.detach(connection)
+                    self._node.left(connection)
                 self._gate.audit.connected(
                     "detach", tenant=tenant.name, peer=peer, connection=connection.number
                 )
@@ -329,7 +329,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             store = self._node.store.statistics()
             return pb.StatusResponse(
                 node=self._name,
-                version=package_version(),
+                version=VERSION,
                 provider=self._node.fabric.provider,
                 blocks=store.blocks,
                 capacity_bytes=store.capacity_bytes,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
 
-from kvcli.version import package_version
+from kvcli.version import VERSION
 from kvstore.clock import unix_offset_ns
 from kvstore.lookups import HITS, Outcome
 from kvstore.node.span_notes import End, PutTrace
@@ -45,7 +45,7 @@ class NodeSpans:
     """Of one node. Its own thread only."""
 
     def __init__(self, provider: trace.TracerProvider, clock: Clock) -> None:
-        self._tracer = provider.get_tracer("kvstore", package_version())
+        self._tracer = provider.get_tracer("kvstore", VERSION)
         self._clock = clock
 
     @staticmethod

@@ -16,7 +16,7 @@ import pytest
 import kvstore.cli
 import sim.cli
 from kvcli.running import Status, run_command
-from kvcli.version import package_version
+from kvcli.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,7 +136,7 @@ def test_a_command_that_is_used_wrongly_ends_with_2(command: tuple[str, ...]) ->
 
 @BOTH
 def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
-    assert run(*command, "--version").stdout.split()[1:] == [package_version()]
+    assert run(*command, "--version").stdout.split()[1:] == [VERSION]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from kvstore.node.lookup_history import Lookups
 from kvstore.wire import kvstore_pb2, lookups_pb2_grpc
 from kvstore.wire import lookups_pb2 as pb
 from kvstore.wire.lookup_messages import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message, lookup_of
+from nic_offload.fabric import Event, EventKind
 from nic_offload.memory import allocate
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
@@ -210,6 +211,33 @@ def test_a_get_that_is_given_up_says_which_blocks_had_not_come(node: NodeInProce
     assert outcomes(from_caller)[-1] == (3, Outcome.NODE_AWAY)
     assert from_caller.took_us >= 300_000
     assert "did not arrive in time" in from_caller.detail
+
+
+def test_what_a_client_got_before_it_left_was_sent(node: NodeInProcess) -> None:
+    # The node's thread learns in batches which bytes were sent, and a client can leave before it does.
+    held: list[Event] = []
+    is_held = True
+    reap = node.node.fabric.reap
+
+    def reap_late() -> list[Event]:
+        events = reap()
+        if is_held:
+            held.extend(event for event in events if event.kind in (EventKind.SENT, EventKind.READ))
+            return [event for event in events if event not in held]
+        events = held + events
+        held.clear()
+        return events
+
+    with small_client(node.target, tenant="acme") as client:
+        client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:4]])
+        kv = client.register(allocate(4 * PAGE))
+        node.call(lambda one: setattr(one.fabric, "reap", reap_late))
+        with as_request("gone"):
+            assert all(client.get([Block(key, kv, at * PAGE, PAGE) for at, key in enumerate(KEYS[:4])]))
+        wait_until(lambda: bool(held), "they were sent")
+        is_held = False
+    wait_until(lambda: bool(told(node, "gone")), "the node knows that its caller is gone")
+    assert [outcomes(one) for one in told(node, "gone")] == [[(4, Outcome.DRIVE)]]
 
 
 def test_a_node_that_was_away_is_told_what_it_missed_when_it_is_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from kvcli.version import package_version
+from kvcli.version import VERSION
 from kvstore.client import Block, Client, Hit
 from kvstore.config import NodeConfig
 from kvstore.demo.node_process import NodeProcess, lasting_port
@@ -104,7 +104,7 @@ def test_spans_reach_a_collector_and_are_the_client_s_children(tmp_path: Path, r
         whose, put = receiver.wait_for("kvstore.node.put")
         assert whose["service.name"] == "kvstore"
         assert whose["service.instance.id"] == name
-        assert whose["service.version"] == package_version()
+        assert whose["service.version"] == VERSION
         _, write = receiver.wait_for("kvstore.node.drive.write")
         _, fetch = receiver.wait_for("kvstore.node.fetch")
     of_client = {span.name: span for span in kept.spans}
