@@ -54,6 +54,8 @@ run=("$OLDPWD/$python" -m pytest tests/sim/test_events.py tests/storage/test_ext
 export PYTHONMALLOC=malloc PYTHONPATH=$PWD LD_PRELOAD=${preload% }
 if [[ $name == thread ]]; then
 	run+=(--ignore-glob="*test_stuck*") # it holds a thread in a signal handler, and this sanitizer puts signals off
+	# It starts a shell, which dies of this library as soon as it is loaded.
+	run+=(--deselect tests/nic_offload/test_aead.py::test_both_libraries_give_the_same_bytes_and_libcrypto_alone_is_enough)
 	exec setarch -R "${run[@]}" # its shadow memory needs addresses where they are expected
 fi
 exec "${run[@]}"
