@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from kvstore.client import Block, Client
+from kvstore.demo import node_process
 from kvstore.demo.node_process import NodeProcess
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
+from tests.warm_start import Warm, warm_subprocess
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -97,6 +99,15 @@ class Rig:
     def close(self) -> None:
         self.client.close()
         self.flags.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nodes_start_warm() -> Iterator[None]:
+    warm = Warm()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_process, "subprocess", warm_subprocess(warm))
+        yield
+    warm.close()
 
 
 @pytest.fixture

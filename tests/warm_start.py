@@ -1,0 +1,229 @@
+"""Starts nodes of tests out of a process that has imported all that a node imports: half of a node's start is that.
+
+What always holds: a node runs `kvstore serve` as from a shell, in a process of its own, with its arguments,
+environment, folder and standard streams, and ends as any process ends. It only has its modules already. With another
+interpreter, another command, or other variables that a process reads before its own code (`_SETTLED_EARLY`), it is
+started as usual.
+
+It doesn't do anything for processes that tests start by themselves: what imports cost or break is seen there.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_COMMAND: Final = ("-m", "kvstore", "serve")
+_PRELOADED: Final = ("kvstore.cli", "kvstore.node.server", "kvstore.serve_options")
+_SETTLED_EARLY: Final = (
+    "LD_",
+    "PYTHON",
+    "FI_",
+    "ASAN_",
+    "TSAN_",
+    "UBSAN_",
+    "LSAN_",
+    "GRPC_",
+    "GLIBC_",
+    "MALLOC_",
+)
+_REQUEST_BYTES_MAX: Final = 1 << 18
+_INT_BYTES: Final = 4
+_THREADS_END_S: Final = 5.0
+
+
+def _early(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_SETTLED_EARLY)}
+
+
+class Warm:
+    """The process that nodes are forked from."""
+
+    def __init__(self) -> None:
+        """It is started for the first node."""
+        self._early = _early(dict(os.environ))
+        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _start(self) -> None:
+        with self._theirs as theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm_start", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # no thread may be there when it forks
+            )
+
+    def popen(self, command: Sequence[str], **more: Any) -> subprocess.Popen[str] | Started:
+        """Like `subprocess.Popen`."""
+        is_node = command[0] == sys.executable and tuple(command[1:4]) == _COMMAND
+        if not is_node or "LD_PRELOAD" in self._early or self._early != _early(dict(os.environ)):
+            return subprocess.Popen(command, **more)
+        if self._process is None:
+            self._start()
+        return Started(self._socket, command, more["stderr"])
+
+    def close(self) -> None:
+        """End it. Nodes that are left end with their streams."""
+        self._socket.close()
+        self._theirs.close()
+        if self._process is not None:
+            self._process.wait()
+
+
+class Started:
+    """What `kvstore.demo.node_process` uses of a `subprocess.Popen`."""
+
+    def __init__(self, warm: socket.socket, command: Sequence[str], stderr: IO[str]) -> None:
+        self.args = command
+        self.returncode: int | None = None
+        to_read, stdin = os.pipe()
+        stdout, to_write = os.pipe()
+        self._ended, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        request = json.dumps((list(command[3:]), dict(os.environ), str(Path.cwd()))).encode()
+        fds = array.array("i", [to_read, to_write, stderr.fileno(), told.fileno()])
+        warm.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        told.close()
+        os.close(to_read)
+        os.close(to_write)
+        self.stdin, self.stdout = os.fdopen(stdin, "w"), os.fdopen(stdout)
+        self.pid = self._number()
+
+    def _number(self) -> int:
+        data = self._ended.recv(_INT_BYTES, socket.MSG_WAITALL)
+        if len(data) < _INT_BYTES:
+            raise RuntimeError("The process that starts nodes has died.")
+        return int.from_bytes(data, "little", signed=True)
+
+    def poll(self) -> int | None:
+        """The exit status, if it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+        if self.returncode is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = self._number()
+            self._ended.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def warm_subprocess(warm: Warm) -> SimpleNamespace:
+    """What `kvstore.demo.node_process` is to have for `subprocess`."""
+    return SimpleNamespace(Popen=warm.popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+# --- in the process that forks
+
+
+class _Forking:
+    """Forks a node for each request, and tells how each ends."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        self._told: dict[int, socket.socket] = {}  # by the node's process id
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._waker.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> list[str] | None:
+        """Return in a node, with its command; and here when nobody asks any more."""
+        while True:
+            ready, _, _ = select.select([self._requests, self._woken], [], [])
+            if self._woken in ready:
+                self._woken.recv(1 << 12)
+                self._reap()
+            if self._requests in ready:
+                request, fds, _, _ = socket.recv_fds(self._requests, _REQUEST_BYTES_MAX, 4)
+                if not request:
+                    return None
+                whose = socket.socket(fileno=fds[3])
+                pid = os.fork()
+                if not pid:
+                    whose.close()
+                    return self._become(request, fds[:3])
+                self._told[pid] = whose
+                whose.sendall(pid.to_bytes(_INT_BYTES, "little", signed=True))
+                for fd in fds[:3]:
+                    os.close(fd)
+
+    def _reap(self) -> None:
+        while self._told:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            with self._told.pop(pid) as whose, suppress(OSError):  # the test has ended
+                whose.sendall(code.to_bytes(_INT_BYTES, "little", signed=True))
+
+    def _become(self, request: bytes, streams: list[int]) -> list[str]:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in (self._requests, self._woken, self._waker, *self._told.values()):
+            end.close()
+        for number, fd in enumerate(streams):
+            os.dup2(fd, number)
+            os.close(fd)
+        command: list[str]
+        command, environment, folder = json.loads(request)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        random.seed()
+        return command
+
+
+def _run(requests: socket.socket) -> None:
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    deadline = time.monotonic() + _THREADS_END_S
+    while len(list(Path("/proc/self/task").iterdir())) > 1:  # one that has ended is still seen for a moment
+        if time.monotonic() > deadline:
+            raise RuntimeError("Something that was imported has begun a thread.")
+        time.sleep(0.01)
+    command = _Forking(requests).serve()
+    if command is not None:
+        sys.argv = ["kvstore", *command]
+        runpy.run_module("kvstore", run_name="__main__", alter_sys=False)
+
+
+if __name__ == "__main__":
+    _run(socket.socket(fileno=int(sys.argv[1])))
