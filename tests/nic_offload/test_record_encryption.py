@@ -351,7 +351,7 @@ def test_a_generation_of_the_same_opening_twice_gives_away_two_payloads_and_anot
     """What a snapshot of a machine with its memory does, and a start of the node ends: docs/sealing.md says so."""
     one, two = os.urandom(4096), os.urandom(4096)
 
-    def differ(left: bytes, right: bytes) -> bytes:
+    def differ(left: bytes | bytearray, right: bytes | bytearray) -> bytes:
         return bytes(a ^ b for a, b in zip(left, right, strict=True))
 
     first = sealed.record(one)[PAGE:]
