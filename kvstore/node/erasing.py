@@ -6,9 +6,10 @@ encrypted with another key, is overwritten.
 
 What always holds: an erasure is answered when every block and session that was stored when it was asked for is gone
 from the drive, and this would survive a power failure. In the hot memory it is overwritten, what is being sent as soon
-as that has ended. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the keys or has
-not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's run one after the other.
-A receipt is in the audit log, if there is one, before it is given.
+as that has ended. While a drive has failed an erasure fails, but only after the keys are destroyed and what they
+encrypted has left the memory. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the
+keys or has not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's run one after
+the other. A receipt is in the audit log, if there is one, before it is given.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
 tenant's, the others' remain. Without encryption, blocks that were evicted or deleted before, and earlier versions of a
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -47,7 +49,7 @@ from kvstore.wire import erasing_pb2 as pb
 from kvstore.wire import erasing_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import AsyncIterator, Collection, Sequence
 
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
@@ -76,12 +78,13 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             self._gate.audit.refuse_without_room(tenant.name)
             named = user_name(tenant.id, request.user)
             self._node.erasures.note(tenant.id, domain_of(request.user))
-            async with self._lock_of(tenant):
+            async with self._one_of(tenant):
                 erasure = _Erasure(self._node, tenant.id)
                 await erasure.destroy([named, domain_of(request.user)])
                 await erasure.sessions(named)
                 await erasure.blocks_of(domain_of(request.user))
                 await erasure.wipe_free_memory()
+                erasure.raise_failure()
                 erased = self._answer(erasure, tenant, domain_of(request.user), context.peer())
             return pb.EraseUserResponse(erased=erased)
         raise AssertionError
@@ -92,18 +95,22 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
             self._gate.audit.refuse_without_room(tenant.name)
             self._node.erasures.note(tenant.id, None)
-            async with self._lock_of(tenant):
+            async with self._one_of(tenant):
                 erasure = _Erasure(self._node, tenant.id)
                 await erasure.destroy(None)
                 await erasure.sessions(None)
                 await erasure.blocks_of(None)
                 await erasure.wipe_free_memory()
+                erasure.raise_failure()
                 return pb.EraseTenantResponse(erased=self._answer(erasure, tenant, None, context.peer()))
         raise AssertionError
 
-    def _lock_of(self, tenant: Tenant) -> asyncio.Lock:
+    @asynccontextmanager
+    async def _one_of(self, tenant: Tenant) -> AsyncIterator[None]:
         """Serializes a tenant's erasures: one that finds nothing left isn't answered before the one removing it."""
-        return self._under_way.setdefault(tenant.id, asyncio.Lock())
+        async with self._under_way.setdefault(tenant.id, asyncio.Lock()):
+            with self._node.store.erasing(tenant.id):
+                yield
 
     def _answer(self, erasure: _Erasure, tenant: Tenant, domain: bytes | None, peer: str) -> pb.Erased:
         node = self._node
@@ -149,6 +156,12 @@ class _Erasure:
         self.is_encrypted = self._keys is not None
         self.keys: list[Erased] = []
         self.blocks = self.size_bytes = self.removed = 0
+        self._failure: StorageError | None = None  # the first of a drive; what is in memory goes all the same
+
+    def raise_failure(self) -> None:
+        """Raise what kept anything from leaving a drive."""
+        if self._failure is not None:
+            raise self._failure
 
     async def destroy(self, domains: Sequence[bytes] | None) -> None:
         """Destroy the keys of domains, all at once; None: of the whole tenant."""
@@ -181,7 +194,8 @@ class _Erasure:
                 finally:
                     over()
                 if done.error is not None:
-                    raise done.error
+                    self._failure = self._failure or done.error
+                    return
                 node.traces.forget(name)
                 self.removed += 1
                 await self._erase(list(set(done.unreferenced).difference(only)))
@@ -250,13 +264,14 @@ class _Erasure:
                     await turn.next()
                 some = names[first : first + TURN_STEP_BLOCKS]
                 node.granted.delete(some)
+                if self._keys is not None:  # a failed drive keeps in its index what nobody can read there
+                    node.hot.changed(some, lambda asked: [None] * len(asked), are_new=False, are_erased=True)
                 node.store.delete(items[first : first + TURN_STEP_BLOCKS], ends.heard)
                 node.deletions.note(some)
                 if node.upkeep is not None:
                     node.upkeep.waited.cancel(some)
         for done in await ends.all():
-            if done.error is not None:
-                raise done.error
+            self._failure = self._failure or done.error
             self.blocks += done.found
             self.size_bytes += done.size_bytes
 

@@ -12,7 +12,7 @@ Always holds:
   `changed` is called in the step in which it ends. A piece that the shelf is sending is in use.
 - Pieces are kept by name only while the index has the name: when a record is deleted, evicted, replaced, expires or is
   found broken, its piece is released in that step or, if it is in use, when its last user is done. That of a block
-  which was erased is overwritten then.
+  which was erased is overwritten then, also if the block was still being read when it was erased.
 - Half of the memory is divided among the node's tenants. What a tenant keeps of its part makes room for its own reads,
   and for others' only if nothing else can: no read waits for kept pieces.
 - A scan does not flush it: pieces that were found again are protected (up to four fifths of the pages), and the
@@ -59,6 +59,7 @@ class Piece:
     generation: int = 0  # of the record that is kept in it; 0: none
     name: Name | None = None  # of that record, if its keeper said
     is_erased: bool = False  # its bytes are to be overwritten as soon as nobody uses it
+    wipes: int = 0  # of free pages that had begun when the index last had its record, as far as is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class HotPages:
         self._protected_pages_max = pages * 4 // 5
         self._free = Extents(0, pages)
         self.used_until = 0  # pages from here on were never used
+        self._wipes = 0  # of free pages, begun
         self._probation: OrderedDict[int, Piece] = OrderedDict()  # by generation, oldest first
         self._protected: OrderedDict[int, Piece] = OrderedDict()
         self._protected_pages = 0
@@ -120,7 +122,7 @@ class HotPages:
                 return None
             start = self._free.allocate(pages)
         self.used_until = max(self.used_until, start + pages)
-        return Piece(start, pages)
+        return Piece(start, pages, wipes=self._wipes)
 
     def take_unasked(self, pages: int) -> Piece | None:
         """Allocate a piece for a read that nobody has requested yet; None while requested reads wait for room."""
@@ -154,7 +156,7 @@ class HotPages:
         if name is not None:
             self._named[name] = generation
             self._kept_of[name[0]] = self._kept_of.get(name[0], 0) + piece.pages
-        piece.generation, piece.name = generation, name
+        piece.generation, piece.name, piece.wipes = generation, name, self._wipes
         self._probation[generation] = piece
         self._kept_pages += piece.pages
 
@@ -186,7 +188,12 @@ class HotPages:
             self.release(piece)
 
     def wipe_free(self, page: int, pages_max: int) -> int | None:
-        """Overwrite free pages from one on, so many at most; the page from which to go on, None if that was all."""
+        """Overwrite free pages from one on, so many at most; the page from which to go on, None if that was all.
+
+        Pieces that are in use and not kept when it begins, at page 0, are overwritten when they are released: what is
+        being read into them may have been erased meanwhile.
+        """
+        self._wipes += not page
         for start, pages in self._free.after(page):
             first = max(start, page)
             until = min(start + pages, self.used_until, first + pages_max)
@@ -216,7 +223,7 @@ class HotPages:
         else:
             del self._probation[piece.generation]
         self._kept_pages -= piece.pages
-        generation, piece.generation = piece.generation, 0
+        generation, piece.generation, piece.wipes = piece.generation, 0, self._wipes
         if piece.name is not None:
             self._no_longer_kept(piece.name, generation, piece.pages)
         if not self._may_go(generation):
@@ -226,7 +233,7 @@ class HotPages:
             self._release_pages(piece)
 
     def _release_pages(self, piece: Piece) -> None:
-        if piece.is_erased:
+        if piece.is_erased or piece.wipes != self._wipes:
             self._wipe(piece.start, piece.pages)
         self._free.release(piece.start, piece.pages)
 

@@ -176,6 +176,7 @@ class Keeping:
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
+        self.erasing: Counter[bytes] = Counter()  # under way, by tenant; they take their blocks out
         self.quarantined = 0  # since the opening
         self._quarantined_pages: Counter[bytes] = Counter()  # that are not in use again, by their tenant
         self.protected: set[SessionName] = set()

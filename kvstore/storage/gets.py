@@ -11,6 +11,7 @@ It doesn't check payloads; `GetDone` says who does. Encrypted blocks are decrypt
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import StorageError
@@ -120,7 +121,9 @@ class Gets:
             hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
             self.outbox.add(read.done, hit)
         elif found is Flaw.NO_KEY:
-            self._keeping.drop([name], Reason.ERASED, spared=[entry.domain])
+            if not self._keeping.erasing[item.tenant]:
+                with suppress(StorageError):  # a drive that takes no writes keeps it in its index
+                    self._keeping.drop([name], Reason.ERASED, spared=[entry.domain])
             self._miss(item, read.done, MissReason.ERASED)
         elif found is Flaw.KEY_DAMAGED:
             self._miss(item, read.done, MissReason.UNREADABLE, "its key's slot in the keyring is damaged")

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 import select
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +171,19 @@ class Store(Handle):
             while after is not None:
                 names, after = drive.of_domain(tenant, number, after)
                 yield names
+
+    @contextmanager
+    def erasing(self, tenant: bytes) -> Iterator[None]:
+        """Leave it to an erasure of a tenant's to take out what has no key any more, so that it counts all of it."""
+        for drive in self.drives:
+            drive.keeping.erasing[tenant] += 1
+        try:
+            yield
+        finally:
+            for drive in self.drives:
+                drive.keeping.erasing[tenant] -= 1
+                if not drive.keeping.erasing[tenant]:
+                    del drive.keeping.erasing[tenant]
 
     def is_putting(self, name: Name) -> bool:
         """Return whether a put of this name is in progress."""

@@ -13,10 +13,12 @@ import pytest
 
 from kvstore.client import Client, Stored
 from kvstore.demo.node_process import NodeProcess
-from kvstore.errors import KvError, StorageError
+from kvstore.errors import KvError, ReadOnly, StorageError
 from kvstore.miss import Miss, MissReason
-from kvstore.names import block_key
+from kvstore.names import block_key, domain_of, in_domain
 from kvstore.node.erasing import _Erasure
+from kvstore.sealing.masters import new_master_file
+from kvstore.sealing.store_keys import keys_opener
 from tests.conftest import small_client
 from tests.node.in_process import NodeInProcess
 from tests.node.test_encrypting import clear_bytes
@@ -25,6 +27,8 @@ from tests.node.test_proof_of_erasure import ADA, BOB, COUNT, EXACT, SIZE, WORDS
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvstore.storage.sealing import OpenKeys
 
 READERS = 2
 
@@ -175,6 +179,79 @@ def test_none_of_several_erasures_at_once_is_answered_before_all_is_gone(
         client.erase_user("ada")
         assert over.is_set()
         first.result(20)
+
+
+def made_opener(folder: Path) -> OpenKeys | None:
+    """What opens the keys of a node in this folder, with a master key that is made there."""
+    path = folder / "master.key"
+    if not path.exists():
+        new_master_file(path)
+    return keys_opener(folder / "data", f"file:{path}")
+
+
+def test_a_receipt_counts_what_a_client_asks_for_in_the_middle_of_the_erasure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    domain = domain_of(ADA)
+    keys = [in_domain(block_key(b"count", bytes([number])), domain) for number in range(COUNT)]
+    held, over = threading.Event(), threading.Event()
+    blocks_of = _Erasure.blocks_of
+
+    async def slow(self: _Erasure, domain: bytes | None) -> None:
+        held.set()
+        await asyncio.to_thread(over.wait, 20)
+        await blocks_of(self, domain)
+
+    monkeypatch.setattr(_Erasure, "blocks_of", slow)
+    with (
+        NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
+        small_client(node.target) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for key in keys:
+            client.put_inline(key, key, domain=domain)
+        erasure = pool.submit(client.erase_user, ADA)
+        assert held.wait(20)
+        missed = [client.get_inline(key, length=len(key)) for key in keys[::2]]
+        over.set()
+        assert erasure.result(20).blocks == COUNT
+        assert {one.reason for one in missed if isinstance(one, Miss)} == {MissReason.ERASED}
+        assert len(missed) == COUNT // 2
+
+
+def test_on_a_failed_drive_an_erasure_fails_and_yet_nothing_of_it_is_served_any_more(tmp_path: Path) -> None:
+    """Neither from memory nor from the drive, and others' blocks are."""
+    keys = {
+        user: [in_domain(block_key(b"failed", bytes([number])), domain_of(user)) for number in range(COUNT)]
+        for user in (ADA, BOB)
+    }
+
+    def got_inline(client: Client, user: str) -> list[bytes | MissReason]:
+        found = [client.get_inline(key, length=len(key)) for key in keys[user]]
+        return [one.reason if isinstance(one, Miss) else one for one in found]
+
+    with (
+        NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
+        small_client(node.target) as client,
+    ):
+        for user in (ADA, BOB):
+            for key in keys[user]:
+                client.put_inline(key, key, domain=domain_of(user))
+        client.session(ADA, "chat").append(keys[ADA], tokens=1)
+        for key in keys[ADA][::2]:
+            assert client.get_inline(key, length=len(key)) == key, "in memory from now on"
+        node.call(lambda node: node.store.drives[0]._writes.stop(ReadOnly("It failed."), 0))
+        for _ in range(2):
+            with pytest.raises(ReadOnly):
+                client.erase_user(ADA)
+            assert set(got_inline(client, ADA)) == {MissReason.ERASED}
+        assert got_inline(client, BOB) == keys[BOB]
+    with (
+        NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
+        small_client(node.target) as client,
+    ):
+        assert client.erase_user(ADA).keys == 2, "the receipt comes when the drive is back"
+        assert got_inline(client, BOB) == keys[BOB]
 
 
 def test_an_erasure_of_nobody_leaves_what_is_still_in_the_clear(tmp_path: Path) -> None:

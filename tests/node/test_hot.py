@@ -332,3 +332,28 @@ def test_what_evicted_blocks_have_left_is_overwritten_in_steps_and_nothing_else(
         steps += 1
     assert memory == b"\0\0xx\0\0\0\0xx\0\0xxxx", "the last four were never used"
     assert steps > 2
+
+
+def test_what_is_read_while_it_is_erased_is_overwritten_when_the_read_is_over() -> None:
+    wiped: list[tuple[int, int]] = []
+    hot = HotPages(8, lambda: None, wipe=lambda start, pages: wiped.append((start, pages)))
+    names = [(b"tenant", b"key %d" % number) for number in range(4)]
+    erased, kept, dropped, older = (hot.take(2) for _ in names)
+    assert older is not None
+    hot.keep(older, 1, names[3])
+    hot.release(older)
+    assert erased is not None
+    assert kept is not None
+    assert dropped is not None
+    hot.keep(dropped, 3, names[2])
+    hot.drop_dead([names[2]], lambda asked: [None] * len(asked))  # deleted while it is in use
+    assert hot.wipe_free(0, 8) is None
+    assert not wiped, "all of it is in use, or never was"
+    hot.keep(kept, 2, names[1])  # the index has it still
+    hot.release(kept)
+    hot.release(erased)
+    hot.release(dropped)
+    assert wiped == [(erased.start, 2), (dropped.start, 2)]
+    hot.drop_dead([names[1], names[3]], lambda asked: [None] * len(asked))
+    read(hot, 4, pages=2)
+    assert len(wiped) == 2, "what the index had is others', and so is what is read later"

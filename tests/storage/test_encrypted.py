@@ -147,6 +147,25 @@ def test_what_was_put_comes_back_after_a_restart(sealed: StoreRig, *, scanned: b
     sealed.open()
 
 
+def test_a_get_leaves_what_it_finds_erased_to_the_erasure_that_counts_it(sealed: StoreRig) -> None:
+    assert sealed.keyring is not None
+    for number in (0, 1):
+        assert sealed.put(number, MARK, Durability.SYNCED, domain=domain(1)).error is None
+    sealed.keyring.erase(TENANT, domain(1))
+    assert isinstance(sealed.store.keys, FakeKeys)
+    for number in (0, 1):
+        sealed.store.keys.vault.drop(number)
+    with sealed.store.erasing(TENANT):
+        with sealed.store.erasing(TENANT):
+            assert sealed.get_miss(0)
+        miss = sealed.get(0)[0].miss
+        assert miss is not None
+        assert miss.reason is MissReason.ERASED
+        assert sealed.delete(0).found
+    assert sealed.get_miss(1)
+    assert not sealed.delete(1).found, "nobody else will"
+
+
 @pytest.mark.parametrize("how", ["at once", "reopened", "scanned"])
 def test_when_a_key_is_gone_its_blocks_are_erased_and_no_others(sealed: StoreRig, how: str) -> None:
     for number in range(4):
