@@ -162,7 +162,7 @@ wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl: both commands in one wh
 	@LDFLAGS=-s $(py) -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir dist .
 
 .PHONY: release
-release: setup ## dist/: two manylinux wheels below 1 MiB, triggerkv and triggerkv-sim, and their contents as CycloneDX (needs a package index)
+release: setup ## dist/: three manylinux wheels below 1 MiB, triggerkv, triggerkv-engines and triggerkv-sim, and their contents as CycloneDX (needs a package index)
 	@$(py) -m tools.release
 
 .PHONY: test-ends

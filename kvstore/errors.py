@@ -218,7 +218,7 @@ class QuotaExceeded(StorageError):
 
 
 class KeyTaken(StorageError):
-    """Another block is stored under the key: keys are written once, and the bytes of this put were not stored."""
+    """Another block is stored under this key: keys are written once, and the bytes of this put were not stored."""
 
 
 class Corrupt(StorageError):

@@ -180,6 +180,11 @@ LENT_SHARE = 64  # and this part of a drive
 LENT_RECORDS_MAX = 1024  # on one piece
 LANE_DEPTH = 256  # writes of a lane at a time
 LANE_BYTES_MAX = 16 << 20  # of them: what is more takes its turn among the tenants
+GRANTED_GATHERED_PAGES_MAX = (
+    65  # of a block that waits for others; larger ones keep a drive busy by themselves
+)
+GRANTED_RETRY_MS = 1  # until a drive that had too many writes is offered more
+START_PROGRESS_MS = 1_000  # between two lines of a node that is starting
 ROOMS_IDLE_TICKS = 10  # a client that has put nothing for so long keeps none
 LANDING_AT_ONCE_BYTES = 1 << 20  # of it are had while a reservation waits
 LANDING_BYTES_MAX = 4 << 30  # landing memory of all clients of a node together
@@ -299,6 +304,9 @@ LEARNT_SESSIONS_MAX = 64  # of one user, the latest, are looked up when nothing 
 
 PUTS_SEEN_MAX = 64  # the last puts, of which a node remembers the times
 TRACES_MAX = 1024  # sessions of which a node remembers what it saw
+PUTS_TOGETHER_MS = 10  # blocks that come so soon after others are one row of them, and one step of a trace
+PUTS_ROW_MS = 100  # the time that one row covers
+TRACE_LOOKED_BACK = 6  # steps of a trace among which one is sought that a block belongs to
 TRACE_STEPS_MAX = 128  # of one session: the last turns
 TRACE_FLAGS_MAX = 16  # of one session: flags that wait for a row of puts, and rows that wait for flags
 STEPS_REPORTED_MAX = 32  # told with one call

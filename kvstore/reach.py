@@ -375,7 +375,7 @@ def _of_file() -> _Level:
     named = os.environ.get(f"{_VARIABLE}CONFIG", "")
     try:
         path = (Path(named) if named else _FILE).expanduser()
-    except RuntimeError:  # of a user that this machine has not, or one who has no home
+    except RuntimeError:  # the user doesn't exist on this machine, or has no home folder
         if named:
             raise ConfigError(
                 f"{named}, which {_VARIABLE}CONFIG names, is in the home of an unknown user."

@@ -8,11 +8,11 @@
 
 #define CALL_FETCH 1
 #define CALL_FETCH_PARTS 3
-#define CALL_TELLS 1 /* flag: there is something in the metadata that is to be heard before the answer */
-#define CALL_SHARES 2 /* flag: its caller has the node's memory mapped, and may be told where in it the blocks are */
-#define CALL_ROWS 4 /* flag: it may be told of single blocks, in their rows */
-#define CALL_DONE 1  /* code of an answer that has nothing more to say */
-#define CALL_WHERE 3 /* code of one that says where the blocks are */
+#define CALL_TELLS 1 /* flag: the metadata must be processed before the call is answered */
+#define CALL_SHARES 2 /* flag: the caller has the node's memory mapped, and accepts locations in it */
+#define CALL_ROWS 4 /* flag: the caller accepts locations of single blocks, in their rows */
+#define CALL_DONE 1  /* code of an answer without bytes */
+#define CALL_WHERE 3 /* code of an answer with the blocks' locations */
 #define BLOCK_WHERE 0x87 /* code of a block's word: it is in the shared memory, see its row. The same as MISS(NODE_AWAY), \
 			    which it is for a client that does not wait for it any more */
 #define ANSWER_BYTES 36864

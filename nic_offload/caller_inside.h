@@ -1,5 +1,5 @@
 /*
- * What the two files of a caller share: caller.c and caller_places.c.
+ * Shared by the two files of a caller: caller.c and caller_places.c.
  */
 #ifndef TRIGGERKV_CALLER_INSIDE_H
 #define TRIGGERKV_CALLER_INSIDE_H
@@ -7,7 +7,7 @@
 #include "call.h"
 #include "progress.h"
 
-enum place_state { PLACE_FREE, PLACE_CALLED, PLACE_ANSWERED /* with bytes that nobody has read yet */ };
+enum place_state { PLACE_FREE, PLACE_CALLED, PLACE_ANSWERED /* with an answer that has not been read yet */ };
 
 struct place {
 	enum place_state state;
@@ -20,10 +20,10 @@ struct called {
 	struct tk_caller *caller;
 	struct work *watch; /* for its answer; of no list as long as the call has no place */
 	uint64_t tag;
-	uint64_t answer_ns; /* so long the answer may take from when the call has a place; 0: any time */
+	uint64_t answer_ns; /* deadline of the answer, counted from when the call has a place; 0: none */
 	uint32_t good_code;
 	uint32_t length; /* without a tag */
-	char bytes[];	 /* a `call_head` and what follows it, but for what the place says */
+	char bytes[];	 /* a `call_head` and what follows it, without the fields that depend on the place */
 };
 
 struct tk_caller {

@@ -161,7 +161,7 @@ struct tk_put_head {
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 	uint8_t domain[TK_DOMAIN_BYTES]; /* whose key it is encrypted with on the drive; zeros: none was named */
-	uint8_t more_zeros[8];
+	uint64_t fired_ns; /* when the flag was seen, by the sender's CLOCK_MONOTONIC; 0: an earlier version. The sender */
 	uint64_t tag; /* on a sealed connection, of the metadata and all fields before it; otherwise 0. The sender */
 };
 
@@ -199,7 +199,7 @@ struct tk_ack_watch {
 /* One operation of a group; see group.c. Times are of CLOCK_MONOTONIC, 0: not yet. */
 struct tk_row {
 	uint64_t fired_ns, landed_ns, over_ns; /* the threshold was seen; the peer's first word; its last one */
-	uint32_t code; /* of the last good one; 0: none came */
+	uint32_t code; /* of the last good one; 0: none */
 	uint32_t over;
 };
 
@@ -209,7 +209,7 @@ struct tk_statistics {
 	uint64_t landed, stale_words, acks_sent;
 	uint64_t served;	/* blocks sent from the shelf, for calls that the desk answered */
 	uint64_t handed;	/* to the NIC, in all */
-	uint64_t taken_back;	/* from it, unfired, to be cancelled or handed over once more */
+	uint64_t taken_back;	/* taken back unfired, to be cancelled or handed over again */
 	uint64_t waiting;	/* now, in our own queue */
 	uint64_t held;		/* now, by the NIC */
 	uint64_t slots_lost;	/* places at the NIC that can't be used before a flush or the end */
@@ -393,12 +393,12 @@ void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count,
 int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
 int tk_shelf_count(struct tk_shelf *shelf);
 uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have for the application, ever */
-/* Names (owner and key of each) that are stored from now on, or no longer. */
+/* Adds or removes names (owner and key of each) that are stored. */
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored);
-/* Blocks are known by other ids from now on: `done[i]` is 1, or 0 if one is not known any more, or another one has its new id. */
+/* Gives blocks other ids: `done[i]` is 1, or 0 if one is not known any more, or another one has its new id. */
 void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t *new_ids, size_t count, uint8_t *done);
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
-void tk_desk_answers(struct tk_desk *desk, int answers); /* at first it leaves all calls to the application */
+void tk_desk_answers(struct tk_desk *desk, int answers); /* initially the application answers all calls */
 void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
 int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes); /* returns the bytes of whole records */
 
@@ -426,7 +426,7 @@ struct tk_wanted {
 };
 struct tk_call {
 	uint64_t tag; /* block i is watched with this and 2i, the call put with 2 `blocks` more, its answer with one more */
-	uint64_t deadline_ns; /* it goes out by then, and by its blocks' deadline; then it has as long again for its answer */
+	uint64_t deadline_ns; /* deadline to go out, besides its blocks' deadline; the answer has as long again */
 	uint64_t blocks_deadline_ns;
 	uint64_t expires_unix_ms;
 	struct tk_group *group; /* a fetch's blocks are its first rows */
@@ -496,14 +496,14 @@ struct tk_receiver_setup {
 	uint64_t first_generation;
 	uint64_t ack_base, ack_key; /* the peer's acknowledgement words */
 	uint32_t ack_words, slots_count, length_max;
-	uint32_t landed_code;  /* what a word says: it is here; */
-	uint32_t differs_code; /* other bytes came than were sent; */
+	uint32_t landed_code;  /* codes of words: landed; */
+	uint32_t differs_code; /* the bytes differ from those sent; */
 	uint32_t taken_code;   /* another block has the key; */
-	uint32_t expired_code; /* its life was over before it came; */
-	uint32_t written_code; /* it is on the drive, which a lane says */
+	uint32_t expired_code; /* it had expired before it arrived; */
+	uint32_t written_code; /* written, sent by a lane; */
 	uint32_t unsaid_code;  /* it names no domain; 0: none needs to be named */
 	uint8_t owner[TK_OWNER_BYTES];
-	uint8_t shared[TK_DOMAIN_BYTES]; /* as which domain a peer names the owner's own, which is zeros for lanes */
+	uint8_t shared[TK_DOMAIN_BYTES]; /* the name by which peers give the owner's own domain, which is zeros for lanes */
 };
 /* Writes landed blocks to a drive without the application; see lane.c. */
 struct tk_lane_setup {
@@ -521,13 +521,13 @@ struct tk_ground {
 	uint64_t page, generation;
 	uint32_t pages, records;
 };
-/* A record that has been written, or never will be. */
+/* A record that has been written, or has failed. */
 struct tk_written {
-	uint64_t id; /* as the receiver told of it, which has this tag: */
+	uint64_t id; /* as reported by the receiver with this tag: */
 	uint64_t tag;
 	uint64_t generation, offset, ended_ns;
 	int32_t result; /* 0, or an errno */
-	uint32_t is_answered; /* the lane acknowledges it to its peer, if that asked for it */
+	uint32_t is_answered; /* the lane acknowledges it to its peer, if requested */
 };
 /* The lanes of a store's drives, and which drive a name belongs to: that of its lot, the upper bits of CRC-32 of owner and key. */
 struct tk_lanes {
@@ -538,10 +538,10 @@ int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, st
 /* In the place of what it had: how many records stand on that, and the rest of it. An errno if the lane has failed. */
 int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground, struct tk_ground *left, uint32_t *used);
 void tk_lane_left(struct tk_lane *lane, struct tk_ground *left); /* what there is of it now */
-uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left); /* takes it back; how many records stand on it */
+uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left); /* takes it back; returns the records on it */
 /* All other records with a lower generation are on the drive. */
 void tk_lane_clear(struct tk_lane *lane, uint64_t generation);
-void tk_lane_fail(struct tk_lane *lane); /* it begins no more writes, and acknowledges nothing */
+void tk_lane_fail(struct tk_lane *lane); /* begins no more writes, and acknowledges nothing */
 uint64_t tk_lane_begun(struct tk_lane *lane); /* how many records it has begun */
 int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max);
 
@@ -583,11 +583,12 @@ struct tk_room {
 	uint64_t address;
 	uint32_t pages, number; /* the application's name for it */
 };
-/* A block that has arrived whole, in a room. Its metadata lies at the end of the room's first page. */
+/* A block that has arrived completely, in a room. Its metadata lies at the end of the room's first page. */
 struct tk_came {
 	uint64_t id; /* on the shelf, if it is listed there */
 	uint64_t address;
 	uint64_t ack_generation, expires_unix_ms, landed_ns;
+	uint64_t fired_ns; /* as the peer has it: only a peer on this machine has the same clock */
 	uint32_t ack_word, room, length, crc32c, metadata_bytes;
 	uint8_t durability, listed;
 	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and a peer that asked
@@ -598,7 +599,7 @@ struct tk_came {
 	uint8_t domain[TK_DOMAIN_BYTES];
 };
 struct tk_receiver_state {
-	uint32_t rooms;	       /* of the size that was wanted last */
+	uint32_t rooms;	       /* of the last size requested */
 	uint32_t wanted_pages; /* that size; 0: nothing has come yet */
 	uint32_t starved;      /* how often there was no room, since the last call; likewise */
 	uint32_t differed, taken, expired, unsaid; /* how many were answered so */

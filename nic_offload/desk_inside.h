@@ -1,5 +1,5 @@
 /*
- * What the two files of a desk share: desk.c and desk_where.c. All of it but the last two under the shelf's lock.
+ * Shared by the two files of a desk: desk.c and desk_where.c. All but the last two are called under the shelf's lock.
  */
 #ifndef TRIGGERKV_DESK_INSIDE_H
 #define TRIGGERKV_DESK_INSIDE_H
@@ -8,11 +8,11 @@
 #include "progress.h"
 #include "shelf.h"
 
-/* Finds all blocks of a call, which are then in use; how many bytes they have, 0 if not all are here. */
+/* Finds all blocks of a call and marks them in use; returns their bytes, 0 if one is missing. */
 uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint64_t *sent_bytes);
 void desk_give_back(struct tk_shelf *shelf, uint32_t count); /* those that were found */
 
-/* What the application is told of a call that was answered. */
+/* The application's record of an answered call. */
 struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes);
 void desk_forget_note(struct tk_shelf *shelf, struct served *served);
 void desk_list_served(struct tk_shelf *shelf, struct served *served);

@@ -38,16 +38,16 @@ enum work_kind { WORK_OPERATION, WORK_LANDING, WORK_ACK };
 
 enum work_state {
 	WORK_WAITING,	  /* for its counter or watched word */
-	WORK_UNGRANTED,	  /* fired, and waits for a slot; of a call, for a place */
-	WORK_HELD,	  /* by the NIC, which fires it */
+	WORK_UNGRANTED,	  /* fired, and waiting for a slot; a call: for a place */
+	WORK_HELD,	  /* held by the NIC, which fires it */
 	WORK_READING,	  /* its bytes are being read from a drive */
 	WORK_SUMMING,	  /* its CRC is being made */
 	WORK_READY,	  /* to be posted */
 	WORK_POSTED,	  /* the bytes are on their way */
 	WORK_FLAG_READY,  /* the bytes have arrived, the chained flag put is to be posted */
 	WORK_FLAG_POSTED, /* the chained flag put is on its way */
-	WORK_SHARED,	  /* the peer was told where the bytes are, and has not said yet that it has read them */
-	WORK_OVER,	  /* until the end of the round */
+	WORK_SHARED,	  /* the peer knows where the bytes are, and has not confirmed yet that it has read them */
+	WORK_OVER,	  /* freed at the end of the round */
 	WORK_STRANDED,	  /* its endpoint is closed, and the provider may still complete it */
 };
 
@@ -67,32 +67,32 @@ struct work {
 	int acked;   /* a landing: `landed` has been sent */
 	int late;    /* TK_LATE has been reported */
 	int counted; /* the NIC has moved the completion counter */
-	int failed;  /* how it ended; 0: well, or not yet */
+	int failed;  /* the error it ended with; 0: success, or not ended */
 	uint32_t crc, summed;
-	struct shared_row *shared; /* of one that the peer reads itself */
-	struct pieces_end gathered; /* of a put of pieces, how far */
+	struct shared_row *shared; /* of bytes that the peer reads itself */
+	struct pieces_end gathered; /* how far a put of pieces has got */
 	uint64_t fired_ns, posted_ns;
-	uint32_t code; /* of an ack watch: the last one that came */
-	uint64_t flag_word; /* what is put for `flag_value` */
+	uint32_t code; /* of an ack watch: the last code received */
+	uint64_t flag_word; /* the word that is sent for `flag_value` */
 	int is_word;	    /* a word of words.c, */
-	int follows;	    /* which another one to the same place follows: */
+	int follows;	    /* a later write to the same place waits for this one: */
 	uint64_t later;
 	uint64_t sequence;
 	struct slot *slot; /* of one that the NIC holds */
-	struct reading *reading; /* NULL, or what reads its bytes from a drive, */
+	struct reading *reading; /* NULL, or the read that fetches its bytes from a drive, */
 	struct batch *batch;	 /* and together with what */
-	struct shelved *shelved; /* of a put from the shelf: the block, the call, and where that came in */
+	struct shelved *shelved; /* of a put from the shelf: the block, the call, and the place of the call */
 	struct served *served;
 	struct tk_desk *desk;
-	/* Of a put by grant or a call, and of the watch for what the peer says of it. */
-	struct work *partner; /* the other of the two; NULL: it is over, or was never */
+	/* Of a put by grant or a call, and of the watch for the peer's answer. */
+	struct work *partner; /* the other of the two; NULL: it has ended, or there was none */
 	uint32_t grant;	      /* one more than the slot, or the place; 0: none */
 	uint32_t word;	      /* one more than a put's acknowledgement word */
 	struct tk_sender *sender; /* of the watch, as is this: */
 	struct tk_caller *caller;
 	struct called *called; /* of a call's put */
-	struct shared_fetch *fetch; /* of a watch: what may be read from the node's memory, and which of its blocks, */
-	uint32_t fetch_row;	    /* or one more than all: the call itself */
+	struct shared_fetch *fetch; /* of a watch: the call whose blocks may be read from the node, and the block's number, */
+	uint32_t fetch_row;	    /* or the number of blocks: the call itself */
 	union {
 		struct tk_operation op;
 		struct tk_landing landing;
@@ -104,7 +104,7 @@ struct queue {
 	struct work *head, *tail;
 };
 
-/* One that waits. What the order goes by stands here, so that finding its place touches no other item's memory. */
+/* An item in a heap. The keys of the order are copied here, so that finding its place touches no other item's memory. */
 struct waiting {
 	uint64_t threshold, sequence;
 	struct work *work;
@@ -115,21 +115,21 @@ struct tk_counter {
 	struct tk_fabric *fabric;
 	struct tk_counter *next;
 	uint64_t *word;	      /* its value; NULL: the NIC has it */
-	struct tk_bell *bell; /* that who stores to `word` rings; NULL: nobody does */
-	uint64_t *own_word;   /* what `word` is where the caller gave none; freed with the counter */
-	struct fid_cntr *nic; /* where there is deferred work: what the NIC's operations wait for */
+	struct tk_bell *bell; /* rung by whoever stores to `word`; NULL: nobody rings */
+	uint64_t *own_word;   /* storage of `word` if the caller gave none; freed with the counter */
+	struct fid_cntr *nic; /* with deferred work: the counter that the NIC's operations wait for */
 	uint64_t uses;	      /* atomic: operations that wait for it or are to move it */
-	int failed;	      /* atomic: the errno for which an operation failed to move it; 0: none did */
+	int failed;	      /* atomic: the errno of the first operation that failed to move it; 0: none */
 
 	/* The progress thread's own. */
 	uint64_t mirrored; /* how far `nic` has been brought to follow `word` */
 	struct waiting *heap;
 	uint32_t count, capacity;
-	uint32_t held; /* unfired, as far as we know, at the NIC */
+	uint32_t held; /* at the NIC and unfired, as far as known */
 	int listed;    /* among the fabric's active counters */
 };
 
-/* What a watch looks at, apart from its item so that a round of polling stays in few cache lines. */
+/* The words that watches read, kept apart from their items so that a round of polling stays in few cache lines. */
 struct watch {
 	const uint64_t *word;
 	uint64_t expected; /* of a flag */
@@ -160,7 +160,7 @@ struct known_peer {
 	uint64_t number;
 };
 
-/* Words of the peer that are in memory which both ends have mapped, and what it calls the first of them. */
+/* Words of the peer in memory that both ends have mapped, and the peer's address of the first. */
 struct shared_words {
 	struct spot first;
 	uint64_t address;
@@ -187,15 +187,15 @@ struct tk_endpoint {
 	struct tk_endpoint *next_ready;
 	int is_ready; /* it is in the fabric's list */
 	uint32_t in_flight;
-	struct work *words; /* on their way, where the provider keeps no order; linked by `next` */
+	struct work *words; /* writes in flight, if the provider keeps no order; linked by `next` */
 	int stalled; /* the provider took nothing when last asked; it may be introducing itself to the peer */
 	uint64_t stalled_ns; /* since when; atomic */
 	uint64_t again_ns; /* when it is asked again */
 	int has_sent, has_broken; /* the second is atomic */
 	struct shared_words shared_words;
 	struct shared_reads shared_reads;
-	int doorbell; /* of the peer, if it is on this machine and something of ours is put without the fabric */
-	int is_due;   /* it is to be rung at the end of the round, and this is the next such endpoint */
+	int doorbell; /* the peer's, if it is on this machine and receives words without the fabric */
+	int is_due;   /* the next endpoint whose bell is to be rung at the end of the round */
 	struct tk_endpoint *next_due;
 };
 
@@ -206,24 +206,24 @@ struct tk_region {
 	void *desc;
 	uint64_t address, length, key, base;
 	uint64_t uses; /* atomic: queued or posted operations that read from it or write to it */
-	struct tk_endpoint *endpoint; /* to which it is bound, where the provider binds */
+	struct tk_endpoint *endpoint; /* the endpoint it is bound to, if the provider binds memory */
 };
 
 #define STEPS_MAX 2u
 
-/* A place at the NIC: all that one operation needs there. A place is used again, so its two counters only grow. */
+/* A place at the NIC: all that one operation needs there. Places are reused, so their two counters only grow. */
 struct slot {
 	struct slot *next; /* free */
 	struct work *work; /* NULL: free, or lost */
-	int lost;	   /* something unfinished may be tied to it still, and to these: */
+	int lost;	   /* something unfinished may still refer to it, and to these: */
 	struct tk_counter *trigger, *completion;
 	struct tk_endpoint *endpoint;
-	int fired; /* its counter has reached the threshold, as far as we know */
-	int cut;   /* the NIC has only the first of two steps; we do the second once that is done */
+	int fired; /* its counter has reached the threshold, as far as known */
+	int cut;   /* the NIC does the first of two steps; the thread does the second after it */
 	int told;  /* the queue reports the end of that first step */
-	int moved_by_then, reached_before; /* what was known when the last flush began */
+	int moved_by_then, reached_before; /* as known when the last flush began */
 	struct fid_cntr *moved, *done;	    /* the bytes have moved; all is done */
-	uint64_t moved_before, done_before; /* what these were when the operation was handed over */
+	uint64_t moved_before, done_before; /* their values when the operation was handed over */
 	uint32_t steps_count;
 	struct fi_deferred_work steps[STEPS_MAX];
 	struct fi_op_rma rma[2];
@@ -238,15 +238,15 @@ struct slot {
 struct nic {
 	int used;
 	int own_counters; /* counters have doorbells, and the NIC moves them itself */
-	int silent;	  /* no completions: that an operation is done is seen from its counter alone */
-	int failures_fire; /* a failure brings a counter as near to a threshold as a success does */
+	int silent;	  /* no completions: only its counter shows that an operation is done */
+	int failures_fire; /* failures count towards a threshold as successes do */
 	uint32_t depth, room; /* steps it may hold, and those still free */
 	struct slot *slots, *free;
 	uint32_t slots_count, slots_opened;
 	uint32_t held, fired, lost;
-	uint64_t try_again_ns; /* it refused, and is not asked before */
+	uint64_t try_again_ns; /* after a refusal: not asked again before this time */
 	uint64_t kicked_ns;
-	int flushing;	   /* `flusher` is at it; its counters can be neither read nor set, only added to */
+	int flushing;	   /* `flusher` is running; meanwhile counters can be neither read nor set, only added to */
 	int flushed;	   /* atomic: it is through */
 	int flush_status;
 	int just_flushed; /* nothing is held, and nothing has been handed over since */
@@ -261,22 +261,22 @@ struct tk_fabric {
 	struct fid_domain *domain;
 	struct fid_av *av;
 	struct fid_cq *cq;
-	size_t order_max; /* so many bytes of one message are written in order, its flag last; 0: none */
+	size_t order_max; /* messages of up to this many bytes are written in order, their flag last; 0: none */
 	int keeps_order;  /* of words to one place */
 	int streams;	  /* its connections are of TCP, and end with their endpoint */
-	int loses_context; /* of what is written without one, see library.h; then words are written with this: */
+	int loses_context; /* for writes without a context, see library.h; words are written with this one: */
 	struct fi_context2 word_context;
-	int shows_breaks; /* it takes nothing only where there is no connection */
-	int confirms; /* that a write has come has to be asked for: without that, its end says that it was sent */
+	int shows_breaks; /* it accepts nothing only if there is no connection */
+	int confirms; /* delivery must be requested: otherwise a completion means only that the write was sent */
 	int wake_fd, event_fd;
-	int sleep_fd; /* what the thread sleeps on: `wake_fd`, bells, and the sockets that it knows of */
+	int sleep_fd; /* the descriptors the thread sleeps on: `wake_fd`, bells, and known sockets */
 	pthread_t thread;
 	int thread_started;
 
 	pthread_mutex_t handle_lock;
 	struct tk_region *regions;
 	struct tk_endpoint *endpoints;
-	struct known_peer *peers; /* where sockets of ours may lead to */
+	struct known_peer *peers; /* the addresses that our sockets may be connected to */
 	uint32_t peers_count, peers_capacity;
 	struct tk_counter *counters;
 	struct tk_shelf *shelves;
@@ -292,12 +292,12 @@ struct tk_fabric {
 	uint64_t sequence;
 	struct command *command;
 	struct command *put_off; /* the thread's own */
-	uint64_t answer_ns; /* the thread has so long to answer a call */
-	int stuck;	    /* atomic: it did not, once, and is not asked again */
+	uint64_t answer_ns; /* the deadline for the thread to answer a call */
+	int stuck;	    /* atomic: it has missed that once, and is not asked again */
 	int stop, ended;
 	int posted_something; /* atomic: the inbox has something, or a command waits */
 	int sleeping;	      /* atomic */
-	int sockets_changed;  /* atomic: they are to be looked for again */
+	int sockets_changed;  /* atomic: the sockets are to be searched for again */
 
 	pthread_mutex_t event_lock;
 	struct tk_event *events;
@@ -321,13 +321,13 @@ struct tk_fabric {
 	struct tk_reader *readers;
 	uint32_t reading; /* records that they have */
 	struct watches landings, acks;
-	uint64_t held_until_ns; /* what desks hold for peers: the first time at which some of it is over */
+	uint64_t held_until_ns; /* the earliest time at which a block that a desk holds for a peer may be released */
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;
-	uint64_t now_ns; /* a little before now: asking for the time costs a round as much as looking at a word */
-	uint32_t spins_alone; /* left until it yields again */
-	int rested; /* since the wire was looked at last */
-	int overslept; /* that sleep ended by itself: what is there now has woken nobody */
+	uint64_t now_ns; /* the time of this round: reading the clock costs as much as polling a word */
+	uint32_t spins_alone; /* rounds left until it yields again */
+	int rested; /* rounds since the completion queue was read last */
+	int overslept; /* the last sleep timed out: whatever is there now did not wake the thread */
 	uint32_t sockets; /* that wake the thread */
 	uint64_t looked_ns, look_until_ns; /* for sockets */
 	uint64_t started_ns;

@@ -33,7 +33,7 @@
 #include <unistd.h>
 
 #define SPIN_NS 50000u
-#define SPIN_AWAITED_NS 500000u /* while a peer is to answer: it may be making a checksum of what it sends next */
+#define SPIN_AWAITED_NS 500000u /* while a peer's answer is due: it may be computing the checksum of its next message */
 #define SPINS_A_YIELD 8
 #define TAKEN_NS 2000u		/* a yield that takes longer has let somebody else run */
 #define NAP_SHARE 16		/* a nap is this part of the idleness before it */
@@ -146,7 +146,7 @@ static void look_for_sockets(struct tk_fabric *fabric)
 	closedir(folder);
 }
 
-/* What has woken us: bells and calls are read empty, so that they can ring again. Returns whether it was anything. */
+/* Drains whatever woke the thread, bells and calls, so that they can ring again. Returns whether there was anything. */
 static int hear(struct tk_fabric *fabric)
 {
 	struct epoll_event events[EVENTS_A_TIME];
@@ -239,7 +239,7 @@ int rest(struct tk_fabric *fabric, uint64_t idle_ns)
 {
 	int working = is_working(fabric);
 	if (fabric->pending_count) {
-		sched_yield(); /* they end soon, and nothing else wakes the thread for them */
+		sched_yield(); /* they end soon, and nothing else would wake the thread */
 		return 0;
 	}
 	if (idle_ns < (working ? SPIN_WORKING_NS : fabric->acks.count ? SPIN_AWAITED_NS : SPIN_NS)) {

@@ -26,9 +26,9 @@
 #include <unistd.h>
 
 #define TOLD_COUNT 64u	     /* records reported to the application together, */
-#define TOLD_NS 4000000u     /* or after so long: nobody waits for it */
-#define STAGED_BYTES (8u << 20)	 /* that were encrypted and are being written */
-#define ENCRYPTED_A_ROUND (1u << 20) /* while they are in the cache, and so that the wire is not kept waiting */
+#define TOLD_NS 4000000u     /* or after this time: nobody waits for the report */
+#define STAGED_BYTES (8u << 20)	 /* bytes that were encrypted and are being written */
+#define ENCRYPTED_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
 
 static const uint8_t no_domain[TK_DOMAIN_BYTES];
 
@@ -270,7 +270,7 @@ void lane_landed(struct record *record)
 	record->has_landed = 1;
 }
 
-/* Whether the peer has had every acknowledgement that it is to have. */
+/* Whether the peer has received all its acknowledgements. */
 static int tell_peer(struct tk_lane *lane, struct record *record)
 {
 	const struct lane_word *word = &record->word;

@@ -1,5 +1,5 @@
 /*
- * What receivers and the progress thread use of lanes.
+ * The part of lanes that receivers and the progress thread use.
  */
 #ifndef TRIGGERKV_LANE_H
 #define TRIGGERKV_LANE_H
@@ -14,10 +14,10 @@ struct lane_word {
 	uint64_t tag;  /* of its receiver */
 };
 
-/* Which drive a name belongs to. */
+/* The drive that a name belongs to. */
 uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name);
-/* Begins to write a block, whose room stays as it is until the record was told; NULL: there is no ground for it. The record
- * is told of when the peer has heard that it landed, or never will. */
+/* Begins to write a block. Its room must not change until the record was reported, which happens after the peer was told
+ * `landed` or is gone. NULL: there is no ground. */
 struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, const uint8_t *owner,
 			  const struct lane_word *word);
 void lane_landed(struct record *record);

@@ -1,5 +1,5 @@
 /*
- * What the two files of a lane share: lane.c and lane_writes.c.
+ * Shared by the two files of a lane: lane.c and lane_writes.c.
  */
 #ifndef TRIGGERKV_LANE_INSIDE_H
 #define TRIGGERKV_LANE_INSIDE_H
@@ -22,10 +22,10 @@ struct record {
 	uint64_t size;
 	uint32_t pieces; /* that are not over */
 	int is_whole;	 /* no more pieces will begin */
-	int has_ended, is_told; /* to the application: its peer is next */
-	int has_landed; /* for its peer: what it hears next comes behind that */
+	int has_ended, is_told; /* reported to the application; its peer is next */
+	int has_landed; /* the peer's acknowledgement, after that report */
 
-	/* Of one that is encrypted, until it is whole. */
+	/* Of an encrypted record, until it is complete. */
 	char *payload;
 	uint32_t length, encrypted; /* bytes */
 	struct header_fixed header;
@@ -35,10 +35,10 @@ struct record {
 /* A write. Staged memory is taken and given back in the order in which pieces are begun. */
 struct piece {
 	struct record *record;
-	struct iovec parts[2]; /* as far as they are not written */
-	uint64_t offset, moved, size; /* offset: of what is to be written first */
+	struct iovec parts[2]; /* the bytes not written yet */
+	uint64_t offset, moved, size; /* offset: of the first byte to be written */
 	uint32_t stumbles;
-	uint32_t taken; /* of the staged memory, with what was left out before it */
+	uint32_t taken; /* of staged memory, including the gap before it */
 	int is_over;
 };
 
@@ -51,14 +51,14 @@ struct tk_lane {
 	struct io_uring ring;
 	int event_fd; /* rings when a write has ended */
 	struct record *records; /* a ring of `depth` */
-	char *headers;		/* a page for each; unless they are encrypted */
+	char *headers;		/* a page for each record, unless records are encrypted */
 	uint32_t first, count;
 	uint64_t bytes; /* of these */
 	struct piece *pieces; /* a ring of `depth`, by their numbers: */
-	uint64_t pieces_begun, pieces_freed; /* of the next one, and of the oldest whose place is taken */
+	uint64_t pieces_begun, pieces_freed; /* the next record, and the oldest whose place is still in use */
 
 	/* With encryption. */
-	struct record_stream stream; /* of the first record that is not whole */
+	struct record_stream stream; /* the first record that is not complete */
 	uint32_t whole;		     /* records before that one */
 	struct staged staged;
 	uint32_t unsubmitted;
@@ -68,7 +68,7 @@ struct tk_lane {
 	struct tk_ground ground; /* what is left of it */
 	uint32_t used;	       /* records that stand on it */
 	uint64_t begun;	       /* since the lane was opened, atomic */
-	uint64_t clear_until;  /* records of lower generations may be told of */
+	uint64_t clear_until;  /* records of lower generations may be acknowledged */
 	int failed; /* an errno: a write did */
 	struct tk_written *written;
 	uint32_t written_count, written_capacity;

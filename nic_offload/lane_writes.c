@@ -10,7 +10,7 @@
 #include <errno.h>
 #include <string.h>
 
-#define STUMBLES_MAX 16u     /* of one write: EINTR and EAGAIN say nothing of the drive */
+#define STUMBLES_MAX 16u     /* attempts at one write: EINTR and EAGAIN are no errors of the drive */
 #define DIRECT_ALIGN 512u
 #define UNHURRIED_COUNT 16u  /* writes that are submitted together where no peer waits for one, */
 #define UNHURRIED_NS 500000u /* or after so long */
@@ -43,7 +43,7 @@ static void begin_piece(struct tk_lane *lane, const struct piece *piece)
 	prepare(lane, placed);
 }
 
-/* Its header page is made, and all of it begins to be written. */
+/* Makes its header page, and begins to write the whole record. */
 void write_plain(struct tk_lane *lane, struct record *record)
 {
 	uint32_t padded = (uint32_t)(record->size - PAGE);
@@ -101,7 +101,7 @@ static int encrypt_piece(struct tk_lane *lane, struct record *record)
 	record->is_whole = is_last || status;
 	struct piece piece = {.record = record, .taken = taken, .offset = offset,
 			      .parts = {{.iov_len = 0}, {.iov_base = bytes, .iov_len = size}}};
-	if (status) { /* the library failed: nothing of it is written any more, and the drive takes no more */
+	if (status) { /* the library failed: the record is abandoned, and the lane stops */
 		record->told.result = status;
 		piece.is_over = 1;
 		*piece_of(lane, lane->pieces_begun++) = piece;
@@ -110,7 +110,7 @@ static int encrypt_piece(struct tk_lane *lane, struct record *record)
 		piece.parts[0] = (struct iovec){.iov_base = page, .iov_len = PAGE};
 		piece.offset -= PAGE;
 		begin_piece(lane, &piece);
-	} else if (is_last) { /* the memory of both is given back with the later one */
+	} else if (is_last) { /* the memory of both is released with the later one */
 		piece.taken = 0;
 		begin_piece(lane, &piece);
 		piece.parts[1] = (struct iovec){.iov_base = page, .iov_len = PAGE};
@@ -135,7 +135,7 @@ int encrypt_some(struct tk_lane *lane, uint32_t budget)
 		done += record->encrypted - before;
 		lane->whole += (uint32_t)record->is_whole;
 	}
-	if (done && lane->whole == lane->count) /* the key of an erased domain is not to stay for want of another record */
+	if (done && lane->whole == lane->count) /* the key of an erased domain must not stay in memory until the next record */
 		aead_forget(lane->stream.aead);
 	return done > 0;
 }

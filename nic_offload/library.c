@@ -15,14 +15,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define RANGES 2u /* that a put with its flag writes to, */
-#define PARTS 3u  /* and reads from: head, bytes, flag */
+#define RANGES 2u /* target ranges of a put with its flag */
+#define PARTS 3u  /* and its source ranges: head, bytes, flag */
 
 static struct library library;
 static int loaded;
 static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* Structures changed between versions of the interface: the one compiled for is asked for by name. */
+/* Structures changed between versions of the interface: the version compiled for is requested by name. */
 static void *resolve(void *handle, const char *name, const char *version)
 {
 	void *symbol = dlvsym(handle, name, version);

@@ -17,11 +17,11 @@ struct library {
 	const char *(*strerror)(int number);
 };
 
-/* Its only provider, and what stands in for libfabric where that is asked for: in_process.c. */
+/* Its only provider, and its replacement for libfabric: in_process.c. */
 #define MEMORY_PROVIDER "memory"
 extern const struct library memory_library;
 
-/* What has this provider: libfabric, which is NULL until tk_library_load has succeeded, unless it is our own. */
+/* The library with this provider: libfabric (NULL until tk_library_load has succeeded), or our own. */
 const struct library *library_of(const char *provider);
 
 /* The version of the interface to ask for: what this was compiled for, or the library's if it is older. */

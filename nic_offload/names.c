@@ -26,7 +26,7 @@ static struct names_part *part_of(struct names *names, uint64_t hash)
 	return &names->parts[hash >> 56];
 }
 
-/* Where it is, or where it would be. */
+/* The slot of a name, or where it would be inserted. */
 static uint32_t place(const struct names_part *part, uint64_t hash)
 {
 	uint32_t at = (uint32_t)hash & (part->slots - 1);

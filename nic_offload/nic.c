@@ -26,7 +26,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SOCKETS_DEPTH 512u /* steps; its ring takes about a thousand, and queueing grows slower with their number */
+#define SOCKETS_DEPTH 512u /* limit of steps: the ring has about a thousand, and queueing slows down as they grow */
 #define SOCKETS_VALUE_MAX ((uint64_t)INT32_MAX) /* its counters are 32-bit, and signed */
 #define CXI_VALUE_MAX (((uint64_t)1 << 48) - 1)
 #define KICK_NS 1000000u
@@ -151,7 +151,7 @@ void nic_leave(struct tk_fabric *fabric, struct slot *slot, int lost)
 	slot->work = NULL;
 	slot->lost = 1;
 	nic->lost++;
-	/* Its steps still name these. */
+	/* Its steps still refer to these. */
 	slot->trigger = work->op.trigger;
 	slot->completion = has_counter(&work->op) ? work->op.completion : NULL;
 	__atomic_add_fetch(&slot->trigger->uses, 1, __ATOMIC_RELAXED);
@@ -247,7 +247,7 @@ int nic_completed(struct tk_fabric *fabric, void *context, int status)
 	if (!slot)
 		return 0;
 	if (!slot->work)
-		return 1; /* it is lost, and what is done with it is over */
+		return 1; /* the slot is lost, and its operation has ended */
 	int transfers = has_bytes(&slot->work->op) + has_flag(&slot->work->op);
 	if (status)
 		settle_failed(fabric, slot, status);
@@ -283,7 +283,7 @@ int nic_poll(struct tk_fabric *fabric)
 		}
 		int transfers = slot->work && slot->work->op.endpoint;
 		if (!nic->silent && (transfers || slot->lost))
-			continue; /* the queue tells of transfers, and only a flush ends what is lost */
+			continue; /* the queue reports transfers, and only a flush frees lost slots */
 		if (!slot->fired && !slot->lost && nic->silent)
 			continue;
 		if (fi_cntr_read(slot->done) > slot->done_before) {

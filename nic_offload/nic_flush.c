@@ -74,7 +74,7 @@ static int is_stuck(const struct nic *nic, const struct slot *slot)
 	return 0;
 }
 
-/* The NIC had its bytes alone. What has fired goes on as it was. */
+/* The NIC had only its bytes. If they have fired, the operation continues as before. */
 static void settle_cut(struct tk_fabric *fabric, struct slot *slot)
 {
 	if (!slot->told && have_moved(slot))

@@ -8,8 +8,8 @@
 #define _GNU_SOURCE
 #include "nic.h"
 
-#define PROBE_NS 5000000u	   /* a step that is to fire has fired by then */
-#define PROBE_STUCK_NS 1000000000u /* one that must fire and has not by then will not */
+#define PROBE_NS 5000000u	   /* time within which a step fires that should */
+#define PROBE_STUCK_NS 1000000000u /* time after which a step that must fire is considered lost */
 
 static int wait_for(struct fid_cntr *counter, uint64_t value, uint64_t timeout_ns)
 {

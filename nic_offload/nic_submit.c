@@ -54,7 +54,7 @@ static void add_bytes(struct slot *slot, struct fid_cntr *trigger, uint64_t thre
 	slot->desc[0] = op->region->desc;
 	uint64_t flags = chained && !slot->told ? 0 : FI_COMPLETION;
 	if (!get)
-		flags |= FI_DELIVERY_COMPLETE; /* what follows is chained to the arrival of the bytes */
+		flags |= FI_DELIVERY_COMPLETE; /* later steps are chained to the arrival of the bytes */
 	add_transfer(slot,
 		     add_step(slot, trigger, threshold, chained ? slot->moved : moved_at_last(slot),
 			      get ? FI_OP_READ : FI_OP_WRITE),
@@ -89,7 +89,7 @@ static void make_steps(struct slot *slot)
 		add_flag(slot, trigger, threshold);
 	if (!op->endpoint) {
 		enum fi_op_type type = op->flags & TK_SET_COUNTER ? FI_OP_CNTR_SET : FI_OP_CNTR_ADD;
-		/* By which its end is noticed. */
+		/* Its end is detected by this. */
 		add_count(slot, add_step(slot, trigger, threshold, NULL, FI_OP_CNTR_ADD), 0, slot->done, 1);
 		add_count(slot, add_step(slot, trigger, threshold, NULL, type), 1, op->completion->nic, op->step);
 	}

@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define GATHERED_AT_ONCE (16u << 10) /* summed while it is in the cache still */
+#define GATHERED_AT_ONCE (16u << 10) /* small, so that it is checksummed while in the cache */
 
 struct placed {
 	const char *address;
@@ -23,7 +23,7 @@ struct placed {
 };
 
 struct tk_pieces {
-	uint32_t users; /* atomic: its owner, and each operation that has it */
+	uint32_t users; /* atomic: references, by its owner and each operation */
 	uint32_t count, regions_count;
 	uint64_t bytes;
 	struct tk_region **regions; /* behind the pieces */

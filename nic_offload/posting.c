@@ -13,12 +13,12 @@
 
 #define COMPLETIONS_A_ROUND 64
 #define POSTED_MAX 64u /* puts of one endpoint on the wire at a time */
-#define STALL_SHARE 8 /* one that has been stalled is asked again after an eighth of the time since then, */
-#define STALL_PAUSE_NS_MAX 1000000000u /* or a second: to try to reach a peer that is gone costs a connection each time */
+#define STALL_SHARE 8 /* a stalled endpoint is retried after an eighth of the time it has been stalled, */
+#define STALL_PAUSE_NS_MAX 1000000000u /* at most a second: each attempt at a lost peer costs a connection */
 #define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond, */
 #define MOVED_RESTED_NS 25000u /* and up to twenty after a nap */
-#define TOO_LATE 2 /* what posting gives for a put whose deadline is over, */
-#define TOLD 3	   /* and for one that the peer reads itself */
+#define TOO_LATE 2 /* result of posting a put after its deadline, */
+#define TOLD 3	   /* and of posting one that the peer reads itself */
 
 /* Whether its completion means arrival, confirmed by the peer's side. Otherwise arrival is known elsewhere, or not needed. */
 static int is_to_be_confirmed(const struct tk_fabric *fabric, const struct tk_operation *op)
@@ -80,7 +80,7 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 	return note_taken(endpoint, (int)fi_writemsg(endpoint->fid, &message, FI_INJECT | FI_COMPLETION));
 }
 
-/* 1: it is out, and no completion follows. */
+/* 1: sent, and no completion follows. */
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
@@ -113,7 +113,7 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	struct iovec local[3];
 	void *desc[3];
 	size_t parts = 0, head_bytes = 0;
-	if (op->sender) { /* what is said of the block, right before it */
+	if (op->sender) { /* the block's head, right before it */
 		const void *head;
 		head_bytes = sender_head(work, &head);
 		desc[parts] = sender_head_desc(work);
@@ -139,7 +139,7 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	};
 	if (get)
 		return (int)fi_readmsg(op->endpoint->fid, &message, FI_COMPLETION);
-	/* What follows is chained to the arrival of the bytes. */
+	/* Later steps are chained to the arrival of the bytes. */
 	int confirmed = (chained && !with_flag) || is_to_be_confirmed(fabric, op);
 	return (int)fi_writemsg(op->endpoint->fid, &message, FI_COMPLETION | (confirmed ? FI_DELIVERY_COMPLETE : 0));
 }
@@ -246,7 +246,7 @@ static void end_stall(struct tk_endpoint *endpoint)
 static int post_ready_of(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	int busy = 0;
-	if (!endpoint->ready.head) /* all was taken back: nothing waits for the peer */
+	if (!endpoint->ready.head) /* everything was taken back: nothing waits for the peer */
 		end_stall(endpoint);
 	if (endpoint->stalled && fabric->now_ns < endpoint->again_ns)
 		return 0;

@@ -35,7 +35,7 @@ void get_ready(struct tk_fabric *fabric, struct work *work, enum work_state stat
 
 /* commands.c */
 void run_command(struct tk_fabric *fabric, struct command *command);
-int run_put_off(struct tk_fabric *fabric);     /* those that a flush has ended for; whether one has */
+int run_put_off(struct tk_fabric *fabric);     /* commands whose flush has ended; returns whether there was one */
 void refuse_put_off(struct tk_fabric *fabric); /* the thread ends */
 
 /* counter.c: operations that wait for counters */
@@ -95,7 +95,7 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 	      uint64_t key); /* its end is not reported */
 int post_landed(struct tk_fabric *fabric, struct work *work);
 int post_confirmed_flag(struct work *work); /* when it ends, the flag has been delivered */
-int note_taken(struct tk_endpoint *endpoint, int status); /* what the provider says to something that is to go out */
+int note_taken(struct tk_endpoint *endpoint, int status); /* the provider's answer to an attempt to send */
 int post_ready(struct tk_fabric *fabric);
 int drain_completions(struct tk_fabric *fabric);
 int progress_wire(struct tk_fabric *fabric);
@@ -111,7 +111,7 @@ int address_is_same(const union address *a, const union address *b);
 uint16_t address_port(const union address *address); /* 0: it is none of IP */
 void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
 
-/* idle.c: how the thread rests. But for `rest`, any thread. */
+/* idle.c: how the thread idles. Any thread, except for `rest`. */
 int rest_open(struct tk_fabric *fabric);
 int rest_hear(struct tk_fabric *fabric, int pipe_fd);
 int rest_hear_writes(struct tk_fabric *fabric, int event_fd);
@@ -119,7 +119,7 @@ int rest_ignore(struct tk_fabric *fabric, int event_fd);
 void rest_look_again(struct tk_fabric *fabric);
 int rest(struct tk_fabric *fabric, uint64_t idle_ns); /* returns whether something has woken it */
 
-/* watch.c: words that are watched, checksums that are made */
+/* watch.c: watched words, checksums */
 uint64_t flag_awaited(const struct tk_landing *landing);
 int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, struct work *work);
 void watch_remove(struct watches *watches, const struct work *work);
@@ -146,7 +146,7 @@ void sender_acked(struct work *watch, int is_final);
 struct queue *sender_queue(const struct work *work); /* where it waits for a slot */
 int poll_senders(struct tk_fabric *fabric);
 
-uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region); /* so many bytes of a put there */
+uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region); /* copies up to so many bytes of a put there */
 
 /* caller.c: calls, the client's side */
 void caller_fire(struct tk_fabric *fabric, struct work *work);
@@ -157,7 +157,7 @@ int poll_callers(struct tk_fabric *fabric);
 
 uint64_t caller_word(const struct tk_caller *caller, uint64_t address); /* which of its words it is */
 void caller_read(struct tk_caller *caller, uint32_t place); /* the bytes of an answer have been read */
-void caller_shared(struct tk_caller *caller, int is_good); /* a block was read from the node's memory, and was as it should be */
+void caller_shared(struct tk_caller *caller, int is_good); /* a block was read from the node's memory, and passed its check */
 
 /* shared.c: blocks that are read from the node's memory, the client's side */
 struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shared *shared, uint32_t blocks,
@@ -168,7 +168,7 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place);
 int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address);
 uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max);
 void shared_over(struct work *watch);
-int shared_told(struct tk_fabric *fabric, struct work *watch); /* a word says where a single block is; 0: it is not to be read */
+int shared_told(struct tk_fabric *fabric, struct work *watch); /* a word gives the location of a single block; 0: it must not be read */
 
 /* shared_reads.c: the same, the node's side */
 int may_share(const struct work *work);
@@ -194,7 +194,7 @@ void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 
 /* reader.c: puts of what is read from a drive */
 void reader_begin(struct work *work);
-void reader_let_go(struct work *work); /* it does not want the bytes any more */
+void reader_let_go(struct work *work); /* it no longer needs the bytes */
 void reader_put_over(struct work *work);
 int poll_readers(struct tk_fabric *fabric);
 void readers_end(struct tk_fabric *fabric);

@@ -31,8 +31,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#define APART_NS 50000u /* that a batch was read is told with the end of its puts, or after so long */
-#define COPIED_A_ROUND (256u << 10) /* so that the wire is not kept waiting */
+#define APART_NS 50000u /* the end of a batch's reads is reported with that of its puts, or after this time */
+#define COPIED_A_ROUND (256u << 10) /* small, so that the network doesn't wait */
 
 static void free_reader(struct tk_reader *reader)
 {

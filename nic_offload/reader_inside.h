@@ -12,18 +12,18 @@
 #include <liburing.h>
 
 #define PAGE TK_TAGGED_PAGE
-#define STAGED_BYTES (8u << 20)	 /* that are being read, or were and wait to be copied */
+#define STAGED_BYTES (8u << 20)	 /* pieces being read, or read and waiting to be copied */
 
 /* A record that is being read. The progress thread's own once its work was taken in. */
 struct reading {
 	struct reading *next; /* waits for places */
 	struct batch *batch;
 	struct work *work; /* NULL: the bytes are no longer wanted */
-	uint32_t size, begun, over; /* bytes: in all; of pieces that were begun; of those that are over */
+	uint32_t size, begun, over; /* bytes: in total; of pieces begun; of pieces finished */
 	int failed;
 	uint64_t offset;
 	struct header_fixed header;
-	struct aead *aead; /* NULL: it is not encrypted, or not begun */
+	struct aead *aead; /* NULL: not encrypted, or not begun */
 	uint8_t payload_tag[TK_AEAD_TAG];
 };
 
@@ -34,18 +34,18 @@ struct piece {
 	uint64_t number;
 	char *memory;
 	uint32_t at, size, moved, stumbles; /* of the record */
-	uint32_t taken; /* of the memory, with what was left out before it */
+	uint32_t taken; /* of memory, including the gap before it */
 	enum { PIECE_READING, PIECE_READ, PIECE_OVER } state;
-	int is_listed; /* among those that were read: so it is not used again */
+	int is_listed; /* in the list of pieces that were read: not reused yet */
 };
 
 /* A batch: records that were submitted together. It is freed when both of its ends have been reported. */
 struct batch {
-	struct batch *next; /* that were read and have not told so */
+	struct batch *next; /* batches that were read and not reported yet */
 	struct tk_reader *reader;
-	struct tk_region *region; /* in use as long as the drive may write to it */
+	struct tk_region *region; /* in use while the drive may write to it */
 	uint64_t tag, read_ns, posted_ns;
-	uint32_t unread;   /* of which the drive is not done with the pages */
+	uint32_t unread;   /* records whose pages the drive still uses */
 	uint32_t not_over; /* puts */
 	int read_is_told;
 	struct reading readings[];
@@ -60,13 +60,13 @@ struct tk_reader {
 	struct io_uring ring;
 	int event_fd; /* rings when a read has ended */
 	struct reading *first, *last; /* that wait for places */
-	struct piece *pieces; /* as many as the ring is deep; by the number of each */
-	uint64_t begun, freed; /* the numbers of the next one, and of the oldest whose memory is taken */
+	struct piece *pieces; /* as many as the ring is deep, by number */
+	uint64_t begun, freed; /* the numbers of the next piece, and of the oldest whose memory is in use */
 	struct staged staged;
 	struct piece *read_first_piece, *read_last_piece; /* to be copied */
 	uint32_t in_ring, in_ring_bytes;
 	int unsubmitted;
-	struct batch *read_first; /* whose READ waits for the end of their puts */
+	struct batch *read_first; /* batches whose READ waits for the end of their puts */
 	char *scratch; /* a page */
 };
 

@@ -10,8 +10,8 @@
 #include <errno.h>
 #include <string.h>
 
-#define HEADER_BYTES (TK_TAGGED_FIXED + TK_TAGGED_TAG) /* the rest of its page is not looked at */
-#define STUMBLES_MAX 16u /* of one read: EINTR and EAGAIN say nothing of the drive */
+#define HEADER_BYTES (TK_TAGGED_FIXED + TK_TAGGED_TAG) /* the rest of its page is not read */
+#define STUMBLES_MAX 16u /* attempts at one read: EINTR and EAGAIN are no errors of the drive */
 #define DIRECT_ALIGN 512u
 #define PIECE_BYTES (256u << 10) /* of a payload that are read together; the header comes with the first */
 #define READ_BYTES (STAGED_BYTES / 2) /* at a time: the drive reads on while the others are copied */
@@ -69,7 +69,7 @@ static void prepare(struct tk_reader *reader, struct piece *piece)
 	reader->unsubmitted = 1;
 }
 
-/* The drive is done with a record, and so are we. */
+/* The drive no longer uses a record, and neither does the thread. */
 static void ended(struct tk_reader *reader, struct reading *reading)
 {
 	struct work *work = reading->work;
@@ -183,7 +183,7 @@ int reap_reads(struct tk_reader *reader)
 	return busy;
 }
 
-/* Some bytes of a payload go where they stay; 0: they are others than were written. */
+/* Copies some bytes of a payload to their target; 0: they differ from those written. */
 static int take_bytes(struct reading *reading, const char *from, uint32_t length)
 {
 	struct work *work = reading->work;
@@ -205,7 +205,7 @@ static int take_bytes(struct reading *reading, const char *from, uint32_t length
 	return !status;
 }
 
-/* Takes what a piece has brought: the header is looked at, and of the payload goes where it stays what is wanted still. */
+/* Processes a piece that was read: checks the header, and copies the part of the payload that is still needed. */
 static void copy_out(struct tk_reader *reader, struct piece *piece)
 {
 	struct reading *reading = piece->reading;

@@ -24,11 +24,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting */
+#define BYTES_A_ROUND (256u << 10) /* small, so that the network doesn't wait */
 #define TOLD_COUNT 64u /* blocks reported to the application together, */
-#define TOLD_NS 1000000u /* or after so long, where nobody waits for a word, */
-#define TOLD_AWAITED_NS 300000u /* and where somebody does, so long after the last time, */
-#define TOLD_ON_LANE_NS 4000000u /* or, while a lane writes them, which will report their ends, at the latest */
+#define TOLD_NS 1000000u /* or after this time, if no peer waits for a word, */
+#define TOLD_AWAITED_NS 300000u /* and if one does, this time after the last report, */
+#define TOLD_ON_LANE_NS 4000000u /* or this time at the latest, while a lane writes them and will report their ends */
 
 static void free_receiver(struct tk_receiver *receiver)
 {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Came", "Receiver", "Room", "State"]
 
 _ROOM = struct.Struct("=QII")
-_CAME = struct.Struct("=5Q5I4B32s16s16s")
+_CAME = struct.Struct("=6Q5I4B32s16s16s")
 _STATE = struct.Struct("=7Ii")
 _TAKEN_MAX = 256
 assert _ROOM.size == ffi.sizeof("struct tk_room")
@@ -49,6 +49,7 @@ class Came(NamedTuple):
     ack_generation: int
     expires_unix_ms: int
     landed_ns: int
+    fired_ns: int  # when its flag was seen, by its client's clock; 0: an earlier version
     ack_word: int
     room: int
     length: int

@@ -10,9 +10,9 @@
 /* A put that is being read. */
 struct reading {
 	int is_open;
-	int is_whole; /* it has been read, and its peer is to be told `code`, if that is any */
+	int is_whole; /* completely read; `code` is to be sent to the peer, unless it is 0 */
 	uint32_t slot, code, copied;
-	struct record *record; /* with which a lane writes it; NULL: none does */
+	struct record *record; /* the lane's record of it; NULL: no lane writes it */
 	struct tk_room room;
 	struct tk_put_head head;
 	uint32_t crc;
@@ -33,7 +33,7 @@ struct tk_receiver {
 	struct tk_receiver *next;
 	struct tk_endpoint *endpoint; /* NULL: it is closed, or the peer has broken the protocol */
 	struct flag *awaited; /* by slot */
-	uint32_t *queue; /* slots whose flags have come, a ring */
+	uint32_t *queue; /* slots whose flags have arrived, a ring */
 	uint32_t queue_first, queue_count;
 	struct reading reading;
 

@@ -142,7 +142,7 @@ static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 	const uint8_t *name = (const uint8_t *)&block; /* which begins with owner and key */
 	came->is_stored = !there && names_have(&shelf->stored, name);
 	came->listed = !there && !came->is_stored && !came->expires_unix_ms && !shelf_list(shelf, &block);
-	if (!there && !came->listed) /* the next of this name is to find it */
+	if (!there && !came->listed) /* so that the next put of this name finds it */
 		names_change(&shelf->stored, name, 1, 1);
 	pthread_mutex_unlock(&shelf->lock);
 	if (came->durability > setup->landed_code)
@@ -211,6 +211,7 @@ static int settle(struct tk_receiver *receiver)
 		.ack_generation = head->ack_generation,
 		.expires_unix_ms = head->expires_unix_ms,
 		.landed_ns = reading->began_ns,
+		.fired_ns = head->fired_ns,
 		.ack_word = head->ack_word,
 		.room = reading->room.number,
 		.length = head->length,
@@ -226,7 +227,7 @@ static int settle(struct tk_receiver *receiver)
 	int status = grow((void **)&receiver->came, &receiver->came_capacity, receiver->came_count, sizeof came);
 	pthread_mutex_unlock(&receiver->lock);
 	if (status)
-		return status; /* once more in the next round */
+		return status; /* tried again in the next round */
 	reading->code = code_of(receiver, &came);
 	pthread_mutex_lock(&receiver->lock);
 	if (came.listed)

@@ -11,7 +11,7 @@ struct spot {
 	uint64_t address, key;
 };
 
-/* What the two ends of a connection know and nobody else; all zeros: they know nothing, and believe what comes. */
+/* The secret keys of the two ends of a connection; all zeros: no keys, and everything is accepted. */
 struct seal {
 	int is_set;
 	uint64_t out[2], in[2];
@@ -28,17 +28,17 @@ void siphash_begin(struct siphash *hash, const uint64_t secret[2]);
 void siphash_words(struct siphash *hash, const void *data, size_t length); /* a multiple of 8 */
 uint64_t siphash_end(struct siphash *hash, const void *data, size_t length);
 
-struct spot word_spot(uint64_t first, uint64_t key, uint32_t number); /* one of many that lie side by side */
+struct spot word_spot(uint64_t first, uint64_t key, uint32_t number); /* a word in an array of words */
 struct spot spot_of(const struct tk_region *region, uint64_t address);
 uint64_t word_out(const struct tk_endpoint *endpoint, struct spot spot, uint64_t word);
 uint64_t word_in(const struct tk_endpoint *endpoint, struct spot spot, uint64_t word);
-uint64_t ack_in(const struct tk_ack_watch *watch, uint64_t word); /* what it says; 0: it is not the peer's, or of another use */
+uint64_t ack_in(const struct tk_ack_watch *watch, uint64_t word); /* its code; 0: it is not from the peer, or not of this use */
 int may_watch(const struct tk_endpoint *endpoint, const struct tk_region *region, uint64_t word);
 int may_watch_ack(const struct tk_endpoint *endpoint, uint64_t word);
 
 /* The checksum of the metadata and head of a put, as if it had no tag. Any thread. */
 uint32_t sum_of_head(const struct tk_put_head *head, const char *metadata);
-/* Tags of bytes: of the metadata and head of a put, or of any. Without a seal they are 0, and any is believed. */
+/* Tags of bytes: of the metadata and head of a put, or of any. Without a seal they are 0, and any tag is accepted. */
 uint64_t head_out(const struct tk_endpoint *endpoint, struct spot spot, const void *metadata,
 		  const struct tk_put_head *head);
 int believes_head(const struct tk_endpoint *endpoint, struct spot spot, const void *metadata,

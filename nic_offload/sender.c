@@ -35,14 +35,14 @@ struct tk_sender {
 	/* The progress thread's own. */
 	struct tk_sender *next;
 	struct queue ungranted;
-	uint64_t *generations; /* of each slot, for its next put */
+	uint64_t *generations; /* generation of each slot's next put */
 	uint32_t *slots, *words; /* free ones, the last used first: its memory is warm */
 	uint32_t slots_free, words_free;
 	uint64_t ack_generation;
 
 	uint64_t shared; /* atomic: puts that went through shared memory */
 
-	/* Where puts of pieces are put together; set before there are any. */
+	/* Memory in which puts of pieces are gathered; set before the first of them. */
 	struct tk_region *gather_region;
 	uint64_t gather, gather_slot_bytes;
 };
@@ -73,7 +73,7 @@ static int remove_sender(struct tk_fabric *fabric, void *argument)
 	return 0;
 }
 
-/* The words are the node's memory, which nobody else has: they need no tag. */
+/* The words are in the node's memory, which no other process has mapped: they need no tag. */
 static int share(const struct tk_sender_setup *setup)
 {
 	struct seal *seal = &setup->endpoint->seal;
@@ -173,7 +173,7 @@ int sender_shares(const struct work *work)
 	return work->op.sender && work->op.sender->setup.shared_slots;
 }
 
-/* Of its slot, as it is mapped here. */
+/* The payload of its slot, as mapped here. */
 static uint64_t shared_payload(const struct work *work)
 {
 	const struct tk_sender_setup *setup = &work->op.sender->setup;
@@ -263,6 +263,7 @@ static void make_head(struct work *work)
 	head->ack_generation = work->partner->ack.generation;
 	head->ack_word = sender->setup.first_word + work->word - 1;
 	head->length = op->length;
+	head->fired_ns = work->fired_ns;
 	if (op->pieces && sender_shares(work))
 		op->local = shared_payload(work);
 	else if (op->pieces)

@@ -101,7 +101,7 @@ def curve_rows(
 
 
 def result_rows(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """What came of some runs: one row a run."""
+    """The results of some runs: one row a run."""
     return [
         {"path": path, **{name: value for name, value in found.items() if not isinstance(value, dict)}}
         for result in results

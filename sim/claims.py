@@ -27,7 +27,7 @@ _LINK_BYTES_PER_S = 12.5e9  # the 100 Gb/s that the paper states
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """What S has to be at some sizes; `low` itself is inside only where it is a rounded figure."""
+    """The range of S at some sizes; it includes `low` only if that is a rounded figure."""
 
     sizes_bytes: tuple[int, ...]
     low: float

@@ -45,7 +45,7 @@ _DRIVES_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run may change beside the preset."""
+    """The settings of a run, besides the preset."""
 
     direction: Direction = "put"
     chunk_bytes: int = CHUNK_BYTES
@@ -60,7 +60,7 @@ class Setting:
 
 
 class StageCost(NamedTuple):
-    """What one stage costs on each path, in seconds."""
+    """The cost of one stage on each path, in seconds."""
 
     stage: str
     cpu_s: float

@@ -49,7 +49,7 @@ def _preset(arguments: argparse.Namespace) -> Preset:
 
 
 def _fair(assignments: Sequence[str]) -> tuple[Preset, list[str]]:
-    """The fair preset with other speeds, which are named as in a cluster; and what is left to be set in it."""
+    """The fair preset with other speeds, which are named as in a cluster; and the settings left for the preset."""
     pairs = [(name.strip(), value) for name, _, value in (text.partition("=") for text in assignments)]
     speeds = [(name, value) for name, value in pairs if name in hardware.SPREADS and value]
     names = {name for name, _ in speeds}
@@ -68,7 +68,7 @@ _RANGE_SIZES = (32_000, 10**6, 512 * 10**6)
 def _spreads(
     arguments: argparse.Namespace, setting: curve.Setting
 ) -> tuple[list[dict[str, Any]], Sequence[int]]:
-    """S of the fair preset with each speed at the ends of its range, the one that decides most first."""
+    """S of the fair preset with each speed at the ends of its range, the most influential first."""
     sizes = [units.parse_bytes("--size", text) for text in arguments.size or ()] or _RANGE_SIZES
 
     def speedups(name: str, value: float) -> list[float]:
@@ -97,7 +97,7 @@ def _spreads(
 
 
 def _ranges(arguments: argparse.Namespace, setting: curve.Setting) -> str:
-    """What the command prints of them."""
+    """The command's output about them."""
     rows, sizes = _spreads(arguments, setting)
     names = [units.format_bytes(size) for size in sizes]
     if arguments.as_json:
@@ -232,7 +232,7 @@ def _stage_table(chosen: Preset, sizes: Sequence[int], setting: curve.Setting) -
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """What the command prints."""
+    """The command's output."""
     if arguments.preset == "?":
         return _listing()
     chosen = _preset(arguments)
@@ -269,7 +269,7 @@ def _curve(arguments: argparse.Namespace, chosen: Preset, setting: curve.Setting
         document = {"preset": chosen.name, "direction": setting.direction, "points": rows}
         return as_json({**document, "extras": chosen.extras, "caveats": chosen.caveats})
     if arguments.as_csv:
-        # A file of numbers has no room for sentences: the caveats stand in it as comments.
+        # A file of numbers has no room for sentences: the caveats are comments in it.
         notes = "".join(f"# {note}\n" for note in (f"preset {chosen.name}", *chosen.caveats))
         if arguments.stages:
             return notes + as_csv(

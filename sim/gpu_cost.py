@@ -36,7 +36,7 @@ class CostRow:
 
     @property
     def right_total_usd(self) -> Decimal:
-        """What the line adds up to."""
+        """The sum of the line."""
         return (self.count * self.price_usd).quantize(Decimal("0.01"))
 
     @property

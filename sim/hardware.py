@@ -44,7 +44,7 @@ HARDWARE = Hardware()
 
 
 class Spread(NamedTuple):
-    """What a number may be elsewhere, and where ours comes from."""
+    """The range of a number on other hardware, and the source of ours."""
 
     low: float
     high: float
@@ -73,7 +73,7 @@ _COUNTS_MAX = {"engines": 4096, "gpus_per_engine": 64, "nodes": 1024, "drives_pe
 
 
 def accepted(name: str) -> tuple[str, float, float]:
-    """Unit and range that are accepted of a number, by the ending of its name."""
+    """Unit and accepted range of a number, by the suffix of its name."""
     if name in _COUNTS_MAX:
         return f"a number of {name.partition('_')[0]}", 1, _COUNTS_MAX[name]
     if name == "prefill_engines":

@@ -38,7 +38,7 @@ _WITHOUT_KV = {
     *("linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv", "moe_only", "moe", "mlp"),
 }
 _PATTERN = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
-# Marks of layers that keep a state instead of KV: which ones has to be said.
+# Marks of layers that keep a state instead of KV: their kinds must be given.
 _STATE = (
     *("mamba_d_state", "mamba_d_conv", "ssm_state_size", "state_size", "ssm_cfg", "linear_num_value_heads"),
     *("hybrid_layer_ids", "lru_width", "rescale_every"),
@@ -94,7 +94,7 @@ def _kv_heads(config: _Config, layers: int, heads: int) -> list[int]:
 
 
 def _kinds(config: _Config, layers: int) -> list[str]:
-    """What each layer is, in the words of `layer_types`."""
+    """The kind of each layer, as `layer_types` names it."""
     listed = _first(config, ("layer_types", "layers_block_type"))
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str):
@@ -186,7 +186,7 @@ def _kind(config: _Config, kv_heads: list[int], heads: int) -> str:
 
 
 def _decoder(config: _Config) -> _Config:
-    """The part that says how the decoder is made."""
+    """The part that describes the decoder."""
     for name in _NESTED:
         if isinstance(config.get(name), dict):
             config = {**config[name]}
@@ -241,7 +241,7 @@ def read_config(path: Path, dtype: str | None = None) -> tuple[str, Layout, str]
 
 
 def read_model(path: Path, parameters: float | None, active: float | None) -> Model:
-    """A model to be served. How many parameters it has, a config doesn't say."""
+    """A model to be served. A config doesn't contain the number of parameters."""
     if parameters is None:
         accepted = "with --config, such as 8e9: the file names none"
         raise OutOfRange("--parameters", "not given", "a number of parameters", accepted)
@@ -287,7 +287,7 @@ def _read(path: Path) -> _Config:
 
 
 def _dtype(config: _Config) -> str:
-    """The type of the KV's numbers: what a quantisation says of KV, else that of the model."""
+    """The type of the KV's numbers: that of the quantisation, otherwise that of the model."""
     quantised = config.get("quantization_config")
     if isinstance(quantised, dict):
         scheme, algorithm = quantised.get("kv_cache_scheme"), quantised.get("kv_cache_quant_algo")

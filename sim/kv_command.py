@@ -110,7 +110,7 @@ def _cost_table(arguments: argparse.Namespace) -> str:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """What the command prints."""
+    """The command's output."""
     if arguments.gpu_cost is not None:
         return _cost_table(arguments)
     found = _rows(arguments)

@@ -28,12 +28,12 @@ class Layer(NamedTuple):
 
     key_width: int
     value_width: int
-    window_tokens: int | None = None  # older tokens are forgotten; None: none are
+    window_tokens: int | None = None  # older tokens are dropped; None: unlimited
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layers of a model, and what this way of keeping KV is called."""
+    """The layers of a model, and the name of this layout."""
 
     kind: str
     layers: tuple[Layer, ...]

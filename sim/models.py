@@ -19,7 +19,7 @@ WEIGHT_BYTES = 2  # a parameter
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model decides the size of its KV cache, and the work of a token."""
+    """The dimensions of a model that determine the size of its KV cache and the work per token."""
 
     name: str
     layers: int
@@ -30,7 +30,7 @@ class Model:
     latent: bool = False
     active_parameters: float | None = None  # of a mixture of experts; None: all of them
     plain_widths: tuple[int, int] | None = None  # K and V of a head, where they aren't head_dim
-    kept: Layout | None = None  # what each layer keeps, where it doesn't follow from the counts
+    kept: Layout | None = None  # the layout of each layer, if it doesn't follow from the counts
     kv_bits: int = 16  # of a number, as it is served
 
     @property
@@ -123,7 +123,7 @@ def model(name: str) -> Model:
 
 
 def relaid(entry: Model, text: str) -> Layout:
-    """What the model's KV would be in another layout: mha, mqa, gqa:N, mla:N or ragged:..."""
+    """The model's KV in another layout: mha, mqa, gqa:N, mla:N or ragged:..."""
     kind, _, rest = text.lower().partition(":")
     if kind == "ragged":
         return parse_ragged(rest)

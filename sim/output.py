@@ -44,7 +44,7 @@ def as_json(document: Any) -> str:
 
 
 def save(parameter: str, path: Path, text: str) -> str:
-    """Write a file whole; give the line that says so."""
+    """Write a file; return a line that reports it."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -53,7 +53,7 @@ def save(parameter: str, path: Path, text: str) -> str:
 
 
 def save_plot(parameter: str, path: Path, svg: str) -> str:
-    """Write a plot. It is SVG, and a name that says otherwise is refused."""
+    """Write a plot as SVG; a name with another suffix is an error."""
     if path.suffix.lower() != ".svg":
         raise OutOfRange(parameter, str(path), "a file for a plot", "named *.svg: plots are SVG")
     return save(parameter, path, svg)

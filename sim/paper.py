@@ -131,7 +131,7 @@ def _speedups(name: str, sizes: Sequence[int]) -> str:
 
 
 def _curves() -> Iterator[Finding]:
-    """The sentences about S: the tables alone, the same stops on both paths, and what it takes to get theirs."""
+    """The sentences about S: the tables alone, the same stops on both paths, and what is needed to get theirs."""
     literal = judge(preset("literal-ms"))
     with_additions = [
         name for name, entry in PRESETS.items() if all(v.holds for v in judge(entry)[: len(BANDS)])
@@ -162,7 +162,7 @@ def _curves() -> Iterator[Finding]:
 
 
 def _whole(progress: Callable[[float], None]) -> Iterator[Finding]:
-    """What the claims rest on."""
+    """The numbers behind the claims."""
     from sim import search  # noqa: PLC0415 - it needs numpy
 
     candidates = search.readings()

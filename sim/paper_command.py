@@ -22,7 +22,7 @@ _WHERE, _VERDICT = 16, 21
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """What the command prints."""
+    """The command's output."""
     cost = read_cost_table(Path(arguments.gpu_cost)) if arguments.gpu_cost else None
     found = findings(cost, bar("the paper"))
     if arguments.as_json:

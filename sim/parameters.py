@@ -22,7 +22,7 @@ __all__ = ["PARAMETERS", "Parameter", "override", "value_of"]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Where a number of a preset stands, its unit, and what it may be."""
+    """A number of a preset: its place, unit and range."""
 
     name: str
     unit: str
@@ -80,7 +80,7 @@ def _fit_of(name: str) -> tuple[str, str] | None:
 
 
 def value_of(preset: Preset, name: str) -> float | None:
-    """The number that stands there; None is 'no bound'."""
+    """The number; None is 'no bound'."""
     fit = _fit_of(name)
     holder: Fit | Stages | Preset = preset
     if fit is not None:
@@ -108,7 +108,7 @@ def _with(preset: Preset, parameter: Parameter, value: float) -> Preset:
 
 
 def override(preset: Preset, assignments: Iterable[str]) -> Preset:
-    """Put NAME=VALUE into a preset, and say so in its caveats."""
+    """Set NAME=VALUE in a preset, and add a caveat."""
     for text in assignments:
         name, _, written = text.partition("=")
         parameter = PARAMETERS.get(name.strip())

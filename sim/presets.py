@@ -60,7 +60,7 @@ STAGES = Stages()
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One reading of the tables: what each path is charged for, and what has to be said beside it."""
+    """One reading of the tables: the stages charged on each path, and the caveats."""
 
     name: str
     summary: str
@@ -212,7 +212,7 @@ PRESETS: dict[str, Preset] = {entry.name: entry for entry in _ALL}
 
 
 def preset(name: str) -> Preset:
-    """Look a preset up by its name."""
+    """Look up a preset by name."""
     if name not in PRESETS:
         raise OutOfRange("--preset", repr(name), "a name", "one of " + ", ".join((*PRESETS, "measured")))
     return PRESETS[name]

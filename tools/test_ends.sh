@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
 short='' maker=release
-wheels=(dist/triggerkv-*manylinux*.whl dist/triggerkv_sim-*manylinux*.whl)
+wheels=(dist/triggerkv-*manylinux*.whl dist/triggerkv_engines-*manylinux*.whl dist/triggerkv_sim-*manylinux*.whl)
 if [[ ${1:-} == --short ]]; then
   shift
   short=short- maker=wheel
@@ -59,7 +59,7 @@ check() { # version oldest|newest
     (cd / && "$OLDPWD/$home/bin/python" -I -W error "$OLDPWD/tools/first_steps.py")
     return
   fi
-  "$home/bin/pip" install --quiet "${more[@]}" "${wheels[0]}[otel]" "${wheels[1]}" pytest pytest-timeout hypothesis crc32c
+  "$home/bin/pip" install --quiet "${more[@]}" "${wheels[0]}[otel]" "${wheels[@]:1}" pytest pytest-timeout hypothesis crc32c
   "$home/bin/pip" install --quiet --no-deps --force-reinstall "${wheels[@]}"
   "$home/bin/pip" check
   (cd / && "$OLDPWD/$home/bin/kvstore" demo >/dev/null && "$OLDPWD/$home/bin/kvsim" curve >/dev/null)

@@ -15,16 +15,17 @@ import ssl
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.config import printable
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, NodeUnavailable
 from kvstore.limits import CONTACT_HURRIED_MS
 from kvstore.reach import split_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvstore.errors import KvError
     from kvstore.reach import Reach
 
-__all__ = ["Step", "broken_step", "steps"]
+__all__ = ["Step", "broken_step", "explained", "steps"]
 
 _HURRIED_S: Final = CONTACT_HURRIED_MS / 1000
 _PREFACE: Final = (
@@ -57,8 +58,18 @@ class Step(NamedTuple):
 
 
 def broken_step(reach: Reach) -> Step | None:
-    """The step that fails; None if none does, so that it is nothing of these."""
+    """The step that fails; None if none does, so that the cause is another one."""
     return next((step for step in steps(reach, _HURRIED_S) if not step.is_done), None)
+
+
+def explained(doing: str, reach: Reach, error: KvError) -> KvError:
+    """The error of a call; if the node can't be reached, one that says where it was expected and which step failed.
+
+    gRPC reports only that there was no connection.
+    """
+    if not isinstance(error, NodeUnavailable) or (step := broken_step(reach)) is None:
+        return error
+    return NodeUnavailable(f"{doing} failed: no node at {reach.node}: {step}")
 
 
 def steps(reach: Reach, timeout_s: float | None = None) -> Iterator[Step]:
@@ -88,7 +99,7 @@ def steps(reach: Reach, timeout_s: float | None = None) -> Iterator[Step]:
 
 def _connect(addresses: list[str], port: int, timeout_s: float) -> tuple[socket.socket | None, Step]:
     failures: dict[str, str] = {}
-    advice = "Is the node running, and this its port?"
+    advice = "Is the node running, and is this its port?"
     for address in addresses:
         try:
             return socket.create_connection((address, port), timeout=timeout_s), Step("connection", True, "")

@@ -16,14 +16,14 @@ import select
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import grpc
 
 from kvstore.client.breaker import Breaker
 from kvstore.client.call_routes import Asking
 from kvstore.client.channel import close_channel, open_channel
-from kvstore.client.contact import broken_step
+from kvstore.client.contact import explained
 from kvstore.client.link import TAGS_OF_ONE, Link
 from kvstore.client.own_address import OwnSide, say_first_word
 from kvstore.client.request_ids import ClientLookups
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Fabric
 
 __all__ = ["Core"]
+
+_STATUS: Final = "Reading the node's status"
 
 
 def _spans(provider: TracerProvider, target: str) -> ClientSpans:
@@ -131,11 +133,8 @@ class Core(Handle):
                 yield
             except (grpc.RpcError, NodeUnavailable) as failure:
                 error = error_from_rpc(doing, failure) if isinstance(failure, grpc.RpcError) else failure
-                # gRPC does not say which step towards the node failed. This is asked once for each failure that
-                # the breaker lets through, and a node that can be reached answers at once.
-                if isinstance(error, NodeUnavailable) and (step := broken_step(self.reach)) is not None:
-                    error = NodeUnavailable(f"{doing} found no node at {self.reach.node}: {step}")
-                raise error from failure
+                # Once for each failure that the breaker lets through; a node that can be reached answers at once.
+                raise explained(doing, self.reach, error) from failure
 
     def status(self, wait_s: float) -> pb.StatusResponse:
         """As `Client.status`."""
@@ -148,11 +147,13 @@ class Core(Handle):
                     pb.StatusRequest(), timeout=left_s, wait_for_ready=wait_s > 0
                 )
             except grpc.RpcError as failure:
-                error = error_from_rpc("Reading the node's status", failure)
+                error = error_from_rpc(_STATUS, failure)
                 is_away = isinstance(
                     error, NodeUnavailable
                 )  # or gRPC has not seen yet that the connection broke
-                if not wait_s or not is_away or time.monotonic() + STATUS_AGAIN_MS / 1000 > deadline_s:
+                if not wait_s:
+                    raise explained(_STATUS, self.reach, error) from failure
+                if not is_away or time.monotonic() + STATUS_AGAIN_MS / 1000 > deadline_s:
                     raise error from failure
                 time.sleep(STATUS_AGAIN_MS / 1000)
             else:

@@ -83,7 +83,7 @@ class Nodes(Handle):
         return now
 
     def _note(self, now: Map) -> None:
-        """Note who has left with this map, and close the clients of those that left long ago."""
+        """Note which nodes have left with this map, and close the clients of those that left long ago."""
         members, now_s = {one.node for one in now.members}, _CLOCK.monotonic_ns() / 1e9
         with self._lock:
             self._seen = now

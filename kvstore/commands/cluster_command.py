@@ -11,6 +11,7 @@ import grpc
 
 from kvcli.running import Status
 from kvstore.client.channel import open_channel
+from kvstore.client.contact import explained
 from kvstore.client.map_follower import map_of
 from kvstore.cluster.planning import Plan, with_change
 from kvstore.limits import CLUSTER_CALLS_AT_ONCE, UPKEEP_BYTES_PER_S
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvstore.cluster.map import Map
+    from kvstore.errors import KvError
     from kvstore.reach import Reach
 
 __all__ = ["drain", "forget", "members", "plan", "show"]
@@ -30,7 +32,7 @@ _LOOK_S = 0.5
 
 
 def show(reach: Reach, *, as_json: bool) -> int:
-    """Print the map of the first node that answers; 1 if it is in no cluster, or not a member of its own.
+    """Print the map of the first node that answers; `NO` if it is in no cluster, or not a member of its own.
 
     Where nodes keep up copies, each is asked how far it is.
     """
@@ -81,7 +83,11 @@ def _ask_any(reach: Reach) -> pb.MapResponse:
         except grpc.RpcError as error:
             failure = error
     assert failure is not None
-    raise error_from_rpc("To ask for the map", failure)
+    raise _explained("Asking for the map", reach.at(reach.nodes[-1]), failure)
+
+
+def _explained(doing: str, reach: Reach, failure: grpc.RpcError) -> KvError:
+    return explained(doing, reach, error_from_rpc(doing, failure))
 
 
 def _ask(reach: Reach, node: str) -> pb.MapResponse:
@@ -153,13 +159,13 @@ def _upkeep_lines(each: Mapping[str, pb.UpkeepState | None]) -> list[str]:
     why += [f"{looking} nodes are looking"] if looking else []
     lines = [f"{line} ({'; '.join(why)})" if why else line]
     silent = [node for node, state in each.items() if state is None]
-    return [*lines, f"It says nothing of its copies: {', '.join(silent)}."] if silent else lines
+    return [*lines, f"Not reporting the state of its copies: {', '.join(silent)}."] if silent else lines
 
 
 def drain(reach: Reach, node: str, *, undo: bool) -> int:
     """Have a node give its blocks to the others, and wait until it may be stopped; or have it be as before.
 
-    1 if some of its blocks can't be given.
+    `NO` if some of its blocks can't be given.
     """
     with open_channel(reach.at(node)) as channel:
         stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
@@ -169,7 +175,7 @@ def drain(reach: Reach, node: str, *, undo: bool) -> int:
                     upkeep_pb2.DrainRequest(undo=undo), timeout=reach.call_timeout_s
                 )
             except grpc.RpcError as error:
-                raise error_from_rpc("To drain the node", error) from error
+                raise _explained("Draining the node", reach.at(node), error) from error
             if undo:
                 print(f"{node} is a member like any other.")  # noqa: T201
                 return Status.DONE
@@ -187,7 +193,7 @@ def drain(reach: Reach, node: str, *, undo: bool) -> int:
 
 
 def plan(reach: Reach, node: str, *, as_json: bool) -> int:
-    """Print what draining a member would move, or a new node at this address; 1 if the node asked is in no cluster."""
+    """Print what draining a member would move, or a new node at this address; `NO` if there is no cluster."""
     told = _ask_any(reach)
     now = map_of(told)
     if not told.clustered or not now.members:
@@ -229,12 +235,12 @@ def _stored_bytes(reach: Reach, node: str) -> int:
         try:
             told = stub.Status(kvstore_pb2.StatusRequest(), timeout=reach.call_timeout_s)
         except grpc.RpcError as error:
-            raise error_from_rpc(f"To ask {node} what it stores", error) from error
+            raise _explained(f"Asking {node} for its status", reach.at(node), error) from error
     return int(told.capacity_bytes - told.free_bytes)
 
 
 def forget(reach: Reach, node: str) -> int:
-    """Have the cluster forget an absent node, by its address or name; 1 if there is none like that."""
+    """Have the cluster forget an absent node, by its address or name; `NO` if there is none like that."""
     failure: grpc.RpcError | None = None
     for asked in reach.nodes:
         with open_channel(reach.at(asked)) as channel:
@@ -247,9 +253,9 @@ def forget(reach: Reach, node: str) -> int:
                 failure = error
                 continue
         if told.names:
-            print(f"{node} is forgotten. If it comes back, let it be with an empty folder.")  # noqa: T201
+            print(f"{node} is forgotten. If it returns, start it with an empty data folder.")  # noqa: T201
             return Status.DONE
         print(f"No node that is absent has the address or name {node}.")  # noqa: T201
         return Status.NO
     assert failure is not None
-    raise error_from_rpc("To forget the node", failure)
+    raise _explained("Forgetting the node", reach.at(reach.nodes[-1]), failure)

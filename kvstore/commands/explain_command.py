@@ -66,7 +66,7 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
         )
         print(  # noqa: T201 - its output
             f"kvstore: {who} no look-up{f' of {asked}' if asked else ''}; {have} {remembered} of this"
-            f" tenant's{since}. Did the engine ask {these}, and say this request's id?",
+            f" tenant's{since}. Did the request go to {these}, and is its id right?",
             file=sys.stderr,
         )
         return Status.NO

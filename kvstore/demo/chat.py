@@ -29,9 +29,10 @@ _TIMEOUT_S = 300.0
 
 def run(turns: int, tokens: int, *, as_json: bool = False) -> int:
     """Tell the story; 0 if every bit was right."""
-    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+    needed = {"torch": "torch", "transformers": "transformers", "kvstore.engines": "triggerkv-engines"}
+    if missing := [name for module, name in needed.items() if importlib.util.find_spec(module) is None]:
         raise ConfigError(
-            f"kvstore chat needs {' and '.join(missing)}: pip install 'triggerkv[transformers]', or make demo."
+            f"kvstore chat needs {' and '.join(missing)}: install triggerkv-engines with the extra transformers."
         )
     with tempfile.TemporaryDirectory(prefix="triggerkv-chat-") as folder:
         home = Path(folder)

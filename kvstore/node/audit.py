@@ -5,7 +5,7 @@
 What always holds: a call's line is in the file before the call is answered. Lines are rate limited, per tenant or
 source, so no caller can fill the drive or hide another's line (the next line counts those left out): strangers have
 half of the lines of refusals and removals, whatever tenant they claim to be, and a source is an IPv4 address or the
-/64 of an IPv6 one. A receipt is never left out: who has no line left is refused the erasure. No token and no memory
+/64 of an IPv6 one. A receipt is never left out: without a line for it, the erasure is refused. No token and no memory
 key is in it. If the log can't be written, the node goes on, and says so once.
 What it doesn't do: log puts and gets, which are too many; `kvstore explain` and the metrics cover them.
 """

@@ -61,7 +61,7 @@ class FairQueue(Generic[T]):
     """All that waits."""
 
     def __init__(self, places: Places | None = None) -> None:
-        """`places` are taken by what waits, for who asks `left` before."""
+        """`places` are taken by waiting items; callers check `left` first."""
         self._lines: OrderedDict[Hashable, _Line[T]] = OrderedDict()  # whose turn it is stands first
         self._count = 0
         self._places = places

@@ -21,6 +21,8 @@ from kvstore.errors import Corrupt, DomainRequired, Expired, KeyTaken, Overloade
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     GRANTED_BYTES_MAX,
+    GRANTED_GATHERED_PAGES_MAX,
+    GRANTED_RETRY_MS,
     GRANTED_SLOTS,
     PAGE_BYTES,
     ROOMS_IDLE_TICKS,
@@ -58,8 +60,7 @@ __all__ = ["Granted"]
 
 log = logging.getLogger(__name__)
 
-_RETRY_S: Final = 0.001
-_GATHERED_PAGES_MAX: Final = 65  # of a block: larger ones keep a drive at work by themselves
+_RETRY_S: Final = GRANTED_RETRY_MS / 1000
 _WRITTEN: Final = Durability.WRITTEN
 _SYNCED: Final = Durability.SYNCED
 _DURABILITIES: Final = {int(one): one for one in Durability}
@@ -204,7 +205,7 @@ class Granted:
     def _area_told(self, area: PutArea) -> None:
         state = self._take(area)
         begun, ended = self._node.store.writes
-        if begun == ended or state.wanted_pages > _GATHERED_PAGES_MAX:
+        if begun == ended or state.wanted_pages > GRANTED_GATHERED_PAGES_MAX:
             self._store(area)
         else:
             if not self._gathering:
@@ -323,6 +324,7 @@ class Granted:
                 one.expires_unix_ms,
                 leased_ns=came[0].landed_ns,
                 landed_ns=landed_ns,
+                flag_ns=one.fired_ns if area.has_our_clock else 0,
             )
             landed = Landed(area, one, area.rooms.pop(one.room), lease)
             self._landed[landed.name] = landed
@@ -340,6 +342,7 @@ class Granted:
         node.counters.landed += len(came)
         for data, some in told.items():
             self._hear(connection, data, some)
+        node.traces.fired_blocks += sum(lease.flag_ns > 0 and lease.trace is None for lease in leases)
         if node.spans is not None:
             node.spans.landed(((lease, lease.leased_ns) for lease in leases), landed_ns)
         node.traces.saw(Step.LANDED, leases, at_ns=landed_ns)

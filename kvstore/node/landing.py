@@ -102,6 +102,7 @@ class Lease:
     leased_ns: int = 0
     deadline_ns: int = 0
     landed_ns: int = 0
+    flag_ns: int = 0  # when its flag was seen, if that came with the block; 0: unknown
     trace: SessionTrace | None = None  # of the session that the block is for, if its client said so
     is_taken: bool = False  # its key has another block: whatever lands is not kept, and `landed` is not said
     traced: PutTrace | None = None  # who adds up what becomes of the put's leases, for its spans

@@ -218,7 +218,7 @@ def _of_blocks(node: Node) -> list[Metric]:
         ),
         _counters(
             "kvstore_triggered_puts_total",
-            "Blocks of triggered puts: armed, fired (as far as clients reported it), landed, and late.",
+            "Blocks of triggered puts: armed, fired (as far as the node knows), landed, and late.",
             "state",
             {
                 "armed": counters.leased,
@@ -283,7 +283,7 @@ def _of_bounds(node: Node) -> list[Metric]:
         _gauge("kvstore_pins", "Active pins.", node.pins.count),
         _gauge("kvstore_pins_limit", "Maximum number of pins.", PINS_MAX),
         _gauge("kvstore_watchers", "Clients watching events.", len(node.watchers)),
-        _gauge("kvstore_landing_bytes", "Landing memory given to clients.", node.landing_bytes),
+        _gauge("kvstore_landing_bytes", "Landing memory given to clients.", node.landing.total),
         _gauge("kvstore_landing_limit_bytes", "Maximum landing memory.", LANDING_BYTES_MAX),
         _gauge("kvstore_memory_bytes", "Size of the hot memory.", memory.capacity_bytes),
         _gauge("kvstore_memory_kept_bytes", "Hot memory that holds blocks.", memory.kept_bytes),

@@ -89,7 +89,7 @@ __all__ = ["Node"]
 log = logging.getLogger(__name__)
 
 _FILLER_NICE: Final = 10  # of the thread that has memory for puts: it takes what others leave
-_TAKEN: Final = "Another block is stored under the key, of another length or layout."
+_TAKEN: Final = "Another block, of another length or layout, is stored under this key."
 
 
 class Node:
@@ -113,8 +113,7 @@ class Node:
         self.membership: Membership | None = None  # of a cluster
         self.upkeep: Upkeep | None = None  # of copies of blocks
         self.sharing: Sharing | None = None  # of the hot memory, with clients on this machine
-        self.spans = spans
-        self.store, self.fabric = store, fabric
+        self.store, self.fabric, self.spans = store, fabric, spans
         self.hot = HotMemory(
             fabric, hot_bytes, lambda: self._loop.call_soon(self.fetches.pump), tenants_known
         )
@@ -131,7 +130,7 @@ class Node:
         self.places = Places(self.address.clients_max(), tenants_known)
         # Others hold all that is registered in the machine's memory, whether or not anything lands in it.
         self._pins = fabric.provider not in {"net", "tcp", "tcp;ofi_rxm", "sockets", "shm", "memory"}
-        self.landing = Places(LANDING_BYTES_MAX, tenants_known)  # bytes
+        self.landing = Places(LANDING_BYTES_MAX, tenants_known)  # bytes that clients hold
         self._filler = ThreadPoolExecutor(1, "kvstore-landing", os.nice, (_FILLER_NICE,))
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
         self.began_ns = self.ticked_ns = clock.monotonic_ns()  # when it was last seen to go on
@@ -181,11 +180,6 @@ class Node:
             self.granted.removed(names, are_replaced=reason is Reason.SUPERSEDED)
         for listener in self.block_listeners:
             listener(names, reason)
-
-    @property
-    def landing_bytes(self) -> int:
-        """How many bytes of landing memory clients hold."""
-        return self.landing.total
 
     def _tick(self) -> None:
         """Run periodic work."""

@@ -99,6 +99,11 @@ class PutArea:
             AckCode.DOMAIN_REQUIRED if encrypts else 0,
         )
 
+    @property
+    def has_our_clock(self) -> bool:
+        """Whether its client is known to be on this machine, so that its CLOCK_MONOTONIC is ours."""
+        return self.shared is not None and self.shared.is_mapped
+
     def _area(self, base: int, first_generation: int = 0) -> Area:
         layout = self.layout
         return Area(

@@ -28,6 +28,7 @@ from kvstore.limits import (
     MESSAGE_AHEAD_BYTES,
     MESSAGE_BYTES_MAX,
     READINESS_RETRY_MS,
+    START_PROGRESS_MS,
     STOP_GRACE_MS,
 )
 from kvstore.node import fail_stop
@@ -92,7 +93,7 @@ __all__ = ["add_services", "open_server", "serve"]
 log = logging.getLogger(__name__)
 
 _STOP_GRACE_S = STOP_GRACE_MS / 1000
-_PROGRESS_NS = 1_000_000_000
+_NS_PER_MS = 1_000_000
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a lottery
     *keepalive_options(),
@@ -137,16 +138,17 @@ def _progress_shown_by(clock: Clock) -> Progress:
     """Report long work at its beginning, its end, and once a second in between, with the time that is left."""
     begun: dict[str, tuple[int, int]] = {}
     shown: dict[str, int] = {}
+    every_ns = START_PROGRESS_MS * _NS_PER_MS
 
     def show(doing: str, done: int, total: int) -> None:
         now_ns = clock.monotonic_ns()
-        if done < total and now_ns - shown.get(doing, -_PROGRESS_NS) < _PROGRESS_NS:
+        if done < total and now_ns - shown.get(doing, -every_ns) < every_ns:
             return
         shown[doing] = now_ns
         begun_ns, at = begun.setdefault(doing, (now_ns, done))
         left = ""
         if at < done < total:
-            left = f", {(now_ns - begun_ns) * (total - done) / (done - at) / _PROGRESS_NS:,.0f} s left"
+            left = f", {(now_ns - begun_ns) * (total - done) / (done - at) / 1e9:,.0f} s left"
         log.info("%s: %s of %s%s", doing, show_size(done), show_size(total), left)
 
     return show
@@ -312,7 +314,9 @@ def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:
     try:
         from kvstore.node.kv_events import KvEvents  # noqa: PLC0415 - its packages are an extra
     except ImportError as error:
-        raise ConfigError("Events need pyzmq and msgspec: pip install 'triggerkv[events]'.") from error
+        raise ConfigError(
+            "Events need pyzmq and msgspec: install triggerkv with the extra events."
+        ) from error
     events = KvEvents(config, clock)
     node.block_listeners.append(events.blocks)
     log.info("KV events on %s", " and ".join(events.endpoints))
@@ -323,7 +327,7 @@ def _trace_to(endpoint: str, node: str, clock: Clock) -> Collector:
     try:
         from kvstore.node.otel import Collector  # noqa: PLC0415 - its packages are an extra
     except ImportError as error:
-        raise ConfigError("Spans need OpenTelemetry: pip install 'triggerkv[otel]'.") from error
+        raise ConfigError("Spans need OpenTelemetry: install triggerkv with the extra otel.") from error
     log.info("spans to %s", endpoint)
     return Collector(endpoint, node, clock)
 

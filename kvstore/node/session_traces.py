@@ -17,10 +17,12 @@ from google.protobuf.message import DecodeError
 
 from kvstore.errors import ProtocolError
 from kvstore.limits import (
+    PUTS_TOGETHER_MS,
     RPC_TIMEOUT_MS,
     STEP_DETAIL_BYTES_MAX,
     STEPS_REPORTED_MAX,
     TRACE_FLAGS_MAX,
+    TRACE_LOOKED_BACK,
     TRACE_STEPS_MAX,
     TRACES_MAX,
 )
@@ -40,8 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["SeenGet", "SessionTrace", "TakesFlags", "Traces"]
 
 _NS_PER_MS = 1_000_000
-_TOGETHER_NS = 10 * _NS_PER_MS
-_STEPS_LOOKED_BACK = 6
+_TOGETHER_NS = PUTS_TOGETHER_MS * _NS_PER_MS
 
 
 class TakesFlags(Protocol):
@@ -83,7 +84,7 @@ class SessionTrace:
     ) -> None:
         """The node did something for blocks that come one by one; those of a moment are one row."""
         now_ns = self._clock.monotonic_ns() if at_ns is None else at_ns
-        for at, seen in enumerate(islice(reversed(self._seen), _STEPS_LOOKED_BACK), 1):
+        for at, seen in enumerate(islice(reversed(self._seen), TRACE_LOOKED_BACK), 1):
             is_like = seen.by_node and (seen.step, seen.detail) == (step, detail)
             if is_like and now_ns - seen.at_ns < _TOGETHER_NS:
                 blocks, size_bytes = blocks + seen.blocks, size_bytes + seen.size_bytes
@@ -162,7 +163,7 @@ class Traces:
         self._of: dict[bytes, OrderedDict[SessionName, SessionTrace]] = {}  # by tenant, unused longest first
         self._count = 0
         self._machine = machine_clock()
-        self.fired_blocks = 0  # whose flags clients reported, of all sessions
+        self.fired_blocks = 0  # whose flags are known, of all sessions and of none
 
     def __len__(self) -> int:
         return self._count

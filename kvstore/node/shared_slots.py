@@ -42,6 +42,7 @@ class SharedSlots:
         self.size_bytes = self.rows_offset + _ROWS_BYTES
         self._fabric = fabric
         self.memory, self._fd = allocate_mapped(self.size_bytes)
+        self.is_mapped = False
         self._own_doorbell = self._doorbell = -1  # what wakes us, and wakes the client
 
     def hand_over(self, give: Callable[[list[int]], None]) -> None:
@@ -55,6 +56,7 @@ class SharedSlots:
 
     def mapped(self, connection: Connection, hot: Region | None) -> None:
         """Its client has it mapped, and watches the words there from now on. `hot`: memory that it can read."""
+        self.is_mapped = True
         self._fabric.hear(self._own_doorbell, is_pipe=False)
         acks = connection.acks
         here = address_of(self.memory)

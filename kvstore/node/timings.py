@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import LeaseExpired
-from kvstore.limits import PUTS_SEEN_MAX, RPC_TIMEOUT_MS
+from kvstore.limits import PUTS_ROW_MS, PUTS_SEEN_MAX, PUTS_TOGETHER_MS, RPC_TIMEOUT_MS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BUCKETS_S", "Histogram", "PutSeen", "Timings"]
 
-_TOGETHER_NS: Final = 10_000_000  # blocks that come so soon after others are one row of the page,
-_ROW_NS: Final = 100_000_000  # which covers no more than this
+_TOGETHER_NS: Final = PUTS_TOGETHER_MS * 1_000_000
+_ROW_NS: Final = PUTS_ROW_MS * 1_000_000
 _FLIGHT_NS: Final = RPC_TIMEOUT_MS * 1_000_000  # a flag longer before a landing belongs to another put
 
 # From ten microseconds, which a block out of memory takes, to the ten seconds after which calls end.
@@ -143,6 +143,9 @@ class Timings:
             self._kept(durability).note(now_ns - landed_ns, len(some))
             put = self._put(tenant, leased_ns, durability, some[0].trace, inline=False)
             put.add(len(some), sum(lease.length for lease in some), landed_ns, now_ns)
+            if put.trace is None:  # of a session's, the client reports the flags
+                for lease in some:
+                    put.take_flag(lease.flag_ns, 1)
 
     def inline_kept(
         self,

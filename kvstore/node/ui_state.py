@@ -110,7 +110,7 @@ def state(
             "watching": len(node.watchers),
         },
         "tiers": [
-            _tier("landing memory", node.landing_bytes, LANDING_BYTES_MAX, "given to clients to put into"),
+            _tier("landing memory", node.landing.total, LANDING_BYTES_MAX, "given to clients to put into"),
             _tier("hot memory", memory.kept_bytes, memory.capacity_bytes, f"{memory.kept} blocks"),
             _tier(
                 "drives",

@@ -345,10 +345,10 @@ class Puts:
         """Report a put whose block is stored already, as soon as that is as durable as requested."""
         if (entry.length, entry.fingerprint) != (item.length, item.fingerprint):
             self._report(
-                item, done, KeyTaken("Another block is stored under the key, of another length or layout.")
+                item, done, KeyTaken("Another block, of another length or layout, is stored under this key.")
             )
         elif entry.crc32c != item.crc32c:
-            self._report(item, done, KeyTaken("Another block is stored under the key, with other bytes."))
+            self._report(item, done, KeyTaken("A block with other bytes is stored under this key."))
         elif not lives_as_long(entry.expires_ms, item.expires_ms):
             self._renew(item, done, entry)
         elif item.durability is Durability.SYNCED and not self.has_synced(entry.generation):

@@ -29,7 +29,7 @@ struct store_done {
 struct flight {
 	struct store_op op;
 	uint64_t moved;
-	unsigned stumbles; /* EINTR and EAGAIN, which say nothing about the drive */
+	unsigned stumbles; /* EINTR and EAGAIN, which are no errors of the drive */
 };
 
 struct store_ring {
@@ -73,7 +73,7 @@ static int flush(struct store_ring *r)
 	return 0;
 }
 
-/* Says whether the operation has ended; if it has not, the rest of it is prepared. */
+/* Returns whether the operation has ended; otherwise prepares the rest of it. */
 static int settle(struct store_ring *r, struct flight *f, int moved, int64_t *result)
 {
 	if ((moved == -EINTR || moved == -EAGAIN) && ++f->stumbles <= STUMBLES_MAX) {
@@ -110,7 +110,7 @@ int store_ring_event_fd(const struct store_ring *r)
 void store_ring_close(struct store_ring *r)
 {
 	if (r->ring.ring_fd >= 0) {
-		/* Else the kernel lets go of the drive some time later, and a device could not be opened again. */
+		/* Otherwise the kernel releases the drive some time later, and the device could not be opened again. */
 		io_uring_unregister_files(&r->ring);
 		io_uring_queue_exit(&r->ring);
 	}

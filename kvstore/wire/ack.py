@@ -69,7 +69,7 @@ _ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
     AckCode.READ_ONLY: (ReadOnly, "The node's drive failed and is read-only."),
     AckCode.KEY_TAKEN: (
         KeyTaken,
-        "Another block is stored under the key; the bytes of this put were not stored.",
+        "Another block is stored under this key; the bytes of this put were not stored.",
     ),
     AckCode.DIFFERS: (
         Corrupt,

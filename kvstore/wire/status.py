@@ -105,24 +105,24 @@ def error_from_rpc(doing: str, failure: grpc.RpcError) -> KvError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{doing} was not answered in time.")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return errors.NodeUnavailable(f"{doing} found no node: {detail}.")
+        return errors.NodeUnavailable(f"{doing} failed: {detail}.")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.ProtocolError(
-            f"{doing} is nothing that the other end knows: it is no node, or an older one."
+            f"{doing} failed: the other end does not know this call. It is not a node, or an older one."
         )
     return errors.ProtocolError(f"{doing} was refused: {detail or code.name.lower()}.")
 
 
 def words_of(failure: grpc.RpcError) -> str:
-    """What a failed call says of itself; if it had no connection, what gRPC's words of its inner parts come to."""
+    """The details of a failed call; without a connection, a plain phrase in the place of gRPC's internals."""
     if not isinstance(failure, grpc.Call):
         return ""
     detail = failure.details() or ""
     if failure.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return detail
     if any(word in detail for word in _WAS_THERE):
-        return "the connection was lost"
-    return "no connection to it came about"
+        return "the connection to the node was lost"
+    return "no connection to the node"
 
 
 def _kind(name: str) -> type[KvError] | None:

@@ -30,7 +30,7 @@ _TIMEOUT_S = 900
 
 
 def _kvstore_bench(parts: list[str], data: Path) -> Measured:
-    """What `kvstore bench` says of some parts."""
+    """The measurements of `kvstore bench` for some parts."""
     command = [sys.executable, "-m", "kvstore", "bench", *parts, "--data", str(data), "--json"]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT_S, check=False)
@@ -44,7 +44,7 @@ def _kvstore_bench(parts: list[str], data: Path) -> Measured:
 
 
 def run_run(arguments: argparse.Namespace) -> str:
-    """Measure, and write it down."""
+    """Measure, and write the measurements to a file."""
     data = Path(arguments.data)
     require("--runtime-ms", arguments.runtime_ms, "milliseconds a point", 50, 60_000)
     if not data.is_dir():

@@ -55,7 +55,7 @@ def predict(
 
 
 def compare(profile: Profile, measured: Measured, *, alone: bool = False) -> list[Compared]:
-    """Every measured point of the path; `alone` looks at nothing but the profile."""
+    """Every measured point of the path; `alone` is predicted from the profile only."""
     beside = None if alone else Beside(measured, "path")
     found = [
         Compared(
@@ -75,7 +75,7 @@ def compare(profile: Profile, measured: Measured, *, alone: bool = False) -> lis
 
 
 def error_median(found: Sequence[Compared]) -> float:
-    """Median of the errors, whichever way they go."""
+    """Median of the absolute errors."""
     return statistics.median(abs(one.error) for one in found)
 
 

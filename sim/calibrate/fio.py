@@ -31,7 +31,7 @@ _PERCENTILES = "50:99"
 
 
 def find() -> str | None:
-    """Where fio is; None if it isn't."""
+    """The path of fio; None if it is not installed."""
     return shutil.which("fio")
 
 
@@ -52,7 +52,7 @@ def _command(program: str, file: Path, way: str, size_bytes: int, depth: int) ->
 
 
 def sample_of(report: str, way: str, size_bytes: int, depth: int) -> Sample:
-    """The point in what fio reports."""
+    """The point that fio's report contains."""
     job = json.loads(report[report.index("{") :])["jobs"][0]
     latency = job["read" if way.endswith("read") else "write"]
     percentiles = latency["clat_ns"].get("percentile", {})
@@ -77,11 +77,11 @@ def sweep(
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     depths: Sequence[int] = DEPTHS,
 ) -> Iterator[Sample | str]:
-    """Each point, or why there is none."""
+    """Each point, or the reason why it is missing."""
     points = [(way, size, depth) for size in sizes_bytes for depth in depths for way in WAYS]
     with tempfile.TemporaryDirectory(prefix="kvsim-fio-", dir=folder) as home:
         file = Path(home) / "drive"
-        _run(_command(program, file, "write", 1 << 20, DEPTHS[-1]))  # so that nothing meets a hole
+        _run(_command(program, file, "write", 1 << 20, DEPTHS[-1]))  # so that no read hits a hole in the file
         for i, (way, size_bytes, depth) in enumerate(points):
             progress(i / len(points))
             if size_bytes * depth > _MEMORY_BYTES_MAX:

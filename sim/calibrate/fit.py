@@ -56,7 +56,7 @@ def _solve(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def fit(points: Sequence[tuple[int, float]], bases_s: Sequence[float] | None = None) -> Line:
-    """Fit (size, seconds); with bases, fit what the seconds are beyond them, the errors still those of the whole."""
+    """Fit (size, seconds); with bases, fit the time above them, with errors relative to the whole time."""
     bases = list(bases_s or [0.0] * len(points))
     rows = [(float(m), t - base, 1 / (t * t)) for (m, t), base in zip(points, bases, strict=True)]
     latency_s, s_per_byte = _solve(rows)

@@ -36,17 +36,17 @@ __all__ = [
     "together",
 ]
 
-DRIVE_DEPTH = 8  # about what the store keeps under way
+DRIVE_DEPTH = 8  # about as many as the store has in flight
 OPERATIONS = ("landed", "written", "get")
 TRAIN = "train"
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was fitted from a machine."""
+    """The fits of a machine."""
 
     lines: dict[str, Line]
-    trigger_s: float  # from a flag's store to what an armed put without one takes
+    trigger_s: float  # the additional time of a put that waits for a flag
     machine: dict[str, Any]
 
     def line(self, name: str) -> Line:
@@ -56,7 +56,7 @@ class Profile:
         return self.lines[name]
 
     def drive(self, way: str, depth: int) -> Line:
-        """The drive, by fio's random access if that was measured, else by what was."""
+        """The drive's fit: fio's random access if measured, otherwise whatever was."""
         for name in (f"drive.rand{way}.{depth}", f"drive.{way}.{depth}"):
             if name in self.lines:
                 return self.lines[name]
@@ -64,7 +64,7 @@ class Profile:
 
 
 def together(operation: str, count: str, link_s: float, drive_s: Callable[[str, int], float]) -> float:
-    """What link and drive make of an operation: one after the other for a block alone, side by side in a train."""
+    """The time of an operation on link and drive: in sequence for a single block, in parallel in a train."""
     if operation == "landed":
         return link_s
     way = "write" if operation == "written" else "read"
@@ -74,7 +74,7 @@ def together(operation: str, count: str, link_s: float, drive_s: Callable[[str, 
 
 
 def base_s(profile: Profile, operation: str, count: str, size_bytes: int) -> float:
-    """What the bare link and drive take beside a running node, by the profile."""
+    """The time of the bare link and drive beside a running node, by the profile."""
     link_s = profile.line(f"beside.link.{count}").seconds(size_bytes)
     return together(
         operation, count, link_s, lambda way, depth: profile.line(f"beside.{way}.{depth}").seconds(size_bytes)
@@ -96,7 +96,7 @@ class Beside:
         return {name: fit(sorted(points.items())) for name, points in self.points.items() if points}
 
     def base_s(self, operation: str, count: str, size_bytes: int) -> float:
-        """What link and drive alone took."""
+        """The measured time of link and drive alone."""
         try:
             link_s = self.points[f"beside.link.{count}"][size_bytes]
             return together(
@@ -109,7 +109,7 @@ class Beside:
             ) from error
 
     def since(self, profile: Profile) -> dict[str, float]:
-        """How many times longer link and drive took than beside what was fitted; medians over the sizes."""
+        """Time of link and drive divided by the fitted time; medians over the sizes."""
         ratios: dict[str, list[float]] = {"link.1": [], f"link.{TRAIN}": [], "drive": []}
         for name, points in self.points.items():
             where = name.removeprefix("beside.") if name.startswith("beside.link") else "drive"
@@ -124,7 +124,7 @@ def _singles_and_trains(samples: list[Sample]) -> dict[str, list[tuple[int, floa
     for one in samples:
         if one.count > 1:
             first_s = alone.get(one.size_bytes, one.seconds)
-            if first_s >= one.seconds:  # alone it was woken from a nap; in the train it is like the others
+            if first_s >= one.seconds:  # a single message wakes a napping thread; in a train it doesn't
                 first_s = one.seconds / one.count
             trains.append((one.size_bytes, (one.seconds - first_s) / (one.count - 1)))
     return {"1": sorted(alone.items()), TRAIN: sorted(trains)}
@@ -153,7 +153,7 @@ def fit_profile(measured: Measured) -> Profile:
 
 
 def _trigger_s(measured: Measured) -> float:
-    """How much longer a put takes whose flag has to be seen; not below zero, which would be noise."""
+    """How much longer a put takes that waits for a flag; not below zero, which would be noise."""
     singles = {one.size_bytes: one.seconds for one in measured.of("link", "put") if one.count == 1}
     without = {one.size_bytes: one.seconds for one in measured.of("link", "untriggered") if one.count == 1}
     found = [singles[size] - seconds for size, seconds in without.items() if size in singles]
@@ -240,7 +240,7 @@ def measured_preset(profile: Profile, direction: Direction) -> Preset:
 
 
 def cluster_values(profile: Profile) -> dict[str, float]:
-    """What a profile says of a cluster's numbers; the rest stays as it is."""
+    """A cluster with the numbers that a profile contains; the others stay."""
     link, train = profile.line("link.put.1"), profile.line("link.put.train")
     copy = profile.line("memory.copy.1")
     write, read = (profile.drive(way, DRIVE_DEPTH) for way in ("write", "read"))

@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All points of a machine, and what was said of it."""
+    """All points of a machine, and its description."""
 
     machine: dict[str, Any]
     samples: tuple[Sample, ...]
@@ -71,7 +71,7 @@ def read_measured(parameter: str, path: Path) -> Measured:
 
 
 def dump(measured: Measured) -> str:
-    """Write it down."""
+    """Write a file of measurements."""
     document = {
         "machine": measured.machine,
         "notes": measured.notes,

@@ -29,7 +29,7 @@ _STEPS = 1 << 20  # more than any policy needs for one candidate
 
 
 class Steps:
-    """How much a policy may still do in one call."""
+    """The steps that a policy may still take in one call."""
 
     __slots__ = ("left",)
 
@@ -62,7 +62,7 @@ class Policy(Protocol):
 
 
 class Lru:
-    """What was used longest ago goes first."""
+    """Evict the least recently used."""
 
     def __init__(self) -> None:
         self._rows: OrderedDict[int, None] = OrderedDict()
@@ -79,7 +79,7 @@ class Lru:
         self._rows.move_to_end(row)
 
     def touched(self, rows: Sequence[int]) -> None:
-        """Put each at the end."""
+        """Move each to the end."""
         move = self._rows.move_to_end
         for row in rows:
             move(row)
@@ -179,9 +179,9 @@ class Catalogue:
         return len(rows)
 
     def admit(self, blocks: Sequence[int], begin: int = 0) -> None:
-        """Take in those from `begin` on that are not here yet; others go to make room.
+        """Take in those from `begin` on that are not stored yet, evicting others.
 
-        The blocks before them have been used as well: they are what these follow on.
+        The blocks before them count as used too, because these depend on them.
         """
         if self._capacity_blocks == 0:
             return

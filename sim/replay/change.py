@@ -41,7 +41,7 @@ _NODES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What changes, and what the nodes hold and do meanwhile."""
+    """The change, and the state and load of the nodes."""
 
     lose: int = 1
     join: int = 0
@@ -105,7 +105,7 @@ class Changed(NamedTuple):
 
 
 def change(cluster: Cluster, terms: Change) -> Changed:
-    """Try it, so often as the terms say."""
+    """Run as many trials as the terms give."""
     nodes = cluster.nodes + terms.join
     if terms.lose >= nodes or terms.lose > cluster.nodes:
         raise OutOfRange("--lose-nodes", terms.lose, "nodes", f"of the {cluster.nodes}, with one left")

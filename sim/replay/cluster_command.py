@@ -20,7 +20,7 @@ __all__ = ["run_cluster"]
 
 
 def run_cluster(arguments: argparse.Namespace) -> str:
-    """What the command prints."""
+    """The command's output."""
     cluster = cluster_of(arguments)
     terms = Change(
         lose=arguments.lose_nodes,

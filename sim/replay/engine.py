@@ -36,7 +36,7 @@ class Memory:
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
-        self._users: dict[int, int] = {}  # of each block that can be found, how many use it
+        self._users: dict[int, int] = {}  # users of each block that can be found
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.taken_blocks = 0  # in use, including those that can't be found
         self.evicted = 0
@@ -67,14 +67,14 @@ class Memory:
         return True
 
     def computed(self, blocks: Sequence[int]) -> list[int]:
-        """Let blocks be found that were room until now; give those, the others are there from somebody else."""
+        """Turn room into blocks that can be found; returns the new ones, without those that already existed."""
         fresh = [block for block in blocks if block not in self._users]
         for block in fresh:
             self._users[block] = 1
         return fresh
 
     def leave(self, blocks: Sequence[int], rest: int) -> None:
-        """Use no longer these blocks, nor so much room beside them."""
+        """Release these blocks, and so much room beside them."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
@@ -106,7 +106,7 @@ class Work:
 
 
 class Chunk(NamedTuple):
-    """What a step computes of a prompt: tokens, behind those that are done."""
+    """The tokens of a prompt that one step computes, after those already computed."""
 
     work: Work
     tokens: int
@@ -168,7 +168,7 @@ class Engine:
         self.memory, self.speeds = memory, speeds
         self._step_tokens, self.slots = step_tokens, slots
         self.prompts: deque[Work] = deque()
-        self.queued_tokens = 0  # of prompts that were admitted, still to be computed
+        self.queued_tokens = 0  # tokens of admitted prompts that are not computed yet
         self._answers: list[tuple[int, int, Work]] = []  # by the step in which each ends
         self._context_tokens = 0  # of all answers
         self._steps = 0  # so far
@@ -189,7 +189,7 @@ class Engine:
         return self.speeds.stretch_s(1, max(1, answers), self._context_tokens)
 
     def add(self, work: Work) -> None:
-        """A prompt whose KV that is stored is there: the rest is to be computed."""
+        """Admit a prompt whose stored KV has arrived: the rest is computed here."""
         self.prompts.append(work)
         self.queued_tokens += work.input_tokens - work.done_tokens
 
@@ -200,7 +200,7 @@ class Engine:
             self._context_tokens += work.input_tokens + 1
 
     def begin(self, now_s: float) -> bool:
-        """Begin the next stretch, and tell whether there is anything to do."""
+        """Begin the next stretch; returns whether there is anything to do."""
         assert not self._stretch
         answers = len(self._answers)
         room = self._step_tokens - answers
@@ -223,7 +223,7 @@ class Engine:
         return self._stretch > 0
 
     def interrupt(self, now_s: float) -> bool:
-        """End a stretch of nothing but answers with the step that is under way; tell whether its end has changed."""
+        """End a stretch of answers only with the current step; returns whether its end has changed."""
         if self.chunks or self._stretch < 2:  # noqa: PLR2004 - a single step can't be shorter
             return False
         answers, context_tokens = len(self._answers), self._context_tokens
@@ -235,7 +235,7 @@ class Engine:
         return True
 
     def finish(self) -> tuple[list[Work], list[Work]]:
-        """End the stretch: whose prompts are computed, and so have their first token, and whose answers are written."""
+        """End the stretch; returns the requests whose prompts are computed, and those whose answers are complete."""
         self._steps += self._stretch
         self._context_tokens += self._stretch * len(self._answers)
         self._stretch = 0

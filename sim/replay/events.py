@@ -104,13 +104,13 @@ class Events:
         return _checked(lib.events_add_list(self._core, rows, len(messages), kind))
 
     def reserve(self, resource: int, ready_s: float, service_s: float) -> tuple[float, float]:
-        """Take the server that is free first, from a time on; tell from when to when."""
+        """Take the first free server from a time on; returns from when to when."""
         times = self._times
         _checked(lib.events_reserve(self._core, resource, ready_s, service_s, times, times + 1))
         return times[0], times[1]
 
     def run(self, until_s: float) -> tuple[float, int] | None:
-        """Go on until a train is through, and give when and which; or until it is `until_s`, and give None."""
+        """Run until a train has finished, and return when and which; or until `until_s`, and return None."""
         if _checked(lib.events_run(self._core, until_s, self._note)):
             return self._note.time_s, self._note.train
         return None
@@ -121,7 +121,7 @@ class Events:
         units: npt.NDArray[np.float64],
         routes: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.float64]:
-        """Single messages in the order of time; give when each is through."""
+        """Single messages in the order of time; returns when each has finished."""
         done_s = np.empty(len(start_s))
         arrays: list[Any] = [
             ffi.from_buffer("double[]", np.ascontiguousarray(start_s, dtype=np.float64)),

@@ -53,12 +53,12 @@ _TRIAL_S = 600.0
 _ALONE_SHARE_MAX = 0.9  # of the deadline may go to one turn's prefill
 _GPUS_MAX, _ENGINES_MAX, _NODES_MAX, _DRIVES_MAX, _LINKS_MAX = 64, 4096, 1024, 32, 8
 _NODE_MEMORY_BYTES_MAX = 4e12
-_GROWTHS = 5  # how often a number is doubled in search of one that is enough
+_GROWTHS = 5  # doublings in the search for a number that is enough
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One way of serving: the cluster, or why there is none."""
+    """One way of serving: the cluster, or the reason why there is none."""
 
     way: Way
     demand: Demand
@@ -88,11 +88,11 @@ def _path_of(way: Way) -> PathName:
 
 
 class _NoPlan(Exception):
-    """There is none, and why."""
+    """The result without a plan, with the reason."""
 
 
 def _trial_turns(demand: Demand, cluster: Cluster) -> int:
-    """Ten minutes of turns, but no fewer and no more than tell something in an acceptable time."""
+    """Ten minutes of turns, within the numbers that are significant and take an acceptable time."""
     return min(_TRIAL_TURNS, max(_CHECK_TURNS, int(_TRIAL_S * demand.turns_per_s(cluster))))
 
 
@@ -251,7 +251,7 @@ def make_plan(
 
 
 def _tried(search: _Search, found: Cluster, least: Bounds) -> Plan | None:
-    """The last check, whose times are told with the plan."""
+    """The last check, whose times are reported with the plan."""
     search.step()
     seed = search.seed * 1000 + _CHECKS
     count = _trial_turns(search.demand, found)

@@ -42,7 +42,7 @@ _BINS = 300
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """How many ask, and what goes wrong."""
+    """The load, and the failures."""
 
     requests: int = 1_000_000
     users: int = 200_000
@@ -51,9 +51,9 @@ class Losses:
     nodes: int = 1  # that are lost
     drives: int = 0  # that are lost, each of another node
     slow_nodes: int = 0
-    slow_factor: float = 4.0  # how many times longer their operations take
+    slow_factor: float = 4.0  # by this factor their operations take longer
     noticed_s: float = 30.0  # until the nodes that are lost are off the list
-    deadline_s: float = 1.0  # what a get from a lost node costs
+    deadline_s: float = 1.0  # the time until a get from a lost node is a miss
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Phase(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What came of it."""
+    """The result."""
 
     duration_s: float
     lost_at_s: float
@@ -126,7 +126,7 @@ def lose(model: Model, cluster: Cluster, losses: Losses) -> Told:
     lost_drives = (before >= losses.nodes) & (before < losses.nodes + losses.drives)
     known_s = np.where(lost_nodes[users], when_s + losses.noticed_s, when_s)
     gone = (arrival_s >= when_s) & (lost_nodes | lost_drives)[users]
-    unknown = gone & (arrival_s < known_s)  # asks a node that isn't there
+    unknown = gone & (arrival_s < known_s)  # a get from a lost node
     first = np.zeros(losses.requests, dtype=bool)
     at = np.flatnonzero(gone & ~unknown)
     first[at[np.unique(users[at], return_index=True)[1]]] = True  # computes again, and puts
@@ -193,7 +193,7 @@ def _sent(
         units = np.full(int(sent.sum()), size_bytes)
         took_s[sent] = events.stream(arrival_s[sent], units, routes) - arrival_s[sent]
         busy = max(events.usage(part).busy_s for part in parts) / arrival_s[-1]
-    took_s[first] = np.nan  # a put, which nobody waits for
+    took_s[first] = np.nan  # a put, in the background
     return took_s, busy
 
 

@@ -19,7 +19,7 @@ __all__ = ["run_loss"]
 
 
 def run_loss(arguments: argparse.Namespace) -> str:
-    """What the command prints."""
+    """The command's output."""
     cluster = cluster_of(arguments)
     losses = Losses(
         requests=arguments.requests,

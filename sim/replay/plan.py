@@ -57,20 +57,20 @@ def break_even(model: Model, cluster: Cluster) -> BreakEven:
 
 
 def all_break_even(cluster: Cluster) -> list[BreakEven]:
-    """For every model that is known."""
+    """For every known model."""
     return [break_even(entry, cluster) for entry in {id(e): e for e in MODELS.values()}.values()]
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What users do, in means, and what they are promised."""
+    """The means of the users' load, and the deadline promised to them."""
 
     users: int = 1000
     think_s: float = 60.0
     history_tokens: int = 8000
     new_tokens: int = 400
     answer_tokens: int = 300
-    found_share: float = 0.95  # of the turns whose history is stored
+    found_share: float = 0.95  # share of the turns whose history is stored
     ttft_s: float = 1.0
     utilisation_max: float = 0.7
 
@@ -95,7 +95,7 @@ class Demand:
         return self.history_tokens + self.new_tokens
 
     def turns_per_s(self, cluster: Cluster) -> float:
-        """How often anybody asks."""
+        """Requests per second of all users."""
         return self.users / (self.think_s + self.answer_tokens * cluster.decode_token_s)
 
 
@@ -109,7 +109,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is needed at least, and what follows from it."""
+    """The least that is needed, and its consequences."""
 
     cluster: Cluster  # with the counts of these needs
     turns_per_s: float

@@ -59,7 +59,7 @@ def _break_even_table(cluster: Cluster) -> str:
 
 
 def _parts(plan: Plan) -> str:
-    """What a plan consists of, in a few words."""
+    """The parts of a plan, in a few words."""
     cluster = plan.cluster
     assert cluster is not None
     engines = f"{cluster.engines} engines of {cluster.gpus_per_engine} GPUs"
@@ -251,7 +251,7 @@ class _Swept(NamedTuple):
 
 
 def run_plan(arguments: argparse.Namespace) -> str:
-    """What the command prints."""
+    """The command's output."""
     if arguments.break_even:
         return _even(arguments, cluster_of(arguments))
     if arguments.highest_rate:

@@ -93,7 +93,7 @@ _OPTIONS = (
 
 
 def run_replay(arguments: argparse.Namespace) -> str:
-    """What the command prints."""
+    """The command's output."""
     paths: list[PathName] = list(dict.fromkeys(arguments.path or PATHS))
     swept = [(name, side_by_side(one, paths)) for name, one in points(arguments, _OPTIONS)]
     saved = _saved(arguments, swept)

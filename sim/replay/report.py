@@ -43,7 +43,7 @@ NAMES = {"cpu": "CPU-initiated", "triggered": "triggered", "recompute": "recompu
 
 
 def left_out(results: Sequence[Result]) -> tuple[str, ...]:
-    """What the model leaves out."""
+    """The limits of the model."""
     return (*_OF_ENGINES[results[0].terms.engine], *_LEFT_OUT)
 
 

@@ -82,7 +82,7 @@ ENGINES: tuple[EngineName, ...] = ("whole", "steps")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a run may change beside the cluster and the path."""
+    """The settings of a run, besides the cluster and the path."""
 
     decode_put_tokens: int = 16  # tokens of an answer after which its KV is put
     policy: str = "lru"
@@ -91,8 +91,8 @@ class Terms:
     block_tokens: int = BLOCK_TOKENS
     timings: Timings | None = None  # of a prefill, as measured; else the roofline
     engine: EngineName = "whole"  # one prompt after the other; or batches, in steps, with a prefix cache
-    prefetch_lead_s: float = 0.0  # so long before a prompt its user is seen; 0: never
-    prefetch_false_share: float = 0.0  # users that are seen and ask nothing, for each that does
+    prefetch_lead_s: float = 0.0  # the time before a prompt at which its user is recognised; 0: never
+    prefetch_false_share: float = 0.0  # users who are recognised and send nothing, for each who does
 
     def __post_init__(self) -> None:
         require("--decode-put-tokens", self.decode_put_tokens, "tokens", 1, 10**6)
@@ -115,7 +115,7 @@ def prefill_tokens_per_s(model: Model, cluster: Cluster) -> float:
 
 
 def kv_room_bytes(model: Model, cluster: Cluster) -> float:
-    """What the weights leave of an engine's memory for KV."""
+    """The part of an engine's memory that the weights leave for KV."""
     memory = _MEMORY_SHARE * cluster.gpus_per_engine * cluster.gpu_memory_bytes
     room = memory - WEIGHT_BYTES * model.parameters
     if room <= 0:
@@ -140,7 +140,7 @@ class Put(NamedTuple):
     """A train of puts under way."""
 
     node: int
-    blocks: tuple[int, ...]  # what was stored before, and from `begin` on what is put
+    blocks: tuple[int, ...]  # blocks: stored before, and from `begin` on being put
     begin: int
     size_bytes: float
     last_made_s: float
@@ -219,7 +219,7 @@ class Run:
         self.token_s = np.full(count, np.nan)  # of an answer, mean
         self.seen = _sightings(requests, terms)
         self.reads: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self.ahead: list[set[int]] = [set() for _ in range(cluster.nodes)]  # read ahead, and not got yet
+        self.ahead: list[set[int]] = [set() for _ in range(cluster.nodes)]  # prefetched, and not fetched yet
         self.ahead_blocks = self.ahead_used = 0
         if cluster.prefill_engines and terms.engine == "whole":
             raise OutOfRange(
@@ -229,7 +229,7 @@ class Run:
             raise OutOfRange("node_memory_bytes", 0, "bytes", "above 0: --prefetch-lead-s reads into it")
 
     def _idle_get_bytes_per_s(self) -> float:
-        """What one get can reach at most when nothing else goes on: the narrowest of all that it is spread over."""
+        """The highest rate of one get on an idle cluster: that of the narrowest part it is spread over."""
         cluster = self.cluster
         return min(cluster.node_get_bytes_per_s, cluster.engine_bytes_per_s(self.path))
 
@@ -257,18 +257,18 @@ class Run:
             self.waiting[min(engines, key=lambda one: len(self.waiting[one]))].append((number, request))
 
     def kv_bytes(self, request: Request) -> float:
-        """What a request takes of an engine's memory until its answer is written."""
+        """The memory that a request takes in an engine until its answer is complete."""
         return (request.input_tokens + request.output_tokens) * self.token_bytes
 
     def leave(self, engine: int, need: float) -> None:
-        """An answer is written: those that wait may come in."""
+        """An answer is complete: waiting requests may be admitted."""
         self.kv_free[engine] += need
         line = self.waiting[engine]
         while line and self.kv_free[engine] >= self.kv_bytes(line[0][1]):
             self.admit(*line.popleft(), engine)
 
     def admit(self, number: int, request: Request, engine: int) -> None:
-        """Take room for a request's KV, and fetch what is stored of it if that is faster than to compute it."""
+        """Allocate a request's KV, and fetch its stored part if that is faster than computing it."""
         self.kv_free[engine] -= self.kv_bytes(request)
         self.admitted_s[number] = self.now_s
         if self.path == "recompute":
@@ -286,7 +286,7 @@ class Run:
         if not tokens or not worth_it:
             self.prefill(number, request, engine, self.now_s, 0, hits)
             return
-        # What comes later has to know of this engine that more work is on its way.
+        # Later requests must see that more work is on its way to this engine.
         self.free_s[engine] = max(self.free_s[engine], self.now_s) + rest_s
         self.fetch(Get(number, request, engine, tokens, hits, rest_s), node)
 
@@ -447,7 +447,7 @@ class Run:
             self.hot[put.node].admit(put.blocks, put.begin)
 
     def see(self, user: int, blocks: tuple[int, ...]) -> None:
-        """A user is there: what is stored of the last prompt is read into the node's memory."""
+        """A user was recognised: the stored part of their last prompt is read into the node's memory."""
         node = home_of_user(user, self.cluster.nodes)
         stored, hot = self.stored[node], self.hot[node]
         found = tuple(takewhile(stored.__contains__, blocks))

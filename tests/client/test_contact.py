@@ -220,11 +220,15 @@ class _FailedCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("code", "detail", "words"),
     [
-        (grpc.StatusCode.UNAVAILABLE, "Stream removed (recvmsg:Connection timed out (110))", "the connection was lost"),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "Stream removed (recvmsg:Connection timed out (110))",
+            "the connection to the node was lost",
+        ),
         (
             grpc.StatusCode.UNAVAILABLE,
             "failed to connect to all addresses; last error: UNKNOWN: tcp handshaker shutdown",
-            "no connection to it came about",
+            "no connection to the node",
         ),
         (grpc.StatusCode.INVALID_ARGUMENT, "What the node says.", "What the node says."),
     ],

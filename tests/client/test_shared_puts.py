@@ -502,3 +502,20 @@ def test_memory_of_a_closed_client_is_its_own_again(inner: NodeInProcess) -> Non
                 )
                 if isinstance(outcome, Hit):
                     assert other.target[:LENGTH] == content[n * LENGTH : (n + 1) * LENGTH]
+
+
+def flags_seen(node: NodeInProcess) -> list[bool]:
+    seen: list[bool] = node.call(lambda node: [put.flag_ns > 0 for put in node.timings.puts.values()])
+    return seen
+
+
+def test_the_node_knows_the_flag_of_a_put_through_shared_memory(inner: NodeInProcess, inside: Rig) -> None:
+    assert put(inside, inside.block(0)) is None
+    assert flags_seen(inner) == [True]
+    assert inner.call(lambda node: node.traces.fired_blocks) == 1
+
+
+def test_the_flag_of_a_client_that_may_have_another_clock_is_not_used(tmp_path: Path) -> None:
+    with NodeInProcess(tmp_path / "node") as node, rig_of(node) as rig:
+        assert put(rig, rig.block(0)) is None
+        assert flags_seen(node) == [False]

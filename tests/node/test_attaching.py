@@ -40,7 +40,7 @@ def is_as_before(node: NodeInProcess) -> bool:
         node.call(
             lambda inside: (
                 not len(inside)
-                and not inside.landing_bytes
+                and not inside.landing.total
                 and not inside.fabric.endpoints
                 and inside.fabric.regions == {inside.hot.region}
             )
@@ -130,7 +130,7 @@ def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
         patched.setattr(connection_module, "populate", lambda *_: allocate(MORE_THAN_THERE_IS))
         with pytest.raises(Overloaded, match=r"lacks the \d+ bytes of memory for 1 more slots"):
             rig.client.reserve([block])
-    assert node.call(lambda inside: inside.landing_bytes) == 0
+    assert node.call(lambda inside: inside.landing.total) == 0
     put(rig, [block])
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
     rig.close()
@@ -139,10 +139,10 @@ def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
 def test_memory_comes_with_the_first_put_and_with_as_many_more_as_are_under_way(node: NodeInProcess) -> None:
     rig = Rig(node)
     rig.client.attach()
-    seen = [node.call(lambda inside: inside.landing_bytes)]
+    seen = [node.call(lambda inside: inside.landing.total)]
     for blocks in (1, 1, 3, 2, 3):
         rig.client.reserve([rig.block(at, 1000) for at in range(blocks)]).give_back()
-        seen.append(node.call(lambda inside: inside.landing_bytes))
+        seen.append(node.call(lambda inside: inside.landing.total))
     slot = seen[1]
     assert seen == [0, slot, slot, 3 * slot, 3 * slot, 3 * slot]
     assert slot >= 1 << 20
@@ -155,7 +155,7 @@ def test_a_client_that_only_got_leaves_nothing_behind(node: NodeInProcess) -> No
     rig = Rig(node)
     assert not isinstance(rig.client.get([rig.wanted(rig.block(0, 1000))], timeout_s=WAIT_S)[0], Hit)
     (connection,) = node.call(lambda inside: list(inside._connections.values()))
-    assert node.call(lambda inside: inside.landing_bytes) == 0
+    assert node.call(lambda inside: inside.landing.total) == 0
     rig.close()
     wait_until(lambda: is_as_before(node), "nothing is left")
     assert node.call(lambda _: connection._memory.closed)

@@ -62,7 +62,7 @@ def test_a_stopped_client_loses_its_slots_within_two_intervals(tmp_path: Path) -
             stopped_s = time.monotonic()
             wait_until(lambda: node.call(len) == 0, "the node has let it go")
             assert time.monotonic() - stopped_s < 2 * INTERVAL_MS / 1000 + 5.0  # the machine may be busy
-        wait_until(lambda: node.call(lambda inside: inside.landing_bytes) == 0, "its slots are free")
+        wait_until(lambda: node.call(lambda inside: inside.landing.total) == 0, "its slots are free")
 
 
 def test_a_server_and_its_clients_ping_as_the_bound_says() -> None:

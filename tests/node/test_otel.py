@@ -218,5 +218,5 @@ def test_without_the_package_the_node_says_what_to_install(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode != 0
-    assert "pip install 'triggerkv[otel]'" in done.stderr
+    assert "with the extra otel" in done.stderr
     assert "Traceback" not in done.stderr

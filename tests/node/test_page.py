@@ -73,7 +73,7 @@ def test_what_was_done_is_shown_and_names_stay_text(node: NodeProcess, browser: 
     assert "3 blocks, 3.0 MiB" in browser.text("#puts")
     assert browser.run("document.querySelectorAll('#puts i.a').length") == 1, "it begins at its flag"
     assert "put, landed to written\t≤" in browser.text("#times")
-    assert "fired, as reported by clients\t3" in browser.text("#triggers")
+    assert "fired, as far as reported\t3" in browser.text("#triggers")
     assert "75 %\nhits · of 4" in browser.text("#figures")
 
     # A click on the session shows its steps, and one on the reason of a miss what became of the block.

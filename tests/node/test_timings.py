@@ -94,3 +94,18 @@ def test_blocks_of_one_put_of_which_some_failed_are_one_row() -> None:
     house.kept(1_000 * MS, blocks=2)
     house.timings.lease_failed(ONE, house.lease(1_000 * MS), NoSpace("full"))
     assert [(row.blocks, row.failed) for row in house.rows] == [(2, 1)]
+
+
+def test_a_put_without_a_session_begins_at_the_flags_that_came_with_its_blocks() -> None:
+    house = House()
+    leases = [house.lease(1_000 * MS, trace=None, flag_ns=at_ns * MS) for at_ns in (998, 996)]
+    house.timings.leases_kept(ONE, Durability.WRITTEN, leases, 1_001 * MS)
+    assert [row.flag_ns for row in house.rows] == [996 * MS]
+    assert house.timings.fired.count == 2
+
+
+def test_a_flag_that_came_with_a_block_long_before_it_landed_is_not_believed() -> None:
+    house = House()
+    leases = [house.lease((RPC_TIMEOUT_MS + 1) * MS, trace=None, flag_ns=MS)]
+    house.timings.leases_kept(ONE, Durability.WRITTEN, leases, (RPC_TIMEOUT_MS + 2) * MS)
+    assert house.rows[0].flag_ns == 0

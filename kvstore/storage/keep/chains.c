@@ -39,7 +39,7 @@ uint32_t keep_chain_of(const keep_core *c, uint64_t session)
 	return keep_map_find(&c->chains.by_session, session);
 }
 
-/* Where in a chain a position is, or would be. */
+/* The index in a chain of a position, or where it would be inserted. */
 uint32_t keep_chain_find(const keep_core *c, uint32_t chain, uint64_t position)
 {
 	const struct keep_chain *found = &c->chains.chains[chain];
@@ -57,7 +57,7 @@ uint32_t keep_chain_find(const keep_core *c, uint32_t chain, uint64_t position)
 	return low;
 }
 
-/* Which row stands at a place; KEEP_NO_ID if none does. */
+/* The row at a place; KEEP_NO_ID if there is none. */
 uint32_t keep_chain_at(const keep_core *c, uint64_t session, uint64_t position)
 {
 	uint32_t chain = keep_chain_of(c, session), at, row;
@@ -77,7 +77,7 @@ static int reserve_broken(struct keep_chains *chains)
 	uint32_t wanted = chains->broken_count + chains->unqueued + 1;
 	int error = keep_grow((void **)&chains->broken, &chains->broken_room, wanted, sizeof *chains->broken);
 
-	if (chains->broken_room > had && end > had) { /* what went round the old end begins anew at the new one */
+	if (chains->broken_room > had && end > had) { /* entries that wrapped around move to the new end */
 		uint32_t tail = had - chains->broken_first;
 		memmove(&chains->broken[chains->broken_room - tail], &chains->broken[chains->broken_first],
 			tail * sizeof *chains->broken);
@@ -86,7 +86,7 @@ static int reserve_broken(struct keep_chains *chains)
 	return error;
 }
 
-/* Makes sure that so many more rows can join a session, which need not be there. */
+/* Reserves memory for so many more rows of a session, which need not exist yet. */
 int keep_chain_reserve(keep_core *c, uint64_t session, uint64_t rows)
 {
 	struct keep_chains *chains = &c->chains;
@@ -146,7 +146,7 @@ static void close_chain(struct keep_chains *chains, uint32_t chain)
 	chains->free_chain = chain + 1;
 }
 
-/* Lets a row stand at a place that is free and that it may have; there is room for it. */
+/* Puts a row at a free place of a session. Memory was reserved. */
 void keep_chain_join(keep_core *c, uint32_t row, uint64_t session, uint32_t position)
 {
 	struct keep_chains *chains = &c->chains;
@@ -174,7 +174,7 @@ void keep_chain_join(keep_core *c, uint32_t row, uint64_t session, uint32_t posi
 		memmove(&joined->rows[at + 1], &joined->rows[at], (joined->count - at) * sizeof *joined->rows);
 		c->rows[row].followed++;
 		if (position == joined->gap)
-			joined->gap = KEEP_NO_GAP; /* there may be more of them, which the policy then decides on */
+			joined->gap = KEEP_NO_GAP; /* there may be more; the policy decides about them */
 	}
 	joined->rows[at] = row;
 	joined->count++;
@@ -199,7 +199,7 @@ static void queue_broken(struct keep_chains *chains, uint32_t chain)
 	chains->unqueued--;
 }
 
-/* Takes a row out of a chain; returns the row that is a tail by it, or KEEP_NO_ID. */
+/* Removes a row from a chain; returns the row that becomes a tail, or KEEP_NO_ID. */
 static uint32_t cut(keep_core *c, uint32_t row, uint32_t chain)
 {
 	struct keep_chain *left = &c->chains.chains[chain];
@@ -274,7 +274,7 @@ static void unqueue(struct keep_chains *chains, struct keep_chain *chain)
 	chains->unqueued++;
 }
 
-/* The tail of a broken session, or KEEP_NO_ID. One that stands in another session too is no such. */
+/* The tail of a broken session, or KEEP_NO_ID. A row that is in another session too does not count. */
 uint32_t keep_chain_stranded(keep_core *c)
 {
 	struct keep_chains *chains = &c->chains;
@@ -295,7 +295,7 @@ uint32_t keep_chain_stranded(keep_core *c)
 	return KEEP_NO_ID;
 }
 
-/* Leaves the broken session that `keep_chain_stranded` spoke of to the policy, until it loses one more block. */
+/* Leaves the session that `keep_chain_stranded` returned to the policy, until it loses another block. */
 void keep_chain_leave_stranded(keep_core *c)
 {
 	unqueue(&c->chains, &c->chains.chains[c->chains.broken[c->chains.broken_first]]);

@@ -61,13 +61,13 @@ uint32_t keep_tick(const keep_core *c, uint64_t now_ms)
 	return now_ms < c->limits.now_ms ? 0 : (uint32_t)((now_ms - c->limits.now_ms) / c->limits.tick_ms);
 }
 
-/* Makes sure that there are so many rows, with all that a row may need but links to sessions. */
+/* Reserves memory for so many rows, except their links to sessions. */
 static int reserve_rows(keep_core *c, uint64_t rows, int expire, int owned)
 {
 	int error = rows > UINT32_MAX / 2 ? -ENOMEM : keep_grow((void **)&c->rows, &c->rows_room, rows, sizeof *c->rows);
 
 	if (error < 0 || c->rows == NULL)
-		return error; /* none is wanted, if there is none yet */
+		return error; /* none is needed while there is no row */
 	error = keep_map_reserve(&c->by_generation, rows, &c->rows[0].generation, sizeof *c->rows);
 	if (error == 0)
 		error = keep_map_reserve(&c->by_start, rows, &c->rows[0].start, sizeof *c->rows);
@@ -142,7 +142,7 @@ int keep_core_admitted(keep_core *c, const struct keep_record *records, uint64_t
 	int error, expire = 0, owned = 0, refusals = 0;
 
 	if (count == 0)
-		return 0; /* then there need not be an array */
+		return 0; /* then the array may be missing */
 	keep_map_warm(&c->by_generation, &records->generation, sizeof *records, count);
 	keep_map_warm(&c->by_start, &records->start, sizeof *records, count);
 	for (uint64_t i = 0; i < count; i++) {
@@ -184,7 +184,7 @@ int keep_core_admitted(keep_core *c, const struct keep_record *records, uint64_t
 	return refusals;
 }
 
-/* Notes that a block expires at another time than was said; 0 is never. */
+/* Changes when a block expires; 0 is never. */
 int keep_core_renewed(keep_core *c, uint64_t generation, uint64_t expires_ms)
 {
 	uint32_t row = keep_row_of(c, generation);

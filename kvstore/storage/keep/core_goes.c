@@ -16,7 +16,7 @@ void keep_pass_on(keep_core *c, uint32_t tail, uint32_t place, uint64_t now_ms, 
 		c->rows[tail].state &= ~KEEP_ASIDE;
 		c->policy->kind->inherited(c->policy, tail, c->rows[tail].pages, place);
 		keep_owners_inherit(c, tail, place);
-	} else { /* it had no rank to leave behind */
+	} else { /* it had no rank to pass on */
 		keep_use(c, tail, now_ms);
 	}
 }
@@ -129,7 +129,7 @@ static uint32_t candidate(keep_core *c, int64_t *steps)
 	return KEEP_NO_ID;
 }
 
-/* What to wait for if every row has a guard, or precedes a row with one. */
+/* The guard to wait for if every row has one, or precedes a row that has one. */
 static uint64_t over_soonest(const keep_core *c)
 {
 	for (unsigned guard = 0; guard < KEEP_GUARDS; guard++)

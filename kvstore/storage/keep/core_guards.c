@@ -15,7 +15,7 @@ static uint64_t count_of(const keep_core *c, uint32_t row, unsigned guard)
 	return c->rows[row].guards >> guard * KEEP_GUARD_BITS & UINT16_MAX;
 }
 
-/* The guard of a word that lasts longest, and one; 0 if there is none. */
+/* One plus the longest-lasting guard in a word; 0: none. */
 static unsigned longest_of(uint64_t word)
 {
 	return word == 0 ? 0 : (63 - (unsigned)__builtin_clzll(word)) / KEEP_GUARD_BITS + 1;
@@ -34,7 +34,7 @@ void keep_guards_change(keep_core *c, uint32_t row, uint64_t after)
 		c->protected_pages -= c->rows[row].pages;
 }
 
-/* Protects a row because a session of its is. Such sessions are few, so this has no bound of its own. */
+/* Protects a row because one of its sessions is protected. Such sessions are few, so this has no bound of its own. */
 void keep_protect_row(keep_core *c, uint32_t row)
 {
 	keep_assert(count_of(c, row, KEEP_PROTECTED) < UINT16_MAX);
@@ -134,7 +134,7 @@ int keep_core_release(keep_core *c, const uint64_t *generations, uint64_t count,
 		if (row == KEEP_NO_ID)
 			refused[i] = KEEP_UNKNOWN;
 		else if (count_of(c, row, guard) == (guard == KEEP_PROTECTED ? held_by_sessions(c, row) : 0))
-			refused[i] = KEEP_NOT_HELD; /* what its sessions hold is not to be taken back like this */
+			refused[i] = KEEP_NOT_HELD; /* guards of its sessions are not released this way */
 		refusals += refused[i] != 0;
 		if (refused[i] != 0)
 			continue;

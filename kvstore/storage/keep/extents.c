@@ -9,7 +9,7 @@
 
 struct keep_extents {
 	uint64_t first, until;           /* pages */
-	uint64_t held_first, held_until; /* free pages that are not to be given out */
+	uint64_t held_first, held_until; /* free pages that must not be allocated */
 	uint64_t free_pages, number;
 	struct keep_runs by_start, by_length;
 	struct keep_runs pins; /* (start, how many pins beside the first, pages released meanwhile) */
@@ -65,7 +65,7 @@ static void drop(keep_extents *e, struct keep_place place)
 	keep_runs_remove(&e->by_start, place);
 }
 
-/* Makes an extent another one that stands between the same neighbours. */
+/* Changes an extent in place; its neighbours stay the same. */
 static void change(keep_extents *e, struct keep_place place, uint64_t start, uint64_t length)
 {
 	struct keep_item *item = keep_runs_at(&e->by_start, place);
@@ -126,7 +126,7 @@ static int free_now(keep_extents *e, uint64_t start, uint64_t length)
 	if (keep_runs_before(&e->by_start, &before))
 		left = keep_runs_at(&e->by_start, before);
 	if ((right != NULL && right->a < start + length) || (left != NULL && left->a + left->b > start))
-		return -EINVAL; /* some of it is free already */
+		return -EINVAL; /* part of it is already free */
 	joins_right = right != NULL && right->a == start + length;
 	joins_left = left != NULL && left->a + left->b == start;
 	if (joins_right)
@@ -135,7 +135,7 @@ static int free_now(keep_extents *e, uint64_t start, uint64_t length)
 		uint64_t first = left->a;
 		length += left->b;
 		if (joins_right)
-			drop(e, after); /* what stands before it stays where it is, unless runs are joined */
+			drop(e, after); /* items before it don't move, unless runs are joined */
 		change(e, keep_runs_find(&e->by_start, first, 0), first, length);
 	} else if (joins_right) {
 		change(e, after, start, length);
@@ -181,7 +181,7 @@ int keep_extents_release_all(keep_extents *e, const uint64_t *pairs, uint64_t co
 	return 0;
 }
 
-/* Pins all of them, or none: then it says why. */
+/* Pins all of them or none; returns why not. */
 int keep_extents_pin(keep_extents *e, const uint64_t *starts, uint64_t count)
 {
 	struct keep_place place;
@@ -199,7 +199,7 @@ int keep_extents_pin(keep_extents *e, const uint64_t *starts, uint64_t count)
 		if (pinned == NULL)
 			keep_runs_insert(&e->pins, (struct keep_item){starts[i], 0, 0});
 		else
-			pinned->b++; /* no two have one start, so this is no matter of order */
+			pinned->b++; /* starts are unique, so the order doesn't matter */
 	}
 	return 0;
 }

@@ -1,4 +1,4 @@
-/* What the C files of this folder share among themselves. */
+/* Shared by the C files of this folder. */
 #ifndef KEEP_INSIDE_H
 #define KEEP_INSIDE_H
 
@@ -10,7 +10,7 @@
 
 #include "keep.h"
 
-/* In every build. A bug ends the node before it reaches a drive; what is on the drive is the truth. */
+/* Active in every build: a bug ends the process before it can harm a drive. */
 #define keep_assert(condition) ((condition) ? (void)0 : keep_broken(__FILE__, __LINE__, #condition))
 
 __attribute__((noreturn, cold)) void keep_broken(const char *file, int line, const char *condition);
@@ -63,7 +63,7 @@ void keep_runs_remove(struct keep_runs *runs, struct keep_place place);
 
 /* Ids by the 64-bit key that each has in its owner's table. */
 struct keep_map {
-	const char *keys; /* of id 0; the owner says so again when its table has moved */
+	const char *keys; /* of id 0; the owner sets it again when its table has moved */
 	uint32_t stride;
 	uint32_t *heads, heads_room, buckets;
 	uint32_t *next, next_room;
@@ -112,7 +112,7 @@ struct keep_policy_kind {
 	uint64_t (*ghosts)(const keep_policy *p);
 };
 
-/* The first member of each policy. Only what `reserve` made room for may be named. */
+/* The first member of each policy. Only rows that `reserve` made room for may be used. */
 struct keep_policy {
 	const struct keep_policy_kind *kind;
 	uint64_t rows;
@@ -124,12 +124,12 @@ int keep_policy_reserve(keep_policy *p, uint64_t rows);
 
 enum { KEEP_WHEEL_LEVELS = 8, KEEP_WHEEL_BUCKETS = 64, KEEP_WHEEL_PENDING = KEEP_WHEEL_LEVELS * KEEP_WHEEL_BUCKETS };
 
-/* Rows by the tick at whose beginning they may go. */
+/* Rows by the tick at which they expire. */
 struct keep_wheel {
 	struct keep_rings rings; /* first the heads: the buckets of all levels, and the ring of what is pending */
 	uint64_t *due;
 	uint32_t due_room, count, lags;
-	uint64_t occupied[KEEP_WHEEL_LEVELS]; /* a bit for each bucket that holds something */
+	uint64_t occupied[KEEP_WHEEL_LEVELS]; /* a bit for each bucket that is not empty */
 	uint64_t tick, tick_ms;
 };
 
@@ -151,13 +151,13 @@ enum { KEEP_SPACE = 1, KEEP_STRANDED = 2, KEEP_EXPIRED = 3, KEEP_QUOTA = 8, KEEP
 /* A block. A row that is free has no pages; `first_link` leads to the next free one. */
 struct keep_row {
 	uint64_t generation;
-	uint64_t start;  /* its first page on the drive; 0 if nobody said */
+	uint64_t start;  /* its first page on the drive; 0: unknown */
 	uint64_t guards; /* a count of each kind, the one that lasts longest in the highest bits */
 	uint32_t pages;
 	uint32_t used;       /* ticks from the start to its last use */
-	uint32_t first_link; /* to the sessions that it is in, the one that it joined last first; and one */
+	uint32_t first_link; /* plus one: to the sessions it is in, the last joined first */
 	uint32_t position;   /* in all of them */
-	uint32_t followed;   /* in how many of them something comes after it */
+	uint32_t followed;   /* in how many of them a block follows it */
 	uint16_t owner;
 	uint8_t state;
 };
@@ -165,7 +165,7 @@ struct keep_row {
 /* chains.c */
 
 struct keep_session_link {
-	uint32_t chain, next; /* the next one of the same row, or the next free one; and one */
+	uint32_t chain, next; /* plus one: the next of the same row, or the next free one */
 };
 
 #define KEEP_NO_GAP UINT32_MAX
@@ -174,9 +174,9 @@ struct keep_chain {
 	uint64_t session;
 	uint32_t *rows; /* by their positions */
 	uint32_t count, room;
-	uint32_t gap; /* the lowest position that something left though something stood behind it */
+	uint32_t gap; /* the lowest position that a block left while others followed it */
 	uint32_t next_free;
-	uint8_t is_open, is_queued; /* queued: stands among the broken ones */
+	uint8_t is_open, is_queued; /* queued: is in the queue of broken sessions */
 };
 
 struct keep_chains {
@@ -240,7 +240,7 @@ struct keep_core {
 	struct keep_map by_protected;
 	uint32_t protected_room, protected_made, free_protected;
 	uint64_t protected_pages;
-	uint64_t by_longest[KEEP_GUARDS + 1]; /* rows, by the guard that lasts longest and one; of none, too many */
+	uint64_t by_longest[KEEP_GUARDS + 1]; /* rows by one plus their longest-lasting guard; [0] is not exact */
 	uint64_t total_pages, space_idle_ms;
 	uint64_t gone_blocks[KEEP_REASONS], gone_pages[KEEP_REASONS];
 };

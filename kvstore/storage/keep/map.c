@@ -69,7 +69,7 @@ void keep_map_expect(struct keep_map *map, uint64_t count)
 		map->buckets = (uint32_t)count;
 }
 
-/* Brings what a search for keys looks at towards the processor, all at once: `keys` are `stride` bytes apart. */
+/* Prefetches into the cache what a search for these keys will read. `keys` are `stride` bytes apart. */
 void keep_map_warm(const struct keep_map *map, const uint64_t *keys, size_t stride, uint64_t count)
 {
 	if (map->count == 0)
@@ -119,7 +119,7 @@ static void add_bucket(struct keep_map *map)
 	map->heads[map->buckets++] = moved;
 }
 
-/* Enters an id whose key stands in the table, and whose key no other one has. */
+/* Adds an id. Its key is in the table, and no other id has it. */
 void keep_map_add(struct keep_map *map, uint32_t id)
 {
 	uint32_t *head;

@@ -1,4 +1,4 @@
-/* Memory that can be refused, and the end when what always holds doesn't. */
+/* Allocation that reports failure, and the end of the process when an invariant is broken. */
 #include "inside.h"
 
 /* Makes room for so many in an array, and some more; what is new is zero. Nothing has changed if there is none. */
@@ -11,7 +11,7 @@ int keep_grow(void **array, uint32_t *room, uint64_t wanted, size_t size)
 		return 0;
 	if (more > UINT32_MAX)
 		return -ENOMEM;
-	grown = realloc(*array, more * size); /* large ones are mapped anew, not copied */
+	grown = realloc(*array, more * size); /* large arrays are remapped, not copied */
 	if (grown == NULL) {
 		more = wanted;
 		grown = realloc(*array, more * size);

@@ -44,7 +44,7 @@ static void stamp(struct keep_owners *owners, uint32_t row, uint32_t owner)
 	keep_rings_push(&owners->rings, owner, owners->heads + row);
 }
 
-/* Notes whose a new row is; it has been used just now. There is room for it. */
+/* Records the owner of a new row, as used just now. Memory was reserved. */
 void keep_owners_take(keep_core *c, uint32_t row, uint32_t owner)
 {
 	c->rows[row].owner = (uint16_t)owner;
@@ -63,7 +63,7 @@ void keep_owners_touch(keep_core *c, uint32_t row)
 	stamp(&c->owners, row, owner);
 }
 
-/* Lets a row have been used when `place` was, unless it was used after that. */
+/* Sets the last use of a row to that of `place`, unless it was used later. */
 void keep_owners_inherit(keep_core *c, uint32_t row, uint32_t place)
 {
 	struct keep_owners *owners = &c->owners;

@@ -56,7 +56,7 @@ static void place(struct keep_wheel *wheel, uint32_t row)
 	keep_rings_push(&wheel->rings, head, HEADS + row);
 }
 
-/* Lets a row that is not in the wheel, and for which there is room, expire; 0 is never. */
+/* Adds a row that is not in the wheel. Memory was reserved. 0 is never. */
 void keep_wheel_insert(struct keep_wheel *wheel, uint32_t row, uint64_t expires_ms)
 {
 	uint64_t due = expires_ms / wheel->tick_ms + (expires_ms % wheel->tick_ms != 0);
@@ -67,7 +67,7 @@ void keep_wheel_insert(struct keep_wheel *wheel, uint32_t row, uint64_t expires_
 	keep_wheel_insert_again(wheel, row);
 }
 
-/* Puts a row that was given out back, with its old time. */
+/* Puts back a row that was returned as expired, with its old time. */
 void keep_wheel_insert_again(struct keep_wheel *wheel, uint32_t row)
 {
 	place(wheel, row);
