@@ -84,6 +84,7 @@ _PARTS = (
     "watch",
     "words",
     "work",
+    "wrapped_keys",
 )
 
 ffi = FFI()

@@ -186,33 +186,6 @@ int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, v
 	return in_one(1, of, from, length - TK_AEAD_TAG, to, tag);
 }
 
-int tk_aead_check(const void *key, const void *rows, uint32_t count, uint32_t associated_bytes, uint8_t *good)
-{
-	struct aead *aead = aead_open();
-	if (!aead)
-		return chosen ? -ENOMEM : -ENOENT;
-	uint8_t opened[TK_AEAD_KEY];
-	int status = 0;
-	const uint8_t *row = rows;
-	for (uint32_t at = 0; at < count && !status; at++) {
-		const uint8_t *nonce = row + associated_bytes, *sealed = nonce + TK_AEAD_NONCE;
-		uint8_t tag[TK_AEAD_TAG];
-		memcpy(tag, sealed + sizeof opened, sizeof tag);
-		status = aead_begin(aead, 1, at ? NULL : key, nonce, row, associated_bytes);
-		if (!status)
-			status = aead_step(aead, opened, sealed, sizeof opened);
-		if (!status) {
-			int end = aead_end(aead, tag);
-			good[at] = !end;
-			status = end == -EBADMSG ? 0 : end;
-		}
-		row = sealed + sizeof opened + sizeof tag;
-	}
-	wipe(opened, sizeof opened);
-	aead_close(aead);
-	return status;
-}
-
 void tk_wipe(void *secret, size_t length)
 {
 	wipe(secret, length);

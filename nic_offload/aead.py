@@ -21,8 +21,8 @@ __all__ = [
     "NONCE_BYTES",
     "TAG_BYTES",
     "NotAuthentic",
-    "authentic",
     "available",
+    "check",
     "library",
     "seal",
     "unseal",
@@ -57,7 +57,7 @@ def seal(key: Buffer, nonce: bytes, associated: bytes, data: Buffer) -> bytes:
     view = ffi.from_buffer(data)
     out = bytearray(len(view) + TAG_BYTES)
     of, kept = _of(key, nonce, associated)
-    _check(lib.tk_aead_encrypt(of, view, len(view), ffi.from_buffer(out)))
+    check(lib.tk_aead_encrypt(of, view, len(view), ffi.from_buffer(out)))
     del kept
     return bytes(out)
 
@@ -67,7 +67,7 @@ def unseal(key: Buffer, nonce: bytes, associated: bytes, sealed: Buffer) -> byte
     view = ffi.from_buffer(sealed)
     out = bytearray(max(len(view) - TAG_BYTES, 0))
     of, kept = _of(key, nonce, associated)
-    _check(lib.tk_aead_decrypt(of, view, len(view), ffi.from_buffer(out)))
+    check(lib.tk_aead_decrypt(of, view, len(view), ffi.from_buffer(out)))
     del kept
     return out
 
@@ -80,22 +80,12 @@ def unseal_key(key: Buffer, nonce: bytes, associated: bytes, sealed: Buffer) -> 
     out = new_key()
     of, kept = _of(key, nonce, associated)
     try:
-        _check(lib.tk_aead_decrypt(of, view, len(view), ffi.from_buffer(out)))
+        check(lib.tk_aead_decrypt(of, view, len(view), ffi.from_buffer(out)))
     except BaseException:
         wipe(out)
         raise
     del kept
     return out
-
-
-def authentic(key: Buffer, rows: Buffer, count: int, associated_bytes: int) -> bytes:
-    """Tell which sealed keys are authentic, a byte of 1 or 0 each; each row: associated data, nonce, key and tag."""
-    keyed, packed = ffi.from_buffer(key), ffi.from_buffer(rows)
-    assert len(keyed) == KEY_BYTES
-    assert len(packed) == count * (associated_bytes + NONCE_BYTES + KEY_BYTES + TAG_BYTES)
-    good = bytearray(count)
-    _check(lib.tk_aead_check(keyed, packed, count, associated_bytes, ffi.from_buffer(good)))
-    return bytes(good)
 
 
 def _load() -> tuple[int, str]:
@@ -114,7 +104,8 @@ def _of(key: Buffer, nonce: bytes, associated: bytes) -> tuple[object, object]:
     return of, kept
 
 
-def _check(code: int) -> None:
+def check(code: int) -> None:
+    """Raise what an answer of the core means; it is 0, or a negative errno."""
     if code == -errno.EBADMSG:
         raise NotAuthentic("Sealed bytes were changed, or belong to another key or place.")
     if code == -errno.ENOENT:

@@ -41,9 +41,21 @@ struct tk_aead {
 int tk_aead_load(char *message); /* whose it is; -ENOENT: there is none, and why */
 int tk_aead_encrypt(const struct tk_aead *of, const void *from, size_t length, void *to);
 int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, void *to); /* -EBADMSG: the tag is wrong */
-/* Of rows of associated data, nonce, key and tag: which are authentic, 1 or 0 each. */
-int tk_aead_check(const void *key, const void *rows, uint32_t count, uint32_t associated_bytes, uint8_t *good);
 void tk_wipe(void *secret, size_t length);
+
+/* Slots of a keyring; see wrapped_keys.c. */
+#define TK_SLOT 128
+#define TK_SLOT_CLEAR 64
+#define TK_SLOT_STORE 16
+struct tk_slot_at {
+	uint32_t row, number; /* where it lies among the slots that are given; its number in the keyring */
+};
+#define TK_SLOT_FREE 0 /* zeros */
+#define TK_SLOT_WHOLE 1
+#define TK_SLOT_BROKEN 2 /* its CRC is wrong */
+void tk_slots_look(const void *slots, uint32_t count, uint8_t *answers);
+int tk_slots_authentic(const void *key, const void *store, const void *slots, uint32_t slot_count,
+		       const struct tk_slot_at *which, uint32_t count, uint8_t *authentic); /* 1 if this key wraps what is in it, or 0 */
 
 /* Keys of erase domains; see vault.c. It is closed after all that uses it. */
 #define TK_DOMAIN_BYTES 16

@@ -92,6 +92,12 @@ def test_what_cannot_be_judged_is_an_error_and_no_death(tree: Tree, old: str, ne
     assert tree.outcome(_mutant(old, new, test)).what == "error"
 
 
+def test_a_bug_whose_tests_are_skipped_is_an_error_and_no_survivor(tree: Tree) -> None:
+    test = tree.path / "tests" / "test_limits.py"
+    test.write_text("import pytest\n\ndef test_three_is_too_many():\n    pytest.skip('it lacks something')\n")
+    assert tree.outcome(_mutant("n < 3", "n <= 3")).what == "error"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -5,8 +5,8 @@ one must fail. A mutant that is known to survive says why in `survives`; the run
 an outdated reason is noticed.
 
 What always holds: the tests of the list pass on the copy before anything is planted, so a failure has no other cause.
-The checkout is never written to. A test that can't be collected is an error of the list, not a kill. A C file is
-compiled with the bug, and again without it.
+The checkout is never written to. A test that can't be collected is an error of the list, not a kill, and a bug whose
+tests are all skipped is one, not a survivor. A C file is compiled with the bug, and again without it.
 
 What it doesn't do: find new bugs, or choose tests. In `make test`, `tests/test_mutants.py` checks that the list fits
 the tree.
@@ -200,6 +200,8 @@ class Tree:
             self.restore(mutant, before)
         # A process that a signal ended has died of it as well: the core's asserts end it that way.
         what = {PASSED: "survived", FAILED: "killed"}.get(status, "killed" if status < 0 else "error")
+        if status == PASSED and " passed" not in said:
+            what = "error"  # its tests were all skipped
         return Outcome(mutant, what, time.monotonic() - began_s, said[-1500:])
 
 

@@ -12,10 +12,8 @@ from contextlib import suppress
 from threading import Lock, RLock
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvstore.errors import Corrupt, ReadOnly, StorageError
-from kvstore.limits import KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES, TENANT_BYTES
+from kvstore.limits import KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES
 from kvstore.sealing.control import proof
 from kvstore.sealing.domain_key import DomainKey
 from kvstore.sealing.keyring_state import (
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from kvstore.sealing.keyring_file import KeyringFile
     from kvstore.sealing.keyring_state import Found, KeyringStatus
     from kvstore.sealing.master_key import Master
-    from kvstore.sealing.slot_check import Good, Numbers, Rows
+    from kvstore.sealing.slot_check import Good, Some
 
 __all__ = ["OpenKeyring"]
 
@@ -119,12 +117,12 @@ class OpenKeyring(Handle):
             ids = {one.slot.id: one for keys in self._tenants.values() for one in keys}
             gone = set(self._gone_tenants)
 
-        def judge(by: bytes, rows: Rows, numbers: Numbers) -> Good:
+        def judge(by: bytes, some: Some) -> Good:
             one = ids.get(by)
             if one is None:  # damaged, given up, or destroyed: an erasure of a tenant goes on
-                return np.array([name.tobytes()[:TENANT_BYTES] in gone for name in rows["name"]])
+                return some.are_of(gone)
             with self._keys:
-                return are_authentic(rows, numbers, self.store_uuid, self._unsealed_key(one))
+                return are_authentic(some, self.store_uuid, self._unsealed_key(one))
 
         self._slots.check(judge, met=met)
 

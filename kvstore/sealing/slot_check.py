@@ -6,44 +6,55 @@ slot says. What it doesn't do: judge a slot whose key was destroyed, which has n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.sealing.slots import CHECKED_BYTES, CLEAR_BYTES, SLOT_BYTES, UUID_BYTES
-from nic_offload import aead
+from kvstore.sealing.slots import SLOT_BYTES
+from nic_offload import wrapped_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    Rows: TypeAlias = NDArray[Any]
-    Numbers: TypeAlias = NDArray[np.uint32]
     Good: TypeAlias = NDArray[np.bool_]
 
-__all__ = ["are_authentic", "home_of"]
+__all__ = ["Some", "are_authentic", "home_of"]
 
-_CLEAR_AT: Final = UUID_BYTES + 4
-_SEALED_AT: Final = _CLEAR_AT + CLEAR_BYTES
 _TRIED_AT_ONCE: Final = 1 << 15
+_NAME: Final = np.dtype("S16")  # of a fixed length: zeros at its end make no difference
+_TENANT_AT: Final = 1  # the second part of a slot in parts of this length
+_WHICH: Final = np.dtype([("row", np.uint32), ("number", np.uint32)])
 
 
-def are_authentic(rows: Rows, numbers: Numbers, store_uuid: bytes, key: Buffer) -> Good:
-    """Tell of each slot whether this key wraps its key, in the slot of this number."""
-    count = len(numbers)
-    packed = np.empty((count, _SEALED_AT + CHECKED_BYTES - CLEAR_BYTES), np.uint8)
-    packed[:, :UUID_BYTES] = np.frombuffer(store_uuid, np.uint8)
-    packed[:, UUID_BYTES:_CLEAR_AT] = numbers.astype("<u4").view(np.uint8).reshape(count, 4)
-    packed[:, _CLEAR_AT:] = rows.view(np.uint8).reshape(-1, SLOT_BYTES)[:, :CHECKED_BYTES]
-    good = aead.authentic(key, packed.tobytes(), count, _SEALED_AT)
-    return np.frombuffer(good, np.bool_)
+class Some(NamedTuple):
+    """Some of the slots that were read together."""
+
+    slots: bytes  # all that were read
+    rows: NDArray[np.intp]  # where these lie among them
+    numbers: NDArray[np.intp]  # of these, in the keyring
+
+    def are_of(self, tenants: Iterable[bytes]) -> Good:
+        """Tell of each whether it says that it is of one of these tenants."""
+        names = np.frombuffer(self.slots, _NAME).reshape(-1, SLOT_BYTES // _NAME.itemsize)
+        return np.isin(names[self.rows, _TENANT_AT], np.array(list(tenants), _NAME))
+
+
+def are_authentic(some: Some, store_uuid: bytes, key: Buffer) -> Good:
+    """Tell of each whether this key wraps its key, in the slot of this number."""
+    which = np.empty(len(some.rows), _WHICH)
+    which["row"], which["number"] = some.rows, some.numbers
+    return np.frombuffer(wrapped_keys.are_authentic(key, store_uuid, some.slots, which.data), np.bool_)
 
 
 def home_of(row: bytes, slots: int, store_uuid: bytes, key: Buffer) -> int | None:
     """Find the number of the slot that a slot's bytes were written for; None if they were changed as well."""
     for first in range(0, slots, _TRIED_AT_ONCE):
-        numbers = np.arange(first, min(first + _TRIED_AT_ONCE, slots), dtype=np.uint32)
-        found = np.flatnonzero(are_authentic(np.frombuffer(row, np.uint8), numbers, store_uuid, key))
+        numbers = np.arange(first, min(first + _TRIED_AT_ONCE, slots))
+        some = Some(row, np.zeros_like(numbers), numbers)
+        found = np.flatnonzero(are_authentic(some, store_uuid, key))
         if len(found):
             return first + int(found[0])
     return None

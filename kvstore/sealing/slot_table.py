@@ -28,8 +28,8 @@ from kvstore.limits import (
     TENANT_BYTES,
 )
 from kvstore.sealing.domain_key import Erased
+from kvstore.sealing.slot_check import Some
 from kvstore.sealing.slots import (
-    CHECKED_BYTES,
     DOMAIN_BYTES,
     HEADER_PAGES,
     SLOT_BYTES,
@@ -39,7 +39,7 @@ from kvstore.sealing.slots import (
     pack_slot,
     parse_slot,
 )
-from nic_offload.checksum import crc32c
+from nic_offload import wrapped_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.sealing.keyring_file import KeyringFile
-    from kvstore.sealing.slot_check import Good, Numbers, Rows
+    from kvstore.sealing.slot_check import Good
     from kvstore.sealing.slots import Slot
 
 __all__ = ["SlotTable"]
@@ -177,7 +177,7 @@ class SlotTable:
                 self._states[number] = DAMAGED
             self._moved.update((one, number) for one, number in zip(ids, numbers, strict=False) if one)
 
-    def check(self, judge: Callable[[bytes, Rows, Numbers], Good], *, met: bool) -> None:
+    def check(self, judge: Callable[[bytes, Some], Good], *, met: bool) -> None:
         """Mark slots as damaged that have changed since they were loaded, or have a domain's key that isn't theirs.
 
         `judge` tells which keys are authentic: of slots with these numbers, wrapped by the key of this id.
@@ -187,10 +187,8 @@ class SlotTable:
             states = _states_of(rows, raw)
             bad = (known != DAMAGED) & ((states != known) | ((states != FREE) & (rows["id"] != ids)))
             judged = np.flatnonzero((states == LIVE) & ~bad & (known == LIVE) & (rows["kind"] == Kind.DOMAIN))
-            for by in np.unique(rows["by"][judged]).tolist():
-                some = judged[rows["by"][judged] == by]
-                numbers = (some + first).astype(np.uint32)
-                bad[some] = ~judge(by.to_bytes(8, "little"), rows[some], numbers)
+            for by, some in _apart(judged, rows["by"][judged]):
+                bad[some] = ~judge(by.to_bytes(8, "little"), Some(raw, some, some + first))
             found = np.flatnonzero(bad)
             whole = [int(rows["id"][one]) if states[one] == LIVE else 0 for one in found]
             self.mark_damaged((found + first).tolist(), ids=whole, met=met)
@@ -430,15 +428,20 @@ def _tenant_word(tenant: bytes) -> int:
     return int.from_bytes(tenant[:8], "little")
 
 
+def _apart(some: NDArray[np.intp], by: NDArray[np.uint64]) -> Iterator[tuple[int, NDArray[np.intp]]]:
+    """Slots by the key that wraps theirs."""
+    order = np.argsort(by, kind="stable")
+    if len(some):
+        ends = np.flatnonzero(np.diff(by[order])) + 1
+        for group in np.split(order, ends):
+            yield int(by[group[0]]), some[group]
+
+
 def _states_of(rows: _Rows, raw: bytes) -> NDArray[np.uint8]:
     """What slots have; all that are not free are checked, so that damaged ones are known."""
-    used = np.frombuffer(raw, "<u8").reshape(len(rows), -1).any(axis=1)
+    looks = np.frombuffer(wrapped_keys.look_at(raw), np.uint8)
     states = np.where(rows["state"] == State.LIVE, LIVE, GONE).astype(np.uint8)
-    states[~used] = FREE
-    view = memoryview(raw)
-    begins = (np.flatnonzero(used) * SLOT_BYTES).tolist()
-    checks = np.fromiter((crc32c(view[at : at + CHECKED_BYTES]) for at in begins), np.uint32, len(begins))
     good = np.isin(rows["state"], (State.LIVE, State.GONE)) & np.isin(rows["kind"], tuple(Kind))
-    good[used] &= rows["crc"][used] == checks
-    states[used & ~good] = DAMAGED
+    states[~good | (looks == wrapped_keys.BROKEN)] = DAMAGED
+    states[looks == wrapped_keys.FREE] = FREE
     return states

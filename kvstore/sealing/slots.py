@@ -21,7 +21,7 @@ from kvstore.limits import (
     SECTOR_BYTES,
     TENANT_BYTES,
 )
-from nic_offload import aead
+from nic_offload import aead, wrapped_keys
 from nic_offload.checksum import crc32c
 from nic_offload.secret_keys import new_key
 
@@ -67,6 +67,11 @@ _SEALED_BYTES: Final = aead.NONCE_BYTES + aead.KEY_BYTES + aead.TAG_BYTES
 _NUMBER: Final = struct.Struct("<I")
 _PURPOSE: Final = b"tkv root"
 
+assert (CLEAR_BYTES, SLOT_BYTES, UUID_BYTES) == (
+    wrapped_keys.CLEAR_BYTES,
+    wrapped_keys.SLOT_BYTES,
+    wrapped_keys.STORE_BYTES,
+)
 assert _CLEAR.size == CLEAR_BYTES
 assert CLEAR_BYTES + _SEALED_BYTES + _CRC.size == SLOT_BYTES
 assert SECTOR_BYTES % SLOT_BYTES == 0

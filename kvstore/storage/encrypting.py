@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["Encrypting"]
 
 _NS_PER_MS: Final = 1_000_000
+_LABELS_WHY: Final = "Labels of sessions may be in the index in the clear until the next start."
 
 
 class Encrypting:
@@ -82,7 +83,9 @@ class Encrypting:
         self._clock = clock
         self.is_active = volume.keys is not None and bool(volume.superblock.plain_below)
         self.is_working = False  # something of it is on its way to or from the drive
-        self.why = ""  # it doesn't go on
+        has_labels = volume.keys is not None and not index.is_label_free
+        self._why_at_end = _LABELS_WHY if has_labels else ""
+        self.why = "" if self.is_active else self._why_at_end  # it doesn't go on
         self._closed = False
         self._plain: list[tuple[Name, Entry]] = []  # of those looked at, still to be done
         self._after: bytes | None = (
@@ -98,14 +101,15 @@ class Encrypting:
 
     @property
     def clear_bytes(self) -> int:
-        """Return how much of the drive may be in the clear, at most."""
+        """Return how much of the drive may be in the clear, at most; records of sessions are not counted.
+
+        It is 0 once it is durable that nothing is, and its index has no label in the clear either.
+        """
         if not self.is_active:
-            return 0
+            return PAGE_BYTES if self._why_at_end else 0
         at = self._extents.first_page if self._sweep is None else self._sweep.page
         free = min(self._extents.free_pages, self._extents.until_page - at)
-        return max(
-            PAGE_BYTES, self._keeping.plain_bytes + free * PAGE_BYTES
-        )  # 0: it is durable that nothing is
+        return max(PAGE_BYTES, self._keeping.plain_bytes + free * PAGE_BYTES)
 
     def step(self) -> None:
         """Begin a stretch of work, if it is time for one."""
@@ -313,7 +317,8 @@ class Encrypting:
             self.is_working, self._writes.lends = False, True
             if error is None and not self._closed:
                 self._volume.note_nothing_plain()
-                self.is_active, self._extents.unwritten, self.why = False, None, ""
+                self.is_active, self._extents.unwritten = False, None
+                self.why = self._why_at_end
                 self._memory = undumped(PAGE_BYTES)
 
         self.is_working = True

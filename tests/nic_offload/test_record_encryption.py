@@ -345,6 +345,24 @@ def test_decrypting_in_place_gives_the_record_or_zeros(sealed: Sealed) -> None:
         assert payload[128:192] not in record
 
 
+def test_a_generation_of_the_same_opening_twice_gives_away_two_payloads_and_another_opening_does_not(
+    sealed: Sealed, vault: Vault
+) -> None:
+    """What a snapshot of a machine with its memory does, and a start of the node ends: docs/sealing.md says so."""
+    one, two = os.urandom(4096), os.urandom(4096)
+
+    def differ(left: bytes | bytearray, right: bytes | bytearray) -> bytes:
+        return bytes(a ^ b for a, b in zip(left, right, strict=True))
+
+    first = sealed.record(one)[PAGE:]
+    assert differ(first, sealed.record(two)[PAGE:]) == differ(one, two)
+    assert differ(first, sealed.record(two, generation=reading.GENERATION + 1)[PAGE:]) != differ(one, two)
+    before = sealed.cipher
+    sealed.cipher = RecordCipher(vault, SECRET, b"\x03" * 16, FORMAT.name)
+    assert differ(first, sealed.record(two)[PAGE:]) != differ(one, two)
+    sealed.cipher = before  # which the reader uses
+
+
 def test_without_its_key_a_header_tells_only_what_is_in_the_clear(sealed: Sealed, vault: Vault) -> None:
     record = sealed.record(b"kv" * 4000)
     vault.drop(KEYS[ADA][0].number)

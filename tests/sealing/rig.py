@@ -12,6 +12,7 @@ from kvstore.sealing.new_keyring import new_image
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
     from kvstore.sealing.keyring import Name
 
@@ -71,7 +72,8 @@ class Memory:
         self.pending: dict[int, list[bytes]] = {}  # by sector: what it had since the last sync
         self.steps = steps
         self.done: list[str] = []
-        self.fails = False
+        self.fails = ""  # which steps: write or sync
+        self.during_write: Callable[[], object] | None = None  # once
         pages = range(0, len(image), PAGE_BYTES)
         self.written = [
             (at // PAGE_BYTES, bytes(image[at : at + PAGE_BYTES])) for at in pages
@@ -89,12 +91,15 @@ class Memory:
     def _step(self, what: str) -> None:
         if len(self.done) >= self.steps:
             raise PowerLost
-        if self.fails:
+        if what == self.fails:
             raise StorageError("The drive failed.")
         self.done.append(what)
 
     def write(self, page: int, data: bytes) -> None:
         """All sectors, of which those of the last write before the stop may be old or new as well."""
+        happens, self.during_write = self.during_write, None
+        if happens is not None:
+            happens()
         assert len(data) % PAGE_BYTES == 0
         at = page * PAGE_BYTES
         assert at <= len(self.now)

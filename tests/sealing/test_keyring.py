@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import os
 import secrets
+from contextlib import closing
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -24,7 +27,7 @@ from kvstore.errors import (
 )
 from kvstore.sealing import slots
 from kvstore.sealing.keyring import Keyring
-from kvstore.sealing.keyring_file import keyring_path
+from kvstore.sealing.keyring_file import FolderFile, keyring_path
 from kvstore.sealing.keyring_state import read_status
 from nic_offload.secret_keys import new_key
 from tests.sealing.rig import (
@@ -442,13 +445,14 @@ def test_an_erased_tenants_slot_is_not_given_to_another() -> None:
     assert len([one for one in keys_of(ring, users(*range(29))).values() if one]) == 28
 
 
-def test_nothing_more_is_written_after_a_failed_write() -> None:
+@pytest.mark.parametrize("what", ["write", "sync"])
+def test_nothing_more_is_written_after_a_failed_write(what: str) -> None:
     keyring, file = new_keyring()
     (one,) = keyring.ensure(users(1))
-    file.fails = True
+    file.fails = what
     with pytest.raises(StorageError, match="The drive failed"):
         keyring.ensure(users(2))
-    file.fails = False
+    file.fails = ""
     for change in (
         lambda: keyring.ensure(users(3)),
         lambda: keyring.erase(users(1)),
@@ -460,6 +464,34 @@ def test_nothing_more_is_written_after_a_failed_write() -> None:
             change()
     assert keyring.domain(ACME, user(2)) is None
     assert keys_of(keyring, users(1)) == {(ACME, user(1)): bytes(one.key)}
+    again = opened(file)
+    again.ensure(users(3))
+    assert keys_of(again, users(1)) == {(ACME, user(1)): bytes(one.key)}
+
+
+def test_a_key_is_given_to_nobody_from_the_start_of_its_erasure() -> None:
+    keyring, file = new_keyring()
+    one, two = keyring.ensure(users(1, 2))
+    seen: list[object] = []
+
+    def look() -> None:
+        seen.append((keyring.domain(ACME, user(1)), keyring.by_number(one.number, one.id)))
+
+    file.during_write = look
+    keyring.erase(users(1))
+    assert seen == [(None, None)]
+    file.fails = "sync"
+    with pytest.raises(StorageError, match="The drive failed"):
+        keyring.erase(users(2))
+    assert keyring.domain(ACME, user(2)) is None, "though the erasure was not acknowledged"
+    assert keyring.by_number(two.number, two.id) is None
+
+
+def test_pages_are_written_past_the_page_cache(tmp_path: Path) -> None:
+    path = keyring_path(tmp_path)
+    Keyring.create(path, master(), STORE)
+    with closing(FolderFile(path)) as file:
+        assert fcntl.fcntl(file._writing, fcntl.F_GETFL) & os.O_DIRECT
 
 
 @pytest.mark.parametrize(

@@ -275,3 +275,18 @@ def test_a_key_that_is_damaged_under_a_running_node_refuses_no_put() -> None:
     (fresh,) = ring.ensure(users(1))
     assert fresh.number != old.number
     refuses(ring, old)
+
+
+def test_slots_of_many_tenants_are_judged_each_by_its_own_tenants_key() -> None:
+    ring, file = new_keyring()
+    names = [(bytes([number % 7]) * 16, user(number)) for number in range(70)]
+    keys = ring.ensure(names)
+    assert opened(bytes(file.durable)).status().damaged == 0
+    odd = keys[33]
+    row = bytearray(file.durable[at(odd.number)])
+    row[80] ^= 1  # of the wrapped key
+    row[124:] = crc32c(row[:124]).to_bytes(4, "little")
+    again = opened(changed(bytes(file.durable), {odd.number: bytes(row)}))
+    assert again.status().damaged == 1
+    refuses(again, odd)
+    assert None not in keys_of(again, [name for name in names if name != names[33]]).values()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,10 +11,20 @@ import pytest
 from kvstore.errors import QuotaExceeded
 from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.labels import LOST_LABEL, Labels
+from nic_offload import aead
 from tests.storage.fake_keys import FakeKeyring, FakeKeys
 from tests.storage.fakes import FakeDisk
 from tests.storage.rig import TENANT, USER, StoreRig
-from tests.storage.test_encrypting import LABEL, encrypted, is_sound, opened, payload
+from tests.storage.test_encrypting import (
+    LABEL,
+    TURNS_MAX,
+    encrypted,
+    is_marked,
+    is_sound,
+    opened,
+    payload,
+    turn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,6 +155,38 @@ def test_an_opening_that_can_make_no_keys_leaves_labels_and_says_so(
     assert not in_index(rig, LABEL)
 
 
+def test_while_an_index_may_have_labels_in_the_clear_a_drive_counts_as_clear(
+    rig: StoreRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Encrypting, "step", lambda _: None)
+        rig.open()
+        fill(rig)
+        rig.store.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeKeys, "ensure", lambda *given: given[-1](QuotaExceeded("The tenant has too many.")))
+        opened(rig)
+    for _ in range(TURNS_MAX):
+        turn(rig)
+        if not rig.drive._encrypting.is_active:
+            break
+    assert not is_marked(rig), "the drive has nothing in the clear"
+    statistics = rig.store.statistics()
+    assert statistics.clear_bytes
+    assert "until the next start" in statistics.clear_why
+    rig.store.close()
+    assert in_index(rig, LABEL), "in pages that LMDB has freed"
+    old = (rig.data / "index-0" / "data.mdb").open("rb")  # its bytes, when it has no name any more
+    opened(rig)
+    with old:
+        assert not any(old.read())
+    statistics = rig.store.statistics()
+    assert statistics.rebuilt, "the index is not one that a drive with nothing in the clear keeps"
+    assert (statistics.clear_bytes, statistics.clear_why) == (0, "")
+    assert labels_of(rig) == [LABEL.encode()]
+    assert not in_index(rig, LABEL)
+
+
 @pytest.mark.parametrize("step", ["overwrite", "shutil.rmtree", "Index"])
 def test_an_opening_that_dies_meanwhile_is_taken_up_again(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch, step: str
@@ -189,3 +233,18 @@ def test_without_a_key_nothing_is_written_in_the_clear(keys: FakeKeys) -> None:
     assert Labels(keys).seal(TENANT, b"of no key at all", ROW, b"what") == LOST_LABEL
     assert Labels(keys).unseal(ROW, LOST_LABEL) is None
     assert Labels(None).seal(TENANT, USER, ROW, b"what") == b"what"
+
+
+def test_a_label_is_sealed_as_the_page_says_each_under_a_key_of_its_own(keys: FakeKeys) -> None:
+    user = b"user %11d" % 3
+    name, secret = keys.ring.keys[TENANT, user]
+    row = TENANT + user + b"s" * 16
+    nonces = set()
+    for _ in range(8):
+        sealed = Labels(keys).seal(TENANT, user, row, LABEL.encode())
+        nonce = sealed[13:25]
+        assert sealed[:13] == b"\xff" + struct.pack("<IQ", *name)
+        text_key = blake2b(nonce, digest_size=32, key=secret, person=b"tkv text").digest()
+        assert aead.unseal(text_key, nonce, row, sealed[25:]) == LABEL.encode()
+        nonces.add(nonce)
+    assert len(nonces) == 8

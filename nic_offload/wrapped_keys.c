@@ -1,0 +1,76 @@
+/*
+ * Looks at the slots of a keyring, thousands in one call: whether each is whole, and whether a key wraps those in it.
+ *
+ * A slot is `struct slot`. What is authenticated with a wrapped key is the store, the slot's number and what the slot says in
+ * clear. What it doesn't do: know what that means (`kvstore.sealing.slots` does), or give out a key.
+ */
+#include "aead.h"
+
+#include <errno.h>
+#include <stddef.h>
+#include <string.h>
+
+struct slot {
+	uint8_t clear[TK_SLOT_CLEAR];
+	uint8_t nonce[TK_AEAD_NONCE], key[TK_AEAD_KEY], tag[TK_AEAD_TAG];
+	uint8_t crc[4]; /* of all before it */
+};
+
+struct associated {
+	uint8_t store[TK_SLOT_STORE];
+	uint32_t number;
+	uint8_t clear[TK_SLOT_CLEAR];
+};
+
+_Static_assert(sizeof(struct slot) == TK_SLOT, "");
+_Static_assert(sizeof(struct associated) == TK_SLOT_STORE + 4 + TK_SLOT_CLEAR, "nothing lies between");
+
+void tk_slots_look(const void *slots, uint32_t count, uint8_t *answers)
+{
+	static const struct slot zeros;
+	const struct slot *slot = slots;
+	for (uint32_t at = 0; at < count; at++, slot++) {
+		uint32_t crc;
+		memcpy(&crc, slot->crc, sizeof crc);
+		if (tk_crc32c(slot, offsetof(struct slot, crc), 0) == crc)
+			answers[at] = TK_SLOT_WHOLE;
+		else
+			answers[at] = memcmp(slot, &zeros, sizeof zeros) ? TK_SLOT_BROKEN : TK_SLOT_FREE;
+	}
+}
+
+int tk_slots_authentic(const void *key, const void *store, const void *slots, uint32_t slot_count,
+		       const struct tk_slot_at *which, uint32_t count, uint8_t *authentic)
+{
+	struct aead *aead = aead_open();
+	if (!aead) {
+		char message[TK_AEAD_MESSAGE];
+		int why = tk_aead_load(message);
+		return why ? why : -ENOMEM;
+	}
+	struct associated associated;
+	uint8_t opened[TK_AEAD_KEY], tag[TK_AEAD_TAG];
+	int status = 0;
+	memcpy(associated.store, store, sizeof associated.store);
+	for (uint32_t at = 0; at < count && !status; at++) {
+		if (which[at].row >= slot_count) {
+			status = -EINVAL;
+			break;
+		}
+		const struct slot *slot = (const struct slot *)slots + which[at].row;
+		associated.number = which[at].number;
+		memcpy(associated.clear, slot->clear, sizeof associated.clear);
+		memcpy(tag, slot->tag, sizeof tag);
+		status = aead_begin(aead, 1, at ? NULL : key, slot->nonce, &associated, sizeof associated);
+		if (!status)
+			status = aead_step(aead, opened, slot->key, sizeof opened);
+		if (!status) {
+			int end = aead_end(aead, tag);
+			authentic[at] = !end;
+			status = end == -EBADMSG ? 0 : end;
+		}
+	}
+	wipe(opened, sizeof opened);
+	aead_close(aead);
+	return status;
+}

@@ -1,0 +1,47 @@
+"""Slots of a keyring, looked at in batches by the C core (`wrapped_keys.c`).
+
+What it doesn't do: say what a slot means, which `kvstore.sealing.slots` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nic_offload import aead
+from nic_offload._core import ffi, lib
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["BROKEN", "CLEAR_BYTES", "FREE", "SLOT_BYTES", "STORE_BYTES", "are_authentic", "look_at"]
+
+SLOT_BYTES: int = lib.TK_SLOT
+CLEAR_BYTES: int = lib.TK_SLOT_CLEAR
+STORE_BYTES: int = lib.TK_SLOT_STORE
+FREE: int = lib.TK_SLOT_FREE
+WHOLE: int = lib.TK_SLOT_WHOLE
+BROKEN: int = lib.TK_SLOT_BROKEN
+
+
+def look_at(slots: Buffer) -> bytearray:
+    """Tell of each slot whether it is zeros (FREE), has the right CRC32C (WHOLE) or another (BROKEN)."""
+    view = ffi.from_buffer(slots)
+    assert len(view) % SLOT_BYTES == 0, len(view)
+    answers = bytearray(len(view) // SLOT_BYTES)
+    lib.tk_slots_look(view, len(answers), ffi.from_buffer(answers))
+    return answers
+
+
+def are_authentic(key: Buffer, store: bytes, slots: Buffer, which: Buffer) -> bytearray:
+    """Tell of some of these slots whether this key wraps the one in it: 1 or 0.
+
+    `which` has two u32 for each: where it lies among them, and its number in the keyring.
+    """
+    keyed, view = ffi.from_buffer(key), ffi.from_buffer(slots)
+    asked = ffi.from_buffer("struct tk_slot_at[]", which)
+    assert (len(keyed), len(store)) == (aead.KEY_BYTES, STORE_BYTES)
+    authentic = bytearray(len(asked))
+    count = len(view) // SLOT_BYTES
+    answers = ffi.from_buffer(authentic)
+    aead.check(lib.tk_slots_authentic(keyed, store, view, count, asked, len(asked), answers))
+    return authentic
