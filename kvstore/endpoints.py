@@ -114,7 +114,7 @@ def source_towards(ip: Ip) -> Ip | None:
 
 
 def interface_addresses() -> tuple[Ip, ...]:
-    """Of this machine's interfaces that are up, loopback aside: the first of each family that others can use."""
+    """Return the first usable address of each family among this machine's interfaces that are up, without loopback."""
     names = []
     found: list[Ip] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 class Caller:
-    """Of one connection; closed when its endpoint is."""
+    """Calls over a connection; closed when its endpoint is."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Counter(Handle):
         return bool(lib.tk_counter_failed(self.handle))
 
     def value(self) -> int:
-        """What it has counted to."""
+        """Its count."""
         out = ffi.new("uint64_t *")
         self._check(lib.tk_counter_read(self.handle, out), "Reading a counter")
         return int(out[0])

@@ -68,7 +68,7 @@ class Written(NamedTuple):
 
 
 class Lane:
-    """Of one fabric and one drive, and closed with the fabric."""
+    """The lane of a fabric and a drive; closed with the fabric."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Lane:
 
 
 class Lanes:
-    """Those of a store's drives, in their order; None: the drive has none."""
+    """The lanes of a store's drives, in their order; None for a drive without one."""
 
     def __init__(self, lanes: Sequence[Lane | None], homes: bytes) -> None:
         """`homes` has the position of each lot's drive."""

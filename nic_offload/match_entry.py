@@ -92,7 +92,7 @@ class Entry:
 
     @property
     def row(self) -> int:
-        """Of the ledger; its void row once the entry has left the table."""
+        """Its row of the ledger; the void row once the entry has left the table."""
         return self.stamp & ROW_MASK
 
     def leave(self) -> int:
@@ -128,7 +128,7 @@ class Entry:
 
     @property
     def pattern(self) -> Pattern:
-        """What it matches, put together again. A guard's bindings are the 5-tuples it lets pass."""
+        """Return its pattern, put together again. A guard's bindings are the 5-tuples that it lets pass."""
         values: list[Any] = [None] * _FIELDS
         mask, conditions = self.plan.mask, self.plan.conditions or ()
         for (index, shift), value in zip(mask, _parts(mask, self.key), strict=True):

@@ -29,7 +29,7 @@ assert _PIECE.size == ffi.sizeof("struct tk_piece")
 
 
 class Pieces:
-    """Of one block. The memory goes when neither this object nor a put of the fabric's has it."""
+    """The pieces of a block. Their memory is freed when neither this object nor a put of the fabric uses it."""
 
     def __init__(self, regions: Sequence[Region], rows: Buffer, *, handles: Any = None) -> None:
         """`rows` has 16 bytes for each piece: which of the regions it is in (4), its length (4), its offset (8)."""

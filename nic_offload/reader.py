@@ -55,7 +55,7 @@ class Reading(NamedTuple):
 
 
 class Reader:
-    """Of one fabric and one drive, and closed with the fabric."""
+    """The reader of a fabric and a drive; closed with the fabric."""
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class State(NamedTuple):
 
 
 class Receiver:
-    """Of one connection; closed when its endpoint is."""
+    """Receives the puts of a connection; closed when its endpoint is."""
 
     def __init__(
         self,

@@ -221,7 +221,7 @@ class KvRequester:
         return Finished(user, moved_bytes)
 
     def statistics(self) -> Statistics:
-        """Counts so far, and what there is now."""
+        """Return the counts so far, and the current state."""
         return replace(
             self._counts,
             users=len(self._catalogue),

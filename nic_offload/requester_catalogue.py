@@ -29,7 +29,7 @@ KEY_BYTES_MAX = 64
 
 
 class User(NamedTuple):
-    """Whose KV it is."""
+    """The user whose KV it is."""
 
     tenant: str
     user: str

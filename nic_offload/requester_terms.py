@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Fetcher(Protocol):
-    """Who issues gets: the one seam."""
+    """Issues gets: the one seam."""
 
     def issue(self, user: User, extents: Sequence[Extent]) -> Hashable:
         """Begin to get these, all on one node; returns a ticket. A KvError means that none was begun.
@@ -120,7 +120,7 @@ class Placement(NamedTuple):
 
 @dataclass(slots=True)
 class Statistics:
-    """Counts since the beginning, and what there is now."""
+    """Counts since the start, and the current state."""
 
     users: int = 0
     extents: int = 0

@@ -89,14 +89,14 @@ class Line(enum.Enum):
 
 
 class _Tenant:
-    """Whose turn it is within a tenant."""
+    """The turns of the users of a tenant."""
 
     def __init__(self, quantum_bytes: int) -> None:
         self.lines: dict[Line, Turns[User]] = {line: Turns(quantum_bytes) for line in Line}
 
     @property
     def turns(self) -> Turns[User]:
-        """Those of the urgent users while any of them can be served."""
+        """Return the turns of urgent users if any of them can be served, else of those served ahead of time."""
         urgent = self.lines[Line.URGENT]
         return urgent if len(urgent) else self.lines[Line.AHEAD]
 

@@ -141,7 +141,7 @@ class GrantedPut(NamedTuple):
 
 
 class Sender:
-    """Of one connection; closed when its endpoint is."""
+    """Sends puts over a connection; closed when its endpoint is."""
 
     def __init__(
         self,

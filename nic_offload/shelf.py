@@ -59,7 +59,7 @@ class Served(NamedTuple):
 
 
 class Shelf:
-    """Of one fabric, and closed with it."""
+    """The shelf of a fabric; closed with it."""
 
     def __init__(self, fabric: Fabric, region: Region) -> None:
         out = ffi.new("struct tk_shelf **")

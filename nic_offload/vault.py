@@ -149,7 +149,7 @@ def _has_key(what: str, code: int) -> bool:
 
 
 class RecordCipher:
-    """Of one opening of a drive."""
+    """The cipher of one opening of a drive."""
 
     def __init__(self, vault: Vault, secret: Buffer, salt: bytes, drive: bytes) -> None:
         """`secret`, the key of headers' tags, is used where it lies; `salt` must be new and random."""

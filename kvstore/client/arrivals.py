@@ -428,7 +428,7 @@ class Arrivals(Handle):
 
 
 def _owner(entry: Entry, request: Request) -> User | None:
-    """Whose KV the entry points to."""
+    """Return the user whose KV the entry points to."""
     parts = [unquote(part) for part in entry.sessions_of(request).split("/")]
     return User(*parts) if len(parts) == len(User._fields) and parts[0] == request.tenant else None
 

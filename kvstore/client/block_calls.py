@@ -165,7 +165,7 @@ class BlockCalls:
         return self.delete_told(keys, durability=durability).found
 
     def delete_told(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> Deleted:
-        """As `Client.delete`; and what the node says of itself meanwhile."""
+        """Like `Client.delete`; also returns what the node reports of itself."""
         check_keys(keys)
         found: list[bool] = []
         digests, nodes = set[int](), set[str]()

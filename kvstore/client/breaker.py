@@ -28,7 +28,7 @@ __all__ = ["Breaker"]
 
 
 class Breaker:
-    """Of one node. Any thread."""
+    """The circuit breaker of a node. Safe to use from any thread."""
 
     def __init__(self, clock: Clock, late_ms: int = BREAKER_LATE_MS) -> None:
         self._clock = clock

@@ -38,7 +38,7 @@ __all__ = ["Asking", "Reserving"]
 
 
 class Reserving(NamedTuple):
-    """What slots are asked for."""
+    """A request for slots."""
 
     blocks: Sequence[Block]
     words: Sequence[int]  # of acknowledgement, one for each block
@@ -50,7 +50,7 @@ class Reserving(NamedTuple):
 
 
 class Asking:
-    """Of one client. Any thread."""
+    """The routes of a client's calls. Safe to use from any thread."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class _Answer(Protocol):
 
     @property
     def digests(self) -> set[int]:
-        """Of the maps that it has gone by; 0: it is in no cluster."""
+        """Return the digests of the maps that it has used; 0 stands for no cluster."""
         ...
 
     @property
@@ -53,7 +53,7 @@ A = TypeVar("A", bound=_Answer)
 
 
 class Removals:
-    """Of one client. Any thread."""
+    """A client's removals. Safe to use from any thread."""
 
     def __init__(
         self, nodes: Nodes, each: Callable[..., Mapping[str, Any]], closing: threading.Event, clock: Clock

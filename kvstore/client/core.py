@@ -59,7 +59,7 @@ def _spans(provider: TracerProvider, target: str) -> ClientSpans:
 
 
 class Core(Handle):
-    """Of one client. Any thread."""
+    """The core of a client. Safe to use from any thread."""
 
     def __init__(
         self,

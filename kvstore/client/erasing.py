@@ -38,7 +38,7 @@ class Erasure:
 
 
 class Erased(NamedTuple):
-    """The same, and what the node says of itself meanwhile."""
+    """Like the above; also returns what the node reports of itself."""
 
     erasure: Erasure
     digests: set[int]  # of its map; 0: it is in no cluster

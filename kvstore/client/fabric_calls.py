@@ -51,7 +51,7 @@ MEMORY_BYTES = _ANSWERS_BYTES + CALL_PLACES * CALL_BYTES  # answers first, then 
 
 
 class FabricCalls:
-    """Of one link. All methods are called with the client's lock held."""
+    """The calls over a link. All methods are called with the client's lock held."""
 
     def __init__(
         self, client: Host, link: Link, area: CallArea, region: Region, memory: mmap.mmap, start: int

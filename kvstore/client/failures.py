@@ -26,7 +26,7 @@ Told: TypeAlias = "Callable[[KvError | None], None]"
 
 
 class Failures:
-    """Of one link. All methods are called with the client's lock held."""
+    """The failures of a link. All methods are called with the client's lock held."""
 
     def __init__(self, client: Host, link: Link, stub: KvStoreStub) -> None:
         self._client = client

@@ -170,7 +170,7 @@ class Get:
         )
 
     def wanted(self) -> list[int]:
-        """Of each block the address where it is wanted in our own memory, and its pieces' pointer, or 0."""
+        """Return for each block the address in our memory at which it is wanted, and its pieces' pointer, or 0."""
         return [
             number
             for block in self._blocks
@@ -181,7 +181,7 @@ class Get:
         ]
 
     def scattered(self) -> list[bool]:
-        """Of each block whether it is in its pieces, after `wait`; the others that are hits are in their region."""
+        """Return for each block whether it is in its pieces, after `wait`; other hits are in their region."""
         return [code == _SCATTERED for code in self.group.codes(len(self._blocks))]
 
     def _named(self) -> Iterable[tuple[Block, Region]]:

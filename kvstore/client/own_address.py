@@ -51,7 +51,7 @@ _GRACE_S = FABRIC_GRACE_MS / 1000
 
 
 class OwnSide:
-    """Of one client. Any thread, one at a time."""
+    """The address of a client's side. Safe to use from any thread, one at a time."""
 
     def __init__(self, reach: Reach) -> None:
         self._target = reach.node
@@ -82,7 +82,7 @@ class OwnSide:
         return Fabric(provider, address=address)
 
     def _wildcard(self) -> str:
-        """That of IPv4 for a node that can have no other; else that of both, for a name may lead to either."""
+        """Return the wildcard of IPv4 if the node has such an address, else of both: a name may lead to either."""
         with suppress(ValueError):
             if ip_of(split_target(self._target)[0]).version == 4:  # noqa: PLR2004 - the protocol's own number
                 return "0.0.0.0"  # noqa: S104

@@ -38,7 +38,7 @@ class _Repair(NamedTuple):
 
 
 class Repairs:
-    """Of one client; a thread of its own from the first one on. Any thread."""
+    """A client's repairs, in a thread that starts with the first one. Safe to use from any thread."""
 
     def __init__(self, at: Callable[[str], Client]) -> None:
         self._at = at

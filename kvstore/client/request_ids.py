@@ -88,7 +88,7 @@ class Asked:
 
 
 class ClientLookups:
-    """Of one client. Any thread."""
+    """A client's look-ups. Safe to use from any thread."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -129,7 +129,7 @@ class AnyHome:
     """The view of a client that was given one node: it uses that node, whatever a map says."""
 
     def revision(self) -> int:
-        """Of the map that it goes by; 0: by none."""
+        """The revision of the map in use; 0 if there is none."""
         return 0
 
     def is_here(self, user: str) -> bool:

@@ -48,7 +48,7 @@ _CLOCK: Final = SystemClock()
 
 
 class ClientSpans:
-    """Of one client. Any thread."""
+    """A client's spans. Safe to use from any thread."""
 
     def __init__(self, provider: trace.TracerProvider, target: str) -> None:
         self.tracer = provider.get_tracer("kvstore", VERSION)

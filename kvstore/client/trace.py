@@ -59,7 +59,7 @@ class Trace(NamedTuple):
 
 
 class Notes:
-    """Of one session, in one process. Any thread."""
+    """A process's notes on a session. Safe to use from any thread."""
 
     def __init__(self, user: str, session: str, clock: Clock, follower: Follower | None = None) -> None:
         self.user = user
@@ -159,7 +159,7 @@ def _thresholds(low: int, high: int) -> str:
 
 
 def _firings(blocks: Sequence[Block], results: Sequence[PutResult]) -> Iterator[Seen]:
-    """What there is to say of each threshold that fired."""
+    """Yield what was seen of each threshold that fired."""
     for one in firings(blocks, results):
         told = [_thresholds(one.low, one.high)]
         if one.failed:

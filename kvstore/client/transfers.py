@@ -54,7 +54,7 @@ _EXPIRES = "The time at which a block expires"
 
 
 class Transfers:
-    """Of one client. Any thread."""
+    """A client's transfers. Safe to use from any thread."""
 
     def __init__(self, core: Core) -> None:
         self._core = core

@@ -71,7 +71,7 @@ class EtcdReach:
         return b"/triggerkv/%s.gone/" % self.cluster.encode()
 
     def pem(self) -> tuple[bytes | None, bytes | None, bytes | None] | None:
-        """Who signed etcd's certificate, our key and our certificate; None without TLS."""
+        """Return the CA of etcd's certificate, our key and our certificate; None without TLS."""
         if self.ca is None:
             return None
         key = None if self.key is None else _read(self.key)

@@ -108,7 +108,7 @@ class Map:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Of its members."""
+        """The names of its members."""
         return frozenset(one.name for one in self.members)
 
     @cached_property

@@ -53,7 +53,7 @@ def digest_of(members: Iterable[Member], lease_of: Mapping[str, int], absent: It
 
 
 class _Etcd(Protocol):
-    """What it asks of etcd; the tests have one without processes."""
+    """The calls to etcd; tests have one without processes."""
 
     reach: EtcdReach
 
@@ -81,7 +81,7 @@ class _Etcd(Protocol):
 
 
 class Membership:
-    """Of one node, in its event loop."""
+    """A node's membership. Used in its event loop only."""
 
     def __init__(self, etcd: _Etcd, clock: Clock) -> None:
         self._etcd, self._clock = etcd, clock

@@ -45,14 +45,14 @@ _NEVER = -(1 << 62)
 
 
 class Term(NamedTuple):
-    """That the node may order a lot's sessions, and in which epoch."""
+    """An epoch in which a node orders the sessions of a lot."""
 
     lot: int
     epoch: int
 
 
 class _Record(NamedTuple):
-    """Of a lot, in etcd."""
+    """The record of a lot in etcd."""
 
     node: str
     lease: int
@@ -70,7 +70,7 @@ class _Etcd(Protocol):
 
 
 class Primacy:
-    """Of one node, in its event loop."""
+    """The lots in which a node orders sessions. Used in its event loop only."""
 
     def __init__(self, etcd: _Etcd, clock: Clock) -> None:
         self._etcd, self._clock = etcd, clock
@@ -128,7 +128,7 @@ class Primacy:
         return Term(lot, epoch)
 
     async def check(self, term: Term, tenant: str, user: str) -> None:
-        """That a step which is done was done in its term; DeadlineExceeded if nobody can say so any more."""
+        """Check that a completed step was done in its term; DeadlineExceeded if that is no longer known."""
         try:
             now = await self.enter(tenant, user)
         except WrongEpoch:

@@ -46,7 +46,7 @@ def parse_request(text: str) -> Request:
 
 
 def run(path: Path, request_text: str | None, *, as_json: bool) -> int:
-    """Print what there is to say; the exit status."""
+    """Print the findings; return the exit status."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -105,7 +105,7 @@ class Begun:
 
 
 class Entrance:
-    """Of one node."""
+    """The admission of a node's calls."""
 
     def __init__(self, tenants: Callable[[], int]) -> None:
         """`tenants` tells of how many the node knows."""

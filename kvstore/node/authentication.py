@@ -62,7 +62,7 @@ _REFUSALS: Final = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_
 
 
 class Door(grpc.aio.ServerInterceptor):
-    """Of one server."""
+    """The interceptor of a server that authenticates each call."""
 
     def __init__(self, gate: Gate, counters: Counters, timings: Timings) -> None:
         self._gate = gate
@@ -235,7 +235,7 @@ def _writing(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
 
 
 class _Kind(NamedTuple):
-    """Of a call's messages."""
+    """How a call's messages are decoded, and how large they may be."""
 
     decode: Callable[[bytes], Any] | None
     bytes_max: int | None  # None: as many as gRPC takes

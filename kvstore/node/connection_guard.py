@@ -132,12 +132,12 @@ class _Link(NamedTuple):
 
     @property
     def source(self) -> str:
-        """What it counts against."""
+        """The source that it counts against."""
         return source_of(self.ip)
 
 
 class Doorkeeper:
-    """Of one node. What it hears of peers and endpoints is called on its loop; the rest runs on a thread."""
+    """Guards a node's connections. Peers and endpoints are reported on the node's loop; the rest runs in a thread."""
 
     def __init__(
         self,

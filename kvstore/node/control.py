@@ -42,7 +42,7 @@ _NODE: Final = "the node"
 
 
 class ControlSocket:
-    """Of one node."""
+    """A node's control socket."""
 
     def __init__(
         self, data: Path, keys: StoreKeys, audit: Audit, clear: Callable[[], dict[int, tuple[int, str]]]

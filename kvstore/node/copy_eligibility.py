@@ -23,7 +23,7 @@ _BITS: Final = 10  # of a generation, within one row of bits
 
 
 class Sureness:
-    """Of one node."""
+    """Which blocks of a node may be copied."""
 
     def __init__(self, drives: Sequence[Drive], lease: Callable[[], int]) -> None:
         self._drives, self._lease = drives, lease

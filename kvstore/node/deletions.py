@@ -28,7 +28,7 @@ _MS = 1_000_000
 
 
 class Deletions:
-    """Of one node, since it began."""
+    """What was deleted since the node started."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -65,7 +65,7 @@ class Deletions:
 
 
 class Erasures:
-    """Of one node, since it began."""
+    """What was erased since the node started."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

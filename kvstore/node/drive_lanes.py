@@ -35,7 +35,7 @@ LANE_TAG: Final = 1 << 63  # of the lanes' events; connections have smaller ones
 
 
 class DriveLanes:
-    """Of one node. `handed` is what receivers are to use; None if no drive has a lane."""
+    """The lanes of a node. Receivers use `handed`; it is None if no drive has a lane."""
 
     def __init__(self, store: Store, fabric: Fabric) -> None:
         """Open them."""

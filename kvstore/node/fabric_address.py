@@ -101,7 +101,7 @@ def _resolved(name: str) -> tuple[Ip, ...]:
 
 
 class FabricAddress:
-    """Of one node. The loop's thread, but for `addresses`."""
+    """A node's fabric address. Used in the loop's thread only, except `addresses`."""
 
     def __init__(
         self,

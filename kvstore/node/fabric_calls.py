@@ -69,7 +69,7 @@ _ANSWERS = 2 * CALL_PLACES  # more than calls, because the fabric may be busy wi
 
 
 class CallArea:
-    """Of one connection: where its client puts calls, and where answers go from."""
+    """A connection's area for calls: where its client puts them, and the memory from which answers are sent."""
 
     def __init__(self, connection: Connection, answers_base: int, memory: HotMemory, *, shares: bool) -> None:
         self.connection = connection

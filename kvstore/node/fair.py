@@ -28,7 +28,7 @@ class Waiting(Protocol):
 
     @property
     def tenant(self) -> Hashable:
-        """Whose it is."""
+        """The tenant that it belongs to."""
         ...
 
     @property
@@ -38,7 +38,7 @@ class Waiting(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """What it costs."""
+        """How many bytes count against its turn."""
         ...
 
 

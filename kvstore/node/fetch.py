@@ -65,12 +65,12 @@ class Fetch:
 
     @property
     def name(self) -> tuple[bytes, bytes]:
-        """What it wants, as the index has it."""
+        """The name of the requested block, as in the index."""
         return self.connection.tenant, self.request.key
 
     @property
     def tenant(self) -> bytes:
-        """Whose turn it takes."""
+        """The tenant whose turn it takes."""
         return self.connection.tenant
 
     @property
@@ -80,7 +80,7 @@ class Fetch:
 
     @property
     def holder(self) -> Holder:
-        """Who holds the memory for it."""
+        """The holder of its memory."""
         return self.tenant, self.flow
 
     def __post_init__(self) -> None:

@@ -108,7 +108,7 @@ class Granted:
         return area
 
     def _choose_way(self, area: PutArea) -> None:
-        """Who has a quota has each block held against it."""
+        """Puts of a tenant with a quota are checked against it one by one, so they don't go through lanes."""
         has_quota = self._node.store.quota(area.connection.tenant).bytes_max > 0
         area.is_on_lanes = not has_quota
         area.receiver.use(None if has_quota else self._lanes.handed)

@@ -28,7 +28,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 class Heap:
-    """Of this process. One thread."""
+    """The heap of this process. Used in one thread only."""
 
     def __init__(self) -> None:
         gc.freeze()

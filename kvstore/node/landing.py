@@ -123,7 +123,7 @@ class LandedLease(NamedTuple):
 
     @property
     def tenant(self) -> bytes:
-        """Whose turn it takes."""
+        """The tenant whose turn it takes."""
         return self.connection.tenant
 
     @property
@@ -133,7 +133,7 @@ class LandedLease(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """What it costs."""
+        """How many bytes count against its turn."""
         return self.lease.length
 
 
@@ -237,11 +237,11 @@ class LeaseTable:
         self._places.take(connection.tenant)
 
     def get(self, generation: int) -> Connection | None:
-        """Whose it is, if there is such a one."""
+        """The connection that has this generation; None if none has."""
         return self._connections.get(generation)
 
     def of(self, generation: int) -> Connection:
-        """Whose it is, of one that there is."""
+        """The connection that has this generation; one must have it."""
         return self._connections[generation]
 
     def end(self, generation: int) -> Connection:

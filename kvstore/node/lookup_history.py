@@ -50,7 +50,7 @@ _ROOM_PART = 64  # one part in this many is freed at once
 
 
 class Lookups:
-    """Of one node."""
+    """The look-ups of a node."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ class Kept(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in the log."""
+        """Its size in the log."""
         return _HEAD.size + _NAMES.size + len(self.request_id) + len(self.message)
 
     def frame(self) -> bytes:

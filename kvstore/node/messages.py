@@ -25,7 +25,7 @@ __all__ = ["Messages"]
 
 
 class Messages:
-    """Of one node."""
+    """The messages of a node."""
 
     def __init__(self, tenants: Callable[[], int]) -> None:
         """`tenants` tells of how many the node knows."""

@@ -63,7 +63,7 @@ class Landed:
 
 
 class PutArea:
-    """Of one connection: the slots of its client, and the rooms that were given for what comes there."""
+    """A connection's area for puts: its client's slots, and the rooms granted for blocks that arrive there."""
 
     def __init__(self, connection: Connection, memory: HotMemory, *, shares: bool, encrypts: bool) -> None:
         """`shares`: its client may be on this machine, and have its slots mapped. `encrypts`: puts name domains."""

@@ -58,7 +58,7 @@ class _Offer:
 
 
 class Sharing:
-    """Of one node, in its loop's thread."""
+    """Shares a node's memory. Used in the loop's thread only."""
 
     def __init__(self, hot: HotMemory | None, tenants: Callable[[], int]) -> None:
         """Without the hot memory it shares slots alone. `tenants` tells of how many the node knows."""

@@ -279,7 +279,7 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
 
 
 def _member(store: Store, cluster: ClusterConfig, address: str) -> Member:
-    """What the node says of itself on the map."""
+    """Return the node's entry on the map."""
     weight = max(1, store.statistics().capacity_bytes >> 30)
     return Member(store.name, cluster.address or address, weight, VERSION, zone=cluster.zone)
 

@@ -54,7 +54,7 @@ class TakesFlags(Protocol):
 
 
 class SessionTrace:
-    """Of one session. Flags are handed to the rows of puts as they are reported, since a trace is trimmed."""
+    """The trace of a session. Since it is trimmed, flags are passed on to the rows of puts as they are reported."""
 
     __slots__ = ("_clock", "_flags", "_rows", "_seen", "name")
 
@@ -156,7 +156,7 @@ class SeenGet:
 
 
 class Traces:
-    """Of all sessions of a node."""
+    """The traces of all sessions of a node."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -33,7 +33,7 @@ _ROWS_BYTES = -(-ACK_WORDS * ROW_BYTES // PAGE_BYTES) * PAGE_BYTES
 
 
 class SharedSlots:
-    """Of one connection."""
+    """The shared slots of a connection."""
 
     def __init__(self, fabric: Fabric, slots_bytes: int) -> None:
         """NoMemory if there is no descriptor or no memory for it. `slots_bytes`: flags and slots, in whole pages."""

@@ -42,7 +42,7 @@ __all__ = ["NodeSpans"]
 
 
 class NodeSpans:
-    """Of one node. Its own thread only."""
+    """A node's spans. Used in its own thread only."""
 
     def __init__(self, provider: trace.TracerProvider, clock: Clock) -> None:
         self._tracer = provider.get_tracer("kvstore", VERSION)

@@ -29,7 +29,7 @@ _NS = 1_000_000
 
 
 class Stalled:
-    """Of one node."""
+    """Ends those connections of a node that stand still."""
 
     def __init__(self, clock: Clock, detach: Callable[[Connection], None]) -> None:
         self._clock = clock

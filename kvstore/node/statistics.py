@@ -31,7 +31,7 @@ __all__ = ["Counters", "collected"]
 
 @dataclass(slots=True)
 class Counters:
-    """Of one node."""
+    """A node's counters."""
 
     puts: int = 0
     put_bytes: int = 0

@@ -20,7 +20,7 @@ __all__ = ["Ticks"]
 
 
 class Ticks:
-    """Of one node."""
+    """A node's ticks."""
 
     def __init__(self, node: Node, tick: Callable[[], None]) -> None:
         self._node = node

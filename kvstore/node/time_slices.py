@@ -85,7 +85,7 @@ class Again:
 
 
 class Turns:
-    """Of one node's thread."""
+    """The turns of tenants in a node's thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -117,7 +117,7 @@ class PutSeen:
 
 @dataclass(slots=True)
 class Timings:
-    """Of one node."""
+    """A node's timings."""
 
     clock: Clock
     kept: dict[Durability, Histogram] = field(default_factory=dict)  # from landed to kept

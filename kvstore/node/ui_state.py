@@ -45,7 +45,7 @@ _OUTCOMES = {
 
 
 def whose(tenants: Tenants, asking: Tenant, chosen: str) -> tuple[bytes, str]:
-    """Whose puts, sessions and look-ups to show: a tenant's id and name; empty for all tenants'."""
+    """Return the id and name of the tenant whose puts, sessions and look-ups to show; both empty for all tenants."""
     if not tenants.observes(asking.name):
         if chosen not in ("", asking.name):
             raise TenantDenied(f"{asking.name} is no observer and can't see another tenant.")

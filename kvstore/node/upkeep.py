@@ -104,7 +104,7 @@ class Pace:
 
 
 class Upkeep:
-    """Of one node."""
+    """The upkeep of a node."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class Upkeep:
     def _wanting(
         self, drive: Drive, rows: Sequence[tuple[Name, Entry]], names: dict[bytes, tuple[str, int]]
     ) -> list[Block]:
-        """Those of these blocks that should be on several nodes."""
+        """Return the blocks among these that should be on several nodes."""
         now_ms, now, is_draining = self._node.clock.wall_ms(), self._membership.map, self._is_draining()
         blocks = []
         for name, entry in rows:

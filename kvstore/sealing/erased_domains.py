@@ -25,7 +25,7 @@ __all__ = ["ErasedDomains"]
 
 
 class ErasedDomains:
-    """Of one store."""
+    """The erased domains of a store."""
 
     def __init__(self, found: Iterable[tuple[bytes, bytes, int]]) -> None:
         """Begin with tenants, their domains, and when these were erased, the latest last."""

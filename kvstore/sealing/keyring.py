@@ -294,7 +294,7 @@ class Keyring(RotatingKeyring):
         return strays, unread
 
     def _destroy_rest_of(self, tenant: bytes) -> list[Erased]:
-        """Of a tenant whose latest key is destroyed: its earlier ones and its domains'."""
+        """Destroy a tenant's earlier keys and its domains' keys; its latest key is destroyed already."""
         gone = self._gone_tenants[tenant]
         with self._keys:
             keys = self._tenants.pop(tenant, [])

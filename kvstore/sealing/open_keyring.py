@@ -151,7 +151,7 @@ class OpenKeyring(Handle):
 
     @property
     def store_uuid(self) -> bytes:
-        """Whose it is."""
+        """The store that the keyring belongs to."""
         return self._header.store_uuid
 
     def domain(self, tenant: bytes, domain: bytes) -> DomainKey | None:
@@ -255,7 +255,7 @@ class OpenKeyring(Handle):
                 aead.wipe(key)
 
     def status(self) -> KeyringStatus:
-        """What there is."""
+        """Return what the keyring holds."""
         with self._keys:
             tenants = {tenant: list(keys) for tenant, keys in self._tenants.items()}
         return status_of(self._file, self._header, self._slots, tenants)

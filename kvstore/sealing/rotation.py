@@ -38,7 +38,7 @@ class RotatingKeyring(OpenKeyring):
 
     @property
     def tenants(self) -> list[bytes]:
-        """Those that have keys."""
+        """Return the tenants that have keys."""
         with self._keys:
             return sorted(self._tenants)
 

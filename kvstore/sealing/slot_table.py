@@ -137,7 +137,7 @@ class SlotTable:
 
     @property
     def _pages(self) -> int:
-        """Of the file, as far as its slots are known."""
+        """The number of pages of the file, as far as its slots are known."""
         return HEADER_PAGES + len(self._states) // SLOTS_PER_PAGE
 
     def __len__(self) -> int:
@@ -202,7 +202,7 @@ class SlotTable:
         return number in self._met
 
     def tenant_of(self, number: int) -> bytes | None:
-        """Whose a slot is that was whole before, by its name; None if that was damaged with it."""
+        """Return the tenant of a slot that was whole before; None if its name was damaged as well."""
         (one,) = np.frombuffer(self.row(number), _ROW)
         return one["name"].tobytes()[:TENANT_BYTES] if int(one["id"]) == int(self._ids[number]) else None
 
@@ -438,7 +438,7 @@ def _apart(some: NDArray[np.intp], by: NDArray[np.uint64]) -> Iterator[tuple[int
 
 
 def _states_of(rows: _Rows, raw: bytes) -> NDArray[np.uint8]:
-    """What slots have; all that are not free are checked, so that damaged ones are known."""
+    """Return the states of slots; all that are not free are checked, so damaged ones are found."""
     looks = np.frombuffer(wrapped_keys.look_at(raw), np.uint8)
     states = np.where(rows["state"] == State.LIVE, LIVE, GONE).astype(np.uint8)
     good = np.isin(rows["state"], (State.LIVE, State.GONE)) & np.isin(rows["kind"], tuple(Kind))

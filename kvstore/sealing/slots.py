@@ -108,7 +108,7 @@ class Slot(NamedTuple):
 
     @property
     def version(self) -> int:
-        """Of a tenant's key: the highest is in use."""
+        """The version of a tenant's key; the highest is in use."""
         return int.from_bytes(self.domain[:8], "little")
 
     def gone(self, at_ms: int) -> Slot:

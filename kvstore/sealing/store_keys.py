@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreKeys:
-    """Of one store; all calls come from one thread but for `wake`."""
+    """The keys of a store. All calls come from one thread, except `wake`."""
 
     def __init__(self, keyring: Keyring) -> None:
         """Take over an open keyring."""
@@ -173,7 +173,7 @@ class StoreKeys:
 
     @property
     def mark(self) -> KeyringMark:
-        """What drives are to know of the keyring."""
+        """What drives store about the keyring."""
         return KeyringMark(self._keyring.store_key_id, self._keyring.sequence)
 
     def count_up(self) -> None:
@@ -182,7 +182,7 @@ class StoreKeys:
 
     @property
     def tenants(self) -> list[bytes]:
-        """Those that have keys."""
+        """Return the tenants that have keys."""
         return self._keyring.tenants
 
     @property

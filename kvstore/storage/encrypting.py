@@ -58,7 +58,7 @@ _LABELS_WHY: Final = "Labels of sessions may be in the index in the clear until 
 
 
 class Encrypting:
-    """Of one drive."""
+    """Encrypts what a drive has in the clear."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ def is_sealed_label(label: bytes) -> bool:
 
 
 class Labels:
-    """Those of a store."""
+    """The labels of a store's sessions."""
 
     def __init__(self, keys: Keys | None) -> None:
         self._keys = keys

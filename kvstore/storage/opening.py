@@ -99,7 +99,7 @@ def open_drives(
 def find_drives(
     bay: Bay, undo: ExitStack, without: Collection[int] = ()
 ) -> tuple[dict[int, Disk], dict[int, Superblock | StorageError | None]]:
-    """Open the disks that can be opened, to be closed by `undo`; return them, and what each drive says of itself."""
+    """Open the disks that can be opened, to be closed by `undo`; return them, and each drive's superblock or error."""
     disks: dict[int, Disk] = {}
     found: dict[int, Superblock | StorageError | None] = {}
     for number in bay.numbers():

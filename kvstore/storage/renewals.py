@@ -99,7 +99,7 @@ class Renewal:
 
 
 class Renewals:
-    """Of one drive."""
+    """The renewals of a drive."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ NO_DOMAIN: Final = bytes(16)  # its tenant's own
 
 
 class Keys(Protocol):
-    """Of all domains of a store."""
+    """The keys of all domains of a store."""
 
     vault: Vault
 

@@ -33,7 +33,7 @@ __all__ = ["SessionRewrites"]
 
 
 class SessionRewrites:
-    """Of one drive."""
+    """The session rewrites of a drive."""
 
     def __init__(self, writes: Writes, wipes: Wipes, manifests: Manifests, sessions: Sessions) -> None:
         self._writes = writes

@@ -69,7 +69,7 @@ class Lane(Protocol):
 
     @property
     def left(self) -> Ground:
-        """What it has not used of its ground."""
+        """The part of its ground that it has not used."""
         ...
 
     def seal(self) -> tuple[int, Ground]:

@@ -24,7 +24,7 @@ _KNOWN = {int(step) for step in Step}
 
 
 def machine_clock() -> bytes:
-    """Whose CLOCK_MONOTONIC our times are of: a digest of this boot of this machine; empty if it can't be told."""
+    """Return a digest of this boot of this machine, which CLOCK_MONOTONIC belongs to; empty if unknown."""
     try:
         return blake2b(_BOOT.read_bytes(), digest_size=STEP_CLOCK_BYTES).digest()
     except OSError:

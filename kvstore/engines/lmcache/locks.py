@@ -31,7 +31,7 @@ class _Lock:
 
 
 class Locks:
-    """Of one adapter."""
+    """The locks of an adapter."""
 
     def __init__(self) -> None:
         self._clock = SystemClock()

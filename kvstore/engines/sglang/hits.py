@@ -19,7 +19,7 @@ __all__ = ["Found", "usable"]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one pool."""
+    """The hits of a pool."""
 
     name: Any  # as SGLang gave it
     reach: int  # how many pages its own longest usable prefix has

@@ -20,7 +20,7 @@ __all__ = ["Moved"]
 
 
 class Moved:
-    """Of one rank. Any thread."""
+    """What a rank has moved. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._clock = SystemClock()

@@ -351,7 +351,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
 
 
 def _whole(done: Sequence[bool], pages: int) -> list[bool]:
-    """Of pages, from what is known of their pieces."""
+    """Return for each page whether all of its pieces are done."""
     pieces = len(done) // max(1, pages)
     return [all(done[page * pieces : (page + 1) * pieces]) for page in range(pages)]
 

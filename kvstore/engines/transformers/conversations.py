@@ -58,7 +58,7 @@ _BLOCK_TOKENS: Final = 64
 
 
 class Resumed(NamedTuple):
-    """What there was."""
+    """What was found of a conversation."""
 
     cache: DynamicCache  # empty if there was nothing
     tokens: int  # whose KV it holds

@@ -54,7 +54,7 @@ class Shapes:
         block_tokens: int,
         layers: Sequence[LayerShape] | None = None,
     ) -> Self:
-        """Those of a model's configuration, unless the layers are given; LayoutError for what has no plain KV."""
+        """Return the shapes of a model's configuration, unless layers are given; LayoutError if its KV is not plain."""
         text = config.get_text_config(decoder=True)
         layers = _of_config(config, text) if layers is None else layers
         layout = Layout(

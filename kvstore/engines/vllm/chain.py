@@ -20,7 +20,7 @@ __all__ = ["Chain"]
 
 
 class Chain:
-    """Of one request, in blocks of one size. What was named in another epoch has other names."""
+    """The chain of a request, in blocks of one size. Blocks that were named in another epoch have other names."""
 
     def __init__(self, request: Any, block_tokens: int, epoch: bytes = b"") -> None:
         self._request = request

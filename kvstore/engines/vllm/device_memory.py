@@ -110,7 +110,7 @@ class DeviceMemory:
                 self._pages[name] = int(cache.data_ptr()), pages
 
     def pieces(self, group: int, blocks: Sequence[int]) -> list[list[list[Run]]]:
-        """Of each block and each of its layers, the runs of the page."""
+        """Return the runs of the page, for each layer of each block."""
         of_layers = [self.runs(name, blocks) for name in self.groups[group].layer_names]
         return [
             [[Run(address, length) for address in runs[at].tolist()] for runs, length in of_layers]

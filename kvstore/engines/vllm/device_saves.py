@@ -73,7 +73,7 @@ class CopyFlag:
 
 
 class DeviceSaves(Saves):
-    """Of one worker. All calls but the thread's own come from the engine's thread."""
+    """The saves of a worker. Called from the engine's thread only, except what its own thread calls."""
 
     def __init__(self, memory: DeviceMemory, staging: mmap.mmap, sender: Sender, flag: CopyFlag) -> None:
         super().__init__(memory, staging, sender)

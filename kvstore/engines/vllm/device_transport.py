@@ -53,7 +53,7 @@ class _Window:
 
 
 class DeviceTransport:
-    """Of one worker."""
+    """The device transport of a worker."""
 
     def __init__(
         self,

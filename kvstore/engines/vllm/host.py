@@ -45,7 +45,7 @@ _BATCH = 256
 
 
 class State(enum.Enum):
-    """Of a key."""
+    """The state of a key."""
 
     UNKNOWN = "unknown"  # until the node has been asked
     ABSENT = "absent"

@@ -49,7 +49,7 @@ class Loaded:
 
 
 class Loads:
-    """Of one worker."""
+    """The loads of a worker."""
 
     def __init__(self, transport: Transport, memory: KvMemory | DeviceMemory, timeout_s: float) -> None:
         self._transport, self._memory, self._timeout_s = transport, memory, timeout_s

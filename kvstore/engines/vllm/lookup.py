@@ -31,7 +31,7 @@ _WINDOW_STEPS = 8  # shorter lengths tried where a window has gaps
 
 
 class Lookups:
-    """Of one engine's scheduler."""
+    """The look-ups of an engine's scheduler."""
 
     def __init__(self, client: Store, identity: Identity, timeout_s: float) -> None:
         self._client, self._timeout_s = client, timeout_s

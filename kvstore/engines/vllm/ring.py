@@ -10,7 +10,7 @@ __all__ = ["Ring"]
 
 
 class Ring:
-    """Of so many bytes."""
+    """A ring of a number of bytes."""
 
     def __init__(self, size: int) -> None:
         self._size = size

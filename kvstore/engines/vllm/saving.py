@@ -67,7 +67,10 @@ class Sent(Protocol):
     """Objects that no longer need their memory, and may not have been answered for yet."""
 
     def outcome(self, wait_s: float) -> list[bool | None] | None:
-        """Of each object: True if it was sent and is stored, None if it was there, False if it failed; or not yet."""
+        """Return for each object True if it was sent and stored, None if it was there, False if it failed.
+
+        None in place of the list: not all outcomes are known within `wait_s`.
+        """
         ...
 
 
@@ -92,7 +95,7 @@ class Batch:
 
 
 class Saves:
-    """Of one worker. All calls but the thread's own come from the engine's thread."""
+    """The saves of a worker. Called from the engine's thread only, except what its own thread calls."""
 
     def __init__(self, memory: KvMemory | DeviceMemory, staging: mmap.mmap, sender: Sender) -> None:
         self._memory, self._sender = memory, sender

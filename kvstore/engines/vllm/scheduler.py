@@ -56,7 +56,7 @@ class _Request:
 
 
 class Scheduling:
-    """Of one engine."""
+    """The connector's part in an engine's scheduler."""
 
     def __init__(
         self,

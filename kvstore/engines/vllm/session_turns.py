@@ -56,7 +56,7 @@ def domain_named(request: Any, default: bytes) -> bytes:
 
 
 class Turns:
-    """Of one engine's scheduler."""
+    """The turns of sessions, in an engine's scheduler."""
 
     def __init__(self, client: Client | ClusterClient, groups: Sequence[Group], domain: bytes) -> None:
         """`domain` is that of requests that name none."""

@@ -43,6 +43,6 @@ class Settings(EngineSettings):
 
 @dataclass(frozen=True, slots=True)
 class TierSettings(EngineSettings):
-    """Of a tier of vLLM's multi-tier offloading: a request waits for its look-ups."""
+    """The settings of a tier of vLLM's multi-tier offloading, in which a request waits for its look-ups."""
 
     lookup_timeout_ms: int = 200

@@ -69,7 +69,7 @@ _COUNTS = {
 
 @dataclass(slots=True)
 class _Seen:
-    """Of a request, until it is preempted or over."""
+    """What is known of a request, until it is preempted or over."""
 
     asked_ns: int  # when it began to wait for the node's answers
     brought: set[bytes] = field(default_factory=set)  # what has arrived for it
@@ -366,7 +366,7 @@ def _form(spec: Any, size: int) -> bytes:
 
 
 def _parted(keys: Sequence[bytes], whole: Sequence[bool]) -> tuple[list[bytes], list[bytes]]:
-    """Those of which it is true, and the others."""
+    """Split keys into those that are whole, and the others."""
     pairs = list(zip(keys, whole, strict=True))
     return [key for key, is_whole in pairs if is_whole], [key for key, is_whole in pairs if not is_whole]
 

@@ -34,7 +34,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the 
 
 
 class Working:
-    """Of one worker."""
+    """The connector's part in a worker."""
 
     def __init__(
         self,
