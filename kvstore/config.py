@@ -141,7 +141,7 @@ class ClusterConfig(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """What `kvstore serve` was asked to do."""
+    """The settings of `kvstore serve`."""
 
     data: Path  # the folder with the indexes and, unless `drives` are given, the only drive's file
     drives: tuple[DriveSpec, ...] = ()  # to be used beside those that the folder has

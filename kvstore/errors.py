@@ -154,7 +154,7 @@ class NotRegistered(UsageError):
 
 
 class Closed(UsageError):
-    """What is called has been closed."""
+    """The object has been closed."""
 
 
 class ProtocolError(KvError):

@@ -68,7 +68,7 @@ def _number(text: str) -> int:
 
 
 class Option(NamedTuple):
-    """One thing that a node can be told. `read` makes of a text what the node takes."""
+    """A setting of the node. `read` converts its text."""
 
     name: str
     help: str
@@ -379,7 +379,7 @@ def _one_of_file(option: Option, value: Any, where: str, folder: Path) -> Any:
 
 
 def settings(arguments: argparse.Namespace) -> Settings:
-    """What the command line, the environment and the file say, and by default."""
+    """The values of the command line, the environment and the file, with defaults."""
     named = arguments.config or environment(_FILE_VARIABLE)
     file = Path(named) if named else None
     of_file = {} if file is None else read_file(file)

@@ -112,7 +112,7 @@ class Carrier(Handle):
     # --- what is there
 
     def present(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
-        """Say of each block, a key and its length, whether it could be got. Of a length of 0, any will do."""
+        """Return for each block, a key and its length, whether a get would find it. A length of 0 matches any."""
         names = [
             (number, key, size)
             for number, (block, length) in enumerate(blocks)
@@ -135,7 +135,7 @@ class Carrier(Handle):
         return here
 
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
-        """Say how long stored objects are; 0 for one that is not there. Of a block in parts it is that of the first."""
+        """Return the lengths of stored objects; 0 for a missing one. For a block in parts, that of the first part."""
         try:
             answers = self._client.exists(list(map(self._named, keys)), timeout_s=self._lookup_s)
         except KvError as error:
@@ -283,7 +283,7 @@ class Carrier(Handle):
         return max(0.0, (until_ns - self._clock.monotonic_ns()) / 1e9)
 
     def close(self) -> None:
-        """Let the memory and the client go."""
+        """Release the memory and the client."""
         areas, self._areas = self._areas, []
         self._client.close()  # first: it ends whatever still uses the memory
         for area in areas:

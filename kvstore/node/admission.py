@@ -97,7 +97,7 @@ class Begun:
                 error = raised
 
     def over(self) -> None:
-        """Let the tenant's next call begin, if this one counts."""
+        """Admit the tenant's next call, if this one counts."""
         if self._over is not None:
             self._next.cancel()
             over, self._over = self._over, None

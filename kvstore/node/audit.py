@@ -158,7 +158,7 @@ def _tenant(name: str) -> str:
 
 
 def _source(peer: str) -> str:
-    """What of a peer stays the same when it connects again, from whichever of its addresses."""
+    """The part of a peer's address that stays the same when it connects again."""
     host, ip = peer.rpartition(":")[0], ip_of_peer(peer)
     if ip is None and host.startswith(_HTTP):
         ip = ip_of(host.removeprefix(_HTTP).partition("%")[0])

@@ -169,7 +169,7 @@ class Door(grpc.aio.ServerInterceptor):
             raise Overloaded("The tenant's share of unread answers is used up; read them first.")
 
     def _lend(self, who: str | None, length: int, context: Context) -> None:
-        """Let an answer lie here until its caller has taken it; Overloaded if it is large and too many do."""
+        """Keep an answer until its caller has taken it; Overloaded if it is large and too many are kept."""
         if length > INLINE_CHUNK_BYTES:  # of a smaller one, what it says has been done
             self._refuse_more_answers(who, length)
         size_bytes = max(length, DOOR_ANSWER_BYTES_MIN)

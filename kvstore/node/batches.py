@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class BatchesService:
-    """One node's. It reads and makes the messages with blocks in them by itself."""
+    """The node's service for batches. It decodes and encodes messages with blocks itself."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
@@ -114,7 +114,7 @@ class BatchesService:
 
 
 def add_batches(server: grpc.aio.Server, node: Node, gate: Gate) -> None:
-    """Let a server answer these calls, with messages as they come."""
+    """Register these calls with a server, with messages as raw bytes."""
     service = BatchesService(node, gate)
     handlers: dict[str, Any] = {
         "PutBatch": grpc.stream_stream_rpc_method_handler(service.PutBatch),
@@ -154,7 +154,7 @@ class _Filling:
 
 
 class _Puts:
-    """One stream of puts."""
+    """A stream of puts."""
 
     def __init__(self, node: Node, context: Context, tenant: Tenant, first: PutMessage) -> None:
         self._store = node.store
@@ -179,7 +179,7 @@ class _Puts:
         self._turn = Turn(node.turns, tenant.id, 2)  # ends of puts cost others as much again
 
     async def take(self, message: PutMessage) -> None:
-        """Take what a message brings; of many blocks a few in each turn."""
+        """Process a message; many blocks over several turns."""
         try:
             for name, chunk in message.parts():
                 check_chunk(len(chunk))
@@ -343,7 +343,7 @@ class _Puts:
 
 
 class _Gets:
-    """One stream of gets."""
+    """A stream of gets."""
 
     def __init__(self, node: Node, context: Context, tenant: Tenant) -> None:
         self._inline: InlineBlocks = node.inline

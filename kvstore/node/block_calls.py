@@ -36,14 +36,14 @@ __all__ = ["BlocksService"]
 
 
 class BlocksService(blocks_pb2_grpc.BlocksServicer):
-    """One node's."""
+    """The node's service for blocks."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
         self._gate = gate
 
     async def Exists(self, request: pb.ExistsRequest, context: Context) -> pb.ExistsResponse:  # noqa: N802 - the proto's name
-        """Say of each block whether it could be got."""
+        """Return for each block whether a get would find it."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("exists", context, request.tenant, len(request.blocks))
             check_keys([block.key for block in request.blocks])
@@ -65,7 +65,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         raise AssertionError
 
     async def Prefix(self, request: pb.PrefixRequest, context: Context) -> pb.PrefixResponse:  # noqa: N802
-        """Say how many blocks could be got without a gap."""
+        """Return how many blocks a get would find before the first miss."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("prefix", context, request.tenant, len(request.keys))
             check_keys(request.keys)
@@ -148,7 +148,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             upkeep.waited.cancel(names)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: N802
-        """Say where blocks are, or how they went."""
+        """Explain where blocks are, or why they are gone."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("explain", context, request.tenant, len(request.keys))
             check_keys(request.keys)

@@ -22,7 +22,7 @@ __all__ = ["ClusterService"]
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
-    """One node's."""
+    """The node's service for the map of its cluster."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node, self._gate = node, gate

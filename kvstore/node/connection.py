@@ -116,7 +116,7 @@ def check_generation(generation: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AckArea:
-    """Where a client's acknowledgement words are."""
+    """The location of a client's acknowledgement words."""
 
     base: int
     key: int
@@ -149,7 +149,7 @@ class BlockRequest:
 
 
 class Connection:
-    """One attached client."""
+    """An attached client."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ class Connection:
         return leases
 
     def item(self, lease: Lease, crc32c: int) -> PutItem:
-        """What is to be stored of a lease whose block has landed."""
+        """Return what to store for a lease whose block has landed."""
         return PutItem(
             tenant=self.tenant,
             key=lease.key,

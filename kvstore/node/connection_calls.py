@@ -77,7 +77,7 @@ def _note_leases(
     began_ns: int,
     told: HasMetadata,
 ) -> None:
-    """Let the session's trace and the spans have what a call has leased."""
+    """Pass the leases of a call on to the session's trace and the spans."""
     node.traces.leased(node.traces.hear(told, connection.tenant), leases)
     parent = None if node.spans is None else node.spans.parent_of(told)
     if node.spans is not None and parent is not None:

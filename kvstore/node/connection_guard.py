@@ -88,7 +88,7 @@ T = TypeVar("T")
 
 
 def source_of(ip: Ip) -> str:
-    """What a caller can't change at no cost: its IPv4 address, or the /64 of its IPv6 one."""
+    """The part of an address that a caller can't change at no cost: an IPv4 address, or the /64 of an IPv6 one."""
     return str(ip) if ip.version == _IPV4 else str(ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
 
 
@@ -121,7 +121,7 @@ def packet_filter(sources: Iterable[str]) -> bytes:
 
 
 class _Link(NamedTuple):
-    """One connection that somebody has to a port of ours."""
+    """A connection to one of our ports."""
 
     fd: int
     name: str  # of the socket, as the kernel lists it
@@ -198,7 +198,7 @@ class Doorkeeper:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -235,7 +235,7 @@ class Doorkeeper:
         self._flooding.append(peer)
 
     def expects(self, port: int, client: Ip) -> None:
-        """Let nobody but this client stay at an endpoint's port, until it is closed."""
+        """Allow only this client at an endpoint's port, until the endpoint is closed."""
         self._fabric[port] = client
         self._expects_more = True
 
@@ -275,7 +275,7 @@ class Doorkeeper:
         return bool(self._unproved or heard or self._barred or self._expects_more)
 
     def look(self) -> None:
-        """Look at all sockets once, and hang up on those that are not to stay."""
+        """Look at all sockets once, and close those that are not allowed to stay."""
         now_ns = self._clock.monotonic_ns()
         self._unproved, self._expects_more = 0, False
         expected = list(self._fabric)

@@ -18,7 +18,7 @@ _PR_SET_DUMPABLE = 4
 
 
 def keep_out_of_dumps() -> None:
-    """Have this process not dumped; where the kernel refuses, say so and go on."""
+    """Exclude this process from core dumps; if the kernel refuses, log it and go on."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):

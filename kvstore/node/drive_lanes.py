@@ -54,31 +54,31 @@ class DriveLanes:
         return sum(lane.begun for _, lane in self._pairs) != self._known
 
     def heard(self, by_lane: Mapping[int, Sequence[PutItem]], done: PutsDone) -> None:
-        """Tell the drives what their lanes write, by the lanes' numbers; each block is reported like any other put."""
+        """Report to the drives what their lanes write, by the lanes' numbers; each block ends like any other put."""
         self._idle_ticks = 0
         for number, items in by_lane.items():
             self._known += len(items)
             self._drives[number - 1].puts.under_way(items, done)
 
     def take(self) -> Iterator[tuple[Drive, list[Written]]]:
-        """Take what has ended, each drive's in the order of generations."""
+        """Take the records that have ended, each drive's in the order of generations."""
         for drive, lane in self._pairs:
             while rows := lane.take():
                 yield drive, rows
 
     def lend(self) -> None:
-        """Let the lanes have ground for a client that puts, as far as they need it."""
+        """Give the lanes ground for a client that puts, as far as they need it."""
         self._idle_ticks = 0
         self.renew()
 
     def renew(self) -> None:
-        """Let those that have been used of late have ground, as far as they need it."""
+        """Give ground to lanes that were used recently, as far as they need it."""
         if self._idle_ticks < ROOMS_IDLE_TICKS:
             for drive, _ in self._pairs:
                 drive.lend()
 
     def tick(self) -> None:
-        """Take back what nobody has used for a while."""
+        """Take back ground that has not been used for a while."""
         self._idle_ticks += 1
         if self._idle_ticks == ROOMS_IDLE_TICKS:
             for drive, _ in self._pairs:

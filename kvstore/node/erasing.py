@@ -63,7 +63,7 @@ __all__ = ["ErasingService"]
 
 
 class ErasingService(erasing_pb2_grpc.ErasingServicer):
-    """One node's."""
+    """The node's service for erasures."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
@@ -147,7 +147,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
 
 
 class _Erasure:
-    """One that is under way, and what it has come to."""
+    """An erasure that is under way, and its result so far."""
 
     def __init__(self, node: Node, tenant: bytes) -> None:
         self._node = node

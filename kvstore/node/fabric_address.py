@@ -133,7 +133,7 @@ class FabricAddress:
         return max(1, min(CLIENTS_MAX, ports, (descriptors - DESCRIPTORS_KEPT) // DESCRIPTORS_OF_CLIENT))
 
     def fabric_opens_at(self, provider: str) -> str | None:
-        """What the node's fabric is opened with."""
+        """The arguments with which the node's fabric is opened."""
         if provider in WITHOUT_IP:
             return self._told
         if self._told is None and not self._listens.is_unspecified:

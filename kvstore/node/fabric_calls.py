@@ -225,7 +225,7 @@ class FabricCalls:
         return event.tag in self._watched
 
     def served(self) -> None:
-        """Take note of what was answered without us."""
+        """Process calls that the C core has answered by itself."""
         for served in self._node.hot.shelf.served():
             connection = self._node.find(served.desk)
             if connection is not None:

@@ -47,7 +47,7 @@ Holder: TypeAlias = "tuple[Hashable, Hashable]"  # a tenant and a connection of 
 
 
 class _Line(Generic[T]):
-    """One tenant's."""
+    """The queue of one tenant."""
 
     __slots__ = ("credit_bytes", "flows", "in_turn")
 
@@ -75,7 +75,7 @@ class FairQueue(Generic[T]):
         return self._places.left(tenant)
 
     def add(self, things: Iterable[T]) -> None:
-        """Let things wait, behind those of their connection."""
+        """Queue items, behind those of their connection."""
         counts: dict[Hashable, int] = {}
         for thing in things:
             self._flow(thing).append(thing)
@@ -89,13 +89,13 @@ class FairQueue(Generic[T]):
             self._places.take(tenant, more)
 
     def put_back(self, thing: T) -> None:
-        """Let a thing that was taken wait again, before those of its connection, and give its turn back."""
+        """Queue an item again that was taken, before those of its connection, and give its turn back."""
         self._flow(thing).appendleft(thing)
         self._lines[thing.tenant].credit_bytes += thing.size_bytes
         self._counted(thing.tenant, 1)
 
     def take(self, may: Callable[[T], bool]) -> T | None:
-        """Take what is next, of those connections whose first may be taken; None if there is no such."""
+        """Take the next item of those connections whose first one may be taken; None if there is none."""
         spared: list[tuple[Hashable, _Line[T]]] = []
         taken: T | None = None
         while taken is None and self._lines:
@@ -121,7 +121,7 @@ class FairQueue(Generic[T]):
         return taken
 
     def take_any(self) -> T | None:
-        """Take what is next; None if nothing waits."""
+        """Take the next item; None if nothing waits."""
         return self.take(lambda _: True)
 
     def drop(self, tenant: Hashable, flow: Hashable) -> None:
@@ -133,7 +133,7 @@ class FairQueue(Generic[T]):
                 del self._lines[tenant]
 
     def withdraw(self, tenant: Hashable, flow: Hashable, which: Callable[[T], bool]) -> list[T]:
-        """Take out what a connection does not want any more; give it."""
+        """Remove and return the items that a connection no longer wants."""
         line = self._lines.get(tenant)
         things = None if line is None else line.flows.get(flow)
         if line is None or things is None:
@@ -190,7 +190,7 @@ class Shares:
 
     @property
     def total_bytes(self) -> int:
-        """What all hold together."""
+        """The sum over all holders."""
         return self._of_tenants.total
 
     def may_hold(self, who: Holder, size_bytes: int) -> bool:
@@ -262,7 +262,7 @@ class Places:
         return self._held.get(who, 0)
 
     def own(self) -> int:
-        """What each tenant has for certain, if there are others."""
+        """The guaranteed minimum of each tenant, if there are others."""
         parts = (self.capacity, self._tenants())
         if parts != self._parts:
             self._parts, self._own = parts, max(1, self.capacity // (2 * max(1, parts[1])))

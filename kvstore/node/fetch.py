@@ -44,7 +44,7 @@ class FetchRequest(NamedTuple):
 
 @dataclass(slots=True)
 class Fetch:
-    """One block's."""
+    """The fetch of one block."""
 
     connection: Connection
     request: FetchRequest

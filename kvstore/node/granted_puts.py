@@ -135,7 +135,7 @@ class Granted:
     # --- rooms
 
     def _empty(self, area: PutArea) -> None:
-        """Take back what a receiver has no use for now."""
+        """Take back rooms that a receiver doesn't need now."""
         pieces = [area.rooms.pop(number) for number in area.receiver.rooms()]
         for piece in pieces:
             self._memory.pages.release(piece)
@@ -170,7 +170,7 @@ class Granted:
             self._hungry.add(area)
 
     def tick(self) -> None:
-        """Take rooms back from those who put nothing; give some to those who wait."""
+        """Take rooms back from idle clients; give some to waiting ones."""
         for area in self._areas.values():
             area.idle_ticks += 1
             if area.idle_ticks == ROOMS_IDLE_TICKS:

@@ -49,20 +49,20 @@ class Health(health.aio.HealthServicer):
         self._gate = gate
 
     async def begin(self, *, ready: bool) -> None:
-        """Say whether each service, and the node as a whole, can be used."""
+        """Return whether each service, and the node as a whole, is serving."""
         status = health_pb2.HealthCheckResponse
         for name in ("", *_OURS):
             await self.set(name, status.SERVING if ready else status.NOT_SERVING)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:  # noqa: N802 - the proto's name
-        """Say it again whenever it changes."""
+        """Return it again whenever it changes."""
         async with refusals(context):
             self._gate.enter("watch health", context)
             await super().Watch(request, context)
 
 
 class _Reflection(reflection.aio.ReflectionServicer):
-    """What calls there are, for those who may make them."""
+    """The reflection service: lists the node's calls for callers that may make them."""
 
     def __init__(self, gate: Gate, turns: Turns) -> None:
         super().__init__((*_OURS, health.SERVICE_NAME, reflection.SERVICE_NAME))

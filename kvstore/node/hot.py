@@ -404,7 +404,7 @@ class HotMemory:
         self.pages.drop_dead(names, lookup, are_erased=are_erased)
 
     def unlist(self, names: Iterable[Name], *, are_new: bool = False) -> None:
-        """Let the C core send no more of these; of new ones that have landed it may."""
+        """Stop the C core from sending these; it may send new ones that land later."""
         self.shelf.unlist(b"".join(map(b"".join, names)), others_only=are_new)
 
     def stored(self, names: Iterable[Name]) -> None:

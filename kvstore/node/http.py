@@ -110,7 +110,7 @@ class _Bad(Exception):
 
 
 class _Asked(NamedTuple):
-    """What the node needs to know of a request."""
+    """What the node uses of a request."""
 
     path: str
     query: dict[str, str]
@@ -161,7 +161,7 @@ class HttpServer:
         self._listener: socket.socket | None = None
 
     def listen(self, host: str, port: int) -> str:
-        """Take the port; gives the address as people write it. The running loop is the node's."""
+        """Bind the port; returns the address as people write it. The running loop is the node's."""
         # As gRPC does, it takes either wildcard for that of both families.
         every = host in ("::", "0.0.0.0") and socket.has_dualstack_ipv6()  # noqa: S104
         family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
@@ -185,7 +185,7 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The address at which it listens."""
         assert self._listener is not None
         return int(self._listener.getsockname()[1])
 
@@ -315,7 +315,7 @@ class HttpServer:
             raise
 
     async def _told(self, asked: _Asked) -> Answer:
-        """What the node answers, on its thread."""
+        """The node's answer, made on its thread."""
         question = Question(self._admit(asked), asked.query)
         page = self._pages.get(asked.path)
         if page is None:
@@ -339,7 +339,7 @@ class HttpServer:
         return tenant
 
     def _rate_of(self, tenant: bytes | None) -> Rate:
-        """One per tenant, and one for all unauthenticated callers, so that they can't use up a monitor's."""
+        """One bucket per tenant, and one for all unauthenticated callers, so that they can't use up a monitor's."""
         if tenant not in self._rates:
             self._rates[tenant] = Rate(self._clock, HTTP_REQUESTS_PER_S)
         return self._rates[tenant]

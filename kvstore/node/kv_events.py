@@ -42,7 +42,7 @@ _END: Final = (-1).to_bytes(_SEQUENCE_BYTES, signed=True)
 
 
 class _Noted(NamedTuple):
-    """What happened at once, to blocks of whichever tenants."""
+    """What happened at once, to blocks of any tenants."""
 
     wall_s: float
     names: Sequence[tuple[bytes, bytes]]
@@ -74,7 +74,7 @@ class KvEvents:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where it listens; a port that was given as `*` is a number here."""
+        """The address at which it listens; a port given as `*` is a number here."""
         sockets = [one for one in (self._published, self._replay) if one is not None]
         return tuple(one.getsockopt_string(zmq.LAST_ENDPOINT) for one in sockets)
 
@@ -168,7 +168,7 @@ class KvEvents:
 
 
 def _stored(keys: list[bytes]) -> dict[str, object]:
-    """What vLLM's `BlockStored` has up to its last field without a default; a store knows keys, and no tokens."""
+    """The fields of vLLM's `BlockStored` up to its last one without a default; a store knows keys and no tokens."""
     return {
         "type": "BlockStored",
         "block_hashes": keys,

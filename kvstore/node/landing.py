@@ -44,7 +44,7 @@ def pages_of(length_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LandingLayout:
-    """Where things are in a landing area: flag words first, then the slots. Offsets from its start."""
+    """The layout of a landing area: flag words first, then the slots. Offsets count from its start."""
 
     slots: int
     block_bytes_max: int
@@ -72,12 +72,12 @@ class LandingLayout:
         return self._flags_bytes + slot * self.slot_bytes
 
     def payload(self, slot: int) -> int:
-        """Where the payload lands."""
+        """The address at which the payload lands."""
         return self.header(slot) + HEADER_BYTES
 
 
 class SlotState(enum.Enum):
-    """What may happen to a slot next."""
+    """The state of a slot, and so what may happen to it next."""
 
     FREE = "free"
     LEASED = "leased"

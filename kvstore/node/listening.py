@@ -63,7 +63,7 @@ class Certificates:
         self.context = context
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """What gRPC asks for before each handshake, on a thread of its own; None: it is what it was."""
+        """Called by gRPC before each handshake, on a thread of its own; None: the certificate has not changed."""
         renewed, self._renewed = self._renewed, None
         return renewed
 
@@ -106,7 +106,7 @@ def _refuse_password() -> str:
 
 
 def listen(server: grpc.aio.Server, config: NodeConfig, certificates: Certificates | None) -> str:
-    """Take the port, over TLS if there is a certificate; returns HOST:PORT."""
+    """Bind the port, with TLS if there is a certificate; returns HOST:PORT."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.port}"
     try:
@@ -120,7 +120,7 @@ def listen(server: grpc.aio.Server, config: NodeConfig, certificates: Certificat
 
 
 def _why_not(host: str, port: int) -> str:
-    """What the kernel says to the same; gRPC keeps it to itself."""
+    """Ask the kernel why the port can't be bound; gRPC doesn't report it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -32,7 +32,7 @@ _FIELDS: Final = ("connection", "tenant", "request")
 
 
 def about(**fields: Any) -> dict[str, Any]:
-    """What a line is about, as the `extra` of a log call: a connection's number, a tenant's name, a request's id."""
+    """The subject of a log line, as its `extra`: a connection's number, a tenant's name, a request's id."""
     assert fields.keys() <= set(_FIELDS)
     return fields
 

@@ -22,7 +22,7 @@ __all__ = ["LookupsService"]
 
 
 class LookupsService(lookups_pb2_grpc.LookupsServicer):
-    """One node's."""
+    """The node's service for the history of look-ups."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
@@ -31,7 +31,7 @@ class LookupsService(lookups_pb2_grpc.LookupsServicer):
     async def ListLookups(  # noqa: N802 - named by the proto
         self, request: pb.ListLookupsRequest, context: Context
     ) -> pb.ListLookupsResponse:
-        """Say what became of look-ups."""
+        """Return the outcomes of look-ups."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("list lookups", context, request.tenant)
             if bool(request.user) != bool(request.session):

@@ -142,7 +142,7 @@ class Lookups:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Let the tenant that has most lose its oldest, some at once, so that looking for it is rare."""
+        """Drop the oldest look-ups of the tenant with most, several at once, so that the search for it is rare."""
         tenant = max(self._bytes_of, key=self._bytes_of.__getitem__)
         mine = self._of[tenant]
         until_bytes = self._bytes_of[tenant] - LOOKUPS_BYTES_MAX // _ROOM_PART

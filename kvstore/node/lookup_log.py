@@ -88,7 +88,7 @@ def frames(data: bytes) -> Iterator[tuple[int, Kept]]:
 
 
 class LookupLog(Handle):
-    """One node's. `load` it once before the first append."""
+    """The look-up log of a node. Call `load` once before the first append."""
 
     def __init__(self, folder: Path) -> None:
         self.unwritten = 0  # look-ups that are not in the log
@@ -104,7 +104,7 @@ class LookupLog(Handle):
         self._thread = threading.Thread(target=self._run, name="kvstore-lookups", daemon=True)
 
     def load(self) -> list[Kept]:
-        """What is in the log, the oldest first; then take appends. A disk that does not let us leaves the log empty."""
+        """Load the log, oldest first, and then accept appends. If the disk refuses, the log is empty."""
         kept: list[Kept] = []
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -123,7 +123,7 @@ class LookupLog(Handle):
         return kept
 
     def append(self, kept: Kept) -> None:
-        """Have it written soon, if there is room for it."""
+        """Queue it to be written soon, if there is room for it."""
         frame = kept.frame()
         with self._wake:
             if self._waiting_bytes + len(frame) > LOOKUP_LOG_WAITING_BYTES_MAX:

@@ -102,7 +102,7 @@ class Looking:
         self.outcomes = bytearray((outcome,)) * (self.blocks if blocks is None else blocks)
 
     def add(self, outcome: Outcome) -> None:
-        """Say what became of the next one."""
+        """Set the outcome of the next block."""
         self.outcomes.append(outcome)
 
     def read(self, read: InlineRead) -> None:

@@ -52,7 +52,7 @@ class _Gathered:
 
 
 def rendered(metrics: Sequence[Metric]) -> bytes:
-    """As text, with what the process itself uses."""
+    """Return all metrics as text, with those of the process itself."""
     registry = CollectorRegistry()
     registry.register(_Gathered(metrics))
     ProcessCollector(registry=registry)
@@ -60,7 +60,7 @@ def rendered(metrics: Sequence[Metric]) -> bytes:
 
 
 def gathered(node: Node, tenants: Tenants, asking: Tenant, version: str) -> list[Metric]:
-    """Take all metrics; quotas are the asking tenant's own, and everybody's if it observes."""
+    """Gather all metrics. Quotas are the caller's own, and everybody's if it is an observer."""
     return [
         *_of_node(node, version),
         *_of_cluster(node.membership),

@@ -93,7 +93,7 @@ _TAKEN: Final = "Another block, of another length or layout, is stored under thi
 
 
 class Node:
-    """One storage node over one store and one fabric; it owns neither, its server does."""
+    """A storage node over one store and one fabric, both of which its server owns."""
 
     def __init__(
         self,

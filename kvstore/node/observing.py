@@ -26,7 +26,7 @@ __all__ = ["ObservingService"]
 
 
 class ObservingService(observing_pb2_grpc.ObservingServicer):
-    """One node's."""
+    """The node's service for monitors."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
@@ -35,13 +35,13 @@ class ObservingService(observing_pb2_grpc.ObservingServicer):
     async def Statistics(  # noqa: N802 - named by the proto, like what follows
         self, request: pb.StatisticsRequest, context: Context
     ) -> pb.StatisticsResponse:
-        """Say how the node is doing."""
+        """Return the node's state."""
         async with refusals(context, self._node.counters):
             return collected(self._node, self._gate.enter("statistics", context, request.tenant))
         raise AssertionError
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:  # noqa: N802
-        """Tell of events as they happen."""
+        """Stream events as they happen."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("watch", context, request.tenant)
             credentials = self._gate.credentials(context)

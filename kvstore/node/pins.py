@@ -35,7 +35,7 @@ __all__ = ["Pinned", "Pins"]
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """What became of a wish for a pin."""
+    """The outcome of a request for a pin."""
 
     pin: int  # 0: nothing was there to pin
     time_to_live_ms: int
@@ -61,7 +61,7 @@ class Pins:
         self.count = 0
 
     def bytes_of(self, tenant: bytes, keys: Sequence[bytes]) -> int:
-        """Tell how much a pin of these blocks would hold."""
+        """Return how many bytes a pin of these blocks would hold."""
         entries = self._store.lookup([(tenant, key) for key in keys])
         return sum(record_bytes(entry.length) for entry in entries if entry is not None)
 

@@ -36,14 +36,14 @@ __all__ = ["Asked", "Prefetched", "Prefetches", "Wish"]
 
 
 class Prefetched(NamedTuple):
-    """What a prefetch has brought."""
+    """What a prefetch has read."""
 
     came: Sequence[bytes]  # lie in the memory, or did a moment ago
     size_bytes: int
 
 
 class Asked:
-    """One prefetch. `ended` is called once, when nothing of it waits or is read any more."""
+    """A prefetch. `ended` is called once, when nothing of it waits or is being read."""
 
     def __init__(self, ended: Callable[[Prefetched], object] | None) -> None:
         self._ended = ended
@@ -141,7 +141,7 @@ class Prefetches:
         return Wish(self._store, tenant, flow, Asked(ended), self._memory.size_bytes // SHARES)
 
     def queue(self, wish: Wish) -> Asked:
-        """Have them read."""
+        """Start reading them."""
         tenant, flow, asked = wish.tenant, wish.flow, wish.asked
         before = self._left.pop((tenant, flow), None)
         if before is not None:  # requested again before it was done: it starts again

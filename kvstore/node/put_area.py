@@ -117,7 +117,7 @@ class PutArea:
 
     @property
     def told(self) -> Area:
-        """As the client's fabric addresses it."""
+        """Its address in the client's fabric."""
         return self._area(self._region.base, self.area.first_generation)
 
     def close(self) -> None:

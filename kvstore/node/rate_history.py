@@ -52,5 +52,5 @@ class History:
         return [*self._points, self.now()]
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop taking points."""
         self._timer.cancel()

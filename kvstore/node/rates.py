@@ -40,7 +40,7 @@ class Rate:
         return self._cost_ns > 0
 
     def take(self, requests: int) -> None:
-        """Let this many through, or raise Overloaded with the time to try again."""
+        """Admit this many requests, or raise Overloaded with the time to try again."""
         if not self._cost_ns:
             return
         now_ns = self._clock.monotonic_ns()

@@ -95,7 +95,7 @@ class Readers:
             drive.send(some)
 
     def _start(self, group: Group) -> bool:
-        """It is their turn: have those read and sent that are still wanted, if any is."""
+        """Start the reads that are still wanted, now that it is their turn; return whether there are any."""
         readings: list[Reading] = []
         wanted: list[tuple[Fetch, Entry]] = []
         for fetch, entry in group.fetches:

@@ -31,7 +31,7 @@ _WORD_BYTES = 8
 
 
 class Readiness:
-    """What `/readyz` and the health service tell."""
+    """What `/readyz` and the health service report."""
 
     def __init__(self) -> None:
         self.why = "the node has not tried its fabric yet"  # empty once it is ready

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class _Offer:
-    """What one pass is good for."""
+    """What a pass permits."""
 
     def __init__(
         self, connection: Connection, slots: SharedSlots | None, expires: asyncio.TimerHandle
@@ -190,7 +190,7 @@ class Sharing:
         caller.close()
 
     def close(self) -> None:
-        """Nobody maps it any more; those that do keep it until they close it."""
+        """Stop sharing; clients that have it mapped keep it until they close it."""
         if self._listens_again is not None:
             self._listens_again.cancel()
         self._loop.remove_reader(self._listener)

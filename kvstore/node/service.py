@@ -80,7 +80,7 @@ def _drive_message(state: DriveState) -> pb.DriveStatus:
 
 
 class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
-    """One node's service."""
+    """The node's main service."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
@@ -185,7 +185,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         raise AssertionError
 
     async def WhyFailed(self, request: pb.WhyFailedRequest, context: Context) -> pb.WhyFailedResponse:  # noqa: N802
-        """Say why puts failed."""
+        """Return why puts failed."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("why_failed", context)
             async with self._over(request.connection, owner) as find:
@@ -323,7 +323,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         return {"keys": told.live, "keys_damaged": told.damaged, "master_key": told.master_id}
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802, ARG002
-        """Say how the node is doing."""
+        """Return the node's state."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("status", context)
             store = self._node.store.statistics()

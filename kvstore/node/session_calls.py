@@ -52,7 +52,7 @@ __all__ = ["SessionsService"]
 
 
 class SessionsService(sessions_pb2_grpc.SessionsServicer):
-    """One node's."""
+    """The node's service for sessions."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
@@ -93,7 +93,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         raise AssertionError
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:  # noqa: N802
-        """Say what a session is made of."""
+        """Return what a session consists of."""
         async with refusals(context, self._node.counters):
             tenant = self._enter("get session", context, request.name)
             name = _name(tenant, request.name)
@@ -190,7 +190,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     async def TruncateSession(  # noqa: N802
         self, request: pb.TruncateSessionRequest, context: Context
     ) -> pb.TruncateSessionResponse:
-        """Let a session name its first blocks only."""
+        """Truncate a session to its first blocks."""
         async with refusals(context, self._node.counters):
             tenant = self._enter("truncate session", context, request.name)
             name = _name(tenant, request.name)
@@ -237,7 +237,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     async def LimitSession(  # noqa: N802
         self, request: pb.LimitSessionRequest, context: Context
     ) -> pb.LimitSessionResponse:
-        """Let a session end by itself after a time."""
+        """Set when a session expires."""
         async with refusals(context, self._node.counters):
             tenant = self._enter("limit session", context, request.name)
             name, ends_ms = _name(tenant, request.name), self._ends_ms(request.time_to_live_ms)
@@ -274,7 +274,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     async def UnprotectSession(  # noqa: N802
         self, request: pb.UnprotectSessionRequest, context: Context
     ) -> pb.UnprotectSessionResponse:
-        """Let a session's blocks go again."""
+        """Remove the protection of a session's blocks."""
         async with refusals(context, self._node.counters):
             tenant = self._enter("unprotect session", context, request.name)
             name = _name(tenant, request.name)
@@ -371,7 +371,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         raise AssertionError
 
     async def _keys(self, tenant: Tenant, request: pb.AppendSessionRequest) -> list[bytes]:
-        """Take the keys out of a message, many of them in turns."""
+        """Take the keys out of a message; many of them over several turns."""
         keys: list[bytes] = []
         if len(request.keys) <= SESSION_STEP_BLOCKS:
             check_keys(request.keys, SESSION_STEP_BLOCKS)
@@ -440,7 +440,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
 
 async def _answer(turn: Turn, manifest: Manifest, keys: list[bytes]) -> pb.GetSessionResponse:
-    """Say what a session is made of, in steps: a long one has megabytes."""
+    """Return what a session consists of, in steps: a long one has megabytes."""
     answer = pb.GetSessionResponse(
         blocks=manifest.blocks,
         turns=[

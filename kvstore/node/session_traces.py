@@ -144,7 +144,7 @@ class SeenGet:
         self._left += 1
 
     def over(self) -> None:
-        """One block is over, sent or missed."""
+        """Count one block as ended, sent or missed."""
         self._left -= 1
         if self._left:
             return
@@ -210,7 +210,7 @@ class Traces:
         return None
 
     def told(self, tenant: bytes, message: pb.SeenByCaller) -> SessionTrace:
-        """Take down what a caller saw."""
+        """Record the steps that a caller reports."""
         if len(message.seen) > STEPS_REPORTED_MAX:
             raise ProtocolError(f"A call reports at most {STEPS_REPORTED_MAX} steps.")
         if any(len(seen.detail.encode()) > STEP_DETAIL_BYTES_MAX for seen in message.seen):

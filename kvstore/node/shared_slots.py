@@ -46,7 +46,7 @@ class SharedSlots:
         self._own_doorbell = self._doorbell = -1  # what wakes us, and wakes the client
 
     def hand_over(self, give: Callable[[list[int]], None]) -> None:
-        """Have the client given the memory, the doorbell that it rings, and the one that it hears. Once."""
+        """Give the client the memory, the doorbell that it rings, and the one that it waits for. Once."""
         self._own_doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         heard, self._doorbell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:

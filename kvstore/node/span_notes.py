@@ -53,7 +53,7 @@ class Group:
 
 @dataclass(slots=True)
 class PutTrace:
-    """What became of the leases of one reservation, as they end."""
+    """The outcomes of the leases of one reservation, as they end."""
 
     parent: TraceParent
     began_ns: int
@@ -68,11 +68,11 @@ class PutTrace:
     _of: dict[int, Group] = field(default_factory=dict)  # by when the node heard of them
 
     def __post_init__(self) -> None:
-        """None of them has ended."""
+        """No lease has ended yet."""
         self.left = self.blocks
 
     def landed(self, flag_ns: int, heard_ns: int, size_bytes: int) -> None:
-        """One of them has; of many groups the last are told as one."""
+        """Note that one has landed; of many groups the last are merged."""
         group = self._of.get(heard_ns)
         if group is None:
             if len(self.groups) < SPAN_GROUPS_MAX:
@@ -83,7 +83,7 @@ class PutTrace:
         group.size_bytes += size_bytes
 
     def ended(self, landed_ns: int, how: End, now_ns: int) -> None:
-        """One of them has; whether it had landed says `landed_ns`."""
+        """Note that one has ended; `landed_ns` says whether it had landed."""
         self.left -= 1
         self.ends[how] += 1
         group = self._of.get(landed_ns)

@@ -86,7 +86,7 @@ class Counters:
 
 
 def collected(node: Node, tenant: Tenant) -> pb.StatisticsResponse:
-    """Say all of it to one tenant."""
+    """Return all counters, for one tenant."""
     counters, store, memory = node.counters, node.store.statistics(), node.hot.pages.statistics()
     quota = node.store.quota(tenant.id)
     return pb.StatisticsResponse(

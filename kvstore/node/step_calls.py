@@ -30,7 +30,7 @@ __all__ = ["StepsService"]
 
 
 class StepsService(steps_pb2_grpc.StepsServicer):
-    """One node's."""
+    """The node's service for prefetches and for traces of sessions."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
@@ -84,7 +84,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
     async def ReportSteps(  # noqa: N802
         self, request: pb.ReportStepsRequest, context: Context
     ) -> pb.ReportStepsResponse:
-        """Take down what a caller saw."""
+        """Record the steps that a caller reports."""
         async with refusals(context):
             tenant = self._gate.enter("report steps", context, request.tenant)
             self._node.traces.told(tenant.id, request.seen)
@@ -92,7 +92,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
         raise AssertionError
 
     async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.GetTraceResponse:  # noqa: N802
-        """Say what was seen of a session."""
+        """Return the recorded steps of a session."""
         async with refusals(context):
             tenant = self._gate.enter("get trace", context, request.name.tenant)
             name = name_of(tenant.id, request.name.user, request.name.session)

@@ -58,7 +58,7 @@ def token_digest(token: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant, as the node knows it."""
+    """A tenant, as the node knows it."""
 
     name: str
     id: bytes  # its name on the drive
@@ -75,7 +75,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One section of the file."""
+    """A section of the file."""
 
     tokens_sha256: frozenset[str] = frozenset()
     certificates: frozenset[str] = frozenset()

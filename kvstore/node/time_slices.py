@@ -33,7 +33,7 @@ _NS = 1_000_000_000
 
 
 class Turn:
-    """One call's, while it may work."""
+    """The turn of one call."""
 
     def __init__(self, turns: Turns, tenant: bytes, rest: int) -> None:
         self._turns = turns
@@ -42,7 +42,7 @@ class Turn:
         self._is_mine = False
 
     async def next(self) -> None:
-        """Let others work, and come back when it is this one's turn again."""
+        """Yield to other calls until it is this one's turn again."""
         self.end()
         await self.begin()
 
@@ -57,7 +57,7 @@ class Turn:
             await self.begin()
 
     def end(self) -> None:
-        """Let others work, if it was this one's turn."""
+        """Yield to other calls, if it was this one's turn."""
         if self._is_mine:
             self._is_mine = False
             self._turns.over(self._tenant, self._rest)
@@ -71,7 +71,7 @@ class Again:
         self._timer: asyncio.TimerHandle | None = None
 
     def within(self, seconds: float) -> None:
-        """Have it done after so long, or before."""
+        """Run it after this delay, or earlier."""
         loop = asyncio.get_running_loop()
         if self._timer is not None:
             if self._timer.when() <= loop.time() + seconds:
@@ -220,7 +220,7 @@ class Turns:
         self._began_ns = self._clock.monotonic_ns()
 
     def _give(self) -> None:
-        """Let the next one work."""
+        """Start the next call's turn."""
         self._is_given = False
         for tenant in [one for one in self._spent_ns if one not in self._waiting]:
             del self._spent_ns[tenant]

@@ -176,7 +176,7 @@ def _tenants(node: Node, tenants: Tenants) -> list[dict[str, Any]]:
 
 
 def trace(node: Node, tenant: bytes, session: bytes) -> dict[str, Any]:
-    """What was seen of one session; times count from its first event."""
+    """The recorded steps of one session; times count from its first one."""
     user_end = TENANT_BYTES + USER_BYTES
     name = SessionName(session[:TENANT_BYTES], session[TENANT_BYTES:user_end], session[user_end:])
     if tenant not in (b"", name.tenant):

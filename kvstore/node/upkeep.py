@@ -76,7 +76,7 @@ class Found:
 
 
 class Block(NamedTuple):
-    """One that should be on several nodes."""
+    """A block that should be on several nodes."""
 
     name: Name
     tenant: str
@@ -185,7 +185,7 @@ class Upkeep:
     # --- looking
 
     async def _look(self, digest: int) -> None:
-        """Look through all blocks once."""
+        """Go through all blocks once."""
         names = self._tenants.names()
         for drive in self._node.store.drives:
             after = b""
@@ -247,7 +247,7 @@ class Upkeep:
                 await self._copy(now.members[owner].name, tenant, part)
 
     async def _asked(self, me: int, now: Map, blocks: Sequence[Block]) -> dict[tuple[int, Name], int]:
-        """What the other owners of blocks say of them."""
+        """What the other owners report of blocks."""
         asked: dict[tuple[int, str], list[Block]] = defaultdict(list)
         for block in blocks:
             for owner in block.owners:
@@ -391,7 +391,7 @@ class Upkeep:
 
 
 def _ended(task: asyncio.Task[None]) -> None:
-    """It ends when it is told to; else that is a bug, and nothing else may hide it."""
+    """Check how the task ended: unless it was cancelled, that is a bug, which must not be hidden."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("Blocks are no longer replicated.", exc_info=error)
 

@@ -111,13 +111,13 @@ class Waited:
 
 
 class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
-    """One node's."""
+    """The node's service for other nodes of its cluster."""
 
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node, self._gate = node, gate
 
     async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.OfferResponse:  # noqa: N802 - named by the proto
-        """Say which blocks are here, and wait for those that are not."""
+        """Return which blocks are here, and wait for the others."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter_node("offer", context, request.tenant)
             check_keys([block.key for block in request.blocks], UPKEEP_ASKED_BLOCKS)
@@ -212,7 +212,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
         raise AssertionError
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
-        """Be draining, or no longer, and say how far that is."""
+        """Begin or stop draining, and return its progress."""
         async with refusals(context, self._node.counters):
             self._gate.enter_operator("drain", context)
             membership, upkeep = self._node.membership, self._node.upkeep
@@ -232,7 +232,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
         raise AssertionError
 
     async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetResponse:  # noqa: N802
-        """Have the cluster forget a node that will not come back."""
+        """Remove a node that will not return from the cluster."""
         async with refusals(context, self._node.counters):
             self._gate.enter_operator("forget", context)
             membership = self._node.membership

@@ -27,7 +27,7 @@ __all__ = ["Watcher", "Watchers"]
 
 
 class Watcher:
-    """One who watches."""
+    """A watcher."""
 
     def __init__(self) -> None:
         self._events: deque[pb.Event] = deque()
@@ -35,7 +35,7 @@ class Watcher:
         self._some = asyncio.Event()
 
     def hear(self, events: Iterable[pb.Event]) -> None:
-        """Take events, as far as there is room."""
+        """Queue events, as far as there is room."""
         for event in events:
             if len(self._events) < WATCH_EVENTS_MAX:
                 self._events.append(event)

@@ -112,7 +112,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         return self.batched_contains([key]) == 1
 
     def support_batched_contains(self) -> bool:
-        """It does."""
+        """Return True: LMCache may call `batched_contains`."""
         return True
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
@@ -143,7 +143,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         return (await self.batched_get([key]))[0]
 
     def support_batched_get(self) -> bool:
-        """It does."""
+        """Return True: LMCache may call `batched_get`."""
         return True
 
     async def batched_get(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
@@ -192,7 +192,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         await self.batched_put([key], [memory_obj])
 
     def support_batched_put(self) -> bool:
-        """It does."""
+        """Return True: LMCache may call `batched_put`."""
         return True
 
     async def batched_put(self, keys: list[CacheEngineKey], memory_objs: list[MemoryObj]) -> None:

@@ -107,7 +107,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         return L2StoreResult(all(done), sum(size for _, size in stored))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
-        """Take what has become of stores."""
+        """Take the results of stores."""
         with self._lock:
             results, self._stores.results = self._stores.results, {}
         return results
@@ -140,7 +140,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         return self._taken(self._lookups, task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Let objects be evicted again. What the node can't be told ends by its time."""
+        """Release objects for eviction. If the node can't be reached, their protection expires."""
         if over := self._locks.take(keys):
             self._later(self._lookups, lambda: _close(over))
 
@@ -186,7 +186,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         self._later(self._stores, delete)
 
     def report_status(self) -> dict[str, Any]:
-        """Say how it is doing."""
+        """Return its state."""
         with self._lock:
             waiting = {
                 name: one.waiting

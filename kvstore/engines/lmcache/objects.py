@@ -44,7 +44,7 @@ def chunk_key(key: Any, weights: str) -> bytes:
 
 
 def place(name: bytes, memory: Any) -> Place:
-    """Say where an object lies; LayoutError if that is no plain memory."""
+    """Return where an object is in memory; LayoutError if it is not plain memory."""
     raw = memory.raw_tensor
     if raw is None or raw.device.type != "cpu" or not raw.is_contiguous():
         raise LayoutError("An object of LMCache is not in plain memory.")

@@ -85,12 +85,12 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
     # --- pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take the pool of the KV itself."""
+        """Register the pool of the KV itself."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(_KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take a pool that lies beside it."""
+        """Register a pool beside it."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if str(host_pool_name) != _KV:  # which came by the other way
             self._register(str(host_pool_name), host_pool)
@@ -319,7 +319,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
         return self._safely("Giving statistics", self._moved.taken, None)
 
     def close(self) -> None:
-        """Let the node and the pools' memory go."""
+        """Release the node and the pools' memory."""
         with self._lock:
             carrier, self._carrier, self._closed = self._carrier, None, True
         if carrier is not None:

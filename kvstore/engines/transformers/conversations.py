@@ -66,7 +66,7 @@ class Resumed(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What is stored now."""
+    """What is stored now of a conversation."""
 
     tokens: int  # of the conversation, from its first one on
     sent_bytes: int
@@ -74,7 +74,7 @@ class Saved(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What a session has."""
+    """The content of a session."""
 
     pieces: list[Piece]  # the first of its blocks, as far as they are of the tokens in question
     turn_ends: list[int]
@@ -183,7 +183,7 @@ class CacheStore:
                 _check_tensor(number, tensor, (1, shape.heads, kept, numbers), self.shapes.dtype)
 
     def close(self) -> None:
-        """Let the node go."""
+        """Release the node."""
         with self._lock:
             self._mover.close()
 
@@ -197,7 +197,7 @@ class CacheStore:
 
 
 class ChatSession:
-    """One conversation."""
+    """A conversation."""
 
     def __init__(self, store: CacheStore, session: Session) -> None:
         self._store = store
@@ -218,7 +218,7 @@ class ChatSession:
         return Resumed(cache, here, miss)
 
     def prefetch(self) -> None:
-        """Have the node read the session into its memory while the user thinks."""
+        """Start reading the session into the node's memory while the user thinks."""
         try:
             self._session.prefetch()
         except KvError as error:

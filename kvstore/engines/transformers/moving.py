@@ -111,7 +111,7 @@ class Mover:
         return len(some), None
 
     def close(self) -> None:
-        """Let the memory and the client go."""
+        """Release the memory and the client."""
         self.client.close()  # first: it ends whatever still uses the memory
         if self._region is not None:
             self._region.close()

@@ -22,7 +22,7 @@ __all__ = ["Piece", "pieces", "usable"]
 
 
 class Piece(NamedTuple):
-    """One block: tokens from `begin` to `end`."""
+    """A block: tokens from `begin` to `end`."""
 
     key: bytes
     begin: int
@@ -60,7 +60,7 @@ def usable(shapes: Shapes, run: Sequence[Piece]) -> int:
 
 
 def _has(run: Sequence[Piece], at: int, first: int) -> bool:
-    """Tell whether the layers of one window have every token from the first on."""
+    """Return whether the layers of one window have every token from the first on."""
     end = run[-1].end
     for piece in reversed(run):
         if end <= first:

@@ -160,7 +160,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(_nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:  # noqa: ARG002
-        """Let the layer's pages go."""
+        """Release the layer's pages."""
         if self._working is not None:
             self._working.layer_done(layer_name)
 
@@ -172,7 +172,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Say which loads have ended, and which of those have failed."""
+        """Return which loads have ended, and which of them failed."""
         if self._working is None:
             return KVConnectorTransferResults()
         ended, failed = self._working.finished_loads()
@@ -184,7 +184,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Say which blocks did not come."""
+        """Return which blocks were not loaded."""
         if self._working is None:
             return set()
         failed = self._working.failed_blocks()
@@ -212,7 +212,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Say how many tokens beyond those computed can be loaded."""
+        """Return how many tokens beyond the computed ones can be loaded."""
         if self._scheduling is None:
             return 0, False
         return self._scheduling.matched(request, num_computed_tokens)
@@ -225,12 +225,12 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(Plan)
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
-        """Say what the workers load and save in this step."""
+        """Return what the workers load and save in this step."""
         return self._scheduling.plan(scheduler_output) if self._scheduling is not None else Plan()
 
     @_or(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take in what the workers tell."""
+        """Process the workers' reports."""
         if self._scheduling is not None:
             self._scheduling.settled(connector_output.invalid_block_ids or set())
             self._scheduling.told(connector_output.kv_connector_worker_meta)
@@ -250,7 +250,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(lambda: ())
     def take_events(self) -> Iterable[Any]:
-        """Tell which blocks were stored."""
+        """Return which blocks were stored."""
         return self._scheduling.take_events() if self._scheduling is not None else ()
 
     @_or(lambda: False)

@@ -62,7 +62,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Engine:
 
 
 def tell_adapter(engines: Iterable[Engine], request: Any) -> None:
-    """Say which adapter a new request is for."""
+    """Note which adapter a new request uses."""
     if request.lora_request is not None:
         name = blake2b(
             adapter_name(request.lora_request.lora_path).encode(), digest_size=_NAME_BYTES

@@ -41,7 +41,7 @@ class TriggerKvOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(_with(vllm_config, {ENGINE: self._engine}), role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
-        """Say which adapter it is for."""
+        """Note which adapter it uses."""
         tell_adapter([self._engine], request)
         super().on_new_request(request)
 

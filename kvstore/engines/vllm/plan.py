@@ -19,7 +19,7 @@ __all__ = ["Load", "Plan", "Told", "Wanted"]
 
 @dataclass
 class Plan(KVConnectorMetadata):  # type: ignore[misc]
-    """One step's."""
+    """The plan of one step."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Wanted] = field(default_factory=list)

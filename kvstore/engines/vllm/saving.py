@@ -43,7 +43,7 @@ _ACK_WAIT_S = VLLM_ACK_SLICE_MS / 1000
 
 @dataclass(slots=True)
 class Saved:
-    """What became of some blocks."""
+    """The outcomes of some blocks."""
 
     stored: list[tuple[int, bytes]]  # those of which all pages are stored, by group and digest
     pages: int = 0  # sent

@@ -66,7 +66,7 @@ class Turns:
         self._never = threading.Event()
 
     def arrived(self, request: Any) -> None:
-        """Have its session's blocks read ahead."""
+        """Start reading its session's blocks ahead."""
         if (session := self._session(request)) is not None:
             self._later(session.prefetch)
 

@@ -47,7 +47,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """As the log has them: no nanoseconds, and a rate."""
+        """The figures for the log: a rate in the place of nanoseconds."""
         told: dict[str, int | float] = {name: count for name, count in self.data.items() if name != "load_ns"}
         if load_ns := self.data.get("load_ns", 0):
             told["load_GBps"] = round(self.data.get("loaded_bytes", 0) / load_ns, 3)
@@ -58,7 +58,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
     def take(self) -> Stats | None:
-        """What has been counted since the last call; None: nothing."""
+        """Return the counts since the last call; None if there are none."""
         taken, self.data = Stats(data=self.data), {}
         return None if taken.is_empty() else taken
 

@@ -190,7 +190,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Take in whose adapter it is for."""
+        """Note the adapter that it uses."""
         if (name := self._engine.adapters.pop(req_context.req_id, None)) is not None:
             req_context.set_state(Adapter(name))
         return RequestOffloadingContext()
@@ -220,7 +220,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
     # --- jobs
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Have chunks stored, unless too many wait already."""
+        """Queue chunks to be stored, unless too many wait already."""
         chunks = len(job_metadata.chunk_ids)
         if not self._engine.saves:
             self._ended.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
@@ -232,7 +232,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
             self._begin(self._saves, self._carrier.put, job_metadata, self._save_ns)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Have chunks loaded."""
+        """Queue chunks to be loaded."""
         self._begin(self._loads, self._carrier.get, job_metadata, self._load_ns)
 
     def _begin(
@@ -316,14 +316,14 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
     # --- what it tells
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Tell which chunks were stored."""
+        """Return which chunks were stored."""
         if self._events is not None:
             events, self._events = self._events, []
             yield from events
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003
-        """Say what `get_stats` counts."""
+        """Describe what `get_stats` counts."""
         return {
             _metric(name): OffloadingCounterMetadata(documentation=about) for name, about in _COUNTS.items()
         }
@@ -357,7 +357,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def _form(spec: Any, size: int) -> bytes:
-    """What else a chunk's bytes depend on: how they lie in the pool."""
+    """The layout of a chunk in the pool, on which its bytes depend as well."""
     about = [
         *("vllm tier", size, spec.blocks_per_chunk, spec.tokens_per_hash, list(spec.tokens_per_block)),
         *(spec.config.canonical_layout, spec.replicated_layout),

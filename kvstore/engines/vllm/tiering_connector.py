@@ -50,7 +50,7 @@ class TriggerKvTieringConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(_with(vllm_config, tell), role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
-        """Say which adapter it is for."""
+        """Note which adapter it uses."""
         tell_adapter(self._engines, request)
         super().on_new_request(request)
 

@@ -45,7 +45,7 @@ class Object(NamedTuple):
 
 
 class Transport(Protocol):
-    """One of the two ways."""
+    """One of the two transports."""
 
     name: str
 
