@@ -6,16 +6,17 @@
  *
  * What always holds: at most one word is on its way to a place. The next one for that place waits until it was delivered
  * or has failed; of several that wait only the last is sent, because it says more. Words to other places do not wait.
- * What it doesn't do: keep the order of a word and of bytes elsewhere; flags that are chained to their bytes do.
+ * What it doesn't do: keep the order of a word and of bytes elsewhere; flags that are chained to their bytes do. Nor hold
+ * back a third word for a place while the second one waits for room at the provider: a put has two.
  */
 #include "progress.h"
 
 #include <errno.h>
 
-static struct work *on_its_way(const struct tk_endpoint *endpoint, struct spot spot)
+static struct work *on_its_way(const struct tk_endpoint *endpoint, uint64_t peer, struct spot spot)
 {
 	struct work *work = endpoint->words;
-	while (work && (work->op.flag_target != spot.address || work->op.flag_key != spot.key))
+	while (work && (work->op.peer != peer || work->op.flag_target != spot.address || work->op.flag_key != spot.key))
 		work = work->next;
 	return work;
 }
@@ -23,7 +24,7 @@ static struct work *on_its_way(const struct tk_endpoint *endpoint, struct spot s
 int post_word_in_order(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,
 		       struct spot spot)
 {
-	struct work *work = on_its_way(endpoint, spot);
+	struct work *work = on_its_way(endpoint, peer, spot);
 	if (work) {
 		work->later = word;
 		work->follows = 1;
