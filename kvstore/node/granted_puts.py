@@ -312,6 +312,7 @@ class Granted:
         leases: list[Lease] = []
         on_lanes: dict[int, list[Landed]] = {}
         told: dict[bytes, list[Lease]] = {}
+        has_our_clock = area.has_our_clock
         for one in came:
             lease = Lease(
                 -1,
@@ -324,7 +325,7 @@ class Granted:
                 one.expires_unix_ms,
                 leased_ns=came[0].landed_ns,
                 landed_ns=landed_ns,
-                flag_ns=one.fired_ns if area.has_our_clock and one.fired_ns < one.landed_ns else 0,
+                flag_ns=one.fired_ns if has_our_clock and one.fired_ns < one.landed_ns else 0,
             )
             landed = Landed(area, one, area.rooms.pop(one.room), lease)
             self._landed[landed.name] = landed
@@ -342,7 +343,8 @@ class Granted:
         node.counters.landed += len(came)
         for data, some in told.items():
             self._hear(connection, data, some)
-        node.traces.fired_blocks += sum(lease.flag_ns > 0 and lease.trace is None for lease in leases)
+        if has_our_clock:
+            node.traces.fired_blocks += sum(lease.flag_ns > 0 and lease.trace is None for lease in leases)
         if node.spans is not None:
             node.spans.landed(((lease, lease.leased_ns) for lease in leases), landed_ns)
         node.traces.saw(Step.LANDED, leases, at_ns=landed_ns)

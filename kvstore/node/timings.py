@@ -145,7 +145,8 @@ class Timings:
             put.add(len(some), sum(lease.length for lease in some), landed_ns, now_ns)
             if put.trace is None:  # of a session's, the client reports the flags
                 for lease in some:
-                    put.take_flag(lease.flag_ns, 1)
+                    if lease.flag_ns:
+                        put.take_flag(lease.flag_ns, 1)
 
     def inline_kept(
         self,
