@@ -180,9 +180,7 @@ LENT_SHARE = 64  # and this part of a drive
 LENT_RECORDS_MAX = 1024  # on one piece
 LANE_DEPTH = 256  # writes of a lane at a time
 LANE_BYTES_MAX = 16 << 20  # of them: what is more takes its turn among the tenants
-GRANTED_GATHERED_PAGES_MAX = (
-    65  # of a block that waits for others; larger ones keep a drive busy by themselves
-)
+GRANTED_GATHERED_PAGES_MAX = 65  # of a block that waits for others; a larger one keeps a drive busy by itself
 GRANTED_RETRY_MS = 1  # until a drive that had too many writes is offered more
 START_PROGRESS_MS = 1_000  # between two lines of a node that is starting
 ROOMS_IDLE_TICKS = 10  # a client that has put nothing for so long keeps none

@@ -10,7 +10,6 @@ It doesn't do anything for processes that tests start by themselves: what import
 
 from __future__ import annotations
 
-import array
 import gc
 import importlib
 import json
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _COMMAND: Final = ("-m", "kvstore", "serve")
-_PRELOADED: Final = ("kvstore.cli", "kvstore.node.server", "kvstore.serve_options")
+_PRELOADED: Final = ("kvstore.cli", "kvstore.node.server")
 _SETTLED_EARLY: Final = (
     "LD_",
     "PYTHON",
@@ -99,8 +98,7 @@ class Started:
         stdout, to_write = os.pipe()
         self._ended, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         request = json.dumps((list(command[3:]), dict(os.environ), str(Path.cwd()))).encode()
-        fds = array.array("i", [to_read, to_write, stderr.fileno(), told.fileno()])
-        warm.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        socket.send_fds(warm, [request], [to_read, to_write, stderr.fileno(), told.fileno()])
         told.close()
         os.close(to_read)
         os.close(to_write)
@@ -122,7 +120,9 @@ class Started:
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end."""
         if self.returncode is None:
-            if not select.select([self._ended], [], [], timeout)[0]:
+            poller = select.poll()  # not select(): a test may have thousands of descriptors
+            poller.register(self._ended, select.POLLIN)
+            if not poller.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             self.returncode = self._number()
             self._ended.close()

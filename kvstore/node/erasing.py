@@ -78,7 +78,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             self._gate.audit.refuse_without_room(tenant.name)
             named = user_name(tenant.id, request.user)
             self._node.erasures.note(tenant.id, domain_of(request.user))
-            async with self._one_of(tenant):
+            async with self._serialized(tenant):
                 erasure = _Erasure(self._node, tenant.id)
                 await erasure.destroy([named, domain_of(request.user)])
                 await erasure.sessions(named)
@@ -95,7 +95,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
             self._gate.audit.refuse_without_room(tenant.name)
             self._node.erasures.note(tenant.id, None)
-            async with self._one_of(tenant):
+            async with self._serialized(tenant):
                 erasure = _Erasure(self._node, tenant.id)
                 await erasure.destroy(None)
                 await erasure.sessions(None)
@@ -106,7 +106,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         raise AssertionError
 
     @asynccontextmanager
-    async def _one_of(self, tenant: Tenant) -> AsyncIterator[None]:
+    async def _serialized(self, tenant: Tenant) -> AsyncIterator[None]:
         """Serializes a tenant's erasures: one that finds nothing left isn't answered before the one removing it."""
         async with self._under_way.setdefault(tenant.id, asyncio.Lock()):
             with self._node.store.erasing(tenant.id):

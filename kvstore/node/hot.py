@@ -59,7 +59,7 @@ class Piece:
     generation: int = 0  # of the record that is kept in it; 0: none
     name: Name | None = None  # of that record, if its keeper said
     is_erased: bool = False  # its bytes are to be overwritten as soon as nobody uses it
-    wipes: int = 0  # of free pages that had begun when the index last had its record, as far as is known
+    wipes: int = 0  # the count of `HotPages` when the index was last known to have its record
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class HotPages:
         self._protected_pages_max = pages * 4 // 5
         self._free = Extents(0, pages)
         self.used_until = 0  # pages from here on were never used
-        self._wipes = 0  # of free pages, begun
+        self._wipes = 0  # passes over free pages that have begun
         self._probation: OrderedDict[int, Piece] = OrderedDict()  # by generation, oldest first
         self._protected: OrderedDict[int, Piece] = OrderedDict()
         self._protected_pages = 0
