@@ -137,6 +137,7 @@ static int open_domain(struct tk_fabric *fabric, const char *provider, const cha
 		return refused(fabric, message, "asking for deferred work", -FI_ENOSYS);
 	fabric->order_max = library_order_max(fabric->info);
 	fabric->keeps_order = library_keeps_order(fabric->info);
+	fabric->posted_max = library_posted_max(fabric->info->fabric_attr->prov_name);
 	fabric->streams = library_has_streams(fabric->info->fabric_attr->prov_name);
 	fabric->loses_context = library_loses_context(fabric->info->fabric_attr->prov_name);
 	fabric->shows_breaks = library_shows_breaks(fabric->info->fabric_attr->prov_name);

@@ -263,6 +263,7 @@ struct tk_fabric {
 	struct fid_cq *cq;
 	size_t order_max; /* messages of up to this many bytes are written in order, their flag last; 0: none */
 	int keeps_order;  /* of words to one place */
+	uint32_t posted_max; /* puts of one endpoint on the wire at a time */
 	int streams;	  /* its connections are of TCP, and end with their endpoint */
 	int loses_context; /* for writes without a context, see library.h; words are written with this one: */
 	struct fi_context2 word_context;

@@ -46,6 +46,9 @@ int library_loses_context(const char *provider_name);
 /* Whether a write never overtakes an earlier one to the same place. */
 int library_keeps_order(const struct fi_info *info);
 
+/* How many puts of one endpoint may be on the wire at a time. */
+uint32_t library_posted_max(const char *provider_name);
+
 /* How long a message may be for its bytes to be written in order, by what the provider promises; 0: none is. */
 size_t library_order_max(const struct fi_info *info);
 

@@ -12,7 +12,6 @@
 #include <sys/uio.h>
 
 #define COMPLETIONS_A_ROUND 64
-#define POSTED_MAX 64u /* puts of one endpoint on the wire at a time */
 #define STALL_SHARE 8 /* a stalled endpoint is retried after an eighth of the time it has been stalled, */
 #define STALL_PAUSE_NS_MAX 1000000000u /* at most a second: each attempt at a lost peer costs a connection */
 #define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond, */
@@ -250,8 +249,8 @@ static int post_ready_of(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 		end_stall(endpoint);
 	if (endpoint->stalled && fabric->now_ns < endpoint->again_ns)
 		return 0;
-	for (uint32_t count = 0; count < POSTED_MAX && endpoint->ready.head; count++) {
-		if (endpoint->in_flight >= POSTED_MAX)
+	for (uint32_t count = 0; count < fabric->posted_max && endpoint->ready.head; count++) {
+		if (endpoint->in_flight >= fabric->posted_max)
 			break;
 		struct work *work = endpoint->ready.head;
 		int status = note_taken(endpoint, post_one(fabric, work));
