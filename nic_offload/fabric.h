@@ -75,6 +75,7 @@ struct work {
 	uint32_t code; /* of an ack watch: the last code received */
 	uint64_t flag_word; /* the word that is sent for `flag_value` */
 	int is_word;	    /* a word of words.c, */
+	struct work *next_word; /* of its endpoint, */
 	int follows;	    /* a later write to the same place waits for this one: */
 	uint64_t later;
 	uint64_t sequence;
@@ -187,7 +188,7 @@ struct tk_endpoint {
 	struct tk_endpoint *next_ready;
 	int is_ready; /* it is in the fabric's list */
 	uint32_t in_flight;
-	struct work *words; /* writes in flight, if the provider keeps no order; linked by `next` */
+	struct work *words; /* see words.c; linked by `next_word` */
 	int stalled; /* the provider took nothing when last asked; it may be introducing itself to the peer */
 	uint64_t stalled_ns; /* since when; atomic */
 	uint64_t again_ns; /* when it is asked again */

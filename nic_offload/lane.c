@@ -270,13 +270,13 @@ void lane_landed(struct record *record)
 	record->has_landed = 1;
 }
 
-/* Whether the peer has received all its acknowledgements. */
+/* Whether the peer is sent all its acknowledgements. One that takes nothing now holds up no other's. */
 static int tell_peer(struct tk_lane *lane, struct record *record)
 {
 	const struct lane_word *word = &record->word;
 	if (!word->endpoint || !word->word || !record->told.is_answered)
 		return 1;
-	int status = post_word(lane->fabric, word->endpoint, word->word, word->peer, word->target, word->key);
+	int status = post_or_queue_word(lane->fabric, word->endpoint, word->word, word->peer, word->target, word->key);
 	lane->fabric->statistics.acks_sent += status != -FI_EAGAIN;
 	return status != -FI_EAGAIN;
 }

@@ -62,6 +62,8 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 	if (put_shared_word(fabric, endpoint, word, (struct spot){target, key}))
 		return 0;
 	word = word_out(endpoint, (struct spot){target, key}, word);
+	if (word_follows(endpoint, word, peer, (struct spot){target, key}))
+		return 0;
 	if (!fabric->keeps_order)
 		return post_word_in_order(fabric, endpoint, word, peer, (struct spot){target, key});
 	if (!fabric->loses_context)
@@ -222,8 +224,6 @@ static void posted(struct tk_fabric *fabric, struct work *work, int status)
 		work->state = work->state == WORK_READY ? WORK_POSTED : WORK_FLAG_POSTED;
 		work->op.endpoint->in_flight++;
 		fabric->in_flight++;
-		if (work->is_word)
-			word_is_posted(work);
 	}
 }
 

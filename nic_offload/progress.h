@@ -100,11 +100,14 @@ int post_ready(struct tk_fabric *fabric);
 int drain_completions(struct tk_fabric *fabric);
 int progress_wire(struct tk_fabric *fabric);
 
-/* words.c: words to one place, where a later write may overtake an earlier one */
+/* words.c: words that wait, or might be overtaken */
+int post_or_queue_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
+	      uint64_t key); /* as post_word; if the provider has no room now, later */
+int word_follows(struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, struct spot spot); /* whether it waits for another one there */
 int post_word_in_order(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,
 		       struct spot spot);
-void word_is_posted(struct work *work);
 void word_is_over(struct tk_fabric *fabric, struct work *work);
+void forget_word(struct work *work);
 
 /* streams.c: addresses of TCP, and what it leaves behind */
 int address_is_same(const union address *a, const union address *b);

@@ -250,14 +250,14 @@ static int settle(struct tk_receiver *receiver)
 	return 0;
 }
 
-/* Acknowledges to the peer. One that is gone, or gave an invalid word, gets nothing. */
+/* Acknowledges to the peer. One that is gone, or gave an invalid word, gets nothing. The lane waits for this word. */
 static int tell_peer(struct tk_receiver *receiver)
 {
 	const struct tk_put_head *head = &receiver->reading.head;
 	uint64_t word = head->ack_generation << ACK_CODE_BITS | receiver->reading.code;
 	uint64_t target = receiver->setup.ack_base + (uint64_t)head->ack_word * 8;
-	int status = post_word(receiver->fabric, receiver->endpoint, word, receiver->setup.peer, target,
-			       receiver->setup.ack_key);
+	int status = post_or_queue_word(receiver->fabric, receiver->endpoint, word, receiver->setup.peer, target,
+					receiver->setup.ack_key);
 	if (status != -FI_EAGAIN)
 		receiver->fabric->statistics.acks_sent++;
 	return status != -FI_EAGAIN;

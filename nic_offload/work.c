@@ -256,6 +256,8 @@ void recycle(struct tk_fabric *fabric, struct work *work)
 
 void release(struct tk_fabric *fabric, struct work *work)
 {
+	if (work->is_word)
+		forget_word(work);
 	disown(fabric, work);
 	work->state = WORK_OVER;
 	recycle(fabric, work);

@@ -12,14 +12,27 @@ from zlib import crc32
 import pytest
 
 from nic_offload.lane import Ground, Lane, Lanes, RecordFormat, Written
-from tests.nic_offload.rig import PAGE, wait_until
+from nic_offload.receiver import Receiver, Room
+from nic_offload.sender import Area
+from nic_offload.trigger import TriggeredNotify, arm
+from tests.nic_offload.far import Far, way_to
+from tests.nic_offload.rig import PAGE, Side, wait_until
 from tests.nic_offload.test_granted import (
+    DIFFERS,
+    EXPIRED,
     FINGERPRINT,
+    FIRST,
     LANDED,
+    LENGTH_MAX,
     OWNER,
     ROOMS,
+    SHARED,
+    SLOT,
+    TAKEN,
+    WORDS,
     WRITTEN,
     GrantRig,
+    head_of,
     key_of,
     open_rig,
 )
@@ -245,3 +258,57 @@ def test_many_go_in_order_whatever_their_number(drive: Drive) -> None:
         assert payload[:LENGTH] == rig.payload(came)
     assert len(taken) >= DEPTH
     assert {came.key for came in rig.came} == {key_of(number) for number in numbers}
+
+
+@pytest.mark.parametrize("provider", ["net", "tcp;ofi_rxm"])
+def test_a_peer_that_takes_nothing_holds_up_nobody_elses_acknowledgements(
+    provider: str, tmp_path: Path
+) -> None:
+    """It is stopped before anything was sent to it; its block was the first to be written."""
+    at, payload = 24 * MIB, b"p" * LENGTH
+    with Far(provider, MIB) as other:
+        for rig in open_rig(provider):
+            pair, drive = rig.pair, Drive(rig, tmp_path / "drive")
+            another = Side.more(pair.far)
+            way = way_to(another, other.said)
+            other.stop()
+            here = pair.far.region.address + at
+            stuck = Receiver(
+                pair.far.fabric,
+                rig.shelf,
+                another.endpoint,
+                78,
+                way.peer,
+                Area(here, here + PAGE, SLOT, 0, 1, FIRST),
+                LENGTH_MAX,
+                OWNER,
+                (way.word_target(0), way.key, WORDS),
+                (LANDED, DIFFERS, TAKEN, EXPIRED, WRITTEN),
+                (pair.there.base, pair.there.key),
+                SHARED,
+                0,
+            )
+            stuck.use(Lanes([drive.lane], bytes(LOTS)))
+            stuck.feed([Room(here + PAGE + SLOT, PAGES, MIB)])
+            drive.lend()
+            head = head_of(payload, durability=WRITTEN)
+            pair.near.fill(20 * MIB, head + payload)
+            pair.there.arm(
+                pair.there.put(1, len(head + payload), source=20 * MIB, target=at + 2 * PAGE - len(head))
+            )
+            pair.near.final(1)
+            arm(
+                pair.near.fabric,
+                [
+                    TriggeredNotify(
+                        2, pair.near.endpoint, pair.there.peer, pair.there.base + at, pair.there.key, FIRST
+                    )
+                ],
+            )
+            drive.wait_written(1)
+            assert drive.written[0].tag == 78
+            for turn in range(3):
+                rig.feed(1, pages=PAGES)
+                _, group = rig.put([turn + 10], LENGTH, durability=WRITTEN)
+                assert rig.codes(group, 1) == [WRITTEN]
+            drive.close()
