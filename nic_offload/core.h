@@ -606,7 +606,10 @@ struct tk_receiver_state {
 	int32_t broken;	       /* the peer's put was invalid: an errno */
 };
 int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out);
-void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes); /* for what comes from now on; NULL: none */
+/* The lanes for what comes from now on; NULL: none. `is_limited`: they get no more of it than was lent. */
+void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes, int is_limited);
+void tk_receiver_lend(struct tk_receiver *receiver, uint64_t pages); /* of drives, headers included */
+uint64_t tk_receiver_recall(struct tk_receiver *receiver);	     /* what is left of them */
 int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count);
 int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_max, struct tk_receiver_state *state);
 int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out_max); /* takes unused ones back */

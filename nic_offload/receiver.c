@@ -108,11 +108,28 @@ int tk_receiver_close(struct tk_receiver *receiver)
 
 /* --- what the application gives and takes; any thread */
 
-void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes)
+void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes, int is_limited)
 {
 	pthread_mutex_lock(&receiver->lock);
 	receiver->lanes = lanes;
+	receiver->is_limited = is_limited;
 	pthread_mutex_unlock(&receiver->lock);
+}
+
+void tk_receiver_lend(struct tk_receiver *receiver, uint64_t pages)
+{
+	pthread_mutex_lock(&receiver->lock);
+	receiver->lent_pages += pages;
+	pthread_mutex_unlock(&receiver->lock);
+}
+
+uint64_t tk_receiver_recall(struct tk_receiver *receiver)
+{
+	pthread_mutex_lock(&receiver->lock);
+	uint64_t left = receiver->lent_pages;
+	receiver->lent_pages = 0;
+	pthread_mutex_unlock(&receiver->lock);
+	return left;
 }
 
 int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count)

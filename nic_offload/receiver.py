@@ -124,10 +124,18 @@ class Receiver:
         self._out = ffi.new("struct tk_came[]", _TAKEN_MAX)
         self._state = ffi.new("struct tk_receiver_state *")
 
-    def use(self, lanes: Lanes | None) -> None:
-        """Hand arrivals from now on to lanes, or to none."""
+    def use(self, lanes: Lanes | None, *, is_limited: bool = False) -> None:
+        """Hand arrivals from now on to lanes, or to none. `is_limited`: no more than they were lent pages for."""
         self._lanes = lanes  # of which the core has the address
-        lib.tk_receiver_use(self._handle, ffi.NULL if lanes is None else lanes.handle)
+        lib.tk_receiver_use(self._handle, ffi.NULL if lanes is None else lanes.handle, is_limited)
+
+    def lend(self, pages: int) -> None:
+        """Let blocks take so many more pages on lanes, headers included."""
+        lib.tk_receiver_lend(self._handle, pages)
+
+    def recall(self) -> int:
+        """Let them take no more, and return what is left of what was lent."""
+        return int(lib.tk_receiver_recall(self._handle))
 
     def feed(self, rooms: Sequence[Room]) -> None:
         """Grant it slots."""

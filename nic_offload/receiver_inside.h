@@ -39,6 +39,8 @@ struct tk_receiver {
 
 	pthread_mutex_t lock; /* for all that follows */
 	const struct tk_lanes *lanes;
+	int is_limited;	     /* to these pages: */
+	uint64_t lent_pages; /* that blocks may take on lanes from now on */
 	struct tk_room *rooms;
 	uint32_t rooms_count, rooms_capacity;
 	struct tk_came *came;

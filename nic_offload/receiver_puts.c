@@ -184,7 +184,8 @@ static void hand_over(struct tk_receiver *receiver, struct tk_came *came)
 		return;
 	uint32_t home = lanes_home(receiver->lanes, name);
 	struct tk_lane *lane = receiver->lanes->lanes[home];
-	if (!lane)
+	uint64_t pages = receiver->is_limited ? pages_of(came->length) : 0;
+	if (!lane || receiver->lent_pages < pages)
 		return;
 	struct lane_word word = {
 		.endpoint = receiver->endpoint,
@@ -198,7 +199,10 @@ static void hand_over(struct tk_receiver *receiver, struct tk_came *came)
 	if (!names_have(&receiver->shelf->stored, name))
 		receiver->reading.record = lane_begin(lane, came, setup->owner, &word);
 	pthread_mutex_unlock(&receiver->shelf->lock);
-	came->under_way = receiver->reading.record ? (uint8_t)(home + 1) : 0;
+	if (!receiver->reading.record)
+		return;
+	receiver->lent_pages -= pages;
+	came->under_way = (uint8_t)(home + 1);
 }
 
 /* It has been read completely: keep the block, or reuse the room. */

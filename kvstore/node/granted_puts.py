@@ -33,6 +33,7 @@ from kvstore.node.call_headers import Told
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
 from kvstore.node.fair import Places
 from kvstore.node.landing import LandingLayout, Lease
+from kvstore.node.lane_quotas import LaneQuotas
 from kvstore.node.put_area import Landed, PutArea
 from kvstore.node.span_notes import End
 from kvstore.steps import Step
@@ -85,6 +86,7 @@ class Granted:
         self._store_at = 0  # as soon as so many writes have ended
         self._heard = 0  # blocks that we have taken from receivers
         self._lanes = DriveLanes(node.store, node.fabric)
+        self._lent = LaneQuotas(node.store.quotas)
 
     def __len__(self) -> int:
         return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values())
@@ -108,10 +110,10 @@ class Granted:
         return area
 
     def _choose_way(self, area: PutArea) -> None:
-        """Puts of a tenant with a quota are checked against it one by one, so they don't go through lanes."""
-        has_quota = self._node.store.quota(area.connection.tenant).bytes_max > 0
-        area.is_on_lanes = not has_quota
-        area.receiver.use(None if has_quota else self._lanes.handed)
+        """Puts of a tenant with a quota go through lanes as far as pages of it were lent."""
+        self._lent.take_back(area)
+        area.is_limited = self._node.store.quotas.limits(area.connection.tenant)
+        area.receiver.use(self._lanes.handed, is_limited=area.is_limited)
 
     def quotas_changed(self) -> None:
         """Others may have one now."""
@@ -124,6 +126,7 @@ class Granted:
         if area is None:
             return
         self._take(area)
+        self._lent.take_back(area)
         self._store(area)
         del self._areas[connection.number]
         self._hungry.discard(area)
@@ -177,6 +180,7 @@ class Granted:
                 area.target = ROOMS_MIN
                 self._hungry.discard(area)
                 self._empty(area)
+                self._lent.take_back(area)
         self._lanes.tick()
         self.feed_hungry()
         self._node.fetches.pump()
@@ -237,6 +241,8 @@ class Granted:
             self._node.detach(area.connection)
         else:
             self._feed(area, state)
+            if self._lent.renew(area):
+                self._lanes.lend()
 
     def take_all(self) -> None:
         """Process everything that has arrived, before a query or a change.
@@ -338,6 +344,9 @@ class Granted:
         if on_lanes:
             self._by_tag.update({one.came.id: one for some in on_lanes.values() for one in some})
             items = {lane: [self._item(one) for one in some] for lane, some in on_lanes.items()}
+            if area.lent_pages:
+                lengths = [one.came.length for some in on_lanes.values() for one in some]
+                self._lent.heard(area, sum(1 + -(-length // PAGE_BYTES) for length in lengths))
             self._lanes.heard(items, self._kept)
         node.counters.leased += len(came)
         node.counters.landed += len(came)
@@ -377,7 +386,7 @@ class Granted:
                 return
             del area.unheard[: len(some)]
             self._by_tag.update({one.came.id: one for one in some})
-            if area.is_on_lanes:
+            if not area.is_limited or area.lent_pages:
                 self._lanes.lend()
 
     def _go_on(self, area: PutArea, state: State) -> None:

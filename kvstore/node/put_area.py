@@ -80,7 +80,8 @@ class PutArea:
         self.unheard: list[Landed] = []  # of which the store has not heard
         self.target = ROOMS_MIN  # rooms that it should have
         self.idle_ticks = 0
-        self.is_on_lanes = False  # which write what arrives, as far as they can
+        self.is_limited = False  # lanes take what arrives only as far as it was lent pages for: these,
+        self.lent_pages = 0  # including those of blocks that were not heard of yet
         self.area = self._area(self._region.address)
         acks = connection.acks
         self.receiver = Receiver(

@@ -121,6 +121,7 @@ class Puts:
         for item in items:
             write = _Write(self._writes, self, item, done, replaces=None)
             write.key_name = self._writes.key_of(item.tenant, item.domain)
+            self._queue.quotas.charge(write)
             assert write.name not in self._by_name, "a lane has no block whose name is being put"
             self._by_name[write.name] = self._on_lane[item.tag] = write
 
@@ -136,6 +137,7 @@ class Puts:
         lost, self._on_lane = self._on_lane, {}
         self._writes.lane_is_lost(error)
         for write in lost.values():
+            self._queue.quotas.leave(write)
             self._ended(write, list(write.items()), None, error)
 
     def _write(self, item: PutItem, done: PutsDone, replaces: Entry | None) -> None:

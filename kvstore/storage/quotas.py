@@ -2,15 +2,17 @@
 
 A tenant's use is what its blocks and the records of its sessions (`kvstore.storage.session_space`) take on the drives,
 in whole pages with headers, what its pending puts and steps will take, and what was quarantined since the opening and
-is not in use again.
+is not in use again. Blocks that are written without asking here (by lanes, `kvstore.node.drive_lanes`) take pages that
+were lent beforehand, a small part of the quota: no block takes them meanwhile, and they are no use of the tenant.
 
 Always holds:
 
 - A tenant never exceeds its quota, on all drives together, except by what it had when the quota was set, of which the
   oldest is evicted at once, as far as possible; and by one record of a session on each drive, until that record's
   sync, if it takes no more than the one that it replaces.
-- To make room for a tenant only its own blocks are evicted: of those that may go, exactly the least recently used one,
-  on whichever drive it is. After an opening uses are unknown; then blocks go by age, with the drives in step.
+- To make room for a tenant, or for what it is lent, only its own blocks are evicted: of those that may go, exactly the
+  least recently used one, on whichever drive it is. Before a put waits, what is lent and not used is recalled. After an
+  opening uses are unknown; then blocks go by age, with the drives in step.
 - A put, or a step of a session, that would exceed the quota waits, before it takes any room, while something of its
   tenant's is pending or guarded for a limited time, `ROOM_WAIT_MS_MAX` at most; then it is refused, and the error has
   the quota. The tenant's later puts and steps on that drive wait behind it, and no other tenant's do. While anything
@@ -31,6 +33,7 @@ from kvstore.limits import (
     EVICTION_STEPS_MAX,
     EVICTION_URGENT_BLOCKS,
     PAGE_BYTES,
+    QUOTA_LENT_SHARE,
     QUOTA_OWNERS_MAX,
     ROOM_WAIT_MS_MAX,
 )
@@ -40,7 +43,7 @@ from kvstore.storage.eviction.policy import Steps
 from kvstore.storage.writes import RecordWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction_events import Keeping
@@ -149,6 +152,10 @@ class Charged(RecordWrite):
         )
 
 
+def _lends_nothing(tenant: bytes) -> None:
+    """Nobody has borrowed anything."""
+
+
 class Quotas:
     """The quotas of all tenants of a store, over all its drives."""
 
@@ -158,6 +165,8 @@ class Quotas:
         self._pages_max: dict[bytes, int] = {}
         self._numbers: dict[bytes, int] = {}  # of all who have had a quota; they stay counted
         self._under_way: dict[bytes, int] = {}  # pages of puts that were let in and are in no index yet
+        self._lent: dict[bytes, int] = {}  # pages for blocks that nobody has heard of yet
+        self.recall: Callable[[bytes], None] = _lends_nothing  # has a tenant's lent pages given back
         self._over: set[bytes] = set()  # which may have more than they should since quotas have changed
         self._uses = Uses()
         for keeping in drives:
@@ -206,9 +215,36 @@ class Quotas:
         pages = write.size_bytes // PAGE_BYTES
         if self._excess_pages(write.tenant, pages) > 0:
             return False
-        write.charged_pages = pages
-        self._under_way[write.tenant] = self._under_way.get(write.tenant, 0) + pages
+        self.charge(write)
         return True
+
+    def lend(self, tenant: bytes, pages: int) -> int:
+        """Lend a tenant pages of its quota, as far as there is room or can be made; return how many."""
+        most = self._pages_max[tenant] // QUOTA_LENT_SHARE
+        wanted, pages = min(pages, most), min(pages, most - self._lent.get(tenant, 0))
+        if pages <= wanted // 2 or tenant in self._over:  # not for each block
+            return 0
+        if self._excess_pages(tenant, pages) > 0:
+            self.make_room(tenant, pages, EVICTION_URGENT_BLOCKS)
+            pages -= max(0, self._excess_pages(tenant, pages))
+        if pages <= 0:
+            return 0
+        self._lent[tenant] = self._lent.get(tenant, 0) + pages
+        return pages
+
+    def give_back(self, tenant: bytes, pages: int) -> None:
+        """These are lent no more."""
+        left = self._lent[tenant] - pages
+        if left:
+            self._lent[tenant] = left
+        else:
+            del self._lent[tenant]
+
+    def charge(self, write: Charged) -> None:
+        """Charge a put that is being written: there was room for it, or no quota, when it began."""
+        if write.tenant in self._pages_max:
+            write.charged_pages = write.size_bytes // PAGE_BYTES
+            self._under_way[write.tenant] = self._under_way.get(write.tenant, 0) + write.charged_pages
 
     def leave(self, write: Charged) -> None:
         """End a put's pending charge: it is in the index, or has failed."""
@@ -283,7 +319,7 @@ class Quotas:
         return stored + self._under_way.get(tenant, 0)
 
     def _excess_pages(self, tenant: bytes, pages: int) -> int:
-        return self._used_pages(tenant) + pages - self._pages_max[tenant]
+        return self._used_pages(tenant) + self._lent.get(tenant, 0) + pages - self._pages_max[tenant]
 
 
 class QuotaQueue:
@@ -341,6 +377,7 @@ class QuotaQueue:
         waiting = self._waiting.pop(tenant)  # and behind the others, if it has to wait on
         made = Made(0, more=False)
         if self.quotas.limits(tenant) and self._writes.stopped is None:
+            self.quotas.recall(tenant)
             pages = sum(one.pages_to_evict for one, _ in waiting)
             most = self.quotas.of(tenant).bytes_max // PAGE_BYTES
             made = self.quotas.make_room(tenant, min(pages, most), blocks_max)

@@ -106,10 +106,10 @@ class Store(Handle):
         self.manifests: Manifests | AllManifests = (
             drives[0].manifests if len(drives) == 1 else AllManifests(drives)
         )
-        self._quotas = Quotas([drive.keeping for drive in drives], clock)
+        self.quotas = Quotas([drive.keeping for drive in drives], clock)
         for drive in drives:
             drive.others.extend(other for other in drives if other is not drive)
-            drive.share_quotas(self._quotas)
+            drive.share_quotas(self.quotas)
             restore_sessions(drive.manifests, drive.deadlines, [each.keeping for each in drives])
         self._ready = select.epoll()
         for drive in drives:
@@ -371,13 +371,13 @@ class Store(Handle):
 
     def change_quotas(self, bytes_max: Mapping[bytes, int]) -> None:
         """Set the quotas of these tenants, in bytes of all drives; all other tenants have none."""
-        self._quotas.change(bytes_max)
+        self.quotas.change(bytes_max)
         for drive in self.drives:
             drive.wake()
 
     def quota(self, tenant: bytes) -> Quota:
         """Return a tenant's quota and its use."""
-        return self._quotas.of(tenant)
+        return self.quotas.of(tenant)
 
     def listen(self, listener: Listener) -> None:
         """Call a listener when blocks are stored or removed on any drive. It must not call the store."""
