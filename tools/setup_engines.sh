@@ -31,7 +31,7 @@ fi
 # The root is part of the hash: a venv that was moved or copied names its old place in every script.
 version=$("$root/.venv/bin/python" -c 'import sys; print(sys.base_prefix, sys.version)')
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
-wanted=$( (printf '%s\n' "$version" "$root" && cat requirements-engines.txt) | sha256sum | cut -d' ' -f1)
+wanted=$( (printf '%s\n' "$version" "$root" && cat requirements-engines.txt requirements-torch.txt) | sha256sum | cut -d' ' -f1)
 stamp=$venv/.stamp-engines
 
 # What an installed wheel would tell: vLLM finds our connectors by their entry point.
@@ -58,16 +58,19 @@ fi
 
 if [[ ! -d $venv ]]; then why="there is none yet"
 elif [[ ! -f $stamp ]]; then why="the last set-up did not finish"
-else why="the Python, the folder or requirements-engines.txt changed"; fi
+else why="the Python, the folder or the list of packages changed"; fi
 say "making .venv-engines, because $why (a minute or two, 2.4 GB)"
 rm -rf "$venv"
 "$root/.venv/bin/python" -m venv "$venv" || die ".venv's Python could not make .venv-engines; its words are above."
 log=$root/.cache/pip-engines.log
 # --no-deps: the list is complete, and a package that is not on it must not come in by itself.
-"$venv/bin/python" -m pip install --no-deps -r requirements-engines.txt >"$log" 2>&1 || {
-  tail -n 15 "$log" >&2
-  die "pip could not install requirements-engines.txt; its words are above, all of them in .cache/pip-engines.log"
-}
+: >"$log"
+for list in requirements-torch.txt requirements-engines.txt; do # apart, because pip takes digests for all or for none
+  "$venv/bin/python" -m pip install --no-deps -r "$list" >>"$log" 2>&1 || {
+    tail -n 15 "$log" >&2
+    die "pip could not install $list; its words are above, all of them in .cache/pip-engines.log"
+  }
+done
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 printf '%s\n' "$root" >"$packages/triggerkv-checkout.pth"
 describe

@@ -148,7 +148,7 @@ def _pins(path: Path) -> dict[str, str]:
 
 def test_each_package_has_the_digests_of_its_files() -> None:
     """Pip takes none that has another, once one of a list has any."""
-    for name in ("requirements-dev.txt", "deploy/requirements.txt"):
+    for name in ("requirements-dev.txt", "requirements-engines.txt", "deploy/requirements.txt"):
         entries = re.split(r"(?m)^(?=[a-z])", re.sub(r"(?m)^#.*\n", "", (ROOT / name).read_text()))[1:]
         assert entries
         assert all("--hash=sha256:" in entry for entry in entries)
