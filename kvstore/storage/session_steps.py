@@ -68,7 +68,7 @@ class StepRecord(RecordWrite):
             step.item.name.user if kind is Kind.SESSION else NO_DOMAIN
         )  # others' sessions name chunks, too
         super().__init__(writes, owner, _address(self._memory), size_bytes, tenant, domain)
-        self.step = step
+        self.order = self.step = step
         self.kind = kind
         self.key = key
         self.payload = payload
@@ -77,6 +77,7 @@ class StepRecord(RecordWrite):
     @property
     def place(self) -> Place:
         """Return where it is, once it has been begun."""
+        assert self.generation, "a record that has no place is in no index"
         return Place(self.offset, len(self.payload), self.crc32c, self.generation)
 
     def header(self) -> Header:

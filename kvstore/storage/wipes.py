@@ -59,6 +59,7 @@ class Wipes:
         unread: list[tuple[int, int]] = []
         for offset, length in records:
             extent = offset // PAGE_BYTES, record_bytes(length) // PAGE_BYTES
+            assert extent[0] >= self._extents.first_page, "no record is where the superblocks are"
             if are_read and is_pinned(extent[0]):
                 self._pinned.append(self._added([extent], instead))
             else:

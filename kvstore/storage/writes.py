@@ -12,8 +12,9 @@ Always holds:
   `refuse_first` says that there will be none. So what comes free meanwhile is not taken bit by bit by smaller ones.
 - A lane (`nic_offload.lane`) writes records by itself on ground that it was lent, pages and generations. Its ground
   stands among the records in the order of generations, and is taken back before the next one of ours begins.
-- Where records are encrypted, one whose domain has no key yet is queued when it has one that survives power loss. It
-  is encrypted into memory of its own, so no slot is changed, and nothing is written in the clear.
+- Where records are encrypted, one whose domain has no key yet is queued when it has one that survives power loss, and
+  so are later records of the same step of a session: its manifest never overtakes its chunks. It is encrypted into
+  memory of its own, so no slot is changed, and nothing is written in the clear.
 
 It doesn't know what records are for: their owners publish and report them.
 """
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore.storage.extents import Extents
+    from kvstore.storage.sealing import Keys
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.volume import Volume
     from kvstore.wire.record import Header
@@ -98,6 +100,7 @@ class RecordWrite:
         "generation",
         "key_name",
         "offset",
+        "order",
         "owner",
         "result",
         "size_bytes",
@@ -120,6 +123,7 @@ class RecordWrite:
         self.key_name: KeyName | None = None  # it is encrypted with this
         self.staged = 0  # where it is encrypted, while it is being written
         self.owner = owner
+        self.order: object = None  # of which all records are queued as they are added
         self.address = address
         self.size_bytes = size_bytes
         self.generation = 0
@@ -164,7 +168,10 @@ class Writes:
         self._volume = volume
         self._keys = volume.keys
         self.staging = Staging()
-        self.without_keys = 0  # records that wait for keys of their domains
+        self.without_keys = 0  # records that wait for keys of their domains, or for others that do
+        self._behind: dict[
+            object, deque[RecordWrite]
+        ] = {}  # by orders, those with a record that waits for its key
         self._note_synced = note_synced
         self._note_begun = note_begun
         self._note_lent = note_lent
@@ -215,13 +222,24 @@ class Writes:
     def add(self, record: RecordWrite) -> None:
         """Queue a record."""
         self.queued_pages += record.size_bytes // PAGE_BYTES
-        if self._keys is not None:
-            record.key_name = self._keys.name_of(record.tenant, record.domain)
-            if record.key_name is None:
-                self.without_keys += 1
-                self._keys.ensure(record.tenant, record.domain, lambda error: self._has_key(record, error))
-                return
-        self._traffic.add(record)
+        if self._keys is None:
+            self._traffic.add(record)
+        elif record.order in self._behind:
+            self.without_keys += 1
+            self._behind[record.order].append(record)
+        elif not self._queue_with_key(record, self._keys):
+            self.without_keys += 1
+
+    def _queue_with_key(self, record: RecordWrite, keys: Keys) -> bool:
+        """Queue a record if its domain has a key; otherwise it is made."""
+        record.key_name = keys.name_of(record.tenant, record.domain)
+        if record.key_name is not None:
+            self._traffic.add(record)
+            return True
+        if record.order is not None:
+            self._behind.setdefault(record.order, deque())
+        keys.ensure(record.tenant, record.domain, lambda error: self._has_key(record, keys, error))
+        return False
 
     @property
     def encrypts(self) -> bool:
@@ -232,13 +250,23 @@ class Writes:
         """Return which key the lane encrypts a domain's blocks with; None where nothing is encrypted."""
         return None if self._keys is None else self._keys.name_of(tenant, domain)
 
-    def _has_key(self, record: RecordWrite, error: StorageError | None) -> None:
+    def _has_key(self, record: RecordWrite, keys: Keys, error: StorageError | None) -> None:
         self.without_keys -= 1
-        record.key_name = self.key_of(record.tenant, record.domain)
+        behind = self._behind.pop(record.order, deque())
+        record.key_name = keys.name_of(record.tenant, record.domain)
         if record.key_name is None:  # it may have been erased meanwhile
-            self._fail(record, error or StorageError("The erase domain of the block was erased."))
-        else:
-            self._traffic.add(record)
+            error = error or StorageError("The erase domain of the block was erased.")
+            self.without_keys -= len(behind)
+            for one in (record, *behind):
+                self._fail(one, error)
+            return
+        self._traffic.add(record)
+        while behind:
+            following = behind.popleft()
+            if not self._queue_with_key(following, keys):
+                self._behind[following.order] = behind
+                return
+            self.without_keys -= 1
 
     def resume(self) -> None:
         """Queue the record that has waited longest, before all others, if there is room for it now."""

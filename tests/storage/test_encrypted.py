@@ -16,11 +16,12 @@ from kvstore.errors import ReadOnly
 from kvstore.miss import MissReason
 from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.fsck import check
+from kvstore.storage.manifests import SessionName
 from kvstore.storage.sealing import NO_DOMAIN
 from nic_offload import aead
 from tests.storage.fake_keys import FakeKeyring, FakeKeys
 from tests.storage.fakes import FakeBay, FakeDisk
-from tests.storage.rig import FINGERPRINT, TENANT, USER, StoreRig, key
+from tests.storage.rig import FINGERPRINT, TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,6 +95,34 @@ def records_of(drive: bytes, ring: FakeKeyring) -> dict[tuple[bytes, bytes], tup
         assert not any(drive[at + 208 : at + 4096])
         found[tenant, name_key] = kind, payload
     return found
+
+
+@pytest.mark.parametrize("is_erased", [False, True])
+def test_no_manifest_overtakes_chunks_that_wait_for_their_key(sealed: StoreRig, *, is_erased: bool) -> None:
+    """The manifest's own key is there already. It once named a chunk at the superblock, which its end overwrote."""
+    rig, count = sealed, 300
+    for number in range(count):
+        assert rig.put(number, b"x", domain=USER).error is None
+    assert rig.append(1, range(10)).error is None
+    assert rig.keyring is not None
+    if is_erased:
+        assert rig.append(2, range(count)).error is None
+        rig.keyring.erase(TENANT, NO_DOMAIN)
+    assert (TENANT, USER) in rig.keyring.keys
+    assert (TENANT, NO_DOMAIN) not in rig.keyring.keys
+    assert rig.append(1, range(10, count)).error is None
+    stored = rig.store.manifests.get(SessionName(TENANT, USER, name(1)))
+    assert stored is not None
+    drive = rig.store.drives[0]
+    places = {key: place for _, key, place, _ in drive.manifests.all_chunks()}
+    generations = [places[one].generation for one in stored.manifest.chunks]
+    assert generations
+    assert all(0 < one < stored.place.generation for one in generations)
+    assert rig.session(1) == list(range(count))
+    assert rig.disk is not None
+    before = bytes(rig.disk.pages[0])
+    assert rig.remove(1).error is None
+    assert bytes(rig.disk.pages[0]) == before
 
 
 def test_a_stranger_with_the_keys_reads_what_the_store_wrote(real_sealed: StoreRig) -> None:
