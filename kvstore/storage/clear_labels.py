@@ -1,8 +1,8 @@
 """Takes labels in the clear out of an index: those of a store that got its keys after it had sessions.
 
 It happens at the first opening with keys, before anything is served: each label is sealed with its user's key, which
-is made if there is none; then all that is left of the index is copied to a new file, and the old one is overwritten
-with zeros. So an erasure finds no label in the clear in an index, neither in a row nor in pages that LMDB has freed.
+is made if there is none; then the rows of the index are copied to a new file, and the old one is overwritten with
+zeros. So an erasure finds no label in the clear in an index, neither in a row nor in pages that LMDB has freed.
 
 Always holds: an opening that dies in between leaves an index that is taken up again, or built anew from the drive. One
 that can't make the keys leaves the labels as they are, and says so; the next one tries again.
@@ -15,12 +15,13 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import lmdb
 
 from kvstore.errors import StorageError
-from kvstore.limits import INDEX_LABELS_AT_ONCE, INDEX_LABELS_KEYS_S
+from kvstore.limits import INDEX_LABELS_AT_ONCE, INDEX_LABELS_KEYS_S, INDEX_ROWS_COPIED_AT_ONCE
 from kvstore.storage.index import Index
 from kvstore.storage.index_file import DATA_NAME, overwrite
 from kvstore.storage.manifests import Manifests
@@ -38,6 +39,8 @@ __all__ = ["without_clear_labels"]
 log = logging.getLogger(__name__)
 
 _COPY = "copied"
+_TABLES_MAX = 64
+_SMALL_BYTES = 1 << 20  # of a file that is smaller than the new one's first pages
 
 
 def without_clear_labels(index: Index, folder: Path, volume: Volume, undo: ExitStack) -> Index:
@@ -92,10 +95,26 @@ def _copy(folder: Path) -> None:
     copy.mkdir(mode=0o700)
     size = (folder / DATA_NAME).stat().st_size
     try:
-        with lmdb.open(str(folder), map_size=size, readonly=True, create=False, lock=False) as env:
-            env.copy(str(copy), compact=True)
+        with (
+            lmdb.open(
+                str(folder), map_size=size, max_dbs=_TABLES_MAX, readonly=True, create=False, lock=False
+            ) as env,
+            lmdb.open(str(copy), map_size=2 * size + _SMALL_BYTES, max_dbs=_TABLES_MAX, lock=False) as new,
+        ):
+            _copy_rows(env, new)
     except lmdb.Error as error:
         raise StorageError(f"The index in {folder} could not be copied: {error}.") from error
     overwrite(folder)
     (copy / DATA_NAME).replace(folder / DATA_NAME)
     shutil.rmtree(copy)
+
+
+def _copy_rows(env: lmdb.Environment, new: lmdb.Environment) -> None:
+    """Row by row: LMDB copies pages with their unused ends, where bytes of other pages are that were once in memory."""
+    with env.begin() as reading:
+        for name in [bytes(name) for name, _ in reading.cursor()]:
+            rows = iter(reading.cursor(env.open_db(name, txn=reading, create=False)))
+            table = new.open_db(name)
+            while some := list(islice(rows, INDEX_ROWS_COPIED_AT_ONCE)):
+                with new.begin(write=True) as writing:
+                    writing.cursor(table).putmulti(some, append=True)

@@ -136,6 +136,21 @@ def test_labels_in_the_clear_leave_the_index_at_the_first_opening_with_keys(
     assert set(labels_of(rig)) == {None}, "as those that were never in the clear"
 
 
+def test_no_end_of_a_label_is_left_in_the_unused_end_of_a_page_either(rig: StoreRig) -> None:
+    """LMDB takes memory of other pages for the rows of long sessions, and writes and copies pages whole."""
+    rig.open()
+    for session in range(5):
+        blocks = range(300 * session, 300 * (session + 1))
+        for number in blocks:
+            assert rig.put(number, b"x").error is None
+        for first in blocks[::50]:
+            assert rig.append(session, range(first, first + 50), label=f"label {session} of it").error is None
+    rig.store.close()
+    assert in_index(rig, " of it")
+    opened(rig)
+    assert not in_index(rig, " of it")
+
+
 def test_an_opening_that_can_make_no_keys_leaves_labels_and_says_so(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
