@@ -12,6 +12,7 @@ What it doesn't do: log puts and gets, which are too many; `kvstore explain` and
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 _SECOND_NS = 1_000_000_000
 _HTTP = "http:"
 _TENANT = "tenant "  # no address begins like this
+_NEW_LINE = b"\n"
 
 
 class Audit(Handle):
@@ -51,9 +53,12 @@ class Audit(Handle):
         self._connections: dict[str, int] = {}  # lines of this second, by tenant
         self._left_out = 0
         self._failed = False
+        self._is_cut = False  # the last line has no end
         if path is not None:
             try:
-                self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                size = os.fstat(self._fd).st_size
+                self._is_cut = size > 0 and os.pread(self._fd, 1, size - 1) != _NEW_LINE
             except OSError as error:
                 raise ConfigError(f"The audit log {path} can't be written: {error.strerror}.") from error
 
@@ -136,14 +141,17 @@ class Audit(Handle):
         if self._fd < 0:
             return True
         text = json.dumps({"at_ms": self._clock.wall_ms(), **line}, separators=(",", ":")) + "\n"
+        data = (_NEW_LINE if self._is_cut else b"") + text.encode()
         try:
-            os.write(self._fd, text.encode())
+            written = os.write(self._fd, data)
         except OSError as error:
-            if not self._failed:
-                log.warning("The audit log can't be written: %s.", error.strerror)
-            self._failed = True
+            why = error.strerror
         else:
-            self._failed = False
+            self._is_cut = written < len(data)
+            why = os.strerror(errno.ENOSPC) if self._is_cut else None
+        if why is not None and not self._failed:
+            log.warning("The audit log can't be written: %s.", why)
+        self._failed = why is not None
         return not self._failed
 
     def close(self) -> None:

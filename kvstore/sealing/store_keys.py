@@ -78,7 +78,8 @@ class StoreKeys:
         )  # a long rotation keeps nobody from new keys
         self._closing = False
         self._warned: set[int] = set()  # slots of which the log has said that they are damaged
-        self._lock = Lock()  # for these two:
+        self._lock = Lock()  # for these three:
+        self._destroyed: list[int] = []  # keys, by number, that the vault may still have
         self._asked: list[tuple[tuple[bytes, bytes], Then]] = []
         self._made: deque[tuple[Then, StorageError | None]] = deque()
         self._wake: Callable[[], object] = lambda: None
@@ -118,6 +119,10 @@ class StoreKeys:
 
     def erased(self, tenant: bytes, domains: Sequence[bytes] | None) -> None:
         """Note in the store's thread that an erasure has ended, however."""
+        with self._lock:
+            destroyed, self._destroyed = self._destroyed, []
+        for number in destroyed:  # also those that are only read, whose names may be known no more
+            self.vault.drop(number)
         for domain in _each(domains):
             self._forget(tenant, domain)  # again: a read may have loaded a key while it was still there
             self._erasing[tenant, domain] -= 1
@@ -125,14 +130,19 @@ class StoreKeys:
                 del self._erasing[tenant, domain]
 
     def _forget(self, tenant: bytes, domain: bytes | None) -> None:
-        for name in [one for one in self._names if one[0] == tenant and domain in {None, one[1]}]:
-            self.vault.drop(self._names.pop(name).number)
+        names = [(tenant, domain)] if domain is not None else [one for one in self._names if one[0] == tenant]
+        for name in names:
+            known = self._names.pop(name, None)
+            if known is not None:
+                self.vault.drop(known.number)
 
     def _erase(self, tenant: bytes, domains: Sequence[bytes] | None) -> list[Erased]:
         ring = self._keyring
         gone = (
             ring.erase_tenant(tenant) if domains is None else ring.erase([(tenant, one) for one in domains])
         )
+        with self._lock:
+            self._destroyed += [one.number for one in gone if one.number is not None]
         known = [one for one in gone if one.id is not None]
         for one in known[-ERASED_DOMAINS_COMPARED_MAX:]:
             self._erased.note(one.tenant, one.domain, one.at_ms)

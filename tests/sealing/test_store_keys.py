@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.errors import QuotaExceeded
+from kvstore.sealing import store_keys
 from kvstore.sealing.masters import new_master_file
 from kvstore.sealing.store_keys import StoreKeys, keys_opener
 
@@ -64,6 +65,21 @@ def test_a_key_that_is_read_while_it_is_erased_is_not_used_afterwards(
     assert not keys.load(name)
     assert keys.name_of(TENANT, DOMAIN) is None
     assert made(keys).id != name.id
+
+
+@pytest.mark.parametrize("whole_tenant", [False, True])
+def test_a_key_that_is_only_read_leaves_the_vault_when_it_is_erased(
+    keys: StoreKeys, monkeypatch: pytest.MonkeyPatch, *, whole_tenant: bool
+) -> None:
+    """Its name is known no more, since many others were put; reads have kept it in the vault."""
+    monkeypatch.setattr(store_keys, "VAULT_NAMES_MAX", 1)
+    name, domains = made(keys), None if whole_tenant else [DOMAIN]
+    made(keys, b"other".ljust(16, b"."))
+    assert len(keys.vault) == 2
+    keys.erase(TENANT, domains).result(WAIT_S)
+    keys.erased(TENANT, domains)
+    assert len(keys.vault) == (0 if whole_tenant else 1)
+    assert not keys.load(name)
 
 
 def test_another_domains_key_stays(keys: StoreKeys) -> None:
