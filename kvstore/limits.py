@@ -399,6 +399,7 @@ HTTP_FIELDS_MAX = 8  # of a query
 STOP_GRACE_MS = 1_000  # for calls to end in, when a node stops
 STALE_DEADLINES_MAX = 1024  # that have been set anew, beside as many as there are good ones
 READS_OF_BLOCK_MAX = 3  # twice all of it, then its header alone
+INDEX_TABLES_MAX = 64  # that a copy may have
 INDEX_ROWS_COPIED_AT_ONCE = 65_536  # into a new file, by one transaction
 INDEX_LABELS_AT_ONCE = 1024  # are sealed in one transaction
 INDEX_LABELS_KEYS_S = 60  # for the next of the keys that they are sealed with

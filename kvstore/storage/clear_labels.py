@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING
 import lmdb
 
 from kvstore.errors import StorageError
-from kvstore.limits import INDEX_LABELS_AT_ONCE, INDEX_LABELS_KEYS_S, INDEX_ROWS_COPIED_AT_ONCE
+from kvstore.limits import (
+    INDEX_LABELS_AT_ONCE,
+    INDEX_LABELS_KEYS_S,
+    INDEX_ROWS_COPIED_AT_ONCE,
+    INDEX_TABLES_MAX,
+)
 from kvstore.storage.index import Index
 from kvstore.storage.index_file import DATA_NAME, overwrite
 from kvstore.storage.manifests import Manifests
@@ -39,7 +44,6 @@ __all__ = ["without_clear_labels"]
 log = logging.getLogger(__name__)
 
 _COPY = "copied"
-_TABLES_MAX = 64
 _SMALL_BYTES = 1 << 20  # of a file that is smaller than the new one's first pages
 
 
@@ -97,9 +101,11 @@ def _copy(folder: Path) -> None:
     try:
         with (
             lmdb.open(
-                str(folder), map_size=size, max_dbs=_TABLES_MAX, readonly=True, create=False, lock=False
+                str(folder), map_size=size, max_dbs=INDEX_TABLES_MAX, readonly=True, create=False, lock=False
             ) as env,
-            lmdb.open(str(copy), map_size=2 * size + _SMALL_BYTES, max_dbs=_TABLES_MAX, lock=False) as new,
+            lmdb.open(
+                str(copy), map_size=2 * size + _SMALL_BYTES, max_dbs=INDEX_TABLES_MAX, lock=False
+            ) as new,
         ):
             _copy_rows(env, new)
     except lmdb.Error as error:

@@ -12,9 +12,8 @@ Always holds:
   `refuse_first` says that there will be none. So what comes free meanwhile is not taken bit by bit by smaller ones.
 - A lane (`nic_offload.lane`) writes records by itself on ground that it was lent, pages and generations. Its ground
   stands among the records in the order of generations, and is taken back before the next one of ours begins.
-- Where records are encrypted, one whose domain has no key yet is queued when it has one that survives power loss, and
-  so are later records of the same step of a session: its manifest never overtakes its chunks. It is encrypted into
-  memory of its own, so no slot is changed, and nothing is written in the clear.
+- An encrypted record waits until its domain has a key that survives power loss, and later ones of the same step of a
+  session wait behind it. It is encrypted into memory of its own: no slot is changed, nothing is written in the clear.
 
 It doesn't know what records are for: their owners publish and report them.
 """
@@ -224,14 +223,14 @@ class Writes:
         self.queued_pages += record.size_bytes // PAGE_BYTES
         if self._keys is None:
             self._traffic.add(record)
-        elif record.order in self._behind:
-            self.without_keys += 1
-            self._behind[record.order].append(record)
         elif not self._queue_with_key(record, self._keys):
             self.without_keys += 1
 
     def _queue_with_key(self, record: RecordWrite, keys: Keys) -> bool:
-        """Queue a record if its domain has a key; otherwise it is made."""
+        """Queue a record if its domain has a key, and return whether it has; otherwise one is made."""
+        if record.order in self._behind:
+            self._behind[record.order].append(record)
+            return False
         record.key_name = keys.name_of(record.tenant, record.domain)
         if record.key_name is not None:
             self._traffic.add(record)
@@ -255,18 +254,16 @@ class Writes:
         behind = self._behind.pop(record.order, deque())
         record.key_name = keys.name_of(record.tenant, record.domain)
         if record.key_name is None:  # it may have been erased meanwhile
-            error = error or StorageError("The erase domain of the block was erased.")
             self.without_keys -= len(behind)
             for one in (record, *behind):
-                self._fail(one, error)
+                self._fail(one, error or StorageError("The erase domain of the block was erased."))
             return
         self._traffic.add(record)
-        while behind:
-            following = behind.popleft()
-            if not self._queue_with_key(following, keys):
-                self._behind[following.order] = behind
-                return
+        while behind and self._queue_with_key(behind[0], keys):
+            behind.popleft()
             self.without_keys -= 1
+        if behind:
+            self._behind[behind.popleft().order] = behind
 
     def resume(self) -> None:
         """Queue the record that has waited longest, before all others, if there is room for it now."""

@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING
 
 from kvstore.clock import SystemClock
-from kvstore.node import audit
 from kvstore.node.audit import Audit
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def test_a_line_that_was_cut_is_a_failure_and_takes_no_later_line_with_it(
     log = Audit(SystemClock(), path)
     assert log.note("erase-domain", tenant="ada", peer="ipv4:10.0.0.7:1")
     with monkeypatch.context() as patch:
-        patch.setattr(audit.os, "write", lambda fd, data: write(fd, data[:30]))
+        patch.setattr(os, "write", lambda fd, data: write(fd, data[:30]))
         assert not log.note("erase-domain", tenant="bob", peer="ipv4:10.0.0.7:1")
     assert log.note("erase-domain", tenant="cyd", peer="ipv4:10.0.0.7:1")
     log.close()
