@@ -89,7 +89,7 @@ int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes)
 	return 0;
 }
 
-int post_word(struct tk_fabric *one, struct tk_endpoint *from, uint64_t word, uint64_t peer, uint64_t target, uint64_t key)
+int post_or_queue_word(struct tk_fabric *one, struct tk_endpoint *from, uint64_t word, uint64_t peer, uint64_t target, uint64_t key)
 {
 	(void)one, (void)peer;
 	must(from == endpoint && key == 7 && target >= ACK_BASE && target < ACK_BASE + 8 * ACK_WORDS && target % 8 == 0);

@@ -402,7 +402,7 @@ def test_a_call_that_is_not_its_clients_is_not_answered(net: Pair, slip: str) ->
         "place": tag_of(TO_NODE, call_spot(net, 1), shelf.FIRST, data),
         "generation": tag_of(TO_NODE, spot, shelf.FIRST - 1, data),
         "memory": tag_of(TO_NODE, Spot(spot.address, spot.key ^ 1), shelf.FIRST, data),
-        "changed": tag_of(TO_NODE, spot, shelf.FIRST, data[:-1] + b"\0"),
+        "changed": tag_of(TO_NODE, spot, shelf.FIRST, data[:-1] + bytes([data[-1] ^ 1])),
     }[slip]
     with Forger("net", net.far) as forger:
         write_call(forger, net, data + tag)
