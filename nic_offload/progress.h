@@ -101,8 +101,8 @@ int drain_completions(struct tk_fabric *fabric);
 int progress_wire(struct tk_fabric *fabric);
 
 /* words.c: words that wait, or might be overtaken */
-int post_or_queue_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
-	      uint64_t key); /* as post_word; if the provider has no room now, later */
+int post_or_queue_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,
+		       uint64_t target, uint64_t key); /* as post_word; if the provider has no room now, later */
 int word_follows(struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, struct spot spot); /* whether it waits for another one there */
 int post_word_in_order(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,
 		       struct spot spot);

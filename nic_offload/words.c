@@ -75,8 +75,8 @@ int post_word_in_order(struct tk_fabric *fabric, struct tk_endpoint *endpoint, u
 	return 0;
 }
 
-int post_or_queue_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, uint64_t target,
-	      uint64_t key)
+int post_or_queue_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,
+		       uint64_t target, uint64_t key)
 {
 	int status = post_word(fabric, endpoint, word, peer, target, key);
 	if (status != -FI_EAGAIN)
