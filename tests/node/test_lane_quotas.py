@@ -83,9 +83,9 @@ def test_what_lanes_take_and_were_lent_stays_within_the_quota(node: NodeInProces
     """Of two clients of the tenant, which put more than twice of what fits."""
     fit, puts = 4 * FIT, 10 * FIT
 
-    def used_pages(inside: Node) -> int:
+    def used_or_lent(inside: Node) -> int:
         quotas = inside.store.quotas
-        return max(map(quotas._used_pages, quotas._numbers))
+        return max(map(quotas._used_pages, quotas._numbers)) + sum(quotas._lent.values())
 
     with closing(Rig(node)) as another:
         another.client.attach()
@@ -93,7 +93,7 @@ def test_what_lanes_take_and_were_lent_stays_within_the_quota(node: NodeInProces
         set_quota(node, 4 * QUOTA)
         for first in range(0, puts, 8):
             put(another if first % 64 == 0 else rig, range(first, first + 8))
-            assert node.call(used_pages) + lent_pages(node) <= fit * PAGES
+            assert node.call(used_or_lent) <= fit * PAGES
         wait_until(lambda: is_settled(node), "the index has them")
         kept = stored(rig, range(puts))
         assert len(kept) >= fit - fit // QUOTA_LENT_SHARE
