@@ -358,6 +358,7 @@ PROTECTED_SESSIONS_OF_TENANT_MAX = 512
 SESSION_LINKS_PER_BLOCK = 4  # on average: in how many sessions a block is
 SESSION_LINKS_MIN = 1 << 17  # but a store of few blocks may share more
 
+GRPC_TRANSFERS_AT_ONCE = 8  # batches of one client that is without a fabric
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 

@@ -40,7 +40,12 @@ if TYPE_CHECKING:
 
     import grpc
 
-__all__ = ["Reach", "split_target"]
+__all__ = ["AUTO", "FABRIC", "GRPC", "Reach", "split_target"]
+
+AUTO: Final = "auto"
+FABRIC: Final = "fabric"
+GRPC: Final = "grpc"
+_TRANSPORTS: Final = (AUTO, FABRIC, GRPC, "memory")
 
 _FILE: Final = Path("~/.config/triggerkv/client.toml")
 _VARIABLE: Final = "TRIGGERKV_"
@@ -69,6 +74,7 @@ class Reach:
     key: Path | None = None
     fabric_address: str = ""  # this machine's own, for the fabric; "": that of the route to the node
     fabric_ports: str = ""  # FIRST-LAST, on which this machine listens for the fabric; "": any free port
+    transport: str = AUTO  # how blocks go: see `kvstore.client.transport`
     provider: str | None = None  # of libfabric; None: the best available
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS  # for each connection to the node, of gRPC and of the fabric
     call_timeout_ms: int = RPC_TIMEOUT_MS  # for each call, attaching included
@@ -89,7 +95,7 @@ class Reach:
             raise ConfigError("Give a token or a token file, not both.")
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("A client's certificate needs its key, and the key its certificate.")
-        self._check_domain()
+        self._check_choices()
         for name in ("connect_timeout_ms", "call_timeout_ms", "get_timeout_ms"):
             if not 1 <= getattr(self, name) <= REACH_TIMEOUT_MS_MAX:
                 raise ConfigError(f"{name} is 1 to {REACH_TIMEOUT_MS_MAX} milliseconds.")
@@ -101,7 +107,9 @@ class Reach:
                         f" certificate, or tls = true if the system trusts it."
                     )
 
-    def _check_domain(self) -> None:
+    def _check_choices(self) -> None:
+        if self.transport not in _TRANSPORTS:
+            raise ConfigError(f"transport is {' or '.join(_TRANSPORTS)}, not {self.transport!r}.")
         if self.user and self.shared:
             raise ConfigError("Blocks are those of a user or shared, not both: set user or shared.")
         if self.user:
@@ -309,6 +317,7 @@ _KINDS: Final = {
     "key": _FILE_KIND,
     "fabric_address": _TEXT,
     "fabric_ports": _TEXT,
+    "transport": _TEXT,
     "provider": _TEXT,
     "connect_timeout_ms": _MS,
     "call_timeout_ms": _MS,

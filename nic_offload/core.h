@@ -259,6 +259,7 @@ int tk_pieces_open(struct tk_region *const *regions, uint32_t regions_count, con
 uint64_t tk_pieces_bytes(const struct tk_pieces *pieces);
 void tk_pieces_close(struct tk_pieces *pieces); /* it is freed when no operation uses it any more */
 void tk_scatter(const struct tk_scattered *blocks, uint32_t count);
+void tk_gather(const struct tk_pieces *pieces, void *target); /* `tk_pieces_bytes` of them, in their order */
 
 int tk_library_load(const char *path, char *message);
 uint32_t tk_library_version(void);

@@ -93,7 +93,7 @@ def allocate_mapped(length: int) -> tuple[mmap.mmap, int]:
     return memory, fd
 
 
-def address_of(memory: mmap.mmap) -> int:
+def address_of(memory: Buffer) -> int:
     """Where it begins; so for as long as it is not closed."""
     view = ffi.from_buffer(memory)
     address = int(ffi.cast("uintptr_t", view))

@@ -139,3 +139,12 @@ void tk_scatter(const struct tk_scattered *blocks, uint32_t count)
 		pieces_fill(blocks[i].pieces, &end, (const char *)blocks[i].source, blocks[i].pieces->bytes, NULL);
 	}
 }
+
+void tk_gather(const struct tk_pieces *pieces, void *target)
+{
+	char *to = target;
+	for (uint32_t i = 0; i < pieces->count; i++) {
+		memcpy(to, pieces->pieces[i].address, pieces->pieces[i].length);
+		to += pieces->pieces[i].length;
+	}
+}

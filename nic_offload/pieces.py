@@ -44,6 +44,12 @@ class Pieces:
         self.pointer = int(ffi.cast("uintptr_t", self._handle))
         self.length = int(lib.tk_pieces_bytes(self._handle))
 
+    def gathered(self) -> bytearray:
+        """A copy of their current bytes, in their order."""
+        copy = bytearray(self.length)
+        lib.tk_gather(self._handle, ffi.from_buffer(copy))
+        return copy
+
     @classmethod
     def each(cls, regions: Sequence[Region], tables: Iterable[Buffer]) -> list[Pieces]:
         """The same of many blocks in the same regions."""

@@ -144,6 +144,8 @@ class CounterMove(NamedTuple):
     threshold: int = 0
     sets: bool = False
     deadline_ns: int = 0
+    group: Group | None = None  # in which it is noted when it fired
+    row: int = 0
 
 
 Operation = TriggeredPut | TriggeredGet | TriggeredNotify | CounterMove
@@ -206,8 +208,8 @@ def _check(code: int, doing: str) -> None:
         raise FabricError.from_code(doing, code)
 
 
-def _pointer(counter: Counter | None) -> int:
-    return 0 if counter is None else counter.pointer
+def _pointer(of: Counter | Group | None) -> int:
+    return 0 if of is None else of.pointer
 
 
 def _transfer_row(
@@ -291,9 +293,12 @@ def _move_row(move: CounterMove) -> bytes:
         move.counter.pointer,
         move.value,
         move.deadline_ns,
-        *(0, 0, 0, 0, 0, 0, 0),
+        0,
+        _pointer(move.group),
+        *(0, 0, 0, 0, 0),
         lib.TK_SET_COUNTER if move.sets else 0,
-        *(0, 0, 0),
+        move.row,
+        *(0, 0),
     )
 
 

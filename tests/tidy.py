@@ -80,7 +80,7 @@ CLOCK_ALLOWED = {
     "kvstore/clock.py": "it is the seam",
     "kvstore/commands/probes.py": "it measures a drive, once, and decides nothing by the time",
     "kvstore/client/core.py": "its timeouts are its caller's, in real seconds",
-    "kvstore/client/transfers.py": "the same: deadlines of its caller's",
+    "kvstore/client/fabric_transport.py": "the same: deadlines of its caller's",
     "kvstore/client/puts.py": "the same: a wait of the caller's on a condition",
     "kvstore/bench/": "it measures real processes and a real drive",
     "kvstore/demo/": "it measures real processes and shows what it measured",

@@ -12,11 +12,12 @@ What always holds: every call ends within its deadline; a get returns exact byte
 raises because a node is away; a put that can't be had has one typed error; once a call has ended nothing of it writes
 to the caller's memory. A mistake of the caller's is a `UsageError`, and nothing is sent.
 
-It talks to one node; `Nodes` talks to several.
+It talks to one node, by one transport (`kvstore.client.transport`); `Nodes` talks to several.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore.client.block_calls import BlockCalls
@@ -24,15 +25,16 @@ from kvstore.client.blocks import fingerprint_of
 from kvstore.client.checks import check_buffer
 from kvstore.client.core import Core
 from kvstore.client.erasing import ErasingCalls
+from kvstore.client.fabric_transport import FabricTransport
+from kvstore.client.grpc_transport import GrpcTransport
 from kvstore.client.inline import InlineCalls
 from kvstore.client.observing import ObservingCalls
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
-from kvstore.client.transfers import Transfers
 from kvstore.durability import Durability
 from kvstore.limits import ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS, LEASE_TIMEOUT_MS_MAX
 from kvstore.names import UNSAID
-from kvstore.reach import Reach
+from kvstore.reach import GRPC, Reach
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block, HasFingerprint, Hit, PutResult
     from kvstore.client.erasing import Erasure
     from kvstore.client.gets import Ended, Get, NoGet
+    from kvstore.client.grpc_gets import GrpcGet
     from kvstore.client.inline import Data
     from kvstore.client.observing import Happened, LookedUp
     from kvstore.client.puts import ArmedPuts
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from kvstore.client.step_calls import ReadAhead
     from kvstore.client.trace import Follower
     from kvstore.client.transfer_watch import Watch
+    from kvstore.client.transport import Transport
     from kvstore.layout import Layout
     from kvstore.miss import Miss
     from kvstore.wire.kvstore_pb2 import StatusResponse
@@ -96,6 +100,7 @@ class Client(Handle):
         key: Path | str | None = None,
         fabric_address: str | None = None,
         fabric_ports: str | None = None,
+        transport: str | None = None,
         provider: str | None = None,
         connect_timeout_ms: int | None = None,
         call_timeout_ms: int | None = None,
@@ -128,6 +133,7 @@ class Client(Handle):
             "key": key,
             "fabric_address": fabric_address,
             "fabric_ports": fabric_ports,
+            "transport": transport,
             "provider": provider,
             "connect_timeout_ms": connect_timeout_ms,
             "call_timeout_ms": call_timeout_ms,
@@ -136,11 +142,10 @@ class Client(Handle):
             "shared": shared,
         }
         reach, fingerprint = Reach.given(node, given), fingerprint_of(layout)
-        core = Core(reach, fingerprint, slots, block_bytes_max, tracer_provider)
-        self._core = core
-        self._transfers = Transfers(core)
+        self._core = core = Core(reach, fingerprint, slots, block_bytes_max, tracer_provider)
         self._blocks = BlockCalls(core.channel, core.calling, reach, fingerprint, core.lookups)
         self._inline = InlineCalls(core.channel, core.calling, reach, fingerprint, core.lookups, core.spans)
+        self._by_fabric, self._by_grpc = FabricTransport(core), GrpcTransport(core, self._inline)
         self._observing = ObservingCalls(core.channel, core.calling, reach)
         self._erasing = ErasingCalls(core.channel, core.calling, reach)
         self._steps = StepCalls(core.channel, core.calling, reach)
@@ -169,8 +174,13 @@ class Client(Handle):
         return self._core.fingerprint
 
     @property
+    def transport(self) -> str:
+        """How its blocks go: "fabric", "grpc" or "memory" (`kvstore.client.transport`)."""
+        return self._core.transport
+
+    @property
     def fabric(self) -> Fabric:
-        """The fabric of all its links. FabricError where there is none."""
+        """The fabric of all its links; inside gRPC, one that only has the memory and the flags."""
         return self._core.fabric
 
     @property
@@ -186,11 +196,13 @@ class Client(Handle):
     def attach(self) -> None:
         """Attach now, so that the next put or get does not have to. It waits for the node to provide memory.
 
+        Inside gRPC it only finds out whether the node is there.
+
         >>> client.attach()
         >>> client.is_attached
         True
         """
-        self._core.attached(self._core.reach.call_timeout_s)
+        self._core.attach()
 
     def close(self) -> None:
         """Close the client. Puts that have not been acknowledged fail.
@@ -200,8 +212,11 @@ class Client(Handle):
         False
         """
         self._core.close()
+        self._by_grpc.close()
 
-    # --- memory
+    @property
+    def _transport(self) -> Transport:
+        return self._by_grpc if self._core.transport == GRPC else self._by_fabric
 
     def register(self, memory: Buffer) -> Region:
         """Register memory that blocks are put from and got into. Close the region before the memory is freed.
@@ -213,7 +228,7 @@ class Client(Handle):
         check_buffer(memory)
         return self._core.open_fabric.register(memory)
 
-    # --- puts and gets over the fabric
+    # --- puts and gets of registered memory
 
     def put(
         self,
@@ -257,14 +272,8 @@ class Client(Handle):
         ...     [result.durability.name for result in puts.wait(timeout_s=10)]
         ['WRITTEN']
         """
-        return self._transfers.arm(
-            blocks,
-            flag,
-            durability=durability,
-            lease_ms=lease_ms,
-            expires_unix_ms=expires_unix_ms,
-            watch=watch,
-        )
+        arm = partial(self._transport.arm, durability=durability, lease_ms=lease_ms, watch=watch)
+        return arm(blocks, flag, expires_unix_ms=expires_unix_ms)
 
     def reserve(
         self,
@@ -286,7 +295,7 @@ class Client(Handle):
         ...     [result.already_stored for result in puts.wait(timeout_s=10)]
         [True]
         """
-        return self._transfers.reserve(
+        return self._by_fabric.reserve(
             blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
         )
 
@@ -307,7 +316,7 @@ class Client(Handle):
         >>> type(hit).__name__, str(miss)
         ('Hit', 'MISS(unknown)')
         """
-        return self._transfers.get(blocks, layout=layout, timeout_s=timeout_s)
+        return self._transport.get(blocks, layout=layout, timeout_s=timeout_s)
 
     def getting(
         self,
@@ -317,7 +326,7 @@ class Client(Handle):
         timeout_s: float | None = None,
         watch: Watch | None = None,
         ended: Ended | None = None,
-    ) -> Get | NoGet:
+    ) -> Get | GrpcGet | NoGet:
         """Start a get without waiting for it. `wait(n)` of the returned object waits for the first `n` blocks.
 
         The node sends them in order. `ended` is called with all outcomes when they are known, and must not block.
@@ -327,7 +336,7 @@ class Client(Handle):
         >>> [type(outcome).__name__ for outcome in get.wait()]
         ['Hit']
         """
-        return self._transfers.getting(blocks, layout=layout, timeout_s=timeout_s, watch=watch, ended=ended)
+        return self._transport.getting(blocks, layout=layout, timeout_s=timeout_s, watch=watch, ended=ended)
 
     # --- puts and gets inside gRPC
 
@@ -383,11 +392,7 @@ class Client(Handle):
         ['WRITTEN', 'WRITTEN', 'WRITTEN']
         """
         return self._inline.put_many(
-            blocks,
-            durability=durability,
-            expires_unix_ms=expires_unix_ms,
-            domain=domain,
-            timeout_s=timeout_s,
+            blocks, durability=durability, expires_unix_ms=expires_unix_ms, domain=domain, timeout_s=timeout_s
         )
 
     def get_many_inline(

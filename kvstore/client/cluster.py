@@ -113,6 +113,11 @@ class ClusterClient(Handle):
         return everywhere
 
     @property
+    def transport(self) -> str:
+        """As `Client.transport`."""
+        return self.nodes.first().transport
+
+    @property
     def fabric(self) -> Fabric:
         """As `Client.fabric`, of the first node that was named; each node's client has its own of the same kind."""
         return self.nodes.first().fabric

@@ -4,13 +4,14 @@ What always holds: it attaches at the first call that needs the link, and again 
 nothing comes in through it; a node that was away costs one call its deadline, and those after it nothing
 (`kvstore.client.breaker`). While something is awaited, a link whose connection broke is lost within two looks
 (`STALLED_LOOK_MS`), and one over which nothing can be sent after `STALLED_MS`.
-What it doesn't do: put or get. `kvstore.client.transfers` and the modules beside it do, and `Client` offers them.
+What it doesn't do: put or get. `kvstore.client.transport` says which modules do, and `Client` offers them.
 """
 
 from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import select
 import threading
@@ -24,16 +25,26 @@ from kvstore.client.breaker import Breaker
 from kvstore.client.call_routes import Asking
 from kvstore.client.channel import close_channel, open_channel
 from kvstore.client.contact import explained
-from kvstore.client.link import TAGS_OF_ONE, Link
+from kvstore.client.link import TAGS_OF_ONE, Link, Operation
 from kvstore.client.own_address import OwnSide, say_first_word
 from kvstore.client.request_ids import ClientLookups
 from kvstore.client.slabs import Slabs
 from kvstore.clock import SystemClock
-from kvstore.errors import AddressRefused, Closed, DeadlineExceeded, FabricError, KvError, NodeUnavailable
+from kvstore.errors import (
+    AddressRefused,
+    Closed,
+    DeadlineExceeded,
+    FabricError,
+    FabricUnavailable,
+    KvError,
+    NodeUnavailable,
+)
 from kvstore.limits import FETCH_CANCEL_MS, STALLED_LOOK_MS, STALLED_MS, STATUS_AGAIN_MS
+from kvstore.reach import AUTO, FABRIC, GRPC
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import error_from_rpc
+from nic_offload.fabric import MEMORY, Fabric
 from nic_offload.handle import Handle
 from nic_offload.trigger import arm
 
@@ -45,9 +56,10 @@ if TYPE_CHECKING:
     from kvstore.client.spans import ClientSpans
     from kvstore.reach import Reach
     from kvstore.wire.fabric_call import Leased
-    from nic_offload.fabric import Fabric
 
-__all__ = ["Core"]
+__all__ = ["Core", "Unlinked"]
+
+log = logging.getLogger(__name__)
 
 _STATUS: Final = "Reading the node's status"
 
@@ -56,6 +68,21 @@ def _spans(provider: TracerProvider, target: str) -> ClientSpans:
     from kvstore.client.spans import ClientSpans  # noqa: PLC0415 - its package is an extra
 
     return ClientSpans(provider, target)
+
+
+class Unlinked:
+    """Operations that need no link, for as long as the client is open."""
+
+    def __init__(self) -> None:
+        self.error: KvError | None = None
+        self.operations: dict[int, Operation] = {}
+
+    def lose(self, error: KvError) -> None:
+        """End them all, and every later one."""
+        self.error = error
+        told, self.operations = list(self.operations.values()), {}
+        for operation in told:
+            operation.lost(error)
 
 
 class Core(Handle):
@@ -74,12 +101,14 @@ class Core(Handle):
         self.spans = None if tracer_provider is None else _spans(tracer_provider, reach.node)
         self.channel = open_channel(reach, None if self.spans is None else self.spans.header)
         self.lock = threading.RLock()
-        self._fabric: Fabric | None = None  # who only asks, or sends blocks inside gRPC, needs none
+        self._fabric: Fabric | None = None  # who only asks, or sends bytes inside gRPC, needs none
+        self._transport = reach.transport  # until the fabric is opened, if that is "auto"
         self._own_side = OwnSide(reach)
         self._closed = False
         self.calls = 0  # made to the node; a test counts that armed puts need none
         self._tags = itertools.count(TAGS_OF_ONE, TAGS_OF_ONE)
         self.link: Link | None = None
+        self.unlinked = Unlinked()
         self._proved: Link | None = None  # the last one over which a word has gone
         self._attaching = threading.Lock()
         self.stub = kvstore_pb2_grpc.KvStoreStub(self.channel)  # type: ignore[no-untyped-call]
@@ -104,7 +133,7 @@ class Core(Handle):
             if self._fabric is None:
                 if self._closed:
                     raise Closed("The client is closed.")
-                self._fabric = self._own_side.open_fabric()
+                self._fabric, self._transport = self._open_fabric()
                 self._pump = threading.Thread(
                     target=self._run_pump, args=(self._fabric,), name="kvstore-pump", daemon=True
                 )
@@ -112,6 +141,24 @@ class Core(Handle):
                 # A fabric is closed at the interpreter's end, and nothing may take events from it by then.
                 atexit.register(self._end_pump)
             return self._fabric
+
+    def _open_fabric(self) -> tuple[Fabric, str]:
+        wanted = self.reach.transport
+        if wanted == GRPC:
+            return Fabric(MEMORY), wanted
+        try:
+            return self._own_side.open_fabric(), FABRIC if wanted == AUTO else wanted
+        except FabricUnavailable as error:
+            if wanted != AUTO or self.reach.provider is not None:
+                raise
+            log.warning("Blocks are sent inside gRPC, which is slower: %s", error)
+            return Fabric(MEMORY), GRPC
+
+    @property
+    def transport(self) -> str:
+        """How its blocks go."""
+        _ = self.fabric
+        return self._transport
 
     @property
     def open_fabric(self) -> Fabric:
@@ -236,8 +283,11 @@ class Core(Handle):
         return self.link is not None
 
     def attach(self) -> None:
-        """Attach now, so that the next put or get does not have to. It waits for the node to provide memory."""
-        self.attached(self.reach.call_timeout_s)
+        """As `Client.attach`."""
+        if self.transport == GRPC:
+            self.status(0)
+        else:
+            self.attached(self.reach.call_timeout_s)
 
     def attached(self, timeout_s: float) -> Link:
         """The link there is, or a new one, within this time."""
@@ -330,6 +380,8 @@ class Core(Handle):
                     for event in events:
                         link = self.link
                         operation = link.operation(event.tag) if link is not None else None
+                        if operation is None:
+                            operation = self.unlinked.operations.get(event.tag - event.tag % TAGS_OF_ONE)
                         if operation is not None:
                             operation.event(event)
             with self.lock:
@@ -352,8 +404,10 @@ class Core(Handle):
             if self._closed:
                 return
             self._closed = True
+            closed = NodeUnavailable("The client was closed.")
             if self.link is not None:
-                self.lose(self.link, NodeUnavailable("The client was closed."))
+                self.lose(self.link, closed)
+            self.unlinked.lose(closed)
         if self._fabric is not None:
             self._end_pump()
             atexit.unregister(self._end_pump)

@@ -215,24 +215,29 @@ class InlineCalls:
             yield encoded_put(head, parts)
 
     def get_many(
-        self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
-    ) -> Iterator[bytes | Miss]:
-        """As `Client.get_many_inline`."""
+        self,
+        wanted: Sequence[tuple[bytes, int]],
+        *,
+        timeout_s: float | None = None,
+        fingerprint: bytes | None = None,
+    ) -> Generator[bytes | Miss, None, None]:
+        """As `Client.get_many_inline`; of blocks with this layout, if it is not the client's own."""
         check_wanted(wanted)
         timeout_s = self._within(timeout_s, many=True)
+        names = [self._name(*one, fingerprint=fingerprint) for one in wanted]
         if self._spans is None:
-            return self._get_many(wanted, timeout_s, None)
-        return self._get_many_traced(wanted, timeout_s, self._spans)
+            return self._get_many(names, timeout_s, None)
+        return self._get_many_traced(names, timeout_s, self._spans)
 
     def _get_many_traced(
-        self, wanted: Sequence[tuple[bytes, int]], timeout_s: float, spans: ClientSpans
-    ) -> Iterator[bytes | Miss]:
+        self, names: Sequence[pb.BlockName], timeout_s: float, spans: ClientSpans
+    ) -> Generator[bytes | Miss, None, None]:
         span = spans.inline("kvstore.get")
-        span.size_bytes = sum(length for _, length in wanted)
+        span.size_bytes = sum(name.length for name in names)
         hits = 0
         missed: Counter[MissReason] = Counter()
         try:
-            with closing(self._get_many(wanted, timeout_s, span)) as outcomes:
+            with closing(self._get_many(names, timeout_s, span)) as outcomes:
                 for outcome in outcomes:
                     if isinstance(outcome, Miss):
                         missed[outcome.reason] += 1
@@ -240,18 +245,18 @@ class InlineCalls:
                         hits += 1
                     yield outcome
         finally:
-            span.got(len(wanted), hits, missed)
+            span.got(len(names), hits, missed)
 
     def _get_many(
-        self, wanted: Sequence[tuple[bytes, int]], timeout_s: float, span: InlineSpan | None
+        self, names: Sequence[pb.BlockName], timeout_s: float, span: InlineSpan | None
     ) -> Generator[bytes | Miss, None, None]:
         given = 0
         try:
             with (
-                self._lookups.looking(Kind.GET, len(wanted)) as metadata,
+                self._lookups.looking(Kind.GET, len(names)) as metadata,
                 self._calling("A stream of gets"),
             ):
-                for outcome in self._outcomes(wanted, timeout_s, metadata, span):
+                for outcome in self._outcomes(names, timeout_s, metadata, span):
                     given += 1
                     yield outcome
         except Overloaded as error:
@@ -260,24 +265,21 @@ class InlineCalls:
             miss = Miss(MissReason.NODE_AWAY, str(error))
         else:
             return
-        for _ in wanted[given:]:
+        for _ in names[given:]:
             yield miss
 
     def _outcomes(
         self,
-        wanted: Sequence[tuple[bytes, int]],
+        names: Sequence[pb.BlockName],
         timeout_s: float,
         metadata: Metadata,
         span: InlineSpan | None,
     ) -> Iterator[bytes | Miss]:
         requests = (
-            batches_pb2.GetBatchRequest(
-                tenant=self._tenant,
-                blocks=[self._name(*one) for one in wanted[first : first + BATCH_BLOCKS_MAX]],
-            )
-            for first in range(0, len(wanted), BATCH_BLOCKS_MAX)
+            batches_pb2.GetBatchRequest(tenant=self._tenant, blocks=names[first : first + BATCH_BLOCKS_MAX])
+            for first in range(0, len(names), BATCH_BLOCKS_MAX)
         )
-        if not wanted:
+        if not names:
             return
         chunks: list[memoryview] = []
         had, given = 0, 0
@@ -294,21 +296,24 @@ class InlineCalls:
                     else:
                         chunks.append(part.chunk)
                         had += len(part.chunk)
-                        if had == wanted[given][1]:
+                        if had == names[given].length:
                             outcome = b"".join(chunks)
                     if outcome is not None:
                         chunks, had, given = [], 0, given + 1
                         yield outcome
         finally:
             call.cancel()  # if the caller wants no more
-        if given < len(wanted):
-            raise ProtocolError(f"The node sent {given} of the {len(wanted)} requested blocks.")
+        if given < len(names):
+            raise ProtocolError(f"The node sent {given} of the {len(names)} requested blocks.")
 
-    def _name(self, key: bytes, length: int, domain: bytes = UNSAID) -> pb.BlockName:
+    def _name(
+        self, key: bytes, length: int, domain: bytes = UNSAID, *, fingerprint: bytes | None = None
+    ) -> pb.BlockName:
         check_key(key)
         check_domain_name(domain)
         check_number("A block's length", length, 64)
-        return pb.BlockName(key=key, fingerprint=self._fingerprint, length=length, domain=domain)
+        fingerprint = self._fingerprint if fingerprint is None else fingerprint
+        return pb.BlockName(key=key, fingerprint=fingerprint, length=length, domain=domain)
 
 
 def _noting(parts: Iterator[bytes], mistakes: list[Exception]) -> Iterator[bytes]:

@@ -32,7 +32,7 @@ from kvstore.endpoints import (
 from kvstore.errors import ConfigError, DeadlineExceeded, FabricError, NodeUnavailable, ProtocolError
 from kvstore.limits import FABRIC_GRACE_MS, OWN_ADDRESS_PROBE_MS
 from kvstore.reach import split_target
-from nic_offload.fabric import EventKind, Fabric
+from nic_offload.fabric import MEMORY, EventKind, Fabric
 from nic_offload.library import load
 from nic_offload.sockaddr import SocketAddress, ip_of
 from nic_offload.trigger import arm
@@ -55,7 +55,7 @@ class OwnSide:
 
     def __init__(self, reach: Reach) -> None:
         self._target = reach.node
-        self._provider = reach.provider
+        self._provider = MEMORY if reach.transport == MEMORY else reach.provider
         self._address = reach.fabric_address or None
         self._ports = Ports.of(reach.fabric_ports) if reach.fabric_ports else None
         self._seen_at: Ip | None = None  # where the node has just seen a call of ours come from

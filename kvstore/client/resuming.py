@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
     from kvstore.client.gets import Get, NoGet
+    from kvstore.client.grpc_gets import GrpcGet
     from kvstore.client.spans import ResumeSpan
     from kvstore.client.trace import Notes
     from kvstore.clock import Clock
@@ -80,7 +81,7 @@ class Manifest(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    get: Get | NoGet
+    get: Get | GrpcGet | NoGet
     first: int  # in the order asked
     numbers: Sequence[int]
 

@@ -1,4 +1,4 @@
-"""Carries blocks between an engine's memory and a node: over the fabric if the memory is registered, else inside gRPC.
+"""Carries blocks between an engine's memory and a node, by the client's transport if the memory is registered.
 
 Where several nodes are named, it spreads blocks over them, and keeps each on as many as are asked for; then a block is
 stored as soon as one node has it.
@@ -11,7 +11,8 @@ which may take `call_timeout_ms` longer to attach and to get its leases; once it
 caller's memory any more. True of a get means that the exact bytes are in place. Blocks belong to the user of the
 settings, or are shared, under keys of their own. Any thread.
 
-What it doesn't do: keep the memory alive; the caller keeps it until `close`.
+What it doesn't do: keep the memory alive; the caller keeps it until `close`. Blocks in other memory, and larger ones
+than were announced, are sent inside gRPC, a copy of each.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 from kvstore.client import Hit, Stored
 from kvstore.clock import SystemClock
 from kvstore.engines.stores import block_at, is_about_domains, open_store
-from kvstore.errors import FabricError, KvError
+from kvstore.errors import KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_SLOTS_BYTES, SLOTS_PER_CLIENT_MAX
 from kvstore.names import block_key
 from nic_offload.handle import Handle
@@ -86,7 +87,7 @@ class Carrier(Handle):
         self._client: Store = open_store(
             settings, layout, slots=self._slots, block_bytes_max=self._slot_bytes
         )
-        self._transport, self._named = settings.transport, settings.named
+        self._named = settings.named
         self._lookup_s, self._load_s, self._save_s = (
             ms / 1000
             for ms in (settings.lookup_timeout_ms, settings.load_timeout_ms, settings.save_timeout_ms)
@@ -95,19 +96,15 @@ class Carrier(Handle):
         self._areas: list[_Area] = []
         self._putting = threading.Lock()  # the client has a fixed number of slots on the node
 
-    def register(self, address: int, length: int) -> bool:
-        """Let blocks in this memory go over the fabric; whether they will. FabricError if they had to and can't."""
-        if self._transport == "inline":
-            return False
-        try:
-            region = self._client.register((ctypes.c_char * length).from_address(address))
-        except FabricError as error:
-            if self._transport == "fabric":
-                raise
-            log.warning("No fabric is available (%s); blocks are sent inside gRPC.", error)
-            return False
+    def register(self, address: int, length: int) -> None:
+        """Let blocks in this memory be moved without another copy. FabricError if it can't be registered."""
+        region = self._client.register((ctypes.c_char * length).from_address(address))
         self._areas = [*self._areas, _Area(address, length, region)]
-        return True
+
+    @property
+    def transport(self) -> str:
+        """How blocks in registered memory go."""
+        return self._client.transport
 
     # --- what is there
 
@@ -184,15 +181,15 @@ class Carrier(Handle):
         """Store blocks; returns for each whether all of it is stored so that it survives a kill of the node."""
         until_ns = self._until(self._save_s if timeout_s is None else timeout_s)
         done = [True] * len(places)
-        over_fabric, inline = self._ways(places)
-        if over_fabric:
+        placed, inline = self._ways(places)
+        if placed:
             if self._putting.acquire(timeout=self._left_s(until_ns)):
                 try:
-                    self._put_over_fabric(over_fabric, until_ns, done)
+                    self._put_placed(placed, until_ns, done)
                 finally:
                     self._putting.release()
             else:
-                _failed(over_fabric, done)
+                _failed(placed, done)
         if inline:
             results = self._client.put_many_inline(
                 ((part.key, _bytes_at(part.address, part.length)) for part in inline),
@@ -205,7 +202,7 @@ class Carrier(Handle):
                 done[part.block] &= is_stored
         return done
 
-    def _put_over_fabric(self, parts: Sequence[_Placed], until_ns: int, done: list[bool]) -> None:
+    def _put_placed(self, parts: Sequence[_Placed], until_ns: int, done: list[bool]) -> None:
         for first in range(0, len(parts), self._slots):
             some = parts[first : first + self._slots]
             if not self._left_s(until_ns):
@@ -228,9 +225,9 @@ class Carrier(Handle):
         """Bring blocks into memory; says of each whether its exact bytes are there. Others leave anything in theirs."""
         until_ns = self._until(self._load_s if timeout_s is None else timeout_s)
         here = [True] * len(places)
-        over_fabric, inline = self._ways(places)
+        placed, inline = self._ways(places)
         try:
-            for some in _batches(over_fabric):
+            for some in _batches(placed):
                 outcomes = self._client.get([block for _, block in some], timeout_s=self._left_s(until_ns))
                 for (part, _), outcome in zip(some, outcomes, strict=True):
                     here[part.block] &= isinstance(outcome, Hit)
@@ -252,8 +249,8 @@ class Carrier(Handle):
                 here[part.block] = False
 
     def _ways(self, places: Sequence[Place]) -> tuple[list[_Placed], list[_Part]]:
-        """Cut blocks into parts, and separate those that can be sent over the fabric."""
-        over_fabric: list[_Placed] = []
+        """Cut blocks into parts, and separate those in registered memory."""
+        placed: list[_Placed] = []
         inline: list[_Part] = []
         areas = self._areas
         for number, place in enumerate(places):
@@ -267,8 +264,8 @@ class Carrier(Handle):
                 if area is None or size > self._slot_bytes:
                     inline.append(part)
                 else:
-                    over_fabric.append((part, block_at(key, area.region, part.address - area.begin, size)))
-        return over_fabric, inline
+                    placed.append((part, block_at(key, area.region, part.address - area.begin, size)))
+        return placed, inline
 
     def _sized(self, key: bytes, length: int) -> Iterator[tuple[bytes, int]]:
         for number, name in enumerate(part_keys(key, length)):

@@ -23,10 +23,9 @@ __all__ = ["EngineSettings"]
 class EngineSettings:
     """The settings of one engine. Timeouts limit how long a call of the engine waits; blocks are kept longer."""
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"transport": ("auto", "fabric", "inline")}
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     reach: Reach
-    transport: str = "auto"  # the fabric where it opens, else inside gRPC
     replicas: int = 1  # how many nodes of a cluster keep a block
     weights: str = ""  # distinguishes these weights from others under the same model name
     lookup_timeout_ms: int = 500

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Everywhere
 from kvstore.errors import DomainRequired, KvError, NotEncrypted
 from kvstore.names import UNSAID
+from kvstore.reach import GRPC
 from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
     from nic_offload.flags import FlagWord
 
-__all__ = ["Store", "block_at", "blocks_of_pieces", "is_about_domains", "open_store"]
+__all__ = ["Store", "block_at", "blocks_of_pieces", "is_about_domains", "name_of", "open_store"]
 
 _ABOUT_DOMAINS: Final[dict[type, str]] = {
     NotEncrypted: "Requests that name an erase domain are not saved: %s",
@@ -38,6 +39,11 @@ _ABOUT_DOMAINS: Final[dict[type, str]] = {
 
 class Store(Protocol):
     """The client's methods that adapters call, of one node or a cluster. Each has its own type of block."""
+
+    @property
+    def transport(self) -> str:
+        """How blocks go, as `Client.transport`."""
+        ...
 
     def register(self, memory: Buffer) -> Region | Everywhere:
         """Register memory."""
@@ -101,6 +107,13 @@ def open_store(settings: EngineSettings, layout: bytes, **of_clients: Any) -> Cl
             settings.reach, replicas=settings.replicas, acks="any", layout=layout, **of_clients
         )
     return Client(settings.reach, layout=layout, **of_clients)
+
+
+def name_of(client: Client | ClusterClient) -> str:
+    """How its blocks go, for a person."""
+    if client.transport == GRPC:
+        return "gRPC"
+    return f"the fabric ({client.fabric.provider})"
 
 
 def is_about_domains(error: KvError | None, log: Logger) -> bool:

@@ -82,13 +82,13 @@ class MemoryNode(Handle):
         return f"{_HOST}:{self._port}"
 
     def client(self, **more: Any) -> Client:
-        """A client of it; `more` are arguments of `Client`. Any other client of it needs `provider="memory"`, too.
+        """A client of it; `more` are arguments of `Client`. Any other client of it needs `transport="memory"`, too.
 
         >>> with MemoryNode() as node, node.client(tenant="acme") as client:
         ...     client.tenant
         'acme'
         """
-        settings: dict[str, Any] = {"provider": MEMORY, "slots": _SLOTS, "block_bytes_max": _BLOCK_BYTES_MAX}
+        settings: dict[str, Any] = {"transport": MEMORY, "slots": _SLOTS, "block_bytes_max": _BLOCK_BYTES_MAX}
         return Client(self.target, **(settings | more))
 
     def stop(self) -> None:

@@ -34,8 +34,8 @@ class Engine:
     """Memory, and a carrier with these settings."""
 
     def __init__(self, node: NodeProcess, transport: str, replicas: int = 1, **settings: object) -> None:
-        reach = Reach.of({"node": node.target, **settings})
-        self.carrier = Carrier(EngineSettings(reach, transport, replicas), b"an engine's")
+        reach = Reach.of({"node": node.target, "transport": transport, **settings})
+        self.carrier = Carrier(EngineSettings(reach, replicas), b"an engine's")
         self.memory = np.arange(COUNT * BYTES, dtype=np.uint8)
         self.came = np.zeros(COUNT * BYTES, dtype=np.uint8)
         for one in (self.memory, self.came):
@@ -52,7 +52,7 @@ class Engine:
         return all(self.carrier.get(self.places(self.came))) and self.came.tobytes() == self.memory.tobytes()
 
 
-@pytest.mark.parametrize("transport", ["fabric", "inline"])
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
 def test_an_engines_blocks_are_those_of_its_settings_user(node: NodeProcess, transport: str) -> None:
     engine, other = (Engine(node, transport, user=user) for user in ("ada", "grace"))
     with engine.carrier as carrier, other.carrier, Client(node.target) as client:
@@ -73,7 +73,7 @@ def test_an_engines_blocks_are_those_of_its_settings_user(node: NodeProcess, tra
         assert not any(carrier.lengths(KEYS))
 
 
-@pytest.mark.parametrize("transport", ["fabric", "inline"])
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
 def test_shared_blocks_are_found_by_every_engine_that_says_so(node: NodeProcess, transport: str) -> None:
     one, two = (Engine(node, transport, shared=True) for _ in range(2))
     with one.carrier, two.carrier as carrier, Client(node.target) as client:
@@ -85,7 +85,7 @@ def test_shared_blocks_are_found_by_every_engine_that_says_so(node: NodeProcess,
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("transport", ["fabric", "inline"])
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
 def test_settings_that_do_not_say_it_store_nothing_and_log_that_once(
     node: NodeProcess, transport: str, replicas: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -208,7 +208,7 @@ def test_a_node_that_does_not_encrypt_takes_no_domain(
 
 
 def test_its_lane_writes_none_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.client.transfers._refuse_domains", lambda *_: None)
+    monkeypatch.setattr("kvstore.client.fabric_transport._refuse_domains", lambda *_: None)
     key = in_domain(block_key(b"plain"), ADA)
     with NodeProcess(tmp_path / "data", capacity="32MiB") as node, Client(node.target, slots=4) as client:
         put_over_fabric(client, block_key(b"first"), SHARED)

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvstore.client import Block, Client, Hit
-from kvstore.client.gets import NoGet
+from kvstore.client.gets import Get
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
@@ -117,7 +117,7 @@ def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_the
         assert calls is not None
         caller = calls.caller
         wait_until(lambda caller=caller: caller.free_places == fabric_call.CALL_PLACES, "it is taken")  # type: ignore[misc]
-    assert not any(get.group.row(0).over for get in gets if not isinstance(get, NoGet))
+    assert not any(get.group.row(0).over for get in gets if isinstance(get, Get))
     inside.call(lambda node: setattr(node.fetches, "pump", pump))
     inside.call(lambda node: node.fetches.pump())
     assert [get.wait() for get in gets] == [[Hit(block.key)] for block in blocks]

@@ -72,7 +72,7 @@ def test_a_node_that_encrypts_refuses_a_put_that_says_nothing(
         with pytest.raises((DomainRequired, AssertionError), match=f"DomainRequired|{NEEDED}"):
             put(client, key, UNSAID)
         assert got(client, key) is MissReason.UNKNOWN, refuses
-        monkeypatch.setattr("kvstore.client.transfers._refuse_domains", lambda *_: None)
+        monkeypatch.setattr("kvstore.client.fabric_transport._refuse_domains", lambda *_: None)
     put(client, key, SHARED)
     assert got(client, key) == payload(key)
     with pytest.raises((DomainRequired, AssertionError), match=f"DomainRequired|{NEEDED}"):
@@ -83,7 +83,7 @@ def test_a_node_that_encrypts_refuses_a_put_that_says_nothing(
 def test_the_nodes_core_refuses_it_whatever_was_to_be_acknowledged(
     client: Client, durability: Durability, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.client.transfers._refuse_domains", lambda *_: None)
+    monkeypatch.setattr("kvstore.client.fabric_transport._refuse_domains", lambda *_: None)
     key = block_key(b"granted", durability.name.encode())
     failed = client.statistics().puts_failed
     with allocate(SIZE) as memory, client.register(memory) as region:

@@ -217,7 +217,7 @@ def test_what_a_node_takes_that_joins_is_found_where_it_was(
     wait_until(has_them, "it has what it took", 2 * WAIT_S)
 
 
-@pytest.mark.parametrize("way", ["fabric", "inline"])
+@pytest.mark.parametrize("way", ["fabric", "grpc"])
 def test_what_is_got_from_a_second_owner_is_put_back_to_the_first(
     world: World, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,15 +397,16 @@ def test_what_is_pinned_is_pinned_on_each_owner(world: World) -> None:
         assert pin.pinned == [True] * 3
 
 
-@pytest.mark.parametrize("transport", ["fabric", "inline"])
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
 def test_an_engines_blocks_are_there_though_a_node_is_lost(world: World, transport: str) -> None:
     """What the adapters of SGLang, LMCache and vLLM's tier share."""
-    reach = Reach(tuple(node.target for node in world.nodes), call_timeout_ms=1500)
+    reach = Reach(tuple(node.target for node in world.nodes), transport=transport, call_timeout_ms=1500)
     memory = np.frombuffer(world.source, dtype=np.uint8)
     came = np.zeros(len(memory), dtype=np.uint8)
     begin, back = int(memory.ctypes.data), int(came.ctypes.data)
-    with Carrier(EngineSettings(reach, transport, replicas=2), b"an engine's", BYTES) as carrier:
-        assert carrier.register(begin, len(memory)) is (transport == "fabric")
+    with Carrier(EngineSettings(reach, replicas=2), b"an engine's", BYTES) as carrier:
+        carrier.register(begin, len(memory))
+        assert carrier.transport == transport
         carrier.register(back, len(came))
         places = [Place(key, begin + at * BYTES, BYTES) for at, key in enumerate(world.keys)]
         assert all(carrier.put(places))

@@ -51,9 +51,7 @@ def test_the_spine_on_cuda_is_exact_in_whatever_order_the_streams_run(seed: int)
     driver = FakeDriver(seed=seed, writes_values=bool(seed % 2))
     device = FakeCuda(driver)
     with MemoryNode() as node, running(cast("HostDevice", device)):
-        engine = Engine(
-            node, "[2, blocks] HND", cast("HostDevice", device), transport="fabric", provider="memory"
-        )
+        engine = Engine(node, "[2, blocks] HND", cast("HostDevice", device), transport="memory")
         wanted = [Wanted(0, block, secrets.token_bytes(32)) for block in (3, 8)]
         values = random_values("[2, blocks] HND", (3, 8))
         engine.step(wanted, values)

@@ -74,7 +74,7 @@ def engine(memory_node: MemoryNode, device: Refusing) -> Iterator[Engine]:
 
 
 def engine_of(node: MemoryNode, device: HostDevice, **settings: Any) -> Engine:
-    given = {"transport": "fabric", "provider": "memory", "save_timeout_ms": 2000, **settings}
+    given = {"transport": "memory", "save_timeout_ms": 2000, **settings}
     return Engine(node, SHAPE, device, **given)
 
 

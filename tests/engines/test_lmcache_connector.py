@@ -118,14 +118,14 @@ def test_every_call_of_the_interface_has_the_same_parameters(name: str) -> None:
     assert not TriggerKvConnector.__abstractmethods__
 
 
-@pytest.mark.parametrize("transport", ["auto", "inline"])
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
 @pytest.mark.parametrize("form", ["plugin://triggerkv", "triggerkv://"])
 def test_chunks_come_back_exactly_in_another_worker(node: Node, form: str, transport: str) -> None:
     url = form if form.startswith("plugin") else form + node.target
     base = 100 * (2 * (transport == "auto") + form.startswith("plugin"))
     keys = [key(base + number) for number in range(4)]
     with Worker(node.target, url=url, transport=transport) as one:
-        assert bool(one.ours._carrier._areas) == (transport == "auto")
+        assert one.ours._carrier.transport == {"auto": "fabric"}.get(transport, transport)
         chunks = [one.chunk(base + number) for number in range(3)]
         assert one.connector.batched_contains(keys) == 0
         for chunk in chunks:
@@ -146,7 +146,7 @@ def test_chunks_come_back_exactly_in_another_worker(node: Node, form: str, trans
             assert two.run(two.connector.get(keys[0])) is None
 
 
-@pytest.mark.parametrize("transport", ["auto", "inline"])
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
 @pytest.mark.parametrize("form", ["plugin://triggerkv", "triggerkv://"])
 def test_a_chunk_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, form: str, transport: str) -> None:
     url = form if form.startswith("plugin") else form + guarded.target
@@ -155,7 +155,7 @@ def test_a_chunk_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, form:
         Worker(guarded.target, url=url, transport=transport, **guarded.trust) as one,
         Worker(guarded.target, url=url, transport=transport, **guarded.trust) as two,
     ):
-        assert bool(two.ours._carrier._areas) == (transport == "auto")
+        assert two.ours._carrier.transport == {"auto": "fabric"}.get(transport, transport)
         chunk = one.chunk(7)
         one.run(one.ours.put(name, chunk))
         assert same(two.run(two.ours.get(name)), chunk)

@@ -11,7 +11,7 @@ from kvstore.client import PutResult
 from kvstore.durability import Durability
 from kvstore.engines import stores
 from kvstore.engines.vllm.saving import Copied
-from kvstore.engines.vllm.sending import FabricSender, InlineSender
+from kvstore.engines.vllm.sending import PutSender
 from kvstore.engines.vllm.session_turns import domain_named
 from kvstore.errors import DomainRequired, KvError, NodeUnavailable, NotEncrypted, Overloaded
 from kvstore.names import SHARED, UNSAID, domain_of
@@ -50,8 +50,8 @@ class FakeClient:
         return self.puts[-1]
 
 
-def sender(client: FakeClient) -> FabricSender:
-    return FabricSender(cast("Any", client), cast("Any", SimpleNamespace(length=512)), slots=8, timeout_s=5.0)
+def sender(client: FakeClient) -> PutSender:
+    return PutSender(cast("Any", client), cast("Any", SimpleNamespace(length=512)), slots=8, timeout_s=5.0)
 
 
 def test_what_has_not_landed_in_time_is_ended_before_its_memory_is_used_again() -> None:
@@ -79,22 +79,6 @@ def test_what_the_node_had_is_stored_and_was_not_sent() -> None:
     assert sent.outcome(0) == [True, None, True, True, False, True, True, True]
 
 
-def test_inside_grpc_the_first_failure_is_the_last_try() -> None:
-    tried: list[bytes] = []
-
-    def put_inline(*put: bytes, domain: bytes) -> None:
-        assert domain == UNSAID
-        tried.append(put[1])
-        if len(tried) == 3:
-            raise NodeUnavailable("It went away.")
-
-    memory = bytes(number // 64 for number in range(512))
-    client = SimpleNamespace(put_inline=put_inline)
-    sent = InlineSender(cast("Any", client), cast("Any", memory)).send(PAGES)
-    assert sent.outcome(0) == [True, True, *[False] * 6]
-    assert tried == [bytes([number]) * 64 for number in range(3)]
-
-
 def test_no_more_is_armed_than_one_node_has_slots_for() -> None:
     """Of several nodes one that had none left would not get its copies, and the others would: nobody is refused."""
     client = FakeClient()
@@ -118,10 +102,9 @@ def test_a_refusal_of_all_domains_is_logged_once(
         raise refusal
 
     stores._warn_once.cache_clear()
-    client, memory = SimpleNamespace(arm=refuse, put_inline=refuse), cast("Any", bytes(512))
+    client = SimpleNamespace(arm=refuse)
     for _ in range(3):
         assert sender(cast("Any", client)).send(PAGES).outcome(0) == [False] * 8
-        assert InlineSender(cast("Any", client), memory).send(PAGES).outcome(0) == [False] * 8
     several = FakeClient()  # of which each result may have the error
     sent = sender(several).send(PAGES)
     several.puts[0].results[0] = PutResult(b"", None, refusal())

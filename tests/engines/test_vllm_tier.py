@@ -206,7 +206,7 @@ def test_a_new_process_and_a_restarted_node(
         engine.drop_pool()
         cached = chats.check(engine, range(3, 4))
     node.restart()
-    with start(place, "new", model, node.target, transport="inline") as new:
+    with start(place, "new", model, node.target, transport="grpc") as new:
         assert chats.check(new, range(3, 4)) >= all_but_the_last
         assert check_digests(new) > 50
         assert "over gRPC" in new.log()

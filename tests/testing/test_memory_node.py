@@ -112,7 +112,7 @@ def test_two_nodes_in_one_process_are_two() -> None:
 
 def test_a_client_of_asyncio_is_served_too() -> None:
     async def talk(target: str) -> object:
-        async with AsyncClient(target, provider="memory", slots=4) as client:
+        async with AsyncClient(target, transport="memory", slots=4) as client:
             kv = await client.register(bytearray(4096))
             await client.put([Block(KEY, kv, 0, 4096)])
             return (await client.get([Block(KEY, kv, 0, 4096)]))[0]

@@ -1,4 +1,4 @@
-"""Moves blocks between this process's memory and a node: over the fabric where there is one, else inside gRPC.
+"""Moves blocks between this process's memory and a node.
 
 What always holds: a put that returned is stored as durably as a killed node needs, and however it ended, nothing reads
 the memory any more; of a get, all blocks before the one
@@ -7,15 +7,12 @@ that missed are in memory, byte for byte. One thread uses it at a time.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from kvstore.client import Block, Client, Hit
-from kvstore.errors import FabricError
 from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_MOVE_MS
-from kvstore.miss import Miss
 from nic_offload.memory import allocate
 
 if TYPE_CHECKING:
@@ -23,14 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvstore.engines.transformers.token_blocks import Piece
-    from nic_offload.fabric import Region
+    from kvstore.miss import Miss
 
 __all__ = ["Mover", "batches"]
 
 MEMORY_BYTES: Final = 64 << 20  # in flight at a time, unless one block is larger
 _TIMEOUT_S: Final = ENGINE_MOVE_MS / 1000
-
-log = logging.getLogger(__name__)
 
 
 def batches(some: Sequence[Piece], limit_bytes: int) -> Iterator[list[Piece]]:
@@ -55,11 +50,7 @@ class Mover:
         self._slots = slots
         self._memory: mmap.mmap = allocate(max(MEMORY_BYTES, block_bytes_max))
         self.memory = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._region: Region | None = None
-        try:
-            self._region = client.register(self._memory)
-        except FabricError as error:
-            log.warning("No fabric is available (%s); blocks are sent inside gRPC.", error)
+        self._region = client.register(self._memory)
 
     @property
     def capacity_bytes(self) -> int:
@@ -68,17 +59,7 @@ class Mover:
 
     def put(self, some: Sequence[Piece]) -> None:
         """Store blocks that are contiguous in the memory; returns the KvError of the first that is not stored."""
-        at = 0
-        if self._region is None:
-            view, inline = memoryview(self._memory), []
-            for piece in some:
-                inline.append((piece.key, view[at : at + piece.length]))
-                at += piece.length
-            for result in self.client.put_many_inline(inline, domain=some[0].domain):
-                if result.error is not None and not result.has_block:
-                    raise result.error
-            return
-        blocks = []
+        at, blocks = 0, []
         for piece in some:
             blocks.append(Block(piece.key, self._region, at, piece.length, domain=piece.domain))
             at += piece.length
@@ -92,16 +73,7 @@ class Mover:
 
     def get(self, some: Sequence[Piece]) -> tuple[int, Miss | None]:
         """Get blocks into the memory, contiguously; returns how many arrived, and why the next did not."""
-        at = 0
-        if self._region is None:
-            came = self.client.get_many_inline([(piece.key, piece.length) for piece in some])
-            for number, got in enumerate(came):
-                if isinstance(got, Miss):
-                    return number, got
-                self._memory[at : at + len(got)] = got
-                at += len(got)
-            return len(some), None
-        blocks = []
+        at, blocks = 0, []
         for piece in some:
             blocks.append(Block(piece.key, self._region, at, piece.length))
             at += piece.length
@@ -113,5 +85,4 @@ class Mover:
     def close(self) -> None:
         """Release the memory and the client."""
         self.client.close()  # first: it ends whatever still uses the memory
-        if self._region is not None:
-            self._region.close()
+        self._region.close()

@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.clock import SystemClock
 from kvstore.engines.vllm.saving import Batch, Saved, Saves
 from kvstore.errors import DeviceError
-from kvstore.limits import VLLM_DEVICE_COPY_MS, VLLM_DEVICE_POLL_MS
 from nic_offload.device import Copy
 from nic_offload.flags import FlagWords
 
@@ -60,16 +57,6 @@ class CopyFlag:
     def has(self, value: int) -> bool:
         """Whether all copies before this number are done."""
         return self.word.load() >= value
-
-    def wait(self, value: int) -> bool:
-        """Wait for them, within their time."""
-        clock, pause = SystemClock(), Event()
-        until_ns = clock.monotonic_ns() + VLLM_DEVICE_COPY_MS * 1_000_000
-        while not self.has(value):
-            if clock.monotonic_ns() > until_ns:
-                return False
-            pause.wait(VLLM_DEVICE_POLL_MS / 1000)
-        return True
 
 
 class DeviceSaves(Saves):

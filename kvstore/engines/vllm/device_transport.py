@@ -1,4 +1,4 @@
-"""How pages move between a device and the node: through page-locked memory, over the fabric or inside gRPC.
+"""How pages move between a device and the node: through page-locked memory, by the client's transport.
 
 Objects are fetched into windows of page-locked memory; those that are there, whole and checked, are copied into the
 engine's blocks on a stream for loads. That stream waits for all that the engine computed before, and the compute
@@ -12,7 +12,6 @@ What it doesn't do: register a device's memory with the fabric.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import queue
 from dataclasses import dataclass
@@ -21,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client import Hit
 from kvstore.clock import SystemClock
-from kvstore.engines.stores import block_at
+from kvstore.engines.stores import block_at, name_of
 from kvstore.engines.vllm.device_saves import CopyFlag, DeviceSaves
-from kvstore.engines.vllm.sending import FabricSender, InlineSender
-from kvstore.errors import FabricError
+from kvstore.engines.vllm.sending import PutSender
 from kvstore.limits import SLAB_BYTES, VLLM_DEVICE_COPY_MS, VLLM_DEVICE_POLL_MS, VLLM_DEVICE_WINDOWS
 from nic_offload.device import Copy
 from nic_offload.memory import address_of
@@ -39,8 +37,6 @@ if TYPE_CHECKING:
     from kvstore.engines.vllm.transport import Object
 
 __all__ = ["DeviceTransport"]
-
-log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 
 @dataclass
@@ -75,33 +71,11 @@ class DeviceTransport:
             self._windows.put(_Window(number * self._window_bytes))
         self._mapped = [memory.device.map(address_of(some), len(some)) for some in (copies, self._arrivals)]
         flag = CopyFlag(memory.device)
-        sender = self._opened(client, copies, settings, slots, flag)
+        self._region = client.register(self._arrivals)
+        timeout_s = (settings.save_timeout_ms + VLLM_DEVICE_COPY_MS) / 1000
+        sender = PutSender(client, client.register(copies), slots, timeout_s, flag.word)
+        self.name = f"{name_of(client)}, through page-locked memory"
         self.saves = DeviceSaves(memory, copies, sender, flag)
-
-    def _opened(
-        self,
-        client: Client | ClusterClient,
-        copies: mmap.mmap,
-        settings: Settings,
-        slots: int,
-        flag: CopyFlag,
-    ) -> FabricSender | InlineSender:
-        self._region = None
-        self.name = "gRPC, through page-locked memory"
-        if settings.transport != "inline":
-            try:
-                self._region = client.register(self._arrivals)
-                region = client.register(copies)
-            except FabricError as error:
-                if settings.transport == "fabric":
-                    raise
-                self._region = None
-                log.warning("No fabric is available (%s); blocks are sent inside gRPC.", error)
-            else:
-                self.name = f"the fabric ({client.fabric.provider}), through page-locked memory"
-                timeout_s = (settings.save_timeout_ms + VLLM_DEVICE_COPY_MS) / 1000
-                return FabricSender(client, region, slots, timeout_s, flag.word)
-        return InlineSender(client, copies, flag.wait)
 
     def before_loads(self) -> None:
         """Loads write to blocks only after all that was computed with them before."""
@@ -187,18 +161,9 @@ class DeviceTransport:
                 source += length
 
     def _brought(self, objects: Sequence[Object], places: Sequence[int], until_ns: int) -> list[bool]:
-        if self._region is not None:
-            blocks = [
-                block_at(one.key, self._region, place, one.length)
-                for one, place in zip(objects, places, strict=True)
-            ]
-            outcomes = self._client.get(blocks, timeout_s=self._left_s(until_ns))
-            return [isinstance(outcome, Hit) for outcome in outcomes]
-        here = []
-        for one, place in zip(objects, places, strict=True):
-            left_s = self._left_s(until_ns)
-            got = self._client.get_inline(one.key, one.length, timeout_s=left_s) if left_s else None
-            if is_whole := isinstance(got, bytes) and len(got) == one.length:
-                self._arrivals[place : place + one.length] = got
-            here.append(is_whole)
-        return here
+        blocks = [
+            block_at(one.key, self._region, place, one.length)
+            for one, place in zip(objects, places, strict=True)
+        ]
+        outcomes = self._client.get(blocks, timeout_s=self._left_s(until_ns))
+        return [isinstance(outcome, Hit) for outcome in outcomes]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from kvstore.client import Hit
 from kvstore.clock import SystemClock
 from kvstore.engines.stores import block_at, is_about_domains
-from kvstore.errors import FabricError, KvError
+from kvstore.errors import KvError
 from kvstore.limits import (
     LEASE_TIMEOUT_MS,
     SLOTS_PER_CLIENT_MAX,
@@ -71,18 +71,10 @@ class HostMemory:
         key_of: Callable[[bytes], bytes],
         *,
         timeout_s: float,
-        transport: str,
     ) -> None:
-        self._client, self._memory, self._slot_bytes, self._key_of = client, memory, slot_bytes, key_of
+        self._client, self._slot_bytes, self._key_of = client, slot_bytes, key_of
         self._timeout_s = timeout_s
-        self._region = None
-        if transport != "inline":
-            try:
-                self._region = client.register(memory)
-            except FabricError as error:
-                if transport == "fabric":
-                    raise
-                log.warning("No fabric is available (%s); chunks are sent inside gRPC.", error)
+        self._region = client.register(memory)
         self._lock = threading.Condition()
         self._slots: OrderedDict[bytes, _Slot] = OrderedDict()  # the one used longest ago first
         self._free = list(range(len(memory) // slot_bytes))
@@ -199,7 +191,6 @@ class HostMemory:
                 log.exception("Moving chunks failed.")
 
     def _block(self, key: bytes) -> Block | ClusterBlock:
-        assert self._region is not None
         return block_at(
             self._key_of(key), self._region, self._slots[key].number * self._slot_bytes, self._slot_bytes
         )
@@ -223,25 +214,11 @@ class HostMemory:
                 self._lock.notify_all()
 
     def _fetched(self, keys: list[bytes]) -> list[bool]:
-        if self._region is not None:
-            got = self._client.get([self._block(key) for key in keys], timeout_s=self._timeout_s)
-            return [isinstance(one, Hit) for one in got]
-        here = []
-        for key in keys:
-            data = self._client.get_inline(self._key_of(key), self._slot_bytes, timeout_s=self._timeout_s)
-            if is_here := isinstance(data, bytes) and len(data) == self._slot_bytes:
-                begin = self._slots[key].number * self._slot_bytes
-                self._memory[begin : begin + self._slot_bytes] = data
-            here.append(is_here)
-        return here
+        got = self._client.get([self._block(key) for key in keys], timeout_s=self._timeout_s)
+        return [isinstance(one, Hit) for one in got]
 
     def _send(self, keys: list[bytes]) -> None:
         try:
-            if self._region is None:
-                for key in keys:
-                    begin = self._slots[key].number * self._slot_bytes
-                    self._client.put_inline(self._key_of(key), self._memory[begin : begin + self._slot_bytes])
-                return
             part = SLOTS_PER_CLIENT_MAX
             for first in range(0, len(keys), part):
                 armed = self._client.arm([self._block(key) for key in keys[first : first + part]])

@@ -111,7 +111,6 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
                 self._slot_bytes,
                 lambda key: named(block_key(layout, key)),
                 timeout_s=self._settings.load_timeout_ms / 1000,
-                transport=self._settings.transport,
             )
             self._manager = _Manager(host, self._path, self._engine)
         return self._manager

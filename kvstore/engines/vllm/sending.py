@@ -1,4 +1,4 @@
-"""How copied objects get to the node: over the fabric, by a flag that is set already, or inside gRPC.
+"""How copied objects get to the node: by puts out of registered memory, each fired by a flag or at once.
 
 What always holds: when `send` returns or raises, nothing reads the objects any more; it takes no longer than its
 deadlines. It is called by a thread of our own, never in a step of the engine's.
@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from kvstore.clock import SystemClock
 from kvstore.engines.stores import block_at, is_about_domains
-from kvstore.errors import KeyTaken, KvError, Overloaded
+from kvstore.errors import KvError, Overloaded
 from kvstore.limits import VLLM_ACK_MS
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Callable, Sequence
 
     from kvstore.client import ArmedPuts, Block, ClusterBlock, ClusterPuts, Everywhere, PutResult
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
     from nic_offload.flags import FlagWord
 
-__all__ = ["FabricSender", "InlineSender"]
+__all__ = ["PutSender"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
@@ -61,8 +60,8 @@ class _Armed:
         return results
 
 
-class FabricSender:
-    """Triggered puts out of registered memory."""
+class PutSender:
+    """Puts out of registered memory, over whatever transport the client has."""
 
     def __init__(
         self,
@@ -128,42 +127,3 @@ class FabricSender:
             if not left_s():
                 return None
             self._last[0][0].wait(left_s())
-
-
-class _Known:
-    """Objects of which all is known at once."""
-
-    def __init__(self, results: list[bool | None]) -> None:
-        self._results = results
-
-    def outcome(self, wait_s: float) -> list[bool | None] | None:  # noqa: ARG002
-        return self._results
-
-
-class InlineSender:
-    """Puts inside gRPC, one after the other."""
-
-    def __init__(
-        self, client: Store, memory: mmap.mmap, is_copied: Callable[[int], bool] | None = None
-    ) -> None:
-        """`is_copied` waits, within its time, until an object with a threshold is there."""
-        self._client, self._memory = client, memory
-        self._is_copied = is_copied
-
-    def send(self, objects: Sequence[Copied]) -> _Known:
-        """Put objects; after the first failure the others are not tried."""
-        results: list[bool | None] = []
-        try:
-            for one in objects:
-                if self._is_copied is not None and not self._is_copied(one.threshold):
-                    break
-                content = self._memory[one.offset : one.offset + one.length]
-                try:
-                    self._client.put_inline(one.key, content, domain=one.domain)
-                    results.append(True)
-                except KeyTaken:
-                    results.append(None)  # another computation's bytes, which are as good
-        except KvError as error:
-            if not is_about_domains(error, log):
-                log.debug("%d objects were not stored: %s", len(objects) - len(results), error)
-        return _Known(results + [False] * (len(objects) - len(results)))

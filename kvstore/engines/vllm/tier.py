@@ -147,7 +147,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         self._address: int = np.asarray(primary_kv_view).ctypes.data
         self._carrier = Carrier(settings, self._layout, self._size)
         try:
-            over_fabric = self._carrier.register(self._address, primary_kv_view.nbytes)
+            self._carrier.register(self._address, primary_kv_view.nbytes)
         except BaseException:
             self._carrier.close()
             raise
@@ -162,7 +162,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
             "Chunks of %d bytes are stored on %s, over %s.",
             self._size,
             ", ".join(settings.reach.nodes),
-            "the fabric" if over_fabric else "gRPC",
+            self._carrier.transport,
         )
 
     # --- what is there

@@ -27,11 +27,19 @@ from kvstore.client.puts import ArmedPuts
 from kvstore.client.request_ids import current_request
 from kvstore.client.reserved import Reservation, lease_deadline_ns
 from kvstore.client.windows import get_in_windows, needs_windows
-from kvstore.errors import DomainRequired, InvalidArgument, KvError, NotEncrypted, Overloaded
+from kvstore.errors import (
+    DomainRequired,
+    FabricUnavailable,
+    InvalidArgument,
+    KvError,
+    NotEncrypted,
+    Overloaded,
+)
 from kvstore.limits import BATCH_BLOCKS_MAX, GET_BLOCKS_MAX
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, UNSAID
+from kvstore.reach import GRPC
 from nic_offload.sender import Heads
 
 if TYPE_CHECKING:
@@ -48,13 +56,13 @@ if TYPE_CHECKING:
     from nic_offload.counter import Counter
     from nic_offload.flags import FlagWord
 
-__all__ = ["Transfers"]
+__all__ = ["FabricTransport"]
 
 _EXPIRES = "The time at which a block expires"
 
 
-class Transfers:
-    """A client's transfers. Safe to use from any thread."""
+class FabricTransport:
+    """The fabric transport of a client. Safe to use from any thread."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -70,6 +78,8 @@ class Transfers:
     ) -> Reservation:
         """As `Client.reserve`."""
         core = self._core
+        if core.transport == GRPC:
+            raise FabricUnavailable("Slots are leased over a fabric, and this client has none: use `arm`.")
         blocks = put_into(blocks, core.reach.domain)
         check_reserved(core.open_fabric, blocks)
         check_lease(lease_ms, "A lease lasts")
