@@ -108,7 +108,7 @@ class FabricTransport:
         check_armed(core.open_fabric, blocks, ARMED_BLOCKS_MAX, core.block_bytes_max)
         check_lease(lease_ms, "A put waits for its flag")
         check_number(_EXPIRES, expires_unix_ms, 64)
-        link = core.attached(core.reach.call_timeout_s)
+        link = core.attached(min(core.reach.call_timeout_s, lease_ms / 1000))
         _refuse_domains(link, blocks)
         # It has to know the slot beforehand, and to find the bytes in one piece.
         by_nic = flag is not None and core.fabric.deferred_work and not any(map(pieces_of, blocks))
@@ -138,7 +138,7 @@ class FabricTransport:
         span: PutSpan | None,
     ) -> Reservation:
         core = self._core
-        link = core.attached(core.reach.call_timeout_s)
+        link = core.attached(min(core.reach.call_timeout_s, lease_ms / 1000))
         _refuse_domains(link, blocks)
         with core.lock:
             words = link.take_words(len(blocks))

@@ -6,10 +6,9 @@ stored as soon as one node has it.
 It is what the adapters of engines share that hand over addresses and wait (SGLang, LMCache, vLLM's tier). A block that
 is larger than `PART_BYTES` is stored in parts, under names made from its own, so a block may have any size.
 
-What always holds: nothing that a node does raises here; it is False, or 0. A call ends within its time, but for a put,
-which may take `call_timeout_ms` longer to attach and to get its leases; once it has ended, nothing reads or writes the
-caller's memory any more. True of a get means that the exact bytes are in place. Blocks belong to the user of the
-settings, or are shared, under keys of their own. Any thread.
+What always holds: nothing that a node does raises here; it is False, or 0. A call ends within its time; once it has
+ended, nothing reads or writes the caller's memory any more. True of a get means that the exact bytes are in place.
+Blocks belong to the user of the settings, or are shared, under keys of their own. Any thread.
 
 What it doesn't do: keep the memory alive; the caller keeps it until `close`. Blocks in other memory, and larger ones
 than were announced, are sent inside gRPC, a copy of each.
@@ -209,7 +208,8 @@ class Carrier(Handle):
                 _failed(some, done)
                 continue
             try:
-                armed = self._client.arm([block for _, block in some])
+                lease_ms = max(1, int(self._left_s(until_ns) * 1000))
+                armed = self._client.arm([block for _, block in some], lease_ms=lease_ms)
                 results = armed.wait(self._left_s(until_ns))
                 armed.abandon()  # whatever has not landed by now: the caller goes on to use its memory
             except KvError as error:

@@ -105,6 +105,21 @@ def test_a_reserve_over_the_fabric_ends_in_its_time(shared_node: NodeProcess) ->
             assert 5 * TIMEOUT_MS / 1000 * 0.9 < took_s(reserve) < SOON_S
 
 
+def test_a_put_has_no_more_time_to_attach_than_for_all_of_it(shared_node: NodeProcess) -> None:
+    with (
+        mmap.mmap(-1, PAGE_BYTES) as memory,
+        small_client(shared_node.target) as client,
+        client.register(memory) as region,
+    ):
+
+        def put() -> None:
+            with pytest.raises(DeadlineExceeded):
+                client.put([Block(block_key(b"timed"), region, 0, PAGE_BYTES)], timeout_s=TIMEOUT_MS / 1000)
+
+        with stopped(shared_node):
+            assert TIMEOUT_MS / 1000 * 0.9 < took_s(put) < SOON_S
+
+
 GETS: dict[str, Callable[[Client, Block], object]] = {
     "get": lambda client, block: client.get([block])[0],
     "inline": lambda client, block: next(iter(client.get_many_inline([(block.key, block.length)]))),
