@@ -25,6 +25,7 @@ from kvstore.bench.blocks import PathBlocks
 from kvstore.client import Client
 from kvstore.demo.node_process import NodeProcess
 from kvstore.limits import HOT_BYTES_DEFAULT
+from kvstore.reach import FABRIC
 from kvstore.storage.disk import DiskOpKind
 from nic_offload.flags import FlagWords
 from nic_offload.library import load
@@ -153,7 +154,7 @@ def _blocks(part: str, folder: Path, size_bytes: int, tell: Told) -> Iterator[Sa
     many = _many(size_bytes)
     with (
         NodeProcess(home / "node", capacity=_CAPACITY) as node,
-        Client(node.target, shared=True, slots=many, block_bytes_max=size_bytes) as client,
+        Client(node.target, shared=True, transport=FABRIC, slots=many, block_bytes_max=size_bytes) as client,
         FlagWords.create(1) as flags,
         PathBlocks(client, flags, size_bytes, many, hot_bytes=_HOT_BYTES) as path,
         BareFabric(client.fabric.provider, size_bytes, 1) as single,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 from kvstore.client.blocks import regions_of
 from kvstore.client.puts import ArmedPuts
 from kvstore.clock import SystemClock
-from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, UsageError
+from kvstore.errors import Closed, DeadlineExceeded, KvError, NodeUnavailable, UsageError
 from kvstore.limits import ACK_GRACE_MS
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import CounterMove, arm
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore.client.transfer_watch import Watch
     from kvstore.durability import Durability
     from nic_offload.counter import Counter
-    from nic_offload.fabric import Event
+    from nic_offload.fabric import Event, Region
     from nic_offload.flags import FlagWord
 
 __all__ = ["GrpcPuts"]
@@ -61,10 +61,11 @@ class GrpcPuts(ArmedPuts):
         self._fired: list[int] = []  # whose sending no thread has begun
         self._reading = threading.Lock()  # held while a source is copied
         self._is_abandoned = False
-        self._held = regions_of(blocks)
-        for region in self._held:
-            region.hold()
+        self._held: list[Region] = []
         try:
+            for region in regions_of(blocks):
+                region.hold()
+                self._held.append(region)
             # Of a link it needs what ends with the client, and nothing of the fabric.
             link = cast("Link", core.unlinked)
             super().__init__(core, link, blocks, durability, flag, deadline_ns, watch)
@@ -121,7 +122,10 @@ class GrpcPuts(ArmedPuts):
         else:
             self._fired.append(i)
             if len(self._fired) == 1:
-                self._submit(lambda: self._context.copy().run(self._send))
+                try:
+                    self._submit(lambda: self._context.copy().run(self._send))
+                except Closed as error:  # or the interpreter is ending
+                    self.lost(error)
 
     # --- in a thread of the transport
 

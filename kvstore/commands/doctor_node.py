@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import Block
@@ -18,6 +19,7 @@ from kvstore.errors import ConfigError, FabricError, KvError, NodeUnavailable, P
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
+from kvstore.reach import AUTO, FABRIC, GRPC
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +47,8 @@ def check_node(reach: Reach) -> Iterator[Result]:
     except ConfigError as error:
         yield Result("TLS", "fail", str(error), _MEANS["TLS"], "Check ca, certificate and key.")
         return
+    if reach.transport == AUTO:
+        reach = replace(reach, transport=FABRIC)  # or it would be found out without a fabric that all is well
     with Client(reach, slots=1, block_bytes_max=PAGE_BYTES) as client:
         yield from _check_calls(client)
 
@@ -60,6 +64,12 @@ def _check_calls(client: Client) -> Iterator[Result]:
         return
     yield Result("tenant", "ok", "the node accepts calls from here", "Blocks can be sent inside gRPC.")
     yield _encryption(client)
+    if client.reach.transport == GRPC:
+        said = "transport is grpc"
+        yield Result(
+            "fabric", "warn", said, "Blocks are sent inside gRPC, copied by the CPU.", "Unset transport."
+        )
+        return
     do = "Let both machines reach each other's fabric ports, and use one provider; docs/operating.md has the table."
     with mmap.mmap(-1, PAGE_BYTES) as memory:
         try:

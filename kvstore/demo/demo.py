@@ -24,6 +24,7 @@ from kvstore.config import show_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.demo.terminal import Progress, say, table
 from kvstore.names import block_key
+from kvstore.reach import FABRIC
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 
@@ -224,7 +225,9 @@ def _story(data: Path) -> None:
     say(f"1. a storage node over {data}")
     with (
         NodeProcess(data) as node,
-        Client(node.target, shared=True, slots=_BLOCKS, block_bytes_max=_BLOCK_BYTES) as client,
+        Client(
+            node.target, shared=True, transport=FABRIC, slots=_BLOCKS, block_bytes_max=_BLOCK_BYTES
+        ) as client,
     ):
         say(f"   process {node.pid} on {node.target}, fabric {client.fabric.provider}")
         source, target = client.register(kv.memory), client.register(back)

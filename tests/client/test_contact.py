@@ -13,7 +13,8 @@ import pytest
 from kvstore.cli import main
 from kvstore.client import Client
 from kvstore.client.contact import Step, broken_step, steps
-from kvstore.errors import NodeUnavailable
+from kvstore.client.own_address import OwnSide
+from kvstore.errors import FabricUnavailable, NodeUnavailable
 from kvstore.reach import Reach
 from kvstore.wire.status import error_from_rpc, words_of
 from tests.conftest import small_node
@@ -178,6 +179,24 @@ def test_the_doctor_walks_to_a_node_and_tells_each_step(
     said = capsys.readouterr().out
     assert "Is the node running" in said
     assert "fabric" not in said
+
+
+def test_the_doctor_says_where_there_is_no_fabric(
+    shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A client would go on inside gRPC."""
+
+    def missing(_: OwnSide) -> None:
+        raise FabricUnavailable("libfabric could not be loaded; install libfabric1.")
+
+    monkeypatch.setattr(OwnSide, "open_fabric", missing)
+    assert main(["doctor", "--node", shared_node.target]) == 3
+    said = capsys.readouterr().out
+    assert "fail  fabric" in said
+    assert "install libfabric1" in said
+    monkeypatch.setenv("TRIGGERKV_TRANSPORT", "grpc")
+    assert main(["doctor", "--node", shared_node.target]) == 0
+    assert "warn  fabric" in capsys.readouterr().out
 
 
 @pytest.fixture
