@@ -301,7 +301,7 @@ class _Sessions:
             return False
         written = {}
         for chunk in manifest.chunks:
-            found = self._chunk(tenant, chunk)
+            found = self._chunk(tenant, chunk, manifest.user)
             if found is None:
                 return False
             written[chunk] = found
@@ -310,10 +310,12 @@ class _Sessions:
         self._manifests.replace(name, Stored(place, manifest), written, is_clear=is_clear)
         return True
 
-    def _chunk(self, tenant: bytes, chunk: bytes) -> tuple[Place, bytes] | None:
+    def _chunk(self, tenant: bytes, chunk: bytes, user: bytes) -> tuple[Place, bytes] | None:
         for place in sorted(self._chunks.get((tenant, chunk), ()), key=lambda place: -place.generation):
             payload = self._payload(place)
-            if payload is not None and len(payload) == CHUNK_PAYLOAD_BYTES and chunk_key(payload) == chunk:
+            if payload is None or len(payload) != CHUNK_PAYLOAD_BYTES:
+                continue
+            if chunk in {chunk_key(payload, user), chunk_key(payload)}:
                 return place, payload
         return None
 
