@@ -120,6 +120,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             tenant=tenant.name,
             domain=domain,
             blocks=erasure.blocks,
+            overwritten=erasure.overwritten,
             size_bytes=erasure.size_bytes,
             keys=tuple(erasure.keys),
             node=node.store.name,
@@ -158,7 +159,7 @@ class _Erasure:
         self._keys = node.store.keys if isinstance(node.store.keys, StoreKeys) else None
         self.is_encrypted = self._keys is not None
         self.keys: list[Erased] = []
-        self.blocks = self.size_bytes = self.removed = 0
+        self.blocks = self.size_bytes = self.removed = self.overwritten = 0
         self._failure: StorageError | None = None  # the first of a drive; what is in memory goes all the same
 
     def raise_failure(self) -> None:
@@ -276,6 +277,7 @@ class _Erasure:
         for done in await ends.all():
             self._failure = self._failure or done.error
             self.blocks += done.found
+            self.overwritten += done.is_overwritten
             self.size_bytes += done.size_bytes
 
     def _some_sessions(self, user: bytes | None) -> list[SessionName]:
