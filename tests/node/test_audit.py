@@ -71,7 +71,8 @@ def test_the_name_of_a_log_is_on_the_drive_before_its_lines_are(
         assert log.note("erase-domain", tenant="ada", peer="ipv4:10.0.0.7:1")
         assert log.sync(log.lines)
         assert synced == [str(tmp_path), str(path)]
-    with Audit(SystemClock(), Path("/dev/null")) as log:  # what can't be synced
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with Audit(SystemClock(), pipe) as log:  # what can't be synced
         assert log.note("erase-domain", tenant="ada", peer="ipv4:10.0.0.7:1")
         assert log.sync(log.lines)
     assert len(synced) == 2
