@@ -136,7 +136,7 @@ int encrypt_some(struct tk_lane *lane, uint32_t budget)
 		lane->whole += (uint32_t)record->is_whole;
 	}
 	if (done && lane->whole == lane->count) /* the key of an erased domain must not stay in memory until the next record */
-		aead_forget(lane->stream.aead);
+		record_forget(&lane->stream);
 	return done > 0;
 }
 

@@ -28,10 +28,12 @@ struct record_stream {
 	struct encrypted_fixed fixed;
 	struct header_fixed plain;
 	uint64_t offset;
+	int is_keyed; /* `aead` has the key of `fixed`; 0 once it was made to forget it */
 };
 int record_begin(struct record_stream *stream, const struct tk_encryption *with, const struct vault_key *key,
 		 const struct header_fixed *plain, uint64_t offset);
 int record_end(struct record_stream *stream, const struct tk_encryption *with, char *page);
+void record_forget(struct record_stream *stream); /* overwrites its key */
 
 int is_encrypted(const char *page);
 /* What a header page says: 0; -EBADMSG: it is not one of this place; -ENOKEY: its key is not in the vault. Then the payload

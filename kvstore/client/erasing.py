@@ -33,7 +33,7 @@ class Erasure:
     blocks: int
     size_bytes: int  # of their records on the drives
     sessions: int
-    keys: int  # destroyed; 0 on a node that doesn't encrypt: there, the bytes were overwritten
+    keys: int  # destroyed; what was in the clear, or had another key, was overwritten: `how` in the receipt
     receipt: str  # one line of JSON, as it stands in the node's audit log
 
 

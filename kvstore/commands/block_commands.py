@@ -139,7 +139,8 @@ def _erase(arguments: argparse.Namespace) -> int:
     with ClusterClient(reach(arguments)) as client:  # of one node, if it is in no cluster
         done = client.erase_tenant() if arguments.user is None else client.erase_user(arguments.user)
     for one in done:
-        how = f"{one.keys} keys destroyed" if one.keys else "overwritten"
+        how = json.loads(one.receipt)["how"]  # which begins with "keys" if there were any
+        how = f"{one.keys} {how}" if one.keys else how
         print(
             one.receipt
             if arguments.json

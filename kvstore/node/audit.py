@@ -5,8 +5,9 @@
 What always holds: a call's line is in the file before the call is answered. Lines are rate limited, per tenant or
 source, so no caller can fill the drive or hide another's line (the next line counts those left out): strangers have
 half of the lines of refusals and removals, whatever tenant they claim to be, and a source is an IPv4 address or the
-/64 of an IPv6 one. A receipt is never left out: without a line for it, the erasure is refused. No token and no memory
-key is in it. If the log can't be written, the node goes on, and says so once.
+/64 of an IPv6 one. A receipt is never left out, and survives power loss before it is given, in a file that can be
+synced (a pipe can't): without its line, the erasure is refused. The file's name is synced before anything is written.
+No token and no memory key is in it. If the log can't be written, the node goes on, and says so once.
 What it doesn't do: log puts and gets, which are too many; `kvstore explain` and the metrics cover them.
 """
 
@@ -16,6 +17,8 @@ import errno
 import json
 import logging
 import os
+import stat
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError, Overloaded
@@ -54,10 +57,17 @@ class Audit(Handle):
         self._left_out = 0
         self._failed = False
         self._is_cut = False  # the last line has no end
+        self._syncing = Lock()
+        self.lines = 0  # written
+        self._lost = 0  # so many of them, the first, may never be on the drive
+        self._is_file = False
         if path is not None:
             try:
                 self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                size = os.fstat(self._fd).st_size
+                status = os.fstat(self._fd)
+                size, self._is_file = status.st_size, stat.S_ISREG(status.st_mode)
+                if self._is_file:
+                    _sync_name(path)
                 self._is_cut = size > 0 and os.pread(self._fd, 1, size - 1) != _NEW_LINE
             except OSError as error:
                 raise ConfigError(f"The audit log {path} can't be written: {error.strerror}.") from error
@@ -65,6 +75,20 @@ class Audit(Handle):
     def note(self, what: str, *, tenant: str, peer: str, **more: str | int) -> bool:
         """Something was done. False if that could not be written."""
         return self._write({"what": what, "tenant": tenant, "peer": peer, "outcome": "ok", **more})
+
+    def sync(self, line: int) -> bool:
+        """Return whether a line survives power loss now: the last of so many. It may take long; any thread.
+
+        A sync that fails may take other lines with it: the next one, which is told nothing, doesn't vouch for them.
+        """
+        with self._syncing:
+            try:
+                if self._is_file:
+                    os.fsync(self._fd)
+            except OSError as error:
+                log.warning("The audit log can't be synced: %s.", error.strerror)
+                self._lost = self.lines
+            return line > self._lost or not self._is_file
 
     def refuse_without_room(self, tenant: str) -> None:
         """Overloaded, if a tenant has as many lines this second as it may have; else one is its own now."""
@@ -148,6 +172,7 @@ class Audit(Handle):
             why = error.strerror
         else:
             self._is_cut = written < len(data)
+            self.lines += 1
             why = os.strerror(errno.ENOSPC) if self._is_cut else None
         if why is not None and not self._failed:
             log.warning("The audit log can't be written: %s.", why)
@@ -159,6 +184,14 @@ class Audit(Handle):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _sync_name(path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _tenant(name: str) -> str:

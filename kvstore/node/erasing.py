@@ -9,7 +9,7 @@ from the drive, and this would survive a power failure. In the hot memory it is 
 as that has ended. While a drive has failed an erasure fails, but only after the keys are destroyed and what they
 encrypted has left the memory. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the
 keys or has not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's run one after
-the other. A receipt is in the audit log, if there is one, before it is given.
+the other. A receipt is in the audit log, if there is one, durably, before it is given.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
 tenant's, the others' remain. Without encryption, blocks that were evicted or deleted before, and earlier versions of a
@@ -85,7 +85,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
                 await erasure.blocks_of(domain_of(request.user))
                 await erasure.wipe_free_memory()
                 erasure.raise_failure()
-                erased = self._answer(erasure, tenant, domain_of(request.user), context.peer())
+                erased = await self._answer(erasure, tenant, domain_of(request.user), context.peer())
             return pb.EraseUserResponse(erased=erased)
         raise AssertionError
 
@@ -102,7 +102,8 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
                 await erasure.blocks_of(None)
                 await erasure.wipe_free_memory()
                 erasure.raise_failure()
-                return pb.EraseTenantResponse(erased=self._answer(erasure, tenant, None, context.peer()))
+                erased = await self._answer(erasure, tenant, None, context.peer())
+            return pb.EraseTenantResponse(erased=erased)
         raise AssertionError
 
     @asynccontextmanager
@@ -112,13 +113,14 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             with self._node.store.erasing(tenant.id):
                 yield
 
-    def _answer(self, erasure: _Erasure, tenant: Tenant, domain: bytes | None, peer: str) -> pb.Erased:
+    async def _answer(self, erasure: _Erasure, tenant: Tenant, domain: bytes | None, peer: str) -> pb.Erased:
         node = self._node
         receipt = Receipt(
             at_ms=node.clock.wall_ms(),
             tenant=tenant.name,
             domain=domain,
             blocks=erasure.blocks,
+            overwritten=erasure.overwritten,
             size_bytes=erasure.size_bytes,
             keys=tuple(erasure.keys),
             node=node.store.name,
@@ -129,7 +131,9 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             sessions=erasure.removed,
             peer=peer,
         )
-        if not self._gate.audit.note(receipt.what, tenant=tenant.name, peer=peer, **receipt.fields()):
+        audit = self._gate.audit
+        is_written = audit.note(receipt.what, tenant=tenant.name, peer=peer, **receipt.fields())
+        if not is_written or not await asyncio.to_thread(audit.sync, audit.lines):
             raise StorageError(
                 "Everything was erased, but the audit log can't be written, so there is no receipt;"
                 " repeat the call once it can."
@@ -155,7 +159,7 @@ class _Erasure:
         self._keys = node.store.keys if isinstance(node.store.keys, StoreKeys) else None
         self.is_encrypted = self._keys is not None
         self.keys: list[Erased] = []
-        self.blocks = self.size_bytes = self.removed = 0
+        self.blocks = self.size_bytes = self.removed = self.overwritten = 0
         self._failure: StorageError | None = None  # the first of a drive; what is in memory goes all the same
 
     def raise_failure(self) -> None:
@@ -273,6 +277,7 @@ class _Erasure:
         for done in await ends.all():
             self._failure = self._failure or done.error
             self.blocks += done.found
+            self.overwritten += done.is_overwritten
             self.size_bytes += done.size_bytes
 
     def _some_sessions(self, user: bytes | None) -> list[SessionName]:

@@ -27,7 +27,9 @@ __all__ = ["Receipt", "keys_digest"]
 
 _DIGEST_BYTES: Final = 32
 _KEYS_DESTROYED: Final = "keys destroyed"
+_BOTH: Final = "keys destroyed, the rest overwritten"
 _SLOTS_OVERWRITTEN: Final = "unreadable slots overwritten"
+_SLOTS_AND_BLOCKS: Final = "unreadable slots and blocks overwritten"
 _OVERWRITTEN: Final = "overwritten"
 _NOTHING: Final = "nothing was stored"
 
@@ -52,6 +54,7 @@ class Receipt:
     tenant: str  # as the node's file of tenants names it
     domain: bytes | None  # None: all of the tenant
     blocks: int
+    overwritten: int  # of these: they were in the clear, or encrypted with a key that was not destroyed
     size_bytes: int
     keys: tuple[Erased, ...]  # none on a node that doesn't seal, which overwrites
     node: str
@@ -80,6 +83,7 @@ class Receipt:
             "how": self._how(destroyed, unread),
             "domain": "" if self.domain is None else self.domain.hex(),
             "blocks": self.blocks,
+            "overwritten": self.overwritten,
             "sessions": self.sessions,
             "bytes": self.size_bytes,
             "keys": len(destroyed),
@@ -105,9 +109,9 @@ class Receipt:
 
     def _how(self, destroyed: Sequence[object], unread: Sequence[object]) -> str:
         if destroyed:
-            return _KEYS_DESTROYED
+            return _BOTH if self.overwritten else _KEYS_DESTROYED
         if unread:
-            return _SLOTS_OVERWRITTEN
+            return _SLOTS_AND_BLOCKS if self.overwritten else _SLOTS_OVERWRITTEN
         return _OVERWRITTEN if self.blocks or self.sessions else _NOTHING
 
     @property

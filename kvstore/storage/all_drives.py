@@ -63,10 +63,16 @@ class _Deletions:
 
     def heard(self, answers: Sequence[DeleteDone]) -> None:
         """Take a drive's results; its tags are positions in the batch."""
-        for at, error, found, size_bytes in answers:
+        for answer in answers:
+            at = answer.tag
             so_far = self._so_far[at]
-            size_bytes += so_far.size_bytes  # noqa: PLW2901 - of all drives
-            now = DeleteDone(so_far.tag, so_far.error or error, so_far.found or found, size_bytes)
+            now = DeleteDone(
+                so_far.tag,
+                so_far.error or answer.error,
+                so_far.found or answer.found,
+                so_far.size_bytes + answer.size_bytes,
+                so_far.is_overwritten or answer.is_overwritten,
+            )
             self._so_far[at] = now
             self._left[at] -= 1
             if not self._left[at]:

@@ -93,4 +93,5 @@ class Deletes:
     ) -> None:
         for item, entry in zip(items, gone, strict=True):
             size_bytes = 0 if entry is None else record_bytes(entry.length)
-            self.outbox.add(done, DeleteDone(item.tag, error, entry is not None, size_bytes))
+            is_overwritten = entry is not None and item.erased is not None and entry.domain not in item.erased
+            self.outbox.add(done, DeleteDone(item.tag, error, entry is not None, size_bytes, is_overwritten))

@@ -6,8 +6,8 @@ their chunks. Then all free space that isn't zeros is overwritten with zeros.
 Always holds:
 
 - A record older than the drive's first key is encrypted, and the new copy survives power loss, before the old place
-  is overwritten. The index alone says which records are left, so a process that dies at any moment leaves nothing
-  that the next one would not find.
+  is overwritten. The index alone says which records are left, and which old places, so a process that dies at any
+  moment leaves nothing that the next one would not find.
 - Once nothing is left, durably, the superblock says so. Until then each process scans the free pages again.
 - It uses at most one part in `ENCRYPT_SHARE` of the time, handles one record or piece at a time, and starts none,
   except the first of a stretch, while a tenant's work is queued.
@@ -244,7 +244,7 @@ class Encrypting:
 
     def _begin_sweep(self) -> bool:
         """Wait until nothing that was in the clear is about to become free, and then look at all that is free."""
-        if self._after is not None or not self._sessions.is_done:
+        if self._after is not None or not self._sessions.is_done or self._puts.rewriting:
             return False
         if self._keeping.plain_bytes:  # something came to stand where it had been looked at
             self._after = b""

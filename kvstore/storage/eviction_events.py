@@ -36,6 +36,7 @@ from kvstore.storage.eviction.evictor import Evictor
 from kvstore.storage.eviction.items import Guard, Reason, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
+from kvstore.storage.left_places import LeftPlaces
 from kvstore.storage.overwriting import strike
 from kvstore.storage.session_space import SessionSpace
 from kvstore.wire.record import record_bytes, records_begin
@@ -166,6 +167,7 @@ class Keeping:
         self._writes = writes
         self._wipes = wipes
         self._scrubs = scrubs
+        self.left = LeftPlaces(index, writes, wipes, scrubs)
         self._doubts = doubts
         self._clock = clock
         self._secret = superblock.secret
@@ -303,7 +305,8 @@ class Keeping:
             entry = self._index.lookup([name])[0]
             if entry is None or entry.generation != generation:
                 return  # a newer one has taken its place, or it has been forgotten
-            self._forget([name])
+            is_noted = wipe and self._keys is not None and not entry.domain  # no erasure would find it
+            self._forget([name], () if is_noted else None)
         except StorageError:  # the block will be checked, and missed, again
             return
         self.let_go([(name, entry)], Reason.QUARANTINED, wipe=wipe)
@@ -383,12 +386,6 @@ class Keeping:
             self._moved[old.generation] = (new.generation, guards)
         self.plain_bytes -= record_bytes(old.length)
         self._tell([name], None)
-
-    def overwrite(self, old: Entry) -> None:
-        """Wipe, overwrite and free the place from which a block was moved."""
-        self._wipes.free(
-            [(old.offset, old.length)], instead=lambda start, pages: self._scrubs.add(start, pages, _nothing)
-        )
 
     def after_wipes(self, then: Callable[[StorageError | None], None]) -> None:
         """Call back when all that is being wiped is free."""
@@ -572,10 +569,6 @@ def with_erased(
     for at, erased_ms in zip(unknown, found, strict=True):
         told[at] = told[at]._replace(erased_ms=erased_ms)
     return told
-
-
-def _nothing() -> None:
-    """Be told of what is not awaited."""
 
 
 def _pages(entry: Entry) -> int:

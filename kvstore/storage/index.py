@@ -287,24 +287,20 @@ class Index:
             rows = [transaction.get(_GENERATION.pack(one), db=table) for one in generations]
         return [None if row is None else (row[:TENANT_BYTES], row[TENANT_BYTES:48]) for row in rows]
 
-    def publish(self, entries: Iterable[tuple[Name, Entry]]) -> None:
-        """Publish a batch; each entry replaces the one of the same name."""
+    def publish(self, entries: Iterable[tuple[Name, Entry]], *, left: Sequence[Entry] = ()) -> None:
+        """Publish a batch; each entry replaces the one of the same name. What is `left` is to be overwritten."""
         rows, owners = [], []
         for (tenant, key), entry in entries:
             name = tenant + key
             offset, length, _, generation, *_ = entry
             rows.append((name, checked(name, _ENTRY.pack(*entry))))
             owners.append((_GENERATION.pack(generation), _OWNER.pack(name, offset, length)))
-        self.write(lambda transaction: self._put_all(transaction, rows, owners))
 
-    def publish_newest(self, entries: Sequence[tuple[Name, Entry]]) -> None:
-        """Make a batch visible except where the name has a higher generation already; for a rebuild."""
-        newest: dict[Name, Entry] = {}
-        for (name, entry), known in zip(entries, self.lookup([name for name, _ in entries]), strict=True):
-            rival = newest.get(name, known)
-            if rival is None or rival.generation < entry.generation:
-                newest[name] = entry
-        self.publish(newest.items())
+        def publish_all(transaction: Any) -> None:
+            self._put_all(transaction, rows, owners)
+            note(transaction, self.erased, left)
+
+        self.write(publish_all)
 
     def renew(self, entries: Iterable[tuple[Name, Entry]]) -> None:
         """Let blocks that are there live as these entries say; all else of an entry is as it was."""

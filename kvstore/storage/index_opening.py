@@ -1,7 +1,7 @@
 """Opens the existing index of a drive, or rebuilds it, and begins an epoch.
 
 Always holds: an index that is kept agrees with itself and with the drive, as far as the way it was closed requires a
-check (`kvstore.storage.index_check`), and the erasures that it says were interrupted are finished. Any doubt leads to a
+check (`kvstore.storage.index_check`). What it says is still to be overwritten is overwritten. Any doubt leads to a
 scan, not to an error. The epoch is on the drive before it is in the index, and so are all notes of it in the lock file.
 
 It doesn't know the contents of an index (`kvstore.storage.index` does) or how to scan (`kvstore.storage.recovery`
@@ -128,6 +128,7 @@ def open_index(
             index = _new_index(folder, volume, progress, undo, is_rebuilt=rebuilt)
             lives = index.lives()
             live, extents = extents_around(index, volume.superblock, lives)
+            all_erased = finish(volume, index, extents)
         assert live is not None
         assert lives is not None
         index = without_clear_labels(index, folder, volume, undo)

@@ -118,6 +118,7 @@ class DeleteDone(NamedTuple):
     error: StorageError | None
     found: bool
     size_bytes: int = 0  # of its record
+    is_overwritten: bool = False  # it was erased, and its key was not destroyed
 
 
 class SessionStep(enum.Enum):

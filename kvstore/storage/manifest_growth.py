@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["appended", "longer", "refuse_longer"]
 
 
-def appended(manifest: Manifest, item: SessionItem) -> Growth:
+def appended(manifest: Manifest, item: SessionItem, owner: bytes) -> Growth:
     """Append a turn, or the rest of one; what fills a chunk becomes one."""
     if item.first_block is not None and item.first_block != manifest.blocks:
         raise SessionRefused(
             f"The session has {manifest.blocks} blocks, and these were to follow block {item.first_block}."
         )
-    new, written = yield from longer(manifest, item.keys)
+    new, written = yield from longer(manifest, item.keys, owner)
     turns = list(manifest.turns)
     if item.continues and turns:
         turns[-1] = turns[-1]._replace(tokens=turns[-1].tokens + item.tokens)
@@ -50,8 +50,8 @@ def appended(manifest: Manifest, item: SessionItem) -> Growth:
     return new._replace(turns=tuple(turns), expires_ms=expires_ms), written
 
 
-def longer(manifest: Manifest, keys: Sequence[bytes]) -> Growth:
-    """Append keys, and leave the turns as they are."""
+def longer(manifest: Manifest, keys: Sequence[bytes], owner: bytes) -> Growth:
+    """Append keys, and leave the turns as they are. `owner` is the user whose chunks they become."""
     if manifest.blocks + len(keys) > SESSION_BLOCKS_MAX:
         raise SessionRefused(f"A session has at most {SESSION_BLOCKS_MAX} blocks.")
     tail = [*manifest.tail, *keys]
@@ -61,7 +61,7 @@ def longer(manifest: Manifest, keys: Sequence[bytes]) -> Growth:
         if at and not at % SESSION_SLICE_BLOCKS:
             yield
         payload = b"".join(tail[at : at + SESSION_CHUNK_BLOCKS])
-        chunks.append(chunk_key(payload))
+        chunks.append(chunk_key(payload, owner))
         written[chunks[-1]] = payload
     return manifest._replace(chunks=tuple(chunks), tail=tuple(tail[whole:])), written
 

@@ -33,7 +33,7 @@ from kvstore.limits import (
 )
 from kvstore.storage.labels import LOST_LABEL, SEALED_MORE_BYTES, Labels, is_sealed_label
 from kvstore.storage.row_check import CHECK_BYTES, checked
-from kvstore.wire.manifest import Manifest, chunk_key, pack_manifest, parse_manifest, split_keys
+from kvstore.wire.manifest import Manifest, pack_manifest, parse_manifest, split_keys
 from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ class Manifests:
     def session_below(
         self, generation: int, after: bytes
     ) -> tuple[tuple[SessionName, Place] | None, bytes | None]:
-        """Find the next session whose record has a lower generation, behind a row; and from where to look on.
+        """Find the next session with a record or chunk of a lower generation, behind a row; and from where to look on.
 
         None there: all were looked at. A bounded number of rows is.
         """
@@ -313,11 +313,19 @@ class Manifests:
                 if not there:
                     return None, None, None
                 place = Place._make(_PLACE.unpack_from(cursor.value()))
-                if place.generation < generation:
+                is_older = place.generation < generation
+                if table is self._index.sessions and not is_older:
+                    is_older = self._has_older_chunk(transaction, cursor.key(), cursor.value(), generation)
+                if is_older:
                     return bytes(cursor.key()), place, bytes(cursor.key())
                 after = bytes(cursor.key())
                 there = cursor.next()
         return None, None, after
+
+    def _has_older_chunk(self, transaction: Any, name: bytes, row: bytes, generation: int) -> bool:
+        table, tenant = self._index.chunks, name[:TENANT_BYTES]
+        rows = (transaction.get(tenant + chunk, db=table) for chunk in _stored(row).manifest.chunks)
+        return any(row and Place._make(_PLACE.unpack_from(row)).generation < generation for row in rows)
 
     def move_chunk(self, tenant: bytes, chunk: bytes, old: Place, new: Place) -> bool:
         """Note another place of a chunk; False, and nothing is changed, if it isn't at the old one any more."""
@@ -477,7 +485,6 @@ class _Change:
             return _CHUNK_WORK
         if written is None:
             raise StorageError("A chunk of the session was removed meanwhile.")
-        assert chunk_key(written[1]) == chunk
         self._put_chunk(chunk, written[0], 1, written[1])
         self._count(set(split_keys(written[1])), 1)
         return SESSION_CHUNK_BLOCKS

@@ -1,12 +1,14 @@
-"""Places of erased blocks that may not be overwritten yet: a table of the index, from which a restart finishes them.
+"""Places of blocks that may not be overwritten yet: a table of the index, from which a restart finishes them.
 
-An erased block leaves the index first and is overwritten afterwards. A process that dies in between has forgotten the
-block, so that repeating the erasure would not find it.
+An erased block leaves the index first and is overwritten afterwards; so does one in the clear that is written anew,
+encrypted, elsewhere. A process that dies in between has forgotten the place, so that no erasure would find it.
 
 Always holds: a place is noted in the transaction that removes its block, and is struck out after all of it has been
-overwritten. It may be in use again by then, so an opening overwrites only those of its pages that are free.
+overwritten. It may be in use again by then, so an opening overwrites only those of its pages that are free, headers
+last: without them a scan would not find what an opening that loses power has left.
 
-What it doesn't do: survive the loss of the index, as after a power failure.
+What it doesn't do: survive the loss of the index, as after a power failure. A scan for a new one finds the places from
+which blocks were moved, and not those of an interrupted erasure.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import StorageError
-from kvstore.limits import PAGE_BYTES, SCRUB_PIECE_BYTES
+from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCRUB_PIECE_BYTES
 from kvstore.storage.row_check import CHECK_BYTES, checked
 from kvstore.wire.record import record_bytes
 
@@ -37,6 +39,7 @@ PLACES: Final = b"erased"  # the table
 _START: Final = struct.Struct(">Q")  # the first page, so that LMDB's order is that of the drive
 _BLOCK: Final = struct.Struct("<QI")  # its generation and pages
 PLACE_BYTES: Final = _START.size
+_HEADER_PAGES: Final = HEADER_BYTES // PAGE_BYTES
 
 
 def note(transaction: Any, table: Any, entries: Iterable[Entry]) -> None:
@@ -72,9 +75,14 @@ def finish(volume: Volume, index: Index, extents: Extents) -> bool:
         return True
     free = extents.after(places[0][0])
     try:
+        done_until = 0  # a place may reach into the next one
         for start, pages in places:
-            for begin, until in _common(free, start, start + pages):
-                _overwrite(volume, begin * PAGE_BYTES, until * PAGE_BYTES)
+            until = start + pages
+            _overwrite(volume, _common(free, max(start + _HEADER_PAGES, done_until), until))
+            done_until = max(done_until, until)
+        volume.disk.sync()
+        for start, _ in places:
+            _overwrite(volume, _common(free, start, start + _HEADER_PAGES))
         volume.disk.sync()
     except StorageError as error:
         log.warning("Some of what was erased could not be overwritten: %s", error)
@@ -101,7 +109,9 @@ def _common(free: list[tuple[int, int]], start: int, until: int) -> Iterator[tup
         at += 1
 
 
-def _overwrite(volume: Volume, offset: int, until: int) -> None:
+def _overwrite(volume: Volume, some: Iterable[tuple[int, int]]) -> None:
     zeros = bytes(SCRUB_PIECE_BYTES)
-    for at in range(offset, until, SCRUB_PIECE_BYTES):
-        volume.disk.write_at(at, zeros[: until - at])
+    for first, last in some:
+        until = last * PAGE_BYTES
+        for at in range(first * PAGE_BYTES, until, SCRUB_PIECE_BYTES):
+            volume.disk.write_at(at, zeros[: until - at])

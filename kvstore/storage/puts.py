@@ -196,8 +196,8 @@ class Puts:
     ) -> bool:
         """Write a block anew that lies at this address, in the place of its entry; False if that is no longer so.
 
-        `over` hears when it was written, or that nothing has come of it; its old place is overwritten later. It is in
-        no quota.
+        `over` hears when it was written, or that nothing has come of it. It is in no quota. Its old place is
+        overwritten later, and so long it is under way.
         """
         if name in self._by_name or self._index.lookup([name])[0] != entry:
             return False
@@ -223,23 +223,28 @@ class Puts:
         assert old is not None
         write.has_moved = self._index.lookup([write.name])[0] == old
         if write.has_moved:
-            self._index.publish([(write.name, write.entry())])
+            self._index.publish([(write.name, write.entry())], left=[old])
             self._keeping.moved(write.name, old, write.entry())
 
     def _finish_rewrite(self, write: _Rewrite, error: StorageError | None) -> None:
         if error is None and write.has_moved:
-            self._writes.after_sync(lambda error: self._end_rewrite(write, error))
+            self._writes.after_sync(lambda error: self._leave(write, error))
         else:
             if error is None:
                 self._keeping.void(write.entry())
-            self._end_rewrite(write, error)
+            self._end_rewrite(write)
         write.over(error)
 
-    def _end_rewrite(self, write: _Rewrite, error: StorageError | None) -> None:
-        """Overwrite the old place, and continue what has waited: later puts of its name, and deletions."""
-        if error is None and write.has_moved:
-            assert write.replaces is not None
-            self._keeping.overwrite(write.replaces)
+    def _leave(self, write: _Rewrite, error: StorageError | None) -> None:
+        """Overwrite the old place: an erasure of the block would not find it any more."""
+        assert write.replaces is not None
+        if error is None:
+            self._keeping.left.overwrite(write.replaces, lambda: self._end_rewrite(write))
+        else:
+            self._end_rewrite(write)
+
+    def _end_rewrite(self, write: _Rewrite) -> None:
+        """Continue what has waited: later puts of its name, and deletions."""
         del self._by_name[write.name]
         self.outbox.promised -= len(write.followers)
         for item, done in write.followers:

@@ -1,11 +1,12 @@
 """Rebuilds the index by walking over the headers on the drive, as `docs/record-format.md` describes it.
 
-Always holds: it writes nothing to the drive, and doesn't need to read payloads of blocks. Afterwards the index has,
-of blocks with one name that the roll allows, the one with the highest generation; of a session, the newest complete
-manifest.
+Always holds: it writes nothing to the drive, and doesn't need to read payloads of blocks, but of those that were being
+encrypted. Afterwards the index has, of blocks with one name that the roll allows, the one with the highest generation,
+and of one that was being encrypted the old copy if the new one isn't whole; of a session, the newest complete manifest.
 
-It doesn't check payloads: their CRC is checked on every read. An unreadable page is skipped; if it was a header, its
-record is lost. A record whose key can't be opened now, but was not destroyed, is not given up: there is no new index.
+It doesn't check other payloads: their CRC is checked on every read. An unreadable page is skipped; if it was a header,
+its record is lost. A record whose key can't be opened now, but was not destroyed, is not given up: there is no new
+index.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from kvstore.storage.disk import Progress
     from kvstore.storage.folder import LentNote
-    from kvstore.storage.index import Index
+    from kvstore.storage.index import Index, Name
     from kvstore.storage.volume import Volume
     from kvstore.wire.record import HeaderCodec, Superblock
 
@@ -96,7 +97,7 @@ def rebuild(
     generation_max = 0
     lost = set() if unopened is None else unopened
     sessions = _Sessions(volume, index)
-    batch: list[tuple[tuple[bytes, bytes], Entry]] = []
+    blocks, batch = _Blocks(volume, index), list[tuple["Name", Entry]]()
     with closing(scan(volume, progress, lost)) as records:
         for offset, header, is_allowed in records:
             generation_max = max(generation_max, header.generation)
@@ -108,16 +109,65 @@ def rebuild(
             entry = _entry_of(offset, header)
             batch.append(((header.tenant, header.key), entry))
             if len(batch) == _BATCH_RECORDS:
-                index.publish_newest(batch)
+                blocks.publish(batch)
                 batch.clear()
     if lost and unopened is None:
         raise StorageError(
             f"{len(lost)} records need keys whose slots in the keyring are damaged, and a new index would lose them:"
             " restore the keyring, or give them up (`kvstore keys accept-keyring`)"
         )
-    index.publish_newest(batch)
+    blocks.publish(batch)
+    blocks.settle_moved()
     sessions.publish()
     return generation_max
+
+
+class _Blocks:
+    """The blocks that a scan meets: of each name the newest is published."""
+
+    def __init__(self, volume: Volume, index: Index) -> None:
+        self._volume = volume
+        self._index = index
+        # Of a drive that is encrypted: what is in the clear, and was met again, encrypted or not.
+        self._older: dict[Name, list[Entry]] = {}
+
+    def publish(self, entries: Sequence[tuple[Name, Entry]]) -> None:
+        """Make a batch visible except where the name has a higher generation already."""
+        newest: dict[Name, Entry] = {}
+        known = self._index.lookup([name for name, _ in entries])
+        for (name, entry), before in zip(entries, known, strict=True):
+            rival = newest.get(name, before)
+            is_newest = rival is None or rival.generation < entry.generation
+            if is_newest:
+                newest[name] = entry
+            older = rival if is_newest else entry
+            if older is not None and not older.domain and self._volume.keys is not None:
+                self._older.setdefault(name, []).append(older)
+        self._index.publish(newest.items())
+
+    def settle_moved(self) -> None:
+        """Of blocks that were being encrypted, keep what is whole, and note the rest in the clear for overwriting.
+
+        A power failure may have kept the header of a new copy and not its payload; then the old one is untouched. No
+        erasure would find a second copy.
+        """
+        back: list[tuple[Name, Entry]] = []
+        left: list[Entry] = []
+        for (name, older), newest in zip(
+            self._older.items(), self._index.lookup(list(self._older)), strict=True
+        ):
+            older.sort(key=lambda one: one.generation)
+            if newest is not None and newest.domain and not self._is_whole(newest):
+                back.append((name, older.pop()))
+            left += older
+        self._index.publish(back, left=left)
+
+    def _is_whole(self, entry: Entry) -> bool:
+        with suppress(StorageError):
+            record = self._volume.disk.read_at(entry.offset, record_bytes(entry.length))
+            header, payload = open_copy(self._volume.codec, record, entry.offset)
+            return isinstance(header, Header) and crc32c(payload) == entry.crc32c
+        return False
 
 
 def _entry_of(offset: int, header: Header) -> Entry:
@@ -160,7 +210,7 @@ def add_lent(volume: Volume, index: Index, lent: Sequence[LentNote]) -> None:
     if index.was_clean:
         return
     codec, superblock = volume.codec, volume.superblock
-    found: list[tuple[tuple[bytes, bytes], Entry]] = []
+    found: list[tuple[Name, Entry]] = []
     for note in lent:
         if (note.drive_uuid, note.epoch) != (superblock.drive_uuid, superblock.epoch):
             continue
@@ -191,7 +241,7 @@ def add_lent(volume: Volume, index: Index, lent: Sequence[LentNote]) -> None:
         if there is None or there.generation < entry.generation
     ]
     if new:
-        index.publish_newest(sorted(new, key=lambda one: one[1].generation))
+        _Blocks(volume, index).publish(sorted(new, key=lambda one: one[1].generation))
 
 
 def check_manifests(volume: Volume, index: Index, synced_generation: int) -> None:
@@ -251,7 +301,7 @@ class _Sessions:
             return False
         written = {}
         for chunk in manifest.chunks:
-            found = self._chunk(tenant, chunk)
+            found = self._chunk(tenant, chunk, manifest.user)
             if found is None:
                 return False
             written[chunk] = found
@@ -260,10 +310,12 @@ class _Sessions:
         self._manifests.replace(name, Stored(place, manifest), written, is_clear=is_clear)
         return True
 
-    def _chunk(self, tenant: bytes, chunk: bytes) -> tuple[Place, bytes] | None:
+    def _chunk(self, tenant: bytes, chunk: bytes, user: bytes) -> tuple[Place, bytes] | None:
         for place in sorted(self._chunks.get((tenant, chunk), ()), key=lambda place: -place.generation):
             payload = self._payload(place)
-            if payload is not None and len(payload) == CHUNK_PAYLOAD_BYTES and chunk_key(payload) == chunk:
+            if payload is None or len(payload) != CHUNK_PAYLOAD_BYTES:
+                continue
+            if chunk in {chunk_key(payload, user), chunk_key(payload)}:
                 return place, payload
         return None
 

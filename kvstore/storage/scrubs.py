@@ -1,6 +1,7 @@
 """Returns quarantined extents to use by overwriting them with zeros.
 
-Always holds: an extent arrives here after its header is wiped and all reads of it have ended. It is free once the drive
+Always holds: an extent arrives here after all reads of it have ended, and after its header is wiped, but for what a
+block that is encrypted leaves (`kvstore.storage.left_places`). It is free once the drive
 has written all of it without an error, which is also when a drive replaces a bad sector. After an error it stays out of
 use, and is charged to its tenant (`kvstore.storage.eviction_events`), until the store is reopened: the error is not
 remembered beyond the process, and the next put there tries the drive again. One piece of a drive is written at a time,
@@ -53,10 +54,20 @@ class Scrubs:
 
     def add(self, start: int, pages: int, over: Callable[[], object]) -> None:
         """Overwrite an extent and free it; `over` is called when it is free."""
+
+        def written(is_zero: bool) -> None:  # noqa: FBT001
+            if is_zero:
+                self._extents.release(start, pages)
+                over()
+
+        self.overwrite(start, pages, written)
+
+    def overwrite(self, start: int, pages: int, written: Callable[[bool], object]) -> None:
+        """Overwrite pages, which stay in use; `written` is told whether they are, or False if they never will be."""
         if self._zeros is None:
             self._zeros = mmap.mmap(-1, SCRUB_PIECE_BYTES)
             self.zeros_address = ctypes.addressof(ctypes.c_char.from_buffer(self._zeros))
-        self._waiting.append(_Scrub(self, start, pages, over))
+        self._waiting.append(_Scrub(self, start, pages, written))
         if len(self._waiting) == 1:
             self._begin_next()
 
@@ -88,7 +99,9 @@ class Scrubs:
 
     def _tell(self, left: Iterable[_Scrub | Then]) -> None:
         for one in left:
-            if not isinstance(one, _Scrub):
+            if isinstance(one, _Scrub):
+                one.written(False)
+            else:
                 one(ReadOnly("The drive has stopped before all that was erased was overwritten."))
 
     def wrote(self, scrub: _Scrub, result: int) -> None:
@@ -97,12 +110,10 @@ class Scrubs:
         if result > 0 and scrub.at < scrub.pages * PAGE_BYTES and not self._closed:
             self._traffic.add(scrub)
             return
+        is_zero = result > 0 and scrub.at == scrub.pages * PAGE_BYTES
+        self._failed = self._failed or not is_zero
+        scrub.written(is_zero)  # while it is the first, so that what this adds begins below
         self._waiting.popleft()
-        if result > 0 and scrub.at == scrub.pages * PAGE_BYTES:
-            self._extents.release(scrub.start, scrub.pages)
-            scrub.over()
-        else:
-            self._failed = True
         self._begin_next()
 
 
@@ -112,13 +123,13 @@ class _Scrub:
     reads: Final = False
     tenant: Final = b""
 
-    __slots__ = ("_scrubs", "at", "over", "pages", "start")
+    __slots__ = ("_scrubs", "at", "pages", "start", "written")
 
-    def __init__(self, scrubs: Scrubs, start: int, pages: int, over: Callable[[], object]) -> None:
+    def __init__(self, scrubs: Scrubs, start: int, pages: int, written: Callable[[bool], object]) -> None:
         self._scrubs = scrubs
         self.start = start
         self.pages = pages
-        self.over = over
+        self.written = written
         self.at = 0
 
     @property

@@ -1,8 +1,9 @@
 """Rewrites session records that are older than the drive's keys: manifests, and the chunks that they share.
 
-Always holds: a manifest is rewritten as a step of its session, so in order with all other steps. A chunk's index
-entry moves to the new place only if it still names the old one, which is wiped when the new record survives power
-loss.
+Always holds: a manifest is rewritten as a step of its session, so in order with all other steps, and with chunks of its
+user's own in the place of older ones, which other users' sessions may name. A chunk that is left nonetheless is
+encrypted with its tenant's key; its index entry moves to the new place only if it still names the old one, which is
+wiped when the new record survives power loss.
 
 It overwrites headers only: the rest of the old records is overwritten with all other free space.
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvstore.durability import Durability
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
+from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.storage.session_steps import Step, StepRecord
 from kvstore.wire.record import Kind
 
@@ -83,7 +85,7 @@ class SessionRewrites:
 
     def _begin_chunk(self, tenant: bytes, chunk: bytes, place: Place, over: Over) -> int:
         payload = b"".join(self._manifests.chunk_keys(tenant, chunk))
-        item = SessionItem(SessionName(tenant, b"", b""), SessionStep.REWRITE, Durability.WRITTEN, 0)
+        item = SessionItem(SessionName(tenant, NO_DOMAIN, b""), SessionStep.REWRITE, Durability.WRITTEN, 0)
         self._chunk = (place, over, False)
         self._writes.add(
             StepRecord(self._writes, self, Step(item, _nobody), Kind.CHUNK, tenant, chunk, payload)

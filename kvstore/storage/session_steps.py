@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.limits import FINGERPRINT_BYTES, HEADER_BYTES
 from kvstore.storage.manifests import Place
-from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.storage.writes import RecordWrite
 from kvstore.wire.record import Header, Kind, record_bytes
 from nic_offload.checksum import crc32c
@@ -47,7 +46,7 @@ class Step:
 
 
 class StepRecord(RecordWrite):
-    """A manifest or a chunk on its way to the drive, in memory of its own."""
+    """A manifest or a chunk on its way to the drive, in memory of its own; encrypted, its key is the user's."""
 
     __slots__ = ("_memory", "crc32c", "key", "kind", "payload", "step")
 
@@ -64,10 +63,7 @@ class StepRecord(RecordWrite):
         size_bytes = record_bytes(len(payload))
         self._memory = undumped(size_bytes)
         self._memory[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-        domain = (
-            step.item.name.user if kind is Kind.SESSION else NO_DOMAIN
-        )  # others' sessions name chunks, too
-        super().__init__(writes, owner, _address(self._memory), size_bytes, tenant, domain)
+        super().__init__(writes, owner, _address(self._memory), size_bytes, tenant, step.item.name.user)
         self.order = self.step = step
         self.kind = kind
         self.key = key

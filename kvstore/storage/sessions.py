@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 __all__ = ["Neighbour", "Sessions"]
 
 _REMOVALS: Final = frozenset({SessionStep.REMOVE, SessionStep.EXPIRE})
-_SAME_BLOCKS: Final = frozenset({SessionStep.LIMIT, SessionStep.REWRITE})
 
 _NAME_SIZES: Final = (TENANT_BYTES, USER_BYTES, SESSION_BYTES)
 
@@ -265,15 +264,17 @@ class Sessions:
         name = item.name
         if item.step is SessionStep.APPEND:
             stored = self._manifests.get(name)
-            return (yield from appended(_labelled(stored.manifest, item) if stored else _empty(item), item))
+            before = _labelled(stored.manifest, item) if stored else _empty(item)
+            return (yield from appended(before, item, self._owner(name)))
         source = item.source if item.step is SessionStep.FORK else name
         stored = self._manifests.get(source) if source is not None else None
         source_epoch = item.source_epoch if item.step is SessionStep.FORK else item.epoch
         stored = None if self._is_over(stored, source_epoch) else stored
-        if item.step in _SAME_BLOCKS and stored is not None:
-            is_limit = item.step is SessionStep.LIMIT
-            manifest = _labelled(stored.manifest, item)
-            return manifest._replace(expires_ms=item.expires_ms or 0) if is_limit else manifest, {}
+        if item.step is SessionStep.LIMIT and stored is not None:
+            return _labelled(stored.manifest, item)._replace(expires_ms=item.expires_ms or 0), {}
+        if item.step is SessionStep.REWRITE and stored is not None:
+            empty = stored.manifest._replace(chunks=(), tail=())
+            return (yield from longer(empty, self._manifests.keys(name) or [], self._owner(name)))
         if item.step is SessionStep.PROTECT and stored is not None:
             self._refuse_to_protect(item)
             return _labelled(stored.manifest, item)._replace(protected=item.blocks), {}
@@ -281,7 +282,7 @@ class Sessions:
             raise SessionRefused("A session of this name already exists.")
         if source is None or source.tenant != name.tenant:
             raise NoSession("There is no such session.")
-        if stored is None:
+        if stored is None or self._owner(source) != self._owner(name):
             return (yield from self._copied(source, item))
         refuse_longer(item.blocks, stored.manifest.blocks)
         whole, rest = divmod(item.blocks, SESSION_CHUNK_BLOCKS)
@@ -295,9 +296,15 @@ class Sessions:
         turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
         kept = Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label)
         if item.step is SessionStep.FORK:  # it begins without end and without protection
-            return kept._replace(epoch=item.epoch or 0), {}
-        kept = kept._replace(epoch=stored.manifest.epoch)
-        return kept._replace(expires_ms=stored.manifest.expires_ms, protected=stored.manifest.protected), {}
+            kept = kept._replace(epoch=item.epoch or 0)
+        else:
+            was = stored.manifest
+            kept = kept._replace(epoch=was.epoch, expires_ms=was.expires_ms, protected=was.protected)
+        return kept, {}
+
+    def _owner(self, name: SessionName) -> bytes:
+        """Whose its chunks are: encrypted, its user's, whose key they are to be lost with."""
+        return name.user if self._writes.encrypts else b""
 
     def _refuse_to_protect(self, item: SessionItem) -> None:
         if not 0 <= item.blocks <= SESSION_BLOCKS_MAX:
@@ -310,13 +317,14 @@ class Sessions:
             )
 
     def _copied(self, source: SessionName, item: SessionItem) -> Growth:
-        """Fork what is on another drive: the chunks are written here as well."""
-        for other in self._others if item.step is SessionStep.FORK else ():
-            stored = other.manifests.get(source)
+        """Fork what is on another drive, or another user's: the chunks are written here as well."""
+        having = [self._manifests, *(other.manifests for other in self._others)]
+        for manifests in having if item.step is SessionStep.FORK else ():
+            stored = manifests.get(source)
             if stored is not None and not self._is_over(stored, item.source_epoch):
                 refuse_longer(item.blocks, stored.manifest.blocks)
-                keys = other.manifests.keys(source, 0, item.blocks) or []
-                copy, chunks = yield from longer(_empty(item), keys)
+                keys = manifests.keys(source, 0, item.blocks) or []
+                copy, chunks = yield from longer(_empty(item), keys, self._owner(item.name))
                 turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
                 return copy._replace(turns=turns), chunks
         raise NoSession("There is no such session.")
@@ -363,7 +371,8 @@ class Sessions:
             step.error = error
             self._end(step)
 
-        grows = before is None or pages > before.place.pages
+        may_grow = step.item.step is not SessionStep.REWRITE  # which is in no quota
+        grows = may_grow and (before is None or pages > before.place.pages)
         self._quota_queue.add(Claim(self._space, name.tenant, pages, let_in, refuse, grows=grows))
 
     def _write(

@@ -45,6 +45,9 @@ class Wipes:
         self.zeros_address = ctypes.addressof(ctypes.c_char.from_buffer(self._zeros))
         self._waiting: deque[_Wipe | Wiped] = deque()
         self._pinned: list[_Wipe] = []  # of those that wait, the ones that the drive doesn't have yet
+        self._read: list[
+            tuple[int, Callable[[], None]]
+        ] = []  # first pages of what somebody reads, and who waits
         self.pending = 0
         self.pending_pages = 0  # that will be free
 
@@ -69,6 +72,14 @@ class Wipes:
         if then is not None:
             self._waiting.append(then)
 
+    def when_unread(self, page: int, then: Callable[[], None]) -> None:
+        """Call back when nobody reads the record that begins here; that may be at once."""
+        if self._extents.is_pinned(page):
+            self._read.append((page, then))
+            self.pending += 1
+        else:
+            then()
+
     def _added(self, extents: list[tuple[int, int]], instead: Freed | None) -> _Wipe:
         wipe = _Wipe(self, extents, instead)
         self._waiting.append(wipe)
@@ -78,13 +89,8 @@ class Wipes:
 
     def settle_finished(self) -> None:
         """Free wiped extents, and call back; begin those that are no longer read."""
-        if self._pinned:
-            parked, self._pinned = self._pinned, []
-            for wipe in parked:
-                if self._extents.is_pinned(wipe.extents[0][0]):
-                    self._pinned.append(wipe)
-                else:
-                    self._traffic.add(wipe)
+        if self._pinned or self._read:
+            self._begin_unread()
         while self._waiting:
             first = self._waiting[0]
             if isinstance(first, _Wipe) and first.result is None:
@@ -102,6 +108,18 @@ class Wipes:
                 else:
                     for page, pages in first.extents:
                         first.instead(page, pages)
+
+    def _begin_unread(self) -> None:
+        parked, self._pinned = self._pinned, []
+        for wipe in parked:
+            if self._extents.is_pinned(wipe.extents[0][0]):
+                self._pinned.append(wipe)
+            else:
+                self._traffic.add(wipe)
+        waited, self._read = self._read, []
+        self.pending -= len(waited)
+        for page, then in waited:
+            self.when_unread(page, then)
 
     def wiped(self, result: int) -> None:
         """Take the result of a wipe."""

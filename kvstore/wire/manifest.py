@@ -3,7 +3,7 @@
 It is pure. Bad bytes are None, never an exception: a recovery meets what a crash left.
 
 Always holds: what `parse_manifest` gives packs to the same bytes, and its turns follow each other without a gap from
-block 0 to the last; a chunk's key is made of its keys, so equal chunks of a tenant are one.
+block 0 to the last; a chunk's key is made of its keys, so equal chunks of a tenant, or of a user, are one.
 
 It doesn't check CRCs, nor whether the blocks and chunks that are named exist.
 """
@@ -85,9 +85,9 @@ def session_key(user: bytes, session: bytes) -> bytes:
     return blake2b(user + session, digest_size=KEY_BYTES, person=b"tkv session").digest()
 
 
-def chunk_key(payload: bytes) -> bytes:
-    """The key of a chunk's record."""
-    return blake2b(payload, digest_size=KEY_BYTES, person=b"tkv chunk").digest()
+def chunk_key(payload: bytes, user: bytes = b"") -> bytes:
+    """The key of a chunk's record: of a user's own, or of one that users of a tenant share, as in the clear."""
+    return blake2b(payload + user, digest_size=KEY_BYTES, person=b"tkv chunk").digest()
 
 
 def split_keys(joined: bytes) -> tuple[bytes, ...]:

@@ -122,6 +122,19 @@ def test_what_a_lane_writes_is_what_came_and_only_its_key_opens_it(drive: Encryp
             assert rig.payload(came)[:32] not in on_drive
 
 
+def test_a_lane_has_the_key_again_after_it_had_nothing_to_encrypt(drive: EncryptedLane) -> None:
+    rig, pages = drive.rig, 2
+    rig.feed(2, pages=pages)
+    drive.lend(pages=2 * pages)
+    for number in (1, 2):
+        _, group = rig.put([number], PAGE, durability=WRITTEN, domains=(ADA,))
+        assert rig.codes(group, 1) == [WRITTEN]
+        rig.wait_came(number)
+        (one,) = drive.wait_written(number)[-1:]
+        data = drive.path.read_bytes()[one.offset : one.offset + pages * PAGE]
+        assert open_record(data, one.offset, KEYS[ADA][1])[1] == rig.payload(rig.came[-1])
+
+
 def test_a_block_whose_key_is_not_here_is_left_to_the_application(drive: EncryptedLane, vault: Vault) -> None:
     rig = drive.rig
     rig.feed(3, pages=3)
@@ -193,27 +206,30 @@ class Sealed(reading.Drive):
     ) -> bytearray:
         size = PAGE + -(-len(payload) // PAGE) * PAGE
         source, target = bytearray(PAGE) + payload, bytearray(size)
-        name = KEYS[ADA][0]
-        row = ROW.pack(
-            _address(source),
-            _address(target),
-            offset,
-            name.id,
-            name.number,
-            size,
-            FORMAT.magic,
-            FORMAT.version,
-            FORMAT.kind,
-            len(payload),
-            reading.KEY,
-            reading.OWNER,
-            reading.FINGERPRINT,
-            generation,
-            0,
-            crc32c(payload),
-        )
-        assert self.cipher.encrypt([row])
+        assert self.cipher.encrypt([_row(source, target, offset, generation, KEYS[ADA][0])])
         return target
+
+
+def _row(source: bytearray, target: bytearray, offset: int, generation: int, name: KeyName) -> bytes:
+    payload = bytes(source[PAGE:])
+    return ROW.pack(
+        _address(source),
+        _address(target),
+        offset,
+        name.id,
+        name.number,
+        len(target),
+        FORMAT.magic,
+        FORMAT.version,
+        FORMAT.kind,
+        len(payload),
+        reading.KEY,
+        reading.OWNER,
+        reading.FINGERPRINT,
+        generation,
+        0,
+        crc32c(payload),
+    )
 
 
 def _address(data: bytearray) -> int:
@@ -226,6 +242,26 @@ def sealed(tmp_path: Path, vault: Vault) -> Iterator[Sealed]:
         one = Sealed(pair, tmp_path / "drive", vault)
         yield one
         one.close()
+
+
+def test_records_of_a_batch_have_their_own_keys_whichever_came_before(vault: Vault) -> None:
+    """A later key of the same slot has another id."""
+    later = KeyName(KEYS[BOB][0].number, 99), b"c" * 32
+    keys = [KEYS[ADA], KEYS[ADA], KEYS[BOB], KEYS[BOB], KEYS[ADA], KEYS[BOB]]
+    payloads = [bytes([number]) * PAGE for number in range(len(keys))]
+    sources = [bytearray(PAGE) + payload for payload in payloads]
+    targets = [bytearray(2 * PAGE) for _ in keys]
+    cipher = cipher_of(vault)
+    rows = [
+        _row(source, target, at * PAGE, 40 + at, name)
+        for at, (source, target, (name, _)) in enumerate(zip(sources, targets, keys, strict=True))
+    ]
+    assert cipher.encrypt(rows)
+    for at, (target, (_, secret)) in enumerate(zip(targets, keys, strict=True)):
+        assert open_record(bytes(target), at * PAGE, secret)[1] == payloads[at]
+    vault.put(OWNER, BOB, *later)
+    assert cipher.encrypt([_row(sources[0], targets[0], 0, 50, later[0])])
+    assert open_record(bytes(targets[0]), 0, later[1])[1] == payloads[0]
 
 
 LENGTHS = [1, 4096, 12_345, 262_144, 262_145, 3 * MIB + 5]

@@ -17,7 +17,7 @@ from kvstore.sealing.masters import new_master_file
 from kvstore.sealing.store_keys import keys_opener
 from kvstore.storage.encrypting import Encrypting
 from tests.node.in_process import NodeInProcess
-from tests.node.test_erasing import MARK, WHOLE, files_with, got, keys_of, put
+from tests.node.test_erasing import BOTH, MARK, WHOLE, files_with, got, keys_of, put
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,13 @@ def test_an_erasure_takes_labels_though_nothing_is_encrypted_yet(
     open_keys = keys_opener(data, f"file:{tmp_path / 'master.key'}")
     with NodeInProcess(data, open_keys=open_keys) as node, Client(node.target) as client:
         assert {one.session for one in client.sessions("ada")} == {LABEL, "chat"}
-        assert client.erase_user("ada").sessions == 2
+        erased = client.erase_user("ada")
+        assert erased.sessions == 2
+        said = json.loads(erased.receipt)
+        assert (said["how"], said["overwritten"]) == (BOTH, erased.blocks), (
+            "of the drive nothing is encrypted"
+        )
+        assert said["clear_bytes"] > 0
         assert files_with(data / "index-0", LABEL.encode()) == []
         assert files_with(data / "index-0", other.encode()) == []
         assert {one.session for one in client.sessions("bob")} == {other, "chat"}

@@ -20,6 +20,7 @@ from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import KvError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
+from kvstore.sealing.masters import new_master_file
 from nic_offload.memory import allocate
 from tests.node.in_process import NodeInProcess
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvstore.storage.items import SessionItem, SessionsDone
 
 SIZE, COUNT = 40_000, 12
+BOTH = "keys destroyed, the rest overwritten"
 MARK = b"-- what ada said to the model --"
 
 
@@ -101,7 +103,10 @@ def test_an_erased_user_is_gone_from_memory_drive_and_after_restarts(
             assert erased.size_bytes >= COUNT * SIZE
             assert (erased.keys > 0) is encrypted
             said = json.loads(erased.receipt)
-            assert said["how"] == ("keys destroyed" if encrypted else "overwritten")
+            assert said["how"] == (BOTH if encrypted else "overwritten"), (
+                "shared blocks have their tenant's key"
+            )
+            assert said["overwritten"] == COUNT
             assert not re.search(r"(?<![0-9a-f])ada(?![0-9a-f])", erased.receipt), (
                 "but for what is part of a number"
             )
@@ -273,3 +278,29 @@ def test_the_command_erases_a_whole_tenant(tmp_path: Path) -> None:
         assert main(["erase", "--whole-tenant", "--node", node.target]) == Status.DONE
         with Client(node.target) as client:
             assert isinstance(client.get_inline(key, 3200), Miss)
+
+
+def test_the_command_says_how_as_the_receipt_and_the_audit_log_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a node that encrypts, one that doesn't, and for somebody who has nothing."""
+    key = tmp_path / "master.key"
+    new_master_file(key)
+    for arguments, expected in (([], "overwritten"), (["--master-key", f"file:{key}"], BOTH)):
+        audit = tmp_path / f"audit-{len(arguments)}"
+        with NodeProcess(
+            tmp_path / f"data-{len(arguments)}",
+            capacity="64MiB",
+            arguments=[*arguments, "--audit", str(audit)],
+        ) as node:
+            with Client(node.target) as client:
+                put(client, "ada")
+            for user, how in (("ada", expected), ("eve", "nothing was stored")):
+                command = ["erase", "--user", user, "--node", node.target]
+                assert main(command) == Status.DONE
+                said = capsys.readouterr().out.strip()
+                lines = map(json.loads, audit.read_text().splitlines())
+                line = [one for one in lines if one["what"] == "erase-domain"][-1]
+                assert line["how"] == how
+                keys = f"{line['keys']} " if line["keys"] else ""
+                assert said.endswith(f"bytes: {keys}{how}")

@@ -22,6 +22,7 @@ def receipt(
     sessions: int = 1,
     *,
     is_encrypted: bool = True,
+    overwritten: int = 0,
 ) -> Receipt:
     """One of this node's."""
     return Receipt(
@@ -29,6 +30,7 @@ def receipt(
         tenant="acme",
         domain=domain,
         blocks=blocks,
+        overwritten=overwritten,
         size_bytes=9_000_000,
         keys=keys,
         node="storage-1:7070",
@@ -91,16 +93,19 @@ def test_a_receipt_says_what_was_done_and_what_could_not_be_read() -> None:
     known = Erased(ACME, user(1), 7, b"k" * 8, 5)
     never = Erased(ACME, user(1), None, None, 5)
     unread = [Erased(bytes(16), bytes(16), number, None, 5) for number in range(100, 170)]
-    for keys, blocks, sessions, how in (
-        ((known,), 3, 1, "keys destroyed"),
-        ((known, *unread), 3, 1, "keys destroyed"),
-        ((never, *unread), 0, 0, "unreadable slots overwritten"),
-        ((never,), 0, 0, "nothing was stored"),
-        ((never,), 3, 0, "overwritten"),
-        ((never,), 0, 1, "overwritten"),
+    for keys, blocks, overwritten, sessions, how in (
+        ((known,), 3, 0, 1, "keys destroyed"),
+        ((known,), 3, 2, 1, "keys destroyed, the rest overwritten"),
+        ((known, *unread), 3, 0, 1, "keys destroyed"),
+        ((never, *unread), 0, 0, 0, "unreadable slots overwritten"),
+        ((never, *unread), 1, 1, 0, "unreadable slots and blocks overwritten"),
+        ((never,), 0, 0, 0, "nothing was stored"),
+        ((never,), 3, 3, 0, "overwritten"),
+        ((never,), 0, 0, 1, "overwritten"),
     ):
-        said = json.loads(receipt(keys, blocks=blocks, sessions=sessions).line())
-        assert said["how"] == how
+        made = receipt(keys, blocks=blocks, sessions=sessions, overwritten=overwritten)
+        said = json.loads(made.line())
+        assert (said["how"], said["overwritten"]) == (how, overwritten)
         assert said["keys"] == int(known in keys)
         assert said["clear_bytes"] == 4096
         assert (said.get("unread_slots", 0), len(said.get("unread", "").split(","))) == (

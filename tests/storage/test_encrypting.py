@@ -436,12 +436,13 @@ def test_sessions_change_meanwhile_and_chunks_move(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_overwritten_is_tried_again_at_the_next_start(plain: StoreRig) -> None:
+    far = DRIVE_CAPACITY_BYTES_MIN // PAGE_BYTES - 1
+    pages(plain)[far] = (MARK * PAGE_BYTES)[:PAGE_BYTES]  # as a deleted block leaves it
     rig = opened(plain)
     assert rig.disk is not None
     until(rig, lambda: rig.drive._encrypting._sweep is not None)
-    extents = rig.drive._extents
-    free = (page for page in pages(rig) if (extents.free_from(page) or (0, 0))[0] == page)
-    rig.disk.unwritable.add(next(page for page in free if MARK in pages(rig)[page]))
+    assert rig.drive._extents.free_from(far) == (far, 1)
+    rig.disk.unwritable.add(far)
     for _ in range(1000):
         turn(rig)
     said = rig.store.statistics()

@@ -33,11 +33,12 @@ KEYS = st.binary(min_size=32, max_size=32)
 
 
 def test_keys_and_payload_are_the_golden_ones() -> None:
-    *_, key, payload, chunk = golden()
+    *_, key, payload, chunk, own_chunk = golden()
     assert session_key(USER, SESSION) == key
     turn = Turn(0, 16, 1_700_000_000_000)
     assert pack_manifest(Manifest(USER, SESSION, (), (KEY,), (turn,), b"chat 7")) == payload
     assert chunk_key(KEY * SESSION_CHUNK_BLOCKS) == chunk
+    assert chunk_key(KEY * SESSION_CHUNK_BLOCKS, USER) == own_chunk
     ending = Manifest(USER, SESSION, (), (KEY,), (turn,), b"chat 7", 1_700_000_000_000)
     assert pack_manifest(ending) == payload + bytes.fromhex("0068e5cf8b010000")
 
