@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvcli.running import Status
 from kvstore.commands.node_commands import reach, reach_node
+from kvstore.commands.whole_file import whole_file
 from kvstore.config import printable
 from kvstore.errors import ConfigError
 from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES
@@ -98,20 +99,9 @@ def _get(arguments: argparse.Namespace) -> int:
     if str(arguments.file) == "-":
         sys.stdout.buffer.write(outcome)
     else:
-        _write(arguments.file, outcome)
+        with whole_file(arguments.file) as file:
+            file.write(outcome)
     return Status.DONE
-
-
-def _write(path: Path, data: bytes) -> None:
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        unfinished.write_bytes(data)
-        unfinished.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path} could not be written: {error.strerror}.") from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
 
 
 def _delete(arguments: argparse.Namespace) -> int:

@@ -7,8 +7,6 @@ digests, so the user has to be named.
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +15,7 @@ from kvcli.progress import bars
 from kvstore.client import Client, Nodes
 from kvstore.client.blocks import KnownLayout
 from kvstore.client.session_file import Reader
+from kvstore.commands.whole_file import whole_file
 from kvstore.config import printable
 from kvstore.errors import ConfigError, SessionFileError
 
@@ -61,19 +60,9 @@ def export_one(asked: Asked, session: str, path: Path) -> int:
         raise SessionFileError(
             "The session has no blocks, or its first one is missing; there is nothing to export."
         )
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        with asked.client(KnownLayout(fingerprint)) as client, unfinished.open("wb") as file, bars() as tell:
-            chat = client.session(asked.user, session)
-            blocks = chat.export(file, progress=lambda done, of: tell("exporting blocks", done, of))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path} could not be written: {error.strerror}.") from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+    with asked.client(KnownLayout(fingerprint)) as client, whole_file(path) as file, bars() as tell:
+        chat = client.session(asked.user, session)
+        blocks = chat.export(file, progress=lambda done, of: tell("exporting blocks", done, of))
     print(f"{blocks} blocks exported")  # noqa: T201
     return 0
 
