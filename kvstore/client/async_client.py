@@ -123,11 +123,11 @@ class AsyncClient:
         durability: Durability = Durability.WRITTEN,
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
     ) -> AsyncPuts:
         """As `Client.arm`: the node is not called. Await `attach` first, otherwise the first `arm` blocks the loop."""
-        armed = self.sync.arm(
-            blocks, flag, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms
-        )
+        arm = partial(self.sync.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
+        armed = arm(blocks, flag, expires_unix_ms=expires_unix_ms)
         return AsyncPuts(self, armed)
 
     async def get(

@@ -12,7 +12,7 @@ What always holds: every call ends within its deadline; a get returns exact byte
 raises because a node is away; a put that can't be had has one typed error; once a call has ended nothing of it writes
 to the caller's memory. A mistake of the caller's is a `UsageError`, and nothing is sent.
 
-It talks to one node, by one transport (`kvstore.client.transport`); `Nodes` talks to several.
+It talks to one node, by one transport; `Nodes` talks to several.
 """
 
 from __future__ import annotations
@@ -207,9 +207,7 @@ class Client(Handle):
     def close(self) -> None:
         """Close the client. Puts that have not been acknowledged fail.
 
-        >>> with Client(client.target) as other:
-        ...     other.status().read_only
-        False
+        >>> Client(client.target).close()
         """
         self._core.close()
         self._by_grpc.close()
@@ -246,8 +244,8 @@ class Client(Handle):
         """
         timeout_s = self._core.reach.get_timeout_s if timeout_s is None else timeout_s
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
-        puts = self.arm(blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms)
-        return puts.wait(timeout_s)
+        arm = partial(self.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
+        return arm(blocks, expires_unix_ms=expires_unix_ms).wait(timeout_s)
 
     def arm(
         self,
@@ -258,12 +256,14 @@ class Client(Handle):
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
         watch: Watch | None = None,
+        timeout_s: float | None = None,
     ) -> ArmedPuts:
         """Queue a put for each block. It is sent when `flag` reaches the block's threshold; without a flag, at once.
 
         The node is not called, and any number may be armed. What `reserve` reports beforehand, the results report
         afterwards: a block that is already stored is sent all the same, and not written again. A put that has not been
-        sent within `lease_ms` never is. A block without a key gets it later, by `ArmedPuts.name`.
+        sent within `lease_ms` never is. A block without a key gets it later, by `ArmedPuts.name`. The first one
+        attaches, for `timeout_s` at most.
 
         >>> from nic_offload.flags import FlagWords
         >>> with FlagWords.create(1) as flags:
@@ -273,7 +273,7 @@ class Client(Handle):
         ['WRITTEN']
         """
         arm = partial(self._transport.arm, durability=durability, lease_ms=lease_ms, watch=watch)
-        return arm(blocks, flag, expires_unix_ms=expires_unix_ms)
+        return arm(blocks, flag, expires_unix_ms=expires_unix_ms, attach_s=timeout_s)
 
     def reserve(
         self,

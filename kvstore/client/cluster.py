@@ -145,7 +145,8 @@ class ClusterClient(Handle):
         timeout_s = self._get_s(timeout_s)
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
         until_s = _now_s() + timeout_s
-        puts = self.arm(blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms)
+        arm = partial(self.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
+        puts = arm(blocks, expires_unix_ms=expires_unix_ms)
         results = puts.wait(_left(until_s))
         puts.abandon()
         return results
@@ -158,6 +159,7 @@ class ClusterClient(Handle):
         durability: Durability = Durability.WRITTEN,
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
     ) -> ClusterPuts:
         """As `Client.arm`: a put to each owner, all of them fired by the one flag."""
         keys = keys_of(blocks)
@@ -170,6 +172,7 @@ class ClusterClient(Handle):
                 durability=durability,
                 lease_ms=lease_ms,
                 expires_unix_ms=expires_unix_ms,
+                timeout_s=timeout_s,
             )
 
         armed = self._each(parts, arm, lambda puts: puts.abandon())

@@ -101,6 +101,7 @@ class FabricTransport:
         lease_ms: int,
         expires_unix_ms: int,
         watch: Watch | None,
+        attach_s: float | None,
     ) -> ArmedPuts:
         """As `Client.arm`."""
         core = self._core
@@ -108,7 +109,8 @@ class FabricTransport:
         check_armed(core.open_fabric, blocks, ARMED_BLOCKS_MAX, core.block_bytes_max)
         check_lease(lease_ms, "A put waits for its flag")
         check_number(_EXPIRES, expires_unix_ms, 64)
-        link = core.attached(min(core.reach.call_timeout_s, lease_ms / 1000))
+        call_s = core.reach.call_timeout_s
+        link = core.attached(call_s if attach_s is None else min(call_s, attach_s))
         _refuse_domains(link, blocks)
         # It has to know the slot beforehand, and to find the bytes in one piece.
         by_nic = flag is not None and core.fabric.deferred_work and not any(map(pieces_of, blocks))
@@ -138,7 +140,7 @@ class FabricTransport:
         span: PutSpan | None,
     ) -> Reservation:
         core = self._core
-        link = core.attached(min(core.reach.call_timeout_s, lease_ms / 1000))
+        link = core.attached(core.reach.call_timeout_s)
         _refuse_domains(link, blocks)
         with core.lock:
             words = link.take_words(len(blocks))

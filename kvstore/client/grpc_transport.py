@@ -59,6 +59,7 @@ class GrpcTransport:
         lease_ms: int,
         expires_unix_ms: int,
         watch: Watch | None,
+        attach_s: float | None,  # noqa: ARG002 - nothing is attached
     ) -> ArmedPuts:
         """As `Client.arm`."""
         core = self._core

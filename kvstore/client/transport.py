@@ -45,8 +45,9 @@ class Transport(Protocol):
         lease_ms: int,
         expires_unix_ms: int,
         watch: Watch | None,
+        attach_s: float | None,
     ) -> ArmedPuts:
-        """As `Client.arm`."""
+        """As `Client.arm`, which calls `attach_s` its `timeout_s`."""
         ...
 
     def get(

@@ -208,8 +208,7 @@ class Carrier(Handle):
                 _failed(some, done)
                 continue
             try:
-                lease_ms = max(1, int(self._left_s(until_ns) * 1000))
-                armed = self._client.arm([block for _, block in some], lease_ms=lease_ms)
+                armed = self._client.arm([block for _, block in some], timeout_s=self._left_s(until_ns))
                 results = armed.wait(self._left_s(until_ns))
                 armed.abandon()  # whatever has not landed by now: the caller goes on to use its memory
             except KvError as error:

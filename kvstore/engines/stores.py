@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Everywhere
 from kvstore.errors import DomainRequired, KvError, NotEncrypted
-from kvstore.limits import LEASE_TIMEOUT_MS
 from kvstore.names import UNSAID
 from kvstore.reach import GRPC
 from nic_offload.pieces import Pieces
@@ -51,9 +50,9 @@ class Store(Protocol):
         ...
 
     def arm(
-        self, blocks: Sequence[Any], flag: FlagWord | None = None, *, lease_ms: int = LEASE_TIMEOUT_MS
+        self, blocks: Sequence[Any], flag: FlagWord | None = None, *, timeout_s: float | None = None
     ) -> ArmedPuts | ClusterPuts:
-        """Put blocks when the flag reaches their thresholds; without a flag, now. None is sent after its lease."""
+        """Put blocks when the flag reaches their thresholds; without a flag, now. `timeout_s` is for attaching."""
         ...
 
     def get(self, blocks: Sequence[Any], *, timeout_s: float) -> Sequence[Hit | Miss]:

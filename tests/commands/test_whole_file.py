@@ -37,7 +37,7 @@ def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
     assert path.read_bytes() == b"old"
     write(path, b"new")
     assert path.read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["out"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
     reader.join(20)
     assert came == [b"KV"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
-    assert os.listdir(tmp_path) == ["pipe"]
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_a_link_stays_one(tmp_path: Path) -> None:
@@ -66,4 +66,4 @@ def test_what_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no folder" / "out"):
         with pytest.raises(ConfigError, match="could not be written"):
             write(path, b"KV")
-    assert os.listdir(tmp_path) == []
+    assert not list(tmp_path.iterdir())

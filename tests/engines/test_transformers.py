@@ -22,10 +22,11 @@ from transformers import (  # noqa: E402
 )
 
 from kvstore.client import Client  # noqa: E402
+from kvstore.client.own_address import OwnSide  # noqa: E402
 from kvstore.demo.node_process import NodeProcess  # noqa: E402
 from kvstore.engines.transformers import CacheStore, moving  # noqa: E402
 from kvstore.engines.transformers.token_blocks import Piece, pieces  # noqa: E402
-from kvstore.errors import FabricError, InvalidArgument, KvError, LayoutError  # noqa: E402
+from kvstore.errors import FabricUnavailable, InvalidArgument, KvError, LayoutError  # noqa: E402
 from kvstore.miss import MissReason  # noqa: E402
 from kvstore.names import block_key, is_in_domain  # noqa: E402
 from kvstore.reach import Reach  # noqa: E402
@@ -244,10 +245,9 @@ def test_a_block_that_is_gone_leaves_the_prefix_before_it(node: NodeProcess) -> 
 
 def test_without_a_fabric_it_goes_inside_grpc(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
-        raise FabricError("there is none")
+        raise FabricUnavailable("there is none")
 
-    monkeypatch.setattr(Client, "register", none)
-    monkeypatch.setattr(Client, "reserve", none)
+    monkeypatch.setattr(OwnSide, "open_fabric", none)
     model, tokens = _model("mixed"), _tokens(300)
     cache = DynamicCache(config=model.config)
     _run(model, tokens[:, :256], cache)

@@ -43,8 +43,8 @@ class FakeClient:
         self.room, self.lands = room, lands
         self.puts: list[FakePuts] = []
 
-    def arm(self, blocks: list[Any], *, lease_ms: int) -> Any:
-        assert 0 < lease_ms <= 5000
+    def arm(self, blocks: list[Any], *, timeout_s: float) -> Any:
+        assert 0 < timeout_s <= 5
         if sum(not one.has_ended for one in self.puts) >= self.room:
             raise Overloaded("There are no slots.")
         self.puts.append(FakePuts(len(blocks), lands=self.lands))

@@ -112,7 +112,7 @@ class PutSender:
             # Of several nodes one may have no slots left, which would cost the blocks a copy.
             if not self._last or sum(slots for _, slots in self._last) + len(blocks) <= self._slots:
                 try:
-                    armed = self._client.arm(blocks, *self._flag, lease_ms=max(1, int(left_s() * 1000)))
+                    armed = self._client.arm(blocks, *self._flag, timeout_s=left_s())
                 except Overloaded:
                     if not self._last:
                         return None
