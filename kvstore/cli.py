@@ -216,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     certificates.add_argument(
         "--client", action="append", default=[], metavar="NAME", help="again for each further client"
     )
-    certificates.add_argument("--days", type=int, default=365, help="for how long (%(default)s)")
+    certificates.add_argument("--days", type=int, default=365, help="validity in days (%(default)s)")
     certificates.set_defaults(run=_certificates)
 
     _add_trials(commands)

@@ -43,7 +43,7 @@
     │   ├── PutFailed
     │   └── RegionBusy         registered memory that may still be read or written
     ├── RuleError              a rule or request that the match-action table cannot use
-    ├── TableFull              the match-action table is at one of its bounds
+    ├── TableFull              the match-action table is full
     ├── CudaUnavailable        the CUDA driver, its compiler or a GPU is missing (also defined there)
     └── DeviceError            a GPU refused work, was reset, or let no more memory be page-locked
 
@@ -122,7 +122,7 @@ class ConfigError(KvError):
 
 
 class Overloaded(KvError):
-    """The node is at one of its bounds; nothing was done and a later try may succeed."""
+    """The node is at a limit; nothing was done, and a later try may succeed."""
 
     def __init__(self, message: str, retry_after_ms: int = 50) -> None:
         super().__init__(message)
@@ -130,11 +130,11 @@ class Overloaded(KvError):
 
 
 class LayoutError(KvError):
-    """A layout that can't be, or bytes that can't be moved between shards."""
+    """An invalid layout, or bytes that can't be moved between shards."""
 
 
 class NotAuthenticated(KvError):
-    """The caller has not proved who it is."""
+    """The caller is not authenticated."""
 
 
 class TenantDenied(KvError):
@@ -146,7 +146,7 @@ class UsageError(KvError):
 
 
 class InvalidArgument(UsageError):
-    """An argument that can't be: a length, a number of blocks, a time."""
+    """An invalid argument: a length, a number of blocks, a time."""
 
 
 class NotRegistered(UsageError):

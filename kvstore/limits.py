@@ -359,6 +359,11 @@ SESSION_LINKS_PER_BLOCK = 4  # on average: in how many sessions a block is
 SESSION_LINKS_MIN = 1 << 17  # but a store of few blocks may share more
 
 GRPC_TRANSFERS_AT_ONCE = 8  # batches of one client that is without a fabric
+GRPC_AGAIN_MS_MIN = (
+    10  # until a node that was too busy for one of its blocks is asked again, each time twice as long
+)
+GRPC_AGAIN_MS_MAX = 320
+TIMEOUT_S_MAX = 31_536_000  # a caller's own; a longer one is taken for this
 ACK_WORDS = 4096  # of one client: its puts and fetches under way
 ACK_GRACE_MS = 10_000  # from a put's own deadline to its last acknowledgement
 

@@ -109,7 +109,7 @@ class Reach:
 
     def _check_choices(self) -> None:
         if self.transport not in _TRANSPORTS:
-            raise ConfigError(f"transport is {' or '.join(_TRANSPORTS)}, not {self.transport!r}.")
+            raise ConfigError(f"transport must be {', '.join(_TRANSPORTS)}, not {self.transport!r}.")
         if self.user and self.shared:
             raise ConfigError("Blocks are those of a user or shared, not both: set user or shared.")
         if self.user:

@@ -92,7 +92,14 @@ class Option(NamedTuple):
 
 
 def _path(name: str, help_: str, **more: Any) -> Option:
-    return Option(name, help_, Path, metavar="PATH", is_path=True, **more)
+    return Option(name, help_, _given_path, metavar="PATH", is_path=True, **more)
+
+
+def _given_path(text: str) -> Path:
+    """Refuse the empty text, which is the current folder to Python, and an unset variable to a shell."""
+    if not text:
+        raise ConfigError("A path is empty.")
+    return Path(text)
 
 
 OPTIONS: Final = (
@@ -107,7 +114,7 @@ OPTIONS: Final = (
     ),
     Option(
         "without_drive",
-        "start without this drive of the folder; its contents are void when it returns",
+        "start without this drive of the folder; its contents are discarded if it comes back",
         _number,
         metavar="NUMBER",
         is_many=True,
@@ -187,7 +194,7 @@ OPTIONS: Final = (
         parse_listen,
         metavar="HOST:PORT",
     ),
-    Option("ui", "and a web page of the node", is_switch=True),
+    Option("ui", "serve a web page of the node there, too", is_switch=True),
     Option(
         "otel",
         "send OpenTelemetry spans over OTLP/gRPC to http://HOST:PORT or https://HOST:PORT",

@@ -187,8 +187,8 @@ class Region(Handle):
                 return
             if self._holds:
                 raise RegionBusy(
-                    f"{self._holds} operations of peers may still write to the region; wait for the gets into it,"
-                    " or close the client, which ends them."
+                    f"{self._holds} operations still use the region: wait for its puts and gets to end, or close the"
+                    " client, which ends them."
                 )
             self._close_named()
             code = lib.tk_region_close(self.handle)

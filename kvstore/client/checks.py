@@ -7,6 +7,7 @@ from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.blocks import Block, pieces_of, regions_of, whole_of
+from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument, NotRegistered
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
@@ -14,8 +15,11 @@ from kvstore.limits import (
     BLOCK_BYTES_MIN,
     KEY_BYTES,
     LEASE_TIMEOUT_MS_MAX,
+    TIMEOUT_S_MAX,
 )
 from kvstore.names import SHARED, UNSAID, fits_domain, is_in_domain
+from nic_offload.counter import Counter
+from nic_offload.flags import FlagWord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +34,7 @@ __all__ = [
     "check_buffer",
     "check_domain",
     "check_gets",
+    "check_how",
     "check_key",
     "check_keys",
     "check_lease",
@@ -41,10 +46,12 @@ __all__ = [
     "check_reserved",
     "check_wanted",
     "checked_puts",
+    "checked_timeout",
     "view_of",
 ]
 
 _key, _length, _domain = attrgetter("key"), attrgetter("length"), attrgetter("domain")
+_threshold = attrgetter("threshold")
 _LENGTH = "A block's length"
 
 
@@ -121,13 +128,15 @@ def view_of(data: Data) -> memoryview:
 def check_buffer(memory: object) -> None:
     """Refuse anything but memory that gets can write to."""
     try:
-        is_read_only = memoryview(memory).readonly  # type: ignore[arg-type]
+        view = memoryview(memory)  # type: ignore[arg-type]
     except TypeError:
         kind = type(memory).__name__
         raise InvalidArgument(
             f"Memory to register is a writable buffer, such as a bytearray, not {kind}."
         ) from None
-    if is_read_only:
+    if not view.nbytes:
+        raise InvalidArgument("Memory to register has no bytes.")
+    if view.readonly:
         kind = type(memory).__name__
         raise InvalidArgument(
             f"Memory to register must be writable, such as a bytearray; this {kind} is read-only."
@@ -229,6 +238,8 @@ def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_
         raise InvalidArgument(
             f"The client was opened for blocks of up to {bytes_max} bytes, and one has {largest}."
         )
+    for one in min(blocks, key=_threshold), max(blocks, key=_threshold):
+        check_number("A block's threshold", one.threshold, 64)
     _check_whole(blocks)
     _check_domains(blocks)
 
@@ -252,6 +263,24 @@ def check_number(what: str, number: int, bits: int = 32) -> int:
     if not is_good:
         raise InvalidArgument(f"{what} must be 0 to {(1 << bits) - 1}, not {number!r}.")
     return number
+
+
+def check_how(flag: object, durability: object) -> None:
+    """Refuse a flag that nothing could be armed with, and a durability that is none."""
+    if not (flag is None or isinstance(flag, FlagWord | Counter)):
+        raise InvalidArgument(f"A flag is one of FlagWords or a Counter, not {type(flag).__name__}.")
+    if not isinstance(durability, Durability):
+        raise InvalidArgument(f"A durability is one of Durability, not {durability!r}.")
+
+
+def checked_timeout(timeout_s: float) -> float:
+    """A timeout in seconds, no longer than any can be."""
+    try:
+        if timeout_s == timeout_s:  # noqa: PLR0124 - which NaN is not
+            return max(0.0, min(float(timeout_s), TIMEOUT_S_MAX))
+    except (TypeError, ValueError):
+        pass
+    raise InvalidArgument(f"A timeout is a number of seconds, not {timeout_s!r}.")
 
 
 def check_lease(lease_ms: int, what_lasts: str) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.block_calls import BlockCalls
 from kvstore.client.blocks import fingerprint_of
-from kvstore.client.checks import check_buffer
+from kvstore.client.checks import check_buffer, checked_timeout
 from kvstore.client.core import Core
 from kvstore.client.erasing import ErasingCalls
 from kvstore.client.fabric_transport import FabricTransport
@@ -242,7 +242,7 @@ class Client(Handle):
         >>> result.durability.name, result.error
         ('WRITTEN', None)
         """
-        timeout_s = self._core.reach.get_timeout_s if timeout_s is None else timeout_s
+        timeout_s = checked_timeout(self._core.reach.get_timeout_s if timeout_s is None else timeout_s)
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
         arm = partial(self.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
         return arm(blocks, expires_unix_ms=expires_unix_ms).wait(timeout_s)
@@ -260,10 +260,10 @@ class Client(Handle):
     ) -> ArmedPuts:
         """Queue a put for each block. It is sent when `flag` reaches the block's threshold; without a flag, at once.
 
-        The node is not called, and any number may be armed. What `reserve` reports beforehand, the results report
-        afterwards: a block that is already stored is sent all the same, and not written again. A put that has not been
-        sent within `lease_ms` never is. A block without a key gets it later, by `ArmedPuts.name`. The first one
-        attaches, for `timeout_s` at most.
+        The node is not called, and any number may be armed, 32,768 in a call. What `reserve` reports beforehand, the
+        results report afterwards: a block that is already stored is sent all the same, and not written again. A put
+        that has not been sent within `lease_ms` never is. A block without a key gets it later, by `ArmedPuts.name`. The
+        first one attaches, for `timeout_s` at most.
 
         >>> from nic_offload.flags import FlagWords
         >>> with FlagWords.create(1) as flags:
@@ -308,8 +308,8 @@ class Client(Handle):
     ) -> list[Hit | Miss]:
         """Get blocks into their regions. Returns a Hit or a Miss for each, in order.
 
-        The layout is the client's own unless another is given. Any number may be requested, including blocks of pieces
-        and parts of blocks.
+        The layout is the client's own unless another is given. Up to 131,072 blocks may be requested, also blocks of
+        pieces and parts of blocks.
 
         >>> unknown = Block(block_key(b"never put"), kv, offset=4096, length=4096)
         >>> hit, miss = client.get([block, unknown])

@@ -17,9 +17,11 @@ from kvstore.client.checks import (
     are_pieces,
     check_armed,
     check_gets,
+    check_how,
     check_lease,
     check_number,
     check_reserved,
+    checked_timeout,
 )
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import ARMED_BLOCKS_MAX
@@ -107,6 +109,7 @@ class FabricTransport:
         core = self._core
         blocks = put_into(blocks, core.reach.domain)
         check_armed(core.open_fabric, blocks, ARMED_BLOCKS_MAX, core.block_bytes_max)
+        check_how(flag, durability)
         check_lease(lease_ms, "A put waits for its flag")
         check_number(_EXPIRES, expires_unix_ms, 64)
         call_s = core.reach.call_timeout_s
@@ -168,7 +171,7 @@ class FabricTransport:
         core = self._core
         if needs_windows(blocks):
             check_gets(core.open_fabric, blocks, GET_BLOCKS_MAX)
-            timeout_s = core.reach.get_timeout_s if timeout_s is None else timeout_s
+            timeout_s = checked_timeout(core.reach.get_timeout_s if timeout_s is None else timeout_s)
             return get_in_windows(
                 core.slabs,
                 blocks,
@@ -213,8 +216,7 @@ class FabricTransport:
         span = None if core.spans is None else core.spans.get(blocks, request_id)
         if span is not None:
             ended = span.before(ended)
-        if timeout_s is None:
-            timeout_s = core.reach.get_timeout_s
+        timeout_s = checked_timeout(core.reach.get_timeout_s if timeout_s is None else timeout_s)
         deadline_ns = began_ns + int(timeout_s * 1e9)
         try:
             link = core.attached(timeout_s)

@@ -348,7 +348,7 @@ class Get:
 
         If nothing else does, their deadline ends that, or `FETCH_CANCEL_MS` after it the end of the link.
         """
-        wanted = len(self._blocks) if first is None else min(first, len(self._blocks))
+        wanted = len(self._blocks) if first is None else max(0, min(first, len(self._blocks)))
         while not self.group.wait(wanted if wanted < len(self._blocks) else wanted + 1, _SLICE_S):
             pass
         with self._client.lock:

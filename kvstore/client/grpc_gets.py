@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack, closing
 from ctypes import memmove
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.client.blocks import Hit, regions_of
 from kvstore.clock import SystemClock
-from kvstore.errors import KvError
+from kvstore.errors import KvError, UsageError
+from kvstore.limits import GRPC_AGAIN_MS_MAX, GRPC_AGAIN_MS_MIN
 from kvstore.miss import Miss, MissReason
 from nic_offload.memory import address_of
 from nic_offload.pieces import scatter
@@ -26,32 +27,81 @@ if TYPE_CHECKING:
     from kvstore.client.gets import Ended
     from kvstore.client.inline import InlineCalls
 
-__all__ = ["GrpcGet", "get_inside"]
+__all__ = ["Again", "GrpcGet", "get_inside"]
 
 _CLOCK = SystemClock()
+_NOT_CALLED: Final = Miss(MissReason.NODE_AWAY, "its deadline passed before the node was called")
 
 
 def get_inside(
     inline: InlineCalls, blocks: Sequence[Block], fingerprint: bytes, until_ns: int
 ) -> Iterator[Hit | Miss]:
-    """Get blocks into their places, one after the other."""
-    left_s = (until_ns - _CLOCK.monotonic_ns()) / 1e9
-    if left_s <= 0:
-        miss = Miss(MissReason.NODE_AWAY, "its deadline passed before the node was called")
-        yield from [miss] * len(blocks)
-        return
-    wanted = [(one.key, one.stored_bytes) for one in blocks]
-    with closing(inline.get_many(wanted, timeout_s=left_s, fingerprint=fingerprint)) as outcomes:
-        for block, outcome in zip(blocks, outcomes, strict=True):
-            if isinstance(outcome, Miss):
-                yield outcome
+    """Get blocks into their places, and yield what became of each, in their order.
+
+    A node that has no memory left for a block is asked for it again, until the deadline.
+    """
+    outcomes: list[Hit | Miss | None] = [None] * len(blocks)
+    refusals: dict[int, Miss] = {}
+    left, told, again = list(range(len(blocks))), 0, Again(until_ns)
+    while left and (left_s := again.left_s()) > 0:
+        some, left = left, []
+        for i, outcome in zip(
+            some, _stream(inline, [blocks[i] for i in some], fingerprint, left_s), strict=True
+        ):
+            if isinstance(outcome, Miss) and outcome.reason is MissReason.BUSY:
+                refusals[i] = outcome
+                left.append(i)
                 continue
-            data = memoryview(outcome)[block.skip : block.skip + block.length]
-            if block.pieces is None:
-                memmove(block.region.address + block.offset, address_of(data), block.length)
-            else:
-                scatter([(block.pieces, address_of(data))])
-            yield Hit(block.key)
+            outcomes[i] = outcome
+            while told < len(blocks) and (known := outcomes[told]) is not None:
+                yield known
+                told += 1
+        if left:
+            again.pause()
+    for i in range(told, len(blocks)):
+        yield outcomes[i] or refusals.get(i, _NOT_CALLED)
+
+
+def _stream(
+    inline: InlineCalls, blocks: Sequence[Block], fingerprint: bytes, timeout_s: float
+) -> Iterator[Hit | Miss]:
+    wanted = [(one.key, one.stored_bytes) for one in blocks]
+    had = 0
+    try:
+        with closing(inline.get_many(wanted, timeout_s=timeout_s, fingerprint=fingerprint)) as outcomes:
+            for block, outcome in zip(blocks, outcomes, strict=True):
+                had += 1
+                yield outcome if isinstance(outcome, Miss) else _placed(block, outcome)
+    except UsageError:
+        raise
+    except KvError as error:  # as over the fabric, where such a client can't attach
+        yield from [Miss(MissReason.NODE_AWAY, str(error))] * (len(blocks) - had)
+
+
+def _placed(block: Block, stored: bytes) -> Hit:
+    data = memoryview(stored)[block.skip : block.skip + block.length]
+    if block.pieces is None:
+        memmove(block.region.address + block.offset, address_of(data), block.length)
+    else:
+        scatter([(block.pieces, address_of(data))])
+    return Hit(block.key)
+
+
+class Again:
+    """The time of a transfer, and the pauses before a node that was too busy is asked again."""
+
+    def __init__(self, until_ns: int) -> None:
+        self._until_ns = until_ns
+        self._pause_ms = GRPC_AGAIN_MS_MIN
+
+    def left_s(self) -> float:
+        """How much time there is; below 0 if it is over."""
+        return (self._until_ns - _CLOCK.monotonic_ns()) / 1e9
+
+    def pause(self) -> None:
+        """Wait, each time twice as long as before, and no longer than there is time."""
+        threading.Event().wait(max(0.0, min(self._pause_ms / 1000, self.left_s())))
+        self._pause_ms = min(2 * self._pause_ms, GRPC_AGAIN_MS_MAX)
 
 
 class GrpcGet:
@@ -105,16 +155,18 @@ class GrpcGet:
             if miss is not None:
                 self._outcomes += [miss] * (self._blocks - len(self._outcomes))
         self._held.close()
-        with self._core.lock:
+        try:
             if self._ended is not None:
-                self._ended(self._outcomes)
-        with self._came:
-            self._is_over = True
-            self._came.notify_all()
+                with self._core.lock:
+                    self._ended(self._outcomes)
+        finally:
+            with self._came:
+                self._is_over = True
+                self._came.notify_all()
 
     def wait(self, first: int | None = None) -> list[Hit | Miss]:
         """Wait for the first `count` blocks, or for all."""
-        wanted = self._blocks if first is None else min(first, self._blocks)
+        wanted = self._blocks if first is None else max(0, min(first, self._blocks))
         with self._came:
             self._came.wait_for(
                 lambda: self._is_over if wanted == self._blocks else len(self._outcomes) >= wanted

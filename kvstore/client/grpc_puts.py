@@ -13,10 +13,11 @@ from contextvars import copy_context
 from ctypes import string_at
 from typing import TYPE_CHECKING, cast
 
-from kvstore.client.blocks import regions_of
+from kvstore.client.blocks import PutResult, regions_of
+from kvstore.client.grpc_gets import Again
 from kvstore.client.puts import ArmedPuts
 from kvstore.clock import SystemClock
-from kvstore.errors import Closed, DeadlineExceeded, KvError, NodeUnavailable, UsageError
+from kvstore.errors import Closed, DeadlineExceeded, KvError, NodeUnavailable, Overloaded, UsageError
 from kvstore.limits import ACK_GRACE_MS
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import CounterMove, arm
@@ -24,7 +25,7 @@ from nic_offload.trigger import CounterMove, arm
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvstore.client.blocks import Block, PutResult
+    from kvstore.client.blocks import Block
     from kvstore.client.core import Core
     from kvstore.client.inline import InlineCalls
     from kvstore.client.link import Link
@@ -137,24 +138,37 @@ class GrpcPuts(ArmedPuts):
             by_domain.setdefault(self._blocks[i].domain, []).append(i)
         for domain, some in by_domain.items():
             try:
-                results = self._inline.put_many(
-                    self._sources(some),
-                    durability=self._durability,
-                    expires_unix_ms=self._expires_unix_ms,
-                    domain=domain,
-                    timeout_s=self._left_s(),
-                )
-            except KvError as error:
-                self._sent(some, [], error)
+                self._send_all(some, domain)
             except BaseException as error:  # such as gRPC's own, of a channel that was closed
-                self._sent(some, [], NodeUnavailable(f"The put could not be sent: {error}."))
-                raise
-            else:
-                self._sent(some, results, NodeUnavailable("The put was not sent."))
+                failure = (
+                    error if isinstance(error, KvError) else NodeUnavailable(f"It wasn't sent: {error}.")
+                )
+                self._sent([(i, PutResult(b"", None, failure)) for i in some])
+                if failure is not error:
+                    raise
 
-    def _left_s(self) -> float:
-        left_ms = (self._deadline_ns - _CLOCK.monotonic_ns()) // 1_000_000 + ACK_GRACE_MS
-        return min(self._client.reach.get_timeout_s, left_ms / 1000)
+    def _send_all(self, some: list[int], domain: bytes) -> None:
+        """Send these, and again those that the node has no memory for yet, until their time is over."""
+        until_ns = self._deadline_ns + ACK_GRACE_MS * 1_000_000
+        again = Again(min(until_ns, _CLOCK.monotonic_ns() + int(self._client.reach.get_timeout_s * 1e9)))
+        while some:
+            results = self._inline.put_many(
+                self._sources(some),
+                durability=self._durability,
+                expires_unix_ms=self._expires_unix_ms,
+                domain=domain,
+                timeout_s=max(0.0, again.left_s()),
+            )
+            # Of blocks that gRPC did not take it says nothing: what broke the stream was their end, too.
+            last = next((one.error for one in reversed(results) if one.error is not None), None)
+            missing = PutResult(
+                b"", None, last or NodeUnavailable("The stream ended before the block was sent.")
+            )
+            of_each = [(i, results[at] if at < len(results) else missing) for at, i in enumerate(some)]
+            some = [i for i, one in of_each if isinstance(one.error, Overloaded) and again.left_s() > 0]
+            self._sent([(i, one) for i, one in of_each if i not in some])
+            if some:
+                again.pause()
 
     def _sources(self, some: Sequence[int]) -> Iterator[tuple[bytes, bytes | bytearray]]:
         """Yield copies, each made when gRPC takes it."""
@@ -170,21 +184,19 @@ class GrpcPuts(ArmedPuts):
                 )
             yield self._keys.get(i) or block.key, data
 
-    def _sent(self, some: Sequence[int], results: Sequence[PutResult], error: KvError) -> None:
-        """Note what became of these; the error is that of all without a result."""
+    def _sent(self, ended: Sequence[tuple[int, PutResult]]) -> None:
+        """Note what became of these."""
         with self._client.lock:
-            for at, i in enumerate(some):
+            for i, result in ended:
                 if self._group.row(i).over:
                     continue
-                result = results[at] if at < len(results) else None
-                if result is None or result.durability is None:
-                    failure = error if result is None else result.error
-                    assert failure is not None
-                    self._errors[i] = failure
-                    self._group.end(i)
-                else:
+                if result.error is None and result.durability is not None:
                     self._group.land(i, _CLOCK.monotonic_ns())
                     self._group.end(i, int(result.durability))
+                else:
+                    assert result.error is not None
+                    self._errors[i] = result.error
+                    self._group.end(i)
             self._end_if_over()
 
     def _let_go(self) -> None:

@@ -9,12 +9,22 @@ What it doesn't do: attach. A node that is away is found out by the puts and get
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from contextvars import copy_context
 from typing import TYPE_CHECKING
 
-from kvstore.client.blocks import put_into
-from kvstore.client.checks import are_pieces, check_armed, check_gets, check_lease, check_number
+from kvstore.client.blocks import put_into, regions_of
+from kvstore.client.checks import (
+    are_pieces,
+    check_armed,
+    check_gets,
+    check_how,
+    check_lease,
+    check_number,
+    checked_timeout,
+)
 from kvstore.client.grpc_gets import GrpcGet, get_inside
 from kvstore.client.grpc_puts import GrpcPuts
 from kvstore.client.link import ARMED_BLOCKS_MAX
@@ -48,7 +58,10 @@ class GrpcTransport:
 
     def __init__(self, core: Core, inline: InlineCalls) -> None:
         self._core, self._inline = core, inline
-        self._threads = ThreadPoolExecutor(GRPC_TRANSFERS_AT_ONCE, "kvstore-grpc")
+        self._here = threading.local()
+        self._threads = ThreadPoolExecutor(
+            GRPC_TRANSFERS_AT_ONCE, "kvstore-grpc", initializer=lambda: setattr(self._here, "is_ours", True)
+        )
 
     def arm(
         self,
@@ -65,6 +78,7 @@ class GrpcTransport:
         core = self._core
         blocks = put_into(blocks, core.reach.domain)
         check_armed(core.open_fabric, blocks, ARMED_BLOCKS_MAX, core.block_bytes_max)
+        check_how(flag, durability)
         check_lease(lease_ms, "A put waits for its flag")
         check_number(_EXPIRES, expires_unix_ms, 64)
         deadline_ns = _CLOCK.monotonic_ns() + lease_ms * 1_000_000
@@ -77,7 +91,12 @@ class GrpcTransport:
     ) -> list[Hit | Miss]:
         """As `Client.get`."""
         check_gets(self._core.open_fabric, blocks, GET_BLOCKS_MAX)
-        return list(get_inside(self._inline, blocks, self._fingerprint(layout), self._until_ns(timeout_s)))
+        until_ns = self._until_ns(timeout_s)
+        with ExitStack() as held:
+            for region in regions_of(blocks):
+                region.hold()
+                held.callback(region.let_go)
+            return list(get_inside(self._inline, blocks, self._fingerprint(layout), until_ns))
 
     def getting(
         self,
@@ -104,7 +123,7 @@ class GrpcTransport:
 
     def close(self) -> None:
         """Wait for the threads, whose calls have ended with the channel."""
-        self._threads.shutdown()
+        self._threads.shutdown(wait=not hasattr(self._here, "is_ours"))  # a callback may close the client
 
     def _submit(self, work: Callable[[], None]) -> None:
         try:
@@ -117,4 +136,4 @@ class GrpcTransport:
 
     def _until_ns(self, timeout_s: float | None) -> int:
         timeout_s = self._core.reach.get_timeout_s if timeout_s is None else timeout_s
-        return _CLOCK.monotonic_ns() + int(timeout_s * 1e9)
+        return _CLOCK.monotonic_ns() + int(checked_timeout(timeout_s) * 1e9)

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import PutResult
-from kvstore.client.checks import check_domain, check_key, check_number, check_wanted, checked_puts, view_of
+from kvstore.client.checks import (
+    check_domain,
+    check_key,
+    check_number,
+    check_wanted,
+    checked_puts,
+    checked_timeout,
+    view_of,
+)
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
@@ -74,7 +82,7 @@ class InlineCalls:
 
     def _within(self, timeout_s: float | None, *, many: bool = False) -> float:
         if timeout_s is not None:
-            return timeout_s
+            return checked_timeout(timeout_s)
         return self._reach.get_timeout_s if many else self._reach.call_timeout_s
 
     def put(

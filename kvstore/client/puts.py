@@ -178,6 +178,8 @@ class ArmedPuts:
             error = DeadlineExceeded(
                 "The flag did not reach the put's threshold in time, and it was not sent."
             )
+        elif status == -errno.ECANCELED:
+            error = FabricError("The put was cancelled before it was sent.")
         else:
             error = FabricError.from_code("A put", status)
         self._end(i, error)

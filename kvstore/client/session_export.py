@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]  # how many blocks are done, of how many
 def export_session(client: Client, session: Session, file: BinaryIO, progress: Progress | None) -> int:
     """Write a session with all its blocks; returns how many different blocks that were.
 
-    SessionFileError if one of them can't be had. The file is none then.
+    SessionFileError if one of them can't be had. The file is invalid then.
     """
     info, keys = session.info(), session.keys()
     turns = [Turn(one.blocks.start, len(one.tokens), one.began_unix_ms) for one in info.turns]

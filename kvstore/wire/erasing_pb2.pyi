@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 393b2f7c60d2d299f7cf7c9cd5242c3a
+# Generated from proto sources with BLAKE2b 09f769f913a08986e9768b21b5c68457
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping

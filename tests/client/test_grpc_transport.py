@@ -9,19 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from kvstore import Block, Client, FlagWords, Hit, Miss, MissReason, block_key
-from kvstore.client import ClusterBlock, ClusterClient
+from kvstore.client import ClusterBlock, ClusterClient, PutResult
 from kvstore.client.own_address import OwnSide
 from kvstore.errors import (
+    Closed,
     ConfigError,
     DeadlineExceeded,
     FabricUnavailable,
     NodeUnavailable,
+    NotAuthenticated,
     NotRegistered,
+    Overloaded,
     RegionBusy,
     UsageError,
 )
@@ -217,6 +220,146 @@ def test_blocks_come_in_their_order_and_a_waiter_gets_the_first(
     rig.kv.close()
 
 
+def busy_at_first(rig: Rig, monkeypatch: pytest.MonkeyPatch, keys: set[bytes]) -> list[int]:
+    """Let the node be too busy for these once; how many blocks each stream is asked for."""
+    inline, asked = rig.client._inline, list[int]()
+    get_many = inline.get_many
+
+    def busy(wanted: Any, **more: Any) -> Any:
+        asked.append(len(wanted))
+        for (key, _), outcome in zip(wanted, get_many(wanted, **more), strict=True):
+            yield Miss(MissReason.BUSY) if key in keys and len(asked) == 1 else outcome
+
+    monkeypatch.setattr(inline, "get_many", busy)
+    return asked
+
+
+def test_a_node_that_is_too_busy_for_a_block_is_asked_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.fill(6)
+    blocks = [rig.block(number) for number in range(6)]
+    rig.client.put(blocks)
+    rig.fill(0)
+    asked = busy_at_first(rig, monkeypatch, {blocks[0].key, blocks[3].key})
+    assert rig.client.get(blocks) == [Hit(one.key) for one in blocks]
+    assert rig.memory[: 6 * SIZE] == b"\6" * (6 * SIZE)
+    assert asked == [6, 2]
+    asked = busy_at_first(rig, monkeypatch, {one.key for one in blocks})
+    assert rig.client.get(blocks, timeout_s=0.001) == [Miss(MissReason.BUSY)] * 6, "there was no time for it"
+
+
+def test_many_threads_get_what_is_stored_and_no_miss(node: LocalNode) -> None:
+    rig = Rig(node, block_bytes_max=1 << 20)
+    with rig.client as client:
+        memory = bytearray(32 << 20)
+        kv = client.register(memory)
+        blocks = [Block(block_key(b"many", bytes([n])), kv, n << 19, 1 << 19) for n in range(64)]
+        memory[:] = b"".join(bytes([n]) * (1 << 19) for n in range(64))
+        assert [one.error for one in client.put(blocks[:32]) + client.put(blocks[32:])] == [None] * 64
+        memory[:] = bytes(len(memory))
+        outcomes: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda n=n: outcomes.extend(client.get(blocks[n * 8 : n * 8 + 8])))
+            for n in range(8)
+        ]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(60)
+        assert {str(one) for one in outcomes if isinstance(one, Miss)} == set()
+        assert len(outcomes) == 64
+        assert all(memory[n << 19 : (n + 1) << 19] == bytes([n]) * (1 << 19) for n in range(64))
+
+
+def test_puts_that_the_node_has_no_memory_for_are_sent_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline, sent = rig.client._inline, list[int]()
+    put_many = inline.put_many
+
+    def full(blocks: Any, **more: Any) -> list[PutResult]:
+        results = put_many(blocks, **more)
+        sent.append(len(results))
+        if len(sent) == 1:
+            results[1] = PutResult(results[1].key, None, Overloaded("There is no memory left."))
+        return results
+
+    monkeypatch.setattr(inline, "put_many", full)
+    results = rig.client.put([rig.block(number) for number in range(3)])
+    assert [one.error for one in results] == [None] * 3
+    assert sum(sent) == 4
+
+
+def test_what_broke_a_stream_is_the_error_of_all_that_it_did_not_take(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = NotAuthenticated("The token is not valid.")
+    monkeypatch.setattr(
+        rig.client._inline, "put_many", lambda blocks, **_: [PutResult(next(blocks)[0], None, broken)]
+    )
+    results = rig.client.put([rig.block(number) for number in range(3)])
+    assert [one.error for one in results] == [broken] * 3
+
+
+def test_a_region_is_held_while_a_get_into_it_goes_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.client.put([rig.block(0)])
+    came, goes_on = threading.Event(), threading.Event()
+    inline = rig.client._inline
+    get_many = inline.get_many
+
+    def slow(*given: Any, **more: Any) -> Any:
+        came.set()
+        assert goes_on.wait(WAIT_S)
+        yield from get_many(*given, **more)
+
+    monkeypatch.setattr(inline, "get_many", slow)
+    outcomes: list[Any] = []
+    getting = threading.Thread(target=lambda: outcomes.extend(rig.client.get([rig.block(0)])))
+    getting.start()
+    assert came.wait(WAIT_S)
+    with pytest.raises(RegionBusy, match="wait for its puts and gets"):
+        rig.kv.close()
+    goes_on.set()
+    getting.join(WAIT_S)
+    assert outcomes == [Hit(rig.block(0).key)]
+    rig.kv.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_callback_may_fail_or_close_the_client(rig: Rig) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("the caller's own")
+
+    assert [type(one) for one in rig.client.getting([rig.block(9)], ended=fail).wait()] == [Miss]
+    closed = rig.client.getting([rig.block(9)], ended=lambda _: rig.client.close())
+    assert [type(one) for one in closed.wait()] == [Miss]
+    with pytest.raises(Closed):
+        rig.client.get([rig.block(9)])
+
+
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
+def test_mistakes_are_usage_errors_whatever_the_transport(node: LocalNode, transport: str) -> None:
+    rig = Rig(node, transport=transport)
+    block, wrong = rig.block(0), cast("Any", 7)
+    with rig.client as client:
+        for call in (
+            lambda: client.get([block], timeout_s=float("nan")),
+            lambda: client.get([block], timeout_s=cast("Any", "soon")),
+            lambda: client.put([block], timeout_s=cast("Any", b"")),
+            lambda: client.arm([block], wrong),
+            lambda: client.arm([block], durability=wrong),
+            lambda: client.arm([rig.block(1, threshold=-1)]),
+            lambda: client.arm([rig.block(1, threshold=1 << 64)]),
+            lambda: client.register(bytearray()),
+        ):
+            with pytest.raises(UsageError):
+                call()
+        assert client.put([block], timeout_s=1e300)[0].error is None
+        assert client.get([block], timeout_s=float("inf")) == [Hit(block.key)]
+        assert client.getting([block]).wait(-1) == []
+
+
 def test_a_node_that_is_away_is_a_miss_and_an_error_within_the_deadline() -> None:
     with LocalNode() as node:
         rig = Rig(node, get_timeout_ms=2_000)
@@ -257,7 +400,7 @@ def test_without_libfabric_blocks_go_inside_grpc_and_that_is_said_once(
         other = Client(node.target, transport=transport, provider=provider)
         with other, pytest.raises(FabricUnavailable):
             other.register(bytearray(SIZE))
-    with pytest.raises(ConfigError, match="transport is auto or fabric or grpc or memory, not 'pigeon'"):
+    with pytest.raises(ConfigError, match="transport must be auto, fabric, grpc, memory, not 'pigeon'"):
         Client(node.target, transport="pigeon")
 
 
