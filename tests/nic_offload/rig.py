@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PROVIDERS = ("net", "tcp;ofi_rxm", "shm", "sockets")
 WAIT_S = 20.0
-_LOOKS_AT_FIRST, _BETWEEN_LOOKS_S = 100, 0.0002
+_EAGER_S, _BETWEEN_LOOKS_S_MAX = 0.002, 0.005
 PAGE = 4096
 FENCE_TAG = 1 << 62
 FINAL = {EventKind.DONE, EventKind.FAILED, EventKind.LANDED, EventKind.WATCH_FAILED}
@@ -51,17 +51,19 @@ def after_ms(milliseconds: float) -> int:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
-    """Look until the condition holds: often at first, and then leaving the cores to those who make it hold."""
-    until = time.monotonic() + seconds
-    looks = 0
+    """Look until the condition holds: all the time at first, and then ever more seldom.
+
+    To look takes time of those who make it hold, all the more if it is a call to them.
+    """
+    began = time.monotonic()
     while not condition():
-        if time.monotonic() > until:
+        waited_s = time.monotonic() - began
+        if waited_s > seconds:
             raise AssertionError(f"not within {seconds} s: {what}")
-        looks += 1
-        if looks < _LOOKS_AT_FIRST:
+        if waited_s < _EAGER_S:
             os.sched_yield()
         else:
-            time.sleep(_BETWEEN_LOOKS_S)
+            time.sleep(min(_BETWEEN_LOOKS_S_MAX, waited_s / 20))
 
 
 class Side:
