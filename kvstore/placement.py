@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
+from functools import lru_cache
 from hashlib import shake_128
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
@@ -41,16 +43,7 @@ class Placement:
 
     def __init__(self, drives: Sequence[tuple[bytes, int]], zones: Sequence[str] = ()) -> None:
         """Take each drive's uuid and weight, and the zones that they are in, if any."""
-        if len(drives) == 1:
-            self._orders = [(0,)] * (1 << _LOT_BITS)
-            return
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}  # few orders are shared by many lots
-        lots = zip(*(lots_of(uuid, weight) for uuid, weight in drives), strict=True)
-        positions = range(len(drives))
-        self._orders = []
-        for scores in lots:
-            order = _apart(tuple(sorted(positions, key=scores.__getitem__)), zones)
-            self._orders.append(known.setdefault(order, order))
+        self._orders = _orders_of(tuple(drives), tuple(zones))
 
     @property
     def homes(self) -> bytes:
@@ -64,6 +57,27 @@ class Placement:
     def order_of(self, lot: int) -> tuple[int, ...]:
         """Return the drives for a lot."""
         return self._orders[lot]
+
+
+@lru_cache(maxsize=8)  # a store is opened again, and a map is told again, with the drives and nodes of before
+def _orders_of(drives: tuple[tuple[bytes, int], ...], zones: tuple[str, ...]) -> list[tuple[int, ...]]:
+    if len(drives) == 1:
+        return [(0,)] * (1 << _LOT_BITS)
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # few orders are shared by many lots
+    lots = zip(*(_lots_known(uuid, weight) for uuid, weight in drives), strict=True)
+    positions = range(len(drives))
+    orders = []
+    for scores in lots:
+        order = tuple(sorted(positions, key=scores.__getitem__))
+        if order not in known:
+            known[order] = _apart(order, zones)
+        orders.append(known[order])
+    return orders
+
+
+@lru_cache(maxsize=32)  # of 64 KiB each; the others stay as they are when one joins or leaves
+def _lots_known(uuid: bytes, weight: int) -> array[float]:
+    return array("d", lots_of(uuid, weight))
 
 
 def _apart(order: tuple[int, ...], zones: Sequence[str]) -> tuple[int, ...]:

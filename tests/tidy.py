@@ -94,16 +94,25 @@ ENVIRONMENT_ALLOWED = {
 }
 CLOCK_CALLS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "sleep"}
 WALL_CALLS = {"now", "utcnow", "today"}
+_BUILT = ("build/", "dist/")
+
+
+def _is_ours(part: str) -> bool:
+    return not part.startswith(".") or part == ".ci"
 
 
 def _files(root: Path, *patterns: str) -> Iterator[tuple[str, Path]]:
     """Tracked-looking files of the tree with their names relative to it; nothing hidden or generated."""
     for pattern in patterns:
         for path in sorted(root.glob(pattern)):
-            name = path.relative_to(root).as_posix()
-            generated = "_pb2" in name or name.startswith(("build/", "dist/")) or ".egg-info/" in name
-            hidden = any(part.startswith(".") and part != ".ci" for part in name.split("/"))
-            if path.is_file() and not generated and not hidden and "__pycache__" not in name:
+            name = path.as_posix().removeprefix(f"{root.as_posix()}/")
+            generated = "_pb2" in name or name.startswith(_BUILT) or ".egg-info/" in name
+            if (
+                not generated
+                and "__pycache__" not in name
+                and all(map(_is_ours, name.split("/")))
+                and path.is_file()
+            ):
                 yield name, path
 
 
@@ -113,9 +122,20 @@ def _parsed(name: str, text: str) -> ast.Module:
     return ast.parse(text, name)
 
 
-def _modules(root: Path, *packages: str) -> Iterator[tuple[str, ast.Module]]:
+@lru_cache(maxsize=1024)
+def _nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """What is in it, at any depth; once for all rules as well."""
+    return tuple(ast.walk(tree))
+
+
+def _modules(
+    root: Path, *packages: str, without: re.Pattern[str] | None = None, having: re.Pattern[str] | None = None
+) -> Iterator[tuple[str, ast.Module]]:
+    """Parsed; a text that `having` is not in, or that begins as `without` says, can't break the rule, and is not."""
     for name, path in _files(root, *(f"{package}/**/*.py" for package in packages)):
-        yield name, _parsed(name, path.read_text())
+        text = path.read_text()
+        if (having is None or having.search(text)) and (without is None or not without.match(text)):
+            yield name, _parsed(name, text)
 
 
 def _allowed(name: str, allowed: dict[str, str]) -> bool:
@@ -124,7 +144,7 @@ def _allowed(name: str, allowed: dict[str, str]) -> bool:
 
 def _imported(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and full name of everything that a module imports, wherever in it; relative ones resolved."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -153,7 +173,8 @@ def imports_run_one_way(root: Path) -> Iterator[Breach]:
 def no_pickle(root: Path) -> Iterator[Breach]:
     """What comes from a peer or a drive is never executed."""
     banned = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
-    for name, tree in _modules(root, *PACKAGES, "tests", "tools"):
+    words = re.compile("|".join(banned))
+    for name, tree in _modules(root, *PACKAGES, "tests", "tools", having=words):
         for line, module in _imported(name, tree):
             if module.split(".")[0] in banned:
                 yield f"{name}:{line}: {module} is banned"
@@ -164,11 +185,11 @@ def no_builtin_hash(root: Path) -> Iterator[Breach]:
     for name, tree in _modules(root, *PACKAGES):
         inside = {
             id(call)
-            for node in ast.walk(tree)
+            for node in _nodes(tree)
             if isinstance(node, ast.FunctionDef) and node.name == "__hash__"
             for call in ast.walk(node)
         }
-        for node in ast.walk(tree):
+        for node in _nodes(tree):
             if not isinstance(node, ast.Call) or id(node) in inside:
                 continue
             if isinstance(node.func, ast.Name) and node.func.id == "hash":
@@ -180,7 +201,7 @@ def time_only_through_the_clock(root: Path) -> Iterator[Breach]:
     for name, tree in _modules(root, *PACKAGES):
         if _allowed(name, CLOCK_ALLOWED):
             continue
-        for node in ast.walk(tree):
+        for node in _nodes(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "time":
                 yield f"{name}:{node.lineno}: time is taken through kvstore.clock"
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -192,8 +213,9 @@ def time_only_through_the_clock(root: Path) -> Iterator[Breach]:
 
 def no_bare_except(root: Path) -> Iterator[Breach]:
     """A bare `except` also catches what ends the process."""
-    for name, tree in _modules(root, *PACKAGES, "tests", "tools"):
-        for node in ast.walk(tree):
+    bare = re.compile(r"\bexcept[\s\\]*:")
+    for name, tree in _modules(root, *PACKAGES, "tests", "tools", having=bare):
+        for node in _nodes(tree):
             if isinstance(node, ast.ExceptHandler) and node.type is None:
                 yield f"{name}:{node.lineno}: bare except"
 
@@ -204,7 +226,7 @@ def environment_only_in_config(root: Path) -> Iterator[Breach]:
     for name, tree in _modules(root, *PACKAGES):
         if _allowed(name, ENVIRONMENT_ALLOWED):
             continue
-        for node in ast.walk(tree):
+        for node in _nodes(tree):
             line = None
             if isinstance(node, ast.Attribute) and node.attr in words:
                 line = node.lineno
@@ -221,14 +243,18 @@ def nothing_left_undone(root: Path) -> Iterator[Breach]:
         f"{top}/**/*.{end}" for top in (*PACKAGES, "tests", "tools") for end in ("py", "c", "h", "sh")
     ]
     for name, path in _files(root, *patterns):
-        for line, text in enumerate(path.read_text().splitlines(), 1):
+        whole = path.read_text()
+        if not words.search(whole):
+            continue
+        for line, text in enumerate(whole.splitlines(), 1):
             if found := words.search(text):
                 yield f"{name}:{line}: {found[0]}"
 
 
 def modules_have_docstrings(root: Path) -> Iterator[Breach]:
     """A module says what it is; an empty `__init__` has nothing to say."""
-    for name, tree in _modules(root, *PACKAGES, "tests", "tools"):
+    begins = re.compile(r'(?:\s*#[^\n]*\n)*\s*r?"""[^"\s][^"]*"""\n')
+    for name, tree in _modules(root, *PACKAGES, "tests", "tools", without=begins):
         if tree.body and not ast.get_docstring(tree):
             yield f"{name}: no docstring"
 
@@ -247,7 +273,7 @@ def _public_names(tree: ast.Module) -> set[str]:
 
 def _bound_names(tree: ast.Module) -> set[str]:
     lazy = any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body)
-    nodes = ast.walk(tree) if lazy else tree.body  # a lazy module imports for type checkers only
+    nodes = _nodes(tree) if lazy else tree.body  # a lazy module imports for type checkers only
     imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
     return _public_names(tree) | {alias.asname or alias.name for node in imports for alias in node.names}
 
@@ -362,10 +388,14 @@ def no_file_is_dead(root: Path) -> Iterator[Breach]:
 def no_path_of_somebodys_machine(root: Path) -> Iterator[Breach]:
     """No absolute path of a home or a workspace, in anything that is committed as text."""
     places = re.compile(r"(?<![\w.$}/])/(?:home|Users|root|work|workspace)/\w")
-    for name, path in _files(root, "**/*"):
+    folders = (f"{path.name}/" for path in root.iterdir() if path.is_dir() and _is_ours(path.name))
+    for name, path in _files(root, "*", *(f"{one}**/*" for one in folders if one not in _BUILT)):
         if path.suffix in {".so", ".png", ".gz", ".whl", ".o"}:
             continue
-        for line, text in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        whole = path.read_text(errors="replace")
+        if not places.search(whole):
+            continue
+        for line, text in enumerate(whole.splitlines(), 1):
             if found := places.search(text):
                 yield f"{name}:{line}: {found[0]}..."
 

@@ -1,9 +1,9 @@
-"""Starts nodes of tests out of a process that has imported all that a node imports: half of a node's start is that.
+"""Forks nodes of tests from a process that has imported it all, and asked libfabric: most of a start is that.
 
 What always holds: a node runs `kvstore serve` as from a shell, in a process of its own, with its arguments,
-environment, folder and standard streams, and ends as any process ends. It only has its modules already. With another
-interpreter, another command, or other variables that a process reads before its own code (`_SETTLED_EARLY`), it is
-started as usual.
+environment, folder and standard streams, and ends as any process ends. It only has its modules and libfabric
+already. With another interpreter, another command, or other variables that a process reads before its own code
+(`_SETTLED_EARLY`), it is started as usual.
 
 It doesn't do anything for processes that tests start by themselves: what imports cost or break is seen there.
 """
@@ -27,12 +27,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from nic_offload.errors import FabricUnavailable
+from nic_offload.library import load
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _COMMAND: Final = ("-m", "kvstore", "serve")
 _PRELOADED: Final = ("kvstore.cli", "kvstore.node.server")
+_OTHER_LIBFABRIC: Final = "TRIGGERKV_LIBFABRIC"
 _SETTLED_EARLY: Final = (
+    _OTHER_LIBFABRIC,
     "LD_",
     "PYTHON",
     "FI_",
@@ -213,6 +218,9 @@ class _Forking:
 def _run(requests: socket.socket) -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
+    if _OTHER_LIBFABRIC not in os.environ:  # one that tests bring along may count processes, or begin threads
+        with suppress(FabricUnavailable):  # as each node will say
+            load().providers()
     gc.collect()
     gc.freeze()
     deadline = time.monotonic() + _THREADS_END_S

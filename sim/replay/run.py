@@ -340,12 +340,16 @@ class Run:
         self, blocks: Sequence[int], parts: int, drives: int
     ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
         """For each part of the layers: which pairs, rank times drives and drive, have pages, and how many."""
+        for row in self._pages(blocks, parts, drives):
+            where = np.flatnonzero(row)
+            yield where, row[where]
+
+    def _pages(self, blocks: Sequence[int], parts: int, drives: int) -> npt.NDArray[np.int64]:
+        """How many pages each part of the layers has for each pair."""
         ranks, places = self.cluster.gpus_per_engine, max(1, drives)
         home_of_lot = self.home_of_lot if drives else _NO_DRIVES
         counts = scatter(blocks, self.model.layers, parts, ranks, home_of_lot, places)
-        for row in counts.reshape(parts, ranks * places):
-            where = np.flatnonzero(row)
-            yield where, row[where]
+        return counts.reshape(parts, ranks * places)
 
     def prefill(
         self, number: int, request: Request, engine: int, ready_s: float, fetched_tokens: int, hits: int
@@ -386,16 +390,16 @@ class Run:
         layers, drives = self.model.layers, self.cluster.drives_per_node
         new = put.blocks[put.begin :]
         page_bytes = put.size_bytes / (len(new) * layers * self.cluster.gpus_per_engine)
-        found = []
-        for part, (where, pages) in enumerate(self._scattered(new, self.put_parts, drives)):
-            messages = np.empty(len(where), dtype=MESSAGE)
-            done = -(-(part + 1) * layers // self.put_parts) / layers
-            messages["start_s"] = max(self.now_s, start_s + done * (end_s - start_s))
-            messages["units"], messages["pages"] = pages * page_bytes, pages
-            messages["first"] = self.plant.put_first + engine * self.cluster.gpus_per_engine + where // drives
-            messages["then"] = self.plant.put_then + put.node * drives + where % drives
-            found.append(messages)
-        self._note_put(self.events.add_list(np.concatenate(found), PUTS), put)
+        counts = self._pages(new, self.put_parts, drives)
+        parts, where = np.nonzero(counts)
+        pages = counts[parts, where]
+        done = -(-np.arange(1, self.put_parts + 1) * layers // self.put_parts) / layers
+        messages = np.empty(len(where), dtype=MESSAGE)
+        messages["start_s"] = np.maximum(self.now_s, start_s + done * (end_s - start_s))[parts]
+        messages["units"], messages["pages"] = pages * page_bytes, pages
+        messages["first"] = self.plant.put_first + engine * self.cluster.gpus_per_engine + where // drives
+        messages["then"] = self.plant.put_then + put.node * drives + where % drives
+        self._note_put(self.events.add_list(messages, PUTS), put)
 
     def put_answer(
         self, number: int, request: Request, node: int, engine: int, begin_s: float, token_s: float

@@ -11,7 +11,9 @@
 #include <time.h>
 
 #define IDLE_TURNS 64
+#define LONG_IDLE_TURNS 256 /* 10 ms and more */
 #define NAP_NS 50000
+#define LONG_NAP_NS 400000
 
 static int turn(struct domain *domain)
 {
@@ -36,7 +38,7 @@ static void nap(struct domain *domain)
 {
 	struct timespec until;
 	clock_gettime(CLOCK_MONOTONIC, &until);
-	until.tv_nsec += NAP_NS;
+	until.tv_nsec += domain->idle > LONG_IDLE_TURNS ? LONG_NAP_NS : NAP_NS;
 	if (until.tv_nsec >= 1000000000) {
 		until.tv_sec++;
 		until.tv_nsec -= 1000000000;

@@ -16,9 +16,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
-import pytest
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from nic_offload.fabric import MEMORY
 from tests.nic_offload.rig import PAGE, Side, Way
@@ -50,12 +48,18 @@ def way_to(near: Side, said: dict[str, Any]) -> Way:
     return Way(near, bytes.fromhex(said["address"]), said["base"], said["key"], said["length"])
 
 
+def _skip(why: str) -> NoReturn:
+    import pytest  # noqa: PLC0415 - the other process has no use for it, and would take twice as long to start
+
+    pytest.skip(why)
+
+
 class Far:
     """The other process, seen from here."""
 
     def __init__(self, provider: str, length: int) -> None:
         if provider == MEMORY:
-            pytest.skip("memory reaches no other process")
+            _skip("memory reaches no other process")
         self.provider = provider
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.nic_offload.far", provider, str(length)],
@@ -87,7 +91,7 @@ class Far:
 
     def _needs_more_than_shm(self) -> None:
         if self.provider == "shm":
-            pytest.skip("shm: whoever dies or stops inside it may keep a lock that all others then wait for")
+            _skip("shm: whoever dies or stops inside it may keep a lock that all others then wait for")
 
     def _end(self) -> None:
         self.process.kill()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PROVIDERS = ("net", "tcp;ofi_rxm", "shm", "sockets")
 WAIT_S = 20.0
+_EAGER_S, _BETWEEN_LOOKS_S_MAX = 0.002, 0.005
 PAGE = 4096
 FENCE_TAG = 1 << 62
 FINAL = {EventKind.DONE, EventKind.FAILED, EventKind.LANDED, EventKind.WATCH_FAILED}
@@ -50,12 +51,19 @@ def after_ms(milliseconds: float) -> int:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
-    """Spin, letting others run, until the condition holds."""
-    until = time.monotonic() + seconds
+    """Look until the condition holds: all the time at first, and then ever more seldom.
+
+    To look takes time of those who make it hold, all the more if it is a call to them.
+    """
+    began = time.monotonic()
     while not condition():
-        if time.monotonic() > until:
+        waited_s = time.monotonic() - began
+        if waited_s > seconds:
             raise AssertionError(f"not within {seconds} s: {what}")
-        os.sched_yield()
+        if waited_s < _EAGER_S:
+            os.sched_yield()
+        else:
+            time.sleep(min(_BETWEEN_LOOKS_S_MAX, waited_s / 20))
 
 
 class Side:

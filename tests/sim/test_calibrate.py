@@ -294,7 +294,7 @@ def test_fit_and_check_as_commands(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(document["points"]) == 18
     assert main(["curve", "--preset", "measured", "--profile", str(profile)]) == 0
     assert "fitted from a machine of 2 cores" in capsys.readouterr().out
-    assert main(["plan", "--users", "10", "--profile", str(profile)]) == 0
+    assert main(["plan", "--users", "10", "--way", "triggered", "--profile", str(profile)]) == 0
 
 
 @pytest.mark.parametrize(

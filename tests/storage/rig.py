@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import select
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import crc32c as independent
@@ -56,13 +58,21 @@ def name(number: int) -> bytes:
     return number.to_bytes(16, "little")
 
 
+@cache
+def _dirt(size_bytes: int) -> int:
+    """A file of it, in memory. Who maps it privately gets pages of his own where he writes, and only there."""
+    file = os.memfd_create("dirt")
+    with open(file, "wb", closefd=False) as whole:
+        whole.write(b"\xdd" * size_bytes)
+    return file
+
+
 class Slots:
     """Page-aligned memory in equal parts, filled with dirt."""
 
     def __init__(self, count: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        self.memory = mmap.mmap(-1, count * slot_bytes)
-        self.memory.write(b"\xdd" * (count * slot_bytes))
+        self.memory = mmap.mmap(_dirt(count * slot_bytes), count * slot_bytes, mmap.MAP_PRIVATE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.free = [base + index * slot_bytes for index in range(count)]
 
