@@ -132,7 +132,9 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             peer=peer,
         )
         audit = self._gate.audit
-        is_written = audit.note(receipt.what, tenant=tenant.name, peer=peer, **receipt.fields())
+        is_written = audit.note(
+            receipt.what, tenant=tenant.name, peer=peer, at_ms=receipt.at_ms, **receipt.fields()
+        )
         if not is_written or not await asyncio.to_thread(audit.sync, audit.lines):
             raise StorageError(
                 "Everything was erased, but the audit log can't be written, so there is no receipt;"

@@ -170,8 +170,8 @@ class Keyring(RotatingKeyring):
         with self._writing:
             self._check_usable()
             wanted = list(dict.fromkeys(names))
-            if not all(self._is_sound(name) for name in wanted):
-                self._check_domains(met=True)
+            if self._slots.have_changed() or not all(self._is_sound(name) for name in wanted):
+                self._check_domains(met=True)  # a copy of a slot may be anywhere
             plan = _Plan(wanted, self._clock.wall_ms())
             self._plan_whole(plan)
             self._plan_damaged(plan)

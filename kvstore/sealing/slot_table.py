@@ -193,6 +193,15 @@ class SlotTable:
             whole = [int(rows["id"][one]) if states[one] == LIVE else 0 for one in found]
             self.mark_damaged((found + first).tolist(), ids=whole, met=met)
 
+    def have_changed(self) -> bool:
+        """Return whether any slot has other contents in the file than it is known to have, apart from damaged ones."""
+        for first, rows, raw in self._chunks(self._pages):
+            known, ids = self._states[first : first + len(rows)], self._ids[first : first + len(rows)]
+            states = _states_of(rows, raw)
+            if ((known != DAMAGED) & ((states != known) | ((states != FREE) & (rows["id"] != ids)))).any():
+                return True
+        return False
+
     def is_moved(self, key_id: bytes) -> bool:
         """Whether a key is in a slot that isn't its own."""
         return int.from_bytes(key_id, "little") in self._moved

@@ -101,6 +101,23 @@ def test_a_key_that_was_moved_to_another_place_is_not_taken_for_destroyed() -> N
         assert ring.by_number(ada.number, ada.id) is None
 
 
+@pytest.mark.parametrize("over", [None, 17])
+def test_a_copy_of_a_slot_goes_with_it_though_its_own_is_whole(over: int | None) -> None:
+    """It came to a free slot, or over another's, while the keyring was open."""
+    keys, image = made()
+    ada = keys[3]
+    place = len(image[8192:]) // 128 - 1 if over is None else keys[over].number
+    file = Memory(image)
+    ring = opened(file)
+    change_under(file, {place: image[at(ada.number)]})
+    (erased, *more) = ring.erase(users(3))
+    assert (erased.number, erased.id) == (ada.number, ada.id)
+    assert {one.id for one in more} <= {ada.id}
+    assert sealed(image, ada) not in file.durable
+    others = users(*(number for number in range(COUNT) if number not in {3, over}))
+    assert None not in keys_of(opened(bytes(file.durable)), others).values()
+
+
 def test_nothing_is_destroyed_before_all_is_checked() -> None:
     """What can't be read when an erasure begins stops it before its first write."""
     keys, image = made()
