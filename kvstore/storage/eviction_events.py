@@ -394,11 +394,18 @@ class Keeping:
     @property
     def is_overwriting(self) -> bool:
         """Return whether anything is being overwritten."""
-        return self._scrubs.pending > 0
+        return self._scrubs.pending > 0 or self.left.is_erasing
 
     def after_scrubs(self, then: Callable[[StorageError | None], None]) -> None:
-        """Call back when all that is being overwritten is, or never will be."""
-        self._scrubs.after_all(then)
+        """Call back when all that is being overwritten is, what is erased with its header, or never will be."""
+
+        def overwritten(error: StorageError | None) -> None:
+            if error is None:
+                self.left.after_all(then)
+            else:
+                then(error)
+
+        self._scrubs.after_all(overwritten)
 
     def void(self, entry: Entry) -> None:
         """Wipe and free a record that never was in the index."""

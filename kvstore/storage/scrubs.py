@@ -52,6 +52,11 @@ class Scrubs:
         """How many are not over."""
         return sum(isinstance(one, _Scrub) for one in self._waiting)
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether none begins any more."""
+        return self._closed or self._writes.stopped is not None
+
     def add(self, start: int, pages: int, over: Callable[[], object]) -> None:
         """Overwrite an extent and free it; `over` is called when it is free."""
 
@@ -85,7 +90,7 @@ class Scrubs:
         self._tell(left)
 
     def _begin_next(self) -> None:
-        if self._closed or self._writes.stopped is not None:
+        if self.has_ended:
             left, self._waiting = self._waiting, deque()
             self._tell(left)
         while self._waiting:
