@@ -13,8 +13,7 @@ the other. A receipt is in the audit log, if there is one, durably, before it is
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
 tenant's, the others' remain. Without encryption, blocks and sessions that were evicted or deleted before, and earlier
-versions of a session's record, may be in pages that are free; after a power failure, also blocks that were being
-overwritten.
+versions of a session's record, may be in pages that are free.
 It asks no other node of a cluster, but refuses copies from those that have not been asked (`kvstore.node.deletions`).
 """
 

@@ -7,8 +7,8 @@ Always holds: a place is noted in the transaction that removes its block, and is
 overwritten. It may be in use again by then, so an opening overwrites only those of its pages that are free, headers
 last: without them a scan would not find what an opening that loses power has left.
 
-What it doesn't do: survive the loss of the index, as after a power failure. A scan for a new one finds the places from
-which blocks were moved, and not those of an interrupted erasure.
+What it doesn't do: survive the loss of the index, as after a power failure. A scan for a new one finds places by their
+headers, which are overwritten last (`kvstore.storage.left_places`).
 """
 
 from __future__ import annotations

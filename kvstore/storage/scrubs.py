@@ -1,7 +1,7 @@
 """Returns quarantined extents to use by overwriting them with zeros.
 
-Always holds: an extent arrives here after all reads of it have ended, and after its header is wiped, but for what a
-block that is encrypted leaves (`kvstore.storage.left_places`). It is free once the drive
+Always holds: an extent arrives here after all reads of it have ended, and after its header is wiped, but for what is
+erased and what a block that is encrypted leaves (`kvstore.storage.left_places`). It is free once the drive
 has written all of it without an error, which is also when a drive replaces a bad sector. After an error it stays out of
 use, and is charged to its tenant (`kvstore.storage.eviction_events`), until the store is reopened: the error is not
 remembered beyond the process, and the next put there tries the drive again. One piece of a drive is written at a time,

@@ -172,7 +172,7 @@ class Sessions:
         except StorageError as error:
             then(error)
         else:
-            self._wipes.free((), then)
+            self._keeping.leaving.when_gone(names, then)
 
     def _one_less(self, step: Step) -> None:
         """Note that one of the records of a step has ended, or its slices behind them."""
