@@ -12,8 +12,8 @@ keys or has not, and the rest is completed. A call erases only what its caller's
 the other. A receipt is in the audit log, if there is one, durably, before it is given.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
-tenant's, the others' remain. Without encryption, blocks that were evicted or deleted before, and earlier versions of a
-session's record, may be in pages that are free; after a power failure, also what was being overwritten.
+tenant's, the others' remain. Without encryption, blocks and sessions that were evicted or deleted before, and earlier
+versions of a session's record, may be in pages that are free.
 It asks no other node of a cluster, but refuses copies from those that have not been asked (`kvstore.node.deletions`).
 """
 
@@ -194,7 +194,7 @@ class _Erasure:
                 ends: Ends[SessionDone] = Ends(1)
                 over = await node.turns.long(self._tenant)
                 try:
-                    item = SessionItem(name, SessionStep.REMOVE, Durability.SYNCED, 0)
+                    item = SessionItem(name, SessionStep.REMOVE, Durability.SYNCED, 0, is_erased=True)
                     node.store.change_sessions([item], ends.heard)
                     (done,) = await ends.all()
                 finally:

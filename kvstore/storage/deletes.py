@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvstore.storage.index import Entry
     from kvstore.storage.puts import Puts
     from kvstore.storage.scrubs import Scrubs
-    from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
 
 __all__ = ["Deletes"]
@@ -34,10 +33,9 @@ __all__ = ["Deletes"]
 class Deletes:
     """All deletions that have not been reported yet."""
 
-    def __init__(self, writes: Writes, wipes: Wipes, scrubs: Scrubs, keeping: Keeping, puts: Puts) -> None:
+    def __init__(self, writes: Writes, scrubs: Scrubs, keeping: Keeping, puts: Puts) -> None:
         self._scrubs = scrubs
         self._writes = writes
-        self._wipes = wipes
         self._keeping = keeping
         self._puts = puts
         self.outbox: Outbox[DeleteDone] = Outbox()
@@ -80,9 +78,8 @@ class Deletes:
             else:
                 self._report(items, gone, done, error)
 
-        self._wipes.free(
-            (), wiped
-        )  # behind those of before, too: an older record of a name may be among them
+        # Behind those of before, too: an older record of a name may be among them.
+        self._keeping.leaving.when_gone(names, wiped)
 
     def _report(
         self,

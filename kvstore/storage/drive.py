@@ -133,7 +133,7 @@ class Drive(Handle):
             doubtful=self.doubtful,
             elsewhere=self._elsewhere,
         )
-        self._deletes = Deletes(self._writes, self._wipes, self._scrubs, keeping, self.puts)
+        self._deletes = Deletes(self._writes, self._scrubs, keeping, self.puts)
         self._sessions = Sessions(
             self._writes, self._wipes, index, self.manifests, keeping, queue, clock, others=self.others
         )

@@ -36,6 +36,7 @@ from kvstore.storage.eviction.evictor import Evictor
 from kvstore.storage.eviction.items import Guard, Reason, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
+from kvstore.storage.leaving_blocks import LeavingBlocks
 from kvstore.storage.left_places import LeftPlaces
 from kvstore.storage.overwriting import strike
 from kvstore.storage.session_space import SessionSpace
@@ -168,6 +169,7 @@ class Keeping:
         self._wipes = wipes
         self._scrubs = scrubs
         self.left = LeftPlaces(index, writes, wipes, scrubs)
+        self.leaving = LeavingBlocks(self.left, wipes, scrubs)
         self._doubts = doubts
         self._clock = clock
         self._secret = superblock.secret
@@ -180,7 +182,6 @@ class Keeping:
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
         self.erasing: Counter[bytes] = Counter()  # under way, by tenant; they take their blocks out
         self.quarantined = 0  # since the opening
-        self._quarantined_pages: Counter[bytes] = Counter()  # that are not in use again, by their tenant
         self.protected: set[SessionName] = set()
         self.plain_bytes = 0  # of blocks in the clear, while there may be any
         self.leaves_some = False  # pages stay as they are, and out of use, until the next opening
@@ -249,7 +250,7 @@ class Keeping:
     ) -> None:
         """Wipe and free blocks that the index does not have any more.
 
-        What is quarantined or erased is overwritten before, except what was encrypted with the keys of `spared`.
+        What is quarantined or erased is overwritten too, except what was encrypted with the keys of `spared`.
         """
         blocks = list(blocks)
         names, entries = [name for name, _ in blocks], [entry for _, entry in blocks]
@@ -265,9 +266,17 @@ class Keeping:
         if reason not in _OVERWRITTEN:
             self._leave_ground(entries, wipe=wipe)
             return
+        erased: list[tuple[Name, Entry]] = []
         for name, entry in blocks:
-            instead = None if entry.domain in spared else self._quarantine_pages(name, entry)
-            self._leave_ground([entry], instead, wipe=wipe)
+            if entry.domain in spared:
+                self._leave_ground([entry], wipe=wipe)
+            elif reason is Reason.ERASED:
+                erased.append((name, entry))
+            else:
+                self._leave_ground([entry], self.leaving.quarantine(name, entry), wipe=wipe)
+        if erased:
+            self.plain_bytes -= sum(record_bytes(one.length) for _, one in erased if not one.domain)
+            self.leaving.erase(erased)
 
     def evict(self, victims: Evictions) -> None:
         """Drop blocks that the core has forgotten already. If the index fails, the store has stopped."""
@@ -330,25 +339,11 @@ class Keeping:
     @property
     def quarantined_bytes(self) -> int:
         """How much is not in use because it failed a check."""
-        return self._quarantined_pages.total() * PAGE_BYTES
+        return self.leaving.pages.total() * PAGE_BYTES
 
     def quarantined_pages_of(self, tenant: bytes) -> int:
         """How much of it was a tenant's."""
-        return self._quarantined_pages[tenant]
-
-    def _quarantine_pages(self, name: Name, entry: Entry) -> Callable[[int, int], None]:
-        tenant = name[0]
-        self._quarantined_pages[tenant] += _pages(entry)
-
-        def overwrite(start: int, pages: int) -> None:
-            self._scrubs.add(start, pages, lambda: self._in_use_again(tenant, pages))
-
-        return overwrite
-
-    def _in_use_again(self, tenant: bytes, pages: int) -> None:
-        self._quarantined_pages[tenant] -= pages
-        if not self._quarantined_pages[tenant]:
-            del self._quarantined_pages[tenant]
+        return self.leaving.pages[tenant]
 
     def _tell(self, names: Sequence[Name], reason: Reason | None) -> None:
         if self.listener is not None and names:
@@ -394,11 +389,18 @@ class Keeping:
     @property
     def is_overwriting(self) -> bool:
         """Return whether anything is being overwritten."""
-        return self._scrubs.pending > 0
+        return self._scrubs.pending > 0 or self.left.is_erasing
 
     def after_scrubs(self, then: Callable[[StorageError | None], None]) -> None:
-        """Call back when all that is being overwritten is, or never will be."""
-        self._scrubs.after_all(then)
+        """Call back when all that is being overwritten is, what is erased with its header, or never will be."""
+
+        def overwritten(error: StorageError | None) -> None:
+            if error is None:
+                self.left.after_all(then)
+            else:
+                then(error)
+
+        self._scrubs.after_all(overwritten)
 
     def void(self, entry: Entry) -> None:
         """Wipe and free a record that never was in the index."""

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.storage.folder import NotePlace
+    from kvstore.storage.manifests import Place
     from kvstore.wire.record import Superblock
 
     Name = tuple[bytes, bytes]
@@ -287,7 +288,7 @@ class Index:
             rows = [transaction.get(_GENERATION.pack(one), db=table) for one in generations]
         return [None if row is None else (row[:TENANT_BYTES], row[TENANT_BYTES:48]) for row in rows]
 
-    def publish(self, entries: Iterable[tuple[Name, Entry]], *, left: Sequence[Entry] = ()) -> None:
+    def publish(self, entries: Iterable[tuple[Name, Entry]], *, left: Sequence[Entry | Place] = ()) -> None:
         """Publish a batch; each entry replaces the one of the same name. What is `left` is to be overwritten."""
         rows, owners = [], []
         for (tenant, key), entry in entries:

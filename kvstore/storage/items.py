@@ -159,6 +159,7 @@ class SessionItem(NamedTuple):
     expires_ms: int | None = None  # when it is to end by itself; 0: never; None: as it was
     epoch: int | None = None  # a session of another epoch is none, and goes; None: of any
     source_epoch: int | None = None  # the same of the fork's source
+    is_erased: bool = False  # if it is removed, its records are overwritten, and that is waited for
 
 
 class SessionDone(NamedTuple):

@@ -1,4 +1,4 @@
-"""Overwrites the places that blocks in the clear have left, on a drive that is being encrypted: the header comes last.
+"""Overwrites the places of what is erased, and those that blocks leave which are being encrypted: headers come last.
 
 Always holds: a place is noted in the index (`kvstore.storage.overwriting`) in the transaction in which its block leaves
 it, and struck out when it was overwritten, so the next opening overwrites what a killed process has left. Its header
@@ -9,14 +9,17 @@ off the drive, which a deletion waits for, or when it can't be overwritten; then
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
+from kvstore.errors import ReadOnly
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.overwriting import strike
 from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
     from kvstore.errors import StorageError
     from kvstore.storage.index import Entry, Index
@@ -29,6 +32,10 @@ __all__ = ["LeftPlaces"]
 _HEADER_PAGES = HEADER_BYTES // PAGE_BYTES
 
 
+def _nobody(_: Collection[int]) -> None:
+    """Take the end of an erasure that is awaited otherwise."""
+
+
 class LeftPlaces:
     """The places that are being overwritten."""
 
@@ -37,14 +44,13 @@ class LeftPlaces:
         self._writes = writes
         self._wipes = wipes
         self._scrubs = scrubs
+        # In order: those who wait hear when all before them are over.
+        self._waiting: deque[_Erasure | Callable[[StorageError | None], None]] = deque()
+        self._error: StorageError | None = None  # of one that was given up
 
     def overwrite(self, old: Entry, over: Callable[[], object]) -> None:
         """Overwrite and free a place that is noted."""
-        page, pages = old.offset // PAGE_BYTES, record_bytes(old.length) // PAGE_BYTES
         record = [(old.offset, old.length)]
-
-        def unread() -> None:
-            self._scrubs.overwrite(page + _HEADER_PAGES, pages - _HEADER_PAGES, overwritten)
 
         def overwritten(is_zero: bool) -> None:  # noqa: FBT001
             if is_zero:
@@ -63,7 +69,88 @@ class LeftPlaces:
             if error is None:
                 strike(self._index, [old])
 
+        self._overwrite_payload(old.offset, old.length, overwritten)
+
+    @property
+    def is_erasing(self) -> bool:
+        """Return whether an erasure is under way."""
+        return any(isinstance(one, _Erasure) for one in self._waiting)
+
+    def erase(
+        self, records: Sequence[tuple[int, int]], over: Callable[[Collection[int]], object] = _nobody
+    ) -> None:
+        """Overwrite and free places of erased records, by offset and length of payload; `after_all` tells when.
+
+        `over` is called when their headers are gone, with the offsets of those that are free. If the drive stops
+        or is closed before, the headers stay.
+        """
+        erasure = _Erasure(records, over)
+        self._waiting.append(erasure)
+        for offset, length in records:
+            self._overwrite_payload(offset, length, partial(self._overwritten, erasure, (offset, length)))
+        if not records:
+            self._end(erasure, None)
+
+    def after_all(self, then: Callable[[StorageError | None], None]) -> None:
+        """Call back when all that are being erased by now have no header any more."""
+        self._waiting.append(then)
+        self._tell()
+
+    def _overwritten(self, erasure: _Erasure, record: tuple[int, int], is_zero: bool) -> None:  # noqa: FBT001
+        erasure.left -= 1
+        if not is_zero:
+            erasure.unwritable.add(record)
+        if erasure.left == 0:
+            self._writes.after_sync(partial(self._wipe, erasure))
+
+    def _wipe(self, erasure: _Erasure, error: StorageError | None) -> None:
+        if error is None and erasure.unwritable and self._scrubs.has_ended:
+            error = ReadOnly("The drive has stopped before all that was erased was overwritten.")
+        if error is not None:
+            self._end(erasure, error)
+            return
+        self._wipes.free([one for one in erasure.records if one not in erasure.unwritable])
+        self._wipes.free(erasure.unwritable, instead=_out_of_use)
+        self._wipes.free((), partial(self._end, erasure))
+
+    def _end(self, erasure: _Erasure, error: StorageError | None) -> None:
+        erasure.is_over = True
+        self._error = self._error or error
+        if error is None:
+            erasure.over({offset for offset, _ in set(erasure.records) - erasure.unwritable})
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._waiting:
+            first = self._waiting[0]
+            if isinstance(first, _Erasure):
+                if not first.is_over:
+                    return
+                self._waiting.popleft()
+            else:
+                self._waiting.popleft()
+                first(self._error)
+
+    def _overwrite_payload(self, offset: int, length: int, then: Callable[[bool], object]) -> None:
+        page, pages = offset // PAGE_BYTES, record_bytes(length) // PAGE_BYTES
+
+        def unread() -> None:
+            self._scrubs.overwrite(page + _HEADER_PAGES, pages - _HEADER_PAGES, then)
+
         self._wipes.when_unread(page, unread)
+
+
+class _Erasure:
+    """Records that are erased together."""
+
+    __slots__ = ("is_over", "left", "over", "records", "unwritable")
+
+    def __init__(self, records: Sequence[tuple[int, int]], over: Callable[[Collection[int]], object]) -> None:
+        self.records = records
+        self.over = over
+        self.left = len(records)  # payloads that are to be overwritten
+        self.unwritable: set[tuple[int, int]] = set()
+        self.is_over = False
 
 
 def _out_of_use(_page: int, _pages: int) -> None:

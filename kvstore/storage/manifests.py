@@ -32,6 +32,7 @@ from kvstore.limits import (
     USER_BYTES,
 )
 from kvstore.storage.labels import LOST_LABEL, SEALED_MORE_BYTES, Labels, is_sealed_label
+from kvstore.storage.overwriting import note
 from kvstore.storage.row_check import CHECK_BYTES, checked
 from kvstore.wire.manifest import Manifest, pack_manifest, parse_manifest, split_keys
 from kvstore.wire.record import record_bytes
@@ -380,37 +381,51 @@ class Manifests:
         work_max: int = _NO_END,
         *,
         is_clear: bool = False,
+        erased: Sequence[Place] | None = None,
     ) -> Changed:
         """Replace the session of this name, or remove it; `written` are the chunks that are on the drive.
 
         If that gives up more than so much, chunks are owed. StorageError, and nothing changed, if the new one names a
         chunk that is neither known nor written. Of a record that `is_clear`, so is the label.
+        Given earlier places of a session that is `erased`, they are noted for overwriting, and so is what comes free.
         """
         if new is not None and not is_clear:
             label = self._labels.seal(name.tenant, name.user, b"".join(name), new.manifest.label)
             new = new._replace(manifest=new.manifest._replace(label=label))
+
+        def change(transaction: Any) -> Changed:
+            note(transaction, self._index.erased, erased or ())
+            one = _Change(self._index, transaction, name, is_erased=erased is not None)
+            return one.replace(new, written, work_max)
+
+        return self._index.write(change)
+
+    def settle(self, name: SessionName, work_max: int = _NO_END, *, is_erased: bool = False) -> Changed:
+        """Release some of the chunks that a session owes; if it is erased, what comes free is noted."""
         return self._index.write(
-            lambda transaction: _Change(self._index, transaction, name).replace(new, written, work_max)
+            lambda transaction: _Change(self._index, transaction, name, is_erased=is_erased).settle(work_max)
         )
 
-    def settle(self, name: SessionName, work_max: int = _NO_END) -> Changed:
-        """Release some of the chunks that a session owes."""
-        return self._index.write(lambda transaction: _Change(self._index, transaction, name).settle(work_max))
-
     def settle_all(self) -> bool:
-        """Release all chunks that sessions owe, at an opening; return whether there were any."""
+        """Release all chunks that sessions owe, at an opening; return whether there were any.
+
+        What comes free is noted for overwriting: nothing says which of the sessions were being erased.
+        """
         with self._index.reading() as transaction:
             owing = [bytes(name) for name, _ in transaction.cursor(self._index.owed)]
         user_end = TENANT_BYTES + USER_BYTES
         for name in owing:
-            self.settle(SessionName(name[:TENANT_BYTES], name[TENANT_BYTES:user_end], name[user_end:]))
+            self.settle(
+                SessionName(name[:TENANT_BYTES], name[TENANT_BYTES:user_end], name[user_end:]), is_erased=True
+            )
         return bool(owing)
 
 
 class _Change:
     """One transaction on one session."""
 
-    def __init__(self, index: Index, transaction: Any, name: SessionName) -> None:
+    def __init__(self, index: Index, transaction: Any, name: SessionName, *, is_erased: bool = False) -> None:
+        self._is_erased = is_erased
         self._index = index
         self._transaction = transaction
         self._row_name = b"".join(name)
@@ -453,6 +468,8 @@ class _Change:
 
     def _changed(self, before: Place | None) -> Changed:
         names = [(self._tenant, key) for key in self._unreferenced]
+        if self._is_erased:
+            note(self._transaction, self._index.erased, self._freed + ([] if before is None else [before]))
         return Changed(before, self._freed, names, bool(self._owed()))
 
     def _settle(self, work_max: int) -> None:

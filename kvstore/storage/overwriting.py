@@ -7,8 +7,8 @@ Always holds: a place is noted in the transaction that removes its block, and is
 overwritten. It may be in use again by then, so an opening overwrites only those of its pages that are free, headers
 last: without them a scan would not find what an opening that loses power has left.
 
-What it doesn't do: survive the loss of the index, as after a power failure. A scan for a new one finds the places from
-which blocks were moved, and not those of an interrupted erasure.
+What it doesn't do: survive the loss of the index, as after a power failure. A scan for a new one finds places by their
+headers, which are overwritten last (`kvstore.storage.left_places`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from kvstore.storage.extents import Extents
     from kvstore.storage.index import Entry, Index
+    from kvstore.storage.manifests import Place
     from kvstore.storage.volume import Volume
 
 __all__ = ["PLACES", "PLACE_BYTES", "finish", "note", "strike"]
@@ -42,15 +43,15 @@ PLACE_BYTES: Final = _START.size
 _HEADER_PAGES: Final = HEADER_BYTES // PAGE_BYTES
 
 
-def note(transaction: Any, table: Any, entries: Iterable[Entry]) -> None:
-    """Note the places of blocks, in the transaction that removes them."""
+def note(transaction: Any, table: Any, entries: Iterable[Entry | Place]) -> None:
+    """Note the places of blocks, or of records of sessions, in the transaction that removes them."""
     for entry in entries:
         start, row = _row(entry)
         transaction.put(start, row, db=table)
 
 
-def strike(index: Index, entries: Iterable[Entry]) -> None:
-    """Strike out places of blocks. If that fails, the next opening overwrites what is free of them."""
+def strike(index: Index, entries: Iterable[Entry | Place]) -> None:
+    """Strike out places. If that fails, the next opening overwrites what is free of them."""
 
     def strike_all(transaction: Any) -> None:
         for entry in entries:
@@ -62,7 +63,7 @@ def strike(index: Index, entries: Iterable[Entry]) -> None:
         index.write(strike_all)
 
 
-def _row(entry: Entry) -> tuple[bytes, bytes]:
+def _row(entry: Entry | Place) -> tuple[bytes, bytes]:
     start = _START.pack(entry.offset // PAGE_BYTES)
     pages = record_bytes(entry.length) // PAGE_BYTES
     return start, checked(start, _BLOCK.pack(entry.generation, pages))
@@ -75,6 +76,7 @@ def finish(volume: Volume, index: Index, extents: Extents) -> bool:
         return True
     free = extents.after(places[0][0])
     try:
+        volume.disk.sync()  # what names a place may come back by power loss until this
         done_until = 0  # a place may reach into the next one
         for start, pages in places:
             until = start + pages

@@ -271,6 +271,7 @@ class _Sessions:
 
     def __init__(self, volume: Volume, index: Index) -> None:
         self._volume = volume
+        self._index = index
         self._manifests = Manifests(index, volume.keys)
         self._clear: set[int] = set()  # where records are in the clear
         self._heads: dict[tuple[bytes, bytes], list[tuple[int, Place]]] = {}
@@ -293,6 +294,19 @@ class _Sessions:
             for _, place in sorted(found, reverse=True):
                 if self._publish_one(tenant, key, place):
                     break
+        self._note_left()
+
+    def _note_left(self) -> None:
+        """Of what is in the clear, note for overwriting what no session has: no erasure would find it.
+
+        An erasure that power loss has interrupted leaves it, and so does any change of a session.
+        """
+        known = {stored.place.offset for _, stored in self._manifests.all()}
+        known.update(place.offset for _, _, place, _ in self._manifests.all_chunks())
+        found = [place for heads in self._heads.values() for _, place in heads]
+        found += [place for chunks in self._chunks.values() for place in chunks]
+        left = [place for place in found if place.offset in self._clear and place.offset not in known]
+        self._index.publish((), left=left)
 
     def _publish_one(self, tenant: bytes, key: bytes, place: Place) -> bool:
         payload = self._payload(place)

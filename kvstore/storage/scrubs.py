@@ -1,7 +1,7 @@
 """Returns quarantined extents to use by overwriting them with zeros.
 
-Always holds: an extent arrives here after all reads of it have ended, and after its header is wiped, but for what a
-block that is encrypted leaves (`kvstore.storage.left_places`). It is free once the drive
+Always holds: an extent arrives here after all reads of it have ended, and after its header is wiped, but for what is
+erased and what a block that is encrypted leaves (`kvstore.storage.left_places`). It is free once the drive
 has written all of it without an error, which is also when a drive replaces a bad sector. After an error it stays out of
 use, and is charged to its tenant (`kvstore.storage.eviction_events`), until the store is reopened: the error is not
 remembered beyond the process, and the next put there tries the drive again. One piece of a drive is written at a time,
@@ -52,6 +52,11 @@ class Scrubs:
         """How many are not over."""
         return sum(isinstance(one, _Scrub) for one in self._waiting)
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether none begins any more."""
+        return self._closed or self._writes.stopped is not None
+
     def add(self, start: int, pages: int, over: Callable[[], object]) -> None:
         """Overwrite an extent and free it; `over` is called when it is free."""
 
@@ -85,7 +90,7 @@ class Scrubs:
         self._tell(left)
 
     def _begin_next(self) -> None:
-        if self._closed or self._writes.stopped is not None:
+        if self.has_ended:
             left, self._waiting = self._waiting, deque()
             self._tell(left)
         while self._waiting:

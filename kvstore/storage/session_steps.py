@@ -32,7 +32,17 @@ _NO_FINGERPRINT: Final = bytes(FINGERPRINT_BYTES)
 class Step:
     """One step of one session."""
 
-    __slots__ = ("done", "error", "head", "item", "left", "manifest", "records", "unreferenced")
+    __slots__ = (
+        "chunks_left",
+        "done",
+        "error",
+        "head",
+        "item",
+        "left",
+        "manifest",
+        "records",
+        "unreferenced",
+    )
 
     def __init__(self, item: SessionItem, done: SessionsDone) -> None:
         self.item = item
@@ -43,6 +53,7 @@ class Step:
         self.left = 0
         self.error: StorageError | None = None
         self.unreferenced: list[Name] = []
+        self.chunks_left: list[Place] = []  # by an erasure, until all of it is overwritten
 
 
 class StepRecord(RecordWrite):

@@ -15,6 +15,7 @@ when the manifest has been synced, or when the session itself is removed.
   queued and its chunks counted; after it, chunks are released, eviction is notified and blocks are deleted. A step is
   reported, and the next step of its session begun, when all of its slices are done. A crash between two slices is a
   crash before or after that transaction: unsettled counts are noted in it (`kvstore.storage.manifests`).
+- A session that is erased is removed when its records are overwritten as well (`kvstore.storage.session_places`).
 
 It doesn't change blocks, except those that a removal was asked to delete and that nothing names any more, of which it
 deletes those on its own drive.
@@ -46,6 +47,7 @@ from kvstore.storage.labels import is_sealed_label
 from kvstore.storage.manifest_growth import appended, longer, refuse_longer
 from kvstore.storage.manifests import Stored
 from kvstore.storage.outbox import Outbox
+from kvstore.storage.session_places import SessionPlaces
 from kvstore.storage.session_space import Claim
 from kvstore.storage.session_steps import Step, StepRecord
 from kvstore.storage.slices import Slices
@@ -111,7 +113,7 @@ class Sessions:
         self._others = others
         self._doubtful: set[SessionName] = set()  # not in the index, but a record may be on the drive
         self._steps: dict[SessionName, deque[Step]] = {}  # the first of each is under way
-        self._replaced: dict[SessionName, list[Place]] = {}  # older manifests, until newer ones are synced
+        self._places = SessionPlaces(writes, wipes, index, keeping)
         self.outbox: Outbox[SessionDone] = Outbox()
         self.slices = Slices()
 
@@ -170,7 +172,7 @@ class Sessions:
         except StorageError as error:
             then(error)
         else:
-            self._wipes.free((), then)
+            self._keeping.leaving.when_gone(names, then)
 
     def _one_less(self, step: Step) -> None:
         """Note that one of the records of a step has ended, or its slices behind them."""
@@ -443,7 +445,10 @@ class Sessions:
     def _settle(self, step: Step, changed: Changed) -> Iterator[None]:
         """Free what a step has given up, a large one's in slices."""
         while True:
-            self._free_when_synced(step.item.name, changed)
+            if step.item.is_erased:
+                step.chunks_left += self._places.chunks_left(step.item.name, changed.chunks)
+            else:
+                self._places.free_when_synced(step.item.name, changed)
             with suppress(
                 StorageError
             ):  # another drive's index: the step is done, and says less than it could
@@ -451,7 +456,9 @@ class Sessions:
             if not changed.owes:
                 return
             yield
-            changed = self._manifests.settle(step.item.name, SESSION_SLICE_BLOCKS)
+            changed = self._manifests.settle(
+                step.item.name, SESSION_SLICE_BLOCKS, is_erased=step.item.is_erased
+            )
 
     def _telling(self, step: Step, manifest: Manifest, before: Stored | None) -> Iterator[None]:
         """Let the eviction know, on every drive, which blocks the session has now."""
@@ -492,48 +499,20 @@ class Sessions:
     def _all_keeping(self) -> list[Keeping]:
         return [self._keeping, *(other.keeping for other in self._others)]
 
-    def _free_when_synced(self, name: SessionName, changed: Changed) -> None:
-        """Free what a change has replaced, when no power loss can bring back what names it.
-
-        That may be another session: one that shared a chunk and was cut, if only its older manifest survives.
-        """
-        due = list(changed.chunks)
-        self._space.leaves(name.tenant, sum(place.pages for place in due))
-        if changed.manifest is not None:
-            self._replaced.setdefault(name, []).append(changed.manifest)
-            self._space.leaves(name.tenant, changed.manifest.pages)
-        elif not due:
-            return
-
-        def synced(error: StorageError | None) -> None:
-            if error is not None:
-                return
-            held = self._replaced.get(name, [])
-            if changed.manifest in held:  # it is not removed meanwhile
-                held.remove(changed.manifest)
-                due.append(changed.manifest)
-                if not held:
-                    del self._replaced[name]
-            self._wipe(name.tenant, due)
-
-        self._writes.after_sync(synced, unhurried=True)
-
     def _remove(self, step: Step) -> Iterator[None]:
-        name = step.item.name
+        name, is_erased = step.item.name, step.item.is_erased
         stored = self._manifests.get(name)
+        erased = self._places.before(name) if is_erased else None
         try:
-            changed = self._manifests.replace(name, None, {}, SESSION_SLICE_BLOCKS)
+            changed = self._manifests.replace(name, None, {}, SESSION_SLICE_BLOCKS, erased=erased)
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             raise
         self.deadlines.set(name, 0)
         self._doubtful.add(name)
-        # Older manifests of this name must not outlive it, synced or not.
-        places = self._replaced.pop(name, [])
-        if changed.manifest is not None:
-            places.append(changed.manifest)
-            self._space.leaves(name.tenant, changed.manifest.pages)
-        self._wipe(name.tenant, places)
+        manifests = self._places.manifests_left(name, changed.manifest)
+        if not is_erased:
+            self._places.free(name.tenant, manifests)
         yield from self._settle(step, changed._replace(manifest=None))
         blocks = 0 if stored is None else stored.manifest.blocks
         for keeping in self._all_keeping():
@@ -544,11 +523,13 @@ class Sessions:
             step.error = error
             self._end(step)
 
-        yield from self._dropping(step.unreferenced if step.item.delete_blocks else (), wiped)
+        def dropped(error: StorageError | None) -> None:
+            if error is None and is_erased:
+                self._places.erase(name.tenant, manifests, step.chunks_left, wiped)
+            else:
+                wiped(error)
 
-    def _wipe(self, tenant: bytes, places: Sequence[Place]) -> None:
-        self._space.gone(tenant, sum(place.pages for place in places))
-        self._wipes.free((place.offset, place.length) for place in places)
+        yield from self._dropping(step.unreferenced if step.item.delete_blocks else (), dropped)
 
     def _end(self, step: Step) -> None:
         waiting = self._steps[step.item.name]

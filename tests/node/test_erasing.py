@@ -145,6 +145,17 @@ def test_an_erased_tenant_leaves_no_byte_on_the_drive(tmp_path: Path, *, encrypt
         assert got(client, "ada") == WHOLE
 
 
+def test_an_erased_user_leaves_no_name_of_a_session_on_the_drive(tmp_path: Path) -> None:
+    about = "-- what this conversation was about --"
+    with node_of(tmp_path, encrypted=False) as node, Client(node.target) as client:
+        put(client, "ada")
+        assert client.session("ada", about).append(keys_of("ada"), tokens=COUNT) == COUNT
+        drive = tmp_path / "data" / "drive-0.kv"
+        assert about.encode() in drive.read_bytes()
+        assert client.erase_user("ada").sessions == 2
+        assert about.encode() not in drive.read_bytes()
+
+
 def test_an_old_index_brings_nothing_of_an_erased_user_back(tmp_path: Path) -> None:
     with node_of(tmp_path, encrypted=True) as node:
         with Client(node.target) as client:

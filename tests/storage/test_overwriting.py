@@ -80,9 +80,9 @@ def is_whole(rig: StoreRig, numbers: range) -> bool:
     return all(rig.get(number)[1] == payload(KEPT) for number in numbers)
 
 
-@pytest.mark.parametrize("is_lost", [False, True], ids=["killed", "killed twice"])
+@pytest.mark.parametrize("how", ["killed", "killed twice", "power"])
 def test_an_erasure_that_dies_at_any_step_leaves_nothing_once_it_is_repeated(
-    tmp_path: Path, *, is_lost: bool
+    tmp_path: Path, how: str
 ) -> None:
     left = set()
     for step in range(STEPS_MAX):
@@ -92,13 +92,17 @@ def test_an_erasure_that_dies_at_any_step_leaves_nothing_once_it_is_repeated(
         for _ in range(step):
             rig.poll_once()
         over = len(done) == BLOCKS
-        rig.kill()
-        assert rig.disk is not None
-        rig.disk = rig.disk.after_kill(step)
+        if how == "power":
+            rig.power_loss(step)
+        else:
+            rig.kill()
+            assert rig.disk is not None
+            rig.disk = rig.disk.after_kill(step)
         left.add(pages_with(rig, ERASED))
         if over:
             assert pages_with(rig, ERASED) == 0
-        if is_lost:  # the next process dies while it opens the drive
+        if how == "killed twice":  # the next process dies while it opens the drive
+            assert rig.disk is not None
             rig.disk.fault_from = (rig.disk.operations + step % 7, -5)
             try:
                 rig.open()
@@ -165,6 +169,33 @@ def test_an_erasure_is_refused_while_a_drive_keeps_what_an_earlier_one_has_left(
     rig.close()
     reopen(rig)
     assert [one.error for one in erase(rig)] == [None] * BLOCKS
+    assert pages_with(rig, ERASED) == 0
+    rig.close()
+
+
+def test_a_deletion_waits_for_an_erasure_of_its_name(rig: StoreRig) -> None:
+    """The erased record has its header until it is overwritten: power loss would bring it back."""
+    filled(rig)
+    extents, page = rig.drive._extents, rig.record_at(0)[0] // PAGE_BYTES
+    extents.pin(page)
+    erased = start_erasing(rig)
+    put = rig.start_put(0, payload(KEPT), Durability.SYNCED)
+    for _ in range(STEPS_MAX):
+        rig.poll_once()
+    assert rig.put_done[put].error is None
+    deletions = [rig.start_delete(number, Durability.SYNCED) for number in (0, BLOCKS)]
+    for _ in range(STEPS_MAX):
+        rig.poll_once()
+    assert erased == []
+    assert [tag in rig.delete_done for tag in deletions] == [False, True], "others don't wait"
+    extents.unpin(page)
+    for _ in range(STEPS_MAX):
+        rig.poll_once()
+    assert rig.delete_done[deletions[0]].error is None
+    assert [one.error for one in erased] == [None] * BLOCKS
+    rig.power_loss(1)
+    rig.open()
+    assert rig.get_miss(0)
     assert pages_with(rig, ERASED) == 0
     rig.close()
 

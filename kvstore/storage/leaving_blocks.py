@@ -1,0 +1,80 @@
+"""Blocks that have left the index and are overwritten: quarantined ones and erased ones.
+
+Always holds: their pages count against their tenant until they are in use again. Of an erased block the header is
+overwritten last, so that a scan after power loss finds what is left of it (`kvstore.storage.left_places`); until then a
+deletion of its name waits, because its header would bring it back. Of a quarantined one it is wiped first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvstore.limits import PAGE_BYTES
+from kvstore.wire.record import record_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from kvstore.errors import StorageError
+    from kvstore.storage.index import Entry, Name
+    from kvstore.storage.left_places import LeftPlaces
+    from kvstore.storage.scrubs import Scrubs
+    from kvstore.storage.wipes import Wipes
+
+__all__ = ["LeavingBlocks"]
+
+
+class LeavingBlocks:
+    """Those of one drive."""
+
+    def __init__(self, left: LeftPlaces, wipes: Wipes, scrubs: Scrubs) -> None:
+        self._left = left
+        self._wipes = wipes
+        self._scrubs = scrubs
+        self.pages: Counter[bytes] = Counter()  # that are not in use again, by their tenant
+        self._erasing: Counter[Name] = Counter()  # blocks whose headers stand until they are overwritten
+
+    def quarantine(self, name: Name, entry: Entry) -> Callable[[int, int], None]:
+        """Return what overwrites and frees the pages of a block once its header is wiped."""
+        tenant = name[0]
+        self.pages[tenant] += _pages(entry)
+
+        def overwrite(start: int, pages: int) -> None:
+            self._scrubs.add(start, pages, lambda: self._in_use_again(tenant, pages))
+
+        return overwrite
+
+    def erase(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
+        """Overwrite and free erased blocks, headers last."""
+        for name, entry in blocks:
+            self.pages[name[0]] += _pages(entry)
+            self._erasing[name] += 1
+
+        def over(free: Collection[int]) -> None:
+            self._erasing -= Counter(name for name, _ in blocks)
+            for name, entry in blocks:
+                if entry.offset in free:
+                    self._in_use_again(name[0], _pages(entry))
+
+        self._left.erase([(entry.offset, entry.length) for _, entry in blocks], over)
+
+    def when_gone(self, names: Sequence[Name], then: Callable[[StorageError | None], None]) -> None:
+        """Call back when no header is left of what was dropped under these names, erased blocks included."""
+
+        def wiped(error: StorageError | None) -> None:
+            if error is None and any(name in self._erasing for name in names):
+                self._left.after_all(then)
+            else:
+                then(error)
+
+        self._wipes.free((), wiped)
+
+    def _in_use_again(self, tenant: bytes, pages: int) -> None:
+        self.pages[tenant] -= pages
+        if not self.pages[tenant]:
+            del self.pages[tenant]
+
+
+def _pages(entry: Entry) -> int:
+    return record_bytes(entry.length) // PAGE_BYTES
