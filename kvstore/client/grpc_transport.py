@@ -3,7 +3,8 @@
 Memory, flags and counters are those of the C core's provider `memory`, which needs no libfabric. The CPU copies the
 bytes: `get` does in the caller's thread, and one of a few threads for all else.
 
-What always holds: what `kvstore.client.transport` promises; a batch that the fabric would refuse is refused here.
+What always holds: what `kvstore.client.transport` promises; a batch that the fabric would refuse is refused here. If
+the node has no memory for a block, it is sent, or asked for, again until its deadline.
 What it doesn't do: attach. A node that is away is found out by the puts and gets, one by one.
 """
 

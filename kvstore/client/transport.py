@@ -7,7 +7,8 @@
 | `grpc` | inside gRPC; the CPU copies them | |
 | `memory` | within this process, to a `kvstore.testing.MemoryNode` | |
 
-What always holds: every transport has the same calls, with the same blocks, flags, results and misses.
+What always holds: every transport has the same calls, with the same blocks, flags and outcomes. Over a fabric `put` and
+`arm` raise if the node can't be attached to; inside gRPC the results of the puts say so.
 What it doesn't do: `reserve` inside gRPC, since slots are leased in memory that a fabric writes to. Nor does it change
 later: a node that the fabric can't reach is an error, not a reason to be slower without anybody knowing why.
 """
