@@ -147,7 +147,7 @@ class Arrival(Handle):
 
 
 class Arrivals(Handle):
-    """Joins the table, the requester and the clients; see the top of this file."""
+    """Fetches what users will need, when rules say so, and tells what has arrived (docs/client.md has an example)."""
 
     def __init__(self, nodes: Nodes, rules: Table, *, tenant: str, limits: Limits = _LIMITS) -> None:
         """`tenant` is what the rules call the tenant for whom the nodes' clients act."""

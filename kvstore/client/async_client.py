@@ -70,7 +70,11 @@ _OVER: Final = object()  # of a watch: there are no more events
 
 
 class AsyncClient:
-    """A client of one node, for one event loop."""
+    """A client of one node, for one event loop.
+
+    Its methods are those of `Client`, awaitable. `sync` is that client: its properties, such as `sync.transport`, need
+    no waiting, and `await client.call(client.sync.reserve, blocks)` makes any call that has no method here.
+    """
 
     def __init__(self, node: str | Reach | None = None, **of_client: Any) -> None:
         """`of_client` are the arguments of `Client`. The node is not called yet."""

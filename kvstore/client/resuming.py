@@ -87,7 +87,10 @@ class _Batch(NamedTuple):
 
 
 class Resuming(Handle):
-    """One resume; see the top of this file. `Session.resuming` makes it."""
+    """One resume: blocks arrive in the order of the request, and the first can be used before the last.
+
+    `Session.resuming` makes it. `wait_layer` and `wait_blocks` say whether blocks can be used, `whole` waits for all.
+    """
 
     def __init__(
         self,

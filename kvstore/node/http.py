@@ -20,6 +20,7 @@ import base64
 import contextlib
 import ipaddress
 import logging
+import os
 import socket
 import ssl
 import threading
@@ -173,7 +174,8 @@ class HttpServer:
                 dualstack_ipv6=every,
             )
         except OSError as error:
-            raise ConfigError(f"--http could not listen on {host}:{port}: {error.strerror}.") from error
+            why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio's has a tuple in it
+            raise ConfigError(f"--http could not listen on {host}:{port}: {why}.") from error
         self._listener.setblocking(False)
         self._node_loop = asyncio.get_running_loop()
         self._thread = threading.Thread(
