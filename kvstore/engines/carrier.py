@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from kvstore.client import Hit, Stored
 from kvstore.clock import SystemClock
-from kvstore.engines.stores import block_at, is_about_domains, open_store
+from kvstore.engines.stores import block_at, is_about_domains, name_of, open_store
 from kvstore.errors import KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_SLOTS_BYTES, SLOTS_PER_CLIENT_MAX
 from kvstore.names import block_key
@@ -104,6 +104,11 @@ class Carrier(Handle):
     def transport(self) -> str:
         """How blocks in registered memory go."""
         return self._client.transport
+
+    @property
+    def name(self) -> str:
+        """The same for a person."""
+        return name_of(self._client)
 
     # --- what is there
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.durability import Durability
     from kvstore.engines.common_settings import EngineSettings
     from kvstore.miss import Miss
-    from nic_offload.fabric import Region
+    from nic_offload.fabric import Fabric, Region
     from nic_offload.flags import FlagWord
 
 __all__ = ["Store", "block_at", "blocks_of_pieces", "is_about_domains", "name_of", "open_store"]
@@ -43,6 +43,11 @@ class Store(Protocol):
     @property
     def transport(self) -> str:
         """How blocks go, as `Client.transport`."""
+        ...
+
+    @property
+    def fabric(self) -> Fabric:
+        """What carries them, as `Client.fabric`."""
         ...
 
     def register(self, memory: Buffer) -> Region | Everywhere:
@@ -111,7 +116,7 @@ def open_store(settings: EngineSettings, layout: bytes, **of_clients: Any) -> Cl
     return Client(settings.reach, layout=layout, **of_clients)
 
 
-def name_of(client: Client | ClusterClient) -> str:
+def name_of(client: Store) -> str:
     """How its blocks go, for a person."""
     if client.transport == GRPC:
         return "gRPC"

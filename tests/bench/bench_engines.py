@@ -170,7 +170,7 @@ def _measure(place: Path, model: Path, node: Node) -> _Rounds:
             rounds.add("fabric", _hit(ours, stored[-1]))
     for name, how in (
         ("fabric sync", {"extra": {"load": "sync"}}),
-        ("grpc", {"extra": {"transport": "inline"}}),
+        ("grpc", {"extra": {"transport": "grpc"}}),
     ):
         with _engine(place, name, model, node, **how) as engine:
             engine.say(prompt())

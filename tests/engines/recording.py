@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from ctypes import string_at
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.client import Everywhere
 from kvstore.engines.vllm.connector import TriggerKvConnector
 from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.offloading import TriggerKvOffloadingSpec
@@ -139,7 +141,12 @@ class RecordingSpec(TriggerKvOffloadingSpec):
             with Path(os.environ["TEST_DIGESTS"]).open("a") as lines:
                 for key in keys:
                     begin = host._slots[key].number * host._slot_bytes
-                    content = host._memory[begin : begin + host._slot_bytes]
+                    memory = host._region
+                    content = (
+                        memory.copied(begin, host._slot_bytes)
+                        if isinstance(memory, Everywhere)
+                        else string_at(memory.address + begin, host._slot_bytes)
+                    )
                     lines.write(f"{what} {key.hex()} {blake2b(content, digest_size=16).hexdigest()}\n")
 
         host.end_fill, host.hold = end_fill, hold_keys

@@ -260,7 +260,7 @@ def test_when_loads_fail_at_random_every_stored_page_is_a_clean_engines(
 
 
 def test_without_a_fabric_blocks_go_inside_grpc(place: Path, model: Path, node: Node, chats: Chats) -> None:
-    with Engine(place, "inline", model, node.target, extra={"transport": "inline"}) as inline:
+    with Engine(place, "inline", model, node.target, extra={"transport": "grpc"}) as inline:
         chats.check(inline)
         inline.forget()
         assert chats.check(inline, range(3, 4)) > 0

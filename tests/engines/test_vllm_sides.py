@@ -70,7 +70,7 @@ def manager(loads, saves):
     return [found, len(it.prepare_store([b"key"], ReqContext("r")).keys_to_store)]
 
 def spec(extra):
-    config = Fake(extra_config={"node": "127.0.0.1:9", "host_bytes": 1 << 20, "transport": "inline"} | extra,
+    config = Fake(extra_config={"node": "127.0.0.1:9", "host_bytes": 1 << 20, "transport": "grpc"} | extra,
         worker_kv_bytes_per_block=4096, parallel=Fake(world_size=1, rank=0), engine_id=f"test {os.getpid()}",
         enable_kv_cache_events=False, groups=(), cache=Fake(tokens_per_hash=32, blocks_per_chunk=1))
     try:

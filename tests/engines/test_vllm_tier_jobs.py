@@ -115,7 +115,7 @@ def keys(what: str, count: int, first: int = 0) -> list[bytes]:
     return [bytes([number]) + what.encode() for number in range(first, first + count)]
 
 
-@pytest.mark.parametrize("transport", ["fabric", "inline"])
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 9 << 20])
 def test_what_is_stored_comes_back_and_what_is_not_there_is_told_apart(
     node: Node, transport: str, chunk_bytes: int
@@ -341,7 +341,7 @@ def test_a_drained_tier_has_a_result_for_every_job(node: Node) -> None:
     one.tier.shutdown()
 
 
-@pytest.mark.parametrize("transport", ["fabric", "inline"])
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
 def test_shutdown_ends_what_waits_for_a_stopped_node(tmp_path: Path, transport: str) -> None:
     with Node(tmp_path / "node") as node:
         one = Tier(node.target, transport=transport, save_timeout_ms=60_000, load_timeout_ms=60_000)

@@ -162,7 +162,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
             "Chunks of %d bytes are stored on %s, over %s.",
             self._size,
             ", ".join(settings.reach.nodes),
-            self._carrier.transport,
+            self._carrier.name,
         )
 
     # --- what is there
