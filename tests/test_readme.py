@@ -80,7 +80,7 @@ def test_the_client_example_of_the_readme_runs_as_printed(node: NodeProcess) -> 
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("WRITTEN") == 3
-    assert done.stdout.count("Hit(") == 3
+    assert done.stdout.count("'Hit'") == 3
 
 
 def test_the_copy_does_not_see_the_venv_around_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
