@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -25,6 +26,7 @@ __all__ = [
     "KnownLayout",
     "PutResult",
     "fingerprint_of",
+    "hold_regions",
     "pieces_of",
     "put_into",
     "regions_of",
@@ -161,6 +163,15 @@ def regions_of(blocks: Iterable[Block]) -> list[Region]:
             last = block.pieces.regions
             each.update(dict.fromkeys(last))
     return list(each)
+
+
+def hold_regions(blocks: Iterable[Block]) -> ExitStack:
+    """Hold the memory of all of these, so that nobody can close it; closing the result lets it go."""
+    with ExitStack() as held:
+        for region in regions_of(blocks):
+            region.hold()
+            held.callback(region.let_go)
+        return held.pop_all()
 
 
 def put_into(blocks: Sequence[Block], domain: bytes, *, of_domains: bool = False) -> Sequence[Block]:

@@ -101,7 +101,7 @@ class Core(Handle):
         self.spans = None if tracer_provider is None else _spans(tracer_provider, reach.node)
         self.channel = open_channel(reach, None if self.spans is None else self.spans.header)
         self.lock = threading.RLock()
-        self._fabric: Fabric | None = None  # who only asks, or sends bytes inside gRPC, needs none
+        self._fabric: Fabric | None = None  # a client that only asks, or sends bytes, needs none
         self._transport = reach.transport  # until the fabric is opened, if that is "auto"
         self._own_side = OwnSide(reach)
         self._closed = False

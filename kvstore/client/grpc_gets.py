@@ -7,11 +7,11 @@ as it was. Once a get has ended, nothing writes to its regions, and until then t
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, closing
+from contextlib import closing
 from ctypes import memmove
 from typing import TYPE_CHECKING, Final
 
-from kvstore.client.blocks import Hit, regions_of
+from kvstore.client.blocks import Hit, hold_regions
 from kvstore.clock import SystemClock
 from kvstore.errors import KvError, UsageError
 from kvstore.limits import GRPC_AGAIN_MS_MAX, GRPC_AGAIN_MS_MIN
@@ -126,11 +126,8 @@ class GrpcGet:
         self._blocks = len(blocks)
         self._is_over = False
         self._came = threading.Condition()
-        self._held = ExitStack()
+        self._held = hold_regions(blocks)
         try:
-            for region in regions_of(blocks):
-                region.hold()
-                self._held.callback(region.let_go)
             submit(lambda: self._run(get_inside(inline, blocks, fingerprint, until_ns)))
         except BaseException:
             self._held.close()

@@ -13,7 +13,7 @@ from contextvars import copy_context
 from ctypes import string_at
 from typing import TYPE_CHECKING, cast
 
-from kvstore.client.blocks import PutResult, regions_of
+from kvstore.client.blocks import PutResult, hold_regions
 from kvstore.client.grpc_gets import Again
 from kvstore.client.puts import ArmedPuts
 from kvstore.clock import SystemClock
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvstore.client.transfer_watch import Watch
     from kvstore.durability import Durability
     from nic_offload.counter import Counter
-    from nic_offload.fabric import Event, Region
+    from nic_offload.fabric import Event
     from nic_offload.flags import FlagWord
 
 __all__ = ["GrpcPuts"]
@@ -62,16 +62,13 @@ class GrpcPuts(ArmedPuts):
         self._fired: list[int] = []  # whose sending no thread has begun
         self._reading = threading.Lock()  # held while a source is copied
         self._is_abandoned = False
-        self._held: list[Region] = []
+        self._held = hold_regions(blocks)
         try:
-            for region in regions_of(blocks):
-                region.hold()
-                self._held.append(region)
             # Of a link it needs what ends with the client, and nothing of the fabric.
             link = cast("Link", core.unlinked)
             super().__init__(core, link, blocks, durability, flag, deadline_ns, watch)
         except BaseException:
-            self._release()
+            self._held.close()
             raise
 
     def _start(self, flag: FlagWord | Counter | None, deadline_ns: int) -> None:
@@ -98,7 +95,7 @@ class GrpcPuts(ArmedPuts):
             )
         except KvError:
             del self._link.operations[self._tag]
-            self._close_counters()
+            self._let_go()
             raise
 
     def _now(self, late: KvError | None = None) -> list[PutResult]:
@@ -165,8 +162,9 @@ class GrpcPuts(ArmedPuts):
                 b"", None, last or NodeUnavailable("The stream ended before the block was sent.")
             )
             of_each = [(i, results[at] if at < len(results) else missing) for at, i in enumerate(some)]
-            some = [i for i, one in of_each if isinstance(one.error, Overloaded) and again.left_s() > 0]
-            self._sent([(i, one) for i, one in of_each if i not in some])
+            refused = {i for i, one in of_each if isinstance(one.error, Overloaded) and again.left_s() > 0}
+            self._sent([(i, one) for i, one in of_each if i not in refused])
+            some = sorted(refused)
             if some:
                 again.pause()
 
@@ -202,17 +200,7 @@ class GrpcPuts(ArmedPuts):
     def _let_go(self) -> None:
         super()._let_go()
         self._moved.close()
-        self._release()
-
-    def _close_counters(self) -> None:
-        self._moved.close()
-        if self._counter is not None:
-            self._counter.close()
-
-    def _release(self) -> None:
-        held, self._held = self._held, []
-        for region in held:
-            region.let_go()
+        self._held.close()
 
     def lost(self, error: KvError) -> None:
         """End those that have not ended. When this returns, nothing reads the sources any more."""

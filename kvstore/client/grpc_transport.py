@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from contextvars import copy_context
 from typing import TYPE_CHECKING
 
-from kvstore.client.blocks import put_into, regions_of
+from kvstore.client.blocks import hold_regions, put_into
 from kvstore.client.checks import (
     are_pieces,
     check_armed,
@@ -93,10 +92,7 @@ class GrpcTransport:
         """As `Client.get`."""
         check_gets(self._core.open_fabric, blocks, GET_BLOCKS_MAX)
         until_ns = self._until_ns(timeout_s)
-        with ExitStack() as held:
-            for region in regions_of(blocks):
-                region.hold()
-                held.callback(region.let_go)
+        with hold_regions(blocks):
             return list(get_inside(self._inline, blocks, self._fingerprint(layout), until_ns))
 
     def getting(

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.client.blocks import Block, Hit, regions_of
+from kvstore.client.blocks import Block, Hit, hold_regions
 from kvstore.client.checks import are_pieces
 from kvstore.clock import SystemClock
 from kvstore.errors import FabricError
@@ -127,10 +127,7 @@ def get_in_windows(
     def begin_in_time(some: Sequence[Block]) -> Get | NoGet:
         return begin(some, max(0.0, (until_ns - clock.monotonic_ns()) / 1e9))
 
-    with ExitStack() as held:
-        for region in regions_of(blocks):
-            region.hold()
-            held.callback(region.let_go)
+    with hold_regions(blocks):
         try:
             for some in _windows(blocks):
                 if len(under_way) == WINDOWS_AHEAD:
