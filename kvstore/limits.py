@@ -278,6 +278,7 @@ FREE_HEADERS_CHECKED_MAX = 256  # free extents, and the oldest records, that are
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more of them is not recovered but reported
 HOT_BYTES_DEFAULT = 256 << 20  # memory that reads go through on their way to a client, and stay in
 HOT_BYTES_MIN = 128 << 20
+COLD_BYTES_MAX = 8 << 20  # of blocks that the C core reads by itself at a time, and of the rooms for them
 SHARES = 8  # a caller that receives nothing may hold one part in so many of the hot memory
 TURN_BYTES = 1 << 20  # of one tenant, before it is the next one's turn
 SEND_BYTES_MAX = 2 << 20  # of payloads that a reader is handed together, unless one is larger

@@ -11,7 +11,7 @@ __all__ = ["ffi"]
 _HERE = Path(__file__).parent
 _DECLARATIONS = "".join(
     (_HERE / name).read_text().split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
-    for name in ("records.h", "core.h")
+    for name in ("records.h", "core.h", "cold.h")
 )
 
 _HANDLES = (
@@ -43,6 +43,7 @@ _PARTS = (
     "counter_handles",
     "crc32c",
     "desk",
+    "desk_cold",
     "desk_where",
     "fabric",
     "gcm_libcrypto",
@@ -91,7 +92,7 @@ ffi = FFI()
 ffi.cdef("".join(f"struct tk_{name};\n" for name in _HANDLES) + _DECLARATIONS)
 ffi.set_source(
     "nic_offload._core",
-    '#include "core.h"',
+    '#include "core.h"\n#include "cold.h"',
     sources=[f"nic_offload/{name}.c" for name in _PARTS],
     depends=[str(header.relative_to(_HERE.parent)) for header in sorted(_HERE.glob("*.h"))],
     include_dirs=["nic_offload"],

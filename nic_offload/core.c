@@ -5,6 +5,7 @@
  * post what is ready, report. After a round that found nothing to do, the thread idles (idle.c).
  */
 #define _GNU_SOURCE
+#include "call.h"
 #include "progress.h"
 
 #include <errno.h>
@@ -83,7 +84,10 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 
 static int is_wanted(const struct cancellation *wanted, const struct work *work)
 {
-	uint64_t tag = tag_of(work), first = 0, end = wanted->count; /* the tags are in order */
+	uint64_t tag = wanted->desk ? work->op.flag_value >> ACK_CODE_BITS : tag_of(work);
+	uint64_t first = 0, end = wanted->count; /* the tags are in order */
+	if (wanted->desk && !(work->desk == wanted->desk && work->batch))
+		return 0;
 	while (first < end) {
 		uint64_t middle = first + (end - first) / 2;
 		if (wanted->tags[middle] < tag)
@@ -372,6 +376,7 @@ void *core_progress(void *argument)
 		busy |= make_checksums(fabric);
 		ring_doorbells(fabric);
 		poll_desks(fabric);
+		poll_cold(fabric);
 		busy |= expire(fabric);
 		publish_soon(fabric);
 		give_back_finished(fabric);

@@ -380,12 +380,13 @@ struct tk_served {
 	uint64_t desk;
 	uint64_t began_ns, ended_ns;
 	uint64_t size_bytes;
-	uint32_t bytes; /* of this, of the ids of its blocks and of the call's metadata, which follow it */
+	uint32_t bytes; /* of this, of the ids of its blocks and of the call's metadata, which follow it, and then, if any was
+			   cold, of a `tk_cold_head` with its rows */
 	uint32_t blocks;
 	uint32_t metadata_bytes;
 	uint32_t corrupt; /* blocks found damaged: their callers got a miss */
 	uint32_t failed;  /* blocks of which it is not known whether they arrived */
-	uint32_t zero;
+	uint32_t cold;	  /* blocks that were not in memory */
 };
 int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out);
 int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int count);

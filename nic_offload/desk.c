@@ -6,7 +6,8 @@
  * block goes out like any put with a checksum, followed by its acknowledgement, and the desk waits for the next call.
  * A record of what was served is kept for the application. Any other call becomes an ordinary landing, and the
  * application answers it. A peer on this machine that has mapped the shelf's region may ask for the blocks' locations
- * instead of their bytes (shared.c).
+ * instead of their bytes (shared.c). If some are not in memory, but their places on the drives are known, they are read from
+ * there (desk_cold.c).
  *
  * What always holds: a call is answered here completely or not at all. A block whose checksum differs is not sent:
  * its caller gets a miss, and the block leaves the shelf. At most `bytes_max` of one desk are under way. On a sealed
@@ -77,6 +78,7 @@ int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes)
 	}
 	if (!shelf->first)
 		shelf->last = NULL;
+	shelf->cold.told = !!shelf->first;
 	pthread_mutex_unlock(&shelf->lock);
 	return (int)taken;
 }
@@ -111,7 +113,7 @@ static int may_be_acked(const struct tk_desk *desk, uint32_t word, uint64_t gene
 }
 
 /* The rows of a call, one by one. */
-static struct call_part_row row_of(const struct call_head *head, uint32_t number)
+struct call_part_row desk_row(const struct call_head *head, uint32_t number)
 {
 	struct call_part_row row = {.part = 0};
 	size_t bytes = call_row_bytes(head->kind);
@@ -119,15 +121,17 @@ static struct call_part_row row_of(const struct call_head *head, uint32_t number
 	return row;
 }
 
-static int is_inside_block(const struct call_part_row *row)
+int desk_may_send(const struct tk_desk *desk, const struct call_part_row *row)
 {
-	return row->part ? row->part <= row->row.length && row->skip <= row->row.length - row->part : !row->skip;
+	int is_inside = row->part ? row->part <= row->row.length && row->skip <= row->row.length - row->part : !row->skip;
+	return is_inside && may_be_acked(desk, row->row.ack_word, row->row.ack_generation);
 }
 
 void desk_give_back(struct tk_shelf *shelf, uint32_t count)
 {
-	while (count)
-		shelf_let_go(shelf, shelf->found[--count]);
+	while (count--)
+		if (shelf->found[count])
+			shelf_let_go(shelf, shelf->found[count]);
 }
 
 /* Under the shelf's lock: all of its blocks, or none. Each is held for sending. Returns their bytes, 0 for none. */
@@ -137,11 +141,10 @@ uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint6
 	uint64_t bytes = 0;
 	uint32_t count = 0;
 	for (; count < head->blocks; count++) {
-		struct call_part_row row = row_of(head, count);
+		struct call_part_row row = desk_row(head, count);
 		struct shelved *block = shelf_find(shelf, desk->setup.owner, row.row.key);
-		if (!block || block->block.length != row.row.length || !is_inside_block(&row) ||
-		    memcmp(block->block.fingerprint, head->fingerprint, TK_FINGERPRINT_BYTES) ||
-		    !may_be_acked(desk, row.row.ack_word, row.row.ack_generation))
+		if (!block || block->block.length != row.row.length || !desk_may_send(desk, &row) ||
+		    memcmp(block->block.fingerprint, head->fingerprint, TK_FINGERPRINT_BYTES))
 			break;
 		block->sending++;
 		shelf->found[count] = block;
@@ -156,17 +159,20 @@ uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint6
 }
 
 /* Under the shelf's lock: makes the report about a call, to be given once it is over. */
-struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes)
+struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
+			 uint32_t cold)
 {
 	size_t ids_bytes = head->blocks * sizeof(uint64_t);
-	size_t told_bytes = sizeof(struct tk_served) + ids_bytes + head->metadata_bytes;
+	size_t rows_bytes = cold ? sizeof(struct tk_cold_head) + head->blocks * sizeof(struct tk_cold_row) : 0;
+	size_t told_bytes = sizeof(struct tk_served) + ids_bytes + head->metadata_bytes + rows_bytes;
 	if (shelf->served_bytes + told_bytes > SERVED_BYTES_MAX)
 		return NULL;
-	struct served *served = malloc(sizeof *served + ids_bytes + head->metadata_bytes);
+	struct served *served = malloc(sizeof *served + ids_bytes + head->metadata_bytes + rows_bytes);
 	if (!served)
 		return NULL;
 	served->next = NULL;
 	served->left = head->blocks;
+	served->has_unsent = 0;
 	served->told = (struct tk_served){
 		.desk = desk->setup.tag,
 		.began_ns = tk_now_ns(),
@@ -174,9 +180,10 @@ struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, con
 		.bytes = (uint32_t)told_bytes,
 		.blocks = head->blocks,
 		.metadata_bytes = head->metadata_bytes,
+		.cold = cold,
 	};
 	for (uint32_t i = 0; i < head->blocks; i++)
-		served->rest[i] = shelf->found[i]->block.id;
+		served->rest[i] = shelf->found[i] ? shelf->found[i]->block.id : 0;
 	memcpy(served->rest + head->blocks, head + 1, head->metadata_bytes);
 	shelf->served_bytes += told_bytes;
 	return served;
@@ -189,8 +196,8 @@ void desk_forget_note(struct tk_shelf *shelf, struct served *served)
 	free(served);
 }
 
-static void send_word(struct tk_fabric *fabric, struct work *work, const struct tk_desk *desk, uint32_t word,
-		      uint64_t generation, uint32_t code)
+void desk_send_word(struct tk_fabric *fabric, struct work *work, const struct tk_desk *desk, uint32_t word,
+		    uint64_t generation, uint32_t code)
 {
 	work->op = (struct tk_operation){
 		.endpoint = desk->setup.endpoint,
@@ -204,8 +211,8 @@ static void send_word(struct tk_fabric *fabric, struct work *work, const struct 
 	fire(fabric, work, fabric->now_ns);
 }
 
-static void send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk *desk,
-		       const struct call_part_row *wanted, struct shelved *block, struct served *served)
+void desk_send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk *desk,
+		     const struct call_part_row *wanted, struct shelved *block, struct served *served)
 {
 	const struct call_fetch_row *row = &wanted->row;
 	work->shelved = block;
@@ -241,6 +248,8 @@ void desk_list_served(struct tk_shelf *shelf, struct served *served)
 	else
 		shelf->first = served;
 	shelf->last = served;
+	if (served->told.cold)
+		cold_tell(shelf, served);
 }
 
 int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
@@ -259,7 +268,7 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 
 	pthread_mutex_lock(&shelf->lock);
 	uint64_t bytes = desk_find_all(desk, head, &sent_bytes);
-	struct served *served = bytes ? desk_note(shelf, desk, head, sent_bytes) : NULL;
+	struct served *served = bytes ? desk_note(shelf, desk, head, sent_bytes, 0) : NULL;
 	struct work *work = served ? take_free_work(fabric, head->blocks + 1) : NULL;
 	if (bytes && !work)
 		desk_give_back(shelf, head->blocks);
@@ -267,17 +276,17 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 		desk_forget_note(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
 	if (!work)
-		return 0;
+		return desk_answer_cold(fabric, desk, head);
 
 	desk->under_way_bytes += bytes;
 	fabric->statistics.served += head->blocks;
 	for (uint32_t i = 0; i < head->blocks; i++) {
 		struct work *next = work->next;
-		struct call_part_row row = row_of(head, i);
-		send_block(fabric, work, desk, &row, shelf->found[i], served);
+		struct call_part_row row = desk_row(head, i);
+		desk_send_block(fabric, work, desk, &row, shelf->found[i], served);
 		work = next;
 	}
-	send_word(fabric, work, desk, head->ack_word, head->generation, CALL_DONE);
+	desk_send_word(fabric, work, desk, head->ack_word, head->generation, CALL_DONE);
 	return 1;
 }
 

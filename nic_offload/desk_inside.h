@@ -1,5 +1,5 @@
 /*
- * Shared by the two files of a desk: desk.c and desk_where.c. All but the last two are called under the shelf's lock.
+ * Shared by the files of a desk: desk.c, desk_cold.c and desk_where.c. Called under the shelf's lock, unless marked.
  */
 #ifndef TRIGGERKV_DESK_INSIDE_H
 #define TRIGGERKV_DESK_INSIDE_H
@@ -12,13 +12,27 @@
 uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint64_t *sent_bytes);
 void desk_give_back(struct tk_shelf *shelf, uint32_t count); /* those that were found */
 
-/* The application's record of an answered call. */
-struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes);
+/* The application's record of an answered call; with cold blocks, with a row for each. */
+struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
+			 uint32_t cold);
 void desk_forget_note(struct tk_shelf *shelf, struct served *served);
 void desk_list_served(struct tk_shelf *shelf, struct served *served);
 
 void desk_let_go(struct tk_desk *desk, uint32_t place); /* blocks whose locations its peer had */
 
+/* Of a call, without the lock, and of what answers it. */
+struct call_part_row desk_row(const struct call_head *head, uint32_t number);
+int desk_may_send(const struct tk_desk *desk, const struct call_part_row *row); /* a part of the block, and a word that its peer has */
+void desk_send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk *desk, const struct call_part_row *wanted,
+		     struct shelved *block, struct served *served);
+void desk_send_word(struct tk_fabric *fabric, struct work *work, const struct tk_desk *desk, uint32_t word,
+		    uint64_t generation, uint32_t code);
+
+/* desk_cold.c; the first without the lock */
+int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struct call_head *head);
+void cold_tell(struct tk_shelf *shelf, const struct served *served);
+
+/* desk_where.c; without the lock */
 void desk_called_again(struct tk_desk *desk, const struct tk_landing *landing); /* in the same place */
 int desk_answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const struct tk_landing *landing,
 		      const struct call_head *head);

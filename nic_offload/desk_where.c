@@ -93,7 +93,7 @@ int desk_answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const stru
 	uint64_t sent_bytes = 0;
 	pthread_mutex_lock(&shelf->lock);
 	uint64_t bytes = place < TK_CALL_PLACES ? desk_find_all(desk, head, &sent_bytes) : 0;
-	struct served *served = bytes ? desk_note(shelf, desk, head, sent_bytes) : NULL;
+	struct served *served = bytes ? desk_note(shelf, desk, head, sent_bytes, 0) : NULL;
 	struct work *work = served ? take_free_work(fabric, 1) : NULL;
 	if (work && hold(fabric, desk, place, head->blocks, bytes))
 		desk_list_served(shelf, served);

@@ -356,6 +356,7 @@ void endpoint_free(struct tk_endpoint *endpoint); /* handles.c */
 struct work *take_free_work(struct tk_fabric *fabric, uint32_t count); /* inbox.c; the progress thread's */
 
 struct cancellation {
+	struct tk_desk *desk; /* NULL; or it is what this desk reads, by the generations of its words */
 	uint64_t count;
 	uint64_t tags[];
 };

@@ -207,7 +207,7 @@ static int compare_tags(const void *a, const void *b)
 	return (first > second) - (first < second);
 }
 
-int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
+static int cancel(struct tk_fabric *fabric, struct tk_desk *desk, const uint64_t *tags, int count)
 {
 	if (count <= 0)
 		return 0;
@@ -215,12 +215,23 @@ int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 	struct cancellation *wanted = malloc(sizeof *wanted + tags_bytes);
 	if (!wanted)
 		return -ENOMEM;
+	wanted->desk = desk;
 	wanted->count = (uint64_t)count;
 	memcpy(wanted->tags, tags, tags_bytes);
 	qsort(wanted->tags, (size_t)count, sizeof *tags, compare_tags);
 	int cancelled = on_the_thread(fabric, core_cancel, wanted, sizeof *wanted + tags_bytes);
 	free(wanted);
 	return cancelled;
+}
+
+int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
+{
+	return cancel(fabric, NULL, tags, count);
+}
+
+int tk_desk_cancel(struct tk_fabric *fabric, struct tk_desk *desk, const uint64_t *generations, int count)
+{
+	return cancel(fabric, desk, generations, count);
 }
 
 int tk_flush(struct tk_fabric *fabric)

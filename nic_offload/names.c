@@ -1,10 +1,11 @@
 /*
- * The set of stored names, as keyed hashes. With it the receiver knows, without Python, which blocks it can't judge
- * itself.
+ * The set of stored names, as keyed hashes, with the place of each on its drive. With it the receiver knows, without
+ * Python, which blocks it can't judge itself, and a desk where to read those that are not in memory.
  *
  * What always holds: a name that was added is found until it is removed. A name that was not added may be found too,
  * by collision (one in 2^64 for each stored name) or when memory runs out. So a name that is not found is not stored,
- * and one that is found has to be looked up. To grow the set never takes longer than moving a 256th of it.
+ * and one that is found has to be looked up; so has the name in the header at its place. To grow the set never takes
+ * longer than moving a 256th of it.
  */
 #define _GNU_SOURCE
 #include "names.h"
@@ -27,10 +28,10 @@ static struct names_part *part_of(struct names *names, uint64_t hash)
 }
 
 /* The slot of a name, or where it would be inserted. */
-static uint32_t place(const struct names_part *part, uint64_t hash)
+static uint32_t slot_of(const struct names_part *part, uint64_t hash)
 {
 	uint32_t at = (uint32_t)hash & (part->slots - 1);
-	while (part->hashes[at] && part->hashes[at] != hash)
+	while (part->entries[at].hash && part->entries[at].hash != hash)
 		at = (at + 1) & (part->slots - 1);
 	return at;
 }
@@ -38,45 +39,47 @@ static uint32_t place(const struct names_part *part, uint64_t hash)
 static int widen(struct names_part *part)
 {
 	struct names_part wider = {.slots = part->slots ? part->slots * 2 : SLOTS_MIN, .used = part->used};
-	wider.hashes = calloc(wider.slots, sizeof *wider.hashes);
-	if (!wider.hashes)
+	wider.entries = calloc(wider.slots, sizeof *wider.entries);
+	if (!wider.entries)
 		return -ENOMEM;
 	for (uint32_t at = 0; at < part->slots; at++)
-		if (part->hashes[at])
-			wider.hashes[place(&wider, part->hashes[at])] = part->hashes[at];
-	free(part->hashes);
+		if (part->entries[at].hash)
+			wider.entries[slot_of(&wider, part->entries[at].hash)] = part->entries[at];
+	free(part->entries);
 	*part = wider;
 	return 0;
 }
 
-static void add(struct names *names, uint64_t hash)
+/* NULL: there is no memory for it. */
+static struct names_entry *add(struct names *names, uint64_t hash)
 {
 	struct names_part *part = part_of(names, hash);
 	if ((!part->slots || part->used > part->slots / 4 * 3) && widen(part)) {
 		names->is_blind = 1;
-		return;
+		return NULL;
 	}
-	uint32_t at = place(part, hash);
-	part->used += !part->hashes[at];
-	part->hashes[at] = hash;
+	struct names_entry *entry = &part->entries[slot_of(part, hash)];
+	part->used += !entry->hash;
+	entry->hash = hash;
+	return entry;
 }
 
 static void take_out(struct names *names, uint64_t hash)
 {
 	struct names_part *part = part_of(names, hash);
-	uint32_t hole = part->slots ? place(part, hash) : 0, last = part->slots - 1;
-	if (!part->slots || !part->hashes[hole])
+	uint32_t hole = part->slots ? slot_of(part, hash) : 0, last = part->slots - 1;
+	if (!part->slots || !part->entries[hole].hash)
 		return;
 	part->used--;
 	/* Later entries move up, unless that were before their own slot. */
-	for (uint32_t at = (hole + 1) & last; part->hashes[at]; at = (at + 1) & last) {
-		uint32_t own = (uint32_t)part->hashes[at] & last;
+	for (uint32_t at = (hole + 1) & last; part->entries[at].hash; at = (at + 1) & last) {
+		uint32_t own = (uint32_t)part->entries[at].hash & last;
 		if (((at - own) & last) >= ((at - hole) & last)) {
-			part->hashes[hole] = part->hashes[at];
+			part->entries[hole] = part->entries[at];
 			hole = at;
 		}
 	}
-	part->hashes[hole] = 0;
+	part->entries[hole] = (struct names_entry){0};
 }
 
 int names_init(struct names *names)
@@ -87,14 +90,43 @@ int names_init(struct names *names)
 void names_free(struct names *names)
 {
 	for (int i = 0; i < NAMES_PARTS; i++)
-		free(names->parts[i].hashes);
+		free(names->parts[i].entries);
+}
+
+/* NULL: there is none. */
+static struct names_entry *find(struct names *names, const uint8_t *name)
+{
+	uint64_t hash = hash_of(names, name);
+	struct names_part *part = part_of(names, hash);
+	struct names_entry *entry = part->slots ? &part->entries[slot_of(part, hash)] : NULL;
+	return entry && entry->hash ? entry : NULL;
 }
 
 int names_have(struct names *names, const uint8_t *name)
 {
-	uint64_t hash = hash_of(names, name);
-	const struct names_part *part = part_of(names, hash);
-	return names->is_blind || (part->slots && part->hashes[place(part, hash)]);
+	return names->is_blind || find(names, name);
+}
+
+uint64_t names_place(struct names *names, const uint8_t *name)
+{
+	const struct names_entry *entry = find(names, name);
+	return entry ? entry->place : 0;
+}
+
+void names_put_place(struct names *names, const uint8_t *name, uint64_t place)
+{
+	struct names_entry *entry = add(names, hash_of(names, name));
+	if (!entry) /* what is there already must not keep an old one */
+		names_forget_place(names, name);
+	else
+		entry->place = place;
+}
+
+void names_forget_place(struct names *names, const uint8_t *name)
+{
+	struct names_entry *entry = find(names, name);
+	if (entry)
+		entry->place = 0;
 }
 
 void names_change(struct names *names, const uint8_t *all, size_t count, int are_stored)

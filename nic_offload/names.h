@@ -1,5 +1,5 @@
 /*
- * The set of stored names: may a block be stored under this name? The caller holds a lock for it.
+ * The set of stored names: may a block be stored under this name, and where? The caller holds a lock for it.
  */
 #ifndef TRIGGERKV_NAMES_H
 #define TRIGGERKV_NAMES_H
@@ -9,8 +9,13 @@
 #define NAME_BYTES (TK_OWNER_BYTES + TK_KEY_BYTES)
 #define NAMES_PARTS 256
 
+struct names_entry {
+	uint64_t hash;	/* 0: none */
+	uint64_t place; /* on a drive, see cold.h; 0: not known */
+};
+
 struct names_part {
-	uint64_t *hashes; /* 0: none */
+	struct names_entry *entries;
 	uint32_t slots, used;
 };
 
@@ -24,5 +29,8 @@ int names_init(struct names *names);
 void names_free(struct names *names);
 int names_have(struct names *names, const uint8_t *name);
 void names_change(struct names *names, const uint8_t *all, size_t count, int are_stored);
+uint64_t names_place(struct names *names, const uint8_t *name); /* 0: not known */
+void names_put_place(struct names *names, const uint8_t *name, uint64_t place); /* it is stored there; 0: that is not known */
+void names_forget_place(struct names *names, const uint8_t *name); /* but it may be stored as before */
 
 #endif

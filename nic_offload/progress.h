@@ -136,6 +136,11 @@ void miss_at_desk(struct work *work);
 void over_at_desk(struct work *work, int status);
 void poll_desks(struct tk_fabric *fabric);
 
+/* desk_cold.c: blocks of such calls that a reader reads */
+int cold_is_there(struct work *work, uint64_t place, uint64_t generation); /* the name of what was read there is still at that place */
+void cold_over(struct work *work);
+void poll_cold(struct tk_fabric *fabric);
+
 /* sender.c: puts by grants, the client's side */
 void sender_fire(struct tk_fabric *fabric, struct work *work);
 void sender_summed(struct work *work);

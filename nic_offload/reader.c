@@ -145,25 +145,28 @@ static int check_reading(const struct tk_fabric *fabric, const struct tk_reading
 	return is_inside ? 0 : -ERANGE;
 }
 
-static void fill_in(struct reading *reading, struct batch *batch, const struct tk_reading *record)
+void reading_fill_in(struct reading *reading, struct batch *batch, struct tk_reader *reader, uint32_t length,
+		     const uint8_t *key, const uint8_t *owner, const uint8_t *fingerprint)
 {
-	const struct tk_reader_setup *setup = &batch->reader->setup;
+	const struct tk_reader_setup *setup = &reader->setup;
 	*reading = (struct reading){
 		.batch = batch,
-		.size = record_bytes(record->length),
-		.offset = record->offset,
-		.header = {
-			.version = setup->version,
-			.kind = setup->kind,
-			.length = record->length,
-			.generation = record->generation,
-			.crc32c = record->crc32c,
-		},
+		.reader = reader,
+		.size = record_bytes(length),
+		.header = {.version = setup->version, .kind = setup->kind, .length = length},
 	};
 	memcpy(reading->header.magic, setup->magic, sizeof setup->magic);
-	memcpy(reading->header.key, record->key, TK_KEY_BYTES);
-	memcpy(reading->header.owner, record->owner, TK_OWNER_BYTES);
-	memcpy(reading->header.fingerprint, record->fingerprint, TK_FINGERPRINT_BYTES);
+	memcpy(reading->header.key, key, TK_KEY_BYTES);
+	memcpy(reading->header.owner, owner, TK_OWNER_BYTES);
+	memcpy(reading->header.fingerprint, fingerprint, TK_FINGERPRINT_BYTES);
+}
+
+static void fill_in(struct reading *reading, struct batch *batch, struct tk_reader *reader, const struct tk_reading *record)
+{
+	reading_fill_in(reading, batch, reader, record->length, record->key, record->owner, record->fingerprint);
+	reading->offset = record->offset;
+	reading->header.generation = record->generation;
+	reading->header.crc32c = record->crc32c;
 }
 
 int tk_reader_put(struct tk_reader *reader, struct tk_region *region, uint64_t tag, const struct tk_reading *records,
@@ -180,8 +183,7 @@ int tk_reader_put(struct tk_reader *reader, struct tk_region *region, uint64_t t
 	struct batch *batch = malloc(sizeof *batch + (size_t)count * sizeof *batch->readings);
 	if (!batch)
 		return -ENOMEM;
-	*batch = (struct batch){.reader = reader, .region = region, .tag = tag, .unread = (uint32_t)count,
-				.not_over = (uint32_t)count};
+	*batch = (struct batch){.region = region, .tag = tag, .unread = (uint32_t)count, .not_over = (uint32_t)count};
 	pthread_mutex_lock(&fabric->inbox_lock);
 	status = reserve_work(fabric, (uint32_t)count);
 	for (int i = 0; !status && i < count; i++) {
@@ -189,7 +191,7 @@ int tk_reader_put(struct tk_reader *reader, struct tk_region *region, uint64_t t
 		struct work *work = enqueue_operation(fabric, &op);
 		work->reading = &batch->readings[i];
 		work->batch = batch;
-		fill_in(work->reading, batch, &records[i]);
+		fill_in(work->reading, batch, reader, &records[i]);
 		work->reading->work = work;
 	}
 	if (!status)
@@ -207,7 +209,7 @@ int tk_reader_put(struct tk_reader *reader, struct tk_region *region, uint64_t t
 void reader_begin(struct work *work)
 {
 	struct reading *reading = work->reading;
-	struct tk_reader *reader = reading->batch->reader;
+	struct tk_reader *reader = reading->reader;
 	work->state = WORK_READING;
 	reader->fabric->reading++;
 	if (reader->last)
@@ -253,7 +255,10 @@ void reading_over(struct tk_reader *reader, struct reading *reading)
 		return;
 	__atomic_sub_fetch(&batch->region->uses, 1, __ATOMIC_RELEASE);
 	batch->read_ns = tk_now_ns();
-	if (!batch->not_over) {
+	batch->read_is_told = batch->is_cold;
+	if (batch->is_cold) {
+		free_if_over(batch);
+	} else if (!batch->not_over) {
 		tell_read(reader, batch);
 		free_if_over(batch);
 	} else {
@@ -265,11 +270,17 @@ void reading_over(struct tk_reader *reader, struct reading *reading)
 void reader_put_over(struct work *work)
 {
 	struct batch *batch = work->batch;
-	struct tk_reader *reader = batch->reader;
+	struct tk_reader *reader = batch->readings->reader; /* of all of them, unless they are cold */
+	if (batch->is_cold)
+		cold_over(work);
 	if (work->posted_ns > batch->posted_ns)
 		batch->posted_ns = work->posted_ns;
 	if (--batch->not_over)
 		return;
+	if (batch->is_cold) {
+		free_if_over(batch);
+		return;
+	}
 	report(reader->fabric, TK_SENT, batch->tag, batch->posted_ns, 0, tk_now_ns());
 	if (!batch->unread && !batch->read_is_told) {
 		unlist(reader, batch);

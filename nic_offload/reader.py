@@ -77,7 +77,7 @@ class Reader:
         if code:
             raise FabricError.from_code("Opening a reader of a drive", code)
         self._fabric = fabric
-        self._handle: Any = out[0]
+        self.handle: Any = out[0]
 
     def put(self, region: Region, tag: int, readings: Sequence[Reading]) -> None:
         """Read the records and put their payloads, all or none; READ and SENT will have this tag."""
@@ -85,6 +85,6 @@ class Reader:
             raise FabricError("The fabric is closed.")
         pack = _READING.pack
         rows = ffi.from_buffer("struct tk_reading[]", b"".join([pack(*one) for one in readings]))
-        code = lib.tk_reader_put(self._handle, region.handle, tag, rows, len(readings))
+        code = lib.tk_reader_put(self.handle, region.handle, tag, rows, len(readings))
         if code:
             raise FabricError.from_code(f"Reading {len(readings)} records", code)

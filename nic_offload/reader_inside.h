@@ -4,6 +4,7 @@
 #ifndef TRIGGERKV_READER_INSIDE_H
 #define TRIGGERKV_READER_INSIDE_H
 
+#include "cold.h"
 #include "header.h"
 #include "progress.h"
 #include "record_encryption.h"
@@ -18,10 +19,12 @@
 struct reading {
 	struct reading *next; /* waits for places */
 	struct batch *batch;
+	struct tk_reader *reader;
 	struct work *work; /* NULL: the bytes are no longer wanted */
 	uint32_t size, begun, over; /* bytes: in total; of pieces begun; of pieces finished */
 	int failed;
 	uint64_t offset;
+	uint64_t place; /* of a cold block: generation and CRC are what its header says */
 	struct header_fixed header;
 	struct aead *aead; /* NULL: not encrypted, or not begun */
 	uint8_t payload_tag[TK_AEAD_TAG];
@@ -42,12 +45,12 @@ struct piece {
 /* A batch: records that were submitted together. It is freed when both of its ends have been reported. */
 struct batch {
 	struct batch *next; /* batches that were read and not reported yet */
-	struct tk_reader *reader;
 	struct tk_region *region; /* in use while the drive may write to it */
 	uint64_t tag, read_ns, posted_ns;
 	uint32_t unread;   /* records whose pages the drive still uses */
 	uint32_t not_over; /* puts */
 	int read_is_told;
+	int is_cold; /* the blocks of a call that a desk answers, from whatever drives; the application is not told of it */
 	struct reading readings[];
 };
 
@@ -70,6 +73,8 @@ struct tk_reader {
 	char *scratch; /* a page */
 };
 
+void reading_fill_in(struct reading *reading, struct batch *batch, struct tk_reader *reader, uint32_t length,
+		     const uint8_t *key, const uint8_t *owner, const uint8_t *fingerprint); /* and the rest is zero */
 void reading_over(struct tk_reader *reader, struct reading *reading); /* the drive no longer uses its memory */
 
 /* reader_pieces.c */

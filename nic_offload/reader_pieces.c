@@ -17,6 +17,17 @@
 #define READ_BYTES (STAGED_BYTES / 2) /* at a time: the drive reads on while the others are copied */
 #define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
 
+/* What is known of a cold block beforehand is its name, and where it is: the rest is what its header says, which has a tag. */
+static int learns(struct reading *reading, const struct header_fixed *found)
+{
+	if (!reading->place)
+		return 1;
+	uint64_t above = (reading->place >> TK_PLACE_GENERATION_BIT) << TK_PLACE_GENERATION_BIT;
+	reading->header.generation = found->generation;
+	reading->header.crc32c = found->crc32c;
+	return !found->expires_ms && found->generation << TK_PLACE_GENERATION_BIT == above;
+}
+
 static int opens(struct tk_reader *reader, struct reading *reading, const char *page)
 {
 	const struct header_fixed *wanted = &reading->header;
@@ -25,7 +36,7 @@ static int opens(struct tk_reader *reader, struct reading *reading, const char *
 	if (!reading->aead || record_open(reading->aead, &reader->setup.encryption, reading->offset, page, &found))
 		return 0;
 	record_payload_tag(page, reading->payload_tag);
-	return found.kind == wanted->kind && found.length == wanted->length && found.generation == wanted->generation &&
+	return learns(reading, &found) && found.kind == wanted->kind && found.length == wanted->length && found.generation == wanted->generation &&
 	       found.crc32c == wanted->crc32c && !memcmp(found.key, wanted->key, TK_KEY_BYTES) &&
 	       !memcmp(found.owner, wanted->owner, TK_OWNER_BYTES) &&
 	       !memcmp(found.fingerprint, wanted->fingerprint, TK_FINGERPRINT_BYTES);
@@ -36,6 +47,8 @@ static int is_the_one(struct tk_reader *reader, struct reading *reading, const c
 	if (reader->setup.encryption.vault && is_encrypted(page))
 		return opens(reader, reading, page);
 	const struct header_fixed *found = (const void *)page;
+	if (!learns(reading, found))
+		return 0;
 	reading->header.expires_ms = found->expires_ms;
 	struct tk_tagged row = {.address = (uint64_t)(uintptr_t)reader->scratch, .number = reading->offset};
 	memcpy(row.fixed, &reading->header, sizeof reading->header);
@@ -76,7 +89,7 @@ static void ended(struct tk_reader *reader, struct reading *reading)
 	aead_close(reading->aead);
 	if (work) {
 		reader_let_go(work);
-		if (reading->failed)
+		if (reading->failed || (reading->place && !cold_is_there(work, reading->place, reading->header.generation)))
 			finish(reader->fabric, work, -ENODATA);
 		else
 			fire(reader->fabric, work, tk_now_ns());
@@ -215,6 +228,7 @@ static void copy_out(struct tk_reader *reader, struct piece *piece)
 		reading->failed = 1;
 	if (!work || reading->failed)
 		return;
+	work->op.crc32c = reading->header.crc32c;
 	const char *end = piece->memory + piece->size;
 	for (uint32_t step; from < end && work->summed < work->op.length && !reading->failed; from += step) {
 		step = work->op.length - work->summed;

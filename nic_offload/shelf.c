@@ -171,6 +171,7 @@ void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count,
 		struct shelved *block = shelf_find(shelf, name, name + TK_OWNER_BYTES);
 		if (block && !(others_only && block->block.id & LANDED_ID))
 			shelf_unlist(shelf, block);
+		names_forget_place(&shelf->stored, name);
 	}
 	pthread_mutex_unlock(&shelf->lock);
 }
@@ -253,6 +254,9 @@ static void free_shelf(struct tk_shelf *shelf)
 	free(shelf->known);
 	free(shelf->call);
 	free(shelf->found);
+	free(shelf->places);
+	free(shelf->into);
+	free(shelf->cold.rooms);
 	free(shelf);
 }
 
@@ -283,7 +287,9 @@ int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_
 	shelf->known = calloc(CHAINS_MIN, sizeof(void *));
 	shelf->call = malloc(TK_CALL_BYTES);
 	shelf->found = calloc(TK_CALL_BLOCKS, sizeof(void *));
-	if (status_of_names || !shelf->named || !shelf->known || !shelf->call || !shelf->found ||
+	shelf->places = calloc(TK_CALL_BLOCKS, sizeof *shelf->places);
+	shelf->into = calloc(TK_CALL_BLOCKS, sizeof *shelf->into);
+	if (status_of_names || !shelf->named || !shelf->known || !shelf->call || !shelf->found || !shelf->places || !shelf->into ||
 	    getrandom(shelf->secret, sizeof shelf->secret, 0) != sizeof shelf->secret) {
 		free_shelf(shelf);
 		return -ENOMEM;

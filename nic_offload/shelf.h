@@ -4,6 +4,7 @@
 #ifndef TRIGGERKV_SHELF_H
 #define TRIGGERKV_SHELF_H
 
+#include "cold.h"
 #include "fabric.h"
 #include "names.h"
 
@@ -21,8 +22,9 @@ struct shelved {
 struct served {
 	struct served *next;
 	uint32_t left;
+	int has_unsent; /* blocks that the application has to send */
 	struct tk_served told;
-	uint64_t rest[]; /* ids, then metadata */
+	uint64_t rest[]; /* ids, then metadata, then rows of cold blocks */
 };
 
 /* Blocks whose peer was told where they are. */
@@ -42,13 +44,28 @@ struct tk_desk {
 	uint64_t under_way_bytes; /* the progress thread's own */
 };
 
+#define COLD_SHARES 256 /* owners are told apart by their first byte: tenants' ids are digests */
+
+/* For calls that are answered from drives. */
+struct cold {
+	struct tk_cold_setup setup;
+	struct tk_room *rooms;
+	uint32_t rooms_count, rooms_capacity;
+	uint32_t wanted_pages;
+	uint64_t bytes, bytes_of[COLD_SHARES]; /* being read: in total, and by owner */
+	int told;	     /* reported: there is something to take */
+	uint64_t tell_at_ns; /* when to report it; atomic, because it is read without the lock; 0: nothing to report */
+};
+
 struct tk_shelf {
 	struct tk_fabric *fabric;
 	struct tk_shelf *next;
 	struct tk_region *region;
 	uint64_t secret[2];
 	uint8_t *call;		/* the progress thread's copy of the one that it reads */
-	struct shelved **found; /* its blocks */
+	struct shelved **found; /* its blocks; NULL: it is not in memory, but */
+	uint64_t *places;	/* here, and is read into */
+	struct tk_room *into;	/* this */
 
 	pthread_mutex_t lock; /* for all that follows */
 	struct names stored; /* or on their way there from here */
@@ -59,6 +76,7 @@ struct tk_shelf {
 	struct tk_desk *desks;
 	struct served *first, *last; /* over, and not taken yet */
 	size_t served_bytes;	     /* of these and of those under way */
+	struct cold cold;
 };
 
 /* Under the lock; all but `shelf_list` on the progress thread. */

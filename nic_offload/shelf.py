@@ -2,11 +2,12 @@
 
 A `Shelf` lists blocks of one registered region by owner and name. A peer's calls arrive at a `Desk`. Calls that
 request only blocks on the shelf are answered by the progress thread: each block is sent if its checksum still
-matches, followed by its acknowledgement. All other calls are landings, as without a desk.
+matches, followed by its acknowledgement. Calls for blocks whose places on the drives are known are answered too, if
+there are rooms that readers (`nic_offload.reader`) can read them into. All other calls are landings, as without a desk.
 
 What always holds: a block that is not listed is not sent; `take` says whether a block's memory may be reused; an
 answered call is reported once, by `served`, and if nobody fetches these reports, calls go to the application again.
-The caller decides whether a block may be sent, and must unlist it as soon as it may not.
+The caller decides whether a block may be sent, and must unlist it as soon as it may not; that ends its place as well.
 """
 
 from __future__ import annotations
@@ -19,18 +20,29 @@ from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from nic_offload.fabric import Endpoint, Fabric, Region
+    from nic_offload.reader import Reader
+    from nic_offload.receiver import Room
 
-__all__ = ["Desk", "Served", "Shelf", "Shelved"]
+__all__ = ["IN_MEMORY", "ColdCall", "ColdRow", "Desk", "Served", "Shelf", "Shelved", "place_of"]
 
 _SHELVED = struct.Struct("=16s32s16sQQII")
-_SERVED = struct.Struct("=4Q5I4x")
+_SERVED = struct.Struct("=4Q6I")
+_COLD_HEAD = struct.Struct("=16sI4x")
+_COLD_ROW = struct.Struct("=32s2I3Q3Ii")
+_ROOM = struct.Struct("=QII")
 assert _SHELVED.size == ffi.sizeof("struct tk_shelved")
 assert _SERVED.size == ffi.sizeof("struct tk_served")
+assert _COLD_HEAD.size == ffi.sizeof("struct tk_cold_head")
+assert _COLD_ROW.size == ffi.sizeof("struct tk_cold_row")
 _SERVED_BYTES = 1 << 20
+_ROOMS_AT_ONCE = 256
 _NAME_BYTES = 48
+_PLACE_BYTES = ffi.sizeof("struct tk_place")
+_WORD_MASK = (1 << 64) - 1
+IN_MEMORY = (1 << 32) - 1
 
 
 class Shelved(NamedTuple):
@@ -45,6 +57,31 @@ class Shelved(NamedTuple):
     crc32c: int
 
 
+class ColdRow(NamedTuple):
+    """A block of a call that was answered from the drives."""
+
+    key: bytes
+    length: int
+    ack_word: int
+    ack_generation: int
+    target: int
+    target_key: int
+    skip: int
+    part: int
+    room: int  # where it was read into, or IN_MEMORY
+    status: (
+        int  # 0, or why it was not sent: then the application has to, unless it was cancelled (-ECANCELED)
+    )
+
+
+class ColdCall(NamedTuple):
+    """What such a call asked for."""
+
+    fingerprint: bytes
+    shares: bool  # its client would rather read single blocks in our memory
+    rows: Sequence[ColdRow]
+
+
 class Served(NamedTuple):
     """A call that was answered, all of it over."""
 
@@ -56,6 +93,12 @@ class Served(NamedTuple):
     metadata: bytes
     corrupt: int  # blocks that were found broken, of which their caller was told
     failed: int  # blocks of which is not known whether they came
+    cold: ColdCall | None  # None: all blocks were in memory
+
+
+def place_of(drive: Any, page: Any, generation: Any) -> Any:
+    """Return a place, as `tk_place` has it, of a record on a drive of this number; or of many, in arrays of words."""
+    return page | drive << lib.TK_PLACE_DRIVE_BIT | (generation << lib.TK_PLACE_GENERATION_BIT) & _WORD_MASK
 
 
 class Shelf:
@@ -115,6 +158,43 @@ class Shelf:
         if not self._fabric.closed:
             lib.tk_shelf_stored(self.handle, names, len(names) // _NAME_BYTES, are_stored)
 
+    def use_readers(self, readers: Mapping[int, Reader], tag: int, bytes_max: int) -> None:
+        """Answer calls from drives, by their numbers, so many bytes at a time; events CAME have this tag."""
+        setup = ffi.new("struct tk_cold_setup *")
+        for number, reader in readers.items():
+            setup.readers[number] = reader.handle
+        setup.tag, setup.bytes_max = tag, bytes_max
+        lib.tk_shelf_use_readers(self.handle, setup)
+
+    def place(self, rows: bytes) -> None:
+        """Note where names are stored: owner, key and `place_of` of each, in eight bytes."""
+        if not self._fabric.closed:
+            places = ffi.from_buffer("struct tk_place[]", rows)
+            lib.tk_shelf_place(self.handle, places, len(rows) // _PLACE_BYTES)
+
+    def feed(self, rooms: Sequence[Room]) -> None:
+        """Give it rooms to read blocks into, all of one size, which those that it has must not exceed."""
+        rows = ffi.from_buffer("struct tk_room[]", b"".join([_ROOM.pack(*room) for room in rooms]))
+        code = lib.tk_shelf_feed(self.handle, rows, len(rooms))
+        if code:
+            raise FabricError.from_code("Giving rooms to a shelf", code)
+
+    def rooms(self) -> list[int]:
+        """Take its unused rooms back; their numbers."""
+        numbers: list[int] = []
+        out = ffi.new("struct tk_room[]", _ROOMS_AT_ONCE)
+        while not self._fabric.closed and (count := lib.tk_shelf_rooms(self.handle, out, _ROOMS_AT_ONCE)):
+            numbers += [out[at].number for at in range(count)]
+        return numbers
+
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """How many pages the room had that was wanted last, 0 if none was, and how many rooms it has for that."""
+        state = ffi.new("struct tk_cold_state *")
+        if not self._fabric.closed:
+            lib.tk_shelf_cold_state(self.handle, state)
+        return state.wanted_pages, state.rooms
+
     def open_desk(
         self,
         endpoint: Endpoint,
@@ -157,22 +237,30 @@ class Shelf:
 def _served_in(data: bytes) -> Iterator[Served]:
     at = 0
     while at < len(data):
-        desk, began_ns, ended_ns, size_bytes, length, blocks, metadata_bytes, corrupt, failed = (
+        desk, began_ns, ended_ns, size_bytes, length, blocks, metadata_bytes, corrupt, failed, cold = (
             _SERVED.unpack_from(data, at)
         )
         ids_at = at + _SERVED.size
         metadata_at = ids_at + 8 * blocks
+        rows_at = metadata_at + metadata_bytes
         yield Served(
             desk,
             began_ns,
             ended_ns,
             size_bytes,
             struct.unpack_from(f"={blocks}Q", data, ids_at),
-            data[metadata_at : metadata_at + metadata_bytes],
+            data[metadata_at:rows_at],
             corrupt,
             failed,
+            _cold_in(data[rows_at : at + length]) if cold else None,
         )
         at += length
+
+
+def _cold_in(data: bytes) -> ColdCall:
+    fingerprint, shares = _COLD_HEAD.unpack_from(data)
+    rows = _COLD_ROW.iter_unpack(data[_COLD_HEAD.size :])
+    return ColdCall(fingerprint, bool(shares), list(map(ColdRow._make, rows)))
 
 
 class Desk:
@@ -186,6 +274,15 @@ class Desk:
     def answers(self, *, answers: bool) -> None:
         """Whether it answers what it can."""
         lib.tk_desk_answers(self.handle, answers)
+
+    def cancel(self, generations: Sequence[int]) -> int:
+        """Send no more of blocks that are being read, by the generations of their words; how many had not gone out."""
+        count = lib.tk_desk_cancel(
+            self._fabric.handle, self.handle, ffi.new("uint64_t[]", list(generations)), len(generations)
+        )
+        if count < 0:
+            raise FabricError.from_code("Cancelling what a desk reads", count)
+        return int(count)
 
     def close(self) -> None:
         """Its endpoint is closed."""

@@ -1,7 +1,7 @@
 """Calls that arrive over the fabric: watched like blocks, executed like those of gRPC, answered with a word.
 
-A fetch of blocks that are all on the shelf never comes here: the C core answers it (`nic_offload.shelf`), and it is
-recorded afterwards, before anybody can ask about it.
+A fetch of blocks that are all on the shelf, or of few whose places on the drives are known (`cold_calls`), never comes
+here: the C core answers it (`nic_offload.shelf`), and it is recorded afterwards, before anybody can ask about it.
 
 Each connection has an area of `CALL_PLACES` places into which its client writes calls (`kvstore.wire.fabric_call`),
 with a random key of its own. The caller is the client that attached: each call and its flag are tagged with a key that
@@ -54,12 +54,13 @@ from nic_offload.trigger import Landing, TriggeredPut, arm, put_words, watch_lan
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvstore.node.cold_calls import ColdCalls
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory
     from kvstore.node.node import Node
     from kvstore.wire.fabric_call import Call, Leased, Rows
     from nic_offload.fabric import Event
-    from nic_offload.shelf import Served
+    from nic_offload.shelf import ColdCall, Served
 
 __all__ = ["CallArea", "FabricCalls"]
 
@@ -176,9 +177,10 @@ class _Due(NamedTuple):
 class FabricCalls:
     """All of a node."""
 
-    def __init__(self, node: Node, tags: Iterator[int]) -> None:
+    def __init__(self, node: Node, tags: Iterator[int], cold: ColdCalls) -> None:
         self._node = node
         self._tags = tags
+        self.cold = cold
         self._areas: dict[Connection, CallArea] = {}
         self._watched: dict[int, tuple[CallArea, int]] = {}  # by tag: which place of which area
         self._due: FairQueue[_Due] = FairQueue()  # calls that have come: four of a connection at most
@@ -224,12 +226,16 @@ class FabricCalls:
         """Whether what has landed is a call."""
         return event.tag in self._watched
 
-    def served(self) -> None:
+    def served(self, _tag: int = 0) -> None:
         """Process calls that the C core has answered by itself."""
+        cold: list[tuple[Connection | None, Served, ColdCall]] = []
         for served in self._node.hot.shelf.served():
             connection = self._node.find(served.desk)
-            if connection is not None:
+            if served.cold is not None:
+                cold.append((connection, served, served.cold))
+            elif connection is not None:
                 self._note(connection, served)
+        self.cold.note(cold)
 
     def _note(self, connection: Connection, served: Served) -> None:
         node, blocks = self._node, len(served.ids)
@@ -254,6 +260,12 @@ class FabricCalls:
         if served.corrupt:
             log.error("a block in the hot memory failed its CRC: this machine's memory may be faulty")
 
+    def cancel(self, connection: Connection, generations: Sequence[int]) -> None:
+        """Cancel what the C core reads for a connection; each word confirms it, or follows bytes on the wire."""
+        area = self._areas.get(connection)
+        if area is not None and area.desk.cancel(generations):
+            self.served()
+
     def sent(self, event: Event) -> bool:
         """Whether what the fabric is done with is an answer; if so, its bytes may be used again."""
         area, number = self._answering.pop(event.tag, (None, 0))
@@ -264,6 +276,8 @@ class FabricCalls:
 
     def landed(self, events: Sequence[Event]) -> None:
         """Do calls, one of each tenant in turn; of many the rest a round of the loop later."""
+        if events:
+            self.cold.feed()
         due = ((self._watched.get(event.tag), event) for event in events)
         self._due.add(
             _Due(event, one[0].connection.tenant, one[0].connection) for one, event in due if one is not None

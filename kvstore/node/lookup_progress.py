@@ -132,10 +132,14 @@ class Looking:
         else:
             self.outcomes[at] = outcome
 
-    def was(self, began_ns: int, ended_ns: int) -> None:
-        """Record it as one that began and ended then."""
+    def since(self, began_ns: int) -> None:
+        """It began then."""
         self._at_ms -= (self._began_ns - began_ns) // 1_000_000
         self._began_ns = began_ns
+
+    def was(self, began_ns: int, ended_ns: int) -> None:
+        """Record it as one that began and ended then."""
+        self.since(began_ns)
         self.over(ended_ns)
 
     def over(self, now_ns: int | None = None) -> None:

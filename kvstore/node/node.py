@@ -31,6 +31,7 @@ from kvstore.limits import (
     SLOTS_PER_CLIENT_MAX,
     TURN_STEP_PUTS,
 )
+from kvstore.node.cold_calls import COLD_TAG, ColdCalls
 from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.connection_calls import already_stored
 from kvstore.node.deletions import Deletions, Erasures
@@ -138,8 +139,6 @@ class Node:
         self.watchers = Watchers(clock, tenants_known)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
-        for names in store.names():
-            self.hot.shelf.stored(names, are_stored=True)
         self.granted = Granted(self, tenants_known)
         self.fetches = Fetches(
             fabric,
@@ -154,7 +153,7 @@ class Node:
             self.turns,
             traced=spans is not None,
         )
-        self.fabric_calls = FabricCalls(self, self._tags)
+        self.fabric_calls = FabricCalls(self, self._tags, ColdCalls(self))
         self.inline = InlineBlocks(
             store, self.hot, self.granted, clock, self.counters, self.timings, tenants_known
         )
@@ -187,6 +186,7 @@ class Node:
         self.take_note()
         self.hot.pages.look_again()
         self.granted.tick()
+        self.fabric_calls.cold.tick()
         self.pins.expire()
         self.prefetches.pump()
         self._stalled.look(self._connections.values())
@@ -471,7 +471,7 @@ class Node:
             case EventKind.LANDED:
                 calls.append(event) if self.fabric_calls.is_one(event) else self._landed(event, landed)
             case EventKind.CAME:
-                self.granted.told(event.tag)
+                (self.fabric_calls.served if event.tag == COLD_TAG else self.granted.told)(event.tag)
             case EventKind.READ:
                 self.fetches.readers.read(event)
             case EventKind.WATCH_FAILED:

@@ -68,6 +68,11 @@ class Readers:
         except FabricError as error:
             log.warning("Blocks are read by Python: %s", error)
 
+    @property
+    def by_number(self) -> dict[int, Reader]:
+        """The readers, by the numbers of their drives."""
+        return {drive.number: reader for drive, reader in self._of.items()}
+
     def __contains__(self, drive: object) -> bool:
         return drive in self._of
 

@@ -247,6 +247,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     connection.acks.target(block.ack_word)
                     check_generation(block.ack_generation)
                 words = {block.ack_generation: block.ack_word for block in request.blocks}
+                if not request.called:
+                    self._node.fabric_calls.cancel(connection, list(words))
                 self._node.fetches.cancel(connection, words, called=request.called)
                 return pb.CancelFetchResponse()
         raise AssertionError

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from kvstore.storage.disk import Progress
     from kvstore.storage.eviction.items import Refusal
     from kvstore.storage.folder import NotePlace
-    from kvstore.storage.index import Entry, Name
+    from kvstore.storage.index import Entry, Name, NamesAndLives
     from kvstore.storage.index_opening import OpenedIndex
     from kvstore.storage.items import (
         DeleteItem,
@@ -390,8 +390,8 @@ class Drive(Handle):
         """Return those of these keys that are not stored here, in their order."""
         return self._index.missing(tenant, keys, self._clock.wall_ms())
 
-    def names(self) -> Iterator[bytes]:
-        """Return the names of all blocks, many at once: tenant and key, tenant and key."""
+    def names(self) -> Iterator[NamesAndLives]:
+        """Return the names of all blocks, and where they are, many at once."""
         return self._index.names()
 
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:

@@ -59,7 +59,16 @@ if TYPE_CHECKING:
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
 
-__all__ = ["Explanation", "Held", "Keeping", "Listener", "restore_sessions", "watermarks", "with_erased"]
+__all__ = [
+    "Explanation",
+    "Held",
+    "Keeping",
+    "Listener",
+    "Placed",
+    "restore_sessions",
+    "watermarks",
+    "with_erased",
+]
 
 _LOW_FRACTION: Final = 64  # one in this many pages, but no more than
 _LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
@@ -85,6 +94,10 @@ _SAID: Final = {
 
 Listener: TypeAlias = "Callable[[Sequence[Name], Reason | None], None]"
 """Called once a batch with blocks that were stored or, with a reason, removed."""
+
+
+Placed: TypeAlias = "Callable[[Sequence[tuple[Name, Entry]]], None]"
+"""Called once a batch with blocks that were stored, and where."""
 
 
 class Held(NamedTuple):
@@ -179,6 +192,7 @@ class Keeping:
         self.space = SessionSpace(pages)
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None
+        self.placed: Placed | None = None  # is told where blocks are, after the listener
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
         self.erasing: Counter[bytes] = Counter()  # under way, by tenant; they take their blocks out
         self.quarantined = 0  # since the opening
@@ -219,7 +233,12 @@ class Keeping:
                     self.core.joined([entry.generation], session, position, now_ms)
             elif session_of(name):
                 self._rejoin(name, entry.generation, now_ms)
+        self._tell_placed(blocks)
+
+    def _tell_placed(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
         self._tell([name for name, _ in blocks], None)
+        if self.placed is not None:
+            self.placed(blocks)
 
     def _rejoin(self, name: Name, generation: int, now_ms: int) -> None:
         """Let a block that was in a session when it went take its place again, if there is a gap."""
@@ -380,7 +399,7 @@ class Keeping:
         if guards:
             self._moved[old.generation] = (new.generation, guards)
         self.plain_bytes -= record_bytes(old.length)
-        self._tell([name], None)
+        self._tell_placed([(name, new)])
 
     def after_wipes(self, then: Callable[[StorageError | None], None]) -> None:
         """Call back when all that is being wiped is free."""

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
     Name = tuple[bytes, bytes]
     """Tenant and key."""
+    NamesAndLives = tuple[NDArray[np.uint8], NDArray[Any]]
+    """Names of blocks, a row each, and of each its offset, length, generation and expiry."""
 
 __all__ = ["Entry", "Index", "header_of", "is_header_of", "kernel_boot_id"]
 
@@ -348,10 +350,11 @@ class Index:
         is_more = len(rows) == limit and rows[-1][0][0] == tenant
         return names, b"".join(rows[-1][0]) if is_more else None
 
-    def names(self) -> Iterator[bytes]:
-        """Return the names of all blocks, many at once: tenant and key, tenant and key."""
+    def names(self) -> Iterator[NamesAndLives]:
+        """Return the names of all blocks, many at once: tenant and key."""
         for rows in self.block_rows():
-            yield rows[:, :_NAME_BYTES].tobytes()
+            values = np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
+            yield rows[:, :_NAME_BYTES], values[_LIFE]
 
     def owners(self) -> Iterator[tuple[int, Name, int, int]]:
         """Return generation, name, offset and length of all blocks, ordered by generation."""

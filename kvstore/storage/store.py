@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from kvstore.storage.drive import Drive
     from kvstore.storage.drive_files import Bay
     from kvstore.storage.eviction.items import Guard, Refusal
-    from kvstore.storage.eviction_events import Explanation, Held, Listener
-    from kvstore.storage.index import Entry, Name
+    from kvstore.storage.eviction_events import Explanation, Held, Listener, Placed
+    from kvstore.storage.index import Entry, Name, NamesAndLives
     from kvstore.storage.items import (
         DeleteItem,
         DeletesDone,
@@ -259,11 +259,6 @@ class Store(Handle):
                 return first + next(at for at, key in enumerate(step) if key in missing)
         return len(keys)
 
-    def names(self) -> Iterator[bytes]:
-        """Return the names of all blocks, many at once: tenant and key, tenant and key."""
-        for drive in self.drives:
-            yield from drive.names()
-
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
         """Return which block has each generation."""
         if self._only is not None:
@@ -383,6 +378,13 @@ class Store(Handle):
         """Call a listener when blocks are stored or removed on any drive. It must not call the store."""
         for drive in self.drives:
             drive.keeping.listener = listener
+
+    def follow_places(self, placed: Placed) -> Iterator[NamesAndLives]:
+        """Call something with the places of blocks whenever some are stored; return those of all that are by now."""
+        for drive in self.drives:
+            drive.keeping.placed = placed
+        for drive in self.drives:
+            yield from drive.names()
 
     @property
     def writes(self) -> tuple[int, int]:

@@ -136,6 +136,8 @@ class HeldDrive:
 
         vars(node.store)["get"] = get
         vars(node.fetches.readers)["hand_over"] = hand_over
+        vars(node.fabric_calls.cold)["feed"] = lambda: None
+        node.fabric_calls.cold.empty()  # so that the C core reads nothing by itself
 
     def _begin(
         self, all_of_them: Sequence[Any], held: Callable[[Any], bool], go_on: Callable[[Any], None]
@@ -157,6 +159,7 @@ class HeldDrive:
 
         def go_on(node: Node) -> int:
             del vars(node.store)["get"], vars(node.fetches.readers)["hand_over"]
+            del vars(node.fabric_calls.cold)["feed"]
             held, self._held, waiting, self._waiting = self._held, [], self._waiting, 0
             for one in held:
                 one()

@@ -15,6 +15,8 @@ from kvstore.node import fabric_calls
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.time_slices import Turns
 
+COLD: Any = SimpleNamespace(feed=lambda: None)
+
 
 class Of:
     """A connection, of a tenant."""
@@ -33,7 +35,7 @@ def test_a_tenant_with_many_calls_does_not_hold_up_one_with_one(
     done: list[int] = []
 
     async def come() -> None:
-        calls = FabricCalls(node, count())
+        calls = FabricCalls(node, count(), COLD)
         monkeypatch.setattr(calls, "_do", lambda event: done.append(event.tag))
         many = [SimpleNamespace(connection=Of(b"many")) for _ in range(5)]
         few = SimpleNamespace(connection=Of(b"few"))
@@ -66,7 +68,7 @@ def test_a_tenant_whose_calls_take_long_rests_and_others_are_served(monkeypatch:
             pass
 
     async def come() -> None:
-        calls = FabricCalls(node, count())
+        calls = FabricCalls(node, count(), COLD)
         monkeypatch.setattr(calls, "_do", work)
         node.turns.heard(b"few")
         for tag, tenant in ((1, b"many"), (2, b"many"), (99, b"few")):

@@ -286,6 +286,7 @@ def test_a_block_that_goes_while_it_is_read_is_not_kept(node: NodeInProcess, rig
         node.call(prefetch)
         wait_until(lambda: bool(ended), "the prefetch is over")
     wait_until(lambda: hot(node).kept == 0, "nothing dead is kept")
+    node.call(lambda inside: inside.fabric_calls.cold.empty())
     assert node.call(lambda inside: inside.hot.pages._free.allocate(hot_pages(inside))) == 0, (
         "all pages are free"
     )

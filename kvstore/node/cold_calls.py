@@ -1,0 +1,245 @@
+"""Fetches that the C core answers from the drives by itself (`nic_offload/desk_cold.c`), and what that needs.
+
+It has the place of each stored block that does not expire, and some free pieces of the hot memory, called rooms. What
+it reads it sends at once, if nothing is wrong with it; Python is notified afterwards, for many calls at a time, and
+keeps the bytes in the hot memory if the index still has the block.
+
+What always holds: a place is forgotten in the step in which its block leaves the index, before the drive may give the
+pages to another. A block that the core could not send is fetched as if its call had come here (`fetching`), so nothing
+here decides what a miss is. Rooms have one user until their call is reported, and at most `COLD_BYTES_MAX` of the
+memory is used for them; an idle node has none.
+
+What it doesn't do: answer tenants with a rate limit, calls for much at a time, or calls of traced sessions. These come
+to Python as before, as does whatever finds no room.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvstore.errors import Overloaded, ProtocolError
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    COLD_BYTES_MAX,
+    GENERATIONS_PER_DRIVE,
+    PAGE_BYTES,
+    ROOMS_IDLE_TICKS,
+)
+from kvstore.lookups import Kind, Outcome
+from kvstore.miss import MissReason
+from kvstore.node.call_headers import Told
+from kvstore.node.fetch import FetchRequest
+from kvstore.wire.ack import AckCode, code_of_miss
+from kvstore.wire.fabric_call import metadata_of
+from nic_offload.receiver import Room
+from nic_offload.shelf import IN_MEMORY, place_of
+from nic_offload.trigger import put_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.node.connection import Connection
+    from kvstore.node.hot import Name, Piece
+    from kvstore.node.lookup_progress import Looking
+    from kvstore.node.node import Node
+    from kvstore.storage.index import Entry, NamesAndLives
+    from nic_offload.shelf import ColdCall, ColdRow, Served
+
+__all__ = ["COLD_TAG", "ColdCalls"]
+
+log = logging.getLogger(__name__)
+
+_CANCELLED: Final = -errno.ECANCELED
+COLD_TAG: Final = 1 << 62  # of the shelf's events; connections have smaller ones
+
+
+class ColdCalls:
+    """All of a node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._memory = node.hot
+        self._rooms: dict[int, Piece] = {}  # that the C core has, or of calls that were not reported yet
+        self._idle_ticks = ROOMS_IDLE_TICKS
+        node.hot.shelf.use_readers(node.fetches.readers.by_number, COLD_TAG, COLD_BYTES_MAX)
+        for blocks in node.store.follow_places(self._placed):
+            self._place_all(blocks)
+
+    def _placed(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
+        """These are stored now."""
+        self._memory.shelf.place(b"".join([tenant + key + _place(entry) for (tenant, key), entry in blocks]))
+
+    def _place_all(self, blocks: NamesAndLives) -> None:
+        names, lives = blocks
+        generations, pages = lives["generation"], lives["offset"] // PAGE_BYTES
+        places = place_of(generations // GENERATIONS_PER_DRIVE, pages, generations)
+        places[lives["expires_ms"] != 0] = 0
+        rows = np.hstack([names, places.astype("<u8").reshape(-1, 1).view(np.uint8)])
+        self._memory.shelf.place(rows.tobytes())
+
+    def tick(self) -> None:
+        """Take the rooms back if nobody has needed any for a while."""
+        self._idle_ticks += 1
+        if self._idle_ticks == ROOMS_IDLE_TICKS:
+            self.empty()
+
+    def empty(self) -> None:
+        """Take back the rooms that are not in use."""
+        for number in self._memory.shelf.rooms():
+            self._memory.pages.release(self._rooms.pop(number))
+
+    def feed(self) -> None:
+        """Give the core rooms, up to what may be read at a time: calls come to Python for want of one."""
+        shelf, pages = self._memory.shelf, self._memory.pages
+        wanted, rooms = shelf.wanted
+        if not wanted:
+            return
+        self._idle_ticks = 0
+        most = COLD_BYTES_MAX // (wanted * PAGE_BYTES)
+        if rooms > most // 2:
+            return
+        if any(piece.pages != wanted for piece in self._rooms.values()):
+            self.empty()
+            rooms = 0
+        given: list[Room] = []
+        for _ in range(most - rooms):
+            piece = pages.take_unasked(wanted)
+            if piece is None:
+                break
+            self._rooms[piece.start] = piece
+            given.append(Room(self._memory.address(piece), piece.pages, piece.start))
+        if given:
+            shelf.feed(given)
+
+    def note(self, calls: Sequence[tuple[Connection | None, Served, ColdCall]]) -> None:
+        """Take note of calls that were answered; the connections may have ended since."""
+        if not calls:
+            return
+        self._idle_ticks = 0
+        pieces: list[Piece] = []
+        read: list[tuple[Piece, int, Name]] = []
+        used: list[int] = []
+        for connection, served, call in calls:
+            for generation, row in zip(served.ids, call.rows, strict=True):
+                piece = None if row.room == IN_MEMORY else self._rooms.pop(row.room)
+                if piece is not None:
+                    pieces.append(piece)
+                if connection is None or row.status:
+                    continue
+                used.append(generation)
+                if piece is None:
+                    self._memory.pages.touch(generation)
+                else:
+                    read.append((piece, generation, (connection.tenant, row.key)))
+        self._keep(read, used)
+        for piece in pieces:
+            self._memory.pages.release(piece)
+        self.feed()
+        for connection, served, call in calls:
+            if connection is not None:
+                self._account(connection, served, call)
+
+    def _keep(self, read: Sequence[tuple[Piece, int, Name]], used: Sequence[int]) -> None:
+        """Keep what was read in the hot memory, if the index still has it, and note that all was used.
+
+        If a piece of it is there already, the core didn't list that: it may be damaged, and what was read is not.
+        """
+        store, pages = self._node.store, self._memory.pages
+        for _, generation, _ in read:
+            if (before := pages.peek(generation)) is not None:
+                pages.forget(before)
+        entries = store.lookup([name for _, _, name in read])
+        self._memory.keep((*one, entry) for one, entry in zip(read, entries, strict=True))
+        if store.has_doubts:
+            store.believe([generation for _, generation, _ in read])
+        for first in range(0, len(used), BATCH_BLOCKS_MAX):
+            store.used(used[first : first + BATCH_BLOCKS_MAX])
+
+    def _account(self, connection: Connection, served: Served, call: ColdCall) -> None:
+        node = self._node
+        node.turns.heard(connection.tenant)
+        try:
+            told = Told(metadata_of(served.metadata))
+        except ProtocolError:
+            told = Told(())  # the call was answered all the same, and its metadata is ignored
+        looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, len(call.rows))
+        looking.outcomes = bytearray(
+            Outcome.MEMORY if row.room == IN_MEMORY else Outcome.DRIVE for row in call.rows
+        )
+        looking.turn_ns = looking.drive_first_ns = looking.sending_ns = served.began_ns
+        looking.drive_last_ns = served.ended_ns
+        unsent = [(at, row) for at, row in enumerate(call.rows) if row.status not in {0, _CANCELLED}]
+        lengths: dict[bool, list[int]] = {True: [], False: []}
+        cancelled = [(at, row) for at, row in enumerate(call.rows) if row.status == _CANCELLED]
+        for row in call.rows:
+            if not row.status:
+                lengths[row.room == IN_MEMORY].append(row.part or row.length)
+        looking.size_bytes = sum(map(sum, lengths.values()))
+        for at, _ in cancelled:
+            looking.outcomes[at] = Outcome.GIVEN_UP
+        self._say(connection, [row for _, row in cancelled], AckCode.CANCELLED)
+        for at in range(served.corrupt + served.failed):
+            looking.outcomes[at] = Outcome.CORRUPT if at < served.corrupt else Outcome.GIVEN_UP
+        if served.corrupt:
+            node.counters.missed([MissReason.CORRUPT] * served.corrupt)
+        for in_memory, some in lengths.items():
+            node.counters.found(some, in_memory=in_memory)
+            where = node.timings.got_from_memory if in_memory else node.timings.got_from_drive
+            where.note(served.ended_ns - served.began_ns, len(some))
+        node.timings.called("Fetch", served.began_ns, None, served.ended_ns)
+        if unsent:
+            looking.since(served.began_ns)
+            self._send(connection, call, looking, unsent)
+        else:
+            looking.was(served.began_ns, served.ended_ns)
+
+    def _say(self, connection: Connection, rows: Sequence[ColdRow], code: int) -> None:
+        words = [connection.word_put(row.ack_word, row.ack_generation, code) for row in rows]
+        if words:
+            put_words(self._node.fabric, words)
+
+    def _send(
+        self,
+        connection: Connection,
+        call: ColdCall,
+        looking: Looking,
+        unsent: Sequence[tuple[int, ColdRow]],
+    ) -> None:
+        """Fetch blocks that the core could not send."""
+        node = self._node
+        looking.left = len(unsent)
+        try:
+            node.fetches.refuse_more(connection, len(unsent))
+        except Overloaded:
+            self._say(connection, [row for _, row in unsent], code_of_miss(MissReason.BUSY))
+            for at, row in unsent:
+                looking.missed(at, row.key, MissReason.BUSY)
+            node.fetches.give_up(looking, len(unsent))
+            return
+        for at, row in unsent:
+            looking.outcomes[at] = Outcome.GIVEN_UP  # unless it says otherwise
+            request = FetchRequest(
+                row.key,
+                call.fingerprint,
+                row.length,
+                row.target,
+                row.target_key,
+                row.ack_word,
+                row.ack_generation,
+                row.skip,
+                row.part,
+                call.shares,
+            )
+            node.fetches.enqueue(connection, [request], looking, at, called=False)
+
+
+def _place(entry: Entry) -> bytes:
+    if entry.expires_ms:  # the core doesn't know the time
+        return bytes(8)
+    number = entry.generation // GENERATIONS_PER_DRIVE
+    place: int = place_of(number, entry.offset // PAGE_BYTES, entry.generation)
+    return place.to_bytes(8, "little")

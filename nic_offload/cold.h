@@ -1,0 +1,55 @@
+/*
+ * Calls for blocks that are not in memory, answered from the drives without the application; see desk_cold.c. A part of the
+ * public header, behind core.h.
+ */
+#ifndef TRIGGERKV_COLD_H
+#define TRIGGERKV_COLD_H
+
+#include "core.h"
+
+/* Shared with the cffi build, as in core.h. */
+/* cdef begin */
+/* Where the record of a name lies: its first page, from bit 0 on, the number of its drive, and the lowest bits of its
+ * generation, so that a later record at the same place isn't taken for it. 0: that is not known. */
+#define TK_PLACE_DRIVE_BIT 36
+#define TK_PLACE_GENERATION_BIT 41
+struct tk_place {
+	uint8_t owner[TK_OWNER_BYTES];
+	uint8_t key[TK_KEY_BYTES];
+	uint64_t place;
+};
+struct tk_cold_setup {
+	struct tk_reader *readers[TK_DRIVES_MAX]; /* NULL: the application reads that drive */
+	uint64_t tag;	    /* of TK_CAME: there are answered calls to take */
+	uint64_t bytes_max; /* that are being read at a time; 0: nothing is */
+};
+/* Calls are answered from these drives, as far as there are places of names, and rooms. */
+void tk_shelf_use_readers(struct tk_shelf *shelf, const struct tk_cold_setup *setup);
+void tk_shelf_place(struct tk_shelf *shelf, const struct tk_place *places, size_t count); /* unlisting a name forgets its place */
+struct tk_cold_state {
+	uint32_t rooms;	       /* that it has of the size wanted last */
+	uint32_t wanted_pages; /* that size; 0: none yet */
+};
+/* Rooms for what is read. Those that were used come back with the calls; others are taken back here. */
+int tk_shelf_feed(struct tk_shelf *shelf, const struct tk_room *rooms, int count);
+int tk_shelf_rooms(struct tk_shelf *shelf, struct tk_room *out, int out_max);
+void tk_shelf_cold_state(struct tk_shelf *shelf, struct tk_cold_state *state);
+
+/* Follows the metadata of a call some of whose blocks were read (`tk_served`): one head, and a row for each block. */
+struct tk_cold_head {
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+	uint32_t shares, zero; /* the caller accepts locations of single blocks */
+};
+struct tk_cold_row {
+	uint8_t key[TK_KEY_BYTES];
+	uint32_t length, ack_word;
+	uint64_t ack_generation, target, target_key;
+	uint32_t skip, part;
+	uint32_t room;	/* UINT32_MAX: it was in memory */
+	int32_t status; /* 0, or why nothing was sent: the application has to, unless it was cancelled */
+};
+/* Sends no more of what a desk reads, by the generations of its words; returns how many of these had not gone out. */
+int tk_desk_cancel(struct tk_fabric *fabric, struct tk_desk *desk, const uint64_t *generations, int count);
+/* cdef end */
+
+#endif
