@@ -30,7 +30,7 @@ fuzz_c() { # what is fuzzed, and the files of it
     -artifact_prefix="$out/find-$name-" "$out/$name"
 }
 shared=(shelf.c names.c seal.c siphash.c crc32c.c)
-fuzz_c desk desk.c desk_where.c "${shared[@]}"
+fuzz_c desk desk.c desk_cold.c desk_where.c "${shared[@]}"
 fuzz_c receiver receiver.c receiver_puts.c atomic_words.c "${shared[@]}"
 
 atheris=.cache/atheris

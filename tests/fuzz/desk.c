@@ -3,12 +3,13 @@
  *
  * The desk and its shelf are the real ones; of the progress thread there is as much as they call. What always holds,
  * or it stops: nothing is sent but from registered memory, to a word that the peer has, in a call answered whole, which
- * over a sealed connection has the peer's tag.
+ * over a sealed connection has the peer's tag. Every third block is not in memory, but on a drive, which reads at once.
  * The first byte of an input says what of it is put right, so that more than checksums is reached.
  */
 #define _GNU_SOURCE
 #include "../../nic_offload/call.h"
 #include "../../nic_offload/progress.h"
+#include "../../nic_offload/reader_inside.h"
 #include "../../nic_offload/shelf.h"
 
 #include <stdlib.h>
@@ -21,20 +22,40 @@
 #define ACK_WORDS 64
 #define GENERATION 5
 
-static uint8_t memory[BLOCKS * BLOCK_BYTES];
+#define ROOMS 4
+#define ROOM_PAGES 2
+#define READER 1
+#define GENERATION_THERE (UINT64_C(7) << 30)
+
+static _Alignas(PAGE) uint8_t memory[BLOCKS * BLOCK_BYTES + ROOMS * ROOM_PAGES * PAGE];
 static struct tk_fabric *fabric;
 static struct tk_endpoint *endpoint;
 static struct tk_region *region;
 static struct tk_shelf *shelf;
 static struct tk_desk *desk;
+static struct tk_reader reader;
+static struct work *reading[BLOCKS];
+static uint32_t readings;
 static uint32_t taken, fired, answers;
 static uint64_t place; /* of the call */
 static int spoilt, told_where;
+
+static uint8_t names_there[BLOCKS][NAME_BYTES];
 
 static void must(int holds)
 {
 	if (!holds)
 		abort();
+}
+
+/* Which of the blocks it is. */
+static int key_there(const struct work *work)
+{
+	const struct served *served = work->served;
+	const char *rows = (const char *)(served->rest + served->told.blocks) + served->told.metadata_bytes;
+	const struct tk_cold_row *row = (const void *)(rows + sizeof(struct tk_cold_head) + work->op.row * sizeof *row);
+	must(row->key[0] < BLOCKS && row->key[0] % 3 == 0);
+	return row->key[0];
 }
 
 int fabric_refusal(const struct tk_fabric *one)
@@ -109,6 +130,63 @@ void fire(struct tk_fabric *one, struct work *work, uint64_t now_ns)
 	free(work);
 }
 
+int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes)
+{
+	if (count < *capacity)
+		return 0;
+	*capacity = count + 1;
+	*items = realloc(*items, *capacity * item_bytes);
+	return 0;
+}
+
+void report(struct tk_fabric *one, enum tk_event_kind kind, uint64_t tag, uint64_t value, int status, uint64_t time_ns)
+{
+	(void)one, (void)value, (void)status, (void)time_ns;
+	must(kind == TK_CAME && tag == 1);
+}
+
+void reading_fill_in(struct reading *one, struct batch *batch, struct tk_reader *of, uint32_t length, const uint8_t *key,
+		     const uint8_t *owner, const uint8_t *fingerprint)
+{
+	(void)key, (void)owner, (void)fingerprint;
+	must(of == &reader && batch->is_cold);
+	*one = (struct reading){.batch = batch, .reader = of, .size = length};
+}
+
+/* What is read lies in a room, with a page before it; its word is the peer's. */
+void reader_begin(struct work *work)
+{
+	const struct tk_operation *op = &work->op;
+	uint64_t rooms = (uint64_t)(uintptr_t)memory + BLOCKS * BLOCK_BYTES;
+	must(op->local >= rooms + PAGE && op->length <= PAGE && (op->local - rooms) % (ROOM_PAGES * PAGE) == PAGE);
+	must(op->local + op->length <= (uint64_t)(uintptr_t)memory + sizeof memory);
+	must(op->endpoint == endpoint && op->flag_target >= ACK_BASE && op->flag_target < ACK_BASE + 8 * ACK_WORDS);
+	must(op->part ? op->part <= op->length && op->skip <= op->length - op->part : !op->skip);
+	must(work->reading->offset == 77 * PAGE && readings < BLOCKS);
+	fired++;
+	reading[readings++] = work;
+}
+
+/* It ends after the call, in one way or the other: a name that has another place by then is not sent. */
+static void end_readings(void)
+{
+	for (uint32_t i = 0; i < readings; i++) {
+		struct work *work = reading[i];
+		struct batch *batch = work->batch;
+		int is_gone = spoilt && i % 2;
+		if (is_gone)
+			tk_shelf_unlist(shelf, names_there[key_there(work)], 1, 0);
+		int is_there = cold_is_there(work, work->reading->place, GENERATION_THERE);
+		must(!is_gone || !is_there);
+		work->failed = is_there ? 0 : -61;
+		cold_over(work);
+		if (!--batch->not_over)
+			free(batch);
+		free(work);
+	}
+	readings = 0;
+}
+
 static void begin(void)
 {
 	fabric = calloc(1, sizeof *fabric);
@@ -131,6 +209,20 @@ static void begin(void)
 	};
 	must(tk_desk_open(shelf, &setup, &desk) == 0);
 	tk_desk_answers(desk, 1);
+	struct tk_cold_setup cold = {.readers = {[READER] = &reader}, .tag = 1, .bytes_max = 8 * BLOCK_BYTES};
+	tk_shelf_use_readers(shelf, &cold);
+	for (int i = 0; i < BLOCKS; i++)
+		memset(names_there[i] + TK_OWNER_BYTES, i, TK_KEY_BYTES);
+}
+
+static void feed_rooms(void)
+{
+	struct tk_room rooms[ROOMS];
+	while (tk_shelf_rooms(shelf, rooms, ROOMS))
+		;
+	for (uint32_t i = 0; i < ROOMS; i++)
+		rooms[i] = (struct tk_room){region->address + BLOCKS * BLOCK_BYTES + i * ROOM_PAGES * PAGE, ROOM_PAGES, i};
+	must(!tk_shelf_feed(shelf, rooms, ROOMS));
 }
 
 static void fill_shelf(void)
@@ -142,8 +234,16 @@ static void fill_shelf(void)
 		blocks[i].id = ++id;
 		blocks[i].address = (uint64_t)(uintptr_t)memory + i * BLOCK_BYTES;
 		blocks[i].length = BLOCK_BYTES;
+		if (i % 3) {
+			must(tk_shelf_put(shelf, &blocks[i], 1) == 0);
+			continue;
+		}
+		struct tk_place there = {.place = 77 | (uint64_t)READER << TK_PLACE_DRIVE_BIT |
+						  GENERATION_THERE << TK_PLACE_GENERATION_BIT};
+		memcpy(there.key, blocks[i].key, TK_KEY_BYTES);
+		tk_shelf_place(shelf, &there, 1);
 	}
-	must(tk_shelf_put(shelf, blocks, BLOCKS) == 0);
+	feed_rooms();
 }
 
 static void put_right(uint8_t *call, size_t length, uint8_t what)
@@ -218,6 +318,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	};
 	int answered = answer_at_desk(fabric, &landing);
 	answers += answered;
+	must(shelf->cold.bytes <= 4 * BLOCK_BYTES && (answered || (!readings && shelf->cold.rooms_count == ROOMS)));
+	end_readings();
+	must(!shelf->cold.bytes && !shelf->cold.bytes_of[0]);
 	must(answered ? (told_where || taken > 1) && fired == taken : !fired);
 	must(!answered || is_tagged);
 	must(desk->under_way_bytes == 0 && (told_where ? desk->held_bytes > 0 : !desk->held_bytes));
@@ -227,11 +330,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	while (tk_served_take(shelf, told, sizeof told) > 0)
 		;
 	must(shelf->served_bytes == 0);
-	for (int i = 0; i < BLOCKS; i++) {
-		uint8_t name[NAME_BYTES] = {0};
-		memset(name + TK_OWNER_BYTES, i, TK_KEY_BYTES);
-		tk_shelf_unlist(shelf, name, 1, 0);
-	}
+	tk_shelf_unlist(shelf, names_there[0], BLOCKS, 0);
 	must(tk_shelf_count(shelf) == 0);
 	free(call);
 	return 0;

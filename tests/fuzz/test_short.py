@@ -50,7 +50,7 @@ def test_whatever_comes_a_parser_ends_as_it_should(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("desk", ("desk", "desk_where", "shelf", "names", "seal", "siphash", "crc32c")),
+        ("desk", ("desk", "desk_cold", "desk_where", "shelf", "names", "seal", "siphash", "crc32c")),
         (
             "receiver",
             ("receiver", "receiver_puts", "shelf", "names", "seal", "siphash", "crc32c", "atomic_words"),

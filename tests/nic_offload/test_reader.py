@@ -41,14 +41,21 @@ def crc(data: bytearray) -> int:
     return crc32c_at(int(ffi.cast("uintptr_t", pinned)), len(data))
 
 
-def header_of(offset: int, generation: int, payload: bytes, expires_ms: int = EXPIRES_MS) -> bytes:
+def header_of(
+    offset: int,
+    generation: int,
+    payload: bytes,
+    expires_ms: int = EXPIRES_MS,
+    key: bytes = KEY,
+    owner: bytes = OWNER,
+) -> bytes:
     fixed = FIXED.pack(
         FORMAT.magic,
         FORMAT.version,
         FORMAT.kind,
         len(payload),
-        KEY,
-        OWNER,
+        key,
+        owner,
         FINGERPRINT,
         generation,
         expires_ms,
@@ -60,9 +67,16 @@ def header_of(offset: int, generation: int, payload: bytes, expires_ms: int = EX
     return fixed + tag
 
 
-def record_of(offset: int, generation: int, payload: bytes, expires_ms: int = EXPIRES_MS) -> bytearray:
+def record_of(
+    offset: int,
+    generation: int,
+    payload: bytes,
+    expires_ms: int = EXPIRES_MS,
+    key: bytes = KEY,
+    owner: bytes = OWNER,
+) -> bytearray:
     data = bytearray(PAGE + -(-len(payload) // PAGE) * PAGE)
-    header = header_of(offset, generation, payload, expires_ms)
+    header = header_of(offset, generation, payload, expires_ms, key, owner)
     data[: len(header)] = header
     data[PAGE : PAGE + len(payload)] = payload
     return data

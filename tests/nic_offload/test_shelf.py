@@ -33,6 +33,7 @@ CALL_AT = 512 << 10  # the node's place, and where the client packs it: blocks l
 CALL_WORD, ANSWER_WORD = 0, 500
 PLACE_BYTES = 16 << 10
 ANSWERS_AT = 640 << 10  # where the client reads answers of a node that tells it where blocks are
+PARTS = 3  # a kind of call
 FIRST = 1 << 40
 TAG, DESK = 7, 77
 
@@ -46,6 +47,7 @@ class Row:
     ack_word: int
     key: bytes = b""
     ack_generation: int = 3
+    part: tuple[int, int] = (0, 0)  # of a call of kind 3: the bytes before it, and of it
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class ShelfRig:
                 self.pair.back.base + row.number * PAGE,
                 self.pair.back.key,
             )
+            + (struct.pack("<II", *row.part) if wanted.kind == PARTS else b"")
             for row in wanted.rows
         )
         blocks = len(wanted.rows) if wanted.blocks is None else wanted.blocks

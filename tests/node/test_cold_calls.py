@@ -1,0 +1,378 @@
+"""Gets of blocks that are only on the drive, which the C core answers: exact, or as Python would have answered them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import threading
+import time
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.client import Block, Client, Hit
+from kvstore.errors import KvError
+from kvstore.limits import COLD_BYTES_MAX, DRIVE_CAPACITY_BYTES_MIN, PAGE_BYTES, ROOMS_IDLE_TICKS
+from kvstore.lookups import Outcome
+from kvstore.miss import Miss, MissReason
+from kvstore.names import SHARED
+from kvstore.node.cold_calls import COLD_TAG
+from nic_offload.memory import allocate
+from nic_offload.reader import Reader
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import NodeInProcess
+from tests.node.test_erasing_under_load import made_opener
+from tests.node.test_lookup_history import outcomes, told
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.node.node import Node
+    from kvstore.storage.index import Entry
+
+WAIT_S = 20.0
+LENGTH, BLOCKS = 32 << 10, 64
+STRESS_S = 4.0
+
+
+class Cold:
+    """A client of a node that was opened anew, with blocks on its drive and none in its memory."""
+
+    def __init__(self, node: NodeInProcess, blocks: dict[bytes, bytes]) -> None:
+        self.node, self.blocks = node, blocks
+        self.client = Client(node.target, slots=BLOCKS, block_bytes_max=LENGTH)
+        self.memory = allocate(BLOCKS * LENGTH)
+        self.region = self.client.register(self.memory)
+
+    def get(self, *keys: bytes, **more: Any) -> list[Hit | Miss]:
+        """Get blocks, and compare what came."""
+        self.memory[:] = bytes(len(self.memory))
+        wanted = [Block(key, self.region, at * LENGTH, LENGTH) for at, key in enumerate(keys)]
+        found = self.client.get(wanted, **({"timeout_s": WAIT_S} | more))
+        for at, (key, one) in enumerate(zip(keys, found, strict=True)):
+            there = self.memory[at * LENGTH : (at + 1) * LENGTH]
+            assert there == (self.blocks[key] if isinstance(one, Hit) else bytes(LENGTH)), (at, one)
+        return found
+
+    def come_to_python(self) -> int:
+        """How many blocks Python has queued to fetch, ever."""
+
+        def queued(inside: Node) -> int:
+            inside.take_note()
+            return getattr(inside, "test_queued", 0)
+
+        return int(self.node.call(queued))
+
+
+def watched(node: NodeInProcess) -> None:
+    def watch(inside: Node) -> None:
+        enqueue = inside.fetches.enqueue
+
+        def noted(connection: Any, requests: Any, *more: Any, **by_name: Any) -> None:
+            vars(inside)["test_queued"] = vars(inside).get("test_queued", 0) + len(requests)
+            enqueue(connection, requests, *more, **by_name)
+
+        vars(inside.fetches)["enqueue"] = noted
+
+    node.call(watch)
+
+
+def warmed(cold: Cold, key: bytes) -> None:
+    """The first get of a size comes to Python, which gives the core rooms of it."""
+    assert cold.get(key) == [Hit(key)]
+    assert cold.come_to_python() == 1
+
+
+def entry_of(inside: Node, key: bytes) -> tuple[tuple[bytes, bytes], Entry]:
+    tenant = next(iter(inside._connections.values())).tenant
+    (entry,) = inside.store.lookup([(tenant, key)])
+    assert entry is not None
+    return (tenant, key), entry
+
+
+def stored(node: NodeInProcess, numbers: range, **more: Any) -> dict[bytes, bytes]:
+    dice = random.Random(11)
+    blocks = {bytes([number]) * 32: dice.randbytes(LENGTH) for number in numbers}
+    with Client(node.target) as client:
+        for result in client.put_many_inline(list(blocks.items()), **more):
+            assert result.error is None
+    return blocks
+
+
+@pytest.fixture(params=["plain", "encrypted", "two drives"])
+def cold(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cold]:
+    how: dict[str, Any] = {"drives": 2} if request.param == "two drives" else {}
+    if request.param == "encrypted":
+        how["open_keys"] = made_opener(tmp_path)
+    more: dict[str, Any] = {"domain": SHARED} if request.param == "encrypted" else {}
+    with NodeInProcess(tmp_path / "data", **how) as node:
+        blocks = stored(node, range(BLOCKS), **more)
+    with NodeInProcess(tmp_path / "data", **how) as node:
+        watched(node)
+        one = Cold(node, blocks)
+        yield one
+        one.client.close()
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[Cold]:
+    with NodeInProcess(tmp_path / "node") as node:
+        blocks = stored(node, range(8))
+    with NodeInProcess(tmp_path / "node") as node:
+        watched(node)
+        one = Cold(node, blocks)
+        yield one
+        one.client.close()
+
+
+def test_blocks_come_from_the_drive_with_no_call_of_python_and_are_hot_afterwards(cold: Cold) -> None:
+    first, *keys = cold.blocks
+    warmed(cold, first)
+    for some in ([keys[0]], keys[1:30], keys[20:]):  # the last ones are hot in part
+        assert cold.get(*some) == [Hit(key) for key in some]
+    assert cold.come_to_python() == 1
+    counted = cold.client.statistics()
+    assert counted.hits_memory + counted.hits_drive == 1 + 1 + 29 + 43
+    assert counted.hits_drive >= len(cold.blocks)
+    assert counted.got_bytes == (1 + 1 + 29 + 43) * LENGTH
+    kept = cold.node.call(lambda inside: inside.hot.pages.statistics().kept)
+    assert kept == len(cold.blocks)
+    assert cold.get(*keys[:40]) == [Hit(key) for key in keys[:40]]
+    assert cold.client.statistics().hits_drive == counted.hits_drive, "they are in memory now"
+
+
+def test_a_look_up_says_that_the_drive_had_them_and_how_long_it_took(plain: Cold) -> None:
+    first, *keys = plain.blocks
+    warmed(plain, first)
+    plain.get(first, *keys)
+    *_, lookup = told(plain.node, tenant="")
+    assert outcomes(lookup) == [(1, Outcome.MEMORY), (7, Outcome.DRIVE)]
+    assert lookup.drive_us > 0
+    assert lookup.size_bytes == 8 * LENGTH
+
+
+def test_what_was_put_since_and_left_memory_is_found_on_the_drive(plain: Cold) -> None:
+    warmed(plain, next(iter(plain.blocks)))
+    new = stored(plain.node, range(100, 104))
+    plain.blocks |= new
+
+    def drop(inside: Node) -> None:
+        pages = inside.hot.pages
+        for kept in (pages._probation, pages._protected):
+            for piece in list(kept.values()):
+                pages.forget(piece)
+
+    plain.node.call(drop)
+    assert plain.get(*new) == [Hit(key) for key in new]
+    assert plain.come_to_python() == 1
+
+
+def test_a_deleted_block_is_a_miss_and_what_is_put_in_its_place_comes(plain: Cold) -> None:
+    first, gone, *_ = plain.blocks
+    warmed(plain, first)
+    plain.client.delete([gone])
+    (miss,) = plain.get(gone)
+    assert isinstance(miss, Miss)
+    assert miss.reason is MissReason.UNKNOWN
+    plain.blocks[gone] = bytes(reversed(plain.blocks[gone]))
+    plain.client.put_inline(gone, plain.blocks[gone])
+    assert plain.get(gone) == [Hit(gone)]
+
+
+def test_blocks_that_expire_are_python_s_and_are_over_in_time(plain: Cold) -> None:
+    warmed(plain, next(iter(plain.blocks)))
+    soon = int(time.time() * 1000) + 1500
+    new = stored(plain.node, range(100, 102), expires_unix_ms=soon)
+    plain.blocks |= new
+    plain.node.call(lambda inside: inside.hot.shelf.unlist(b""))
+    assert plain.get(*new) == [Hit(key) for key in new]
+    assert plain.come_to_python() == 1 + 2
+    wait_until(lambda: time.time() * 1000 > soon, "they are over")
+    assert [str(one).split(":")[0] for one in plain.get(*new)] == ["MISS(expired)"] * 2
+
+
+@pytest.mark.parametrize("where", ["header", "payload"])
+def test_a_damaged_block_is_a_miss_and_no_other_is(tmp_path: Path, plain: Cold, where: str) -> None:
+    first, bad, *rest = plain.blocks
+    warmed(plain, first)
+
+    at = plain.node.call(lambda inside: entry_of(inside, bad)[1].offset) + (
+        40 if where == "header" else PAGE_BYTES + 777
+    )
+    with (tmp_path / "node" / "drive-0.kv").open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+    found = plain.get(bad, *rest)
+    assert isinstance(found[0], Miss)
+    assert found[0].reason is MissReason.CORRUPT
+    assert found[1:] == [Hit(key) for key in rest]
+    assert plain.come_to_python() == 2, "only the damaged one"
+    assert plain.client.status().corrupt_found == 1
+    *_, lookup = told(plain.node, tenant="")
+    assert outcomes(lookup) == [(1, Outcome.CORRUPT), (6, Outcome.DRIVE)]
+    again = plain.get(bad)
+    assert isinstance(again[0], Miss)
+
+
+def test_a_block_of_another_layout_is_a_miss(plain: Cold) -> None:
+    first, other, *_ = plain.blocks
+    warmed(plain, first)
+    with Client(plain.node.target, layout=b"another", block_bytes_max=LENGTH) as client:
+        region = client.register(allocate(LENGTH))
+        (miss,) = client.get([Block(other, region, 0, LENGTH)], timeout_s=WAIT_S)
+    assert isinstance(miss, Miss)
+    assert miss.reason is MissReason.LAYOUT
+
+
+def slow_drive(plain: Cold) -> int:
+    """Let the core read from a pipe, which is empty; where to write to it."""
+    out, into = os.pipe()
+    fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 1 << 20)
+
+    def use(inside: Node) -> Reader:
+        (drive,) = inside.store.drives
+        reader = Reader(inside.fabric, out, 1, drive.record_format, drive.cipher)
+        inside.hot.shelf.use_readers({drive.number: reader}, COLD_TAG, COLD_BYTES_MAX)
+        return reader
+
+    plain.node.call(use)
+    return into
+
+
+def test_what_is_not_read_in_time_is_cancelled_and_the_memory_is_the_callers(plain: Cold) -> None:
+    """The drive hangs: a get ends at its deadline, its connection stays, and nothing is written afterwards."""
+    first, late, *_ = plain.blocks
+    warmed(plain, first)
+    into = slow_drive(plain)
+    connection = plain.client._core.link
+    began = time.monotonic()
+    (miss,) = plain.get(late, timeout_s=0.3)
+    assert isinstance(miss, Miss)
+    assert time.monotonic() - began < 5
+    assert plain.client._core.link is connection
+    assert os.write(into, bytes(PAGE_BYTES + LENGTH)) == PAGE_BYTES + LENGTH
+    plain.node.call(lambda inside: inside.fabric_calls.cold.empty())
+    assert plain.get(first) == [Hit(first)], "which is in memory"
+    assert bytes(plain.memory[LENGTH:]) == bytes(len(plain.memory) - LENGTH)
+    os.close(into)
+
+
+def test_a_client_that_goes_while_its_blocks_are_read_leaves_its_rooms(plain: Cold) -> None:
+    first, late, *_ = plain.blocks
+    warmed(plain, first)
+    into = slow_drive(plain)
+    getting = plain.client.getting([Block(late, plain.region, 0, LENGTH)], timeout_s=WAIT_S)
+    wait_until(
+        lambda: plain.node.call(
+            lambda inside: inside.hot.shelf.wanted[1] < len(inside.fabric_calls.cold._rooms)
+        ),
+        "the core reads",
+    )
+    plain.client.close()
+    getting.wait()
+
+    def all_back(inside: Node) -> bool:
+        inside.take_note()
+        return bool(inside.hot.shelf.wanted[1] == len(inside.fabric_calls.cold._rooms))
+
+    wait_until(lambda: plain.node.call(all_back), "its room is back")
+    os.write(into, bytes(PAGE_BYTES + LENGTH))
+    os.close(into)
+
+
+def test_an_idle_node_has_all_its_memory_for_blocks(plain: Cold) -> None:
+    warmed(plain, next(iter(plain.blocks)))
+
+    def idle(inside: Node) -> int:
+        assert inside.hot.shelf.wanted[1] > 0
+        for _ in range(ROOMS_IDLE_TICKS):
+            inside.fabric_calls.cold.tick()
+        return len(inside.fabric_calls.cold._rooms)
+
+    assert plain.node.call(idle) == 0
+
+
+def test_a_tenant_with_a_rate_limit_is_python_s(plain: Cold) -> None:
+    first, *keys = plain.blocks
+    warmed(plain, first)
+
+    def limit(inside: Node) -> None:
+        for area in inside.fabric_calls._areas.values():
+            area.desk.answers(answers=False)
+
+    plain.node.call(limit)
+    assert plain.get(*keys) == [Hit(key) for key in keys]
+    assert plain.come_to_python() == len(plain.blocks)
+
+
+def test_a_fetch_queue_that_is_full_is_said_of_what_the_core_could_not_send(
+    plain: Cold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, bad, *_ = plain.blocks
+    warmed(plain, first)
+
+    def unplace(inside: Node) -> None:
+        name, entry = entry_of(inside, bad)
+        inside.fabric_calls.cold._placed([(name, entry._replace(offset=entry.offset + PAGE_BYTES))])
+        monkeypatch.setattr(inside.fetches._queued, "left", lambda _: 0)
+
+    plain.node.call(unplace)
+    (miss,) = plain.get(bad)
+    assert isinstance(miss, Miss)
+    assert miss.reason is MissReason.BUSY
+
+
+def test_blocks_are_exact_while_others_delete_and_write_them_anew(tmp_path: Path) -> None:
+    """On a drive so full that places are written anew all the time, what comes is all of what one put had."""
+    capacity = DRIVE_CAPACITY_BYTES_MIN
+    keys = [bytes([number]) * 32 for number in range(24)]
+    rest = [b"r" * 28 + number.to_bytes(4) for number in range(capacity // LENGTH)]
+    stop, problems = threading.Event(), list[str]()
+
+    def content(key: bytes, version: int) -> bytes:
+        return (key[:4] + version.to_bytes(4)) * (LENGTH // 8)
+
+    with NodeInProcess(tmp_path / "node", capacity_bytes=capacity) as node:
+        node.call(lambda inside: vars(inside.hot).update(keep=lambda _: None))  # each get needs the drive
+
+        def change() -> None:
+            with Client(node.target) as client:
+                client.put_many_inline([(key, bytes(LENGTH)) for key in rest])
+                for version in count():
+                    key = keys[version % len(keys)]
+                    if stop.is_set():
+                        return
+                    try:
+                        client.delete([key])
+                        client.put_inline(key, content(key, version))
+                    except KvError as error:
+                        problems.append(str(error))
+
+        writer = threading.Thread(target=change)
+        writer.start()
+        hits, dice = 0, random.Random(5)
+        with Client(node.target, slots=8, block_bytes_max=LENGTH) as client:
+            memory = allocate(8 * LENGTH)
+            region = client.register(memory)
+            until = time.monotonic() + STRESS_S
+            while time.monotonic() < until:
+                some = dice.sample(keys, 8)
+                wanted = [Block(key, region, at * LENGTH, LENGTH) for at, key in enumerate(some)]
+                found = client.get(wanted, timeout_s=WAIT_S)
+                for at, (key, one) in enumerate(zip(some, found, strict=True)):
+                    if isinstance(one, Hit):
+                        hits += 1
+                        there = memory[at * LENGTH : (at + 1) * LENGTH]
+                        assert there[:4] == key[:4]
+                        assert there == there[:8] * (LENGTH // 8), "of one put"
+            counted = client.statistics()
+        stop.set()
+        writer.join(WAIT_S)
+    assert not problems
+    assert hits > 100
+    assert counted.hits_drive > 50
