@@ -78,7 +78,7 @@ int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes)
 	}
 	if (!shelf->first)
 		shelf->last = NULL;
-	shelf->cold.told = !!shelf->first;
+	shelf->cold.told = shelf->cold.told && shelf->first;
 	pthread_mutex_unlock(&shelf->lock);
 	return (int)taken;
 }

@@ -167,7 +167,7 @@ static void fill_in_rows(struct served *served, const struct tk_shelf *shelf, co
 
 static void tell(struct tk_shelf *shelf)
 {
-	__atomic_store_n(&shelf->cold.tell_at_ns, 0, __ATOMIC_RELAXED);
+	shelf->cold.is_due = 0;
 	if (shelf->cold.told)
 		return;
 	shelf->cold.told = 1;
@@ -178,10 +178,13 @@ static void tell(struct tk_shelf *shelf)
 void cold_tell(struct tk_shelf *shelf, const struct served *served)
 {
 	uint64_t at_ns = served->told.ended_ns + TOLD_NS;
-	if (served->has_unsent || shelf->cold.rooms_count < ROOMS_LOW * served->told.cold)
+	if (served->has_unsent || shelf->cold.rooms_count < ROOMS_LOW * served->told.cold) {
 		tell(shelf);
-	else if (!shelf->cold.told && !shelf->cold.tell_at_ns)
-		__atomic_store_n(&shelf->cold.tell_at_ns, at_ns, __ATOMIC_RELAXED);
+	} else if (!shelf->cold.told && !shelf->cold.is_due) {
+		shelf->cold.is_due = 1;
+		if (at_ns < shelf->fabric->cold_tell_ns)
+			shelf->fabric->cold_tell_ns = at_ns;
+	}
 }
 
 static int is_in_region(const struct tk_region *region, const struct tk_room *room)
@@ -318,15 +321,18 @@ void cold_over(struct work *work)
 
 void poll_cold(struct tk_fabric *fabric)
 {
+	if (fabric->now_ns < fabric->cold_tell_ns) {
+		if (fabric->cold_tell_ns < fabric->next_deadline_ns)
+			fabric->next_deadline_ns = fabric->cold_tell_ns;
+		return;
+	}
+	fabric->cold_tell_ns = UINT64_MAX;
 	for (struct tk_shelf *shelf = fabric->shelves; shelf; shelf = shelf->next) {
-		uint64_t at_ns = __atomic_load_n(&shelf->cold.tell_at_ns, __ATOMIC_RELAXED);
-		if (at_ns && fabric->now_ns >= at_ns) {
-			pthread_mutex_lock(&shelf->lock);
+		pthread_mutex_lock(&shelf->lock);
+		if (shelf->cold.is_due && shelf->first)
 			tell(shelf);
-			pthread_mutex_unlock(&shelf->lock);
-		} else if (at_ns && at_ns < fabric->next_deadline_ns) {
-			fabric->next_deadline_ns = at_ns;
-		}
+		shelf->cold.is_due = 0; /* the application may have taken them before */
+		pthread_mutex_unlock(&shelf->lock);
 	}
 }
 

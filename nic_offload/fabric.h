@@ -324,6 +324,7 @@ struct tk_fabric {
 	uint32_t reading; /* records that they have */
 	struct watches landings, acks;
 	uint64_t held_until_ns; /* the earliest time at which a block that a desk holds for a peer may be released */
+	uint64_t cold_tell_ns; /* when calls that desks answered from drives are reported */
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;
 	uint64_t now_ns; /* the time of this round: reading the clock costs as much as polling a word */

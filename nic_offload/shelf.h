@@ -53,8 +53,8 @@ struct cold {
 	uint32_t rooms_count, rooms_capacity;
 	uint32_t wanted_pages;
 	uint64_t bytes, bytes_of[COLD_SHARES]; /* being read: in total, and by owner */
-	int told;	     /* reported: there is something to take */
-	uint64_t tell_at_ns; /* when to report it; atomic, because it is read without the lock; 0: nothing to report */
+	int told;   /* reported: there is something to take */
+	int is_due; /* it will be, at the fabric's `cold_tell_ns` */
 };
 
 struct tk_shelf {

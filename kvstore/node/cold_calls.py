@@ -116,7 +116,7 @@ class ColdCalls:
             shelf.feed(given)
 
     def note(self, calls: Sequence[tuple[Connection | None, Served, ColdCall]]) -> None:
-        """Take note of calls that were answered; the connections may have ended since."""
+        """Take note of calls that were answered; their connections may have ended since, or be about to."""
         if not calls:
             return
         self._idle_ticks = 0
@@ -179,8 +179,8 @@ class ColdCalls:
             if not row.status:
                 lengths[row.room == IN_MEMORY].append(row.part or row.length)
         looking.size_bytes = sum(map(sum, lengths.values()))
-        for at, _ in cancelled:
-            looking.outcomes[at] = Outcome.GIVEN_UP
+        for at, _ in (*unsent, *cancelled):
+            looking.outcomes[at] = Outcome.GIVEN_UP  # unless a fetch says otherwise
         self._say(connection, [row for _, row in cancelled], AckCode.CANCELLED)
         for at in range(served.corrupt + served.failed):
             looking.outcomes[at] = Outcome.CORRUPT if at < served.corrupt else Outcome.GIVEN_UP
@@ -191,7 +191,7 @@ class ColdCalls:
             where = node.timings.got_from_memory if in_memory else node.timings.got_from_drive
             where.note(served.ended_ns - served.began_ns, len(some))
         node.timings.called("Fetch", served.began_ns, None, served.ended_ns)
-        if unsent:
+        if unsent and not connection.closed:
             looking.since(served.began_ns)
             self._send(connection, call, looking, unsent)
         else:
@@ -199,7 +199,7 @@ class ColdCalls:
 
     def _say(self, connection: Connection, rows: Sequence[ColdRow], code: int) -> None:
         words = [connection.word_put(row.ack_word, row.ack_generation, code) for row in rows]
-        if words:
+        if words and not connection.closed:
             put_words(self._node.fabric, words)
 
     def _send(
@@ -221,7 +221,6 @@ class ColdCalls:
             node.fetches.give_up(looking, len(unsent))
             return
         for at, row in unsent:
-            looking.outcomes[at] = Outcome.GIVEN_UP  # unless it says otherwise
             request = FetchRequest(
                 row.key,
                 call.fingerprint,

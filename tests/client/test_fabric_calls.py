@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.link import Link
     from kvstore.demo.node_process import NodeProcess
+    from kvstore.node.node import Node
 
 WAIT_S = 20.0
 
@@ -107,9 +108,11 @@ def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_the
     put(rig, blocks)
     forbid_grpc(rig.client, monkeypatch)
     pump = inside.call(lambda node: node.fetches.pump)
-    inside.call(
-        lambda node: setattr(node.fetches, "pump", lambda: None)
-    )  # the node takes calls, and reads nothing
+
+    def takes_calls_and_reads_nothing(node: Node) -> None:
+        vars(node.fetches)["pump"] = vars(node.fabric_calls.cold)["feed"] = lambda: None
+
+    inside.call(takes_calls_and_reads_nothing)
     gets = []
     for block in blocks:
         gets.append(rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S))

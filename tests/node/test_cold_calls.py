@@ -281,6 +281,7 @@ def test_a_client_that_goes_while_its_blocks_are_read_leaves_its_rooms(plain: Co
         return bool(inside.hot.shelf.wanted[1] == len(inside.fabric_calls.cold._rooms))
 
     wait_until(lambda: plain.node.call(all_back), "its room is back")
+    wait_until(lambda: plain.node.call(len) == 0, "the connection has ended")
     os.write(into, bytes(PAGE_BYTES + LENGTH))
     os.close(into)
 
