@@ -25,6 +25,7 @@ from kvstore.errors import Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     COLD_BYTES_MAX,
+    COLD_SHARE,
     GENERATIONS_PER_DRIVE,
     PAGE_BYTES,
     ROOMS_IDLE_TICKS,
@@ -65,7 +66,8 @@ class ColdCalls:
         self._memory = node.hot
         self._rooms: dict[int, Piece] = {}  # that the C core has, or of calls that were not reported yet
         self._idle_ticks = ROOMS_IDLE_TICKS
-        node.hot.shelf.use_readers(node.fetches.readers.by_number, COLD_TAG, COLD_BYTES_MAX)
+        self._bytes_max = min(COLD_BYTES_MAX, node.hot.size_bytes // COLD_SHARE)
+        node.hot.shelf.use_readers(node.fetches.readers.by_number, COLD_TAG, self._bytes_max)
         for blocks in node.store.follow_places(self._placed):
             self._place_all(blocks)
 
@@ -99,7 +101,7 @@ class ColdCalls:
         if not wanted:
             return
         self._idle_ticks = 0
-        most = COLD_BYTES_MAX // (wanted * PAGE_BYTES)
+        most = self._bytes_max // (wanted * PAGE_BYTES)
         if rooms > most // 2:
             return
         if any(piece.pages != wanted for piece in self._rooms.values()):
