@@ -592,10 +592,6 @@ def with_erased(
     return told
 
 
-def _pages(entry: Entry) -> int:
-    return record_bytes(entry.length) // PAGE_BYTES
-
-
 def _column(code: str, numbers: NDArray[Any]) -> array[int]:
     column = array(code)
     column.frombytes(numbers.astype(f"u{column.itemsize}").tobytes())
