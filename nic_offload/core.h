@@ -390,7 +390,8 @@ struct tk_served {
 };
 int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out);
 int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int count);
-/* Names: owner and key, one after the other. Blocks that have landed and have no other id yet stay, if others only. */
+/* Names: owner and key, one after the other. If others only, blocks that have landed and have no other id yet stay, and so do
+ * places. */
 void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only);
 int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
 int tk_shelf_count(struct tk_shelf *shelf);

@@ -171,7 +171,8 @@ void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count,
 		struct shelved *block = shelf_find(shelf, name, name + TK_OWNER_BYTES);
 		if (block && !(others_only && block->block.id & LANDED_ID))
 			shelf_unlist(shelf, block);
-		names_forget_place(&shelf->stored, name);
+		if (!others_only)
+			names_forget_place(&shelf->stored, name);
 	}
 	pthread_mutex_unlock(&shelf->lock);
 }

@@ -129,9 +129,9 @@ class Shelf:
             raise FabricError.from_code(f"Putting {len(blocks)} blocks on the shelf", code)
 
     def unlist(self, names: bytes, *, others_only: bool = False) -> None:
-        """Send no more of blocks: owner and key of each.
+        """Send no more of blocks, owner and key of each, and forget their places.
 
-        `others_only`: but of those that have landed and have not been renamed yet.
+        `others_only`: but those that have landed and have not been renamed yet, and the places, stay.
         """
         if not self._fabric.closed:
             lib.tk_shelf_unlist(self.handle, names, len(names) // _NAME_BYTES, others_only)

@@ -72,7 +72,7 @@ class ColdCalls:
             self._place_all(blocks)
 
     def _placed(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
-        """These are stored now."""
+        """These are stored now, whatever else was listed under their names."""
         self._memory.shelf.place(b"".join([tenant + key + _place(entry) for (tenant, key), entry in blocks]))
 
     def _place_all(self, blocks: NamesAndLives) -> None:

@@ -394,10 +394,9 @@ class HotMemory:
     ) -> None:
         """Unlist and drop the blocks of these names: the index has other entries for them now, or none.
 
-        What is new and has landed by a grant stays listed: only its own record can be what the index has now.
+        What is new and has landed by a grant stays listed: only its own record can be what the index has now. The core
+        knows the places of what is new already (`cold_calls`), so that a get in between finds one or the other.
         """
-        if are_new:  # before they are unlisted, so that a get in between finds one or the other
-            self.stored(names)
         self.unlist(names, are_new=are_new)
         for name in names if self._expected else ():
             self._expected.pop(name, None)

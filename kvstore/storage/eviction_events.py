@@ -192,7 +192,7 @@ class Keeping:
         self.space = SessionSpace(pages)
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None
-        self.placed: Placed | None = None  # is told where blocks are, after the listener
+        self.placed: Placed | None = None  # is told where blocks are, before the listener
         self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
         self.erasing: Counter[bytes] = Counter()  # under way, by tenant; they take their blocks out
         self.quarantined = 0  # since the opening
@@ -236,9 +236,9 @@ class Keeping:
         self._tell_placed(blocks)
 
     def _tell_placed(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
-        self._tell([name for name, _ in blocks], None)
         if self.placed is not None:
             self.placed(blocks)
+        self._tell([name for name, _ in blocks], None)
 
     def _rejoin(self, name: Name, generation: int, now_ms: int) -> None:
         """Let a block that was in a session when it went take its place again, if there is a gap."""
