@@ -136,4 +136,6 @@ def bounded(runs: Iterable[Run]) -> list[Run]:
 
 def clean_id(request_id: str) -> str:
     """A request's id as it travels: printable ASCII, and not too long."""
+    if request_id.isascii() and request_id.isprintable() and " " not in request_id:  # as nearly all are
+        return request_id[:LOOKUP_ID_BYTES_MAX]
     return "".join(one if "!" <= one <= "~" else "?" for one in request_id[:LOOKUP_ID_BYTES_MAX])

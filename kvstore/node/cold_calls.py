@@ -23,7 +23,6 @@ import numpy as np
 
 from kvstore.errors import Overloaded, ProtocolError
 from kvstore.limits import (
-    BATCH_BLOCKS_MAX,
     COLD_BYTES_MAX,
     COLD_SHARE,
     GENERATIONS_PER_DRIVE,
@@ -117,10 +116,13 @@ class ColdCalls:
         if given:
             shelf.feed(given)
 
-    def note(self, calls: Sequence[tuple[Connection | None, Served, ColdCall]]) -> None:
-        """Take note of calls that were answered; their connections may have ended since, or be about to."""
+    def note(self, calls: Sequence[tuple[Connection | None, Served, ColdCall]]) -> list[int]:
+        """Take note of calls that were answered, and return which blocks were sent, by their generations.
+
+        Their connections may have ended since, or be about to.
+        """
         if not calls:
-            return
+            return []
         self._idle_ticks = 0
         pieces: list[Piece] = []
         read: list[tuple[Piece, int, Name]] = []
@@ -137,16 +139,17 @@ class ColdCalls:
                     self._memory.pages.touch(generation)
                 else:
                     read.append((piece, generation, (connection.tenant, row.key)))
-        self._keep(read, used)
+        self._keep(read)
         for piece in pieces:
             self._memory.pages.release(piece)
         self.feed()
         for connection, served, call in calls:
             if connection is not None:
                 self._account(connection, served, call)
+        return used
 
-    def _keep(self, read: Sequence[tuple[Piece, int, Name]], used: Sequence[int]) -> None:
-        """Keep what was read in the hot memory, if the index still has it, and note that all was used.
+    def _keep(self, read: Sequence[tuple[Piece, int, Name]]) -> None:
+        """Keep what was read in the hot memory, if the index still has it.
 
         If a piece of it is there already, the core didn't list that: it may be damaged, and what was read is not.
         """
@@ -158,8 +161,6 @@ class ColdCalls:
         self._memory.keep((*one, entry) for one, entry in zip(read, entries, strict=True))
         if store.has_doubts:
             store.believe([generation for _, generation, _ in read])
-        for first in range(0, len(used), BATCH_BLOCKS_MAX):
-            store.used(used[first : first + BATCH_BLOCKS_MAX])
 
     def _account(self, connection: Connection, served: Served, call: ColdCall) -> None:
         node = self._node

@@ -23,7 +23,7 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import KvError, Overloaded, ProtocolError
-from kvstore.limits import FABRIC_CALLS_MS, SHARES, SLOTS_A_STEP, TURN_BYTES
+from kvstore.limits import BATCH_BLOCKS_MAX, FABRIC_CALLS_MS, SHARES, SLOTS_A_STEP, TURN_BYTES
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import MissReason
 from kvstore.node.call_headers import Told
@@ -228,14 +228,20 @@ class FabricCalls:
 
     def served(self, _tag: int = 0) -> None:
         """Process calls that the C core has answered by itself."""
+        node, used = self._node, list[int]()
         cold: list[tuple[Connection | None, Served, ColdCall]] = []
-        for served in self._node.hot.shelf.served():
-            connection = self._node.find(served.desk)
+        for served in node.hot.shelf.served():
+            connection = node.find(served.desk)
             if served.cold is not None:
                 cold.append((connection, served, served.cold))
             elif connection is not None:
+                used += served.ids
                 self._note(connection, served)
-        self.cold.note(cold)
+        for one in used:
+            node.hot.pages.touch(one)
+        used += self.cold.note(cold)
+        for first in range(0, len(used), BATCH_BLOCKS_MAX):
+            node.store.used(used[first : first + BATCH_BLOCKS_MAX])
 
     def _note(self, connection: Connection, served: Served) -> None:
         node, blocks = self._node, len(served.ids)
@@ -251,9 +257,6 @@ class FabricCalls:
         for at in range(served.corrupt + served.failed):
             looking.outcomes[at] = Outcome.CORRUPT if at < served.corrupt else Outcome.GIVEN_UP
         looking.was(served.began_ns, served.ended_ns)
-        node.store.used(list(served.ids))
-        for one in served.ids:
-            node.hot.pages.touch(one)
         node.counters.served(blocks, served.size_bytes, served.corrupt)
         node.timings.got_from_memory.note(served.ended_ns - served.began_ns, blocks)
         node.timings.called("Fetch", served.began_ns, None, served.ended_ns)
