@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ KVSTORE = (sys.executable, "-m", "kvstore")
 KVSIM = (sys.executable, "-m", "sim.cli")
 BOTH = pytest.mark.parametrize("command", [KVSTORE, KVSIM], ids=["kvstore", "kvsim"])
 WAIT_S = 30.0
+SERVE = ["serve", "--data", "{}/node", "--listen", "127.0.0.1:0"]
+MEMBER = ["--cluster", "127.0.0.1:1/x", "--cluster-replicas", "2"]
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -154,12 +157,29 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
         (["put", "name:a", "{}/none"], 2, "could not be read"),
         (["serve", "--data", "/dev/null"], 1, "it is a file, not a folder"),
         (["serve", "--data", "{}/node", "--capacity", "9999TiB"], 2, "at most 16 TiB, not 9999 TiB"),
+        (["serve", "--data", "{}/node", "--listen", "{taken}"], 1, "is in use by another process"),
+        ([*SERVE, "--http", "{taken}"], 1, "is in use by another process"),
+        ([*SERVE, "--events", "tcp://{taken}"], 1, "Address already in use"),
+        ([*SERVE, "--provider", "none"], 1, "The provider none"),
+        ([*SERVE, "--tenants", "{}/none"], 2, "{}/none could not be read"),
+        ([*SERVE, "--tls-cert", "{}/none", "--tls-key", "{}/none"], 2, "{}/none could not be read"),
+        ([*SERVE, "--master-key", "file:{}/none"], 1, "{}/none could not be read"),
+        ([*SERVE, "--audit", "{}/none/log"], 2, "{}/none/log can't be written"),
+        ([*SERVE, "--cluster", "127.0.0.1:1/x", "--cluster-ca", "{}/none"], 2, "{}/none could not be read"),
+        ([*SERVE, *MEMBER, "--cluster-secret", "{}/none"], 2, "{}/none could not be read"),
+        ([*SERVE, *MEMBER, "--cluster-nodes-ca", "{}/none"], 2, "{}/none could not be read"),
         (["watch", "--seconds", "0"], 2, "--seconds"),
         (["pin", "name:a", "--seconds", "601"], 2, "1 to 600"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(arguments: list[str], status: int, says: str, tmp_path: Path) -> None:
-    done = run(*KVSTORE, *(one.replace("{}", str(tmp_path)) for one in arguments))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+
+        def put_in(text: str) -> str:
+            port = taken.getsockname()[1]
+            return text.replace("{}", str(tmp_path)).replace("{taken}", f"127.0.0.1:{port}")
+
+        done, says = run(*KVSTORE, *map(put_in, arguments)), put_in(says)
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith("kvstore: ")
     assert says in done.stderr
