@@ -194,18 +194,20 @@ class AsyncClient:
     # --- what is stored
 
     async def exists(
-        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        lengths: Sequence[int] | None = None,
+        any_layout: bool = False,
+        timeout_s: float | None = None,
     ) -> list[Stored | Miss]:
         """As `Client.exists`."""
-        return await self.call(partial(self.sync.exists, lengths=lengths, timeout_s=timeout_s), keys)
+        exists = partial(self.sync.exists, lengths=lengths, any_layout=any_layout, timeout_s=timeout_s)
+        return await self.call(exists, keys)
 
     async def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
         """As `Client.prefix`."""
         return await self.call(partial(self.sync.prefix, timeout_s=timeout_s), keys)
-
-    async def fingerprint_of(self, key: bytes) -> bytes | None:
-        """As `Client.fingerprint_of`."""
-        return await self.call(self.sync.fingerprint_of, key)
 
     async def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`."""

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 09f769f913a08986e9768b21b5c68457
+# Generated from proto sources with BLAKE2b a256fe26b5595d97c1a98604b3a5da23
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping

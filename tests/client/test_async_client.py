@@ -129,7 +129,9 @@ def test_what_the_node_does_is_seen(node: NodeProcess) -> None:
             events = client.watch(timeout_s=WAIT_S)
             assert await anext(events) is None
             await client.put_inline(key, key)
-            assert await client.fingerprint_of(key) is not None
+            (stored,) = await client.exists([key], any_layout=True)
+            assert isinstance(stored, Stored)
+            assert stored.fingerprint == client.sync.fingerprint
             with as_request("asyncio 8"):
                 assert (await client.prefetch([key])).missing == {}
                 await client.exists([key])

@@ -62,7 +62,7 @@ def test_an_end_has_its_status_and_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvcli.running._drop_output", lambda: None)
-    known = {ValueError: True, LookupError: False}
+    known = {ValueError: Status.USAGE, LookupError: Status.FAILED}
     assert run_command("x", raising(error), lambda one: known.get(type(one))) == status
     assert capfd.readouterr().err == says
 
@@ -187,18 +187,28 @@ def test_what_cannot_be_is_one_sentence(arguments: list[str], status: int, says:
     assert not (tmp_path / "node").exists(), "nothing is made for what can't be served"
 
 
-def test_a_demo_that_is_terminated_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_demo_that_a_signal_ends_leaves_no_process_and_no_message(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     data = tmp_path / "demo"
     data.mkdir()
     with subprocess.Popen(
-        [*KVSTORE, "demo", "--data", str(data)], stdout=subprocess.PIPE, text=True
+        ["env", "--default-signal=INT", *KVSTORE, "demo", "--data", str(data)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         node = next(
             int(found[1]) for line in process.stdout if (found := re.search(r"process (\d+) on", line))
         )
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == Status.TERMINATED
+        # Another process writes tokens, and would print what it has written.
+        next(line for line in process.stdout if re.search(r"fired +[1-9]", line))
+        process.send_signal(number)
+        assert process.wait(WAIT_S) == 128 + number
+        assert process.stderr.read() == ""
     until = time.monotonic() + WAIT_S
     while Path(f"/proc/{node}").exists():
         assert time.monotonic() < until
