@@ -32,6 +32,7 @@ from kvstore.client.client import Client
 from kvstore.durability import Durability
 from kvstore.limits import ASYNC_CALLS_MAX, ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS
 from kvstore.names import UNSAID
+from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -304,6 +305,7 @@ class AsyncClient:
         await self.close()
 
 
+@made_by("`AsyncClient.arm`")
 class AsyncPuts:
     """Armed puts: `ArmedPuts` with awaitable waits."""
 
@@ -318,7 +320,33 @@ class AsyncPuts:
         """As `ArmedPuts.wait_landed`."""
         return await self._client.call(self.armed.wait_landed, timeout_s)
 
+    async def cancel(self) -> int:
+        """As `ArmedPuts.cancel`."""
+        return await self._client.call(self.armed.cancel)
 
+    async def abandon(self) -> None:
+        """As `ArmedPuts.abandon`."""
+        await self._client.call(self.armed.abandon)
+
+    def name(self, number: int, key: bytes) -> None:
+        """As `ArmedPuts.name`: it doesn't wait."""
+        self.armed.name(number, key)
+
+    def progress(self) -> tuple[int, int, int]:
+        """As `ArmedPuts.progress`: it doesn't wait."""
+        return self.armed.progress()
+
+    def ended(self) -> list[PutResult] | None:
+        """As `ArmedPuts.ended`: it doesn't wait."""
+        return self.armed.ended()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every put has ended."""
+        return self.armed.has_ended
+
+
+@made_by("`AsyncClient.session`")
 class AsyncSession:
     """A session: `Session` with awaitable calls. `await client.call(chat.sync.getting, place)` makes any other call."""
 

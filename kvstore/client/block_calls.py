@@ -20,6 +20,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.wire import blocks_pb2 as pb
 from kvstore.wire import blocks_pb2_grpc, kvstore_pb2
 from nic_offload.handle import Handle
+from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,7 @@ class Explained:
         return self.sentence
 
 
+@made_by("`Client.pin`")
 class Pin(Handle):
     """Blocks protected from eviction until this is closed or expires. The time counts from the request."""
 

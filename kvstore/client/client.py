@@ -114,8 +114,10 @@ class Client(Handle):
     ) -> None:
         """Open the channel. The node is not called yet; the fabric is opened when it is first needed.
 
-        `kvstore.reach` describes how the node is reached: arguments not given here come from the environment or the
-        file of the client's settings. A `Reach` replaces all of them.
+        Arguments not given here come from the environment or the file of the client's settings (`kvstore.reach`). A
+        `Reach` replaces all of them. `transport` says how blocks go: "fabric" (remote writes through libfabric), "grpc"
+        (copied by the CPU), "memory" (to a `MemoryNode` of this process), or "auto", the default: the fabric, or gRPC
+        where there is no libfabric. `provider` is libfabric's; by default the best available.
         `user` or `shared` says whose the blocks are that it puts without a domain: this user's, with keys of
         `in_domain(key, domain_of(user))`, or all users'. A node that encrypts refuses a put that says neither.
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b a256fe26b5595d97c1a98604b3a5da23
+# Generated from proto sources with BLAKE2b 6a8a33a09c0e69a24b3875a9b83d87ae
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
