@@ -187,6 +187,15 @@ def test_what_cannot_be_is_one_sentence(arguments: list[str], status: int, says:
     assert not (tmp_path / "node").exists(), "nothing is made for what can't be served"
 
 
+def test_grpc_logs_nothing_beside_the_sentence(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    done = run(*KVSTORE, "stats", "--node", "127.0.0.1:1", "--ca", str(ca))
+    assert (done.returncode, done.stdout) == (Status.FAILED, "")
+    assert done.stderr.startswith("kvstore: ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_demo_that_a_signal_ends_leaves_no_process_and_no_message(
     number: signal.Signals, tmp_path: Path
