@@ -94,6 +94,7 @@ def test_armed_puts_are_named_watched_and_cancelled(node: NodeProcess) -> None:
                 assert puts.ended() == await puts.wait(0)
                 later = client.arm(blocks[1:], flags[0])
                 await later.abandon()
+                assert [one.error is None for one in await later.wait(WAIT_S)] == [False]
                 assert later.has_ended
             assert isinstance((await client.exists([key]))[0], Stored)
 
