@@ -160,6 +160,7 @@ docs: setup ## build/site: the documentation, to be read in a browser without a 
 wheel: setup ## dist/triggerkv-*-cp311-abi3-linux_*.whl: both commands in one wheel, for machines like this one
 	@rm -rf build/lib* build/bdist* build/temp*
 	@LDFLAGS=-s $(py) -m pip wheel --quiet --no-build-isolation --no-deps --no-index --wheel-dir dist .
+	@ls -t dist/triggerkv-*.whl | head -1 | xargs stat -c '%n  %s bytes'
 
 .PHONY: release
 release: setup ## dist/: three manylinux wheels below 1 MiB, triggerkv, triggerkv-engines and triggerkv-sim, and their contents as CycloneDX (needs a package index)

@@ -55,12 +55,11 @@ class _Terminated(KeyboardInterrupt):
 
 
 def run_command(
-    name: str, work: Callable[[], int], is_usage: Callable[[Exception], bool | None] = lambda _: None
+    name: str, work: Callable[[], int], status_of: Callable[[Exception], Status | None] = lambda _: None
 ) -> int:
-    """Do `work`, and give the exit status of the process.
+    """Do `work`, and return the exit status of the process.
 
-    `is_usage` says of an error whether what was asked can't be (True), or it only failed (False); None: it is none that
-    the command knows.
+    `status_of` returns that of an error which the command knows, else None.
     """
     try:
         with _terminated_like_interrupted():
@@ -76,7 +75,7 @@ def run_command(
     except KeyboardInterrupt as signalled:
         return Status.TERMINATED if isinstance(signalled, _Terminated) else Status.INTERRUPTED
     except Exception as error:
-        ended = _ended_by(error, is_usage(error))
+        ended = _ended_by(error, status_of(error))
         if ended is None:
             raise
         status, sentence = ended
@@ -84,10 +83,10 @@ def run_command(
     return status
 
 
-def _ended_by(error: Exception, usage: bool | None) -> tuple[Status, str] | None:  # noqa: FBT001 - `is_usage`'s answer
+def _ended_by(error: Exception, status: Status | None) -> tuple[Status, str] | None:
     """What an error comes to; None: it is a bug's."""
-    if usage is not None:
-        return Status.USAGE if usage else Status.FAILED, str(error)
+    if status is not None:
+        return status, str(error)
     if isinstance(error, MemoryError):
         return Status.FAILED, "Out of memory."
     if isinstance(error, OSError) and error.strerror is not None:

@@ -6,15 +6,17 @@ How it ends, whatever happens, is `kvcli.running`'s; docs/commands.md lists comm
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.completion import add_completion, script
-from kvcli.running import add_commands, run_command
+from kvcli.running import Status, add_commands, run_command
 from kvcli.version import add_version
 from kvstore.commands.block_commands import add_block_commands
 from kvstore.commands.node_commands import DEFAULT_NODE, add_node_commands, reach, reach_node
-from kvstore.errors import ConfigError, KvError, RuleError, UsageError
+from kvstore.config import silence_grpc
+from kvstore.errors import ConfigError, KvError, NoSession, RuleError, UsageError
 from kvstore.serve_options import add_options
 
 if TYPE_CHECKING:
@@ -89,6 +91,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from kvstore.commands.doctor import run, show
 
     if arguments.node is None:
+        if not arguments.data.is_dir():
+            raise ConfigError(f"{arguments.data} is not a folder; name one on the drive to check.")
         return run(arguments.data, as_json=arguments.json)
     from kvstore.commands.doctor_node import check_node
 
@@ -281,18 +285,26 @@ def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     match.set_defaults(run=_match)
 
 
-def _is_usage(error: Exception) -> bool | None:
-    if isinstance(error, KvError):
-        return isinstance(error, (ConfigError, RuleError, UsageError))
-    return None
+def _status_of(error: Exception) -> Status | None:
+    if isinstance(error, NoSession):
+        return Status.NO
+    if isinstance(error, (ConfigError, RuleError, UsageError)):
+        return Status.USAGE
+    return Status.FAILED if isinstance(error, KvError) else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; errors of ours are one sentence, and the exit status says which kind."""
 
     def work() -> int:
+        silence_grpc()  # a command says in a sentence of its own what failed
         arguments = _parser().parse_args(argv)
-        status: int = arguments.run(arguments)
+        try:
+            status: int = arguments.run(arguments)
+        except KvError as error:
+            if getattr(arguments, "json", False):
+                print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+            raise
         return status
 
-    return run_command("kvstore", work, _is_usage)
+    return run_command("kvstore", work, _status_of)

@@ -48,6 +48,7 @@ __all__ = [
     "printable",
     "show_size",
     "show_time",
+    "silence_grpc",
     "variables",
 ]
 
@@ -303,6 +304,11 @@ def environment(name: str) -> str:
 def variables(prefix: str) -> list[str]:
     """The names of those that begin so and are not empty."""
     return [name for name, text in os.environ.items() if name.startswith(prefix) and text]
+
+
+def silence_grpc() -> None:
+    """Keep gRPC's own log lines off standard error unless they were asked for; call it before grpc is imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def parse_size(text: str) -> int:

@@ -15,6 +15,7 @@
     │   └── LeaseExpired       the lease of a reserved slot is over
     ├── SessionFileError       a file that is not an exported session, is incomplete, or can't be written
     ├── NodeUnavailable        the node could not be reached, or went away
+    ├── CannotListen           a node can't listen on a port: it is in use, or not this user's to use
     ├── WrongEpoch             the node may not order the user's sessions now; no caller of a client sees it
     ├── DeadlineExceeded       a call's own deadline passed
     ├── MasterKeyUnavailable   the master key, or the service that has it, could not be reached
@@ -69,6 +70,7 @@ from nic_offload.errors import (
 
 __all__ = [
     "AddressRefused",
+    "CannotListen",
     "Closed",
     "ConfigError",
     "Corrupt",
@@ -181,6 +183,10 @@ class NodeUnavailable(KvError):
     """The node could not be reached, or went away during the call."""
 
     was_tried = True  # false: it was away a moment ago, and no call was made
+
+
+class CannotListen(KvError):
+    """A node can't listen on a port: another process does, this user may not, or the machine lacks the address."""
 
 
 class WrongEpoch(KvError):

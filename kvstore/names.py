@@ -5,6 +5,7 @@ Every name is a BLAKE2b digest over length-prefixed parts, so two different list
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SHARED",
+    "TENANTS_NAME",
     "UNSAID",
     "block_key",
     "check_domain_name",
@@ -32,6 +34,7 @@ __all__ = [
     "fitting_domain",
     "in_domain",
     "is_in_domain",
+    "is_tenant",
     "layout_fingerprint",
     "session_name",
     "tenant_name",
@@ -43,6 +46,8 @@ SHARED: Final = (
     b"shared by tenant"  # the domain of blocks that all users of a tenant share: it must be asked for
 )
 assert len(SHARED) == DOMAIN_BYTES
+TENANTS_NAME: Final = "A tenant's name has 1 to 64 letters, digits, dots, dashes and underscores."
+_TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NOBODYS: Final = (UNSAID, SHARED)
 _MARK: Final = b"tkvdom"  # the end of the keys of blocks in other domains
 _CHECK_BYTES: Final = 6  # before it
@@ -78,6 +83,11 @@ def block_key(*parts: bytes) -> bytes:
 def layout_fingerprint(*parts: bytes) -> bytes:
     """The fingerprint of how a block's bytes are laid out; a get under another layout is a miss."""
     return _digest(b"triggerkv layout", FINGERPRINT_BYTES, parts)
+
+
+def is_tenant(name: str) -> bool:
+    """Whether a tenant can have this name."""
+    return _TENANT.fullmatch(name) is not None
 
 
 def tenant_name(tenant: str, salt: bytes) -> bytes:

@@ -33,7 +33,7 @@ from kvstore.limits import (
     REACH_TIMEOUT_MS_MAX,
     RPC_TIMEOUT_MS,
 )
-from kvstore.names import SHARED, UNSAID, domain_of
+from kvstore.names import SHARED, TENANTS_NAME, UNSAID, domain_of, is_tenant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -110,6 +110,8 @@ class Reach:
     def _check_choices(self) -> None:
         if self.transport not in _TRANSPORTS:
             raise ConfigError(f"transport must be {', '.join(_TRANSPORTS)}, not {self.transport!r}.")
+        if self.tenant and not is_tenant(self.tenant):
+            raise ConfigError(f"{TENANTS_NAME[:-1]}, not {self.tenant!r}.")
         if self.user and self.shared:
             raise ConfigError("Blocks are those of a user or shared, not both: set user or shared.")
         if self.user:

@@ -11,7 +11,7 @@ __all__ = ["ffi"]
 _HERE = Path(__file__).parent
 _DECLARATIONS = "".join(
     (_HERE / name).read_text().split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
-    for name in ("records.h", "core.h", "cold.h")
+    for name in ("records.h", "operations.h", "core.h", "attached.h", "cold.h")
 )
 
 _HANDLES = (

@@ -31,7 +31,7 @@ assert _CALL.size == ffi.sizeof("struct tk_call")
 
 
 class Call(NamedTuple):
-    """A request without its metadata and its rows of blocks: see `struct tk_call` in core.h."""
+    """A request without its metadata and its rows of blocks: see `struct tk_call` in attached.h."""
 
     tag: int
     deadline_ns: int

@@ -71,7 +71,7 @@ class EventKind(enum.IntEnum):
 
 
 class Event(NamedTuple):
-    """One thing that happened to an operation or a watch; the fields' meaning is in `core.h`."""
+    """One thing that happened to an operation or a watch; the fields' meaning is in `operations.h`."""
 
     tag: int
     value: int

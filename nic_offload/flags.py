@@ -27,6 +27,7 @@ from typing import Any, Self
 from nic_offload._core import ffi, lib
 from nic_offload.errors import KvError
 from nic_offload.handle import Handle
+from nic_offload.made_by import made_by
 
 __all__ = ["FlagWord", "FlagWords"]
 
@@ -52,6 +53,7 @@ class _Words:
         os.close(self.bell_fd)
 
 
+@made_by("`FlagWords`")
 class FlagWord:
     """One word. It keeps its memory mapped, also when its `FlagWords` is closed."""
 
@@ -79,6 +81,7 @@ class FlagWord:
             lib.tk_word_ring(self._pointer, value, self._words.bell, self._words.bell_fd)
 
 
+@made_by("`FlagWords.create` or `FlagWords.open`")
 class FlagWords(Handle):
     """A handful of flag words in memory that other processes can map by `path`."""
 

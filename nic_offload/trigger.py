@@ -162,7 +162,7 @@ class WordPut(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """A slot that waits for its block: see `struct tk_landing` in core.h."""
+    """A slot that waits for its block: see `struct tk_landing` in operations.h."""
 
     tag: int
     endpoint: Endpoint
@@ -181,7 +181,7 @@ class Landing(NamedTuple):
 
 
 class AckWatch(NamedTuple):
-    """A word of our own memory in which a peer acknowledges: see `struct tk_ack_watch` in core.h."""
+    """A word of our own memory in which a peer acknowledges: see `struct tk_ack_watch` in operations.h."""
 
     tag: int
     endpoint: Endpoint
@@ -194,7 +194,7 @@ class AckWatch(NamedTuple):
     row: int = 0
 
 
-# The structures of core.h, field by field; the sizes are checked, so a change there is seen here.
+# The structures of operations.h, field by field; the sizes are checked, so a change there is seen here.
 _OPERATION = struct.Struct("=19Q6I")
 _LANDING = struct.Struct("=10Q2I2Q")
 _ACK = struct.Struct("=6Q3I4x")

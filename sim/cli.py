@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvcli.completion import add_completion, script
-from kvcli.running import add_commands, run_command
+from kvcli.running import Status, add_commands, run_command
 from kvcli.version import add_version
 
 if TYPE_CHECKING:
@@ -382,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     # A ValueError is an OutOfRange, and nothing else raises one here.
-    return run_command("kvsim", work, lambda error: True if isinstance(error, ValueError) else None)
+    return run_command("kvsim", work, lambda error: Status.USAGE if isinstance(error, ValueError) else None)
 
 
 if __name__ == "__main__":

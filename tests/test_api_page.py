@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 import kvstore
 from kvcli.version import VERSION
 from kvstore import client, errors, testing
+from nic_offload.flags import FlagWords
 from tools.generate_api import PAGE, page
 
 TEXT = PAGE.read_text()
@@ -17,6 +19,20 @@ TEXT = PAGE.read_text()
 
 def test_the_page_is_what_the_docstrings_say() -> None:
     assert page() == TEXT, "run `make api`"
+
+
+def test_help_shows_no_plumbing() -> None:
+    for kind, maker in (
+        (client.ArmedPuts, "`Client.arm`"),
+        (client.Session, "`Client.session`"),
+        (FlagWords, "`FlagWords.create` or `FlagWords.open`"),
+    ):
+        text = pydoc.plain(pydoc.render_doc(kind))
+        assert f" |  __init__(self, /)\n |      {maker} makes it.\n" in text
+    for name in ("event", "lost", "told", "wait_ended"):
+        assert not hasattr(client.ArmedPuts, name)
+    fields = pydoc.plain(pydoc.render_doc(client.Block)).partition("__init__")[0]
+    assert all(f"\n |      {one}  " in fields for one in client.Block.__annotations__)
 
 
 def test_all_that_users_import_is_on_the_page() -> None:

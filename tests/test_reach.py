@@ -34,12 +34,12 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_setting_comes_from_the_first_place_that_says_it(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file.write_text('node = "file:1"\ntenant = "of the file"\nprovider = "net"\nca = "ca.pem"\n')
+    file.write_text('node = "file:1"\ntenant = "of.the.file"\nprovider = "net"\nca = "ca.pem"\n')
     monkeypatch.setenv("TRIGGERKV_NODE", "variable:2")
-    monkeypatch.setenv("TRIGGERKV_TENANT", "of the environment")
+    monkeypatch.setenv("TRIGGERKV_TENANT", "of.the.environment")
     told = Reach.of({"nodes": ["argument:3"]})
     assert told.nodes == ("argument:3",)
-    assert told.tenant == "of the environment"
+    assert told.tenant == "of.the.environment"
     assert told.provider == "net"
     assert told.ca == file.parent / "ca.pem"  # beside the file, wherever the process runs
 

@@ -60,7 +60,7 @@ PLANTED = [
     ("all_says_what_is_public", "kvstore/a.py", "__all__ = ['g']", "names g"),
     ("files_are_short", "sim/a.py", "x = 1\n" * 600, "at most 600"),
     ("c_files_are_short", "nic_offload/a.c", "\n" * 400, "at most 400"),
-    ("c_files_are_short", "nic_offload/core.h", "\n" * 650, "at most 650"),
+    ("c_files_are_short", "sim/replay/events.c", "\n" * 650, "at most 650"),
     ("bounds_are_in_limits", "kvstore/node/a.py", "_TRIES = 3", "_TRIES belongs in"),
     (
         "bounds_are_in_limits",

@@ -27,14 +27,8 @@ _MODULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kvstore.errors", ()),
 )
 _LINE_MAX = 100
-# Users are given these, and don't make them.
-_GIVEN = {
-    *("ArmedPuts", "Arrival", "ClusterPin", "ClusterPuts", "FlagWord", "FlagWords", "Pin", "Reservation"),
-    *("Resuming", "Session"),
-}
 # Called from inside the package, across modules.
 _INSIDE = {
-    *("ArmedPuts.event", "ArmedPuts.lost", "ArmedPuts.told", "ArmedPuts.wait_ended"),
     *("Arrivals.dropped", "Arrivals.forgotten", "Arrivals.stored"),
     *("FlagWord.bell", "Session.manifest", "Session.resume_span"),
     *("Reach.bearer", "Reach.credentials", "Reach.given", "Reach.settings", "Reach.split_from", "Reach.told"),
@@ -78,7 +72,7 @@ def _member(name: str, what: object) -> Iterator[str]:
     if not inspect.isclass(what):
         yield from _function(name, what)
         return
-    is_made = name not in _GIVEN and not issubclass(what, int)
+    is_made = not issubclass(what, int) and not (what.__init__.__doc__ or "").endswith(" makes it.")
     if is_made:
         yield from _signature(name, what)
     yield from _prose(inspect.getdoc(what) or "")

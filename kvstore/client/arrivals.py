@@ -47,6 +47,7 @@ from kvstore.limits import (
 from kvstore.miss import Miss, MissReason
 from kvstore.steps import Step
 from nic_offload.handle import Handle
+from nic_offload.made_by import made_by
 from nic_offload.match_action import ActionKind, perform
 from nic_offload.requester import KvRequester
 from nic_offload.requester_catalogue import Extent, User
@@ -87,6 +88,7 @@ class _Reason(NamedTuple):
     notes: Notes
 
 
+@made_by("`Arrivals.arrive`")
 class Arrival(Handle):
     """The outcome of a request that arrived."""
 

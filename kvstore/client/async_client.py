@@ -32,6 +32,7 @@ from kvstore.client.client import Client
 from kvstore.durability import Durability
 from kvstore.limits import ASYNC_CALLS_MAX, ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS
 from kvstore.names import UNSAID
+from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -194,18 +195,20 @@ class AsyncClient:
     # --- what is stored
 
     async def exists(
-        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        lengths: Sequence[int] | None = None,
+        any_layout: bool = False,
+        timeout_s: float | None = None,
     ) -> list[Stored | Miss]:
         """As `Client.exists`."""
-        return await self.call(partial(self.sync.exists, lengths=lengths, timeout_s=timeout_s), keys)
+        exists = partial(self.sync.exists, lengths=lengths, any_layout=any_layout, timeout_s=timeout_s)
+        return await self.call(exists, keys)
 
     async def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
         """As `Client.prefix`."""
         return await self.call(partial(self.sync.prefix, timeout_s=timeout_s), keys)
-
-    async def fingerprint_of(self, key: bytes) -> bytes | None:
-        """As `Client.fingerprint_of`."""
-        return await self.call(self.sync.fingerprint_of, key)
 
     async def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`."""
@@ -302,6 +305,7 @@ class AsyncClient:
         await self.close()
 
 
+@made_by("`AsyncClient.arm`")
 class AsyncPuts:
     """Armed puts: `ArmedPuts` with awaitable waits."""
 
@@ -316,7 +320,33 @@ class AsyncPuts:
         """As `ArmedPuts.wait_landed`."""
         return await self._client.call(self.armed.wait_landed, timeout_s)
 
+    async def cancel(self) -> int:
+        """As `ArmedPuts.cancel`."""
+        return await self._client.call(self.armed.cancel)
 
+    async def abandon(self) -> None:
+        """As `ArmedPuts.abandon`."""
+        await self._client.call(self.armed.abandon)
+
+    def name(self, number: int, key: bytes) -> None:
+        """As `ArmedPuts.name`: it doesn't wait."""
+        self.armed.name(number, key)
+
+    def progress(self) -> tuple[int, int, int]:
+        """As `ArmedPuts.progress`: it doesn't wait."""
+        return self.armed.progress()
+
+    def ended(self) -> list[PutResult] | None:
+        """As `ArmedPuts.ended`: it doesn't wait."""
+        return self.armed.ended()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every put has ended."""
+        return self.armed.has_ended
+
+
+@made_by("`AsyncClient.session`")
 class AsyncSession:
     """A session: `Session` with awaitable calls. `await client.call(chat.sync.getting, place)` makes any other call."""
 

@@ -7,11 +7,11 @@ what other clients did meanwhile.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from kvstore.client.checks import check_key, check_keys, check_lengths, check_number
+from kvstore.client.checks import check_keys, check_lengths, check_number
 from kvstore.durability import Durability
 from kvstore.errors import KvError
 from kvstore.limits import BATCH_BLOCKS_MAX
@@ -20,6 +20,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.wire import blocks_pb2 as pb
 from kvstore.wire import blocks_pb2_grpc, kvstore_pb2
 from nic_offload.handle import Handle
+from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ class Stored:
     key: bytes
     length: int
     expires_unix_ms: int = 0  # 0: it doesn't expire
+    fingerprint: bytes = b""  # of its layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Explained:
         return self.sentence
 
 
+@made_by("`Client.pin`")
 class Pin(Handle):
     """Blocks protected from eviction until this is closed or expires. The time counts from the request."""
 
@@ -111,38 +114,35 @@ class BlockCalls:
         return self._timeout_s if timeout_s is None else timeout_s
 
     def exists(
-        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        lengths: Sequence[int] | None = None,
+        any_layout: bool = False,
+        timeout_s: float | None = None,
     ) -> list[Stored | Miss]:
         """As `Client.exists`."""
         check_keys(keys)
         check_lengths(lengths, keys)
+        fingerprint = b"" if any_layout else self._fingerprint
         names = [
-            kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint, length=length)
+            kvstore_pb2.BlockName(key=key, fingerprint=fingerprint, length=length)
             for key, length in zip(keys, lengths or [0] * len(keys), strict=True)
         ]
         states: list[pb.BlockState] = []
         for some in _batches(names):
             request = pb.ExistsRequest(tenant=self._tenant, blocks=some)
-            with (
-                self._lookups.looking(Kind.EXISTS, len(some)) as metadata,
-                self._calling("Asking for blocks"),
-            ):
+            recorded = nullcontext() if any_layout else self._lookups.looking(Kind.EXISTS, len(some))
+            with recorded as metadata, self._calling("Looking up blocks"):
                 states += self._stub.Exists(
                     request, timeout=self._within(timeout_s), metadata=metadata
                 ).blocks
         return [
-            Stored(key, state.length, state.expires_unix_ms) if state.stored else _miss(state.miss)
+            Stored(key, state.length, state.expires_unix_ms, state.fingerprint)
+            if state.stored
+            else _miss(state.miss)
             for key, state in zip(keys, states, strict=True)
         ]
-
-    def fingerprint_of(self, key: bytes) -> bytes | None:
-        """As `Client.fingerprint_of`."""
-        check_key(key)
-        with self._calling("Reading a block's layout"):
-            name = kvstore_pb2.BlockName(key=key, fingerprint=self._fingerprint)
-            request = pb.ExistsRequest(tenant=self._tenant, blocks=[name])
-            (state,) = self._stub.Exists(request, timeout=self._timeout_s).blocks
-        return state.fingerprint or None
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
         """As `Client.prefix`."""

@@ -36,20 +36,30 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block, and the registered memory its bytes are in or go to."""
+    """A block, and the registered memory its bytes are in or go to.
 
-    key: bytes  # 32 bytes, see `kvstore.names.block_key`; none: it is armed now and named later, by `ArmedPuts.name`
+        key        32 bytes, as `block_key` makes them; empty: it is armed now and named later (`ArmedPuts.name`)
+        region     the memory, as `Client.register` returns it
+        offset     where its bytes begin in the region
+        length     how many they are, at most 64 MiB
+        threshold  a put fires when the flag word has at least this value
+        pieces     where its bytes are instead of at `offset`: see `of_pieces`
+        whole      in a get of a part of a block: the length of the stored block; 0: this is all of it
+        skip       in a get of a part: the bytes of the stored block before this part
+        domain     the erase domain of a put (`domain_of` a user, or SHARED); empty: the client's
+
+    A put reads the bytes when it fires: leave them alone until it has landed.
+    """
+
+    key: bytes
     region: Region
     offset: int
     length: int
-    threshold: int = 1  # a put fires when the flag word is at least this
-    pieces: Pieces | None = None  # where its bytes are instead, in their order; see `of_pieces`
-    whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
-    skip: int = 0  # bytes of it before this part
-    domain: bytes = (
-        UNSAID  # the erase domain it is put into, for which `in_domain` made its key, or SHARED; none: the
-    )
-    # client's (`user` or `shared`)
+    threshold: int = 1
+    pieces: Pieces | None = None
+    whole: int = 0
+    skip: int = 0
+    domain: bytes = UNSAID
 
     @classmethod
     def of_pieces(
@@ -117,15 +127,25 @@ class Hit:
 
 
 class PutResult(NamedTuple):
-    """The result of a put. Times are nanoseconds of CLOCK_MONOTONIC; 0 if it did not happen."""
+    """The result of a put. Times are nanoseconds of CLOCK_MONOTONIC; 0 if it did not happen.
+
+        durability      what was reached; None if nothing was
+        error           why it failed; None if it didn't
+        already_stored  a block was stored under this key: nothing was sent, and the bytes were not compared
+        fired_ns        when the flag was seen
+        landed_ns       when the block was in the node's memory
+        durable_ns      when it was acknowledged with the durability that was asked for
+
+    Its `key` is that of the block.
+    """
 
     key: bytes
-    durability: Durability | None  # what was reached; None if nothing was
+    durability: Durability | None
     error: KvError | None
-    already_stored: bool = False  # under this key: nothing was sent, and the bytes were not compared
-    fired_ns: int = 0  # the flag was seen
+    already_stored: bool = False
+    fired_ns: int = 0
     landed_ns: int = 0
-    durable_ns: int = 0  # acknowledged as durable as was asked
+    durable_ns: int = 0
 
     @property
     def has_block(self) -> bool:

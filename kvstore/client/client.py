@@ -114,8 +114,10 @@ class Client(Handle):
     ) -> None:
         """Open the channel. The node is not called yet; the fabric is opened when it is first needed.
 
-        `kvstore.reach` describes how the node is reached: arguments not given here come from the environment or the
-        file of the client's settings. A `Reach` replaces all of them.
+        Arguments not given here come from the environment or the file of the client's settings (`kvstore.reach`). A
+        `Reach` replaces all of them. `transport` says how blocks go: "fabric" (remote writes through libfabric), "grpc"
+        (copied by the CPU), "memory" (to a `MemoryNode` of this process), or "auto", the default: the fabric, or gRPC
+        where there is no libfabric. `provider` is libfabric's; by default the best available.
         `user` or `shared` says whose the blocks are that it puts without a domain: this user's, with keys of
         `in_domain(key, domain_of(user))`, or all users'. A node that encrypts refuses a put that says neither.
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
@@ -205,10 +207,12 @@ class Client(Handle):
         self._core.attach()
 
     def close(self) -> None:
-        """Close the client. Puts that have not been acknowledged fail.
+        """Close the client. Puts that have not been acknowledged fail. In a forked child nothing is closed.
 
         >>> Client(client.target).close()
         """
+        if self._core.is_inherited:
+            return
         self._core.close()
         self._by_grpc.close()
 
@@ -408,18 +412,23 @@ class Client(Handle):
     # --- what is stored
 
     def exists(
-        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        lengths: Sequence[int] | None = None,
+        any_layout: bool = False,
+        timeout_s: float | None = None,
     ) -> list[Stored | Miss]:
         """Look up blocks without getting them. Returns a Stored, or the Miss that a get would return, for each.
 
-        Without `lengths`, any length matches. A look-up does not count as a use: it protects no block from eviction.
-        The timeout applies to each call.
+        Without `lengths`, any length matches; with `any_layout`, any layout, and `looked_up` doesn't list the call. A
+        look-up does not count as a use: it protects no block from eviction. The timeout applies to each call.
 
         >>> stored, miss = client.exists([key, block_key(b"never put")])
         >>> stored.length, str(miss)
         (4096, 'MISS(unknown)')
         """
-        return self._blocks.exists(keys, lengths=lengths, timeout_s=timeout_s)
+        return self._blocks.exists(keys, lengths=lengths, any_layout=any_layout, timeout_s=timeout_s)
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
         """Count the blocks, from the first, that could be got without a gap. The timeout applies to each call.
@@ -428,14 +437,6 @@ class Client(Handle):
         1
         """
         return self._blocks.prefix(keys, timeout_s=timeout_s)
-
-    def fingerprint_of(self, key: bytes) -> bytes | None:
-        """The fingerprint of the layout that a block is stored in; None if it is not stored.
-
-        >>> client.fingerprint_of(key) == client.fingerprint
-        True
-        """
-        return self._blocks.fingerprint_of(key)
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """Report where each block is, or why it was removed, as far as the node remembers.

@@ -53,6 +53,7 @@ from kvstore.limits import (
 from kvstore.miss import Miss, MissReason
 from kvstore.names import UNSAID, is_in_domain
 from nic_offload.handle import Handle
+from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -465,6 +466,7 @@ class ClusterClient(Handle):
         return answers
 
 
+@made_by("`ClusterClient.arm`")
 class ClusterPuts:
     """Puts to several nodes behind one flag: what `ArmedPuts` is for one."""
 
@@ -488,19 +490,19 @@ class ClusterPuts:
         is_enough = False
         while not self.has_ended and _left(until_s):
             for puts in self._armed:
-                puts.wait_ended(min(_left(until_s), _LOOK_S))
-            if not is_enough and all(one.error is None for one in self._told(timeout_s)):
+                puts.wait(min(_left(until_s), _LOOK_S))
+            if not is_enough and all(one.error is None for one in self._told()):
                 is_enough = True
                 until_s = min(until_s, _now_s() + CLUSTER_LAST_COPY_MS / 1000)
-        return self._told(timeout_s)
+        return self._told()
 
-    def _told(self, waited_s: float) -> list[PutResult]:
+    def _told(self) -> list[PutResult]:
         told: list[list[PutResult]] = [[] for _ in self._keys]
         for some, puts in self._parts:
             if isinstance(puts, KvError):
                 results = [PutResult(self._keys[at], None, puts) for at in some]
             else:
-                results = puts.told(waited_s)
+                results = puts.wait(0)
             for at, result in zip(some, results, strict=True):
                 told[at].append(result)
         return [_merged(key, each, self._copies) for key, each in zip(self._keys, told, strict=True)]
@@ -520,6 +522,7 @@ class ClusterPuts:
             puts.abandon()
 
 
+@made_by("`ClusterClient.pin`")
 class ClusterPin(Handle):
     """Blocks that are not evicted from any owner until this is closed, or its time is over."""
 

@@ -118,8 +118,11 @@ def _shake_hands(connected: socket.socket, host: str, reach: Reach) -> Step:
         context.set_alpn_protocols(["h2"])
         if reach.certificate is not None:
             context.load_cert_chain(reach.certificate, reach.key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"The certificates of this client can't be used: {error}.") from error
+    except OSError as error:  # `ssl.SSLError` is one
+        files = ", ".join(str(path) for path in (reach.ca, reach.certificate, reach.key) if path is not None)
+        raise ConfigError(
+            f"{files} can't be used: {getattr(error, 'reason', None) or error.strerror}."
+        ) from error
     try:
         with context.wrap_socket(connected, server_hostname=host) as secure:
             version = secure.version()

@@ -105,6 +105,7 @@ class Core(Handle):
         self._transport = reach.transport  # until the fabric is opened, if that is "auto"
         self._own_side = OwnSide(reach)
         self._closed = False
+        self._pid = os.getpid()
         self.calls = 0  # made to the node; a test counts that armed puts need none
         self._tags = itertools.count(TAGS_OF_ONE, TAGS_OF_ONE)
         self.link: Link | None = None
@@ -391,6 +392,11 @@ class Core(Handle):
                 if link is not None and link is self._proved and time.monotonic() >= look_s:
                     self._look_after(link)
                     look_s = time.monotonic() + STALLED_LOOK_MS / 1000
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the client's: connections, threads and held locks are its parent's."""
+        return os.getpid() != self._pid
 
     def _end_pump(self) -> None:
         self._stopping = True

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvstore.client.blocks import PutResult, hold_regions
 from kvstore.client.grpc_gets import Again
+from kvstore.client.link import Callbacks
 from kvstore.client.puts import ArmedPuts
 from kvstore.clock import SystemClock
 from kvstore.errors import Closed, DeadlineExceeded, KvError, NodeUnavailable, Overloaded, UsageError
@@ -75,7 +76,7 @@ class GrpcPuts(ArmedPuts):
         fabric = self._client.fabric
         trigger = self._counter_of(flag)
         self._moved = fabric.open_counter(None)  # by each block that fires; nobody looks at it
-        self._link.operations[self._tag] = self
+        self._link.operations[self._tag] = Callbacks(self._event, self._lost)
         try:
             arm(
                 fabric,
@@ -106,7 +107,7 @@ class GrpcPuts(ArmedPuts):
 
     # --- told by the client's pump with the lock held
 
-    def event(self, event: Event) -> None:
+    def _event(self, event: Event) -> None:
         """A block has fired, or its time is over, or all of it is."""
         i = (event.tag - self._tag) // 2
         if event.kind == EventKind.OVER:
@@ -123,7 +124,7 @@ class GrpcPuts(ArmedPuts):
                 try:
                     self._submit(lambda: self._context.copy().run(self._send))
                 except Closed as error:  # or the interpreter is ending
-                    self.lost(error)
+                    self._lost(error)
 
     # --- in a thread of the transport
 
@@ -202,11 +203,11 @@ class GrpcPuts(ArmedPuts):
         self._moved.close()
         self._held.close()
 
-    def lost(self, error: KvError) -> None:
+    def _lost(self, error: KvError) -> None:
         """End those that have not ended. When this returns, nothing reads the sources any more."""
         with self._reading:
             self._is_abandoned = True
-        super().lost(error)
+        super()._lost(error)
 
     # --- for the application
 
@@ -214,4 +215,4 @@ class GrpcPuts(ArmedPuts):
         """End all puts that have not ended. When this returns, nothing reads the sources any more."""
         self.cancel()
         with self._client.lock:
-            self.lost(DeadlineExceeded("The put was abandoned before it was stored."))
+            self._lost(DeadlineExceeded("The put was abandoned before it was stored."))

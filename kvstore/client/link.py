@@ -12,7 +12,7 @@ import mmap
 import queue
 import secrets
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import grpc
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
     from nic_offload.fabric import Event, Fabric, Region
 
-__all__ = ["ARMED_BLOCKS_MAX", "TAGS_OF_ONE", "Host", "Link", "Operation"]
+__all__ = ["ARMED_BLOCKS_MAX", "TAGS_OF_ONE", "Callbacks", "Host", "Link", "Operation"]
 
 TAGS_OF_ONE = 1 << 16  # an operation's tags; the first is its name
 ARMED_BLOCKS_MAX = TAGS_OF_ONE // 2  # in one batch of puts
@@ -73,6 +73,13 @@ class Operation(Protocol):
     def lost(self, error: KvError) -> None:
         """Handle the loss of the link: no more events will come."""
         ...
+
+
+class Callbacks(NamedTuple):
+    """An operation whose object is an application's, which sees no plumbing in it."""
+
+    event: Callable[[Event], None]
+    lost: Callable[[KvError], None]
 
 
 class Host(Protocol):

@@ -65,7 +65,7 @@ class ObservingCalls:
 
     def statistics(self) -> pb.StatisticsResponse:
         """As `Client.statistics`."""
-        with self._calling("Asking for statistics"):
+        with self._calling("Reading statistics"):
             answer: pb.StatisticsResponse = self._stub.Statistics(
                 pb.StatisticsRequest(tenant=self._tenant), timeout=self._timeout_s
             )
@@ -82,7 +82,7 @@ class ObservingCalls:
             session=session,
             last=min(check_number("The number of look-ups", last, 64), LOOKUPS_LISTED_MAX),
         )
-        with self._calling("Asking for look-ups"):
+        with self._calling("Reading the history of look-ups"):
             answer = self._lookups.ListLookups(request, timeout=self._timeout_s)
         return LookedUp(
             tuple(map(lookup_of, answer.lookups)),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import PutResult
 from kvstore.client.checks import check_domain
+from kvstore.client.link import Callbacks
 from kvstore.durability import Durability
 from kvstore.errors import (
     DeadlineExceeded,
@@ -30,6 +31,7 @@ from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
 from nic_offload.flags import FlagWord
 from nic_offload.group import Group
+from nic_offload.made_by import made_by
 from nic_offload.sender import GrantedPut, Heads, send
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ _CODE_MASK = (1 << _CODE_BITS) - 1
 _REACHED = (None, *Durability)  # by code
 
 
+@made_by("`Client.arm`")
 class ArmedPuts:
     """A batch of armed puts, as `Client.arm` returns it. Wait for it, check its progress, or ignore it.
 
@@ -126,7 +129,7 @@ class ArmedPuts:
             if self._counter is not None:
                 self._counter.close()
             raise
-        self._link.operations[self._tag] = self
+        self._link.operations[self._tag] = Callbacks(self._event, self._lost)
         if self._span is not None:
             self._span.armed()
 
@@ -138,7 +141,7 @@ class ArmedPuts:
 
     # --- what went wrong, told by the client's pump with the lock held
 
-    def event(self, event: Event) -> None:
+    def _event(self, event: Event) -> None:
         """It is over, or one of our puts or acknowledgements is not as it should be."""
         if event.kind == EventKind.OVER:
             self._end_if_over()
@@ -191,7 +194,7 @@ class ArmedPuts:
         if self._client.fabric.cancel([self._tag + 2 * i]):
             self._put_failed(i, -errno.ETIMEDOUT)
 
-    def lost(self, error: KvError) -> None:
+    def _lost(self, error: KvError) -> None:
         """The link is gone: whatever had no acknowledgement failed."""
         for i, row in enumerate(self._group.rows()):
             if not row.over:
@@ -326,17 +329,9 @@ class ArmedPuts:
 
         Blocks still pending at the timeout are reported as DeadlineExceeded, and continue.
         """
-        self.wait_ended(timeout_s)
-        return self.told(timeout_s)
-
-    def wait_ended(self, timeout_s: float) -> None:
-        """Wait until every put has ended, or the time is over."""
         self._group.wait(len(self._blocks), timeout_s)
-
-    def told(self, waited_s: float) -> list[PutResult]:
-        """The state of each, after a caller has waited this long."""
         with self._client.lock:
             self._end_if_over()
             if self._results is not None:
                 return list(self._results)
-            return self._now(DeadlineExceeded(f"The put had not ended after {waited_s} s; it continues."))
+            return self._now(DeadlineExceeded("The put has not ended yet; it continues."))

@@ -14,10 +14,12 @@ import errno
 from typing import TYPE_CHECKING
 
 from kvstore.client.lease_returns import GivingBack
+from kvstore.client.link import Callbacks
 from kvstore.client.puts import ArmedPuts
 from kvstore.durability import Durability
 from kvstore.errors import FabricError, InvalidArgument, KvError, LeaseExpired
 from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS
+from nic_offload.made_by import made_by
 from nic_offload.trigger import AckWatch, TriggeredPut, arm, watch_acks
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Reservation", "lease_deadline_ns"]
 
 
+@made_by("`Client.reserve`")
 class Reservation:
     """Leased slots for a batch of blocks. Arm them or give them back."""
 
@@ -146,7 +149,7 @@ class _LeasedPuts(ArmedPuts):
         except KvError:
             self._undo(sent)
             raise
-        link.operations[self._tag] = self
+        link.operations[self._tag] = Callbacks(self._event, self._lost)
         if self._span is not None:
             self._span.armed()
 

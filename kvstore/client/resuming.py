@@ -30,6 +30,7 @@ from kvstore.miss import Miss
 from kvstore.steps import Step
 from kvstore.wire.manifest import Turn, cut_turns
 from nic_offload.handle import Handle
+from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,6 +87,7 @@ class _Batch(NamedTuple):
     numbers: Sequence[int]
 
 
+@made_by("`Session.resuming`")
 class Resuming(Handle):
     """One resume: blocks arrive in the order of the request, and the first can be used before the last.
 

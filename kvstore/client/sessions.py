@@ -46,6 +46,7 @@ from kvstore.steps import Step
 from kvstore.wire import sessions_pb2 as pb
 from kvstore.wire import sessions_pb2_grpc, steps_pb2
 from kvstore.wire.manifest import Turn
+from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -189,6 +190,7 @@ class SessionCalls:
         return import_session(self.client, file, user, name, durability, progress, self.home.is_here)
 
 
+@made_by("`Client.session`")
 class Session:
     """One session of one user: its blocks in order, turn by turn. `Client.session` makes it.
 

@@ -85,22 +85,27 @@ def _get(arguments: argparse.Namespace) -> int:
 
     key = parse_key(arguments.block)
     with _client(arguments) as client:
-        fingerprint = client.fingerprint_of(key) or client.fingerprint
-    with _client(arguments, KnownLayout(fingerprint)) as client:
-        (found,) = client.exists([key])
-        # A miss is got too, so that the node counts it among its misses.
-        outcome = client.get_inline(key, 1 if isinstance(found, Miss) else found.length)
+        (found,) = client.exists([key], any_layout=True)
+    # A miss is got too, so that the node counts it among its misses.
+    fingerprint, length = (b"", 1) if isinstance(found, Miss) else (found.fingerprint, found.length)
+    with _client(arguments, KnownLayout(fingerprint) if fingerprint else b"") as client:
+        outcome = client.get_inline(key, length)
         if isinstance(outcome, Miss):
             why = found if isinstance(found, Miss) else outcome
             if not why.detail:
                 why = Miss(why.reason, str(client.explain([key])[0]))
             print(f"kvstore: {arguments.block}: {why}", file=sys.stderr)
+            if arguments.json:
+                reason = {"reason": why.reason.name.lower(), "detail": why.detail}
+                print(json.dumps({"key": key.hex(), "found": False, **reason}))
             return Status.NO
     if str(arguments.file) == "-":
         sys.stdout.buffer.write(outcome)
-    else:
-        with whole_file(arguments.file) as file:
-            file.write(outcome)
+        return Status.DONE
+    with whole_file(arguments.file) as file:
+        file.write(outcome)
+    if arguments.json:
+        print(json.dumps({"key": key.hex(), "found": True, "bytes": len(outcome)}))
     return Status.DONE
 
 
@@ -207,7 +212,8 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         "get",
         help="write a block to standard output or into a file",
         description="Write a block of any layout to standard output or into a file. Exit status 3"
-        " if it is a miss, with its reason.",
+        " if it is a miss, with its reason. With --json, an object follows a block that goes into a file, or stands for"
+        " a miss.",
     )
     get.add_argument("block", metavar="KEY", help=_KEY)
     get.add_argument(

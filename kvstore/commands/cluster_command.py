@@ -83,7 +83,7 @@ def _ask_any(reach: Reach) -> pb.MapResponse:
         except grpc.RpcError as error:
             failure = error
     assert failure is not None
-    raise _explained("Asking for the map", reach.at(reach.nodes[-1]), failure)
+    raise _explained("Reading the cluster's map", reach.at(reach.nodes[-1]), failure)
 
 
 def _explained(doing: str, reach: Reach, failure: grpc.RpcError) -> KvError:
@@ -162,7 +162,7 @@ def _upkeep_lines(each: Mapping[str, pb.UpkeepState | None]) -> list[str]:
     return [*lines, f"Not reporting the state of its copies: {', '.join(silent)}."] if silent else lines
 
 
-def drain(reach: Reach, node: str, *, undo: bool) -> int:
+def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
     """Have a node give its blocks to the others, and wait until it may be stopped; or have it be as before.
 
     `NO` if some of its blocks can't be given.
@@ -177,11 +177,15 @@ def drain(reach: Reach, node: str, *, undo: bool) -> int:
             except grpc.RpcError as error:
                 raise _explained("Draining the node", reach.at(node), error) from error
             if undo:
-                print(f"{node} is a member like any other.")  # noqa: T201
+                print(json.dumps({"node": node}) if as_json else f"{node} is a member like any other.")  # noqa: T201
                 return Status.DONE
             if told.looked and told.left <= told.unsure + told.full:
                 break
             threading.Event().wait(_LOOK_S)
+    if as_json:
+        said = {"node": node, "left": told.left, "unsure": told.unsure, "full": told.full}
+        print(json.dumps(said))  # noqa: T201
+        return Status.NO if told.left else Status.DONE
     if not told.left:
         print(f"{node} has nothing that the others don't have: it may be stopped.")  # noqa: T201
         return Status.DONE
@@ -197,7 +201,7 @@ def plan(reach: Reach, node: str, *, as_json: bool) -> int:
     told = _ask_any(reach)
     now = map_of(told)
     if not told.clustered or not now.members:
-        print("The node is in no cluster.")  # noqa: T201
+        print(json.dumps({"clustered": False}) if as_json else "The node is in no cluster.")  # noqa: T201
         return Status.NO
     after, replicas = with_change(now, node), max(1, told.upkeep.replicas)
     with ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE) as threads:
@@ -212,7 +216,8 @@ def plan(reach: Reach, node: str, *, as_json: bool) -> int:
             | {"sends_bytes": planned.sends[one], "receives_bytes": planned.receives[one]}
             for one in planned.sends
         }
-        said = {"node": node, "joins": node not in stored, "seconds": planned.seconds, "nodes": each}
+        joins = node not in stored
+        said = {"clustered": True, "node": node, "joins": joins, "seconds": planned.seconds, "nodes": each}
         print(json.dumps(said, indent=2))  # noqa: T201
         return Status.DONE
     table: list[tuple[str, ...]] = [("node", "stored", "sends", "receives", "users", "users after")]
@@ -235,11 +240,11 @@ def _stored_bytes(reach: Reach, node: str) -> int:
         try:
             told = stub.Status(kvstore_pb2.StatusRequest(), timeout=reach.call_timeout_s)
         except grpc.RpcError as error:
-            raise _explained(f"Asking {node} for its status", reach.at(node), error) from error
+            raise _explained(f"Reading the status of {node}", reach.at(node), error) from error
     return int(told.capacity_bytes - told.free_bytes)
 
 
-def forget(reach: Reach, node: str) -> int:
+def forget(reach: Reach, node: str, *, as_json: bool) -> int:
     """Have the cluster forget an absent node, by its address or name; `NO` if there is none like that."""
     failure: grpc.RpcError | None = None
     for asked in reach.nodes:
@@ -252,10 +257,10 @@ def forget(reach: Reach, node: str) -> int:
             except grpc.RpcError as error:
                 failure = error
                 continue
+        said = f"No node that is absent has the address or name {node}."
         if told.names:
-            print(f"{node} is forgotten. If it returns, start it with an empty data folder.")  # noqa: T201
-            return Status.DONE
-        print(f"No node that is absent has the address or name {node}.")  # noqa: T201
-        return Status.NO
+            said = f"{node} is forgotten. If it returns, start it with an empty data folder."
+        print(json.dumps({"node": node, "forgotten": list(told.names)}) if as_json else said)  # noqa: T201
+        return Status.DONE if told.names else Status.NO
     assert failure is not None
     raise _explained("Forgetting the node", reach.at(reach.nodes[-1]), failure)

@@ -24,7 +24,7 @@ from kvstore.limits import CLUSTER_CALLS_AT_ONCE, LOOKUPS_LISTED_MAX
 from kvstore.lookups import HITS, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvstore.client.observing import LookedUp
     from kvstore.lookups import Lookup
@@ -64,6 +64,8 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
             if len(told) == 1
             else ("The nodes have", "they have", "them")
         )
+        if as_json:
+            print(json.dumps(_documents(told, names), indent=2))  # noqa: T201 - its output
         print(  # noqa: T201 - its output
             f"kvstore: {who} no look-up{f' of {asked}' if asked else ''}; {have} {remembered} of this"
             f" tenant's{since}. Did the request go to {these}, and is its id right?",
@@ -71,12 +73,19 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
         )
         return Status.NO
     if as_json:
-        said = {node: document(*one) for node, one in found.items()}
-        print(json.dumps(said if len(names) > 1 else next(iter(said.values())), indent=2))  # noqa: T201 - its output
+        print(json.dumps(_documents(found, names), indent=2))  # noqa: T201 - its output
         return Status.DONE
     for node, one in sorted(found.items(), key=lambda row: row[1][0].lookups[0].at_unix_ms):
         print(f"{node}:\n{page(*one)}\n" if len(names) > 1 else page(*one))  # noqa: T201 - its output
     return Status.DONE
+
+
+def _documents(
+    told: Mapping[str, tuple[LookedUp, StatisticsResponse]], names: Sequence[str]
+) -> dict[str, object]:
+    """That of the only node, or of each by its address."""
+    said = {node: document(*one) for node, one in told.items()}
+    return dict(said) if len(names) > 1 else next(iter(said.values()))
 
 
 def document(told: LookedUp, statistics: StatisticsResponse) -> dict[str, object]:
@@ -87,7 +96,7 @@ def document(told: LookedUp, statistics: StatisticsResponse) -> dict[str, object
         "since_unix_ms": told.since_unix_ms,
         "unwritten": told.unwritten,
         "lookups": [lookup_document(lookup, first) for lookup, first in placed(told.lookups)],
-        "advice": advice(told.lookups, statistics),
+        "advice": advice(told.lookups, statistics) if told.lookups else [],
     }
 
 
@@ -135,7 +144,7 @@ def _times(lookup: Lookup) -> str:
         parts.append(f"drive {_ms(lookup.drive_us)}")
     if lookup.size_bytes:
         rest_us = max(0, lookup.took_us - lookup.queued_us - lookup.drive_us)
-        parts.append(f"sending and the rest {_ms(rest_us)}, {show_size(lookup.size_bytes)} sent")
+        parts.append(f"delivery and the rest {_ms(rest_us)}, {show_size(lookup.size_bytes)} delivered")
     return _ms(lookup.took_us) + (f": {', '.join(parts)}" if parts else "")
 
 

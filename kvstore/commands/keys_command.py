@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.file is not None:
         raise ConfigError(f"{arguments.action} takes no FILE.")
     data = _given(arguments.data, f"{arguments.action} needs --data.")
+    if not data.is_dir():
+        raise ConfigError(f"There is no data folder {data}.")
     if arguments.action == "status":
         return _status(data, arguments.master_key, as_json=arguments.json)
     option = _given(arguments.master_key, f"{arguments.action} needs --master-key.")

@@ -105,7 +105,7 @@ def _sessions(arguments: argparse.Namespace) -> int:
     if arguments.session is None or arguments.file is None:
         raise ConfigError(f"To {arguments.action} a session, give --session and --file.")
     act = export_one if arguments.action == "export" else import_one
-    return act(_asked(arguments), arguments.session, arguments.file)
+    return act(_asked(arguments), arguments.session, arguments.file, as_json=arguments.json)
 
 
 def _trace(arguments: argparse.Namespace) -> int:
@@ -146,10 +146,11 @@ def _cluster(arguments: argparse.Namespace) -> int:
         if arguments.member is None:
             raise ConfigError(f"Give a node: kvstore cluster {arguments.do} HOST:PORT.")
         if arguments.do == "forget":
-            return forget(reach(arguments), arguments.member)
+            return forget(reach(arguments), arguments.member, as_json=arguments.json)
         if arguments.do == "plan":
             return plan(reach(arguments), arguments.member, as_json=arguments.json)
-        return drain(reach(arguments), arguments.member, undo=arguments.do == "join")
+        undo = arguments.do == "join"
+        return drain(reach(arguments), arguments.member, undo=undo, as_json=arguments.json)
     return show(reach(arguments), as_json=arguments.json)
 
 
@@ -185,7 +186,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "trace",
         help="show the eight steps of a session's last turns, with times",
         description="Show the events of a session's last turns, from the node and its clients: the eight steps"
-        " of docs/eight-steps.md.",
+        " of docs/eight-steps.md. Exit status 3 if the node has none, or no such session.",
     )
     trace.add_argument("session", metavar="SESSION", help="which of the user's sessions")
     reach_node(trace, whose_user=True)
@@ -195,7 +196,8 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "explain",
         help="say why a request's blocks hit or missed, how long it took, and what to do about it",
         description="Show for each look-up of a request which blocks hit or missed, why, where the time went,"
-        " and what to do about it. Of a cluster all nodes are asked; see docs/seeing.md.",
+        " and what to do about it. Of a cluster all nodes are asked; see docs/seeing.md. Exit status 3 if there is no"
+        " such look-up.",
     )
     explain.add_argument(
         "request", nargs="?", default="", metavar="REQUEST", help="the engine's id of the request"

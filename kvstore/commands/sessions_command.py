@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcli.progress import bars
-from kvstore.client import Client, Nodes
+from kvstore.client import Client, Nodes, Stored
 from kvstore.client.blocks import KnownLayout
 from kvstore.client.session_file import Reader
 from kvstore.commands.whole_file import whole_file
@@ -51,23 +51,23 @@ def list_all(asked: Asked, *, as_json: bool = False) -> int:
     return 0
 
 
-def export_one(asked: Asked, session: str, path: Path) -> int:
+def export_one(asked: Asked, session: str, path: Path, *, as_json: bool = False) -> int:
     """Write a session into a file, which is there only when it is whole; the exit status."""
     with asked.client() as client:
         keys = client.session(asked.user, session).keys()
-        fingerprint = client.fingerprint_of(keys[0]) if keys else None
-    if fingerprint is None:
+        first = client.exists(keys[:1], any_layout=True)[0] if keys else None
+    if not isinstance(first, Stored):
         raise SessionFileError(
             "The session has no blocks, or its first one is missing; there is nothing to export."
         )
-    with asked.client(KnownLayout(fingerprint)) as client, whole_file(path) as file, bars() as tell:
+    with asked.client(KnownLayout(first.fingerprint)) as client, whole_file(path) as file, bars() as tell:
         chat = client.session(asked.user, session)
         blocks = chat.export(file, progress=lambda done, of: tell("exporting blocks", done, of))
-    print(f"{blocks} blocks exported")  # noqa: T201
+    print(json.dumps({"blocks": blocks}) if as_json else f"{blocks} blocks exported")  # noqa: T201
     return 0
 
 
-def import_one(asked: Asked, session: str, path: Path) -> int:
+def import_one(asked: Asked, session: str, path: Path, *, as_json: bool = False) -> int:
     """Keep the session in a file under a name that is free; the exit status."""
     try:
         with path.open("rb") as file:
@@ -80,7 +80,9 @@ def import_one(asked: Asked, session: str, path: Path) -> int:
                 blocks = imported.info().blocks
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    print(f"{blocks} blocks imported")  # noqa: T201
+    except SessionFileError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    print(json.dumps({"blocks": blocks}) if as_json else f"{blocks} blocks imported")  # noqa: T201
     return 0
 
 

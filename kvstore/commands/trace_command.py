@@ -10,6 +10,7 @@ import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from kvcli.running import Status
 from kvstore.config import printable, show_size
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def run(asked: Asked, session: str, *, as_json: bool = False) -> int:
     with asked.client() as client:
         trace = client.session(asked.user, session).trace()
     print(json.dumps(document(trace), indent=2) if as_json else table(trace))  # noqa: T201 - its output
-    return 0
+    return Status.DONE if trace.seen else Status.NO
 
 
 def document(trace: Trace) -> list[dict[str, object]]:

@@ -100,15 +100,18 @@ def _token_by_token(
     command = [sys.executable, "-m", "kvstore.demo.tokens", flags.path, kv.path]
     command += [str(number) for number in (_BLOCKS, _BLOCK_BYTES, _TOKEN_MS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        progress = Progress(_BLOCKS)
-        until = time.monotonic() + _WAIT_S
-        while True:
-            fired, landed, ended = puts.progress()
-            progress.show(fired, landed, ended)
-            if ended == _BLOCKS or time.monotonic() > until:
-                break
-            time.sleep(0.02)
-        said, _ = process.communicate(timeout=_WAIT_S)
+        try:
+            progress = Progress(_BLOCKS)
+            until = time.monotonic() + _WAIT_S
+            while True:
+                fired, landed, ended = puts.progress()
+                progress.show(fired, landed, ended)
+                if ended == _BLOCKS or time.monotonic() > until:
+                    break
+                time.sleep(0.02)
+            said, _ = process.communicate(timeout=_WAIT_S)
+        finally:  # after Ctrl-C nobody reads what it would print
+            process.kill()
     figures.calls = client.calls - before
     story = json.loads(said)
     for result, stored_ns in zip(puts.wait(1.0), story["stored_ns"], strict=True):

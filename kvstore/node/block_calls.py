@@ -48,7 +48,8 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             tenant = self._gate.enter("exists", context, request.tenant, len(request.blocks))
             check_keys([block.key for block in request.blocks])
             for block in request.blocks:
-                check_fingerprint(block.fingerprint)
+                if block.fingerprint:
+                    check_fingerprint(block.fingerprint)
             looking = self._node.lookups.begin(context, tenant.id, Kind.EXISTS, len(request.blocks))
             looking.all_are(Outcome.STORED)
             states: list[pb.BlockState] = []
@@ -60,7 +61,8 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                     for at, state in enumerate(states[first:], first):
                         if not state.stored:
                             looking.missed(at, request.blocks[at].key, MissReason(state.miss.reason))
-            looking.over()
+            if any(block.fingerprint for block in request.blocks):
+                looking.over()
             return pb.ExistsResponse(blocks=states)
         raise AssertionError
 
@@ -253,6 +255,8 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                 miss = Miss(told.miss.reason, "its lease ended before it had landed") if never else told.miss
                 states.append(pb.BlockState(miss=miss_message(miss)))
                 continue
+            if not item.fingerprint:
+                item = item._replace(fingerprint=entry.fingerprint)
             differs = mismatch(item, entry, now_ms)
             states.append(
                 pb.BlockState(

@@ -20,7 +20,6 @@ import base64
 import contextlib
 import ipaddress
 import logging
-import os
 import socket
 import ssl
 import threading
@@ -29,7 +28,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
-from kvstore.errors import ConfigError, KvError, NotAuthenticated, Overloaded, ProtocolError, TenantDenied
+from kvstore.errors import CannotListen, KvError, NotAuthenticated, Overloaded, ProtocolError, TenantDenied
 from kvstore.limits import (
     HTTP_BACKLOG,
     HTTP_CONNECTIONS_MAX,
@@ -40,6 +39,7 @@ from kvstore.limits import (
     HTTP_TIMEOUT_MS,
 )
 from kvstore.node.connection_guard import source_of
+from kvstore.node.listening import why_not
 from kvstore.node.rates import Rate
 from nic_offload.sockaddr import ip_of
 
@@ -174,8 +174,7 @@ class HttpServer:
                 dualstack_ipv6=every,
             )
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio's has a tuple in it
-            raise ConfigError(f"--http could not listen on {host}:{port}: {why}.") from error
+            raise CannotListen(why_not(error, host, port)) from error
         self._listener.setblocking(False)
         self._node_loop = asyncio.get_running_loop()
         self._thread = threading.Thread(

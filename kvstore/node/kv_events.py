@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 import zmq
 
-from kvstore.errors import ConfigError
+from kvstore.errors import CannotListen
 from kvstore.limits import EVENTS_QUEUED_MAX, EVENTS_REPLAYED_MAX, EVENTS_UNREAD_MAX
 from kvstore.storage.eviction.items import Reason
 
@@ -85,7 +85,7 @@ class KvEvents:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"Events can't be published on {endpoint}: {error}.") from error
+            raise CannotListen(f"Events can't be published on {endpoint}: {error}.") from error
         return socket
 
     def blocks(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:

@@ -7,22 +7,22 @@ certificate with which it began.
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import os
 import socket
 import ssl
 from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.errors import ConfigError
+from kvstore.errors import CannotListen, ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.config import NodeConfig
 
-__all__ = ["Certificates", "listen"]
+__all__ = ["Certificates", "check_port", "listen", "why_not"]
 
 _PEM = {"certificate": ssl.PEM_HEADER, "key": "PRIVATE KEY-----"}
 
@@ -115,25 +115,28 @@ def listen(server: grpc.aio.Server, config: NodeConfig, certificates: Certificat
         else:
             port = server.add_secure_port(address, certificates.for_grpc)
     except RuntimeError as error:
-        raise ConfigError(_why_not(config.host, config.port)) from error
+        check_port(config.host, config.port)
+        raise CannotListen(f"The node could not listen on {host} port {config.port}.") from error
     return f"{host}:{port}"
 
 
-def _why_not(host: str, port: int) -> str:
-    """Ask the kernel why the port can't be bound; gRPC doesn't report it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+def check_port(host: str, port: int) -> None:
+    """CannotListen with the kernel's reason if the port can't be bound; gRPC doesn't report one."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((host, port))
             trial.listen()
-        except OSError as error:
-            known = {
-                errno.EADDRINUSE: f"Port {port} on {host} is in use by another process.",
-                errno.EADDRNOTAVAIL: f"This machine has no address {host}.",
-                errno.EACCES: f"This user may not listen on port {port}.",
-            }
-            return known.get(
-                error.errno or 0, f"The node could not listen on {host} port {port}: {error.strerror}."
-            )
-    return f"The node could not listen on {host} port {port}."
+    except OSError as error:
+        raise CannotListen(why_not(error, host, port)) from error
+
+
+def why_not(error: OSError, host: str, port: int) -> str:
+    """The kernel's reason, as a sentence."""
+    known = {
+        errno.EADDRINUSE: f"Port {port} on {host} is in use by another process.",
+        errno.EADDRNOTAVAIL: f"This machine has no address {host}.",
+        errno.EACCES: f"This user may not listen on port {port}.",
+    }
+    why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio's has a tuple in it
+    return known.get(error.errno or 0, f"The node could not listen on {host} port {port}: {why}.")

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import signal
 import sys
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 import grpc
@@ -44,7 +45,7 @@ from kvstore.node.core_dumps import keep_out_of_dumps
 from kvstore.node.erasing import ErasingService
 from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.health import add_standard_services
-from kvstore.node.listening import Certificates, listen
+from kvstore.node.listening import Certificates, check_port, listen
 from kvstore.node.logs import begin_logging
 from kvstore.node.lookup_calls import LookupsService
 from kvstore.node.lookup_log import LookupLog
@@ -57,6 +58,8 @@ from kvstore.node.session_calls import SessionsService
 from kvstore.node.step_calls import StepsService
 from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.upkeep_calls import UpkeepService
+from kvstore.sealing.keyring_file import keyring_path
+from kvstore.sealing.masters import open_master
 from kvstore.sealing.store_keys import StoreKeys, keys_opener
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
@@ -310,7 +313,7 @@ async def _end(control: ControlSocket | None) -> None:
         await control.close()
 
 
-def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:
+def _publish(config: EventsConfig, clock: Clock) -> KvEvents:
     try:
         from kvstore.node.kv_events import KvEvents  # noqa: PLC0415 - its packages are an extra
     except ImportError as error:
@@ -318,18 +321,29 @@ def _publish(node: Node, config: EventsConfig, clock: Clock) -> KvEvents:
             "Events need pyzmq and msgspec: install triggerkv with the extra events."
         ) from error
     events = KvEvents(config, clock)
-    node.block_listeners.append(events.blocks)
     log.info("KV events on %s", " and ".join(events.endpoints))
     return events
 
 
-def _trace_to(endpoint: str, node: str, clock: Clock) -> Collector:
+def _collector_kind() -> type[Collector]:
     try:
         from kvstore.node.otel import Collector  # noqa: PLC0415 - its packages are an extra
     except ImportError as error:
         raise ConfigError("Spans need OpenTelemetry: install triggerkv with the extra otel.") from error
-    log.info("spans to %s", endpoint)
-    return Collector(endpoint, node, clock)
+    return Collector
+
+
+def _check_before(config: NodeConfig) -> None:
+    """Find mistakes in what a start uses later, before anything is created."""
+    check_port(config.host, config.port)
+    if config.http is not None:
+        check_port(*config.http)
+    if (cluster := config.cluster) is not None:
+        cluster.etcd.pem()
+        if cluster.upkeep is not None:
+            _ = cluster.upkeep.secret, cluster.upkeep.ca
+    if config.master_key is not None and not keyring_path(config.data).exists():
+        open_master(config.master_key).close()
 
 
 async def _become_ready(node: Node, health: Health, address: str, stop: asyncio.Event) -> None:
@@ -361,11 +375,7 @@ async def _serve_node(
     """Serve until it is stopped, then close in order."""
     config = told.node()
     loop, store = asyncio.get_running_loop(), node.store
-    events = None if config.events is None else _publish(node, config.events, node.clock)
-    tenants = gate.tenants
-    if config.tenants is not None:
-        tenants.load(config.tenants)
-        store.change_quotas(tenants.quotas())
+    store.change_quotas(gate.tenants.quotas())
 
     def reload() -> None:
         nonlocal told
@@ -413,8 +423,6 @@ async def _serve_node(
         if http is not None:
             await http.close()
         await node.close()
-        if events is not None:
-            events.close()
         await server.stop(_STOP_GRACE_S)
         if keeper is not None:
             keeper.close()
@@ -426,7 +434,12 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     begin_logging(clock, config.log_level, config.log_format)
     keep_out_of_dumps()
     fail_stop.arm()
-    certificates = Certificates.of(config)  # before a drive is opened
+    certificates, tenants = Certificates.of(config), Tenants(b"", clock)  # its salt is the store's
+    if config.tenants is not None:
+        tenants.load(config.tenants)
+    _check_before(config)
+    collector_kind = None if config.otel is None else _collector_kind()
+    open_keys = keys_opener(config.data, config.master_key)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -436,6 +449,9 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     address = FabricAddress(config.host, config.fabric_address, config.fabric_ports, config.fabric_clients)
     provider = config.provider or load().best_provider()
     with (
+        Fabric(config.provider, address=address.fabric_opens_at(provider)) as fabric,
+        Audit(clock, config.audit) as audit,
+        nullcontext() if config.events is None else closing(_publish(config.events, clock)) as events,
         Store.open(
             config.data,
             capacity_bytes=config.capacity_bytes,
@@ -444,16 +460,20 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
             without=config.without,
             progress=_progress_shown_by(clock),
             policy=config.eviction,
-            open_keys=keys_opener(config.data, config.master_key),
+            open_keys=open_keys,
         ) as store,
-        Audit(clock, config.audit) as audit,
-        Fabric(config.provider, address=address.fabric_opens_at(provider)) as fabric,
+        fabric,  # which is closed before the store
     ):
-        collector = None if config.otel is None else _trace_to(config.otel, store.name, clock)
+        collector = None
+        if collector_kind is not None and config.otel is not None:
+            log.info("spans to %s", config.otel)
+            collector = collector_kind(config.otel, store.name, clock)
         spans = None if collector is None else collector.spans
         lookup_log = LookupLog(config.data / "lookups")
-        tenants = Tenants(store.salt, clock)
+        tenants.salt = store.salt
         node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address, tenants.known)
+        if events is not None:
+            node.block_listeners.append(events.blocks)
         node.sharing = Sharing(node.hot if config.tenants is None else None, tenants.known)
         try:
             await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import ConfigError, NotAuthenticated, TenantDenied
 from kvstore.limits import REPLICAS_MAX, TENANTS_MAX
-from kvstore.names import tenant_name
+from kvstore.names import TENANTS_NAME, is_tenant, tenant_name
 from kvstore.node.rates import Rate
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Caller", "Credentials", "Tenant", "Tenants", "credentials_of", "token_digest"]
 
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DEFAULT: Final = "default"  # on an open node, for a caller that names no tenant
 _NODE: Final = "(node)"  # no tenant's name
 _BEARER: Final = "bearer "
@@ -204,10 +203,8 @@ class Tenants:
         """The tenant of this name. Its caller is authenticated, or the node is open."""
         tenant = self._known.get(name)
         if tenant is None:
-            if _NAME.fullmatch(name) is None:
-                raise TenantDenied(
-                    "A tenant's name has 1 to 64 letters, digits, dots, dashes and underscores."
-                )
+            if not is_tenant(name):
+                raise TenantDenied(TENANTS_NAME)
             if len(self._known) >= TENANTS_MAX:
                 self._known.pop(next(iter(self._known)))  # on an open node callers can invent names
             entry = _Entry() if self._entries is None else self._entries[name]
@@ -255,8 +252,8 @@ def _read(path: Path) -> dict[str, _Entry]:
 
 def _entry(path: Path, name: str, section: Any) -> _Entry:
     where = f"{path}, [{name}]"
-    if _NAME.fullmatch(name) is None:
-        raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, dots, dashes and underscores.")
+    if not is_tenant(name):
+        raise ConfigError(f"{where}: {TENANTS_NAME}")
     if not isinstance(section, dict):
         raise ConfigError(f"{where} is not a table.")
     unknown = set(section) - set(_Entry.__slots__)

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 09f769f913a08986e9768b21b5c68457
+# Generated from proto sources with BLAKE2b 6a8a33a09c0e69a24b3875a9b83d87ae
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

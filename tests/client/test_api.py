@@ -77,7 +77,6 @@ def test_all_that_a_client_can_do_stands_in_its_class(shared_node: NodeProcess) 
         lambda client, _: list(client.get_many_inline([(KEY, 1)])),
         lambda client, _: client.exists([KEY]),
         lambda client, _: client.prefix([KEY]),
-        lambda client, _: client.fingerprint_of(KEY),
         lambda client, _: client.explain([KEY]),
         lambda client, _: client.pin([KEY]),
         lambda client, _: client.prefetch([KEY]),

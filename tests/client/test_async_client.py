@@ -71,6 +71,36 @@ def test_blocks_are_put_and_got_and_forgotten(node: NodeProcess) -> None:
     run(work())
 
 
+def test_armed_puts_are_named_watched_and_cancelled(node: NodeProcess) -> None:
+    key = block_key(b"asyncio", b"named later")
+
+    async def work() -> None:
+        async with client_of(node) as client:
+            kv = await client.register(allocate(2 * BYTES))
+            with FlagWords.create(1) as flags:
+                blocks = [
+                    Block(b"", kv, 0, BYTES),
+                    Block(block_key(b"asyncio", b"never"), kv, BYTES, BYTES, threshold=2),
+                ]
+                puts = client.arm(blocks, flags[0])
+                assert puts.progress() == (0, 0, 0)
+                puts.name(0, key)
+                flags[0].store(1)
+                assert [one.error is None for one in await puts.wait(0.5)] == [True, False]
+                assert (puts.progress(), puts.has_ended, puts.ended()) == ((1, 1, 1), False, None)
+                assert await puts.cancel() == 1
+                assert [one.error is None for one in await puts.wait(WAIT_S)] == [True, False]
+                assert puts.has_ended
+                assert puts.ended() == await puts.wait(0)
+                later = client.arm(blocks[1:], flags[0])
+                await later.abandon()
+                assert [one.error is None for one in await later.wait(WAIT_S)] == [False]
+                assert later.has_ended
+            assert isinstance((await client.exists([key]))[0], Stored)
+
+    run(work())
+
+
 def test_a_session_is_appended_to_resumed_and_removed(node: NodeProcess) -> None:
     keys = [block_key(b"asyncio session", bytes([at])) for at in range(COUNT)]
 
@@ -129,7 +159,9 @@ def test_what_the_node_does_is_seen(node: NodeProcess) -> None:
             events = client.watch(timeout_s=WAIT_S)
             assert await anext(events) is None
             await client.put_inline(key, key)
-            assert await client.fingerprint_of(key) is not None
+            (stored,) = await client.exists([key], any_layout=True)
+            assert isinstance(stored, Stored)
+            assert stored.fingerprint == client.sync.fingerprint
             with as_request("asyncio 8"):
                 assert (await client.prefetch([key])).missing == {}
                 await client.exists([key])

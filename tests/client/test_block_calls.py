@@ -61,15 +61,16 @@ def test_exists_says_what_a_get_would(node: NodeProcess, tenant: str) -> None:
         gone = Miss(MissReason.EXPIRED, "it was removed when its time to live had ended")
         wait_until(lambda: client.exists([key(3)])[0] == gone, "its time is over")
         assert client.exists([key(1), key(9), key(0), key(2), key(0), key(3)]) == [
-            Stored(key(1), 5000, over_ms),
+            Stored(key(1), 5000, over_ms, client.fingerprint),
             Miss(MissReason.UNKNOWN),
-            Stored(key(0), 1000),
+            Stored(key(0), 1000, 0, client.fingerprint),
             Miss(MissReason.LAYOUT),
-            Stored(key(0), 1000),
+            Stored(key(0), 1000, 0, client.fingerprint),
             client.get_inline(key(3), 1),
         ]
+        assert client.exists([key(2)], any_layout=True) == [Stored(key(2), 1, 0, other.fingerprint)]
         assert client.exists([key(0), key(1)], lengths=[1000, 4999]) == [
-            Stored(key(0), 1000),
+            Stored(key(0), 1000, 0, client.fingerprint),
             Miss(MissReason.LENGTH, "5000 bytes are stored"),
         ]
         assert client.exists([]) == []

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from kvstore.steps import Step
 
 if TYPE_CHECKING:
@@ -29,20 +31,22 @@ def printed_by(example: str) -> str:
     return done.stdout
 
 
-def test_the_example_of_the_page_runs_as_printed_and_prints_what_it_says(node: NodeProcess) -> None:
-    example, *_ = fenced("client.md", "python")
-    printed, _ = fenced("client.md", "text")
+@pytest.mark.parametrize("number", [0, 1], ids=["put and get", "a returning user"])
+def test_an_example_of_the_page_runs_as_printed_and_prints_what_it_says(
+    number: int, node: NodeProcess
+) -> None:
+    example, printed = (fenced("client.md", kind)[number] for kind in ("python", "text"))
     assert printed_by(example.replace("127.0.0.1:7070", node.target)) == printed
 
 
 def test_the_example_with_asyncio_runs_as_printed(node: NodeProcess) -> None:
-    _, example, *_ = fenced("client.md", "python")
+    example = fenced("client.md", "python")[2]
     assert printed_by(example.replace("127.0.0.1:7070", node.target)) == ""
 
 
 def test_the_examples_of_a_users_own_tests_run_as_printed() -> None:
-    _, _, in_memory, in_a_process = fenced("client.md", "python")
-    _, printed = fenced("client.md", "text")
+    *_, in_memory, in_a_process = fenced("client.md", "python")
+    *_, printed = fenced("client.md", "text")
     assert printed_by(in_memory) == printed
     assert printed_by(in_a_process) == ""
 

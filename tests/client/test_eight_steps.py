@@ -48,7 +48,7 @@ def turn(node: NodeProcess, slot: Path, user: str, number: int) -> dict[str, Any
         process.kill()
 
 
-def traced(node: NodeProcess, user: str, *more: str) -> str:
+def traced(node: NodeProcess, user: str, *more: str, status: int = 0) -> str:
     command = [sys.executable, "-m", "kvstore", "trace", "chat", "--node", node.target]
     done = subprocess.run(
         [*command, "--user", user, "--tenant", "acme", *more],
@@ -57,7 +57,7 @@ def traced(node: NodeProcess, user: str, *more: str) -> str:
         timeout=WAIT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout
 
 
@@ -144,7 +144,7 @@ def test_a_trace_of_nothing(node: NodeProcess) -> None:
     assert "named as a turn" in traced(node, "ada")
     node.kill()
     node.start()
-    assert traced(node, "ada").startswith("The node has no events of this session")
-    assert json.loads(traced(node, "ada", "--json")) == []
+    assert traced(node, "ada", status=3).startswith("The node has no events of this session")
+    assert json.loads(traced(node, "ada", "--json", status=3)) == []
     with small_client(node.target) as client, pytest.raises(NoSession):
         client.session("ada", "chat").trace()  # another tenant's is none

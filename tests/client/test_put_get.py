@@ -225,3 +225,30 @@ def test_a_block_whose_time_is_over_leaves_the_node_though_nobody_asks(rig: Rig)
     outcome = rig.client.get_inline(rig.key(1), 11)
     assert isinstance(outcome, Miss)
     assert outcome.reason is MissReason.EXPIRED
+
+
+_FORKED = """
+import os, sys, threading
+from kvstore import Block, Client, block_key
+
+client = Client(sys.argv[1], tenant=sys.argv[2])
+kv = client.register(bytearray(4096))
+def put(name): return client.put([Block(block_key(name), kv, 0, 4096)])[0].durability.name
+print(put(b"before"))
+with client._core.lock:  # as another thread may when this one forks
+    child = os.fork()
+    if not child:
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        os._exit(closing.is_alive())
+print(os.waitpid(child, 0)[1], put(b"after"))
+client.close()
+"""
+
+
+def test_a_forked_child_may_close_its_parents_client(node: NodeProcess, tenant: str) -> None:
+    command = [sys.executable, "-c", _FORKED, node.target, tenant]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["WRITTEN", "0", "WRITTEN"], done.stderr
+    assert "Traceback" not in done.stderr

@@ -196,9 +196,9 @@ def test_the_command_exports_and_imports(
     assert capsys.readouterr().out == "5 blocks exported\n6 blocks imported\n"
     assert main(["sessions", "import", *ours, "--session", "again"]) == 1
     assert main(["sessions", "export", *ours]) == 2
-    assert main(["sessions", "export", *ours, "--session", "none"]) == 1
+    assert main(["sessions", "export", *ours, "--session", "none"]) == 3
     path.write_bytes(path.read_bytes()[:-1])
-    assert main(["sessions", "import", *ours, "--session", "third"]) == 1
+    assert main(["sessions", "import", *ours, "--session", "third"]) == 2
     errors = capsys.readouterr().err
     assert "already" in errors
     assert "--session and --file" in errors

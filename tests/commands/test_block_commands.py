@@ -13,6 +13,7 @@ from kvcli.running import Status
 from kvstore.cli import main
 from kvstore.commands.block_commands import parse_key
 from kvstore.errors import ConfigError
+from kvstore.lookups import HITS, Kind, Outcome
 from kvstore.names import block_key
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
@@ -72,8 +73,32 @@ def test_a_get_that_misses_is_among_the_misses_of_the_node(ours: list[str], shar
 def test_a_program_reads_json(ours: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["put", "name:hello", str(file), "--json", *ours]) == 0
     assert json.loads(capsys.readouterr().out) == {"key": KEY.hex(), "bytes": 4096, "durability": "written"}
+    assert main(["get", "name:hello", str(file), "--json", *ours]) == 0
+    assert json.loads(capsys.readouterr().out) == {"key": KEY.hex(), "found": True, "bytes": 4096}
     assert main(["delete", "name:hello", "--json", *ours]) == 0
     assert json.loads(capsys.readouterr().out) == {"key": KEY.hex(), "deleted": True}
+    assert main(["get", "name:hello", "--json", *ours]) == Status.NO
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "key": KEY.hex(),
+        "found": False,
+        "reason": "unknown",
+        "detail": "it was deleted",
+    }
+    assert err == "kvstore: name:hello: MISS(unknown): it was deleted\n"
+
+
+def test_a_get_is_one_look_up(ours: list[str], file: Path, shared_node: NodeProcess, tenant: str) -> None:
+    assert main(["put", "name:hello", str(file), "--layout", "bf16", *ours]) == 0
+    assert main(["get", "name:hello", str(file), *ours]) == 0
+    assert main(["get", "name:never put", *ours]) == Status.NO
+    with small_client(shared_node.target, tenant=tenant) as client:
+        recorded = client.looked_up(last=9).lookups
+    assert [(one.kind, [run.outcome for run in one.runs]) for one in recorded] == [
+        (Kind.GET, [recorded[0].runs[0].outcome]),
+        (Kind.GET, [Outcome.NEVER]),
+    ]
+    assert recorded[0].runs[0].outcome in HITS
 
 
 def test_a_pin_outlives_the_command(

@@ -67,7 +67,7 @@ def test_a_request_that_missed_is_explained_run_by_run(node: NodeProcess, client
         "    blocks 0-1  hit   read from a drive",
         "    block 2     MISS  deleted # ago",
         "    block 3     hit   read from a drive",
-        "    took # ms: queued # ms, drive # ms, sending and the rest # ms, 12 KiB sent",
+        "    took # ms: queued # ms, drive # ms, delivery and the rest # ms, 12 KiB delivered",
     ]
     assert lines[12] == "What to do: They were deleted; put them again if that was a mistake."
     told = json.loads(run(node, "cmpl-7", "--json").stdout)

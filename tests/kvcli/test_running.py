@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ KVSTORE = (sys.executable, "-m", "kvstore")
 KVSIM = (sys.executable, "-m", "sim.cli")
 BOTH = pytest.mark.parametrize("command", [KVSTORE, KVSIM], ids=["kvstore", "kvsim"])
 WAIT_S = 30.0
+SERVE = ["serve", "--data", "{}/node", "--listen", "127.0.0.1:0"]
+MEMBER = ["--cluster", "127.0.0.1:1/x", "--cluster-replicas", "2"]
 
 
 def raising(error: BaseException) -> Callable[[], int]:
@@ -59,7 +62,7 @@ def test_an_end_has_its_status_and_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvcli.running._drop_output", lambda: None)
-    known = {ValueError: True, LookupError: False}
+    known = {ValueError: Status.USAGE, LookupError: Status.FAILED}
     assert run_command("x", raising(error), lambda one: known.get(type(one))) == status
     assert capfd.readouterr().err == says
 
@@ -154,12 +157,29 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
         (["put", "name:a", "{}/none"], 2, "could not be read"),
         (["serve", "--data", "/dev/null"], 1, "it is a file, not a folder"),
         (["serve", "--data", "{}/node", "--capacity", "9999TiB"], 2, "at most 16 TiB, not 9999 TiB"),
+        (["serve", "--data", "{}/node", "--listen", "{taken}"], 1, "is in use by another process"),
+        ([*SERVE, "--http", "{taken}"], 1, "is in use by another process"),
+        ([*SERVE, "--events", "tcp://{taken}"], 1, "Address already in use"),
+        ([*SERVE, "--provider", "none"], 1, "The provider none"),
+        ([*SERVE, "--tenants", "{}/none"], 2, "{}/none could not be read"),
+        ([*SERVE, "--tls-cert", "{}/none", "--tls-key", "{}/none"], 2, "{}/none could not be read"),
+        ([*SERVE, "--master-key", "file:{}/none"], 1, "{}/none could not be read"),
+        ([*SERVE, "--audit", "{}/none/log"], 2, "{}/none/log can't be written"),
+        ([*SERVE, "--cluster", "127.0.0.1:1/x", "--cluster-ca", "{}/none"], 2, "{}/none could not be read"),
+        ([*SERVE, *MEMBER, "--cluster-secret", "{}/none"], 2, "{}/none could not be read"),
+        ([*SERVE, *MEMBER, "--cluster-nodes-ca", "{}/none"], 2, "{}/none could not be read"),
         (["watch", "--seconds", "0"], 2, "--seconds"),
         (["pin", "name:a", "--seconds", "601"], 2, "1 to 600"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(arguments: list[str], status: int, says: str, tmp_path: Path) -> None:
-    done = run(*KVSTORE, *(one.replace("{}", str(tmp_path)) for one in arguments))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+
+        def put_in(text: str) -> str:
+            port = taken.getsockname()[1]
+            return text.replace("{}", str(tmp_path)).replace("{taken}", f"127.0.0.1:{port}")
+
+        done, says = run(*KVSTORE, *map(put_in, arguments)), put_in(says)
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith("kvstore: ")
     assert says in done.stderr
@@ -167,18 +187,37 @@ def test_what_cannot_be_is_one_sentence(arguments: list[str], status: int, says:
     assert not (tmp_path / "node").exists(), "nothing is made for what can't be served"
 
 
-def test_a_demo_that_is_terminated_leaves_no_process(tmp_path: Path) -> None:
+def test_grpc_logs_nothing_beside_the_sentence(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    ca.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    done = run(*KVSTORE, "stats", "--node", "127.0.0.1:1", "--ca", str(ca))
+    assert (done.returncode, done.stdout) == (Status.FAILED, "")
+    assert done.stderr.startswith("kvstore: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_demo_that_a_signal_ends_leaves_no_process_and_no_message(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     data = tmp_path / "demo"
     data.mkdir()
     with subprocess.Popen(
-        [*KVSTORE, "demo", "--data", str(data)], stdout=subprocess.PIPE, text=True
+        ["env", "--default-signal=INT", *KVSTORE, "demo", "--data", str(data)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         node = next(
             int(found[1]) for line in process.stdout if (found := re.search(r"process (\d+) on", line))
         )
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == Status.TERMINATED
+        # Another process writes tokens, and would print what it has written.
+        next(line for line in process.stdout if re.search(r"fired +[1-9]", line))
+        process.send_signal(number)
+        assert process.wait(WAIT_S) == 128 + number
+        assert process.stderr.read() == ""
     until = time.monotonic() + WAIT_S
     while Path(f"/proc/{node}").exists():
         assert time.monotonic() < until

@@ -125,7 +125,7 @@ def test_keys_are_rotated_and_domains_keep_theirs(
         (["rotate-tenant", "--data", "D", "--master-key", "KEY", "--tenant", "acme"], 2, "32 hexadecimal"),
         (["rotate-tenant", "--data", "D", "--master-key", "KEY", "--tenant", "00" * 16], 2, "has no tenant"),
         (["status", "FILE", "--data", "D"], 2, "takes no FILE"),
-        (["status", "--data", "none"], 1, "There is no keyring"),
+        (["status", "--data", "none"], 2, "There is no data folder"),
         (["status", "--data", "D", "--master-key", "nonsense"], 2, "A master key is file:PATH"),
     ],
 )

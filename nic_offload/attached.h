@@ -1,0 +1,170 @@
+/*
+ * What an attached client and its node do through a fabric: the shelf and the desks that answer calls, the caller, the
+ * sender of puts by grants, and what both share on one machine. A part of the public header, core.h.
+ */
+#ifndef TRIGGERKV_ATTACHED_H
+#define TRIGGERKV_ATTACHED_H
+
+#include "operations.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct tk_fabric;
+struct tk_endpoint;
+struct tk_region;
+struct tk_caller;
+struct tk_group;
+struct tk_shelf;
+struct tk_desk;
+struct tk_sender;
+struct tk_pieces;
+
+/* Shared with the cffi build, as in core.h. */
+/* cdef begin */
+/* Blocks that the progress thread may send to peers that ask at a desk; see shelf.c and desk.c. All lie in one region, and
+ * are freed with the fabric. */
+#define TK_CALL_BYTES 73728
+#define TK_CALL_BLOCKS 1024
+#define TK_CALL_PLACES 4
+#define TK_CALLS_WAITING 1024	       /* of a caller, for a place, */
+#define TK_CALLS_WAITING_BYTES 8388608 /* and bytes of theirs */
+#define TK_HELD_NS 2000000000 /* how long a desk keeps a block whose location it gave */
+#define TK_CALL_AREA_HEAD 4096 /* before the places of a node's area are their flags */
+struct tk_shelved {
+	uint8_t owner[TK_OWNER_BYTES];
+	uint8_t key[TK_KEY_BYTES];
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+	uint64_t id; /* not that of any other block in the life of the shelf */
+	uint64_t address;
+	uint32_t length, crc32c;
+};
+struct tk_desk_setup {
+	struct tk_endpoint *endpoint;
+	uint64_t tag; /* reported with what was served */
+	uint64_t peer;
+	uint64_t ack_base; /* the peer's acknowledgement words */
+	uint64_t ack_key;
+	uint64_t bytes_max; /* under way at a time */
+	uint64_t flags;	    /* those of the places that calls come in at, our own memory */
+	uint64_t answers;   /* where the peer reads what answers them */
+	uint32_t ack_words;
+	uint32_t served_code, corrupt_code; /* the codes for a block that was sent, and for one that was found damaged */
+	uint32_t shares; /* the peer can map the shelf's region, and may get locations in it */
+	uint8_t owner[TK_OWNER_BYTES]; /* whose blocks may be asked for here */
+};
+struct tk_served {
+	uint64_t desk;
+	uint64_t began_ns, ended_ns;
+	uint64_t size_bytes;
+	uint32_t bytes; /* of this, of the ids of its blocks and of the call's metadata, which follow it, and then, if any was
+			   cold, of a `tk_cold_head` with its rows */
+	uint32_t blocks;
+	uint32_t metadata_bytes;
+	uint32_t corrupt; /* blocks found damaged: their callers got a miss */
+	uint32_t failed;  /* blocks of which it is not known whether they arrived */
+	uint32_t cold;	  /* blocks that were not in memory */
+};
+int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out);
+int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int count);
+/* Names: owner and key, one after the other. If others only, blocks that have landed and have no other id yet stay, and so do
+ * places. */
+void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only);
+int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
+int tk_shelf_count(struct tk_shelf *shelf);
+uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have for the application, ever */
+/* Adds or removes names (owner and key of each) that are stored. */
+void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored);
+/* Gives blocks other ids: `done[i]` is 1, or 0 if one is not known any more, or another one has its new id. */
+void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t *new_ids, size_t count, uint8_t *done);
+int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
+void tk_desk_answers(struct tk_desk *desk, int answers); /* initially the application answers all calls */
+void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
+int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes); /* returns the bytes of whole records */
+
+/* Calls of a client to its node; see caller.c. */
+struct tk_caller_setup {
+	struct tk_endpoint *endpoint;
+	struct tk_region *region; /* has `words` and `calls`, our own memory */
+	uint64_t peer;
+	uint64_t area, area_key; /* the node's places */
+	uint64_t words, calls, answers;
+	uint64_t first_generation;
+	uint32_t ack_words[TK_CALL_PLACES]; /* of the calls themselves */
+};
+/* The node's memory, mapped here to be read, and a group row's code for a block that was read from there. */
+struct tk_shared {
+	uint64_t address, length;
+	uint64_t hold_ns; /* how long after a call the node keeps the blocks whose locations it gave */
+	uint64_t rows; /* a row for each word, where the node says of a single block where it is; 0: it doesn't */
+	uint32_t served_code, scattered_code, corrupt_code, late_code;
+};
+/* Where a block of a fetch is wanted in our own memory. */
+struct tk_wanted {
+	uint64_t address;
+	uint64_t pieces; /* a struct tk_pieces: it is copied there instead, if it is read from the node's memory; 0: there are none */
+};
+struct tk_call {
+	uint64_t tag; /* block i is watched with this and 2i, the call put with 2 `blocks` more, its answer with one more */
+	uint64_t deadline_ns; /* deadline to go out, besides its blocks' deadline; the answer has as long again */
+	uint64_t blocks_deadline_ns;
+	uint64_t expires_unix_ms;
+	struct tk_group *group; /* a fetch's blocks are its first rows */
+	uint32_t row;		/* the call's own */
+	uint32_t blocks, metadata_bytes, lease_ms;
+	uint8_t kind, flags, durability, good_code;
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+};
+int tk_caller_open(const struct tk_caller_setup *setup, struct tk_caller **out);
+/* `wanted`: for each block of a fetch, which may be read from the node's memory then; or NULL.
+ * -EBUSY, -EMSGSIZE, -EAGAIN, -ENOMEM: it can't be made this way now. Of one that did not go out in its time a TK_FAILED
+ * with -ETIMEDOUT is reported, before any report about its blocks. */
+int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
+		   size_t rows_bytes, const struct tk_wanted *wanted);
+void tk_caller_share(struct tk_caller *caller, const struct tk_shared *shared); /* before the first call */
+uint64_t tk_caller_shared(const struct tk_caller *caller); /* blocks that were read from the node's memory */
+int tk_caller_free(struct tk_caller *caller); /* how many calls could go out now */
+/* The place with the answer to the call of this tag, and its generation; -ENOENT: there is none. */
+int tk_caller_answer(struct tk_caller *caller, uint64_t tag, uint64_t *generation);
+void tk_caller_read(struct tk_caller *caller, uint64_t tag); /* these bytes: the place is free */
+int tk_caller_close(struct tk_caller *caller); /* its endpoint is closed */
+
+/* A client's puts to its node by grants: slots that it may write to without a call; see sender.c. */
+struct tk_sender_setup {
+	struct tk_endpoint *endpoint;
+	struct tk_region *region; /* has `words` and `heads`, our own memory */
+	uint64_t peer;
+	uint64_t flags, slots, slot_bytes, area_key; /* the node's: flag words, and slots with a page for the head each */
+	uint64_t words;		   /* where acknowledgements come in, */
+	uint64_t heads;		   /* and a page for each slot */
+	uint64_t first_generation; /* of every slot */
+	uint64_t first_ack_generation;
+	uint64_t grace_ns;     /* a put is answered within this time of its deadline, or its watch fails */
+	uint32_t first_word;   /* which of the client's words `words` is, as the node counts them */
+	uint32_t words_count;  /* puts that are not over at a time */
+	uint32_t slots_count;  /* puts that have not landed at a time; of more, the others wait */
+	uint32_t good_max;
+	int32_t doorbell; /* the node's, with these: */
+	uint64_t shared_flags, shared_slots; /* 0, or where the node's are mapped here, and `words` with them */
+};
+int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out);
+/* Where puts of pieces are gathered, this many bytes per slot. Called before the first of them is armed. */
+int tk_sender_gather(struct tk_sender *sender, struct tk_region *region, uint64_t address, uint64_t slot_bytes);
+int tk_sender_close(struct tk_sender *sender); /* its endpoint is closed */
+uint64_t tk_sender_shared(const struct tk_sender *sender); /* how many puts went through shared memory */
+
+/* What the two ends of a connection on one machine share; see shared_puts.c. */
+/* A write to this eventfd or pipe wakes the progress thread, which reads the pipe and not the eventfd. */
+int tk_fabric_hear(struct tk_fabric *fabric, int doorbell, int is_pipe);
+int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell);
+/* The peer watches some of its words in memory of ours that it has mapped. So they are stored, and its doorbell is rung. */
+int tk_endpoint_share_words(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t words, uint32_t count,
+			    int doorbell);
+
+/* It reads blocks of TK_SHARED_PUT there, as far as they are in this memory, and hears where they are from so many rows,
+ * one for each of its first words, in the same memory as those words. */
+int tk_endpoint_share_reads(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t rows, uint32_t count,
+			    uint64_t memory, uint64_t bytes);
+/* cdef end */
+
+#endif

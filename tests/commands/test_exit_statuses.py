@@ -1,0 +1,94 @@
+"""Exit statuses of `kvstore`: the same mistake, failure or miss ends each command alike, also for a program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvcli.running import Status
+from kvstore.cli import main
+from kvstore.demo.node_process import lasting_port
+
+if TYPE_CHECKING:
+    from kvstore.demo.node_process import NodeProcess
+
+CALLS = {
+    "put": ["put", "name:put", str(Path(__file__))],
+    "get": ["get", "name:none"],
+    "delete": ["delete", "name:none"],
+    "pin": ["pin", "name:none"],
+    "watch": ["watch", "--seconds", "0.1"],
+    "erase": ["erase", "--user", "nobody"],
+    "sessions": ["sessions", "--user", "nobody"],
+    "export": ["sessions", "export", "--user", "nobody", "--session", "none", "--file", "{}/out"],
+    "trace": ["trace", "none", "--user", "nobody"],
+    "explain": ["explain", "none"],
+    "stats": ["stats"],
+    "drives": ["drives"],
+    "cluster": ["cluster"],
+    "plan": ["cluster", "plan", "127.0.0.1:9"],
+    "top": ["top", "--once", "--interval", "0.1"],
+}
+NO = {"get", "delete", "pin", "export", "trace", "explain", "cluster", "plan"}  # of a node that has nothing
+IMPORT = ["sessions", "import", "--user", "ada", "--session", "chat"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_command_that_calls_a_node_ends_like_the_others(
+    name: str, shared_node: NodeProcess, tenant: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [one.replace("{}", str(tmp_path)) for one in CALLS[name]]
+
+    def ends(*more: str, node: str = shared_node.target) -> tuple[int, str, str]:
+        status = main([*command, "--node", node, "--json", *more])
+        return status, *capfd.readouterr()
+
+    status, out, _ = ends("--tenant", tenant)
+    assert status == (Status.NO if name in NO else Status.DONE)
+    assert out or name == "watch", "a program gets an object, whatever the answer is"
+    json.loads(out or "{}")
+
+    away, unusable = f"127.0.0.1:{lasting_port()}", tmp_path / "ca.pem"
+    unusable.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    for expected, (status, out, err) in (
+        (Status.FAILED, ends(node=away)),
+        (Status.USAGE, ends(node="no port")),
+        (Status.USAGE, ends("--tenant", "no name!")),
+        (Status.USAGE, ends("--token-file", str(tmp_path / "none"))),
+        (Status.USAGE, ends("--ca", str(tmp_path / "none"))),
+        (Status.USAGE, ends("--ca", str(unusable))),
+        (Status.USAGE, ends("--call-timeout-ms", "0")),
+    ):
+        assert status == expected, err
+        # What gRPC logs before that is off in a process of the command's own.
+        assert err.splitlines()[-1] == f"kvstore: {json.loads(out)['message']}"
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (["fsck", "{}/none"], Status.USAGE),
+        (["fsck", "{}"], Status.USAGE),
+        (["keys", "status", "--data", "{}/none"], Status.USAGE),
+        (["keys", "status", "--data", "{}"], Status.FAILED),
+        (["doctor", "--data", "{}/none"], Status.USAGE),
+        (["bench", "--data", "{}/none"], Status.USAGE),
+        (["config", "--check", "{}/none"], Status.USAGE),
+        (["match", "{}/none"], Status.USAGE),
+        ([*IMPORT, "--file", "{}/none"], Status.USAGE),
+        ([*IMPORT, "--file", __file__], Status.USAGE),
+        (["certificates", "{}", "--node", "no name"], Status.USAGE),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_files_and_folders_that_cannot_be_used(
+    command: list[str], status: Status, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([one.replace("{}", str(tmp_path)) for one in command]) == status
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("kvstore: ")
+    assert err.count("\n") == 1
