@@ -32,7 +32,7 @@ from kvstore.limits import (
 from kvstore.node.call_headers import Told
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
 from kvstore.node.fair import Places
-from kvstore.node.landing import LandingLayout, Lease
+from kvstore.node.landing import LandingLayout
 from kvstore.node.lane_quotas import LaneQuotas
 from kvstore.node.put_area import Landed, PutArea
 from kvstore.node.span_notes import End
@@ -63,9 +63,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S: Final = GRANTED_RETRY_MS / 1000
 _WRITTEN: Final = Durability.WRITTEN
-_SYNCED: Final = Durability.SYNCED
-_DURABILITIES: Final = {int(one): one for one in Durability}
-_ACKS: Final = {int(one): AckCode(one) for one in Durability}
+_ACKS: Final = {one: AckCode(one) for one in Durability}
 _TAKEN: Final = "Another block with this key is in memory."
 _DIFFERED: Final = "The bytes that arrived are not those that were sent."
 _EXPIRED: Final = "The block's time to live ended before it arrived."
@@ -314,33 +312,17 @@ class Granted:
         node, connection = self._node, area.connection
         area.idle_ticks = 0
         node.turns.heard(connection.tenant)
-        landed_ns = came[-1].landed_ns
-        leases: list[Lease] = []
+        leased_ns, landed_ns = came[0].landed_ns, came[-1].landed_ns
+        every = [Landed(area, one, area.rooms.pop(one.room), leased_ns, landed_ns) for one in came]
+        self._landed.update((landed.name, landed) for landed in every)
         on_lanes: dict[int, list[Landed]] = {}
-        told: dict[bytes, list[Lease]] = {}
-        has_our_clock = area.has_our_clock
-        for one in came:
-            lease = Lease(
-                -1,
-                one.ack_generation,
-                one.key,
-                one.fingerprint,
-                one.length,
-                _DURABILITIES[min(one.durability, _SYNCED)],
-                one.ack_word,
-                one.expires_unix_ms,
-                leased_ns=came[0].landed_ns,
-                landed_ns=landed_ns,
-                flag_ns=one.fired_ns if has_our_clock and one.fired_ns < one.landed_ns else 0,
-            )
-            landed = Landed(area, one, area.rooms.pop(one.room), lease)
-            self._landed[landed.name] = landed
+        told: dict[bytes, list[Landed]] = {}
+        for one, landed in zip(came, every, strict=True):
             (on_lanes.setdefault(one.under_way, []) if one.under_way else area.unheard).append(landed)
-            leases.append(lease)
             if one.metadata_bytes:
                 end = one.address + METADATA_BYTES_MAX
                 data = ctypes.string_at(end - one.metadata_bytes, one.metadata_bytes)
-                told.setdefault(data, []).append(lease)
+                told.setdefault(data, []).append(landed)
         if on_lanes:
             self._by_tag.update({one.came.id: one for some in on_lanes.values() for one in some})
             items = {lane: [self._item(one) for one in some] for lane, some in on_lanes.items()}
@@ -352,22 +334,23 @@ class Granted:
         node.counters.landed += len(came)
         for data, some in told.items():
             self._hear(connection, data, some)
-        if has_our_clock:
-            node.traces.fired_blocks += sum(lease.flag_ns > 0 and lease.trace is None for lease in leases)
+        if area.has_our_clock:
+            node.traces.fired_blocks += sum(one.flag_ns > 0 and one.trace is None for one in every)
         if node.spans is not None:
-            node.spans.landed(((lease, lease.leased_ns) for lease in leases), landed_ns)
-        node.traces.saw(Step.LANDED, leases, at_ns=landed_ns)
+            node.spans.landed(((one, one.leased_ns) for one in every), landed_ns)
+        if told:  # others have no trace
+            node.traces.saw(Step.LANDED, every, at_ns=landed_ns)
 
-    def _hear(self, connection: Connection, data: bytes, leases: Sequence[Lease]) -> None:
+    def _hear(self, connection: Connection, data: bytes, landed: Sequence[Landed]) -> None:
         node = self._node
         try:
             told = Told(metadata_of(data))
             trace = node.traces.hear(told, connection.tenant)
         except ProtocolError:
             return  # the metadata is invalid; the blocks are stored all the same
-        node.traces.leased(trace, leases)
+        node.traces.leased(trace, landed)
         if node.spans is not None and (parent := node.spans.parent_of(told)) is not None:
-            node.spans.leased(parent, leases[0].leased_ns, leases, leases[0].durability)
+            node.spans.leased(parent, landed[0].leased_ns, landed, landed[0].durability)
 
     def _store(self, area: PutArea) -> None:
         """Pass arrived blocks on, as far as the drives accept them; others keep their rooms."""
@@ -405,7 +388,7 @@ class Granted:
             came.crc32c,
             came.address,
             came.expires_unix_ms,
-            max(one.lease.durability, _WRITTEN),
+            max(one.durability, _WRITTEN),
             came.id,
             came.domain,
         )
@@ -416,54 +399,50 @@ class Granted:
         node = self._node
         landed = [self._by_tag.pop(done.tag) for done in batch]
         if all(one.ended_ns for one in landed):  # by the lane, which has acknowledged it to its peers already
-            now_ns = max(max(one.ended_ns, one.lease.landed_ns) for one in landed)
+            now_ns = max(max(one.ended_ns, one.landed_ns) for one in landed)
         else:
             now_ns = node.clock.monotonic_ns()
         if node.spans is not None:
             ends = [End.FAILED if done.error else End.KEPT for done in batch]
-            node.spans.ended(((one.lease, end) for one, end in zip(landed, ends, strict=True)), now_ns)
+            node.spans.ended(zip(landed, ends, strict=True), now_ns)
         words: list[WordPut] = []
-        kept: dict[tuple[bytes, int], list[Lease]] = {}
+        kept: dict[tuple[bytes, Durability], list[Landed]] = {}
         for one, done in zip(landed, batch, strict=True):
-            lease, connection = one.lease, one.connection
             if done.error is None:
-                kept.setdefault((connection.tenant, +done.durability), []).append(lease)
-            code = self._code(one, done)
+                kept.setdefault((one.name[0], done.durability), []).append(one)
+                if one.is_answered or not one.is_awaited:
+                    continue
+            connection, code = one.connection, self._code(one, done)
             if code is not None and not connection.closed:
-                words.append(connection.word_put(lease.ack_word, lease.generation, code))
+                words.append(connection.word_put(one.came.ack_word, one.came.ack_generation, code))
         node.counters.kept(
-            [one.came.length for one, done in zip(landed, batch, strict=True) if done.error is None],
-            (done.error for done in batch),
+            [one.length for some in kept.values() for one in some],
+            [done.error for done in batch if done.error is not None],
         )
         if words:
             put_words(node.fabric, words)
         self._settle(landed, batch)
-        for (tenant, number), leases in kept.items():
-            durability = _DURABILITIES[number]
-            node.timings.leases_kept(tenant, durability, leases, now_ns)
-            node.traces.saw(Step.KEPT, leases, durability.name.lower(), now_ns)
+        for (tenant, durability), some in kept.items():
+            node.timings.leases_kept(tenant, durability, some, now_ns)
+            node.traces.saw(Step.KEPT, some, durability.name.lower(), now_ns)
 
     def _code(self, one: Landed, done: PutDone) -> AckCode | None:
         """The next word for its client; None if it has all the words that it requested."""
         if done.error is not None:
             self._note_failure(one, done.error)
             return code_of_error(done.error) if one.is_awaited else None
-        if one.lease.durability is Durability.LANDED:
-            return AckCode.LANDED if one.is_awaited else None
-        if one.is_answered:
-            return None
-        return _ACKS[+done.durability]
+        return AckCode.LANDED if one.durability is Durability.LANDED else _ACKS[done.durability]
 
     def _note_failure(self, one: Landed, error: StorageError) -> None:
-        lease, connection = one.lease, one.connection
-        self._node.timings.lease_failed(connection.tenant, lease, error)
+        connection = one.connection
+        self._node.timings.lease_failed(connection.tenant, one, error)
         if not one.is_awaited:
             self._node.counters.lost(error)
             log.warning("a landed block could not be stored: %s", error, extra=connection.about())
             return
         level = logging.DEBUG if isinstance(error, KeyTaken) else logging.WARNING
         log.log(level, "a block could not be stored: %s", error, extra=connection.about())
-        connection.failed(lease.generation, error)
+        connection.failed(one.came.ack_generation, error)
 
     def _settle(self, landed: Sequence[Landed], batch: Sequence[PutDone]) -> None:
         """The store is done with these: where it has the block, the piece stays as its hot copy."""
@@ -551,4 +530,4 @@ class Granted:
             if over:
                 area.unheard = [one for one in area.unheard if one.name not in gone]
                 self._by_tag.update({one.came.id: one for one in over})
-                self._kept([PutDone(one.came.id, None, max(one.lease.durability, _WRITTEN)) for one in over])
+                self._kept([PutDone(one.came.id, None, max(one.durability, _WRITTEN)) for one in over])

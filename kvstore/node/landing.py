@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.errors import Overloaded
 from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, LEASES_MAX, PAGE_BYTES
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvstore.node.span_notes import PutTrace
     from nic_offload.fabric import Event
 
-__all__ = ["LandedLease", "LandingLayout", "Lease", "LeaseTable", "SlotState", "Slots", "pages_of"]
+__all__ = ["LandedLease", "LandingLayout", "Lease", "LeaseTable", "SlotState", "Slots", "Tracked", "pages_of"]
 
 _FLAG_BYTES = 8
 
@@ -112,6 +112,18 @@ class Lease:
         granted_ns = self.deadline_ns - self.leased_ns
         margin_ns = min(LEASE_MARGIN_MS * 1_000_000, granted_ns // 2)
         return self.deadline_ns - now_ns <= margin_ns * 5 // 4  # the way there and back takes time too
+
+
+class Tracked(Protocol):
+    """What is traced and timed of a block on its way: a lease, or a block that came by a grant."""
+
+    length: int
+    durability: Durability
+    leased_ns: int
+    landed_ns: int
+    flag_ns: int
+    trace: SessionTrace | None
+    traced: PutTrace | None
 
 
 class LandedLease(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
 from kvstore.errors import FabricError
@@ -24,10 +24,15 @@ from nic_offload.sender import HEAD_PAGE_BYTES, Area
 if TYPE_CHECKING:
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory, Name, Piece
-    from kvstore.node.landing import Lease
+    from kvstore.node.session_traces import SessionTrace
+    from kvstore.node.span_notes import PutTrace
     from nic_offload.receiver import Came
 
 __all__ = ["Landed", "PutArea"]
+
+_DURABILITIES: Final = {int(one): one for one in Durability}
+_LANDED: Final = Durability.LANDED
+_SYNCED: Final = Durability.SYNCED
 
 assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
 
@@ -39,27 +44,41 @@ class Landed:
         "area",
         "came",
         "connection",
+        "durability",
         "ended_ns",
+        "flag_ns",
         "is_answered",
         "is_awaited",
         "is_gone",
-        "lease",
+        "landed_ns",
+        "leased_ns",
+        "length",
         "name",
         "piece",
+        "trace",
+        "traced",
     )
 
-    def __init__(self, area: PutArea, came: Came, piece: Piece, lease: Lease) -> None:
+    def __init__(self, area: PutArea, came: Came, piece: Piece, leased_ns: int, landed_ns: int) -> None:
         self.area = area  # which holds the piece's memory
         self.connection = area.connection
         self.came = came
         self.piece = piece
-        self.lease = lease
+        self.length = came.length
+        self.durability = _DURABILITIES[min(came.durability, _SYNCED)]
+        self.leased_ns = leased_ns  # when the first that was heard of with it landed,
+        self.landed_ns = landed_ns  # and the last
+        # When its flag was seen, if that is told by a clock that is ours.
+        fired_ns = came.fired_ns
+        self.flag_ns = fired_ns if area.has_our_clock and fired_ns < came.landed_ns else 0
+        self.trace: SessionTrace | None = None
+        self.traced: PutTrace | None = None
         self.name: Name = (area.connection.tenant, came.key)  # as the index would have it
         self.is_gone = False  # it must not be read any more
         self.is_answered = False  # by the lane,
         self.ended_ns = 0  # which was done with it then
         # Whether its client still waits for a word.
-        self.is_awaited = bool(came.is_stored) or lease.durability > Durability.LANDED
+        self.is_awaited = bool(came.is_stored) or came.durability > _LANDED
 
 
 class PutArea:

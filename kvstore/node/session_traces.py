@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.node.calls import HasMetadata
-    from kvstore.node.landing import Lease
+    from kvstore.node.landing import Tracked
     from kvstore.storage.manifests import SessionName
 
 __all__ = ["SeenGet", "SessionTrace", "TakesFlags", "Traces"]
@@ -231,7 +231,7 @@ class Traces:
 
     # --- what the node sees of puts
 
-    def leased(self, trace: SessionTrace | None, leases: Iterable[Lease | None]) -> None:
+    def leased(self, trace: SessionTrace | None, leases: Iterable[Tracked | None]) -> None:
         """Slots were leased for a session's blocks; None stands for a block that was stored already."""
         if trace is None:
             return
@@ -241,7 +241,7 @@ class Traces:
         if given:
             trace.saw_put(Step.LEASED, len(given), sum(lease.length for lease in given))
 
-    def saw(self, step: Step, leases: Iterable[Lease], detail: str = "", at_ns: int | None = None) -> None:
+    def saw(self, step: Step, leases: Iterable[Tracked], detail: str = "", at_ns: int | None = None) -> None:
         """Something happened to a batch of leased blocks, of whatever sessions, now unless it is said when."""
         if not self._count:
             return

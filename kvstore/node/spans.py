@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvstore.durability import Durability
     from kvstore.lookups import Lookup
     from kvstore.node.calls import HasMetadata
-    from kvstore.node.landing import Lease
+    from kvstore.node.landing import Tracked
     from kvstore.node.span_notes import LookupTimes
     from kvstore.wire.traceparent import TraceParent
 
@@ -60,7 +60,7 @@ class NodeSpans:
         self,
         parent: TraceParent,
         began_ns: int,
-        leases: Sequence[Lease | None],
+        leases: Sequence[Tracked | None],
         durability: Durability,
     ) -> None:
         """A reservation was granted; None stands for a block that was stored already."""
@@ -75,13 +75,13 @@ class NodeSpans:
             self._tell_put(put, now_ns)
 
     @staticmethod
-    def landed(landed: Iterable[tuple[Lease, int]], heard_ns: int) -> None:
+    def landed(landed: Iterable[tuple[Tracked, int]], heard_ns: int) -> None:
         """Blocks have landed, with the time at which each flag was seen."""
         for lease, flag_ns in landed:
             if lease.traced is not None:
                 lease.traced.landed(flag_ns, heard_ns, lease.length)
 
-    def ended(self, leases: Iterable[tuple[Lease, End]], now_ns: int) -> None:
+    def ended(self, leases: Iterable[tuple[Tracked, End]], now_ns: int) -> None:
         """Leases are over, each in its way."""
         for lease, how in leases:
             put, lease.traced = lease.traced, None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.durability import Durability
     from kvstore.errors import KvError
-    from kvstore.node.landing import Lease
+    from kvstore.node.landing import Tracked
     from kvstore.node.session_traces import SessionTrace
 
 __all__ = ["BUCKETS_S", "Histogram", "PutSeen", "Timings"]
@@ -132,10 +132,10 @@ class Timings:
     puts: OrderedDict[tuple[bytes, int, bool], PutSeen] = field(default_factory=OrderedDict)
 
     def leases_kept(
-        self, tenant: bytes, durability: Durability, leases: Iterable[Lease], at_ns: int | None = None
+        self, tenant: bytes, durability: Durability, leases: Iterable[Tracked], at_ns: int | None = None
     ) -> None:
         """Blocks of one tenant that had landed are on the drive, since now unless it is said when."""
-        together: dict[tuple[int, int], list[Lease]] = {}
+        together: dict[tuple[int, int], list[Tracked]] = {}
         for lease in leases:
             together.setdefault((lease.leased_ns, lease.landed_ns), []).append(lease)
         now_ns = self.clock.monotonic_ns() if at_ns is None else at_ns
@@ -171,15 +171,15 @@ class Timings:
         put = self._put(tenant, began_ns, durability, None, inline=True)
         put.add(len(lengths), sum(lengths), landed_ns, now_ns)
 
-    def lease_failed(self, tenant: bytes, lease: Lease, error: KvError) -> None:
+    def lease_failed(self, tenant: bytes, lease: Tracked, error: KvError) -> None:
         """A block that had landed was not kept."""
         self._fail(tenant, lease, type(error).__name__)
 
-    def lease_over(self, tenant: bytes, lease: Lease) -> None:
+    def lease_over(self, tenant: bytes, lease: Tracked) -> None:
         """A lease ended before its block landed."""
         self._fail(tenant, lease, LeaseExpired.__name__)
 
-    def _fail(self, tenant: bytes, lease: Lease, why: str) -> None:
+    def _fail(self, tenant: bytes, lease: Tracked, why: str) -> None:
         put = self._put(tenant, lease.leased_ns, lease.durability, lease.trace, inline=False)
         put.fail(1, lease.length, why, self.clock.monotonic_ns())
 

@@ -295,8 +295,7 @@ class Drive(Handle):
 
     def written(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
         """Note their ends, in the order of generations: tag, generation, offset, result. They go into the index."""
-        for tag, generation, offset, result in rows:
-            self.puts.written(tag, generation, offset, result)
+        self.puts.written(rows)
         self._writes.settle_finished()
         self._set_off()
 

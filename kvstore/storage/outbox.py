@@ -32,6 +32,10 @@ class Outbox(Generic[T]):
         """Keep a result until the next delivery."""
         self._waiting.setdefault(callback, []).append(result)
 
+    def add_all(self, callback: Callable[[Sequence[T]], None], results: Sequence[T]) -> None:
+        """Do so with many."""
+        self._waiting.setdefault(callback, []).extend(results)
+
     def deliver(self) -> None:
         """Call the callbacks of all gathered results. What these calls produce may wait for the next delivery."""
         for callback in list(self._waiting):

@@ -42,7 +42,7 @@ from kvstore.storage.sealing import NO_DOMAIN, domain_number
 from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from kvstore.clock import Clock
     from kvstore.storage.checks import Checks
@@ -125,9 +125,12 @@ class Puts:
             assert write.name not in self._by_name, "a lane has no block whose name is being put"
             self._by_name[write.name] = self._on_lane[item.tag] = write
 
-    def written(self, tag: int, generation: int, offset: int, result: int) -> None:
-        """Note the end of a block that a lane wrote, in the order of generations."""
-        self._writes.ended_on_lane(self._on_lane.pop(tag), generation, offset, result)
+    def written(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
+        """Note the ends of blocks that a lane wrote, in the order of generations: tag, generation, offset, result."""
+        take = self._on_lane.pop
+        self._writes.ended_on_lane(
+            (take(tag), generation, at, result) for tag, generation, at, result in rows
+        )
 
     def lane_is_lost(self) -> None:
         """The lane will say no more of what it has, if it has anything: it may be on the drive, or not."""
@@ -290,21 +293,28 @@ class Puts:
             self._keeping.let_go(replaced, Reason.SUPERSEDED)
         self._keeping.published(blocks)
 
-    def finish(self, record: RecordWrite, error: StorageError | None) -> None:
-        """Report a block and the later puts of its name."""
-        assert isinstance(record, _Write)
-        if isinstance(record, _Rewrite):
-            self._finish_rewrite(record, error)
-            return
-        if record.charged_pages:
-            self._queue.quotas.leave(record)
-        item = record.item
-        if error is not None or item.durability is Durability.SYNCED:
-            self._ended(record, list(record.items()), record.entry(), error)
-            return
-        durability = max(item.durability, Durability.WRITTEN)
-        self.outbox.add(record.done, PutDone(item.tag, None, durability, record.generation))
-        self._ended(record, record.followers, record.entry() if record.followers else None, None)
+    def finish(self, records: Sequence[RecordWrite], error: StorageError | None) -> None:
+        """Report blocks and the later puts of their names."""
+        done: dict[PutsDone, list[PutDone]] = {}
+        for record in records:
+            assert isinstance(record, _Write)
+            if isinstance(record, _Rewrite):
+                self._finish_rewrite(record, error)
+                continue
+            if record.charged_pages:
+                self._queue.quotas.leave(record)
+            item = record.item
+            if error is not None or item.durability is Durability.SYNCED:
+                self._ended(record, list(record.items()), record.entry(), error)
+                continue
+            durability = max(item.durability, Durability.WRITTEN)
+            done.setdefault(record.done, []).append(PutDone(item.tag, None, durability, record.generation))
+            if record.followers or record.afterwards:
+                self._ended(record, record.followers, record.entry(), None)
+            else:  # as nearly all do
+                del self._by_name[record.name]
+        for callback, results in done.items():
+            self.outbox.add_all(callback, results)
 
     def settle_renewed(self) -> None:
         """Report the puts that waited for a longer life; where the block has gone meanwhile, put it."""

@@ -144,7 +144,7 @@ class Charged(RecordWrite):
         if self.size_bytes > quota.bytes_max:
             why = "The block is larger than"
         self.owner.finish(
-            self,
+            [self],
             QuotaExceeded(
                 f"{why} the quota of {quota.bytes_max} bytes, of which {quota.used_bytes} are in use"
                 f" and {self.size_bytes} more are wanted."

@@ -101,8 +101,9 @@ class SessionRewrites:
             has_moved = self._manifests.move_chunk(record.tenant, record.key, old, record.place)
             self._chunk = (old, over, has_moved)
 
-    def finish(self, record: RecordWrite, error: StorageError | None) -> None:
-        """Wipe the place that is not the chunk's."""
+    def finish(self, records: Sequence[RecordWrite], error: StorageError | None) -> None:
+        """Wipe the place that is not the chunk's: there is one at a time."""
+        (record,) = records
         assert isinstance(record, StepRecord)
         assert self._chunk is not None
         (old, over, has_moved), self._chunk = self._chunk, None

@@ -152,11 +152,12 @@ class Sessions:
                 step.left += 1
                 self.slices.begin(self._publishing(step, record, step.manifest))
 
-    def finish(self, record: RecordWrite, error: StorageError | None) -> None:
-        """Report a step when its last record has ended."""
-        assert isinstance(record, StepRecord)
-        record.step.error = record.step.error or error
-        self._one_less(record.step)
+    def finish(self, records: Sequence[RecordWrite], error: StorageError | None) -> None:
+        """Report each step when its last record has ended."""
+        for record in records:
+            assert isinstance(record, StepRecord)
+            record.step.error = record.step.error or error
+            self._one_less(record.step)
 
     def drop(self, names: Sequence[Name], then: Callable[[StorageError | None], None]) -> None:
         """Delete those of these blocks that no session names, in slices; `then` hears when their headers are wiped."""

@@ -24,6 +24,7 @@ import ctypes
 import errno
 import os
 from collections import deque
+from itertools import groupby
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.errors import NoSpace, ReadOnly, StorageError
@@ -33,7 +34,7 @@ from kvstore.storage.sealing import NO_DOMAIN, Staging
 from nic_offload.lane import Ground
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.storage.extents import Extents
     from kvstore.storage.sealing import Keys
@@ -56,8 +57,8 @@ class Owner(Protocol):
         """Make records that are whole on the drive known; StorageError if that cannot be."""
         ...
 
-    def finish(self, record: RecordWrite, error: StorageError | None) -> None:
-        """Report a record that was published, or one that never will be."""
+    def finish(self, records: Sequence[RecordWrite], error: StorageError | None) -> None:
+        """Report records that were published, or never will be."""
         ...
 
 
@@ -190,12 +191,11 @@ class Writes:
         self._waiting: deque[RecordWrite] = deque()  # for room
         self._resumed: RecordWrite | None = None  # had waited, and is queued again
         self.queued_pages = 0  # of all that have no place yet
-        self.begun = self.ended = 0  # so many were given to the drive, and retired
+        self.begun = self.ended = self.syncs = 0  # records given to the drive, and retired; syncs
         self._published_generation = self.synced_generation = volume.last_generation  # opening has synced
         note_synced(self.synced_generation)
         self._failed_generation = GENERATION_MAX + 1  # none at or above it will be reported as kept
         self.stopped: StorageError | None = None
-        self.syncs = 0
 
     @property
     def waiting_for_sync(self) -> int:
@@ -267,9 +267,8 @@ class Writes:
 
     def resume(self) -> None:
         """Queue the record that has waited longest, before all others, if there is room for it now."""
-        if not self._waiting or self._resumed is not None:
-            return
-        if self._waiting[0].size_bytes <= self._extents.longest * PAGE_BYTES:
+        first = None if self._resumed is not None else self.first_waiting
+        if first is not None and first.size_bytes <= self._extents.longest * PAGE_BYTES:
             self._resumed = self._waiting.popleft()
             self._traffic.add_first(self._resumed)
 
@@ -295,10 +294,9 @@ class Writes:
         self._publish([record for record in retired if record.generation < self._failed_generation])
         while self._on_lanes and self._on_lanes[0].is_over:
             self._note_lent(self._on_lanes.popleft().place, None)
-        for record in retired:
-            record.owner.finish(
-                record, self.stopped if record.generation >= self._failed_generation else None
-            )
+        failed = self._failed_generation
+        for (owner, kept), some in groupby(retired, lambda one: (one.owner, one.generation < failed)):
+            owner.finish(list(some), None if kept else self.stopped)
         self.sync_if_awaited()
 
     @property
@@ -367,15 +365,17 @@ class Writes:
         if left.pages:
             self._extents.release(left.page, left.pages, unwritten=True)
 
-    def ended_on_lane(self, record: RecordWrite, generation: int, offset: int, result: int) -> None:
-        """Take note of a record of the lane's, each in the order of generations; `settle_finished` does the rest."""
-        lent = next(lent for lent in self._on_lanes if generation < lent.until)
-        record.generation, record.offset = generation, offset
-        lent.told += 1
-        if lent.left is not None:
-            lent.left -= 1
-        lent.ended.append(record)
-        record.end(result or record.size_bytes)
+    def ended_on_lane(self, ended: Iterable[tuple[RecordWrite, int, int, int]]) -> None:
+        """Note the lane's records in the order of generations, which follow, with offset and result of each."""
+        for record, generation, offset, result in ended:
+            lent = next(lent for lent in self._on_lanes if generation < lent.until)
+            record.generation, record.offset, record.result = generation, offset, record.size_bytes
+            lent.told += 1
+            if lent.left is not None:
+                lent.left -= 1
+            lent.ended.append(record)
+            if result:
+                record.end(result)
 
     def lane_is_lost(self, error: StorageError) -> None:
         """Wait no more for what stands on a lane's ground."""
@@ -540,7 +540,7 @@ class Writes:
 
     def _fail(self, record: RecordWrite, error: StorageError) -> None:
         self.queued_pages -= record.size_bytes // PAGE_BYTES
-        record.owner.finish(record, error)
+        record.owner.finish([record], error)
 
 
 class _Lent:
