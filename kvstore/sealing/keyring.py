@@ -41,6 +41,7 @@ from kvstore.sealing.slots import (
     Slot,
     State,
     fresh_key,
+    overwritten,
     pack_header,
     parse_slot,
     wrapped,
@@ -48,7 +49,7 @@ from kvstore.sealing.slots import (
 from nic_offload import aead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -175,7 +176,7 @@ class Keyring(RotatingKeyring):
             plan = _Plan(wanted, self._clock.wall_ms())
             self._plan_whole(plan)
             self._plan_damaged(plan)
-            self._destroy(plan.changes)
+            self._overwrite(plan.changes)
             return plan.answers()
 
     def _plan_whole(self, plan: _Plan) -> None:
@@ -238,14 +239,6 @@ class Keyring(RotatingKeyring):
         home = self._homes[row]
         return None if home is None else (slot, home)
 
-    def _destroy(self, changes: Mapping[int, Slot | None]) -> None:
-        """Overwrite slots whose keys are to be gone; damaged ones are free then."""
-        if changes:
-            self._slots.publish(changes)  # nobody gets them any more, whatever becomes of the write
-            self._write(changes)
-            for number in (one for one, slot in changes.items() if slot is None):
-                self._slots.give_back(number)
-
     def erase_tenant(self, tenant: bytes) -> list[Erased]:
         """Destroy all keys of a tenant, durably before it returns. The first answer is its own key's, if it had one.
 
@@ -256,8 +249,8 @@ class Keyring(RotatingKeyring):
             self._check_domains(met=True)
             now_ms = self._clock.wall_ms()
             strays, unread = self._damaged_of(tenant)
-            self._destroy({number: slot.gone(now_ms) for number, (slot, _) in strays.items()})
-            self._destroy(dict.fromkeys(unread))
+            self._overwrite({number: slot.gone(now_ms) for number, (slot, _) in strays.items()})
+            self._overwrite(dict.fromkeys(unread, overwritten(now_ms)))
             known = self._gone_tenants.get(tenant)
             answers: list[Erased] = []
             if tenant in self._tenants:
@@ -313,7 +306,7 @@ class Keyring(RotatingKeyring):
                 assert slot is not None
                 changes[number] = slot.gone(at_ms)
                 answers.append(Erased(tenant, slot.domain, number, slot.id, at_ms))
-            self._destroy(changes)
+            self._overwrite(changes)
         return answers
 
 
@@ -333,7 +326,7 @@ class _Plan:
 
     def overwrites(self, number: int) -> None:
         """Plan to overwrite a slot that can't be read."""
-        self.changes[number] = None
+        self.changes[number] = overwritten(self._now_ms)
         self._unread.append(number)
 
     def answers(self) -> list[Erased]:

@@ -69,6 +69,12 @@ class StoreKeys:
                 "The system doesn't let this process lock its keys in memory, so they may be swapped: raise ulimit -l"
                 " (LimitMEMLOCK= of the unit), or use encrypted swap or none."
             )
+        if damaged := keyring.status().damaged:
+            log.warning(
+                "%d slots of the keyring are damaged: what they encrypted is a miss until the keyring is restored from"
+                " a copy, or they are given up (`kvstore keys accept-keyring` on the stopped node).",
+                damaged,
+            )
         self._erased = ErasedDomains(keyring.erased(ERASED_DOMAINS_LOADED_MAX))
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
