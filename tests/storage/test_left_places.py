@@ -165,6 +165,45 @@ def test_a_start_that_loses_power_while_it_overwrites_leaves_what_the_next_one_f
     assert len(ends) > 3, "it stopped in the middle of overwriting"
 
 
+def test_a_start_overwrites_no_old_place_before_the_new_copy_survives_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process died when the index had the new copy and the drive could still lose it."""
+    rig = being_encrypted(tmp_path, 2)
+    disk, index, copy = rig.disk, rig.data / "index-0", tmp_path / "index of then"
+    assert disk is not None
+    while not (places := overwriting._noted(rig.drive._index)) or disk.durable == disk.pages:
+        step(rig)
+    pages, durable, unsynced = dict(disk.pages), dict(disk.durable), list(disk.unsynced)
+    rig.kill()
+    shutil.copytree(index, copy)
+    monkeypatch.setattr(Encrypting, "step", lambda _: None)  # nothing takes the old place
+    overwritten = 0
+    for seed in range(STEPS_MAX):
+        shutil.rmtree(index)
+        shutil.copytree(copy, index)
+        rig.boot_id = "0" * 36
+        rig.disk = disk = PowerGoes(pages, seed=seed)
+        disk.durable, disk.unsynced, disk.syncs_left = dict(durable), list(unsynced), seed // 8
+        try:
+            rig.open()
+        except PowerGoneError:
+            rig.disk = disk.after_power_loss(seed)
+        else:
+            break
+        overwritten += any(disk.pages.get(page) == bytes(PAGE_BYTES) for page in range(*_until(places[0])))
+        rig.boot_id = "1" * 36
+        rig.open()
+        for number in range(BLOCKS):
+            assert rig.get(number)[1] == payload(number), seed
+        rig.kill()
+    assert overwritten, "it stopped after it had begun to overwrite"
+
+
+def _until(place: tuple[int, int]) -> tuple[int, int]:
+    return place[0], sum(place)
+
+
 def test_an_erasure_waits_until_the_old_place_is_overwritten(tmp_path: Path) -> None:
     """It is held by a get of before; the erasure, and the block's later puts, end after it."""
     rig = being_encrypted(tmp_path, 1)
