@@ -52,6 +52,7 @@ class Erased(NamedTuple):
     number: int | None
     id: bytes | None
     at_ms: int
+    is_earlier: bool = False  # an erasure of before destroyed it
 
     @property
     def is_unread(self) -> bool:

@@ -185,7 +185,7 @@ class Keyring(RotatingKeyring):
                 if slot.state == State.LIVE:
                     plan.destroys(name, number, number, slot)
                 else:
-                    plan.of[name].append(Erased(*name, number, slot.id, slot.when_ms))
+                    plan.of[name].append(Erased(*name, number, slot.id, slot.when_ms, is_earlier=True))
 
     def _plan_damaged(self, plan: _Plan) -> None:
         """Spare what is known to be another's; overwrite what may be one of theirs."""
@@ -262,9 +262,12 @@ class Keyring(RotatingKeyring):
                     self._gone_tenants[tenant] = gone
                 answers = self._destroy_rest_of(tenant)
             elif known is not None:
-                # Again, after an interruption: the receipt names what was destroyed then.
-                self._destroy_domains(tenant, known.slot.when_ms)
-                answers = [_erased(tenant, known), *self._slots.gone_with(known.slot)]
+                # Again, perhaps after an interruption: the receipt names what was destroyed then, as such.
+                before = [
+                    _erased(tenant, known)._replace(is_earlier=True),
+                    *self._slots.gone_with(known.slot),
+                ]
+                answers = [*before, *self._destroy_domains(tenant, known.slot.when_ms)]
             else:  # its own key's slot was damaged
                 answers = self._destroy_domains(tenant, now_ms)
             answers += [Erased(tenant, slot.domain, home, slot.id, now_ms) for slot, home in strays.values()]

@@ -390,8 +390,9 @@ class SlotTable:
             of = (self._states[first : first + len(rows)] == GONE) & (rows["kind"] == Kind.DOMAIN)
             of &= (rows["name"][:, 0] == low) & (rows["name"][:, 1] == high)
             for at in np.flatnonzero(of & (rows["when"] == np.uint64(tenant.when_ms))).tolist():
-                name, key_id = rows["name"][at].tobytes(), rows["id"][at].tobytes()
-                found.append(Erased(tenant.tenant, name[TENANT_BYTES:], first + at, key_id, tenant.when_ms))
+                domain, key_id = rows["name"][at].tobytes()[TENANT_BYTES:], rows["id"][at].tobytes()
+                one = Erased(tenant.tenant, domain, first + at, key_id, tenant.when_ms, is_earlier=True)
+                found.append(one)
         return found
 
     def write(self, changes: Mapping[int, Slot | None]) -> None:
