@@ -211,6 +211,7 @@ ERASE_ROUND_MS = (
 ERASE_WIPED_BYTES = 4 << 20  # of the free hot memory that an erasure overwrites between other work
 ERASE_LOOK_BLOCKS = 128  # entries that an erasure looks at between other work
 ERASE_STEP_BLOCKS = 1024  # that it deletes together
+ERASE_LOOKS_MAX = 4  # at a session's blocks before it is removed: clients may add some meanwhile
 ERASED_DOMAINS_COMPARED_MAX = 64  # of a tenant, with the key of a block that is unknown: 20 us
 ERASED_SEARCHES_MAX = 16  # keys asked for at once that are compared with all of these
 ERASED_DOMAINS_LOADED_MAX = 4096  # at a start, from the keyring: those of all tenants that were erased last

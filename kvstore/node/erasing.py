@@ -31,6 +31,7 @@ from kvstore.durability import Durability
 from kvstore.errors import StorageError
 from kvstore.limits import (
     ERASE_LOOK_BLOCKS,
+    ERASE_LOOKS_MAX,
     ERASE_STEP_BLOCKS,
     ERASE_UNREAD_LOOKED_MAX,
     ERASE_WIPED_BYTES,
@@ -184,13 +185,19 @@ class _Erasure:
     async def sessions(self, user: bytes | None) -> None:
         """Remove the sessions of a user, or of all, and erase the blocks that nothing else names.
 
-        The blocks come first: without the session, nobody would find them if the node died in between.
+        The blocks come first: without the session, nobody would find them if the node died in between. So do those
+        that only it names by the time that the others are erased.
         """
         node = self._node
         while found := self._some_sessions(user):
             for name in found:
-                only = await self._only_in(name)
-                await self._erase(only)
+                only: set[Name] = set()
+                for _ in range(ERASE_LOOKS_MAX):
+                    more = [one for one in await self._only_in(name) if one not in only]
+                    if not more:
+                        break
+                    await self._erase(more)
+                    only.update(more)
                 ends: Ends[SessionDone] = Ends(1)
                 over = await node.turns.long(self._tenant)
                 try:

@@ -130,7 +130,7 @@ class _Blocks:
     def __init__(self, volume: Volume, index: Index) -> None:
         self._volume = volume
         self._index = index
-        # Of a drive that is encrypted: what is in the clear, and was met again, encrypted or not.
+        # What is in the clear, and was met again, encrypted or not: it was being encrypted, or erased.
         self._older: dict[Name, list[Entry]] = {}
 
     def publish(self, entries: Sequence[tuple[Name, Entry]]) -> None:
@@ -143,7 +143,7 @@ class _Blocks:
             if is_newest:
                 newest[name] = entry
             older = rival if is_newest else entry
-            if older is not None and not older.domain and self._volume.keys is not None:
+            if older is not None and not older.domain:
                 self._older.setdefault(name, []).append(older)
         self._index.publish(newest.items())
 
