@@ -9,7 +9,8 @@ from the drive, and this would survive a power failure. In the hot memory it is 
 as that has ended. While a drive has failed an erasure fails, but only after the keys are destroyed and what they
 encrypted has left the memory. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the
 keys or has not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's run one after
-the other. A receipt is in the audit log, if there is one, durably, before it is given.
+the other. A receipt is in the audit log, if there is one, durably, before it is given; of a burst, those that the log
+has no room for yet wait before they begin.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
 tenant's, the others' remain. Without encryption, blocks and sessions that were evicted or deleted before, and earlier
@@ -28,13 +29,16 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvstore.durability import Durability
-from kvstore.errors import StorageError
+from kvstore.errors import Overloaded, StorageError
 from kvstore.limits import (
     ERASE_LOOK_BLOCKS,
     ERASE_LOOKS_MAX,
     ERASE_STEP_BLOCKS,
     ERASE_UNREAD_LOOKED_MAX,
+    ERASE_WAIT_LOOK_MS,
+    ERASE_WAIT_MS,
     ERASE_WIPED_BYTES,
+    ERASURES_WAITING_MAX,
     PAGE_BYTES,
     SESSIONS_LISTED_STEP,
     TURN_STEP_BLOCKS,
@@ -69,6 +73,9 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
         self._gate = gate
+        self._waiting: Counter[bytes] = (
+            Counter()
+        )  # erasures for which the audit log has no room yet, by tenant
         self._under_way: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # by tenant
 
     async def EraseUser(self, request: pb.EraseUserRequest, context: Context) -> pb.EraseUserResponse:  # noqa: N802
@@ -76,7 +83,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("erase user", context, request.tenant)
             check_text("user", request.user)
-            self._gate.audit.refuse_without_room(tenant.name)
+            await self._wait_for_room(tenant)
             named = user_name(tenant.id, request.user)
             self._node.erasures.note(tenant.id, domain_of(request.user))
             async with self._serialized(tenant):
@@ -94,7 +101,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         """Erase a tenant."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
-            self._gate.audit.refuse_without_room(tenant.name)
+            await self._wait_for_room(tenant)
             self._node.erasures.note(tenant.id, None)
             async with self._serialized(tenant):
                 erasure = _Erasure(self._node, tenant.id)
@@ -106,6 +113,24 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
                 erased = await self._answer(erasure, tenant, None, context.peer())
             return pb.EraseTenantResponse(erased=erased)
         raise AssertionError
+
+    async def _wait_for_room(self, tenant: Tenant) -> None:
+        """Wait until the audit log takes a receipt; Overloaded if that takes too long, or too many wait."""
+        audit, waiting = self._gate.audit, self._waiting
+        if not waiting[tenant.id] and audit.has_room(tenant.name):
+            return
+        if waiting[tenant.id] < ERASURES_WAITING_MAX:
+            waiting[tenant.id] += 1
+            try:
+                for _ in range(ERASE_WAIT_MS // ERASE_WAIT_LOOK_MS):
+                    await asyncio.sleep(ERASE_WAIT_LOOK_MS / 1000)
+                    if audit.has_room(tenant.name):
+                        return
+            finally:
+                waiting[tenant.id] -= 1
+                if not waiting[tenant.id]:
+                    del waiting[tenant.id]
+        raise Overloaded("The tenant fills the node's audit log; erase less often.", 1000)
 
     @asynccontextmanager
     async def _serialized(self, tenant: Tenant) -> AsyncIterator[None]:
