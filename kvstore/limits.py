@@ -240,9 +240,6 @@ KEYRING_LOAD_PAGES = 1024  # of it are read at a time
 KEYRING_ROTATED_AT_ONCE = 1024  # keys of a tenant, between two moments at which others may change the keyring
 KEYRING_TENANTS_UNSEALED_MAX = 1024  # tenants' keys that are kept unsealed
 KEYRING_NEW_NAMES_MAX = 1 << 16  # found by a dictionary, until they are sorted in with the others
-ERASE_UNREAD_LOOKED_MAX = (
-    16  # slots that an erasure couldn't read, whose blocks it looks for; others' go when read
-)
 RECEIPT_KEYS_MAX = 64  # that a receipt names; it counts the others, and has a digest of all
 
 DRIVES_MAX = 32  # of one store

@@ -34,7 +34,6 @@ from kvstore.limits import (
     ERASE_LOOK_BLOCKS,
     ERASE_LOOKS_MAX,
     ERASE_STEP_BLOCKS,
-    ERASE_UNREAD_LOOKED_MAX,
     ERASE_WAIT_LOOK_MS,
     ERASE_WAIT_MS,
     ERASE_WIPED_BYTES,
@@ -43,7 +42,7 @@ from kvstore.limits import (
     SESSIONS_LISTED_STEP,
     TURN_STEP_BLOCKS,
 )
-from kvstore.names import domain_of, user_name
+from kvstore.names import domain_of, fits_domain, user_name
 from kvstore.node.calls import Ends, refusals
 from kvstore.node.session_names import check_text
 from kvstore.sealing.receipts import Receipt
@@ -54,7 +53,7 @@ from kvstore.wire import erasing_pb2 as pb
 from kvstore.wire import erasing_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Sequence
+    from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
@@ -73,9 +72,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
         self._gate = gate
-        self._waiting: Counter[bytes] = (
-            Counter()
-        )  # erasures for which the audit log has no room yet, by tenant
+        self._waiting: Counter[bytes] = Counter()  # for room in the audit log, by tenant
         self._under_way: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # by tenant
 
     async def EraseUser(self, request: pb.EraseUserRequest, context: Context) -> pb.EraseUserResponse:  # noqa: N802
@@ -264,9 +261,11 @@ class _Erasure:
         its = [key for key in self.keys if key.id is not None and key.domain == domain]
         # What a damaged slot encrypted can't be opened any more, whosever it was. None of it is in memory.
         unread = [key for key in self.keys if key.is_unread]
-        numbers = [_domain_number(key) for key in its + unread[:ERASE_UNREAD_LOOKED_MAX]]
-        of = [None] if domain is None else numbers or [-1]
-        steps = chain.from_iterable(node.store.of_domain(self._tenant, domain, number) for number in of)
+        of = None if domain is None else {_domain_number(key) for key in its + unread}
+        steps = node.store.of_domain(self._tenant, domain, of)
+        lost = {_domain_number(key) for key in self.keys if key.is_lost}
+        if domain is not None and lost:  # whose these slots were is known by the keys of blocks alone
+            steps = chain(steps, self._fitting(domain, lost))
         names: list[Name] = []
         is_more = True
         while is_more:
@@ -277,6 +276,10 @@ class _Erasure:
             if len(names) >= ERASE_STEP_BLOCKS or not is_more:
                 await self._erase(names)
                 names = []
+
+    def _fitting(self, domain: bytes, of: set[int]) -> Iterator[list[Name]]:
+        for some in self._node.store.of_domain(self._tenant, domain, of):
+            yield [name for name in some if fits_domain(name[1], domain)]
 
     async def wipe_free_memory(self) -> None:
         """Overwrite what is free of the hot memory: blocks that were evicted from there have left their bytes."""
@@ -291,7 +294,7 @@ class _Erasure:
 
     async def _erase_some(self, names: Sequence[Name]) -> None:
         node = self._node
-        erased = frozenset(_domain_number(key) for key in self.keys if key.number is not None)
+        erased = frozenset(_domain_number(key) for key in self.keys if key.id is not None or key.is_unread)
         items = [
             DeleteItem(tenant, key, Durability.SYNCED, at, erased) for at, (tenant, key) in enumerate(names)
         ]

@@ -166,7 +166,7 @@ class Keyring(RotatingKeyring):
         """Destroy the keys of domains, in whatever slots, durably before it returns; some domains have none.
 
         All is checked before anything is destroyed. A damaged slot that may have a key of theirs is overwritten as
-        well; the answer has it without an id.
+        well; the answer has it without an id, and so it has those that are lost, which are spared.
         """
         with self._writing:
             self._check_usable()
@@ -176,6 +176,7 @@ class Keyring(RotatingKeyring):
             plan = _Plan(wanted, self._clock.wall_ms())
             self._plan_whole(plan)
             self._plan_damaged(plan)
+            plan.marks_homes()
             self._overwrite(plan.changes)
             return plan.answers()
 
@@ -197,11 +198,14 @@ class Keyring(RotatingKeyring):
                 name = slot.tenant, slot.domain
                 if slot.kind == Kind.DOMAIN and name in plan.of:
                     plan.destroys(name, number, home, slot)
-            elif not self._slots.was_met(number):
+            elif self._slots.was_met(number):
+                if number in known:
+                    lost = Slot(State.LIVE, Kind.DOMAIN, self._slots.id_of(number), *known[number], 0, NO_ID)
+                    plan.destroys(known[number], number, number, lost)
+            elif self._slots.is_lost(number):
+                plan.lost.append(number)
+            else:
                 plan.overwrites(number)
-            elif number in known:
-                lost = Slot(State.LIVE, Kind.DOMAIN, self._slots.id_of(number), *known[number], 0, NO_ID)
-                plan.destroys(known[number], number, number, lost)
 
     def _is_sound(self, name: Name) -> bool:
         """Whether the slots of a domain are as they were, and have its keys."""
@@ -248,7 +252,7 @@ class Keyring(RotatingKeyring):
             self._check_usable()
             self._check_domains(met=True)
             now_ms = self._clock.wall_ms()
-            strays, unread = self._damaged_of(tenant)
+            strays, unread, lost = self._damaged_of(tenant)
             self._overwrite({number: slot.gone(now_ms) for number, (slot, _) in strays.items()})
             self._overwrite(dict.fromkeys(unread, overwritten(now_ms)))
             known = self._gone_tenants.get(tenant)
@@ -271,11 +275,11 @@ class Keyring(RotatingKeyring):
             else:  # its own key's slot was damaged
                 answers = self._destroy_domains(tenant, now_ms)
             answers += [Erased(tenant, slot.domain, home, slot.id, now_ms) for slot, home in strays.values()]
-            return [*answers, *_unread(unread, now_ms)]
+            return [*answers, *_unread(unread, now_ms), *_unread(lost, now_ms, are_lost=True)]
 
-    def _damaged_of(self, tenant: bytes) -> tuple[dict[int, tuple[Slot, int]], list[int]]:
-        """Damaged slots that have keys of a tenant, and those of which that can't be told."""
-        strays, unread = {}, []
+    def _damaged_of(self, tenant: bytes) -> tuple[dict[int, tuple[Slot, int]], list[int], list[int]]:
+        """Damaged slots that have keys of a tenant, those of which that can't be told, and those that are lost."""
+        strays, unread, lost = {}, [], []
         of_keys = {self._store_slot, *(key.number for keys in self._tenants.values() for key in keys)}
         others = self._tenants.keys() - {tenant}
         for number in self._slots.damaged():
@@ -283,11 +287,13 @@ class Keyring(RotatingKeyring):
             if stray is not None:
                 if stray[0].tenant == tenant:
                     strays[number] = stray
+            elif not self._slots.was_met(number) and self._slots.is_lost(number):
+                lost.append(number)
             elif not self._slots.was_met(number) or (
                 number not in of_keys and self._slots.tenant_of(number) not in others
             ):
                 unread.append(number)
-        return strays, unread
+        return strays, unread, lost
 
     def _destroy_rest_of(self, tenant: bytes) -> list[Erased]:
         """Destroy a tenant's earlier keys and its domains' keys; its latest key is destroyed already."""
@@ -318,14 +324,21 @@ class _Plan:
 
     def __init__(self, names: Iterable[Name], now_ms: int) -> None:
         self.of: dict[Name, list[Erased]] = {name: [] for name in names}
-        self.changes: dict[int, Slot | None] = {}
+        self.changes: dict[int, Slot] = {}
         self._now_ms = now_ms
         self._unread: list[int] = []
+        self.lost: list[int] = []
+        self._homes: dict[int, Slot] = {}
 
     def destroys(self, name: Name, number: int, home: int, slot: Slot) -> None:
         """Plan to destroy the key in a slot, which records name by the number of its own slot, its home."""
         self.changes[number] = slot.gone(self._now_ms)
+        self._homes[home] = self.changes[number]
         self.of[name].append(Erased(*name, home, slot.id, self._now_ms))
+
+    def marks_homes(self) -> None:
+        """Plan to say of lost slots whose keys were found elsewhere that these are destroyed."""
+        self.changes.update({one: self._homes[one] for one in self.lost if one in self._homes})
 
     def overwrites(self, number: int) -> None:
         """Plan to overwrite a slot that can't be read."""
@@ -337,11 +350,12 @@ class _Plan:
         answers: list[Erased] = []
         for name, erased in self.of.items():
             answers += erased or [Erased(*name, None, None, self._now_ms)]
-        return answers + _unread(self._unread, self._now_ms)
+        lost = _unread((one for one in self.lost if one not in self.changes), self._now_ms, are_lost=True)
+        return answers + _unread(self._unread, self._now_ms) + lost
 
 
-def _unread(numbers: Iterable[int], at_ms: int) -> list[Erased]:
-    return [Erased(NO_NAME, NO_NAME, number, None, at_ms) for number in numbers]
+def _unread(numbers: Iterable[int], at_ms: int, *, are_lost: bool = False) -> list[Erased]:
+    return [Erased(NO_NAME, NO_NAME, number, None, at_ms, is_lost=are_lost) for number in numbers]
 
 
 def _erased(tenant: bytes, gone: TenantKey) -> Erased:

@@ -42,6 +42,9 @@ from nic_offload.handle import Handle
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvstore.clock import Clock
     from kvstore.sealing.keyring_file import KeyringFile
     from kvstore.sealing.keyring_state import Found, KeyringStatus
@@ -272,6 +275,10 @@ class OpenKeyring(Handle):
             key = self._unsealed.pop(key_id, None)
             if key is not None:
                 aead.wipe(key)
+
+    def expect(self, numbers: NDArray[np.int64]) -> int:
+        """Take free slots for damaged whose keys records name, so that none is used again; how many these are."""
+        return self._slots.expect(numbers)
 
     def status(self) -> KeyringStatus:
         """Return what the keyring holds."""

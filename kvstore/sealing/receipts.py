@@ -86,7 +86,8 @@ class Receipt:
         """All of it but the time, the tenant and the caller, which each line of the audit log has."""
         destroyed = self.destroyed
         earlier = sorted(_destroyed(self.keys, is_earlier=True).difference(destroyed))
-        unread = sorted(key.number for key in self.keys if key.number is not None and key.id is None)
+        unread = sorted(key.number for key in self.keys if key.number is not None and key.is_unread)
+        lost = sum(key.is_lost for key in self.keys)
         said: dict[str, str | int] = {
             "at": self.at,
             "how": self._how(destroyed, earlier, unread),
@@ -108,6 +109,8 @@ class Receipt:
             said["earlier_keys"] = len(earlier)
             said["earlier_key_ids"] = _named(earlier)
             said["earlier_at"] = _shown(max(key.at_ms for key in self.keys if key.is_earlier))
+        if lost:
+            said["lost_slots"] = lost
         if unread:
             said["unread_slots"] = len(unread)
             said["unread"] = ",".join(map(str, unread[:RECEIPT_KEYS_MAX]))

@@ -207,6 +207,17 @@ class SlotTable:
             whole = [int(rows["id"][one]) if states[one] == LIVE else 0 for one in found]
             self.mark_damaged((found + first).tolist(), ids=whole, met=met)
 
+    def expect(self, numbers: NDArray[np.int64]) -> int:
+        """Mark those of these slots as damaged that are free, since records name them; how many."""
+        there = numbers[numbers < len(self._states)]
+        lost = there[self._states[there] == FREE].tolist()
+        self.mark_damaged(lost, met=False)
+        return len(lost)
+
+    def is_lost(self, number: int) -> bool:
+        """Whether a slot has no bytes of any key."""
+        return self.row(number) in (bytes(SLOT_BYTES), pack_slot(None))
+
     def have_changed(self) -> bool:
         """Return whether any slot has other contents in the file than it is known to have, apart from damaged ones."""
         for first, rows, raw in self._chunks(self._pages):

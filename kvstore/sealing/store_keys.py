@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvstore.sealing.domain_key import DomainKey, Erased
     from kvstore.sealing.keyring_state import KeyringStatus
 
@@ -176,6 +179,15 @@ class StoreKeys:
             return False
         self._take(key)
         return True
+
+    def expect(self, numbers: NDArray[np.int64]) -> None:
+        """Take note of the keys that a drive's records name, by number."""
+        if lost := self._keyring.expect(numbers):
+            log.warning(
+                "The keyring lacks %d keys that blocks name, as an older copy does: these blocks are misses until the"
+                " newest is restored, or they are given up (`kvstore keys accept-keyring` on the stopped node).",
+                lost,
+            )
 
     def _warn_of(self, number: int, error: Corrupt) -> None:
         """Once for a slot: each block that is read meets it."""

@@ -200,6 +200,7 @@ def test_what_an_older_copy_has_no_key_for_is_not_taken_for_erased(
     path.rename(rig.data / "newest")
     shutil.copy(rig.data / "copy", path)
     rig.open()
+    assert rig.put(5, PAYLOAD, domain=b"a later domain..").error is None  # in another slot
     for _ in range(2):
         miss = rig.get(4)[0].miss
         assert miss is not None

@@ -6,6 +6,7 @@ import random
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from kvstore.errors import Corrupt
@@ -14,7 +15,7 @@ from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.keyring_state import read_status
 from nic_offload.checksum import crc32c
-from tests.sealing.rig import STORE, Memory, PowerLost, at, keys_of, master, new_keyring, opened, users
+from tests.sealing.rig import STORE, ZETA, Memory, PowerLost, at, keys_of, master, new_keyring, opened, users
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,18 +24,53 @@ if TYPE_CHECKING:
 def test_a_slot_that_was_overwritten_is_used_again_and_its_key_stays_erased() -> None:
     keyring, file = new_keyring()
     one, _ = keyring.ensure(users(1, 2))
-    for lost in (bytes(128), b"?" * 128):
+    for lost, give_up in (
+        (b"?" * 128, lambda ring: ring.erase(users(9))),
+        (bytes(128), Keyring.give_up_damaged),
+    ):
         image = bytearray(file.durable)
         image[at(one.number)] = lost
         again = Memory(bytes(image))
         ring = opened(again)
         assert ring.ensure(users(3))[0].number != one.number
-        ring.erase(users(9))
+        give_up(ring)
         for after in (ring, opened(bytes(again.durable))):
             assert after.by_number(one.number, one.id) is None
             (other,) = after.ensure(users(4))
             assert other.number == one.number
             assert after.by_number(one.number, one.id) is None
+
+
+def test_an_erasure_spares_slots_that_are_lost_and_names_them() -> None:
+    keyring, file = new_keyring()
+    one, two = keyring.ensure(users(1, 2))
+    image = bytearray(file.durable)
+    image[at(one.number)] = bytes(128)
+    lost = Memory(bytes(image))
+    for tenant in (None, ZETA):
+        ring = opened(lost)
+        *_, last = ring.erase(users(2)) if tenant is None else ring.erase_tenant(tenant)
+        assert (last.number, last.is_lost, last.is_unread) == (one.number, True, False)
+        assert lost.durable[at(one.number)] == bytes(128)
+        with pytest.raises(Corrupt):
+            ring.by_number(one.number, one.id)
+    assert opened(bytes(lost.durable)).by_number(two.number, two.id) is None
+
+
+def test_a_free_slot_that_records_name_is_given_to_nobody() -> None:
+    keyring, file = new_keyring()
+    keyring.ensure(users(1))
+    old = Memory(bytes(file.durable))
+    (later,) = keyring.ensure(users(2))
+    ring = opened(old)  # an older copy
+    assert ring.expect(np.array([1, 2, later.number, 5000])) == 1
+    assert ring.status().damaged == 1
+    (fresh,) = ring.ensure(users(3))
+    assert fresh.number != later.number
+    with pytest.raises(Corrupt):
+        ring.by_number(later.number, later.id)
+    ring.give_up_damaged()
+    assert ring.by_number(later.number, later.id) is None
 
 
 def test_a_truncated_file_is_damage_and_no_erasure(tmp_path: Path) -> None:
@@ -52,7 +88,7 @@ def test_a_truncated_file_is_damage_and_no_erasure(tmp_path: Path) -> None:
             if number >= 32:
                 with pytest.raises(Corrupt, match="damaged"):
                     keyring.by_number(number, key_id)
-        keyring.erase(users(1))
+        assert len(keyring.give_up_damaged()) == 512
         assert keyring.status().damaged == 0
         keyring.ensure(names)
     with Keyring.open(path, master(), STORE) as keyring:
