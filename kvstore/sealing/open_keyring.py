@@ -218,15 +218,14 @@ class OpenKeyring(Handle):
 
     def _unseal(self, number: int, key_id: bytes) -> DomainKey | None:
         for is_again in (False, True):  # its tenant's key may be replaced meanwhile
-            if self._slots.is_damaged(number):
-                raise Corrupt(
-                    f"Slot {number} of the keyring is damaged; nothing sealed with its key can be opened."
-                )
             if not self._slots.is_live(number, key_id):
+                if not self._slots.was_destroyed(number):
+                    raise Corrupt(
+                        f"Slot {number} of the keyring is damaged or never had a key; nothing sealed with it can be"
+                        " opened."
+                    )
                 if self._slots.is_moved(key_id):
                     raise Corrupt(f"The key of slot {number} of the keyring was moved to another slot.")
-                if not self._slots.was_destroyed(number):
-                    raise Corrupt(f"Slot {number} of the keyring has no key, and none was destroyed there.")
                 return None
             slot = self._slots.read(number)
             if slot is None or slot.id != key_id or slot.kind != Kind.DOMAIN or slot.state != State.LIVE:
