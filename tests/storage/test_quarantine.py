@@ -13,6 +13,7 @@ from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCRUB_PIECE_BYTES
 from kvstore.miss import MissReason
 from kvstore.storage import overwriting
 from kvstore.storage.disk import DiskOpKind
+from tests.storage.fake_keys import FakeKeyring
 from tests.storage.fakes import FakeDisk
 from tests.storage.pair import fail, holders, homed
 from tests.storage.rig import TENANT, Slots, StoreRig, key
@@ -125,6 +126,22 @@ def test_space_that_could_not_be_overwritten_is_free_and_uncharged_after_a_resta
     statistics = fake.store.statistics()
     assert (statistics.quarantined_bytes, statistics.free_bytes) == (0, free)
     assert reason(fake, 1) is MissReason.UNKNOWN, "and its bytes are not found there again"
+
+
+def test_an_encrypted_block_is_quarantined_until_the_drive_has_overwritten_it(tmp_path: Path) -> None:
+    rig = StoreRig(tmp_path / "data", FakeDisk())
+    rig.keyring = FakeKeyring()
+    rig.open()
+    free = rig.store.statistics().free_bytes
+    assert rig.put(1, PAYLOAD, domain=b"a domain of hers").error is None
+    offset, _ = rig.record_at(1)
+    disk_of(rig).flip(offset + HEADER_BYTES, 0)
+    disk_of(rig).unwritable = {offset // PAGE_BYTES + 2}
+    assert reason(rig, 1) is MissReason.CORRUPT
+    statistics = rig.store.statistics()
+    assert (statistics.quarantined_bytes, statistics.free_bytes) == (BLOCK, free - BLOCK)
+    assert overwriting._noted(rig.drive._index) == [], "without its key nobody reads it"
+    rig.store.close()
 
 
 def test_a_put_waits_for_what_is_quarantined_of_its_tenant(fake: StoreRig) -> None:
