@@ -211,6 +211,10 @@ ERASE_ROUND_MS = (
 ERASE_WIPED_BYTES = 4 << 20  # of the free hot memory that an erasure overwrites between other work
 ERASE_LOOK_BLOCKS = 128  # entries that an erasure looks at between other work
 ERASE_STEP_BLOCKS = 1024  # that it deletes together
+ERASE_WAIT_MS = 10_000  # for room in the audit log, before it begins
+ERASE_WAIT_LOOK_MS = 100  # between two looks for it
+ERASURES_WAITING_MAX = 100  # of a tenant, for that: five seconds of its lines
+ERASE_LOOKS_MAX = 4  # at a session's blocks before it is removed: clients may add some meanwhile
 ERASED_DOMAINS_COMPARED_MAX = 64  # of a tenant, with the key of a block that is unknown: 20 us
 ERASED_SEARCHES_MAX = 16  # keys asked for at once that are compared with all of these
 ERASED_DOMAINS_LOADED_MAX = 4096  # at a start, from the keyring: those of all tenants that were erased last
@@ -236,9 +240,6 @@ KEYRING_LOAD_PAGES = 1024  # of it are read at a time
 KEYRING_ROTATED_AT_ONCE = 1024  # keys of a tenant, between two moments at which others may change the keyring
 KEYRING_TENANTS_UNSEALED_MAX = 1024  # tenants' keys that are kept unsealed
 KEYRING_NEW_NAMES_MAX = 1 << 16  # found by a dictionary, until they are sorted in with the others
-ERASE_UNREAD_LOOKED_MAX = (
-    16  # slots that an erasure couldn't read, whose blocks it looks for; others' go when read
-)
 RECEIPT_KEYS_MAX = 64  # that a receipt names; it counts the others, and has a digest of all
 
 DRIVES_MAX = 32  # of one store

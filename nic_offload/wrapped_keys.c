@@ -25,17 +25,13 @@ struct associated {
 _Static_assert(sizeof(struct slot) == TK_SLOT, "");
 _Static_assert(sizeof(struct associated) == TK_SLOT_STORE + 4 + TK_SLOT_CLEAR, "nothing lies between");
 
-void tk_slots_look(const void *slots, uint32_t count, uint8_t *answers)
+void tk_slots_whole(const void *slots, uint32_t count, uint8_t *whole)
 {
-	static const struct slot zeros;
 	const struct slot *slot = slots;
 	for (uint32_t at = 0; at < count; at++, slot++) {
 		uint32_t crc;
 		memcpy(&crc, slot->crc, sizeof crc);
-		if (tk_crc32c(slot, offsetof(struct slot, crc), 0) == crc)
-			answers[at] = TK_SLOT_WHOLE;
-		else
-			answers[at] = memcmp(slot, &zeros, sizeof zeros) ? TK_SLOT_BROKEN : TK_SLOT_FREE;
+		whole[at] = tk_crc32c(slot, offsetof(struct slot, crc), 0) == crc;
 	}
 }
 

@@ -13,23 +13,20 @@ from nic_offload._core import ffi, lib
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BROKEN", "CLEAR_BYTES", "FREE", "SLOT_BYTES", "STORE_BYTES", "are_authentic", "look_at"]
+__all__ = ["CLEAR_BYTES", "SLOT_BYTES", "STORE_BYTES", "are_authentic", "are_whole"]
 
 SLOT_BYTES: int = lib.TK_SLOT
 CLEAR_BYTES: int = lib.TK_SLOT_CLEAR
 STORE_BYTES: int = lib.TK_SLOT_STORE
-FREE: int = lib.TK_SLOT_FREE
-WHOLE: int = lib.TK_SLOT_WHOLE
-BROKEN: int = lib.TK_SLOT_BROKEN
 
 
-def look_at(slots: Buffer) -> bytearray:
-    """Tell of each slot whether it is zeros (FREE), has the right CRC32C (WHOLE) or another (BROKEN)."""
+def are_whole(slots: Buffer) -> bytearray:
+    """Tell of each slot whether its CRC32C is right: 1 or 0."""
     view = ffi.from_buffer(slots)
     assert len(view) % SLOT_BYTES == 0, len(view)
-    answers = bytearray(len(view) // SLOT_BYTES)
-    lib.tk_slots_look(view, len(answers), ffi.from_buffer(answers))
-    return answers
+    whole = bytearray(len(view) // SLOT_BYTES)
+    lib.tk_slots_whole(view, len(whole), ffi.from_buffer(whole))
+    return whole
 
 
 def are_authentic(key: Buffer, store: bytes, slots: Buffer, which: Buffer) -> bytearray:

@@ -6,8 +6,8 @@ What always holds: a call's line is in the file before the call is answered. Lin
 source, so no caller can fill the drive or hide another's line (the next line counts those left out): strangers have
 half of the lines of refusals and removals, whatever tenant they claim to be, and a source is an IPv4 address or the
 /64 of an IPv6 one. A receipt is never left out, and survives power loss before it is given, in a file that can be
-synced (a pipe can't): without its line, the erasure is refused. The file's name is synced before anything is written.
-No token and no memory key is in it. If the log can't be written, the node goes on, and says so once.
+synced (a pipe can't): without its line, the erasure waits, or is refused. The file's name is synced before anything is
+written. No token and no memory key is in it. If the log can't be written, the node goes on, and says so once.
 What it doesn't do: log puts and gets, which are too many; `kvstore explain` and the metrics cover them.
 """
 
@@ -21,7 +21,7 @@ import stat
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError, Overloaded
+from kvstore.errors import ConfigError
 from kvstore.limits import AUDIT_LINES_OF_ONE_PER_S, AUDIT_LINES_PER_S, AUDIT_NAMES_MAX
 from kvstore.node.connection_guard import source_of
 from kvstore.node.fabric_address import ip_of_peer
@@ -90,10 +90,9 @@ class Audit(Handle):
                 self._lost = self.lines
             return line > self._lost or not self._is_file
 
-    def refuse_without_room(self, tenant: str) -> None:
-        """Overloaded, if a tenant has as many lines this second as it may have; else one is its own now."""
-        if self._fd >= 0 and self._is_too_much(_tenant(tenant)):
-            raise Overloaded("The tenant fills the node's audit log; erase less often.", 1000)
+    def has_room(self, tenant: str) -> bool:
+        """Return whether a tenant may have another line this second; one is its own then."""
+        return self._fd < 0 or self._takes(_tenant(tenant))
 
     def connected(self, what: str, *, tenant: str, peer: str, connection: int) -> None:
         """A connection began or ended. These don't count for others: after a restart many come at once."""
@@ -138,7 +137,13 @@ class Audit(Handle):
         )
 
     def _is_too_much(self, of: str) -> bool:
-        """Whether there were as many lines this second as may be, of one, of strangers, or of all."""
+        """Whether a line is left out, which is counted."""
+        takes = self._takes(of)
+        self._left_out += not takes
+        return not takes
+
+    def _takes(self, of: str) -> bool:
+        """Take a line, unless there were as many this second as may be, of one, of strangers, or of all."""
         self._look_at_clock()
         is_stranger = not of.startswith(_TENANT)
         mine, all_lines = self._lines.get(of, 0), sum(self._lines.values())
@@ -146,11 +151,10 @@ class Audit(Handle):
             is_stranger and self._of_strangers >= AUDIT_LINES_PER_S // 2
         )
         if mine >= AUDIT_LINES_OF_ONE_PER_S or is_full:
-            self._left_out += 1
-            return True
+            return False
         self._lines[of] = mine + 1
         self._of_strangers += is_stranger
-        return False
+        return True
 
     def _look_at_clock(self) -> None:
         second = self._clock.monotonic_ns() // _SECOND_NS

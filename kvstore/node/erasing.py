@@ -9,7 +9,8 @@ from the drive, and this would survive a power failure. In the hot memory it is 
 as that has ended. While a drive has failed an erasure fails, but only after the keys are destroyed and what they
 encrypted has left the memory. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the
 keys or has not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's run one after
-the other. A receipt is in the audit log, if there is one, durably, before it is given.
+the other. A receipt is in the audit log, if there is one, durably, before it is given; of a burst, those that the log
+has no room for yet wait before they begin.
 
 What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
 tenant's, the others' remain. Without encryption, blocks and sessions that were evicted or deleted before, and earlier
@@ -28,17 +29,20 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvstore.durability import Durability
-from kvstore.errors import StorageError
+from kvstore.errors import Overloaded, StorageError
 from kvstore.limits import (
     ERASE_LOOK_BLOCKS,
+    ERASE_LOOKS_MAX,
     ERASE_STEP_BLOCKS,
-    ERASE_UNREAD_LOOKED_MAX,
+    ERASE_WAIT_LOOK_MS,
+    ERASE_WAIT_MS,
     ERASE_WIPED_BYTES,
+    ERASURES_WAITING_MAX,
     PAGE_BYTES,
     SESSIONS_LISTED_STEP,
     TURN_STEP_BLOCKS,
 )
-from kvstore.names import domain_of, user_name
+from kvstore.names import domain_of, fits_domain, user_name
 from kvstore.node.calls import Ends, refusals
 from kvstore.node.session_names import check_text
 from kvstore.sealing.receipts import Receipt
@@ -49,7 +53,7 @@ from kvstore.wire import erasing_pb2 as pb
 from kvstore.wire import erasing_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Sequence
+    from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
@@ -68,6 +72,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
     def __init__(self, node: Node, gate: Gate) -> None:
         self._node = node
         self._gate = gate
+        self._waiting: Counter[bytes] = Counter()  # for room in the audit log, by tenant
         self._under_way: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # by tenant
 
     async def EraseUser(self, request: pb.EraseUserRequest, context: Context) -> pb.EraseUserResponse:  # noqa: N802
@@ -75,7 +80,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("erase user", context, request.tenant)
             check_text("user", request.user)
-            self._gate.audit.refuse_without_room(tenant.name)
+            await self._wait_for_room(tenant)
             named = user_name(tenant.id, request.user)
             self._node.erasures.note(tenant.id, domain_of(request.user))
             async with self._serialized(tenant):
@@ -93,7 +98,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         """Erase a tenant."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
-            self._gate.audit.refuse_without_room(tenant.name)
+            await self._wait_for_room(tenant)
             self._node.erasures.note(tenant.id, None)
             async with self._serialized(tenant):
                 erasure = _Erasure(self._node, tenant.id)
@@ -105,6 +110,24 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
                 erased = await self._answer(erasure, tenant, None, context.peer())
             return pb.EraseTenantResponse(erased=erased)
         raise AssertionError
+
+    async def _wait_for_room(self, tenant: Tenant) -> None:
+        """Wait until the audit log takes a receipt; Overloaded if that takes too long, or too many wait."""
+        audit, waiting = self._gate.audit, self._waiting
+        if not waiting[tenant.id] and audit.has_room(tenant.name):
+            return
+        if waiting[tenant.id] < ERASURES_WAITING_MAX:
+            waiting[tenant.id] += 1
+            try:
+                for _ in range(ERASE_WAIT_MS // ERASE_WAIT_LOOK_MS):
+                    await asyncio.sleep(ERASE_WAIT_LOOK_MS / 1000)
+                    if audit.has_room(tenant.name):
+                        return
+            finally:
+                waiting[tenant.id] -= 1
+                if not waiting[tenant.id]:
+                    del waiting[tenant.id]
+        raise Overloaded("The tenant fills the node's audit log; erase less often.", 1000)
 
     @asynccontextmanager
     async def _serialized(self, tenant: Tenant) -> AsyncIterator[None]:
@@ -184,13 +207,19 @@ class _Erasure:
     async def sessions(self, user: bytes | None) -> None:
         """Remove the sessions of a user, or of all, and erase the blocks that nothing else names.
 
-        The blocks come first: without the session, nobody would find them if the node died in between.
+        The blocks come first: without the session, nobody would find them if the node died in between. So do those
+        that only it names by the time that the others are erased.
         """
         node = self._node
         while found := self._some_sessions(user):
             for name in found:
-                only = await self._only_in(name)
-                await self._erase(only)
+                only: set[Name] = set()
+                for _ in range(ERASE_LOOKS_MAX):
+                    more = [one for one in await self._only_in(name) if one not in only]
+                    if not more:
+                        break
+                    await self._erase(more)
+                    only.update(more)
                 ends: Ends[SessionDone] = Ends(1)
                 over = await node.turns.long(self._tenant)
                 try:
@@ -232,9 +261,11 @@ class _Erasure:
         its = [key for key in self.keys if key.id is not None and key.domain == domain]
         # What a damaged slot encrypted can't be opened any more, whosever it was. None of it is in memory.
         unread = [key for key in self.keys if key.is_unread]
-        numbers = [_domain_number(key) for key in its + unread[:ERASE_UNREAD_LOOKED_MAX]]
-        of = [None] if domain is None else numbers or [-1]
-        steps = chain.from_iterable(node.store.of_domain(self._tenant, domain, number) for number in of)
+        of = None if domain is None else {_domain_number(key) for key in its + unread}
+        steps = node.store.of_domain(self._tenant, domain, of)
+        lost = {_domain_number(key) for key in self.keys if key.is_lost}
+        if domain is not None and lost:  # whose these slots were is known by the keys of blocks alone
+            steps = chain(steps, self._fitting(domain, lost))
         names: list[Name] = []
         is_more = True
         while is_more:
@@ -245,6 +276,10 @@ class _Erasure:
             if len(names) >= ERASE_STEP_BLOCKS or not is_more:
                 await self._erase(names)
                 names = []
+
+    def _fitting(self, domain: bytes, of: set[int]) -> Iterator[list[Name]]:
+        for some in self._node.store.of_domain(self._tenant, domain, of):
+            yield [name for name in some if fits_domain(name[1], domain)]
 
     async def wipe_free_memory(self) -> None:
         """Overwrite what is free of the hot memory: blocks that were evicted from there have left their bytes."""
@@ -259,7 +294,7 @@ class _Erasure:
 
     async def _erase_some(self, names: Sequence[Name]) -> None:
         node = self._node
-        erased = frozenset(_domain_number(key) for key in self.keys if key.number is not None)
+        erased = frozenset(_domain_number(key) for key in self.keys if key.id is not None or key.is_unread)
         items = [
             DeleteItem(tenant, key, Durability.SYNCED, at, erased) for at, (tenant, key) in enumerate(names)
         ]

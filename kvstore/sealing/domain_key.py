@@ -44,7 +44,8 @@ class DomainKey(Handle):
 class Erased(NamedTuple):
     """A destroyed key, by its slot's number and its id; without them if the domain never had one.
 
-    With a number and no id: a slot that could not be read, and was overwritten, since it might have had the key.
+    With a number and no id: a slot that could not be read, and was overwritten, since it might have had the key; if it
+    is lost, it has no bytes of any key, and was spared.
     """
 
     tenant: bytes
@@ -52,8 +53,10 @@ class Erased(NamedTuple):
     number: int | None
     id: bytes | None
     at_ms: int
+    is_earlier: bool = False  # an erasure of before destroyed it
+    is_lost: bool = False
 
     @property
     def is_unread(self) -> bool:
         """Whether it isn't known whose key was in the slot that was overwritten."""
-        return self.number is not None and self.id is None
+        return self.number is not None and self.id is None and not self.is_lost

@@ -41,6 +41,7 @@ from kvstore.sealing.slots import (
     Slot,
     State,
     fresh_key,
+    overwritten,
     pack_header,
     parse_slot,
     wrapped,
@@ -48,7 +49,7 @@ from kvstore.sealing.slots import (
 from nic_offload import aead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -165,7 +166,7 @@ class Keyring(RotatingKeyring):
         """Destroy the keys of domains, in whatever slots, durably before it returns; some domains have none.
 
         All is checked before anything is destroyed. A damaged slot that may have a key of theirs is overwritten as
-        well; the answer has it without an id.
+        well; the answer has it without an id, and so it has those that are lost, which are spared.
         """
         with self._writing:
             self._check_usable()
@@ -175,7 +176,8 @@ class Keyring(RotatingKeyring):
             plan = _Plan(wanted, self._clock.wall_ms())
             self._plan_whole(plan)
             self._plan_damaged(plan)
-            self._destroy(plan.changes)
+            plan.marks_homes()
+            self._overwrite(plan.changes)
             return plan.answers()
 
     def _plan_whole(self, plan: _Plan) -> None:
@@ -184,7 +186,7 @@ class Keyring(RotatingKeyring):
                 if slot.state == State.LIVE:
                     plan.destroys(name, number, number, slot)
                 else:
-                    plan.of[name].append(Erased(*name, number, slot.id, slot.when_ms))
+                    plan.of[name].append(Erased(*name, number, slot.id, slot.when_ms, is_earlier=True))
 
     def _plan_damaged(self, plan: _Plan) -> None:
         """Spare what is known to be another's; overwrite what may be one of theirs."""
@@ -196,11 +198,14 @@ class Keyring(RotatingKeyring):
                 name = slot.tenant, slot.domain
                 if slot.kind == Kind.DOMAIN and name in plan.of:
                     plan.destroys(name, number, home, slot)
-            elif not self._slots.was_met(number):
+            elif self._slots.was_met(number):
+                if number in known:
+                    lost = Slot(State.LIVE, Kind.DOMAIN, self._slots.id_of(number), *known[number], 0, NO_ID)
+                    plan.destroys(known[number], number, number, lost)
+            elif self._slots.is_lost(number):
+                plan.lost.append(number)
+            else:
                 plan.overwrites(number)
-            elif number in known:
-                lost = Slot(State.LIVE, Kind.DOMAIN, self._slots.id_of(number), *known[number], 0, NO_ID)
-                plan.destroys(known[number], number, number, lost)
 
     def _is_sound(self, name: Name) -> bool:
         """Whether the slots of a domain are as they were, and have its keys."""
@@ -238,14 +243,6 @@ class Keyring(RotatingKeyring):
         home = self._homes[row]
         return None if home is None else (slot, home)
 
-    def _destroy(self, changes: Mapping[int, Slot | None]) -> None:
-        """Overwrite slots whose keys are to be gone; damaged ones are free then."""
-        if changes:
-            self._slots.publish(changes)  # nobody gets them any more, whatever becomes of the write
-            self._write(changes)
-            for number in (one for one, slot in changes.items() if slot is None):
-                self._slots.give_back(number)
-
     def erase_tenant(self, tenant: bytes) -> list[Erased]:
         """Destroy all keys of a tenant, durably before it returns. The first answer is its own key's, if it had one.
 
@@ -255,9 +252,9 @@ class Keyring(RotatingKeyring):
             self._check_usable()
             self._check_domains(met=True)
             now_ms = self._clock.wall_ms()
-            strays, unread = self._damaged_of(tenant)
-            self._destroy({number: slot.gone(now_ms) for number, (slot, _) in strays.items()})
-            self._destroy(dict.fromkeys(unread))
+            strays, unread, lost = self._damaged_of(tenant)
+            self._overwrite({number: slot.gone(now_ms) for number, (slot, _) in strays.items()})
+            self._overwrite(dict.fromkeys(unread, overwritten(now_ms)))
             known = self._gone_tenants.get(tenant)
             answers: list[Erased] = []
             if tenant in self._tenants:
@@ -269,17 +266,20 @@ class Keyring(RotatingKeyring):
                     self._gone_tenants[tenant] = gone
                 answers = self._destroy_rest_of(tenant)
             elif known is not None:
-                # Again, after an interruption: the receipt names what was destroyed then.
-                self._destroy_domains(tenant, known.slot.when_ms)
-                answers = [_erased(tenant, known), *self._slots.gone_with(known.slot)]
+                # Again, perhaps after an interruption: the receipt names what was destroyed then, as such.
+                before = [
+                    _erased(tenant, known)._replace(is_earlier=True),
+                    *self._slots.gone_with(known.slot),
+                ]
+                answers = [*before, *self._destroy_domains(tenant, known.slot.when_ms)]
             else:  # its own key's slot was damaged
                 answers = self._destroy_domains(tenant, now_ms)
             answers += [Erased(tenant, slot.domain, home, slot.id, now_ms) for slot, home in strays.values()]
-            return [*answers, *_unread(unread, now_ms)]
+            return [*answers, *_unread(unread, now_ms), *_unread(lost, now_ms, are_lost=True)]
 
-    def _damaged_of(self, tenant: bytes) -> tuple[dict[int, tuple[Slot, int]], list[int]]:
-        """Damaged slots that have keys of a tenant, and those of which that can't be told."""
-        strays, unread = {}, []
+    def _damaged_of(self, tenant: bytes) -> tuple[dict[int, tuple[Slot, int]], list[int], list[int]]:
+        """Damaged slots that have keys of a tenant, those of which that can't be told, and those that are lost."""
+        strays, unread, lost = {}, [], []
         of_keys = {self._store_slot, *(key.number for keys in self._tenants.values() for key in keys)}
         others = self._tenants.keys() - {tenant}
         for number in self._slots.damaged():
@@ -287,11 +287,13 @@ class Keyring(RotatingKeyring):
             if stray is not None:
                 if stray[0].tenant == tenant:
                     strays[number] = stray
+            elif not self._slots.was_met(number) and self._slots.is_lost(number):
+                lost.append(number)
             elif not self._slots.was_met(number) or (
                 number not in of_keys and self._slots.tenant_of(number) not in others
             ):
                 unread.append(number)
-        return strays, unread
+        return strays, unread, lost
 
     def _destroy_rest_of(self, tenant: bytes) -> list[Erased]:
         """Destroy a tenant's earlier keys and its domains' keys; its latest key is destroyed already."""
@@ -313,7 +315,7 @@ class Keyring(RotatingKeyring):
                 assert slot is not None
                 changes[number] = slot.gone(at_ms)
                 answers.append(Erased(tenant, slot.domain, number, slot.id, at_ms))
-            self._destroy(changes)
+            self._overwrite(changes)
         return answers
 
 
@@ -322,18 +324,25 @@ class _Plan:
 
     def __init__(self, names: Iterable[Name], now_ms: int) -> None:
         self.of: dict[Name, list[Erased]] = {name: [] for name in names}
-        self.changes: dict[int, Slot | None] = {}
+        self.changes: dict[int, Slot] = {}
         self._now_ms = now_ms
         self._unread: list[int] = []
+        self.lost: list[int] = []
+        self._homes: dict[int, Slot] = {}
 
     def destroys(self, name: Name, number: int, home: int, slot: Slot) -> None:
         """Plan to destroy the key in a slot, which records name by the number of its own slot, its home."""
         self.changes[number] = slot.gone(self._now_ms)
+        self._homes[home] = self.changes[number]
         self.of[name].append(Erased(*name, home, slot.id, self._now_ms))
+
+    def marks_homes(self) -> None:
+        """Plan to say of lost slots whose keys were found elsewhere that these are destroyed."""
+        self.changes.update({one: self._homes[one] for one in self.lost if one in self._homes})
 
     def overwrites(self, number: int) -> None:
         """Plan to overwrite a slot that can't be read."""
-        self.changes[number] = None
+        self.changes[number] = overwritten(self._now_ms)
         self._unread.append(number)
 
     def answers(self) -> list[Erased]:
@@ -341,11 +350,12 @@ class _Plan:
         answers: list[Erased] = []
         for name, erased in self.of.items():
             answers += erased or [Erased(*name, None, None, self._now_ms)]
-        return answers + _unread(self._unread, self._now_ms)
+        lost = _unread((one for one in self.lost if one not in self.changes), self._now_ms, are_lost=True)
+        return answers + _unread(self._unread, self._now_ms) + lost
 
 
-def _unread(numbers: Iterable[int], at_ms: int) -> list[Erased]:
-    return [Erased(NO_NAME, NO_NAME, number, None, at_ms) for number in numbers]
+def _unread(numbers: Iterable[int], at_ms: int, *, are_lost: bool = False) -> list[Erased]:
+    return [Erased(NO_NAME, NO_NAME, number, None, at_ms, is_lost=are_lost) for number in numbers]
 
 
 def _erased(tenant: bytes, gone: TenantKey) -> Erased:

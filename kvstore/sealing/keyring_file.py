@@ -43,7 +43,7 @@ class KeyringFile(Protocol):
         ...
 
     def read(self, page: int, count: int) -> bytes:
-        """Read pages; StorageError if any can't be had."""
+        """Read pages, beyond its end zeros; StorageError if any can't be had."""
         ...
 
     def write(self, page: int, data: bytes) -> None:
@@ -97,9 +97,7 @@ class FolderFile:
             data = os.pread(self._fd, wanted, page * PAGE_BYTES)
         except OSError as error:
             raise _failed(self._path, "read", error) from error
-        if len(data) < wanted:
-            raise StorageError(f"The keyring {self._path} was truncated.")
-        return data
+        return data.ljust(wanted, b"\0")
 
     def write(self, page: int, data: bytes) -> None:
         """Write pages, in turns of as many as the buffer has."""

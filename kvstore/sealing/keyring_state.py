@@ -12,7 +12,16 @@ from kvstore.errors import Corrupt, WrongMasterKey
 from kvstore.limits import PAGE_BYTES, SECTOR_BYTES
 from kvstore.sealing.keyring_file import FolderFile
 from kvstore.sealing.slot_table import SlotTable
-from kvstore.sealing.slots import HEADER_PAGES, Header, Kind, Slot, State, parse_header, root_associated
+from kvstore.sealing.slots import (
+    HEADER_PAGES,
+    SLOTS_PER_PAGE,
+    Header,
+    Kind,
+    Slot,
+    State,
+    parse_header,
+    root_associated,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,7 +72,8 @@ def read_status(path: Path) -> KeyringStatus:
     file = FolderFile(path, locks=False)
     try:
         header = header_of(file)
-        slots = SlotTable(file)
+        count = header.slots or (file.pages - HEADER_PAGES) * SLOTS_PER_PAGE
+        slots = SlotTable(file, count, are_marked=bool(header.slots))
         return status_of(file, header, slots, found_in(slots, header.root.id).tenants)
     finally:
         file.close()

@@ -1,7 +1,8 @@
 """An open keyring: what it reads and what it writes, below `kvstore.sealing.keyring`, which makes and destroys keys.
 
 What always holds: what is in use was authentic at its place when the keyring was opened; a slot that is not, then or
-later, is damaged, and its key is neither used nor taken for destroyed. After a failed write nothing more is written.
+later, is damaged, and its key is neither used nor taken for destroyed. Nor is one that a record names and the keyring
+doesn't know. After a failed write nothing more is written.
 What it doesn't do: decide which keys there are.
 """
 
@@ -13,7 +14,7 @@ from threading import Lock, RLock
 from typing import TYPE_CHECKING
 
 from kvstore.errors import Corrupt, ReadOnly, StorageError
-from kvstore.limits import KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES
+from kvstore.limits import KEYRING_LOAD_PAGES, KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES
 from kvstore.sealing.control import proof
 from kvstore.sealing.domain_key import DomainKey
 from kvstore.sealing.keyring_state import (
@@ -24,9 +25,10 @@ from kvstore.sealing.keyring_state import (
     unwrapped_root,
 )
 from kvstore.sealing.slot_check import are_authentic
-from kvstore.sealing.slot_table import SlotTable
+from kvstore.sealing.slot_table import SlotTable, marked
 from kvstore.sealing.slots import (
     HEADER_PAGES,
+    SLOTS_PER_PAGE,
     Header,
     Kind,
     Slot,
@@ -39,6 +41,9 @@ from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from kvstore.clock import Clock
     from kvstore.sealing.keyring_file import KeyringFile
@@ -75,7 +80,9 @@ class OpenKeyring(Handle):
             self._header = header_of(file)
             self._check_store(store_uuid)
             self._root = unwrapped_root(self._header, master)
-            self._slots = SlotTable(file, slots_max)
+            if not self._header.slots:
+                self._mark_free()
+            self._slots = SlotTable(file, self._header.slots, slots_max=slots_max, grown=self._note_slots)
             self._check_others()
             found = found_in(self._slots, self._header.root.id)
             self._tenants, self._gone_tenants, self._twins = found.tenants, found.gone, found.twins
@@ -90,6 +97,18 @@ class OpenKeyring(Handle):
             raise StorageError(
                 f"The keyring is of store {self._header.store_uuid.hex()}, not of {store_uuid.hex()}."
             )
+
+    def _mark_free(self) -> None:
+        """Mark the free slots of a keyring of the format without marks, which has zeros there."""
+        for page in range(HEADER_PAGES, self._file.pages, KEYRING_LOAD_PAGES):
+            raw = self._file.read(page, min(KEYRING_LOAD_PAGES, self._file.pages - page))
+            self._file.write(page, marked(raw))
+        self._file.sync()
+        self._note_slots((self._file.pages - HEADER_PAGES) * SLOTS_PER_PAGE)
+
+    def _note_slots(self, slots: int) -> None:
+        """Have the header say how many slots there are: all of these are marked, durably."""
+        self._write_header(self._header._replace(sequence=self._header.sequence + 1, slots=slots))
 
     def proof(self, challenge: bytes) -> bytes:
         """What only those can give that have its master key."""
@@ -165,9 +184,10 @@ class OpenKeyring(Handle):
         return None
 
     def by_number(self, number: int, key_id: bytes) -> DomainKey | None:
-        """The key that a record names; None if it was destroyed, and with an older keyring if it is unknown.
+        """The key that a record names; None if it was destroyed.
 
-        Corrupt if its slot is damaged, or it is in another, or its tenant's key is damaged: nobody has destroyed it.
+        Corrupt if its slot is damaged, or it is in another, or its tenant's key is damaged, or its slot never had a
+        key, as in an older copy of the keyring: nobody has destroyed it.
         """
         return self._unseal(number, key_id)
 
@@ -198,11 +218,12 @@ class OpenKeyring(Handle):
 
     def _unseal(self, number: int, key_id: bytes) -> DomainKey | None:
         for is_again in (False, True):  # its tenant's key may be replaced meanwhile
-            if self._slots.is_damaged(number):
-                raise Corrupt(
-                    f"Slot {number} of the keyring is damaged; nothing sealed with its key can be opened."
-                )
             if not self._slots.is_live(number, key_id):
+                if not self._slots.was_destroyed(number):
+                    raise Corrupt(
+                        f"Slot {number} of the keyring is damaged or never had a key; nothing sealed with it can be"
+                        " opened."
+                    )
                 if self._slots.is_moved(key_id):
                     raise Corrupt(f"The key of slot {number} of the keyring was moved to another slot.")
                 return None
@@ -254,6 +275,10 @@ class OpenKeyring(Handle):
             if key is not None:
                 aead.wipe(key)
 
+    def expect(self, numbers: NDArray[np.int64]) -> int:
+        """Take free slots for damaged whose keys records name, so that none is used again; how many these are."""
+        return self._slots.expect(numbers)
+
     def status(self) -> KeyringStatus:
         """Return what the keyring holds."""
         with self._keys:
@@ -276,6 +301,15 @@ class OpenKeyring(Handle):
         except StorageError:
             self._failed = True
             raise
+
+    def _overwrite(self, changes: Mapping[int, Slot | None]) -> None:
+        """Destroy keys, durably before it returns; slots that have no name then may be used again."""
+        if changes:
+            self._slots.publish(changes)  # nobody gets them any more, whatever becomes of the write
+            self._write(changes)
+            for number, slot in changes.items():
+                if slot is None or slot.kind == Kind.UNREAD:
+                    self._slots.give_back(number)
 
     def _write_header(self, header: Header) -> None:
         """Write both copies, each durable before the next begins."""

@@ -2,9 +2,10 @@
 
     {"at_ms":1763716000000,"at":"2025-11-21T09:06:40.000Z","what":"erase-domain","how":"keys destroyed",...}
 
-What always holds: a receipt says what was done, and which slots were overwritten without its being known whose keys
-they had. It has no key, no token and no name of a user, whose name it would keep although they asked to be forgotten:
-a domain is named by its digest. It is of a bounded length, and its digest covers all destroyed keys.
+What always holds: a receipt says what was done, which keys were destroyed, each once, and apart from them those that an
+earlier erasure has destroyed, and which slots were overwritten without its being known whose keys they had. It has no
+key, no token and no name of a user, whose name it would keep although they asked to be forgotten: a domain is named by
+its digest. It is of a bounded length, and its digest covers all destroyed keys.
 What it doesn't do: prove anything to somebody who doesn't trust the node: it isn't signed.
 """
 
@@ -28,6 +29,8 @@ __all__ = ["Receipt", "keys_digest"]
 _DIGEST_BYTES: Final = 32
 _KEYS_DESTROYED: Final = "keys destroyed"
 _BOTH: Final = "keys destroyed, the rest overwritten"
+_EARLIER: Final = "keys destroyed earlier"
+_EARLIER_AND_REST: Final = "keys destroyed earlier, the rest overwritten"
 _SLOTS_OVERWRITTEN: Final = "unreadable slots overwritten"
 _SLOTS_AND_BLOCKS: Final = "unreadable slots and blocks overwritten"
 _OVERWRITTEN: Final = "overwritten"
@@ -35,15 +38,24 @@ _NOTHING: Final = "nothing was stored"
 
 
 def keys_digest(keys: Sequence[Erased]) -> str:
-    """A digest of which keys were destroyed: of slot numbers (u32) and ids, in the order of the numbers."""
+    """A digest of which keys were destroyed now: of slot numbers (u32) and ids, in the order of the numbers."""
     state = blake2b(digest_size=_DIGEST_BYTES, person=b"tkv receipt")
     for number, key_id in sorted(_destroyed(keys)):
         state.update(number.to_bytes(4, "little") + key_id)
     return state.hexdigest()
 
 
-def _destroyed(keys: Sequence[Erased]) -> list[tuple[int, bytes]]:
-    return [(key.number, key.id) for key in keys if key.number is not None and key.id is not None]
+def _destroyed(keys: Sequence[Erased], *, is_earlier: bool = False) -> set[tuple[int, bytes]]:
+    its = (key for key in keys if key.is_earlier == is_earlier)
+    return {(key.number, key.id) for key in its if key.number is not None and key.id is not None}
+
+
+def _named(keys: Sequence[tuple[int, bytes]]) -> str:
+    return ",".join(f"{number}:{key_id.hex()}" for number, key_id in keys[:RECEIPT_KEYS_MAX])
+
+
+def _shown(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +80,24 @@ class Receipt:
     @property
     def at(self) -> str:
         """When, in UTC."""
-        return (
-            datetime.fromtimestamp(self.at_ms / 1000, UTC)
-            .isoformat(timespec="milliseconds")
-            .replace("+00:00", "Z")
-        )
+        return _shown(self.at_ms)
 
     def fields(self) -> dict[str, str | int]:
         """All of it but the time, the tenant and the caller, which each line of the audit log has."""
         destroyed = self.destroyed
-        unread = sorted(key.number for key in self.keys if key.number is not None and key.id is None)
+        earlier = sorted(_destroyed(self.keys, is_earlier=True).difference(destroyed))
+        unread = sorted(key.number for key in self.keys if key.number is not None and key.is_unread)
+        lost = sum(key.is_lost for key in self.keys)
         said: dict[str, str | int] = {
             "at": self.at,
-            "how": self._how(destroyed, unread),
+            "how": self._how(destroyed, earlier, unread),
             "domain": "" if self.domain is None else self.domain.hex(),
             "blocks": self.blocks,
             "overwritten": self.overwritten,
             "sessions": self.sessions,
             "bytes": self.size_bytes,
             "keys": len(destroyed),
-            "key_ids": ",".join(
-                f"{number}:{key_id.hex()}" for number, key_id in destroyed[:RECEIPT_KEYS_MAX]
-            ),
+            "key_ids": _named(destroyed),
             "keys_digest": keys_digest(self.keys) if destroyed else "",
             "node": self.node,
             "store": self.store_uuid.hex(),
@@ -97,6 +105,12 @@ class Receipt:
         }
         if self.is_encrypted:
             said["clear_bytes"] = self.clear_bytes
+        if earlier:
+            said["earlier_keys"] = len(earlier)
+            said["earlier_key_ids"] = _named(earlier)
+            said["earlier_at"] = _shown(max(key.at_ms for key in self.keys if key.is_earlier))
+        if lost:
+            said["lost_slots"] = lost
         if unread:
             said["unread_slots"] = len(unread)
             said["unread"] = ",".join(map(str, unread[:RECEIPT_KEYS_MAX]))
@@ -104,12 +118,14 @@ class Receipt:
 
     @property
     def destroyed(self) -> list[tuple[int, bytes]]:
-        """The keys that are known to have been of what was erased, by slot and id."""
+        """The keys that this erasure destroyed and that are known to have been of what it erased, by slot and id."""
         return sorted(_destroyed(self.keys))
 
-    def _how(self, destroyed: Sequence[object], unread: Sequence[object]) -> str:
+    def _how(self, destroyed: Sequence[object], earlier: Sequence[object], unread: Sequence[object]) -> str:
         if destroyed:
             return _BOTH if self.overwritten else _KEYS_DESTROYED
+        if earlier and self.blocks > self.overwritten:  # an interrupted one had not come to these
+            return _EARLIER_AND_REST if self.overwritten else _EARLIER
         if unread:
             return _SLOTS_AND_BLOCKS if self.overwritten else _SLOTS_OVERWRITTEN
         return _OVERWRITTEN if self.blocks or self.sessions else _NOTHING

@@ -20,6 +20,7 @@ from kvstore.sealing.slots import (
     State,
     fresh_id,
     fresh_key,
+    overwritten,
     root_associated,
     wrapped,
 )
@@ -64,14 +65,14 @@ class RotatingKeyring(OpenKeyring):
             try:
                 self._check_usable()
                 self._check_undamaged()
-                header = self._header._replace(
-                    sequence=self._header.sequence + 1, master_id=new.id, root=new_root
-                )
                 old = [self._store_slot, *(key.number for keys in self._tenants.values() for key in keys)]
                 moves = dict(zip(old, self._take(len(old)), strict=True))
             except KvError:
                 aead.wipe(root)
                 raise
+            header = self._header._replace(
+                sequence=self._header.sequence + 1, master_id=new.id, root=new_root
+            )
             changes = {}
             for number, to in moves.items():
                 slot = self._slots.read(number)
@@ -103,7 +104,7 @@ class RotatingKeyring(OpenKeyring):
         with self._writing:
             self._check_usable()
             damaged = self._slots.damaged()
-            self._free(damaged)
+            self._overwrite(dict.fromkeys(damaged, overwritten(self._clock.wall_ms())))
             return damaged
 
     def _take(self, count: int) -> list[int]:
@@ -216,10 +217,5 @@ class RotatingKeyring(OpenKeyring):
         return number, key_id
 
     def _free(self, numbers: Sequence[int]) -> None:
-        """Overwrite keys of tenants that nothing is wrapped by any more, or slots that are damaged."""
-        if numbers:
-            changes = dict.fromkeys(numbers)
-            self._slots.publish(changes)
-            self._write(changes)
-            for number in numbers:
-                self._slots.give_back(number)
+        """Free the slots of tenants' keys that nothing is wrapped by any more."""
+        self._overwrite(dict.fromkeys(numbers))

@@ -2,7 +2,8 @@
 
 What always holds: a slot's bytes in the file decide; what is kept in memory (30 bytes a slot) says where to look. Only
 free slots are taken, and those whose key was destroyed, the oldest first, once the keyring can't grow; damaged ones
-never are, until an erasure has overwritten them. A slot that was moved, or changed since it was loaded, is damaged.
+never are, until an erasure has overwritten them. A slot that was moved, or changed since it was loaded, or that is
+zeros, is damaged: free ones are marked before the keyring counts them.
 What it doesn't do: know a key, or order one write before another: its caller syncs.
 
 One thread writes at a time; the others may read meanwhile.
@@ -24,7 +25,6 @@ from kvstore.limits import (
     KEYRING_SLOTS_MAX,
     KEYRING_STEP_PAGES_MAX,
     KEYRING_TENANT_KEYS_MAX,
-    PAGE_BYTES,
     TENANT_BYTES,
 )
 from kvstore.sealing.domain_key import Erased
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kvstore.sealing.slot_check import Good
     from kvstore.sealing.slots import Slot
 
-__all__ = ["SlotTable"]
+__all__ = ["SlotTable", "marked"]
 
 FREE: Final = 0
 LIVE: Final = 1
@@ -80,14 +80,24 @@ _Rows = Any  # a structured array
 class SlotTable:
     """All slots of a keyring."""
 
-    def __init__(self, file: KeyringFile, slots_max: int = KEYRING_SLOTS_MAX) -> None:
+    def __init__(
+        self,
+        file: KeyringFile,
+        slots: int,
+        *,
+        slots_max: int = KEYRING_SLOTS_MAX,
+        grown: Callable[[int], object] = lambda _: None,
+        are_marked: bool = True,
+    ) -> None:
+        """Load so many slots; `grown` notes, durably, that there are more. Unless `are_marked`, zeros are free."""
         self.file = file
+        self._grown = grown
+        self._are_marked = are_marked
         self._lock = Lock()  # of what is in memory; never held while the drive is waited for
         self._slots_max = slots_max
         self._mixing = [int(one) | 1 for one in np.frombuffer(np.random.default_rng().bytes(32), "<u8")]
-        self._versions: NDArray[np.uint32] = np.zeros(
-            file.pages, np.uint32
-        )  # how often each page was written
+        pages = HEADER_PAGES + slots // SLOTS_PER_PAGE
+        self._versions: NDArray[np.uint32] = np.zeros(pages, np.uint32)  # how often each page was written
         self._under_way: dict[int, bytes] = {}  # pages that are being written, as they were
         self._states: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._ids: NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -95,16 +105,16 @@ class SlotTable:
         self._order: NDArray[np.uint32] = np.zeros(0, np.uint32)  # the slots that have them
         self._new: dict[bytes, int] = {}  # by name, written since these were sorted
         self._live_of: Counter[int] = Counter()  # by the first 8 bytes of tenants, their live domain keys
-        self._free: list[int] = []  # the next one at the end
+        self._vacant: list[int] = []  # free, or whose destroyed key has no name; the next one at the end
         self._oldest_gone: list[int] = []  # to be taken when nothing else is left; the next one at the end
         self.others: list[int] = []  # slots of keys that are no domain's, as they were loaded
         self._moved: dict[int, int] = {}  # by the ids of whole keys in wrong slots: where they are
         self._met: set[int] = set()  # slots that were damaged when they were in use already
-        self._load()
+        self._load(pages)
 
-    def _load(self) -> None:
+    def _load(self, pages: int) -> None:
         states, ids, mixed, numbers = [], [], [], []
-        for first, rows, raw in self._chunks(self.file.pages):
+        for first, rows, raw in self._chunks(pages):
             state = _states_of(rows, raw)
             states.append(state)
             ids.append(rows["id"].copy())
@@ -115,18 +125,22 @@ class SlotTable:
             tenants, counts = np.unique(live, return_counts=True)
             self._live_of.update(dict(zip(tenants.tolist(), counts.tolist(), strict=True)))
             numbers.append((named + first).astype(np.uint32))
-            self.others += (np.flatnonzero(used & (rows["kind"] != Kind.DOMAIN)) + first).tolist()
+            of_keys = used & np.isin(rows["kind"], (Kind.STORE, Kind.TENANT))
+            self.others += (np.flatnonzero(of_keys) + first).tolist()
         if states:
             self._states, self._ids = np.concatenate(states), np.concatenate(ids)
             names, where = np.concatenate(mixed), np.concatenate(numbers)
             order = np.argsort(names, kind="stable")
             self._sorted, self._order = names[order], where[order]
-        self._free = np.flatnonzero(self._states == FREE)[::-1].tolist()
+        nameless = (self._states == GONE) & (self._ids == 0)
+        self._vacant = np.flatnonzero((self._states == FREE) | nameless)[::-1].tolist()
 
     def _chunks(self, pages: int) -> Iterator[tuple[int, _Rows, bytes]]:
         """The number of the first slot, the slots, and their bytes, thousands at a time."""
         for page in range(HEADER_PAGES, pages, KEYRING_LOAD_PAGES):
             raw = self.file.read(page, min(KEYRING_LOAD_PAGES, pages - page))
+            if not self._are_marked:
+                raw = marked(raw)
             yield (page - HEADER_PAGES) * SLOTS_PER_PAGE, np.frombuffer(raw, _ROW), raw
 
     def _mix(self, names: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -193,6 +207,17 @@ class SlotTable:
             whole = [int(rows["id"][one]) if states[one] == LIVE else 0 for one in found]
             self.mark_damaged((found + first).tolist(), ids=whole, met=met)
 
+    def expect(self, numbers: NDArray[np.int64]) -> int:
+        """Mark those of these slots as damaged that are free, since records name them; how many."""
+        there = numbers[numbers < len(self._states)]
+        lost = there[self._states[there] == FREE].tolist()
+        self.mark_damaged(lost, met=False)
+        return len(lost)
+
+    def is_lost(self, number: int) -> bool:
+        """Whether a slot has no bytes of any key."""
+        return self.row(number) in (bytes(SLOT_BYTES), pack_slot(None))
+
     def have_changed(self) -> bool:
         """Return whether any slot has other contents in the file than it is known to have, apart from damaged ones."""
         for first, rows, raw in self._chunks(self._pages):
@@ -241,6 +266,14 @@ class SlotTable:
         """Whether a slot was found to be damaged, and not overwritten since."""
         with self._lock:
             return 0 <= number < len(self._states) and int(self._states[number]) == DAMAGED
+
+    def was_destroyed(self, number: int) -> bool:
+        """Whether a slot without the key that is asked for had it once: no key leaves its slot but by being destroyed.
+
+        A slot that is free never had one, as far as this keyring knows.
+        """
+        with self._lock:
+            return 0 <= number < len(self._states) and self._states[number] in (LIVE, GONE)
 
     def has_id(self, number: int, key_id: bytes) -> bool:
         """Whether a slot has, or had last, the key of this id."""
@@ -292,8 +325,8 @@ class SlotTable:
     def check_room(self, count: int, kept: int) -> None:
         """NoSpace unless so many slots can be taken, and those of erased tenants kept."""
         growing = max(self._slots_max - len(self._states), 0)
-        gone = int(np.count_nonzero(self._states == GONE)) - kept
-        if count > len(self._free) + growing + gone:
+        gone = int(np.count_nonzero((self._states == GONE) & (self._ids != 0))) - kept
+        if count > len(self._vacant) + growing + gone:
             raise NoSpace(f"The keyring has {self._slots_max} keys, which is its maximum.")
 
     def check_tenants(self, names: Iterable[tuple[bytes, bytes]]) -> None:
@@ -307,11 +340,11 @@ class SlotTable:
 
     def take(self, taken: Collection[int] = ()) -> int:
         """A slot to be written, and none of those that are taken already."""
-        if not self._free and len(self._states) < self._slots_max:
+        if not self._vacant and len(self._states) < self._slots_max:
             self._grow()
-        while self._free:
-            number = self._free.pop()
-            if self._states[number] == FREE:
+        while self._vacant:
+            number = self._vacant.pop()
+            if self._states[number] == FREE or (self._states[number] == GONE and not self._ids[number]):
                 return number
         if not self._oldest_gone:
             self._look_for_gone(taken)
@@ -322,21 +355,22 @@ class SlotTable:
         raise NoSpace(f"The keyring has {self._slots_max} keys, which is its maximum.")
 
     def give_back(self, number: int) -> None:
-        """A slot was taken and not written, or freed."""
-        self._free.append(number)
+        """A slot was freed, or a key in it destroyed that has no name."""
+        self._vacant.append(number)
 
     def _grow(self) -> None:
         had = len(self._states)
         pages = min(max(STEP_PAGES_MIN, had // SLOTS_PER_PAGE), KEYRING_STEP_PAGES_MAX)
         pages = min(pages, -(-(self._slots_max - had) // SLOTS_PER_PAGE))
-        self.file.write(HEADER_PAGES + had // SLOTS_PER_PAGE, bytes(pages * PAGE_BYTES))
-        self.file.sync()
         more = pages * SLOTS_PER_PAGE
+        self.file.write(HEADER_PAGES + had // SLOTS_PER_PAGE, pack_slot(None) * more)
+        self.file.sync()
+        self._grown(had + more)
         with self._lock:
             self._states = np.concatenate([self._states, np.zeros(more, np.uint8)])
             self._ids = np.concatenate([self._ids, np.zeros(more, np.uint64)])
             self._versions = np.concatenate([self._versions, np.zeros(pages, np.uint32)])
-        self._free += range(had + more - 1, had - 1, -1)
+        self._vacant += range(had + more - 1, had - 1, -1)
 
     def _look_for_gone(self, taken: Collection[int]) -> None:
         found: list[tuple[int, int]] = []
@@ -367,8 +401,9 @@ class SlotTable:
             of = (self._states[first : first + len(rows)] == GONE) & (rows["kind"] == Kind.DOMAIN)
             of &= (rows["name"][:, 0] == low) & (rows["name"][:, 1] == high)
             for at in np.flatnonzero(of & (rows["when"] == np.uint64(tenant.when_ms))).tolist():
-                name, key_id = rows["name"][at].tobytes(), rows["id"][at].tobytes()
-                found.append(Erased(tenant.tenant, name[TENANT_BYTES:], first + at, key_id, tenant.when_ms))
+                domain, key_id = rows["name"][at].tobytes()[TENANT_BYTES:], rows["id"][at].tobytes()
+                one = Erased(tenant.tenant, domain, first + at, key_id, tenant.when_ms, is_earlier=True)
+                found.append(one)
         return found
 
     def write(self, changes: Mapping[int, Slot | None]) -> None:
@@ -447,10 +482,16 @@ def _apart(some: NDArray[np.intp], by: NDArray[np.uint64]) -> Iterator[tuple[int
 
 
 def _states_of(rows: _Rows, raw: bytes) -> NDArray[np.uint8]:
-    """Return the states of slots; all that are not free are checked, so damaged ones are found."""
-    looks = np.frombuffer(wrapped_keys.look_at(raw), np.uint8)
-    states = np.where(rows["state"] == State.LIVE, LIVE, GONE).astype(np.uint8)
-    good = np.isin(rows["state"], (State.LIVE, State.GONE)) & np.isin(rows["kind"], tuple(Kind))
-    states[~good | (looks == wrapped_keys.BROKEN)] = DAMAGED
-    states[looks == wrapped_keys.FREE] = FREE
+    """Return the states of slots; all are checked, so damaged ones are found."""
+    whole = np.frombuffer(wrapped_keys.are_whole(raw), np.bool_)
+    states = np.full(len(rows), DAMAGED, np.uint8)
+    for state, of in ((LIVE, State.LIVE), (GONE, State.GONE), (FREE, State.FREE)):
+        states[whole & (rows["state"] == of) & np.isin(rows["kind"], tuple(Kind))] = state
     return states
+
+
+def marked(raw: bytes) -> bytes:
+    """Return the bytes of slots with the mark of free ones in the place of zeros."""
+    rows = np.frombuffer(raw, np.uint8).reshape(-1, SLOT_BYTES).copy()
+    rows[~rows.any(axis=1)] = np.frombuffer(pack_slot(None), np.uint8)
+    return rows.tobytes()

@@ -1,6 +1,7 @@
 """The keyring's bytes: its header, and slots with one wrapped key each (docs/sealing.md).
 
-What always holds: a slot lies within one sector, and so does a header; whatever of a slot is in clear, with the store
+What always holds: a slot lies within one sector, and so does a header; no slot is zeros, so zeros are a slot that the
+drive has lost; whatever of a slot is in clear, with the store
 and the slot's number, is authenticated by the tag of its wrapped key. Every wrapping draws a nonce of its own.
 What it doesn't do: read or write a file, or decide which key wraps which.
 """
@@ -36,6 +37,7 @@ __all__ = [
     "State",
     "fresh_id",
     "fresh_key",
+    "overwritten",
     "pack_header",
     "pack_slot",
     "parse_header",
@@ -45,7 +47,8 @@ __all__ = [
     "wrapped",
 ]
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+VERSION_WITHOUT_MARKS: Final = 1  # of the format in which free slots are zeros
 DOMAIN_BYTES: Final = 16
 ID_BYTES: Final = 8
 UUID_BYTES: Final = 16
@@ -59,13 +62,14 @@ NO_NAME: Final = bytes(TENANT_BYTES)
 
 _MAGIC: Final = b"TKVKEYRG"
 _HEADER: Final = struct.Struct(f"<8sI4x16sQQ{MASTER_ID_BYTES_MAX}s")
-_ROOT: Final = struct.Struct(f"<8sI{MASTER_WRAPPED_BYTES_MAX}s")
+_ROOT: Final = struct.Struct(f"<8sI{MASTER_WRAPPED_BYTES_MAX}sI")
 _CRC: Final = struct.Struct("<I")
 _CRC_AT: Final = SECTOR_BYTES - _CRC.size
 _CLEAR: Final = struct.Struct("<II8s16s16sQ8s")
 _SEALED_BYTES: Final = aead.NONCE_BYTES + aead.KEY_BYTES + aead.TAG_BYTES
 _NUMBER: Final = struct.Struct("<I")
 _PURPOSE: Final = b"tkv root"
+_FREE: Final = b"FREE".ljust(CHECKED_BYTES, b"\0")
 
 assert (CLEAR_BYTES, SLOT_BYTES, UUID_BYTES) == (
     wrapped_keys.CLEAR_BYTES,
@@ -81,7 +85,7 @@ assert _HEADER.size + _ROOT.size <= _CRC_AT
 class State(enum.IntEnum):
     """What a slot has. Far apart, so that a few flipped bits don't make one of another."""
 
-    FREE = 0
+    FREE = int.from_bytes(b"FREE", "little")  # no record names it
     LIVE = int.from_bytes(b"LIVE", "little")
     GONE = int.from_bytes(b"GONE", "little")  # its key was destroyed; it still says whose, and when
 
@@ -89,6 +93,7 @@ class State(enum.IntEnum):
 class Kind(enum.IntEnum):
     """What a key is for."""
 
+    UNREAD = 0  # it was destroyed without its being known what it was
     STORE = 1
     TENANT = 2
     DOMAIN = 3
@@ -131,6 +136,7 @@ class Header(NamedTuple):
     made_ms: int
     master_id: str
     root: Root
+    slots: int  # how many it has; 0: of the format in which free slots are zeros, which didn't say
 
 
 def fresh_id() -> bytes:
@@ -160,7 +166,7 @@ def pack_header(header: Header) -> bytes:
     assert len(master) <= MASTER_ID_BYTES_MAX, master
     fixed = _HEADER.pack(
         _MAGIC, FORMAT_VERSION, header.store_uuid, header.sequence, header.made_ms, master
-    ) + _ROOT.pack(header.root.id, len(header.root.wrapped), header.root.wrapped)
+    ) + _ROOT.pack(header.root.id, len(header.root.wrapped), header.root.wrapped, header.slots)
     fixed = fixed.ljust(_CRC_AT, b"\0")
     return fixed + _CRC.pack(crc32c(fixed))
 
@@ -172,33 +178,36 @@ def parse_header(sectors: list[bytes]) -> Header:
         return max(found, key=lambda header: header.sequence)
     for sector in sectors:
         version = int.from_bytes(sector[8:12], "little")
-        if sector[:8] == _MAGIC and version != FORMAT_VERSION:
+        if sector[:8] == _MAGIC and version not in (FORMAT_VERSION, VERSION_WITHOUT_MARKS):
             raise WrongVersion(f"The keyring has format {version}; this build reads format {FORMAT_VERSION}.")
     raise Corrupt("The keyring's header is damaged, or the file is no keyring; it was left unchanged.")
 
 
 def _header_in(sector: bytes) -> Header | None:
     magic, version, store_uuid, sequence, made_ms, master = _HEADER.unpack_from(sector)
-    if (magic, version) != (_MAGIC, FORMAT_VERSION):
+    if magic != _MAGIC or version not in (FORMAT_VERSION, VERSION_WITHOUT_MARKS):
         return None
     if _CRC.unpack_from(sector, _CRC_AT)[0] != crc32c(sector[:_CRC_AT]):
         return None
-    root_id, length, blob = _ROOT.unpack_from(sector, _HEADER.size)
+    root_id, length, blob, slots = _ROOT.unpack_from(sector, _HEADER.size)
     master_id = master.rstrip(b"\0").decode("utf-8", "replace")
-    return Header(store_uuid, sequence, made_ms, master_id, Root(root_id, blob[:length]))
+    return Header(store_uuid, sequence, made_ms, master_id, Root(root_id, blob[:length]), slots)
+
+
+def overwritten(at_ms: int) -> Slot:
+    """What a slot has after a key in it was destroyed that could not be read: the slot may be used again."""
+    return Slot(State.GONE, Kind.UNREAD, NO_ID, NO_NAME, NO_NAME, at_ms, NO_ID)
 
 
 def pack_slot(slot: Slot | None) -> bytes:
-    """A slot's bytes; zeros for a free one."""
-    if slot is None:
-        return bytes(SLOT_BYTES)
-    row = _CLEAR.pack(*slot[:-1]) + slot.sealed
+    """A slot's bytes; None: of a free one."""
+    row = _FREE if slot is None else _CLEAR.pack(*slot[:-1]) + slot.sealed
     return row + _CRC.pack(crc32c(row))
 
 
 def parse_slot(row: bytes) -> Slot | None:
     """What a slot has, None if it is free; Corrupt if it is damaged."""
-    if row.count(0) == SLOT_BYTES:
+    if row == pack_slot(None):
         return None
     slot = Slot._make((*_CLEAR.unpack_from(row), row[CLEAR_BYTES:CHECKED_BYTES]))
     whole = _CRC.unpack_from(row, CHECKED_BYTES)[0] == crc32c(row[:CHECKED_BYTES])

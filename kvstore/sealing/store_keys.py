@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvstore.sealing.domain_key import DomainKey, Erased
     from kvstore.sealing.keyring_state import KeyringStatus
 
@@ -68,6 +71,12 @@ class StoreKeys:
             log.warning(
                 "The system doesn't let this process lock its keys in memory, so they may be swapped: raise ulimit -l"
                 " (LimitMEMLOCK= of the unit), or use encrypted swap or none."
+            )
+        if damaged := keyring.status().damaged:
+            log.warning(
+                "%d slots of the keyring are damaged: what they encrypted is a miss until the keyring is restored from"
+                " a copy, or they are given up (`kvstore keys accept-keyring` on the stopped node).",
+                damaged,
             )
         self._erased = ErasedDomains(keyring.erased(ERASED_DOMAINS_LOADED_MAX))
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
@@ -170,6 +179,15 @@ class StoreKeys:
             return False
         self._take(key)
         return True
+
+    def expect(self, numbers: NDArray[np.int64]) -> None:
+        """Take note of the keys that a drive's records name, by number."""
+        if lost := self._keyring.expect(numbers):
+            log.warning(
+                "The keyring lacks %d keys that blocks name, as an older copy does: these blocks are misses until the"
+                " newest is restored, or they are given up (`kvstore keys accept-keyring` on the stopped node).",
+                lost,
+            )
 
     def _warn_of(self, number: int, error: Corrupt) -> None:
         """Once for a slot: each block that is read meets it."""

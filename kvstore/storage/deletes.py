@@ -70,9 +70,6 @@ class Deletes:
                 overwritten(error)
 
         def overwritten(error: StorageError | None) -> None:
-            left = [] if erased is None else [one for one in gone if one and one.domain not in erased]
-            if error is None and left:
-                self._keeping.overwritten(left)
             if error is None and synced:
                 self._writes.after_sync(lambda error: self._report(items, gone, done, error))
             else:

@@ -38,7 +38,6 @@ from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
 from kvstore.storage.leaving_blocks import LeavingBlocks
 from kvstore.storage.left_places import LeftPlaces
-from kvstore.storage.overwriting import strike
 from kvstore.storage.session_space import SessionSpace
 from kvstore.wire.record import record_bytes, records_begin
 
@@ -182,7 +181,7 @@ class Keeping:
         self._wipes = wipes
         self._scrubs = scrubs
         self.left = LeftPlaces(index, writes, wipes, scrubs)
-        self.leaving = LeavingBlocks(self.left, wipes, scrubs)
+        self.leaving = LeavingBlocks(index, self.left, wipes, scrubs)
         self._doubts = doubts
         self._clock = clock
         self._secret = superblock.secret
@@ -269,7 +268,8 @@ class Keeping:
     ) -> None:
         """Wipe and free blocks that the index does not have any more.
 
-        What is quarantined or erased is overwritten too, except what was encrypted with the keys of `spared`.
+        What is quarantined or erased is overwritten too, except what was encrypted with the keys of `spared`. Its
+        header comes last if it is in the clear, so that power loss leaves nothing which no erasure would find.
         """
         blocks = list(blocks)
         names, entries = [name for name, _ in blocks], [entry for _, entry in blocks]
@@ -289,7 +289,7 @@ class Keeping:
         for name, entry in blocks:
             if entry.domain in spared:
                 self._leave_ground([entry], wipe=wipe)
-            elif reason is Reason.ERASED:
+            elif reason is Reason.ERASED or (wipe and not entry.domain):
                 erased.append((name, entry))
             else:
                 self._leave_ground([entry], self.leaving.quarantine(name, entry), wipe=wipe)
@@ -333,8 +333,7 @@ class Keeping:
             entry = self._index.lookup([name])[0]
             if entry is None or entry.generation != generation:
                 return  # a newer one has taken its place, or it has been forgotten
-            is_noted = wipe and self._keys is not None and not entry.domain  # no erasure would find it
-            self._forget([name], () if is_noted else None)
+            self._forget([name], () if wipe and not entry.domain else None)  # no erasure would find it
         except StorageError:  # the block will be checked, and missed, again
             return
         self.let_go([(name, entry)], Reason.QUARANTINED, wipe=wipe)
@@ -367,10 +366,6 @@ class Keeping:
     def _tell(self, names: Sequence[Name], reason: Reason | None) -> None:
         if self.listener is not None and names:
             self.listener(names, reason)
-
-    def overwritten(self, erased: Iterable[Entry]) -> None:
-        """Note that nothing is left of blocks that were erased."""
-        strike(self._index, erased)
 
     def _forget(self, names: Sequence[Name], spared: Collection[int] | None = None) -> list[Entry | None]:
         try:

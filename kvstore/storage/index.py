@@ -342,11 +342,11 @@ class Index:
             ]
 
     def of_domain(
-        self, tenant: bytes, domain: int | None, after: bytes, limit: int
+        self, tenant: bytes, of: set[int] | None, after: bytes, limit: int
     ) -> tuple[list[Name], bytes | None]:
-        """Return blocks of a tenant, all or those of one key, and from where to look on; None: there are no more."""
+        """Return blocks of a tenant, all or those of some keys, and from where to look on; None: there are no more."""
         rows = self.after(after or tenant, limit)
-        names = [name for name, entry in rows if name[0] == tenant and domain in {None, entry.domain}]
+        names = [name for name, entry in rows if name[0] == tenant and (of is None or entry.domain in of)]
         is_more = len(rows) == limit and rows[-1][0][0] == tenant
         return names, b"".join(rows[-1][0]) if is_more else None
 
@@ -380,6 +380,12 @@ class Index:
             pages = -(-values["length"][values["domain"] == 0].astype(np.int64) // PAGE_BYTES)
             count += int(pages.sum()) * PAGE_BYTES + len(pages) * HEADER_BYTES
         return count
+
+    def key_numbers(self) -> NDArray[np.int64]:
+        """Return which domains' keys blocks name, by number, each once."""
+        some = (np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW) for rows in self.block_rows())
+        found = {0}.union(*(np.unique(values["domain"]).tolist() for values in some))
+        return np.array(sorted(found - {0}), np.int64) - 1
 
     def block_rows(self) -> Iterator[NDArray[np.uint8]]:
         """Return the rows by name, thousands at once, in their order: name and value."""

@@ -73,6 +73,8 @@ def _checked(
     Then settle what sessions owe; give the pages of all headers, and what is free.
     """
     live, extents = extents_around(index, volume.superblock, lives)
+    if volume.keys is not None:  # a new index has nothing whose key is missing
+        volume.keys.expect(index.key_numbers())
     if not index.is_sealed:
         check_index(index, volume)
     if not index.was_clean:

@@ -2,7 +2,8 @@
 
 Always holds: their pages count against their tenant until they are in use again. Of an erased block the header is
 overwritten last, so that a scan after power loss finds what is left of it (`kvstore.storage.left_places`); until then a
-deletion of its name waits, because its header would bring it back. Of a quarantined one it is wiped first.
+deletion of its name waits, because its header would bring it back. So it is of a quarantined one in the clear, whose
+owner may be erased; of an encrypted one it is wiped first.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvstore.limits import PAGE_BYTES
+from kvstore.storage.overwriting import strike
 from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from kvstore.errors import StorageError
-    from kvstore.storage.index import Entry, Name
+    from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.left_places import LeftPlaces
     from kvstore.storage.scrubs import Scrubs
     from kvstore.storage.wipes import Wipes
@@ -28,7 +30,8 @@ __all__ = ["LeavingBlocks"]
 class LeavingBlocks:
     """Those of one drive."""
 
-    def __init__(self, left: LeftPlaces, wipes: Wipes, scrubs: Scrubs) -> None:
+    def __init__(self, index: Index, left: LeftPlaces, wipes: Wipes, scrubs: Scrubs) -> None:
+        self._index = index
         self._left = left
         self._wipes = wipes
         self._scrubs = scrubs
@@ -46,13 +49,14 @@ class LeavingBlocks:
         return overwrite
 
     def erase(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
-        """Overwrite and free erased blocks, headers last."""
+        """Overwrite and free blocks whose places are noted, headers last."""
         for name, entry in blocks:
             self.pages[name[0]] += _pages(entry)
             self._erasing[name] += 1
 
         def over(free: Collection[int]) -> None:
             self._erasing -= Counter(name for name, _ in blocks)
+            strike(self._index, [entry for _, entry in blocks if entry.offset in free])
             for name, entry in blocks:
                 if entry.offset in free:
                     self._in_use_again(name[0], _pages(entry))

@@ -76,7 +76,7 @@ def finish(volume: Volume, index: Index, extents: Extents) -> bool:
         return True
     free = extents.after(places[0][0])
     try:
-        volume.disk.sync()  # what names a place may come back by power loss until this
+        volume.disk.sync()  # until this, power loss may take the new copy of a block that left its place
         done_until = 0  # a place may reach into the next one
         for start, pages in places:
             until = start + pages

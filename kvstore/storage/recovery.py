@@ -92,10 +92,12 @@ def rebuild(
 ) -> int:
     """Fill an empty index from the drive; return the highest generation met, 0 if there is none.
 
-    StorageError if there are records whose keys are damaged, unless their offsets are to be added to `unopened`.
+    StorageError if there are records whose keys are damaged, unless their offsets are to be added to `unopened`, or the
+    drive has forgotten its keyring: then they were given up.
     """
     generation_max = 0
-    lost = set() if unopened is None else unopened
+    are_given_up = volume.superblock.keyring is None
+    lost = set() if unopened is None or are_given_up else unopened
     sessions = _Sessions(volume, index)
     blocks, batch = _Blocks(volume, index), list[tuple["Name", Entry]]()
     with closing(scan(volume, progress, lost)) as records:
@@ -111,7 +113,7 @@ def rebuild(
             if len(batch) == _BATCH_RECORDS:
                 blocks.publish(batch)
                 batch.clear()
-    if lost and unopened is None:
+    if lost and unopened is None and not are_given_up:
         raise StorageError(
             f"{len(lost)} records need keys whose slots in the keyring are damaged, and a new index would lose them:"
             " restore the keyring, or give them up (`kvstore keys accept-keyring`)"
@@ -128,7 +130,7 @@ class _Blocks:
     def __init__(self, volume: Volume, index: Index) -> None:
         self._volume = volume
         self._index = index
-        # Of a drive that is encrypted: what is in the clear, and was met again, encrypted or not.
+        # What is in the clear, and was met again, encrypted or not: it was being encrypted, or erased.
         self._older: dict[Name, list[Entry]] = {}
 
     def publish(self, entries: Sequence[tuple[Name, Entry]]) -> None:
@@ -141,7 +143,7 @@ class _Blocks:
             if is_newest:
                 newest[name] = entry
             older = rival if is_newest else entry
-            if older is not None and not older.domain and self._volume.keys is not None:
+            if older is not None and not older.domain:
                 self._older.setdefault(name, []).append(older)
         self._index.publish(newest.items())
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from kvstore.errors import StorageError
@@ -59,6 +61,10 @@ class Keys(Protocol):
 
         Corrupt if it was not, and can't be opened; StorageError if that can't be told now.
         """
+        ...
+
+    def expect(self, numbers: NDArray[np.int64]) -> None:
+        """Take note of the keys that a drive's blocks name, by number: none of these may be given again."""
         ...
 
     def domain_of(self, number: int) -> tuple[bytes, bytes] | None:

@@ -159,8 +159,10 @@ class Store(Handle):
         """Return the position of the home drive of each lot of names."""
         return self._placement.homes
 
-    def of_domain(self, tenant: bytes, domain: bytes | None, number: int | None) -> Iterator[list[Name]]:
+    def of_domain(self, tenant: bytes, domain: bytes | None, of: set[int] | None) -> Iterator[list[Name]]:
         """Return the names of a tenant's blocks, all or those of one domain: what is being put, then what is stored.
+
+        What is stored is of the domain if it is encrypted with one `of` these keys; None: all is.
 
         Some at a time, for as long as the caller likes to take; what comes meanwhile may be among them or not.
         """
@@ -169,7 +171,7 @@ class Store(Handle):
         for drive in self.drives:
             after: bytes | None = b""
             while after is not None:
-                names, after = drive.of_domain(tenant, number, after)
+                names, after = drive.of_domain(tenant, of, after)
                 yield names
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.limits import DOOR_ANSWERS_BYTES_MAX, INLINE_TIMEOUT_MS
+from kvstore.limits import DOOR_ANSWERS_BYTES_MAX, ERASURES_WAITING_MAX, INLINE_TIMEOUT_MS
 from kvstore.wire import batches_pb2 as batches
 from kvstore.wire import blocks_pb2 as blocks
 from kvstore.wire import erasing_pb2 as erasing
@@ -128,6 +128,7 @@ def test_who_erases_without_end_is_told_to_come_later_and_each_receipt_is_in_the
         for one in under_way:
             ended[one.code().name] = ended.get(one.code().name, 0) + 1
     assert set(ended) == {"OK", "RESOURCE_EXHAUSTED"}
+    assert ended["OK"] >= ERASURES_WAITING_MAX, "a burst waits"
     receipts = [one for one in beside.audited() if one["outcome"] == "ok" and one["tenant"] == "evil"]
     assert len(receipts) == ended["OK"]
 

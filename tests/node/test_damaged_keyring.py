@@ -167,9 +167,38 @@ def test_the_blocks_of_an_erased_user_go_though_their_slot_was_damaged(tmp_path:
             erased = client.erase_user("ada")
             assert (erased.blocks, erased.sessions, erased.keys) == (1, 0, 0)
             assert json.loads(erased.receipt)["unread"] == str(number)
-            assert path.read_bytes()[at(number)] == bytes(128)
+            assert path.read_bytes()[at(number)].startswith(b"GONE")
             assert got(client, "ada") != PAYLOAD
             assert got(client, "bob") == PAYLOAD
+
+
+def test_an_erasure_finds_the_blocks_of_a_slot_that_is_lost_and_spares_those_of_others(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "data" / "keyring"
+    with node_of(tmp_path, encrypted=True) as node:
+        with Client(node.target) as client:
+            for user in ("ada", "bob", "eve"):
+                client.put_inline(key_of(user), PAYLOAD, domain=domain_of(user))
+        node.stop()
+        numbers = {user: slot_of(path, domain_of(user)) for user in ("ada", "bob")}
+        rows = {number: path.read_bytes()[at(number)] for number in numbers.values()}
+        write(path, dict.fromkeys(rows, bytes(128)))
+        node.start()
+        with Client(node.target) as client:
+            assert got(client, "ada") == got(client, "bob") == MissReason.UNREADABLE
+            said = json.loads(client.erase_user("ada").receipt)
+            assert (said["how"], said["blocks"], said["overwritten"]) == ("overwritten", 1, 1)
+            assert (said["keys"], said["lost_slots"], "unread" in said) == (0, 2, False)
+            assert got(client, "bob") == MissReason.UNREADABLE
+            said = json.loads(client.erase_user("eve").receipt)
+            assert (said["how"], said["keys"], said["lost_slots"]) == ("keys destroyed", 1, 2)
+        node.stop()
+        write(path, rows)
+        node.start()
+        with Client(node.target) as client:
+            assert got(client, "bob") == PAYLOAD
+            assert got(client, "ada") == MissReason.UNKNOWN
 
 
 def test_others_than_observers_are_told_of_no_keys(tmp_path: Path) -> None:

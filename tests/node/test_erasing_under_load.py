@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
@@ -19,6 +19,7 @@ from kvstore.names import block_key, domain_of, in_domain
 from kvstore.node.erasing import _Erasure
 from kvstore.sealing.masters import new_master_file
 from kvstore.sealing.store_keys import keys_opener
+from kvstore.storage.items import SessionItem
 from tests.conftest import small_client
 from tests.node.in_process import NodeInProcess
 from tests.node.test_encrypting import clear_bytes
@@ -28,6 +29,8 @@ from tests.node.test_proof_of_erasure import ADA, BOB, COUNT, EXACT, SIZE, WORDS
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvstore.storage.index import Name
+    from kvstore.storage.manifests import SessionName
     from kvstore.storage.sealing import OpenKeys
 
 READERS = 2
@@ -219,6 +222,44 @@ def test_a_receipt_counts_what_a_client_asks_for_in_the_middle_of_the_erasure(
         assert len(missed) == COUNT // 2
 
 
+def test_a_block_that_a_session_names_in_the_middle_of_the_erasure_goes_before_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or nobody would find it if the node died in between; on a node without keys, that names no domain."""
+    keys = [block_key(b"named meanwhile", bytes([number])) for number in range(3)]
+    held, over = threading.Event(), threading.Event()
+    only_in, stored = _Erasure._only_in, []
+
+    async def slow(self: _Erasure, name: SessionName) -> list[Name]:
+        found = await only_in(self, name)
+        held.set()
+        await asyncio.to_thread(over.wait, 20)
+        return found
+
+    monkeypatch.setattr(_Erasure, "_only_in", slow)
+    with (
+        NodeInProcess(tmp_path / "data") as node,
+        small_client(node.target) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def removal(name: SessionName, *rest: Any, **more: Any) -> SessionItem:
+            stored.append(node.node.store.lookup([(name.tenant, key) for key in keys]))
+            return SessionItem(name, *rest, **more)
+
+        monkeypatch.setattr("kvstore.node.erasing.SessionItem", removal)
+        for key in keys:
+            client.put_inline(key, key)
+        session = client.session(ADA, "chat")
+        session.append(keys[:2], tokens=1)
+        erasure = pool.submit(client.erase_user, ADA)
+        assert held.wait(20)
+        session.append(keys[2:], tokens=1)
+        over.set()
+        assert erasure.result(20).blocks == len(keys)
+        assert stored == [[None] * len(keys)]
+
+
 def test_on_a_failed_drive_an_erasure_fails_and_yet_nothing_of_it_is_served_any_more(tmp_path: Path) -> None:
     """Neither from memory nor from the drive, and others' blocks are."""
     keys = {
@@ -250,7 +291,8 @@ def test_on_a_failed_drive_an_erasure_fails_and_yet_nothing_of_it_is_served_any_
         NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
         small_client(node.target) as client,
     ):
-        assert client.erase_user(ADA).keys == 2, "the receipt comes when the drive is back"
+        said = json.loads(client.erase_user(ADA).receipt)
+        assert (said["keys"], said["earlier_keys"]) == (0, 2), "the receipt comes when the drive is back"
         assert got_inline(client, BOB) == keys[BOB]
 
 

@@ -86,7 +86,9 @@ class Memory:
 
     def read(self, page: int, count: int) -> bytes:
         """What was written."""
-        return bytes(self.now[page * PAGE_BYTES : (page + count) * PAGE_BYTES])
+        return bytes(self.now[page * PAGE_BYTES : (page + count) * PAGE_BYTES]).ljust(
+            count * PAGE_BYTES, b"\0"
+        )
 
     def _step(self, what: str) -> None:
         if len(self.done) >= self.steps:

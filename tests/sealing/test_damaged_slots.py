@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.errors import Corrupt, StorageError
+from kvstore.errors import Corrupt, StorageError, WrongKeyring
 from kvstore.miss import MissReason
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["rig"]
 
 OTHER = b"another of hers."
+HOW = ["a bad CRC", "zeros", "swapped with another"]
 
 
 def slots_of(path: Path) -> dict[bytes, int]:
@@ -56,12 +57,15 @@ def damage(path: Path, how: str) -> None:
     if how == "a bad CRC":
         change(path, number, b"?", at=80)
         return
+    if how == "zeros":
+        change(path, number, bytes(SLOT_BYTES))
+        return
     rows = [row(path, one) for one in (number, other)]
     change(path, number, rows[1])
     change(path, other, rows[0])
 
 
-@pytest.mark.parametrize("how", ["a bad CRC", "swapped with another"])
+@pytest.mark.parametrize("how", HOW)
 def test_what_it_encrypts_is_a_miss_that_says_so_and_stays(
     rig: Ring,
     how: str,
@@ -76,7 +80,7 @@ def test_what_it_encrypts_is_a_miss_that_says_so_and_stays(
     good = {number: row(path, number) for number in slots_of(path).values()}
     damage(path, how)
     rig.open()
-    lost = (2, 3) if how == "a bad CRC" else (2, 3, 4)
+    lost = (2, 3, 4) if how == HOW[-1] else (2, 3)
     for _ in range(2):
         for number in lost:
             miss = rig.get(number)[0].miss
@@ -85,7 +89,8 @@ def test_what_it_encrypts_is_a_miss_that_says_so_and_stays(
             assert "keyring is damaged" in miss.detail
     assert is_there(rig, 1)
     warnings = [one.getMessage() for one in caplog.records if "can't be used, and" in one.getMessage()]
-    assert len(warnings) == (1 if how == "a bad CRC" else 2), "each slot once"
+    assert len(warnings) == (2 if how == HOW[-1] else 1), "each slot once"
+    assert sum("slots of the keyring are damaged" in one.getMessage() for one in caplog.records) == 1
     rig.store.close()
     for number, was in good.items():
         change(path, number, was)
@@ -109,7 +114,7 @@ def damaged_store(rig: Ring, how: str) -> dict[int, bytes]:
     return good
 
 
-@pytest.mark.parametrize("how", ["a bad CRC", "swapped with another"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_new_index_loses_no_block_of_a_damaged_slot(rig: Ring, how: str) -> None:
     good = damaged_store(rig, how)
     without_index(rig)
@@ -143,7 +148,7 @@ def test_a_killed_node_keeps_its_index_beside_a_damaged_slot(rig: Ring) -> None:
         assert is_there(rig, number)
 
 
-@pytest.mark.parametrize("how", ["a bad CRC", "swapped with another"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("index", ["whole", "lost"])
 def test_fsck_repairs_nothing_that_would_lose_them(rig: Ring, how: str, index: str) -> None:
     good = damaged_store(rig, how)
@@ -155,7 +160,7 @@ def test_fsck_repairs_nothing_that_would_lose_them(rig: Ring, how: str, index: s
     before = {file.name: file.read_bytes() for file in rig.data.rglob("*.kv")}
     report = check(rig.data, repair=True, open_keys=keys_opener(rig.data, rig.option))
     assert not report.repaired
-    assert report.counts["records whose keys are damaged in the keyring"] == (1 if how == "a bad CRC" else 2)
+    assert report.counts["records whose keys are damaged in the keyring"] == (2 if how == HOW[-1] else 1)
     assert not report.counts["blocks in the index and not on the drive"]
     assert before == {file.name: file.read_bytes() for file in rig.data.rglob("*.kv")}
     for number, was in good.items():
@@ -176,11 +181,52 @@ def test_damaged_slots_are_given_up_once_it_was_said(rig: Ring, capsys: pytest.C
     with pytest.raises(StorageError, match="accept-keyring"):
         rig.open()
     assert command(rig, "accept-keyring", "--yes") == 0
+    assert read_status(keyring_path(rig.data)).damaged == 0
     rig.open()
     assert is_there(rig, 1)
     assert is_there(rig, 4)
     assert not is_there(rig, 2)
     assert rig.store.statistics().blocks == 2
+
+
+def test_what_an_older_copy_has_no_key_for_is_not_taken_for_erased(
+    rig: Ring, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = keyring_path(rig.data)
+    rig.open()
+    shutil.copy(path, rig.data / "copy")
+    assert rig.put(4, PAYLOAD, domain=OTHER).error is None
+    killed(rig)
+    path.rename(rig.data / "newest")
+    shutil.copy(rig.data / "copy", path)
+    rig.open()
+    assert rig.put(5, PAYLOAD, domain=b"a later domain..").error is None  # in another slot
+    for _ in range(2):
+        miss = rig.get(4)[0].miss
+        assert miss is not None
+        assert miss.reason is MissReason.UNREADABLE
+    rig.store.close()
+    without_index(rig)
+    with pytest.raises(StorageError, match=r"accept-keyring"):
+        rig.open()
+    assert command(rig, "accept-keyring") == 3
+    assert "1 encrypted records" in capsys.readouterr().out
+    shutil.copy(path, rig.data / "copy")
+    path.unlink()
+    (rig.data / "newest").rename(path)
+    with pytest.raises(WrongKeyring, match="older copy"):  # it was in use since
+        rig.open()
+    path.unlink()
+    (rig.data / "copy").rename(path)
+    assert command(rig, "accept-keyring", "--yes") == 0
+    rig.open()
+    assert is_there(rig, 1)
+    assert is_there(rig, 2)
+    assert not is_there(rig, 4)
+    killed(rig)
+    without_index(rig)
+    rig.open()  # once and for all
+    assert is_there(rig, 2)
 
 
 def test_swapped_slots_are_reported_as_damaged(rig: Ring) -> None:

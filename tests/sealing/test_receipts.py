@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvstore.node.audit import Audit
 from kvstore.sealing.domain_key import Erased
 from kvstore.sealing.receipts import Receipt, keys_digest
-from tests.sealing.rig import ACME, STORE, FakeClock, new_keyring, user, users
+from tests.sealing.rig import ACME, STORE, FakeClock, at, new_keyring, opened, user, users
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,6 +81,42 @@ def test_the_digest_covers_all_keys_and_the_line_names_the_first() -> None:
         expected.update(key.number.to_bytes(4, "little") + key.id)
     assert said["keys_digest"] == keys_digest(keys[::-1]) == expected.hexdigest()
     assert keys_digest(keys[1:]) != said["keys_digest"]
+
+
+def test_a_repeated_erasure_names_its_own_keys_once_and_those_of_before_apart() -> None:
+    keyring, file = new_keyring()
+    (one,) = keyring.ensure(users(1))
+    first = json.loads(receipt(tuple(keyring.erase(users(1)))).line())
+    assert (first["keys"], "earlier_keys" in first) == (1, False)
+    again = json.loads(receipt(tuple(keyring.erase(users(1))), blocks=0, sessions=0).line())
+    assert (again["how"], again["keys"], again["key_ids"], again["keys_digest"]) == (
+        "nothing was stored",
+        0,
+        "",
+        "",
+    )
+    assert (again["earlier_keys"], again["earlier_key_ids"]) == (1, first["key_ids"])
+    assert again["earlier_at"] == "2025-11-21T09:06:43.000Z"
+    rest = json.loads(receipt(tuple(keyring.erase(users(1)))).line())
+    assert rest["how"] == "keys destroyed earlier"
+    (other,) = keyring.ensure(users(1))
+    assert other.number == one.number
+    image = bytearray(file.durable)
+    image[at(other.number + 1)] = image[at(other.number)]  # a copy of its slot
+    erased = opened(bytes(image)).erase(users(1))
+    assert [(key.number, key.id) for key in erased] == [(other.number, other.id)] * 2
+    last = json.loads(receipt(tuple(erased)).line())
+    assert (last["keys"], last["key_ids"]) == (1, f"{other.number}:{other.id.hex()}")
+    assert "earlier_keys" not in last, "the domain had been in use again"
+
+
+def test_a_repeated_erasure_of_a_tenant_names_no_key_as_its_own() -> None:
+    keyring, _ = new_keyring()
+    keyring.ensure(users(1, 2))
+    first = json.loads(receipt(tuple(keyring.erase_tenant(ACME)), None).line())
+    again = json.loads(receipt(tuple(keyring.erase_tenant(ACME)), None).line())
+    assert (first["keys"], again["keys"], again["earlier_keys"]) == (3, 0, 3)
+    assert again["earlier_key_ids"] == first["key_ids"]
 
 
 def test_without_sealing_nothing_is_said_of_keys() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.sealing.new_keyring import new_image
 from kvstore.sealing.slot_table import SlotTable
-from kvstore.sealing.slots import Kind, Slot, State
+from kvstore.sealing.slots import SLOTS_PER_PAGE, Kind, Slot, State
 from tests.sealing.rig import ACME, STORE, FakeClock, Memory, master, user
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def slot(byte: int) -> Slot:
 def table_of_one() -> tuple[SlotTable, Torn]:
     """With one slot."""
     file = Torn(new_image(master(), STORE, FakeClock()))
-    table = SlotTable(file)
+    table = SlotTable(file, SLOTS_PER_PAGE)
     table.write({NUMBER: slot(1)})
     return table, file
 

@@ -54,10 +54,12 @@ def test_an_erased_slot_and_the_header_are_written_as_the_page_says() -> None:
     live = slots.parse_slot(SLOTS[1])
     assert live is not None
     assert slots.pack_slot(live.gone(1_763_716_360_000)) == SLOTS[2]
+    assert slots.pack_slot(slots.overwritten(1_763_716_360_000)) == SLOTS[3]
+    assert slots.pack_slot(None) == SLOTS[4]
     root = slots.Root(bytes(range(0x60, 0x68)), ROOT[0])
-    header = slots.Header(STORE, 1, MADE_MS, "key:52d4e8d12c91efb4", root)
+    header = slots.Header(STORE, 1, MADE_MS, "key:52d4e8d12c91efb4", root, 32)
     sector = slots.pack_header(header)
-    assert sector == HEADER[0].ljust(508, b"\0") + bytes.fromhex("68ed6fe1")
+    assert sector == (HEADER[0].ljust(304, b"\0") + b" ").ljust(508, b"\0") + bytes.fromhex("abb65cbb")
     assert slots.parse_header([sector, bytes(512)]) == header
     newer = header._replace(sequence=2, root=root._replace(id=b"another1"))
     assert slots.parse_header([sector, slots.pack_header(newer)]) == newer

@@ -11,6 +11,9 @@ from nic_offload.vault import KeyName, Vault
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvstore.errors import StorageError
 
 VAULT_KEYS = 4  # so few that they take turns
@@ -65,6 +68,9 @@ class FakeKeys:
                 self.vault.put(tenant, domain, name, secret)
                 return True
         return False
+
+    def expect(self, numbers: NDArray[np.int64]) -> None:
+        assert all(number < self.ring._numbers for number in numbers)
 
     @property
     def mark(self) -> KeyringMark:

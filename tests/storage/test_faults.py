@@ -128,6 +128,8 @@ def test_a_header_page_damaged_on_the_drive_is_corrupt_and_counted(fake: StoreRi
     done, _ = fake.get(1)
     assert done.miss is not None
     assert done.miss.reason is MissReason.CORRUPT
+    while fake.store.statistics().quarantined_bytes:
+        fake.poll()
     statistics = fake.store.statistics()
     assert (statistics.quarantined, statistics.quarantined_bytes, statistics.blocks) == (1, 0, 0)
     assert statistics.free_bytes == free + size, "the drive has overwritten all of it"

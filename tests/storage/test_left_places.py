@@ -84,7 +84,9 @@ def goes_on_after(rig: StoreRig, how: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "no-index", "power"])
-def test_an_erased_block_is_not_left_where_it_was_before_it_was_encrypted(tmp_path: Path, how: str) -> None:
+def test_an_erased_block_is_not_left_where_it_was_before_it_was_encrypted(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     met = set()
     for steps in range(STEPS_MAX):
         rig = being_encrypted(tmp_path / str(steps), steps)
@@ -93,16 +95,18 @@ def test_an_erased_block_is_not_left_where_it_was_before_it_was_encrypted(tmp_pa
         over = rig.drive._encrypting._sweep is not None
         readable = tuple(has(rig, one) for one in range(BLOCKS))
         met.add((rig.drive.keeping.plain_bytes, rig.drive.puts.rewriting, readable))
-        goes_on_after(rig, how, steps)
-        for number in range(BLOCKS):
-            assert rig.get(number)[1] == payload(number), (steps, number)
-        for number in range(0, BLOCKS, 2):
-            assert erase(rig, number).error is None
-            assert not has(rig, number), (steps, number)
-            assert rig.get_miss(number)
-        for number in range(1, BLOCKS, 2):
-            assert rig.get(number)[1] == payload(number), (steps, number)
-        rig.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(Encrypting, "step", lambda _: None)  # nothing takes the old place
+            goes_on_after(rig, how, steps)
+            for number in range(BLOCKS):
+                assert rig.get(number)[1] == payload(number), (steps, number)
+            for number in range(0, BLOCKS, 2):
+                assert erase(rig, number).error is None
+                assert not has(rig, number), (steps, number)
+                assert rig.get_miss(number)
+            for number in range(1, BLOCKS, 2):
+                assert rig.get(number)[1] == payload(number), (steps, number)
+            rig.close()
         if over:
             break
     assert over
@@ -163,6 +167,45 @@ def test_a_start_that_loses_power_while_it_overwrites_leaves_what_the_next_one_f
             assert not has(rig, number), seed
         rig.kill()
     assert len(ends) > 3, "it stopped in the middle of overwriting"
+
+
+def test_a_start_overwrites_no_old_place_before_the_new_copy_survives_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process died when the index had the new copy and the drive could still lose it."""
+    rig = being_encrypted(tmp_path, 2)
+    disk, index, copy = rig.disk, rig.data / "index-0", tmp_path / "index of then"
+    assert disk is not None
+    while not (places := overwriting._noted(rig.drive._index)) or disk.durable == disk.pages:
+        step(rig)
+    pages, durable, unsynced = dict(disk.pages), dict(disk.durable), list(disk.unsynced)
+    rig.kill()
+    shutil.copytree(index, copy)
+    monkeypatch.setattr(Encrypting, "step", lambda _: None)  # nothing takes the old place
+    overwritten = 0
+    for seed in range(STEPS_MAX):
+        shutil.rmtree(index)
+        shutil.copytree(copy, index)
+        rig.boot_id = "0" * 36
+        rig.disk = disk = PowerGoes(pages, seed=seed)
+        disk.durable, disk.unsynced, disk.syncs_left = dict(durable), list(unsynced), seed // 8
+        try:
+            rig.open()
+        except PowerGoneError:
+            rig.disk = disk.after_power_loss(seed)
+        else:
+            break
+        overwritten += any(disk.pages.get(page) == bytes(PAGE_BYTES) for page in range(*_until(places[0])))
+        rig.boot_id = "1" * 36
+        rig.open()
+        for number in range(BLOCKS):
+            assert rig.get(number)[1] == payload(number), seed
+        rig.kill()
+    assert overwritten, "it stopped after it had begun to overwrite"
+
+
+def _until(place: tuple[int, int]) -> tuple[int, int]:
+    return place[0], sum(place)
 
 
 def test_an_erasure_waits_until_the_old_place_is_overwritten(tmp_path: Path) -> None:

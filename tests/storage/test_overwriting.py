@@ -127,7 +127,7 @@ def test_places_that_are_in_use_again_are_not_overwritten(
 ) -> None:
     filled(rig)
     with monkeypatch.context() as patch:  # it dies before places are struck out
-        patch.setattr("kvstore.storage.eviction_events.strike", lambda *_: None)
+        patch.setattr("kvstore.storage.leaving_blocks.strike", lambda *_: None)
         erase(rig)
         places = overwriting._noted(rig.drive._index)
         assert len(places) == BLOCKS
@@ -198,6 +198,52 @@ def test_a_deletion_waits_for_an_erasure_of_its_name(rig: StoreRig) -> None:
     assert rig.get_miss(0)
     assert pages_with(rig, ERASED) == 0
     rig.close()
+
+
+def test_what_is_erased_is_overwritten_after_power_loss_though_its_name_is_in_use_again(
+    rig: StoreRig,
+) -> None:
+    """The repeated erasure finds the new block, and no other."""
+    filled(rig)
+    rig.drive._extents.pin(rig.record_at(0)[0] // PAGE_BYTES)
+    start_erasing(rig)
+    put = rig.start_put(0, payload(KEPT), Durability.SYNCED)
+    while put not in rig.put_done:
+        rig.poll_once()
+    rig.power_loss(1)
+    rig.open()
+    assert [one.error for one in erase(rig)] == [None] * BLOCKS
+    assert pages_with(rig, ERASED) == 0
+    rig.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "power"])
+def test_a_block_that_failed_a_check_is_overwritten_whatever_stops_it(tmp_path: Path, how: str) -> None:
+    """No erasure would find it without its header, so that goes last."""
+    for step in range(STEPS_MAX):
+        rig = StoreRig(tmp_path / str(step), FakeDisk(seed=step))
+        filled(rig)
+        assert rig.disk is not None
+        rig.disk.flip(rig.record_at(0)[0] + 2 * PAGE_BYTES, 3)
+        rig.disk.durable = dict(rig.disk.pages)
+        assert rig.get(0)[0].miss is not None
+        for _ in range(step):
+            rig.poll_once()
+        over = rig.store.statistics().quarantined_bytes == 0
+        if how == "power":
+            rig.power_loss(step)
+        else:
+            rig.kill()
+            rig.disk = rig.disk.after_kill(step)
+        rig.open()
+        assert [one.error for one in erase(rig)] == [None] * BLOCKS
+        assert pages_with(rig, ERASED) == 0, step
+        assert is_whole(rig, range(BLOCKS, 2 * BLOCKS))
+        rig.close()
+        if over:
+            break
+    assert over
+    assert step > 1, "it was stopped before all was overwritten"
 
 
 def test_an_erasure_interrupted_by_a_clean_stop_is_finished_by_the_next_start(rig: StoreRig) -> None:
