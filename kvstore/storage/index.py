@@ -137,6 +137,10 @@ def kernel_boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
+def _values(rows: NDArray[np.uint8]) -> NDArray[Any]:
+    return np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
+
+
 class Index:
     """An open index. One thread uses it."""
 
@@ -353,8 +357,7 @@ class Index:
     def names(self) -> Iterator[NamesAndLives]:
         """Return the names of all blocks, many at once: tenant and key."""
         for rows in self.block_rows():
-            values = np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
-            yield rows[:, :_NAME_BYTES], values[_LIFE]
+            yield rows[:, :_NAME_BYTES], _values(rows)[_LIFE]
 
     def owners(self) -> Iterator[tuple[int, Name, int, int]]:
         """Return generation, name, offset and length of all blocks, ordered by generation."""
@@ -366,25 +369,21 @@ class Index:
 
     def lives(self) -> NDArray[Any]:
         """Return place, size, generation and expiry of all blocks as one array of records, unordered."""
-        parts = [np.empty(0, _LIFE_ROW)]
-        for rows in self.block_rows():
-            values = np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
-            parts.append(values[_LIFE].astype(_LIFE_ROW))
-        return np.concatenate(parts)
+        parts = (lives.astype(_LIFE_ROW) for _, lives in self.names())
+        return np.concatenate([np.empty(0, _LIFE_ROW), *parts])
 
     def plain_bytes(self) -> int:
         """Return what blocks take that are in the clear."""
         count = 0
         for rows in self.block_rows():
-            values = np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
+            values = _values(rows)
             pages = -(-values["length"][values["domain"] == 0].astype(np.int64) // PAGE_BYTES)
             count += int(pages.sum()) * PAGE_BYTES + len(pages) * HEADER_BYTES
         return count
 
     def key_numbers(self) -> NDArray[np.int64]:
         """Return which domains' keys blocks name, by number, each once."""
-        some = (np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW) for rows in self.block_rows())
-        found = {0}.union(*(np.unique(values["domain"]).tolist() for values in some))
+        found = {0}.union(*(np.unique(_values(rows)["domain"]).tolist() for rows in self.block_rows()))
         return np.array(sorted(found - {0}), np.int64) - 1
 
     def block_rows(self) -> Iterator[NDArray[np.uint8]]:
