@@ -290,8 +290,7 @@ class Index:
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
         """Return which block has each generation."""
         with self.reading() as transaction:
-            table = self.generations
-            rows = [transaction.get(_GENERATION.pack(one), db=table) for one in generations]
+            rows = [transaction.get(_GENERATION.pack(one), db=self.generations) for one in generations]
         return [None if row is None else (row[:TENANT_BYTES], row[TENANT_BYTES:48]) for row in rows]
 
     def publish(self, entries: Iterable[tuple[Name, Entry]], *, left: Sequence[Entry | Place] = ()) -> None:
@@ -375,8 +374,7 @@ class Index:
     def plain_bytes(self) -> int:
         """Return what blocks take that are in the clear."""
         count = 0
-        for rows in self.block_rows():
-            values = _values(rows)
+        for values in map(_values, self.block_rows()):
             pages = -(-values["length"][values["domain"] == 0].astype(np.int64) // PAGE_BYTES)
             count += int(pages.sum()) * PAGE_BYTES + len(pages) * HEADER_BYTES
         return count
