@@ -244,6 +244,8 @@ def test_a_life_that_a_killed_process_had_lengthened_is_no_damage(rig: StoreRig)
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     rig.start_put(1, b"kv")
     disk = disk_of(rig)
+    while not any(op.kind is DiskOpKind.WRITE for op in disk.in_flight):  # it is read before
+        rig.poll_once()
     while disk.in_flight:
         disk.reap()
     rig.kill()
