@@ -105,6 +105,7 @@ ffi.set_source(
         "-Wextra",
         "-Wno-unused-parameter",
         "-fvisibility=hidden",
+        "-fno-asynchronous-unwind-tables",  # nothing is thrown; a debugger has its own with -g
         "-fstack-protector-strong",
         "-U_FORTIFY_SOURCE",
         "-D_FORTIFY_SOURCE=3",

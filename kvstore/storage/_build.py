@@ -36,6 +36,7 @@ ffi.set_source(
         "-O2",
         "-Wall",
         "-Wextra",
+        "-fno-asynchronous-unwind-tables",
         "-fstack-protector-strong",
         "-U_FORTIFY_SOURCE",
         "-D_FORTIFY_SOURCE=3",

@@ -43,6 +43,7 @@ ffi.set_source(
         "-Wall",
         "-Wextra",
         "-fvisibility=hidden",
+        "-fno-asynchronous-unwind-tables",  # nothing is thrown; a debugger has its own with -g
         "-fstack-protector-strong",
         "-U_FORTIFY_SOURCE",
         "-D_FORTIFY_SOURCE=3",
