@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def run_command(
 
     `status_of` returns that of an error which the command knows, else None.
     """
+    if not _has_output():
+        print(f"{name}: Standard output is closed.", file=sys.stderr)  # noqa: T201 - a command prints
+        return Status.FAILED
     try:
         with _terminated_like_interrupted():
             try:
@@ -87,12 +91,31 @@ def _ended_by(error: Exception, status: Status | None) -> tuple[Status, str] | N
     """What an error comes to; None: it is a bug's."""
     if status is not None:
         return status, str(error)
+    if isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason:
+        return Status.USAGE, "An argument is not valid UTF-8."
     if isinstance(error, MemoryError):
         return Status.FAILED, "Out of memory."
     if isinstance(error, OSError) and error.strerror is not None:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         return Status.FAILED, f"{where}{error.strerror}."
     return None
+
+
+def _has_output() -> bool:
+    """Return whether standard output is open; of the streams, those that are not lead nowhere from now on.
+
+    Otherwise the next file that is opened, such as a drive, would have the number of one, and be written to as that.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    has_output = sys.stdout is not None
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, Path(os.devnull).open(mode))  # noqa: SIM115 - for as long as the process
+    return has_output
 
 
 def _drop_output() -> None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeVar, cast
 
 from kvstore.client.client import Client
 from kvstore.durability import Durability
+from kvstore.errors import Closed
 from kvstore.limits import ASYNC_CALLS_MAX, ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS
 from kvstore.names import UNSAID
 from nic_offload.made_by import made_by
@@ -85,7 +86,11 @@ class AsyncClient:
     async def call(self, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
         """Call a function that may wait, such as a method of `sync`, in a thread, and await its result."""
         work = partial(copy_context().run, partial(function, *arguments, **named))
-        under_way = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        loop = asyncio.get_running_loop()
+        try:
+            under_way = loop.run_in_executor(self._threads, work)
+        except RuntimeError as error:  # its threads have ended
+            raise Closed("The client is closed.") from error
         try:
             return await asyncio.shield(under_way)
         except asyncio.CancelledError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.errors import InvalidArgument, KeyTaken, NotRegistered
@@ -94,6 +94,7 @@ class Block:
             raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(self.key).__name__}.")
         if self.key and len(self.key) != KEY_BYTES:
             raise InvalidArgument(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
+        _check_numbers(self.offset, self.length)
         if self.domain != UNSAID:
             check_domain_name(self.domain)
         if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
@@ -166,6 +167,13 @@ class KnownLayout(NamedTuple):
     """A layout known only by its fingerprint, such as that of blocks put by another process."""
 
     fingerprint: bytes
+
+
+def _check_numbers(offset: int, length: int) -> None:
+    try:
+        index(offset), index(length)
+    except TypeError as error:
+        raise InvalidArgument("A block's offset and length are whole numbers of bytes.") from error
 
 
 pieces_of = attrgetter("pieces")  # for `map`, which costs a block next to nothing

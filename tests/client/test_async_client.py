@@ -13,7 +13,7 @@ import pytest
 from kvstore.client import AsyncClient, Block, Client, Hit, Stored, as_request
 from kvstore.client.async_client import AsyncSession
 from kvstore.client.sessions import Session
-from kvstore.errors import DeadlineExceeded, NodeUnavailable
+from kvstore.errors import Closed, DeadlineExceeded, NodeUnavailable
 from kvstore.miss import Miss
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
@@ -260,5 +260,15 @@ def test_an_error_is_the_clients_own() -> None:
         async with AsyncClient("127.0.0.1:1", connect_timeout_ms=100, call_timeout_ms=200) as client:
             with pytest.raises(NodeUnavailable):
                 await client.exists([block_key(b"nobody's")])
+
+    run(work())
+
+
+def test_one_that_is_closed_says_so() -> None:
+    async def work() -> None:
+        client = AsyncClient("127.0.0.1:9")
+        await client.close()
+        with pytest.raises(Closed):
+            await client.status()
 
     run(work())

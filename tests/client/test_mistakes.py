@@ -166,3 +166,10 @@ def test_a_name_that_is_no_text_is_a_typed_error(client: Client) -> None:
         ):
             with pytest.raises(InvalidArgument, match=r"'ada\\udcff', is no text"):
                 call()
+
+
+@pytest.mark.parametrize("number", [8.0, None, "8"])
+def test_a_block_s_offset_and_length_are_whole_numbers(client: Client, number: Any) -> None:
+    with client.register(bytearray(64)) as region:
+        assert "whole numbers" in says(Block, KEY, region, number, 8)
+        assert "whole numbers" in says(Block, KEY, region, 8, number)

@@ -26,6 +26,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text(
 KVSTORE = (sys.executable, "-m", "kvstore")
 KVSIM = (sys.executable, "-m", "sim.cli")
 BOTH = pytest.mark.parametrize("command", [KVSTORE, KVSIM], ids=["kvstore", "kvsim"])
+NAMES: dict[tuple[str, ...], str] = {KVSTORE: "kvstore", KVSIM: "kvsim"}
 WAIT_S = 30.0
 SERVE = ["serve", "--data", "{}/node", "--listen", "127.0.0.1:0"]
 MEMBER = ["--cluster", "127.0.0.1:1/x", "--cluster-replicas", "2"]
@@ -122,6 +123,33 @@ def test_a_reader_that_leaves_at_once_is_no_error(command: tuple[str, ...], argu
     finally:
         os.close(writes)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@BOTH
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_no_traceback(command: tuple[str, ...], closed: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f'"$@" --version {closed}', "-", *command],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    if ">&-" in closed.replace("2>&-", ""):
+        said = "" if "2>&-" in closed else f"{NAMES[command]}: Standard output is closed.\n"
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(NAMES[command])
+
+
+@pytest.mark.parametrize("arguments", [["get", "name:\udcff"], ["serve", "--data", "\udcff/node"]])
+def test_an_argument_that_is_not_text_is_a_usage_error(arguments: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*KVSTORE, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "kvstore: An argument is not valid UTF-8."
 
 
 @BOTH
