@@ -11,6 +11,7 @@ import ctypes
 import functools
 import itertools
 import mmap
+import os
 import select
 import subprocess
 import sys
@@ -48,8 +49,10 @@ def sink(
         target, flag = fabric.register(memory), fabric.register(words)
         peer = fabric.add_peer(peer_address)
         about = (endpoint.address().hex(), target.base, target.key, flag.base, flag.key)
-        sys.stdout.write(" ".join(map(str, about)) + "\n")
-        sys.stdout.flush()
+        try:
+            print(*about, flush=True)  # noqa: T201 - for the process that measures
+        except BrokenPipeError:
+            os._exit(1)  # it has gone, and nothing is left to be flushed
         for generation in range(1, _GENERATIONS):
             watch_landings(
                 fabric,
@@ -70,7 +73,7 @@ def sink(
                 ],
             )
             while not fabric.reap():
-                if select.select([fabric, sys.stdin], [], [])[0] == [sys.stdin]:
+                if sys.stdin in select.select([fabric, sys.stdin], [], [])[0]:
                     return  # the measuring process has gone
 
 
@@ -102,6 +105,7 @@ class BareFabric:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C is ours: it ends when we have gone
         )
         assert self._process.stdout is not None
         said, *numbers = self._process.stdout.readline().split()
