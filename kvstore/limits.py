@@ -1,4 +1,4 @@
-"""Every bound of the store, with the relations between them asserted at import.
+"""Every bound of the service, with the relations between them asserted at import.
 
 Nothing in this project grows without one of these. Names end in their unit.
 """

@@ -180,7 +180,7 @@ class Reach:
         """The only node. ConfigError if there are several."""
         if len(self.nodes) > 1:
             raise ConfigError(
-                f"One node is needed here, not {', '.join(self.nodes)}; `Nodes` talks to several."
+                f"One node is needed here, not {', '.join(self.nodes)}; `kvstore.client.ClusterClient` talks to a cluster's."
             )
         return self.nodes[0]
 
