@@ -445,7 +445,10 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if config.tied:
-        loop.add_reader(sys.stdin.fileno(), stop.set)
+        try:
+            loop.add_reader(sys.stdin.fileno(), stop.set)
+        except PermissionError as error:  # a file can't be waited for
+            raise ConfigError("--tied needs a pipe or a terminal as standard input.") from error
     address = FabricAddress(config.host, config.fabric_address, config.fabric_ports, config.fabric_clients)
     provider = config.provider or load().best_provider()
     with (

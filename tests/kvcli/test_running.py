@@ -40,7 +40,9 @@ def raising(error: BaseException) -> Callable[[], int]:
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,7 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
         ([*SERVE, "--http", "{taken}"], 1, "is in use by another process"),
         ([*SERVE, "--events", "tcp://{taken}"], 1, "Address already in use"),
         ([*SERVE, "--provider", "none"], 1, "The provider none"),
+        ([*SERVE, "--tied"], 2, "--tied needs a pipe or a terminal as standard input."),
         ([*SERVE, "--tenants", "{}/none"], 2, "{}/none could not be read"),
         ([*SERVE, "--tls-cert", "{}/none", "--tls-key", "{}/none"], 2, "{}/none could not be read"),
         ([*SERVE, "--master-key", "file:{}/none"], 1, "{}/none could not be read"),
