@@ -180,7 +180,7 @@ class Reach:
         """The only node. ConfigError if there are several."""
         if len(self.nodes) > 1:
             raise ConfigError(
-                f"One node is needed here, not {', '.join(self.nodes)}; `kvstore.client.ClusterClient` talks to a cluster's."
+                f"One node is needed here, not {', '.join(self.nodes)}; `ClusterClient` talks to those of a cluster."
             )
         return self.nodes[0]
 
