@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from kvstore.client.checks import check_keys, check_lengths, check_number
 from kvstore.durability import Durability
-from kvstore.errors import KvError
+from kvstore.errors import InvalidArgument, KvError
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
@@ -217,6 +217,8 @@ class BlockCalls:
 
 def durability_message(durability: Durability) -> kvstore_pb2.Durability:
     """The proto's word for it; the numbers are the same."""
+    if not isinstance(durability, Durability):
+        raise InvalidArgument(f"A durability is one of Durability, not {durability!r}.")
     return cast("kvstore_pb2.Durability", int(durability))
 
 

@@ -15,6 +15,7 @@ from kvstore.limits import (
     BLOCK_BYTES_MIN,
     KEY_BYTES,
     LEASE_TIMEOUT_MS_MAX,
+    SESSION_LABEL_BYTES_MAX,
     TIMEOUT_S_MAX,
 )
 from kvstore.names import SHARED, UNSAID, fits_domain, is_in_domain
@@ -245,13 +246,15 @@ def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_
 
 
 def check_name(what: str, name: object) -> None:
-    """Refuse a name that is not text, such as one that Python made of bytes that are no UTF-8."""
+    """Refuse a name that no session has, such as one that Python made of bytes that are no UTF-8."""
     if not isinstance(name, str):
         raise InvalidArgument(f"{what} is a str, not {type(name).__name__}.")
     try:
-        name.encode()
+        size = len(name.encode())
     except UnicodeEncodeError:
         raise InvalidArgument(f"{what}, {name!a}, is no text: it has half of a surrogate pair.") from None
+    if not 1 <= size <= SESSION_LABEL_BYTES_MAX:
+        raise InvalidArgument(f"{what} has 1 to {SESSION_LABEL_BYTES_MAX} bytes in UTF-8, not {size}.")
 
 
 def check_number(what: str, number: int, bits: int = 32) -> int:

@@ -98,7 +98,7 @@ class InlineCalls:
     ) -> Durability:
         """As `Client.put_inline`; `read_ns` says, for a copy, when its bytes were requested."""
         view, domain = view_of(data), domain or self._reach.domain
-        name = self._name(key, len(view), domain)
+        name, wanted = self._name(key, len(view), domain), durability_message(durability)
         check_number(_EXPIRES, expires_unix_ms, 64)
         check_domain(key, domain)
 
@@ -107,7 +107,7 @@ class InlineCalls:
                 start=pb.PutStart(
                     tenant=self._tenant,
                     name=name,
-                    durability=durability_message(durability),
+                    durability=wanted,
                     expires_unix_ms=expires_unix_ms,
                     is_copy=read_ns is not None,
                     read_ms_ago=0 if read_ns is None else (_CLOCK.monotonic_ns() - read_ns) // 1_000_000 + 1,

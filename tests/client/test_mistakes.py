@@ -168,6 +168,25 @@ def test_a_name_that_is_no_text_is_a_typed_error(client: Client) -> None:
                 call()
 
 
+@pytest.mark.parametrize("name", ["", "u" * 129, "\xe4" * 65])
+def test_a_name_is_neither_empty_nor_too_long(client: Client, name: str) -> None:
+    before = client.calls
+    for call in (
+        lambda: client.session(name, "chat"),
+        lambda: client.session("ada", name),
+        lambda: client.session("ada", "chat").fork(name),
+        lambda: client.erase_user(name),
+        lambda: list(client.sessions(name)),
+    ):
+        assert "1 to 128 bytes" in says(call)
+    assert client.calls == before
+
+
+def test_a_durability_is_one_of_three(client: Client) -> None:
+    assert "77" in says(client.put_inline, KEY, b"x", durability=77)
+    assert "77" in says(client.delete, [KEY], durability=77)
+
+
 @pytest.mark.parametrize("number", [8.0, None, "8"])
 def test_a_block_s_offset_and_length_are_whole_numbers(client: Client, number: Any) -> None:
     with client.register(bytearray(64)) as region:
