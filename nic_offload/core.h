@@ -185,8 +185,10 @@ struct tk_written {
 	uint64_t id; /* as reported by the receiver with this tag: */
 	uint64_t tag;
 	uint64_t generation, offset, ended_ns;
+	uint64_t key_id; /* of what it was encrypted with */
 	int32_t result; /* 0, or an errno */
 	uint32_t is_answered; /* the lane acknowledges it to its peer, if requested */
+	uint32_t key_number, zero; /* from 1 on; 0: it is in the clear */
 };
 /* The lanes of a store's drives, and which drive a name belongs to: that of its lot, the upper bits of CRC-32 of owner and key. */
 struct tk_lanes {

@@ -237,6 +237,8 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 		wipe(&key, sizeof key);
 		return NULL;
 	}
+	told.key_id = key.id;
+	told.key_number = encryption->vault ? key.number + 1 : 0;
 	*record = (struct record){
 		.word = *word,
 		.told = told,

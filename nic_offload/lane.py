@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
+from nic_offload.vault import KeyName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ground", "Lane", "Lanes", "RecordFormat", "Written"]
 
-_WRITTEN = struct.Struct("=5QiI")
+_WRITTEN = struct.Struct("=6QiII4x")
 _TAKEN_MAX = 256
 assert _WRITTEN.size == ffi.sizeof("struct tk_written")
 
@@ -63,8 +64,15 @@ class Written(NamedTuple):
     generation: int
     offset: int
     ended_ns: int
+    key_id: int
     result: int  # 0, or a negative errno
     is_answered: int  # the lane acknowledges it to its peer, if requested
+    key_number: int
+
+    @property
+    def key(self) -> KeyName | None:
+        """What it was encrypted with, whatever key its domain has now; None: it is in the clear."""
+        return KeyName(self.key_number - 1, self.key_id) if self.key_number else None
 
 
 class Lane:

@@ -89,7 +89,7 @@ class ColdCalls:
             self.empty()
 
     def empty(self) -> None:
-        """Take back the rooms that are not in use."""
+        """Take back the rooms that are not in use; they have what evicted blocks left there."""
         for number in self._memory.shelf.rooms():
             self._memory.pages.release(self._rooms.pop(number))
 

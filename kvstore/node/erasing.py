@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import asynccontextmanager
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -85,10 +84,10 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             self._node.erasures.note(tenant.id, domain_of(request.user))
             async with self._serialized(tenant):
                 erasure = _Erasure(self._node, tenant.id)
-                await erasure.destroy([named, domain_of(request.user)])
-                await erasure.sessions(named)
-                await erasure.blocks_of(domain_of(request.user))
-                await erasure.wipe_free_memory()
+                async with erasure.destroyed([named, domain_of(request.user)]):
+                    await erasure.sessions(named)
+                    await erasure.blocks_of(domain_of(request.user))
+                    await erasure.wipe_free_memory()
                 erasure.raise_failure()
                 erased = await self._answer(erasure, tenant, domain_of(request.user), context.peer())
             return pb.EraseUserResponse(erased=erased)
@@ -102,10 +101,10 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             self._node.erasures.note(tenant.id, None)
             async with self._serialized(tenant):
                 erasure = _Erasure(self._node, tenant.id)
-                await erasure.destroy(None)
-                await erasure.sessions(None)
-                await erasure.blocks_of(None)
-                await erasure.wipe_free_memory()
+                async with erasure.destroyed(None):
+                    await erasure.sessions(None)
+                    await erasure.blocks_of(None)
+                    await erasure.wipe_free_memory()
                 erasure.raise_failure()
                 erased = await self._answer(erasure, tenant, None, context.peer())
             return pb.EraseTenantResponse(erased=erased)
@@ -192,27 +191,35 @@ class _Erasure:
         if self._failure is not None:
             raise self._failure
 
-    async def destroy(self, domains: Sequence[bytes] | None) -> None:
-        """Destroy the keys of domains, all at once; None: of the whole tenant."""
-        if self._keys is None:
-            return
-        under_way = asyncio.wrap_future(self._keys.erase(self._tenant, domains))
-        # A call that is given up doesn't stop what it began: only its end is the end of the erasure.
-        under_way.add_done_callback(partial(self._erased, self._keys, domains))
-        self.keys += await asyncio.shield(under_way)
+    @asynccontextmanager
+    async def destroyed(self, domains: Sequence[bytes] | None) -> AsyncIterator[None]:
+        """Destroy the keys of domains, all at once, or of the whole tenant; none has another one before this ends.
 
-    def _erased(self, keys: StoreKeys, domains: Sequence[bytes] | None, _: object) -> None:
-        keys.erased(self._tenant, domains)
+        So what has the number of a destroyed key was encrypted with that key.
+        """
+        keys, tenant = self._keys, self._tenant
+        if keys is None:
+            yield
+            return
+        under_way = asyncio.wrap_future(keys.erase(tenant, domains))
+        # A call that is given up doesn't stop what it began: only its end is the end of the erasure.
+        under_way.add_done_callback(lambda _: keys.forget_destroyed(tenant, domains))
+        try:
+            self.keys += await asyncio.shield(under_way)
+            yield
+        finally:
+            under_way.add_done_callback(lambda _: keys.erased(tenant, domains))
 
     async def sessions(self, user: bytes | None) -> None:
         """Remove the sessions of a user, or of all, and erase the blocks that nothing else names.
 
         The blocks come first: without the session, nobody would find them if the node died in between. So do those
-        that only it names by the time that the others are erased.
+        that only it names by the time that the others are erased. Of sessions that are made meanwhile, some remain.
         """
-        node = self._node
-        while found := self._some_sessions(user):
+        node, last = self._node, b""
+        while found := self._some_sessions(user, last):
             for name in found:
+                last = name.session if user is not None else b"".join(name)
                 only: set[Name] = set()
                 for _ in range(ERASE_LOOKS_MAX):
                     more = [one for one in await self._only_in(name) if one not in only]
@@ -283,10 +290,14 @@ class _Erasure:
 
     async def wipe_free_memory(self) -> None:
         """Overwrite what is free of the hot memory: blocks that were evicted from there have left their bytes."""
+        node = self._node
         page: int | None = 0
         while page is not None:
-            async with self._node.turns.of(self._tenant):
-                page = self._node.hot.pages.wipe_free(page, ERASE_WIPED_BYTES // PAGE_BYTES)
+            async with node.turns.of(self._tenant):
+                if not page:  # what is given beforehand to those who read and receive is free as well
+                    node.fabric_calls.cold.empty()
+                    node.granted.empty()
+                page = node.hot.pages.wipe_free(page, ERASE_WIPED_BYTES // PAGE_BYTES)
 
     async def _erase(self, names: Sequence[Name]) -> None:
         for first in range(0, len(names), ERASE_STEP_BLOCKS):
@@ -317,12 +328,12 @@ class _Erasure:
             self.overwritten += done.is_overwritten
             self.size_bytes += done.size_bytes
 
-    def _some_sessions(self, user: bytes | None) -> list[SessionName]:
+    def _some_sessions(self, user: bytes | None, after: bytes) -> list[SessionName]:
         manifests = self._node.store.manifests
         if user is None:
-            page, _ = manifests.page(self._tenant, b"", SESSIONS_LISTED_STEP)
+            page, _ = manifests.page(self._tenant, after, SESSIONS_LISTED_STEP)
             return [name for name, _ in page]
-        listed = manifests.of_user(self._tenant, user, b"", SESSIONS_LISTED_STEP)
+        listed = manifests.of_user(self._tenant, user, after, SESSIONS_LISTED_STEP)
         return [SessionName(self._tenant, user, one.session) for one in listed]
 
 

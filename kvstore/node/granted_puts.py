@@ -143,6 +143,11 @@ class Granted:
         if pieces:
             self._memory.shares.release(area.holder, sum(piece.pages for piece in pieces) * PAGE_BYTES)
 
+    def empty(self) -> None:
+        """Take back all rooms that nothing has come into."""
+        for area in self._areas.values():
+            self._empty(area)
+
     def _feed(self, area: PutArea, state: State) -> None:
         """Grant a receiver more slots of the size it asks for, up to what its client may hold."""
         if state.starved:
@@ -286,7 +291,7 @@ class Granted:
             for row in rows:
                 one = self._by_tag[row.id]
                 one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
-            drive.written((row.id, row.generation, row.offset, row.result) for row in rows)
+            drive.written((row.id, row.generation, row.offset, row.result, row.key) for row in rows)
         for area, state in states.items():
             self._go_on(area, state)
 

@@ -104,6 +104,9 @@ class HotPages:
         self._free = Extents(0, pages)
         self.used_until = 0  # pages from here on were never used
         self._wipes = 0  # passes over free pages that have begun
+        self._unwiped: int | None = (
+            None  # from this page on one of them has not come yet; None: none is under way
+        )
         self._probation: OrderedDict[int, Piece] = OrderedDict()  # by generation, oldest first
         self._protected: OrderedDict[int, Piece] = OrderedDict()
         self._protected_pages = 0
@@ -122,6 +125,8 @@ class HotPages:
                 return None
             start = self._free.allocate(pages)
         self.used_until = max(self.used_until, start + pages)
+        if self._unwiped is not None and start + pages > self._unwiped:
+            self._wipe(start, pages)  # the pass would go by it
         return Piece(start, pages, wipes=self._wipes)
 
     def take_unasked(self, pages: int) -> Piece | None:
@@ -202,7 +207,9 @@ class HotPages:
             self._wipe(first, until - first)
             page, pages_max = until, pages_max - (until - first)
             if not pages_max:
+                self._unwiped = page
                 return page
+        self._unwiped = None
         return None
 
     def release(self, piece: Piece) -> None:

@@ -119,21 +119,26 @@ class StoreKeys:
     def erase(self, tenant: bytes, domains: Sequence[bytes] | None) -> Future[list[Erased]]:
         """Destroy the keys of domains, or all of a tenant; from here on nothing is encrypted with them.
 
-        `erased` is to be called when this has ended, and not before.
+        `forget_destroyed` is to be called when this has ended, and `erased` when nothing is left that they encrypted.
         """
         for domain in _each(domains):
             self._forget(tenant, domain)
             self._erasing[tenant, domain] += 1
         return self._worker.submit(self._erase, tenant, domains)
 
-    def erased(self, tenant: bytes, domains: Sequence[bytes] | None) -> None:
-        """Note in the store's thread that an erasure has ended, however."""
+    def forget_destroyed(self, tenant: bytes, domains: Sequence[bytes] | None) -> None:
+        """Forget, in the store's thread, keys that `erase` has destroyed."""
         with self._lock:
             destroyed, self._destroyed = self._destroyed, []
         for number in destroyed:  # also those that are only read, whose names may be known no more
             self.vault.drop(number)
         for domain in _each(domains):
             self._forget(tenant, domain)  # again: a read may have loaded a key while it was still there
+
+    def erased(self, tenant: bytes, domains: Sequence[bytes] | None) -> None:
+        """Note in the store's thread that an erasure has ended, however: its domains may have keys again."""
+        self.forget_destroyed(tenant, domains)
+        for domain in _each(domains):
             self._erasing[tenant, domain] -= 1
             if not self._erasing[tenant, domain]:
                 del self._erasing[tenant, domain]

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     )
     from kvstore.storage.manifests import SessionName
     from kvstore.storage.outbox import Outbox
+    from kvstore.storage.puts import LaneEnd
     from kvstore.storage.sends import Send
     from kvstore.storage.volume import Volume
     from kvstore.storage.wipes import Wiped
@@ -293,8 +294,8 @@ class Drive(Handle):
         self._set_off()
         return self._volume.last_generation
 
-    def written(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
-        """Note their ends, in the order of generations: tag, generation, offset, result. They go into the index."""
+    def written(self, rows: Iterable[LaneEnd]) -> None:
+        """Note the ends of what the lane wrote, in the order of generations. They go into the index."""
         self.puts.written(rows)
         self._writes.settle_finished()
         self._set_off()

@@ -51,7 +51,10 @@ if TYPE_CHECKING:
     from kvstore.storage.quotas import QuotaQueue
     from kvstore.storage.renewals import Renewals
     from kvstore.storage.writes import RecordWrite, Writes
+    from nic_offload.vault import KeyName
 
+    LaneEnd = tuple[int, int, int, int, KeyName | None]
+    """Tag, generation, offset, result and key of a block that a lane wrote."""
     Doubtful = Callable[[Sequence[int]], Collection[int]]
     TakesPuts = Callable[[Sequence[tuple[PutItem, PutsDone]]], None]
 
@@ -120,17 +123,23 @@ class Puts:
         self.outbox.promised += len(items)
         for item in items:
             write = _Write(self._writes, self, item, done, replaces=None)
-            write.key_name = self._writes.key_of(item.tenant, item.domain)
             self._queue.quotas.charge(write)
             assert write.name not in self._by_name, "a lane has no block whose name is being put"
             self._by_name[write.name] = self._on_lane[item.tag] = write
 
-    def written(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
-        """Note the ends of blocks that a lane wrote, in the order of generations: tag, generation, offset, result."""
-        take = self._on_lane.pop
-        self._writes.ended_on_lane(
-            (take(tag), generation, at, result) for tag, generation, at, result in rows
-        )
+    def written(self, rows: Iterable[LaneEnd]) -> None:
+        """Note the ends of blocks that a lane wrote, in the order of generations.
+
+        Each has the key that it was encrypted with: its domain may have another by now, or none.
+        """
+
+        def ended() -> Iterator[tuple[RecordWrite, int, int, int]]:
+            for tag, generation, offset, result, key in rows:
+                write = self._on_lane.pop(tag)
+                write.key_name = key
+                yield write, generation, offset, result
+
+        self._writes.ended_on_lane(ended())
 
     def lane_is_lost(self) -> None:
         """The lane will say no more of what it has, if it has anything: it may be on the drive, or not."""

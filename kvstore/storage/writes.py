@@ -245,10 +245,6 @@ class Writes:
         """Whether records are encrypted."""
         return self._keys is not None
 
-    def key_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
-        """Return which key the lane encrypts a domain's blocks with; None where nothing is encrypted."""
-        return None if self._keys is None else self._keys.name_of(tenant, domain)
-
     def _has_key(self, record: RecordWrite, keys: Keys, error: StorageError | None) -> None:
         self.without_keys -= 1
         behind = self._behind.pop(record.order, deque())
@@ -256,7 +252,7 @@ class Writes:
         if record.key_name is None:  # it may have been erased meanwhile
             self.without_keys -= len(behind)
             for one in (record, *behind):
-                self._fail(one, error or StorageError("The erase domain of the block was erased."))
+                self._fail(one, error or StorageError("The erase domain of the block is being erased."))
             return
         self._traffic.add(record)
         while behind and self._queue_with_key(behind[0], keys):

@@ -7,19 +7,22 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from kvstore.client import Client, Stored
+from kvstore.client import Block, Client, Stored
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import KvError, ReadOnly, StorageError
 from kvstore.miss import Miss, MissReason
-from kvstore.names import block_key, domain_of, in_domain
+from kvstore.names import SHARED, block_key, domain_of, in_domain
 from kvstore.node.erasing import _Erasure
 from kvstore.sealing.masters import new_master_file
 from kvstore.sealing.store_keys import keys_opener
 from kvstore.storage.items import SessionItem
+from nic_offload.receiver import Room
 from tests.conftest import small_client
 from tests.node.in_process import NodeInProcess
 from tests.node.test_encrypting import clear_bytes
@@ -107,7 +110,7 @@ def test_a_user_who_is_erased_under_load_is_gone_from_then_on_and_others_stay(
                 answered = time.monotonic()
                 wait_for(load, 8)
             assert load.errors == []
-            assert load.refused <= {"The erase domain of the block was erased."}
+            assert load.refused <= {"The erase domain of the block is being erased."}
             assert {EXACT} not in [hers for began, hers, _ in load.rounds if began > answered]
             assert all(
                 hers <= {EXACT, MissReason.ERASED} for began, hers, _ in load.rounds if began < answered
@@ -319,3 +322,131 @@ def test_without_its_line_in_the_audit_log_there_is_no_receipt(tmp_path: Path) -
         with pytest.raises(StorageError, match="the audit log can't be written"):
             client.erase_user("ada")
         assert isinstance(client.exists([key])[0], Miss)
+
+
+def mark_of(number: int) -> bytes:
+    return b"MARK-%08d" % number
+
+
+def test_nothing_that_was_put_while_its_user_was_erased_is_there_after_the_next_erasure(
+    tmp_path: Path,
+) -> None:
+    """Lanes write blocks that the node hears of later: with whatever key they had, not with the domain's by then."""
+    domain, left = domain_of(ADA), []
+    with (
+        NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
+        Client(node.target) as other,
+    ):
+        for turn in range(12):
+            stop, keys = threading.Event(), list[bytes]()
+
+            def write(turn: int = turn, stop: threading.Event = stop, keys: list[bytes] = keys) -> None:
+                with Client(node.target, slots=16, block_bytes_max=8192) as client:
+                    region = client.register(bytearray(8192))
+                    for number in count():
+                        if stop.is_set():
+                            return
+                        key = in_domain(block_key(b"during", bytes([turn]), number.to_bytes(4)), domain)
+                        (result,) = client.put([Block(key, region, 0, 8192, domain=domain)])
+                        if result.error is None:
+                            keys.append(key)
+
+            writer = threading.Thread(target=write)
+            writer.start()
+            while len(keys) < 20 and writer.is_alive():
+                time.sleep(0.001)
+            other.erase_user(ADA)
+            stop.set()
+            writer.join(20)
+            other.erase_user(ADA)
+            found = [other.get_inline(key, length=8192) for key in keys]
+            left += [one for one in found if not isinstance(one, Miss)]
+    assert not left
+
+
+def test_while_a_user_is_erased_nothing_is_encrypted_with_a_new_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have the number of the destroyed one, and be taken for what that has encrypted: not be overwritten."""
+    domain = domain_of(ADA)
+    key, later = (in_domain(block_key(name), domain) for name in (b"before", b"meanwhile"))
+    held, over = threading.Event(), threading.Event()
+    blocks_of = _Erasure.blocks_of
+
+    async def slow(self: _Erasure, domain: bytes | None) -> None:
+        held.set()
+        await asyncio.to_thread(over.wait, 20)
+        await blocks_of(self, domain)
+
+    monkeypatch.setattr(_Erasure, "blocks_of", slow)
+    with (
+        NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
+        small_client(node.target) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client.put_inline(key, b"x" * 5000, domain=domain)
+        erasure = pool.submit(client.erase_user, ADA)
+        assert held.wait(20)
+        with pytest.raises(StorageError, match="is being erased"):
+            client.put_inline(later, b"y" * 5000, domain=domain)
+        over.set()
+        assert erasure.result(20).blocks == 1
+        client.put_inline(later, b"y" * 5000, domain=domain)
+        assert client.get_inline(later, 5000) == b"y" * 5000
+
+
+def test_memory_that_is_given_beforehand_has_nothing_of_an_erased_user(tmp_path: Path) -> None:
+    """Rooms for what is read and received: blocks that were evicted from there have left their bytes."""
+    domain, size = domain_of(ADA), 32 << 10
+    with NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node:
+        keys = [in_domain(block_key(b"mark", number.to_bytes(2)), domain) for number in range(32)]
+        mark = mark_of(1) * (size // 13)
+        with Client(node.target, slots=64, block_bytes_max=size) as client:
+            region = client.register(bytearray(mark.ljust(size, b".")))
+            blocks = [Block(key, region, 0, size, domain=domain) for key in keys]
+            assert all(result.error is None for result in client.put(blocks))
+
+            def evicted(inside: Any) -> None:
+                pages = inside.hot.pages
+                inside.take_note()
+                for kept in (pages._probation, pages._protected):
+                    for piece in list(kept.values()):
+                        pages.forget(piece)
+                cold = inside.fabric_calls.cold
+                inside.hot.shelf.take(0)
+                while (piece := pages.take_unasked(9)) is not None and len(cold._rooms) < 200:
+                    cold._rooms[piece.start] = piece
+                    inside.hot.shelf.feed([Room(inside.hot.address(piece), 9, piece.start)])
+
+            node.call(evicted)
+            assert mark_of(1) in node.call(lambda inside: bytes(inside.hot.view))
+            client.erase_user(ADA)
+            assert mark_of(1) not in node.call(lambda inside: bytes(inside.hot.view))
+
+
+def test_a_user_who_makes_sessions_does_not_keep_the_erasure_from_ending(tmp_path: Path) -> None:
+    stop, made = threading.Event(), list[int]()
+    with NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node:
+
+        def write() -> None:
+            with Client(node.target) as client:
+                client.put_inline(block_key(b"shared"), b"x", domain=SHARED)
+                for number in count():
+                    if stop.is_set():
+                        return
+                    with suppress(KvError):
+                        client.session(ADA, str(number)).append([block_key(b"shared")], tokens=1)
+                        made.append(number)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        while len(made) < 50 and writer.is_alive():
+            time.sleep(0.01)
+        try:
+            with Client(node.target) as client:
+                began = time.monotonic()
+                assert client.erase_user(ADA).sessions > 0
+                assert time.monotonic() - began < 20
+        finally:
+            stop.set()
+            writer.join(20)

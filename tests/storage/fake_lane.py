@@ -19,7 +19,9 @@ from nic_offload.lane import Ground
 if TYPE_CHECKING:
     from kvstore.storage.drive import Drive
     from kvstore.storage.items import PutItem, PutsDone
+    from kvstore.storage.puts import LaneEnd
     from kvstore.storage.store import Store
+    from nic_offload.vault import KeyName
     from tests.storage.fakes import FakeDisk
 
 __all__ = ["FakeLane"]
@@ -34,7 +36,8 @@ class Record:
     offset: int
     result: int | None = None
     memory: mmap.mmap | None = None  # where it is encrypted,
-    address: int = 0  # and where that is
+    address: int = 0  # and where that is,
+    key: KeyName | None = None  # and with what
 
 
 class FakeLane:
@@ -52,7 +55,7 @@ class FakeLane:
         self._clear_until = 0
         self.records: deque[Record] = deque()
         self._by_tag: dict[int, Record] = {}
-        self._rows: list[tuple[int, int, int, int]] = []
+        self._rows: list[LaneEnd] = []
         self._next_tag = _TAGS_BEGIN
         self._reap = disk.reap
         disk.reap = self._reap_others  # type: ignore[method-assign]
@@ -123,6 +126,7 @@ class FakeLane:
             record.memory = mmap.mmap(-1, size)
             record.address = ctypes.addressof(ctypes.c_char.from_buffer(record.memory))
             codec.encrypt([(item.slot_address, record.address, size, record.offset, key_name, header)])
+        record.key = key_name
         self.records.append(record)
         self._by_tag[self._next_tag] = record
         address = record.address or item.slot_address
@@ -164,7 +168,7 @@ class FakeLane:
             self.told[item.tag] = PutDone(item.tag, None, Durability.WRITTEN)
         else:
             self.refused.add(item.tag)
-        self._rows.append((item.tag, record.generation, record.offset, min(result, 0)))
+        self._rows.append((item.tag, record.generation, record.offset, min(result, 0), record.key))
 
     def _end_some(self) -> None:
         mine = [op for op in self._disk.in_flight if op.tag >= _TAGS_BEGIN]
