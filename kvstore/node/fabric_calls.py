@@ -279,7 +279,9 @@ class FabricCalls:
 
     def landed(self, events: Sequence[Event]) -> None:
         """Do calls, one of each tenant in turn; of many the rest a round of the loop later."""
-        if events:
+        if events:  # what has been read and sent before is known first
+            self.served()
+            self._node.fetches.settle()
             self.cold.feed()
         due = ((self._watched.get(event.tag), event) for event in events)
         self._due.add(

@@ -216,7 +216,7 @@ class Fetches:
 
     def pump(self) -> None:
         """Send hot blocks, and start reads as far as memory allows; what is left continues in the next round."""
-        self._settle()
+        self.settle()
         rested_s = self._turns.rests_s()
         left = 0 if self._goes_on else FETCHES_A_ROUND
         while left and not self._memory.pages.refused and (batch := self._next(left)):
@@ -242,7 +242,7 @@ class Fetches:
         for tenant, count in Counter(fetch.tenant for fetch in batch).items():
             self._turns.worked(tenant, count * each_ns)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Process completed fetches."""
         if self._arrived:
             self._keep_arrived()

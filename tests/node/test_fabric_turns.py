@@ -15,7 +15,11 @@ from kvstore.node import fabric_calls
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.time_slices import Turns
 
-COLD: Any = SimpleNamespace(feed=lambda: None)
+REST: Any = {
+    "fetches": SimpleNamespace(settle=lambda: None),
+    "hot": SimpleNamespace(shelf=SimpleNamespace(served=list)),
+}
+COLD: Any = SimpleNamespace(feed=lambda: None, note=lambda _: [])
 
 
 class Of:
@@ -31,7 +35,7 @@ def test_a_tenant_with_many_calls_does_not_hold_up_one_with_one(
 ) -> None:
     monkeypatch.setattr(fabric_calls, "FABRIC_CALLS_MS", round_ms)
     clock = SystemClock()
-    node: Any = SimpleNamespace(clock=clock, turns=Turns(clock))
+    node: Any = SimpleNamespace(clock=clock, turns=Turns(clock), **REST)
     done: list[int] = []
 
     async def come() -> None:
@@ -58,7 +62,7 @@ def test_a_tenant_with_many_calls_does_not_hold_up_one_with_one(
 
 def test_a_tenant_whose_calls_take_long_rests_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SystemClock()
-    node: Any = SimpleNamespace(clock=clock, turns=Turns(clock))
+    node: Any = SimpleNamespace(clock=clock, turns=Turns(clock), **REST)
     done: list[int] = []
 
     def work(event: Any) -> None:
