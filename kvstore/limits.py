@@ -176,7 +176,9 @@ LENT_MAX = (
     4  # pieces of ground of a drive that a lane has, or had, and whose records are not all in the index
 )
 LENT_PAGES = 1 << 16  # of one piece, at most
-LENT_SHARE = 64  # and this part of a drive
+LENT_SHARE = 64  # and this part of a drive; or, for large records,
+LENT_LARGE_RECORDS = 8  # room for so many
+LENT_SHARE_OF_LARGE = 16  # and this part of a drive
 LENT_RECORDS_MAX = 1024  # on one piece
 LANE_QUOTA_BYTES = 16 << 20  # of a tenant's quota that blocks of one client may take on lanes, unheard of
 QUOTA_LENT_SHARE = 32  # of all its clients together at most this part of the quota

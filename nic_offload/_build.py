@@ -56,6 +56,7 @@ _PARTS = (
     "in_process_rma",
     "inbox",
     "lane",
+    "lane_open",
     "lane_writes",
     "library",
     "memory",

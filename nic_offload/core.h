@@ -262,8 +262,8 @@ struct tk_came {
 struct tk_receiver_state {
 	uint32_t rooms;	       /* of the last size requested */
 	uint32_t wanted_pages; /* that size; 0: nothing has come yet */
-	uint32_t starved;      /* how often there was no room, since the last call; likewise */
-	uint32_t differed, taken, expired, unsaid; /* how many were answered so */
+	uint32_t starved;      /* a put waits for a room of that size, and none was given since */
+	uint32_t differed, taken, expired, unsaid; /* how many were answered so since the last call */
 	int32_t broken;	       /* the peer's put was invalid: an errno */
 };
 int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out);
@@ -272,7 +272,9 @@ void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes,
 void tk_receiver_lend(struct tk_receiver *receiver, uint64_t pages); /* of drives, headers included */
 uint64_t tk_receiver_recall(struct tk_receiver *receiver);	     /* what is left of them */
 int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count);
-int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_max, struct tk_receiver_state *state);
+/* What has come: all of it, or all but what waits for a lane, unless a call is about to be reported. */
+int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out, int out_max,
+		     struct tk_receiver_state *state);
 int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out_max); /* takes unused ones back */
 int tk_receiver_close(struct tk_receiver *receiver);				       /* its endpoint is closed */
 /* cdef end */

@@ -20,104 +20,13 @@
 #include "lane_inside.h"
 
 #include <errno.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #define TOLD_COUNT 64u	     /* records reported to the application together, */
 #define TOLD_NS 4000000u     /* or after this time: nobody waits for the report */
-#define STAGED_BYTES (8u << 20)	 /* bytes that were encrypted and are being written */
 #define ENCRYPTED_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
 
 static const uint8_t no_domain[TK_DOMAIN_BYTES];
-
-static void free_lane(struct tk_lane *lane)
-{
-	if (lane->ring.ring_fd >= 0) {
-		io_uring_unregister_files(&lane->ring);
-		io_uring_queue_exit(&lane->ring);
-	}
-	if (lane->event_fd >= 0)
-		close(lane->event_fd);
-	free(lane->headers);
-	staged_close(&lane->staged);
-	if (lane->records)
-		wipe(lane->records, lane->setup.depth * sizeof *lane->records);
-	aead_close(lane->stream.aead);
-	pthread_mutex_destroy(&lane->lock);
-	free(lane->records);
-	free(lane->pieces);
-	free(lane->written);
-	free(lane);
-}
-
-static int add_lane(struct tk_fabric *fabric, void *argument)
-{
-	struct tk_lane *lane = *(struct tk_lane **)argument;
-	int status = rest_hear_writes(fabric, lane->event_fd);
-	if (status)
-		return status;
-	lane->next = fabric->lanes;
-	fabric->lanes = lane;
-	return 0;
-}
-
-static int open_ring(struct tk_lane *lane)
-{
-	int status = io_uring_queue_init(lane->setup.depth, &lane->ring, 0);
-	if (status) {
-		lane->ring.ring_fd = -1;
-		return status;
-	}
-	if (!(status = io_uring_register_files(&lane->ring, &lane->setup.fd, 1)))
-		status = io_uring_register_eventfd(&lane->ring, lane->event_fd);
-	return status;
-}
-
-/* Memory for header pages, or for encrypted records. */
-static int open_memory(struct tk_lane *lane)
-{
-	lane->records = calloc(lane->setup.depth, sizeof *lane->records);
-	lane->pieces = calloc(lane->setup.depth, sizeof *lane->pieces);
-	if (!lane->records || !lane->pieces)
-		return -ENOMEM;
-	if (!lane->setup.encryption.vault)
-		return posix_memalign((void **)&lane->headers, PAGE, (size_t)lane->setup.depth * PAGE) ? -ENOMEM : 0;
-	lane->stream.aead = aead_open();
-	return lane->stream.aead ? staged_open(&lane->staged, STAGED_BYTES) : -ENOMEM;
-}
-
-int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, struct tk_lane **out)
-{
-	int status = fabric_refusal(fabric);
-	if (status)
-		return status;
-	if (setup->depth < 2) /* the last piece of a large record is two */
-		return -EINVAL;
-	struct tk_lane *lane = calloc(1, sizeof *lane);
-	if (!lane)
-		return -ENOMEM;
-	pthread_mutex_init(&lane->lock, NULL);
-	lane->fabric = fabric;
-	lane->setup = *setup;
-	lane->ring.ring_fd = -1;
-	lane->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-	if (open_memory(lane) || lane->event_fd < 0) {
-		free_lane(lane);
-		return -ENOMEM;
-	}
-	status = open_ring(lane);
-	if (!status)
-		status = on_the_thread(fabric, add_lane, &lane, sizeof lane);
-	if (status) {
-		if (status != TK_STUCK)
-			free_lane(lane);
-		return status;
-	}
-	*out = lane;
-	return 0;
-}
 
 /* --- the application's side; any thread */
 
@@ -222,18 +131,37 @@ static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *
 	return fits;
 }
 
+static uint32_t padded_of(uint32_t length)
+{
+	return (length + PAGE - 1) / PAGE * PAGE;
+}
+
+static int is_full(const struct tk_lane *lane, uint32_t length)
+{
+	return lane->count == lane->setup.depth || (lane->count && lane->bytes + padded_of(length) > lane->setup.bytes_max);
+}
+
+int lane_is_full_of(const struct tk_lane *lane, uint32_t length, const uint8_t *owner)
+{
+	if (!is_full(lane, length))
+		return 0;
+	for (uint32_t i = 0; i < lane->count; i++)
+		if (memcmp(lane->records[(lane->first + i) % lane->setup.depth].header.owner, owner, TK_OWNER_BYTES))
+			return 0;
+	return 1;
+}
+
 struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, const uint8_t *owner,
 			  const struct lane_word *word)
 {
 	const struct tk_encryption *encryption = &lane->setup.encryption;
-	uint32_t padded = (came->length + PAGE - 1) / PAGE * PAGE;
-	int is_full = lane->count == lane->setup.depth || (lane->count && lane->bytes + padded > lane->setup.bytes_max);
+	uint32_t padded = padded_of(came->length);
 	struct record *record = &lane->records[(lane->first + lane->count) % lane->setup.depth];
 	struct tk_written told = {.id = came->id, .tag = word->tag};
 	struct vault_key key = {0};
 	int has_key = encryption->vault ? !vault_by_name(encryption->vault, owner, came->domain, &key)
 					: !memcmp(came->domain, no_domain, sizeof no_domain);
-	if (is_full || !has_key || !take_ground(lane, 1 + padded / PAGE, &told)) {
+	if (is_full(lane, came->length) || !has_key || !take_ground(lane, 1 + padded / PAGE, &told)) {
 		wipe(&key, sizeof key);
 		return NULL;
 	}
@@ -380,12 +308,4 @@ void lanes_end(struct tk_fabric *fabric)
 				reap_writes(lane);
 			}
 		}
-}
-
-void free_lanes(struct tk_fabric *fabric)
-{
-	for (struct tk_lane *lane = fabric->lanes, *next; lane; lane = next) {
-		next = lane->next;
-		free_lane(lane);
-	}
 }

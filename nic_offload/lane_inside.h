@@ -1,5 +1,5 @@
 /*
- * Shared by the two files of a lane: lane.c and lane_writes.c.
+ * Shared by the files of a lane: lane.c, lane_open.c and lane_writes.c.
  */
 #ifndef TRIGGERKV_LANE_INSIDE_H
 #define TRIGGERKV_LANE_INSIDE_H

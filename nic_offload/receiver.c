@@ -28,7 +28,7 @@
 #define TOLD_COUNT 64u /* blocks reported to the application together, */
 #define TOLD_NS 1000000u /* or after this time, if no peer waits for a word, */
 #define TOLD_AWAITED_NS 300000u /* and if one does, this time after the last report, */
-#define TOLD_ON_LANE_NS 4000000u /* or this time at the latest, while a lane writes them and will report their ends */
+#define TOLD_ON_LANE_NS 20000000u /* or this time at the latest, while a lane writes them and will report their ends */
 
 static void free_receiver(struct tk_receiver *receiver)
 {
@@ -144,6 +144,7 @@ int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, 
 		else
 			receiver->rooms_count -= (uint32_t)i; /* none of them */
 	}
+	receiver->starved = receiver->starved && status;
 	pthread_mutex_unlock(&receiver->lock);
 	if (!status)
 		fabric_wake(receiver->fabric);
@@ -160,21 +161,40 @@ int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out
 	return count;
 }
 
+/* Under the lock. */
+void count_later(struct tk_receiver *receiver, int change)
+{
+	__atomic_store_n(&receiver->later_count, receiver->later_count + (uint32_t)change, __ATOMIC_RELAXED);
+}
+
 static void set_time(struct tk_receiver *receiver, uint64_t at_ns)
 {
 	__atomic_store_n(&receiver->tell_at_ns, at_ns, __ATOMIC_RELAXED);
 }
 
-int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_max, struct tk_receiver_state *state)
+int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out, int out_max,
+		     struct tk_receiver_state *state)
 {
+	int count = 0;
+	uint32_t left = 0;
 	pthread_mutex_lock(&receiver->lock);
-	uint32_t count = receiver->came_count < (uint32_t)out_max ? receiver->came_count : (uint32_t)out_max;
-	if (count) {
-		memcpy(out, receiver->came, count * sizeof *out);
-		receiver->came_count -= count;
-		memmove(receiver->came, receiver->came + count, receiver->came_count * sizeof *out);
+	for (uint32_t i = 0; i < receiver->came_count; i++) {
+		struct tk_came *came = &receiver->came[i];
+		int is_later = came->under_way == LATER;
+		if (count == out_max || (is_later && !all && !receiver->is_call_next)) {
+			receiver->came[left++] = *came;
+			continue;
+		}
+		out[count] = *came;
+		if (is_later) {
+			out[count].under_way = 0;
+			count_later(receiver, -1);
+		}
+		count++;
 	}
-	receiver->told = !!receiver->came_count;
+	receiver->came_count = left;
+	receiver->told = left > receiver->later_count || (left && receiver->is_call_next);
+	receiver->is_call_next = receiver->told && receiver->is_call_next;
 	set_time(receiver, 0);
 	*state = (struct tk_receiver_state){
 		.wanted_pages = receiver->wanted_pages,
@@ -187,9 +207,9 @@ int tk_receiver_take(struct tk_receiver *receiver, struct tk_came *out, int out_
 	};
 	for (uint32_t i = 0; i < receiver->rooms_count; i++)
 		state->rooms += receiver->rooms[i].pages == receiver->wanted_pages;
-	receiver->starved = receiver->differed = receiver->taken = receiver->expired = receiver->unsaid = 0;
+	receiver->differed = receiver->taken = receiver->expired = receiver->unsaid = 0;
 	pthread_mutex_unlock(&receiver->lock);
-	return (int)count;
+	return count;
 }
 
 /* --- the progress thread */
@@ -212,7 +232,8 @@ void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came)
 	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + (came->under_way ? TOLD_ON_LANE_NS : TOLD_NS);
 	if ((came->durability > receiver->setup.landed_code && !came->under_way) || came->is_stored)
 		at_ns = receiver->told_ns + TOLD_AWAITED_NS;
-	if (at_ns <= now_ns || receiver->came_count >= TOLD_COUNT || receiver->rooms_count <= receiver->came_count)
+	uint32_t count = receiver->came_count - receiver->later_count;
+	if (at_ns <= now_ns || count >= TOLD_COUNT || receiver->rooms_count <= count)
 		tell_of_puts(receiver);
 	else if (!receiver->told && (!receiver->tell_at_ns || at_ns < receiver->tell_at_ns))
 		set_time(receiver, at_ns);
@@ -260,6 +281,8 @@ int poll_receivers(struct tk_fabric *fabric)
 			continue;
 		uint32_t budget = BYTES_A_ROUND;
 		scan_flags(receiver);
+		if (__atomic_load_n(&receiver->later_count, __ATOMIC_RELAXED))
+			hand_over_later(receiver);
 		if (receiver->queue_count || receiver->reading.is_open)
 			busy |= take_puts(receiver, &budget);
 		if (__atomic_load_n(&receiver->tell_at_ns, __ATOMIC_RELAXED))
@@ -272,9 +295,11 @@ int poll_receivers(struct tk_fabric *fabric)
 void receivers_tell(struct tk_fabric *fabric)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {
-		if (!__atomic_load_n(&receiver->tell_at_ns, __ATOMIC_RELAXED))
+		if (!__atomic_load_n(&receiver->tell_at_ns, __ATOMIC_RELAXED) &&
+		    !__atomic_load_n(&receiver->later_count, __ATOMIC_RELAXED))
 			continue;
 		pthread_mutex_lock(&receiver->lock);
+		receiver->is_call_next = 1;
 		tell_of_puts(receiver);
 		pthread_mutex_unlock(&receiver->lock);
 	}

@@ -69,7 +69,7 @@ class State(NamedTuple):
 
     rooms: int  # of the size that was wanted last
     wanted_pages: int  # that size; 0: nothing has come yet
-    starved: int  # how often there was none since this was last asked
+    starved: int  # whether a put waits for one, and none was given since
     differed: int  # how many were refused since then: other bytes came than were sent;
     taken: int  # another block has the key;
     expired: int  # its life was over before it came;
@@ -144,9 +144,12 @@ class Receiver:
         if code:
             raise FabricError.from_code("Giving room to blocks", code)
 
-    def take(self) -> tuple[list[Came], State]:
-        """Take some of the arrived blocks; if the list is full there may be more."""
-        count = lib.tk_receiver_take(self._handle, self._out, _TAKEN_MAX, self._state)
+    def take(self, *, every: bool = True) -> tuple[list[Came], State]:
+        """Take some of the arrived blocks; if the list is full there may be more.
+
+        Not `every`: those that wait for a lane, which is full, are left to it.
+        """
+        count = lib.tk_receiver_take(self._handle, every, self._out, _TAKEN_MAX, self._state)
         rows = _CAME.iter_unpack(ffi.buffer(self._out, count * _CAME.size))
         return list(map(Came._make, rows)), State._make(_STATE.unpack(ffi.buffer(self._state)))
 

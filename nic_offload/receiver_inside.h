@@ -16,8 +16,11 @@ struct reading {
 	struct tk_room room;
 	struct tk_put_head head;
 	uint32_t crc;
-	uint64_t began_ns;
+	uint64_t began_ns, id; /* id: once it is whole */
 };
+
+#define LATER 0xff /* instead of a lane's number: it waits for one that is full */
+_Static_assert(TK_DRIVES_MAX < LATER, "no lane has this number");
 
 /* A slot: the generation of its next or current put; the flag's value when that comes, 0 once it has; its last value. */
 struct flag {
@@ -45,6 +48,8 @@ struct tk_receiver {
 	uint32_t rooms_count, rooms_capacity;
 	struct tk_came *came;
 	uint32_t came_count, came_capacity;
+	uint32_t later_count; /* of those, how many wait for a lane; written atomically, because it is read without the lock */
+	int is_call_next;     /* the application is about to get a call: it takes these too */
 	uint32_t wanted_pages, starved;
 	uint32_t differed, taken, expired, unsaid;
 	int broken;
@@ -55,6 +60,7 @@ struct tk_receiver {
 
 /* receiver.c */
 void await_put(struct tk_receiver *receiver, uint32_t slot, uint64_t generation);
+void count_later(struct tk_receiver *receiver, int change); /* under the lock */
 void tell_of_puts(struct tk_receiver *receiver); /* under the lock */
 void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came); /* under the lock */
 int give_room_back(struct tk_receiver *receiver); /* under the lock */
@@ -62,6 +68,7 @@ void break_off(struct tk_receiver *receiver, int status);
 
 /* receiver_puts.c */
 void scan_flags(struct tk_receiver *receiver);
+void hand_over_later(struct tk_receiver *receiver);
 int take_puts(struct tk_receiver *receiver, uint32_t *budget); /* whether it made progress */
 void take_rest(struct tk_receiver *receiver);
 

@@ -13,6 +13,8 @@
 
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
 
+#define LATER_NS 1000000000u	   /* so long a block waits for a lane that is full */
+
 static const uint8_t unsaid[TK_DOMAIN_BYTES];
 
 void scan_flags(struct tk_receiver *receiver)
@@ -64,10 +66,11 @@ static int take_room(struct tk_receiver *receiver, uint32_t pages, struct tk_roo
 	receiver->wanted_pages = pages;
 	if (best != UINT32_MAX) {
 		*out = receiver->rooms[best];
+		receiver->starved = 0;
 		memmove(&receiver->rooms[best], &receiver->rooms[best + 1],
 			(--receiver->rooms_count - best) * sizeof *out);
-	} else if (!receiver->starved || is_new) {
-		receiver->starved++;
+	} else if (!receiver->starved || is_new) { /* reported once: the application feeds it as soon as it can */
+		receiver->starved = 1;
 		receiver->told = 0;
 		tell_of_puts(receiver);
 	}
@@ -172,21 +175,24 @@ static uint32_t code_of(struct tk_receiver *receiver, struct tk_came *came)
 	return list(receiver, came);
 }
 
-/* To the lane of its drive, if that takes it. Under the lock. An application that is going to put a name itself notes it,
- * under the shelf's lock, and then looks at what lanes have begun: so either that note is seen here, or this is seen there. */
-static void hand_over(struct tk_receiver *receiver, struct tk_came *came)
+/* To the lane of its drive, if that takes it; `under_way` says which. Under the lock. An application that is going to put a
+ * name itself notes it, under the shelf's lock, and then looks at what lanes have begun: so either that note is seen here, or
+ * this is seen there. */
+static struct record *hand_over(struct tk_receiver *receiver, struct tk_came *came)
 {
 	const struct tk_receiver_setup *setup = &receiver->setup;
+	struct record *record = NULL;
 	uint8_t name[NAME_BYTES];
+	came->under_way = 0;
 	memcpy(name, setup->owner, TK_OWNER_BYTES);
 	memcpy(name + TK_OWNER_BYTES, came->key, TK_KEY_BYTES);
 	if (!receiver->lanes || came->durability > setup->written_code)
-		return;
+		return NULL;
 	uint32_t home = lanes_home(receiver->lanes, name);
 	struct tk_lane *lane = receiver->lanes->lanes[home];
 	uint64_t pages = receiver->is_limited ? pages_of(came->length) : 0;
 	if (!lane || receiver->lent_pages < pages)
-		return;
+		return NULL;
 	struct lane_word word = {
 		.endpoint = receiver->endpoint,
 		.peer = setup->peer,
@@ -196,13 +202,39 @@ static void hand_over(struct tk_receiver *receiver, struct tk_came *came)
 		.tag = setup->tag,
 	};
 	pthread_mutex_lock(&receiver->shelf->lock);
-	if (!names_have(&receiver->shelf->stored, name))
-		receiver->reading.record = lane_begin(lane, came, setup->owner, &word);
+	if (!names_have(&receiver->shelf->stored, name)) {
+		if (lane_is_full_of(lane, came->length, setup->owner) && tk_now_ns() - came->landed_ns < LATER_NS)
+			came->under_way = LATER;
+		else if ((record = lane_begin(lane, came, setup->owner, &word)))
+			came->under_way = (uint8_t)(home + 1);
+	}
 	pthread_mutex_unlock(&receiver->shelf->lock);
-	if (!receiver->reading.record)
-		return;
-	receiver->lent_pages -= pages;
-	came->under_way = (uint8_t)(home + 1);
+	if (record)
+		receiver->lent_pages -= pages;
+	return record;
+}
+
+/* Blocks that found the lane full, in the order in which they came, but for one whose peer has no word yet. */
+void hand_over_later(struct tk_receiver *receiver)
+{
+	const struct reading *reading = &receiver->reading;
+	pthread_mutex_lock(&receiver->lock);
+	for (uint32_t i = 0; receiver->later_count && i < receiver->came_count; i++) {
+		struct tk_came *came = &receiver->came[i];
+		if (came->under_way != LATER || (reading->is_open && reading->is_whole && came->id == reading->id))
+			continue;
+		struct record *record = hand_over(receiver, came);
+		if (came->under_way == LATER) {
+			if (came->landed_ns + LATER_NS < receiver->fabric->next_deadline_ns)
+				receiver->fabric->next_deadline_ns = came->landed_ns + LATER_NS;
+			break;
+		}
+		if (record)
+			lane_landed(record);
+		count_later(receiver, -1);
+		tell_of_came(receiver, came);
+	}
+	pthread_mutex_unlock(&receiver->lock);
 }
 
 /* It has been read completely: keep the block, or reuse the room. */
@@ -234,10 +266,14 @@ static int settle(struct tk_receiver *receiver)
 		return status; /* tried again in the next round */
 	reading->code = code_of(receiver, &came);
 	pthread_mutex_lock(&receiver->lock);
-	if (came.listed)
-		hand_over(receiver, &came);
+	if (came.listed && receiver->later_count)
+		came.under_way = LATER; /* behind those */
+	else if (came.listed)
+		reading->record = hand_over(receiver, &came);
 	if (!reading->code || reading->code == receiver->setup.landed_code) {
 		receiver->came[receiver->came_count++] = came; /* nobody else adds to them */
+		count_later(receiver, came.under_way == LATER);
+		reading->id = came.id;
 		__atomic_add_fetch(&receiver->shelf->came, 1, __ATOMIC_RELEASE);
 		tell_of_came(receiver, &came);
 	} else {

@@ -235,36 +235,28 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         unknown = [block.key for block, entry in zip(blocks, entries, strict=True) if entry is None]
         explained = dict(zip(unknown, store.explain_all(tenant, unknown), strict=True))
         for block, entry in zip(blocks, entries, strict=True):
-            slot_bytes = record_bytes(BLOCK_BYTES_MAX)  # of any block
-            item = GetItem(tenant, block.key, block.fingerprint, block.length, 0, slot_bytes, 0)
-            landed = self._node.granted.find(item, now_ms) if entry is None else None
-            if landed is not None:
+            landed = self._node.granted.find((tenant, block.key)) if entry is None else None
+            if entry is not None:
+                fingerprint, length, expires_ms = entry.fingerprint, entry.length, entry.expires_ms
+            elif landed is not None:
                 came = landed.came
-                states.append(
-                    pb.BlockState(
-                        stored=True,
-                        length=came.length,
-                        expires_unix_ms=came.expires_unix_ms,
-                        fingerprint=came.fingerprint,
-                    )
-                )
-                continue
-            if entry is None:
+                fingerprint, length, expires_ms = came.fingerprint, came.length, came.expires_unix_ms
+            else:
                 told = explained[block.key]
                 never = self._never_landed_ms(tenant, block.key, told)
                 miss = Miss(told.miss.reason, "its lease ended before it had landed") if never else told.miss
                 states.append(pb.BlockState(miss=miss_message(miss)))
                 continue
-            if not item.fingerprint:
-                item = item._replace(fingerprint=entry.fingerprint)
-            differs = mismatch(item, entry, now_ms)
+            slot_bytes = record_bytes(BLOCK_BYTES_MAX)  # of any block
+            item = GetItem(tenant, block.key, block.fingerprint, block.length, 0, slot_bytes, 0)
+            differs = mismatch(item, fingerprint, length, expires_ms, now_ms)
             states.append(
                 pb.BlockState(
                     stored=differs is None,
-                    length=entry.length,
-                    expires_unix_ms=entry.expires_ms,
+                    length=length,
+                    expires_unix_ms=expires_ms,
                     miss=None if differs is None else miss_message(Miss(*differs)),
-                    fingerprint=entry.fingerprint,
+                    fingerprint=fingerprint,
                 )
             )
         self._node.timings.lookups.note(self._node.clock.monotonic_ns() - began_ns)

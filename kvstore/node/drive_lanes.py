@@ -45,6 +45,7 @@ class DriveLanes:
             (drive, lane) for drive, lane in zip(store.drives, lanes, strict=True) if lane is not None
         ]
         self.handed = Lanes(lanes, store.homes) if self._pairs else None
+        self.record_pages = 1  # of what comes
         self._known = 0  # records that were heard of
         self._idle_ticks = ROOMS_IDLE_TICKS
 
@@ -75,7 +76,7 @@ class DriveLanes:
         """Give ground to lanes that were used recently, as far as they need it."""
         if self._idle_ticks < ROOMS_IDLE_TICKS:
             for drive, _ in self._pairs:
-                drive.lend()
+                drive.lend(self.record_pages)
 
     def tick(self) -> None:
         """Take back ground that has not been used for a while."""

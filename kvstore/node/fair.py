@@ -178,8 +178,9 @@ class FairQueue(Generic[T]):
 class Shares:
     """Who holds how much of a common memory; all no more than there is.
 
-    A connection holds an eighth of it or a single thing, a tenant as much as `Places` leaves it or a single thing: with
-    any number of connections it leaves the others their parts. A holder is a tenant and something of its own.
+    A connection holds an eighth of it or a single thing (its puts more, see below), a tenant as much as `Places` leaves
+    it or a single thing: with any number of connections it leaves the others their parts. A holder is a tenant and
+    something of its own.
     """
 
     def __init__(self, capacity_bytes: int, tenants: Callable[[], int] = lambda: 1) -> None:
@@ -203,15 +204,16 @@ class Shares:
         return size_bytes <= self._of_tenants.left(tenant) or not self._of_tenants.held(tenant)
 
     def may_hold_so_many(self, who: Holder, size_bytes: int, most: int) -> int:
-        """How many more things of one size somebody may hold, up to `most`."""
-        if most <= 0 or not self.may_hold(who, size_bytes):
+        """How many more things of one size a connection's puts may hold, up to `most`.
+
+        They may hold as much as they leave free: the drives release it, without the client.
+        """
+        if most <= 0:
             return 0
-        left_bytes = min(
-            self._capacity_bytes - self.total_bytes,
-            self._capacity_bytes // SHARES - self._held.get(who, 0),
-            self._of_tenants.left(who[0]),
-        )
-        return max(1, min(most, left_bytes // size_bytes))
+        held_bytes, free_bytes = self._held.get(who, 0), self._capacity_bytes - self.total_bytes
+        most_bytes = max(self._capacity_bytes // SHARES, (held_bytes + free_bytes) // 2)
+        left_bytes = min(free_bytes, most_bytes - held_bytes, self._of_tenants.left(who[0]))
+        return min(most, left_bytes // size_bytes) or int(self.may_hold(who, size_bytes))
 
     def hold(self, who: Holder, size_bytes: int) -> None:
         """Note that it does."""

@@ -256,10 +256,11 @@ class Fetches:
         puts: list[TriggeredPut] = []
         reads: list[GetItem] = []
         cold: list[tuple[Fetch, Entry, Drive]] = []
+        others: list[tuple[Fetch, MissReason]] = []
         begun = 0
         entries, now_ms = self._store.lookup([each.name for each in batch]), self._clock.wall_ms()
         for fetch, entry in zip(batch, entries, strict=True):
-            if not self._begin(fetch, entry, now_ms, puts, reads, cold):
+            if not self._begin(fetch, entry, now_ms, puts, reads, cold, others):
                 break
             begun += 1
         for fetch in reversed(batch[begun:]):
@@ -279,10 +280,21 @@ class Fetches:
                 for fetch, entry in zip(batch[:begun], entries, strict=False)
                 if fetch.hot
             )
+        if others:
+            self._are_others(others)
         if cold:
             self.readers.hand_over(cold)
         if reads:
             self._store.get(reads, self._read)
+
+    def _are_others(self, fetches: Sequence[tuple[Fetch, MissReason]]) -> None:
+        """Answer for blocks that have just landed and are not the requested ones."""
+        put_words(self._fabric, [self._miss(fetch, reason) for fetch, reason in fetches])
+        self._counters.missed(reason for _, reason in fetches)
+        for fetch, reason in fetches:
+            self._memory.shares.release(fetch.holder, fetch.size_bytes)
+            fetch.looking.missed(fetch.at, fetch.request.key, reason)
+            self._looked(fetch.request, fetch.looking)
 
     def _next(self, most: int) -> list[Fetch]:
         """Take the next fetches in turn, as many as the drive should have queued."""
@@ -310,17 +322,23 @@ class Fetches:
         puts: list[TriggeredPut],
         reads: list[GetItem],
         cold: list[tuple[Fetch, Entry, Drive]],
+        others: list[tuple[Fetch, MissReason]],
     ) -> bool:
         """Begin a fetch; False if there is no memory for it."""
         put = None
         drive = None
         if entry is None:
-            landed = self._granted.find(self._item(fetch), now_ms)
+            landed = self._granted.find(fetch.name)
             if landed is not None:
-                fetch.piece, came = landed.piece, landed.came
+                came = landed.came
+                why = self._mismatch(fetch, came.fingerprint, came.length, came.expires_unix_ms, now_ms)
+                if why is not None:
+                    others.append((fetch, why))
+                    return True
+                fetch.piece = landed.piece
                 fetch.piece.users += 1
                 put = self._put(fetch, came.length, came.crc32c, came.id)
-        elif self._fits(fetch, entry, now_ms):
+        elif not self._mismatch(fetch, entry.fingerprint, entry.length, entry.expires_ms, now_ms):
             drive = self._store.drive_of(entry.generation)
             fetch.piece = self._memory.pages.find(entry.generation)
             if fetch.piece is not None:
@@ -343,16 +361,14 @@ class Fetches:
         self._under_way[fetch.tag] = fetch
         return True
 
-    def _fits(self, fetch: Fetch, entry: Entry, now_ms: int) -> bool:
-        """Whether the stored block matches the request."""
+    def _mismatch(
+        self, fetch: Fetch, fingerprint: bytes, length: int, expires_ms: int, now_ms: int
+    ) -> MissReason | None:
         request = fetch.request
-        if (
-            not entry.expires_ms
-            and entry.length == request.length
-            and entry.fingerprint == request.fingerprint
-        ):
-            return True  # as nearly all are
-        return mismatch(self._item(fetch), entry, now_ms) is None
+        if not expires_ms and length == request.length and fingerprint == request.fingerprint:
+            return None  # as nearly always
+        why = mismatch(self._item(fetch), fingerprint, length, expires_ms, now_ms)
+        return why[0] if why else None
 
     def _item(self, fetch: Fetch) -> GetItem:
         request = fetch.request

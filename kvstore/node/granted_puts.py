@@ -28,6 +28,7 @@ from kvstore.limits import (
     ROOMS_IDLE_TICKS,
     ROOMS_MAX,
     ROOMS_MIN,
+    SHARES,
 )
 from kvstore.node.call_headers import Told
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from kvstore.node.hot import Name
     from kvstore.node.node import Node
     from kvstore.storage.index import Entry
-    from kvstore.storage.items import GetItem
     from nic_offload.receiver import Came, State
     from nic_offload.trigger import WordPut
 
@@ -152,16 +152,21 @@ class Granted:
         """Grant a receiver more slots of the size it asks for, up to what its client may hold."""
         if state.starved:
             area.idle_ticks = 0
-            area.target = min(ROOMS_MAX, area.target * 2)
+            if area not in self._hungry:
+                area.target = min(ROOMS_MAX, area.target * 2)
             if any(piece.pages < state.wanted_pages for piece in area.rooms.values()):
                 self._empty(area)  # of rooms that were too small for the arrived block
         is_idle = area.idle_ticks and not state.starved and area not in self._hungry
-        if is_idle or not state.wanted_pages or state.rooms > area.target // 2:
+        if is_idle or not state.wanted_pages:
             return
-        given: list[Room] = []
+        self._lanes.record_pages = state.wanted_pages
         pages, shares = self._memory.pages, self._memory.shares
         size_bytes = state.wanted_pages * PAGE_BYTES
-        for _ in range(shares.may_hold_so_many(area.holder, size_bytes, area.target - state.rooms)):
+        target = min(area.target, max(2, self._memory.size_bytes // SHARES // size_bytes))
+        if state.rooms > target // 2:
+            return
+        given: list[Room] = []
+        for _ in range(shares.may_hold_so_many(area.holder, size_bytes, target - state.rooms)):
             piece = pages.take_unasked(state.wanted_pages)
             if piece is None:
                 break
@@ -210,7 +215,7 @@ class Granted:
         self._lanes.renew()
 
     def _area_told(self, area: PutArea) -> None:
-        state = self._take(area)
+        state = self._take(area, every=False)
         begun, ended = self._node.store.writes
         if begun == ended or state.wanted_pages > GRANTED_GATHERED_PAGES_MAX:
             self._store(area)
@@ -287,7 +292,7 @@ class Granted:
         for drive, rows in self._lanes.take():
             for number in {row.tag for row in rows}:
                 if (area := self._areas.get(number)) is not None:
-                    states[area] = self._take(area)  # of which the store has to know first
+                    states[area] = self._take(area, every=False)  # of which the store has to know first
             for row in rows:
                 one = self._by_tag[row.id]
                 one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
@@ -295,9 +300,10 @@ class Granted:
         for area, state in states.items():
             self._go_on(area, state)
 
-    def _take(self, area: PutArea) -> State:
+    def _take(self, area: PutArea, *, every: bool = True) -> State:
+        """Take what has come. Not `every`: what waits for a lane is left to it."""
         while True:
-            came, state = area.receiver.take()
+            came, state = area.receiver.take(every=every)
             if came:
                 self._heard += len(came)
                 self._note(area, came)
@@ -507,15 +513,12 @@ class Granted:
 
     # --- readers
 
-    def find(self, item: GetItem, now_ms: int) -> Landed | None:
-        """The block of this name that has landed and is not stored yet, as far as it is the one that is meant."""
-        one = self._landed.get((item.tenant, item.key))
-        if one is None or one.is_gone or one.came.is_stored:  # which the store is to compare first
-            return None
-        came = one.came
-        is_over = 0 < came.expires_unix_ms <= now_ms
-        is_same = came.fingerprint == item.fingerprint and item.length in (0, came.length)
-        return None if is_over or not is_same else one
+    def find(self, name: Name) -> Landed | None:
+        """The block of this name that has landed and is not stored yet."""
+        one = self._landed.get(name)
+        return (
+            None if one is None or one.is_gone or one.came.is_stored else one
+        )  # which the store compares first
 
     def forget(self, names: Iterable[Name]) -> None:
         """These must not be read here any more: their bytes have changed."""

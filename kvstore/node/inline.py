@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.limits import CHUNK_BYTES_MAX, HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
+from kvstore.miss import Miss
 from kvstore.names import UNSAID
 from kvstore.node.connection import check_block, check_domain, refuse_expired, stored_domain
 from kvstore.node.fair import Shares
@@ -187,29 +188,48 @@ class InlineBlocks:
         hot = self._hot((tenant, peer), item)
         if hot is None:
             return self._cold((tenant, peer), item, began_ns)
-        self.timings.got_from_memory.note(self._clock.monotonic_ns() - began_ns)
+        if hot.done.miss is None:
+            self.timings.got_from_memory.note(self._clock.monotonic_ns() - began_ns)
         return PendingRead(hot)
 
     def _hot(self, who: Holder, item: GetItem) -> InlineRead | None:
-        (entry,) = self._store.lookup([(item.tenant, item.key)])
-        if entry is None or mismatch(item, entry, self._clock.wall_ms()) is not None:
+        """A block in memory, or a miss if one that has just landed there is not the requested one."""
+        name, now_ms = (item.tenant, item.key), self._clock.wall_ms()
+        (entry,) = self._store.lookup([name])
+        landed = self._granted.find(name) if entry is None else None
+        if entry is not None:
+            if mismatch(item, entry.fingerprint, entry.length, entry.expires_ms, now_ms) is not None:
+                return None  # the store says so
+            piece = self.memory.pages.find(entry.generation)
+            length, crc32c, generation = entry.length, entry.crc32c, entry.generation
+        elif landed is not None:
+            came, piece = landed.came, landed.piece
+            length, crc32c, generation = came.length, came.crc32c, came.id
+            differs = mismatch(item, came.fingerprint, length, came.expires_unix_ms, now_ms)
+            if differs is not None:
+                done = GetDone(item.tag, Miss(*differs))
+                self.counters.missed([differs[0]])
+                return InlineRead(self.memory, None, item.length, done, lambda: None)
+            piece.users += 1
+        else:
             return None
-        piece = self.memory.pages.find(entry.generation)
         if piece is None:
             return None
         if not self._shares.may_hold(who, piece.pages * PAGE_BYTES):
             self.memory.pages.release(piece)  # before it costs a check of its bytes
             raise Overloaded("The client has as many reads under way as the node allows; finish those first.")
-        if crc32c_at(self.memory.address(piece) + HEADER_BYTES, entry.length) != entry.crc32c:
+        if crc32c_at(self.memory.address(piece) + HEADER_BYTES, length) != crc32c:
             self.memory.pages.forget(piece)  # the drive's bytes may be right
+            self._granted.forget([name])
             self.memory.pages.release(piece)
             return None
-        self._store.used([entry.generation])  # the drive doesn't see this use, and must not evict used blocks
-        done = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
+        if entry is not None:
+            self._store.used([generation])  # the drive doesn't see this use, and must not evict used blocks
+        done = GetDone(item.tag, None, length, crc32c, generation)
         self._shares.hold(who, piece.pages * PAGE_BYTES)
-        self.counters.found([entry.length], in_memory=True)
+        self.counters.found([length], in_memory=True)
         return InlineRead(
-            self.memory, piece, entry.length, done, lambda: self.give_back(who, piece), in_memory=True
+            self.memory, piece, length, done, lambda: self.give_back(who, piece), in_memory=True
         )
 
     def _cold(self, who: Holder, item: GetItem, began_ns: int) -> PendingRead:
@@ -266,12 +286,12 @@ class PendingRead:
 
 
 class InlineRead:
-    """A block that was read for an inline get; `close` gives its memory back."""
+    """A block that was read for an inline get, or a miss, perhaps without memory; `close` gives that back."""
 
     def __init__(
         self,
         memory: HotMemory,
-        piece: Piece,
+        piece: Piece | None,
         length: int,
         done: GetDone,
         release: Callable[[], None],
@@ -291,6 +311,7 @@ class InlineRead:
 
     def views(self) -> Iterator[memoryview]:
         """The same as views of the memory; they are invalid after `close`."""
+        assert self._piece is not None
         payload = self._memory.payload(self._piece, self._length)
         for start in range(0, self._length, INLINE_CHUNK_BYTES):
             yield payload[start : start + INLINE_CHUNK_BYTES]

@@ -25,8 +25,6 @@ from kvstore.limits import (
     DELETES_QUEUED_MAX,
     ERASE_LOOK_BLOCKS,
     HEADER_BYTES,
-    LENT_PAGES,
-    LENT_SHARE,
     PAGE_BYTES,
     SESSION_BLOCKS_MAX,
     SESSIONS_EXPIRED_AT_ONCE,
@@ -41,6 +39,7 @@ from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.eviction_events import Explanation, Held, Keeping
+from kvstore.storage.extents import lent_pages
 from kvstore.storage.gets import Gets
 from kvstore.storage.index import kernel_boot_id
 from kvstore.storage.index_opening import open_index
@@ -281,9 +280,9 @@ class Drive(Handle):
         """Attach a lane, which writes here on the ground lent to it."""
         self._writes.lane = lane
 
-    def lend(self) -> None:
+    def lend(self, record_pages: int = 1) -> None:
         """Lend the lane ground, if it needs some, and no record is about to be written which would take it back."""
-        pages = min(LENT_PAGES, self.capacity_bytes // PAGE_BYTES // LENT_SHARE)
+        pages = lent_pages(self.capacity_bytes // PAGE_BYTES, record_pages)
         if self._writes.needs_ground and self.keeping.refusal(pages) is None:
             self._writes.lend(pages)
             self._set_off()

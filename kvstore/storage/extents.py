@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvstore.errors import Corrupt
+from kvstore.limits import LENT_LARGE_RECORDS, LENT_PAGES, LENT_SHARE, LENT_SHARE_OF_LARGE
 from kvstore.storage.keep._keep import ffi, lib
 from kvstore.storage.keep.outcome import check
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-__all__ = ["Extents"]
+__all__ = ["Extents", "lent_pages"]
 
 _AT_ONCE: Final = 4096  # are asked for
 _LONGEST: Final = (1 << 64) - 1
@@ -214,3 +215,12 @@ def _new(first_page: int, until_page: int) -> Any:
     if not kept:
         raise MemoryError("There is no memory for the free extents of a drive.")
     return ffi.gc(kept, lib.keep_extents_free)
+
+
+def lent_pages(drive_pages: int, record_pages: int) -> int:
+    """Return how large ground for a lane is.
+
+    On a small drive it is larger where otherwise it would hold few records of the size that comes.
+    """
+    few_pages = min(LENT_LARGE_RECORDS * record_pages, drive_pages // LENT_SHARE_OF_LARGE)
+    return min(LENT_PAGES, max(drive_pages // LENT_SHARE, few_pages))

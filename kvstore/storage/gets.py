@@ -73,7 +73,9 @@ class Gets:
         for item, entry in zip(items, stored, strict=True):
             if entry is None:
                 unknown.setdefault(item.tenant, []).append(item)
-            elif (miss := mismatch(item, entry, now_ms)) is not None:
+            elif (
+                miss := mismatch(item, entry.fingerprint, entry.length, entry.expires_ms, now_ms)
+            ) is not None:
                 self._miss(item, done, *miss)
             else:
                 reads.append(_Read(self, item, done, entry))
@@ -166,15 +168,17 @@ class _Read:
         self._gets.arrived(self, result)
 
 
-def mismatch(item: GetItem, entry: Entry, now_ms: int) -> tuple[MissReason, str] | None:
-    """Return why the stored block is not the requested one; None if it is."""
+def mismatch(
+    item: GetItem, fingerprint: bytes, length: int, expires_ms: int, now_ms: int
+) -> tuple[MissReason, str] | None:
+    """Return why a block is not the requested one; None if it is. A request without a fingerprint is for any."""
     assert item.slot_address % PAGE_BYTES == 0
-    if entry.expires_ms != 0 and entry.expires_ms <= now_ms:
+    if 0 < expires_ms <= now_ms:
         return MissReason.EXPIRED, ""
-    if entry.fingerprint != item.fingerprint:
+    if item.fingerprint not in {b"", fingerprint}:
         return MissReason.LAYOUT, ""
-    if item.length not in {0, entry.length}:
-        return MissReason.LENGTH, f"{entry.length} bytes are stored"
-    if record_bytes(entry.length) > item.slot_bytes:
-        return MissReason.LENGTH, f"{entry.length} bytes are stored and do not fit into the slot"
+    if item.length not in {0, length}:
+        return MissReason.LENGTH, f"{length} bytes are stored"
+    if record_bytes(length) > item.slot_bytes:
+        return MissReason.LENGTH, f"{length} bytes are stored and do not fit into the slot"
     return None

@@ -106,6 +106,14 @@ uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name)
 	return 0;
 }
 
+int lane_is_full_of(const struct tk_lane *lane, uint32_t length, const uint8_t *owner)
+{
+	(void)lane;
+	(void)length;
+	(void)owner;
+	return 0;
+}
+
 struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, const uint8_t *owner,
 			  const struct lane_word *word)
 {
@@ -241,7 +249,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 
 	struct tk_came came;
 	struct tk_receiver_state state;
-	int count = tk_receiver_take(receiver, &came, 1, &state);
+	int count = tk_receiver_take(receiver, 1, &came, 1, &state);
 	if (count) {
 		must(receiver->endpoint && is_tagged && was.length == came.length && was.generation == GENERATION);
 		must(!memcmp(was.key, came.key, sizeof came.key) && came.room < ROOMS);

@@ -359,7 +359,11 @@ def test_without_a_room_a_put_waits_and_is_told_of_once(net: GrantRig) -> None:
     assert not group.wait(1, 0.05)
     state = net.take()
     assert (state.wanted_pages, state.rooms, state.starved) == (3, 0, 1)
+    assert not group.wait(1, 0.05)
+    assert len(net.pair.far.of(RECEIVER)) == 1, "once, until it is fed"
+    assert net.take().starved
     net.feed(2, pages=3)
+    assert not net.take().starved
     assert net.codes(group, 2) == [LANDED] * 2
     net.wait_came(2)
     assert [net.payload(came) for came in net.came] == [net.data(1, 5000), net.data(2, 5000)]

@@ -55,12 +55,12 @@ PAGES = 3  # of a record
 class Drive:
     """A file, and the lane to it of a rig's receiver."""
 
-    def __init__(self, rig: GrantRig, path: Path, flags: int = os.O_RDWR) -> None:
+    def __init__(self, rig: GrantRig, path: Path, flags: int = os.O_RDWR, bytes_max: int = BYTES_MAX) -> None:
         path.write_bytes(b"\xaa" * (4 * MIB))
         self.rig = rig
         self.path = path
         self._fd = os.open(path, flags | os.O_DIRECT)
-        self.lane = Lane(rig.pair.far.fabric, TAG, self._fd, DEPTH, BYTES_MAX, FORMAT)
+        self.lane = Lane(rig.pair.far.fabric, TAG, self._fd, DEPTH, bytes_max, FORMAT)
         rig.receiver.use(Lanes([self.lane], bytes(LOTS)))
         self.written: list[Written] = []
 
@@ -258,6 +258,130 @@ def test_many_go_in_order_whatever_their_number(drive: Drive) -> None:
         assert payload[:LENGTH] == rig.payload(came)
     assert len(taken) >= DEPTH
     assert {came.key for came in rig.came} == {key_of(number) for number in numbers}
+
+
+@pytest.fixture
+def narrow(tmp_path: Path) -> Iterator[Drive]:
+    """Its lane has room for two records at a time, and they stay until they are cleared."""
+    for rig in open_rig("net"):
+        drive = Drive(rig, tmp_path / "drive", bytes_max=2 * PAGES * PAGE)
+        rig.feed(8, pages=PAGES)
+        drive.lend(is_clear=False)
+        yield drive
+        drive.close()
+
+
+def left_to_lanes(rig: GrantRig, count: int) -> None:
+    """Take so many blocks, but none that waits for a lane."""
+
+    def enough() -> bool:
+        rig.came += rig.receiver.take(every=False)[0]
+        return len(rig.came) >= count
+
+    wait_until(enough, f"{count} blocks")
+
+
+def test_a_block_waits_for_a_lane_that_its_owner_has_filled(narrow: Drive) -> None:
+    rig = narrow.rig
+    _, group = rig.put([1, 2, 3, 4], LENGTH, durability=WRITTEN)
+    assert group.wait_landed(20)
+    left_to_lanes(rig, 2)
+    assert not rig.receiver.take(every=False)[0]
+    narrow.lane.clear(1 << 40)
+    assert rig.codes(group, 4) == [WRITTEN] * 4
+    left_to_lanes(rig, 4)
+    assert [came.under_way for came in rig.came] == [1] * 4
+    assert [one.id for one in narrow.wait_written(4)] == [came.id for came in rig.came]
+    assert [narrow.record(one)[1][:LENGTH] for one in narrow.written] == [
+        rig.payload(came) for came in rig.came
+    ]
+
+
+def test_the_application_may_take_a_block_that_waits_for_a_lane(narrow: Drive) -> None:
+    rig = narrow.rig
+    _, group = rig.put([1, 2, 3, 4], LENGTH, durability=WRITTEN)
+    assert group.wait_landed(20)
+    rig.wait_came(4)
+    assert [came.under_way for came in rig.came] == [1, 1, 0, 0]
+    narrow.lane.clear(1 << 40)
+    narrow.wait_written(2)
+    assert rig.codes(rig.put([5], LENGTH, durability=WRITTEN)[1], 1) == [WRITTEN]
+    assert [one.id for one in narrow.wait_written(3)[:2]] == [came.id for came in rig.came[:2]]
+    assert len(narrow.written) == 3, "nobody else writes what the application has taken"
+
+
+def test_a_block_whose_name_is_stored_meanwhile_waits_no_more(narrow: Drive) -> None:
+    """The application puts another of that name itself, and has to know of both."""
+    rig = narrow.rig
+    _, group = rig.put([1, 2, 3, 4], LENGTH)
+    assert group.wait_landed(20)
+    rig.shelf.stored(OWNER + key_of(3), are_stored=True)
+    narrow.lane.clear(1 << 40)
+    left_to_lanes(rig, 4)
+    assert {came.key: came.under_way for came in rig.came} == {
+        key_of(number): number != 3 for number in (1, 2, 3, 4)
+    }
+
+
+def test_a_block_waits_no_longer_than_a_second(narrow: Drive) -> None:
+    """A drive that hangs keeps nothing from the application."""
+    rig = narrow.rig
+    assert rig.put([1, 2, 3], LENGTH)[1].wait_landed(20)
+    left_to_lanes(rig, 3)
+    assert [came.under_way for came in rig.came] == [1, 1, 0]
+
+
+def test_a_short_block_does_not_overtake_those_that_wait(tmp_path: Path) -> None:
+    for rig in open_rig("net"):
+        drive = Drive(rig, tmp_path / "drive", bytes_max=(2 * PAGES + 1) * PAGE)
+        rig.feed(8, pages=PAGES)
+        drive.lend(is_clear=False)
+        assert rig.put([1, 2, 3], LENGTH)[1].wait_landed(20)
+        assert rig.put([4], 100)[1].wait_landed(20)
+        assert drive.lane.begun == 2
+        drive.lane.clear(1 << 40)
+        left_to_lanes(rig, 4)
+        assert [came.key for came in rig.came] == [key_of(number) for number in (1, 2, 3, 4)]
+        assert [came.under_way for came in rig.came] == [1] * 4
+        assert [one.id for one in drive.wait_written(4)] == [came.id for came in rig.came]
+        drive.close()
+
+
+def test_a_lane_that_another_owner_uses_is_not_waited_for(narrow: Drive) -> None:
+    """The application has them take turns at the drive."""
+    rig, at, payload = narrow.rig, 24 * MIB, b"p" * LENGTH
+    pair = rig.pair
+    here = pair.far.region.address + at
+    another = Receiver(
+        pair.far.fabric,
+        rig.shelf,
+        pair.far.endpoint,
+        78,
+        pair.back.peer,
+        Area(here, here + PAGE, SLOT, 0, 1, FIRST),
+        LENGTH_MAX,
+        b"another owner...",
+        (pair.back.word_target(0), pair.back.key, WORDS),
+        (LANDED, DIFFERS, TAKEN, EXPIRED, WRITTEN),
+        (pair.there.base, pair.there.key),
+        SHARED,
+    )
+    another.use(Lanes([narrow.lane], bytes(LOTS)))
+    another.feed([Room(here + PAGE + SLOT, PAGES, MIB)])
+    head = head_of(payload, ack_word=40)
+    pair.near.fill(20 * MIB, head + payload)
+    pair.there.arm(pair.there.put(1, len(head + payload), source=20 * MIB, target=at + 2 * PAGE - len(head)))
+    pair.near.final(1)
+    target = pair.there.base + at
+    arm(
+        pair.near.fabric,
+        [TriggeredNotify(2, pair.near.endpoint, pair.there.peer, target, pair.there.key, FIRST)],
+    )
+    wait_until(lambda: narrow.lane.begun == 1, "the other's block")
+    assert rig.put([1, 2], LENGTH)[1].wait_landed(20)
+    narrow.lane.clear(1 << 40)
+    left_to_lanes(rig, 2)
+    assert [came.under_way for came in rig.came] == [1, 0]
 
 
 @pytest.mark.parametrize("provider", ["net", "tcp;ofi_rxm"])

@@ -160,18 +160,32 @@ def test_what_is_held_adds_up(holders: int, most: int, seed: int) -> None:
     st.integers(1, 900),
     st.integers(0, 40),
 )
-def test_as_many_may_be_held_at_once_as_one_after_the_other(
+def test_puts_may_hold_an_eighth_or_as_much_as_they_leave_free(
     tenants: int, before: list[tuple[int, int, int]], size: int, most: int
 ) -> None:
-    shares = Shares(4000, lambda: tenants)
-    for tenant, flow, held in before:
-        if shares.may_hold((tenant, flow), held):
-            shares.hold((tenant, flow), held)
-    at_once, count = shares.may_hold_so_many((0, 0), size, most), 0
-    while count < most and shares.may_hold((0, 0), size):
+    shares, held = Shares(4000, lambda: tenants), Counter[tuple[int, int]]()
+    for tenant, flow, bytes_of_it in before:
+        if shares.may_hold((tenant, flow), bytes_of_it):
+            shares.hold((tenant, flow), bytes_of_it)
+            held[tenant, flow] += bytes_of_it
+    count = shares.may_hold_so_many((0, 0), size, most)
+    assert 0 <= count <= most
+    for _ in range(count):
         shares.hold((0, 0), size)
-        count += 1
-    assert at_once == count
+    if count > 1:
+        now = held[0, 0] + count * size
+        assert now <= max(4000 // SHARES, 4000 - shares.total_bytes)
+        assert shares.total_bytes <= 4000
+    if count < most:
+        assert not shares.may_hold((0, 0), size), "an eighth in any case"
+
+
+def test_one_connections_puts_may_hold_half_and_leave_the_next_a_quarter() -> None:
+    shares = Shares(8000)
+    assert shares.may_hold_so_many(("t", "a"), 100, 1000) == 40
+    shares.hold(("t", "a"), 4000)
+    assert shares.may_hold_so_many(("t", "a"), 100, 1000) == 0
+    assert shares.may_hold_so_many(("t", "b"), 100, 1000) == 20
 
 
 def test_what_is_larger_than_all_there_is_may_be_held_alone() -> None:

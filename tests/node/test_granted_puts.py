@@ -152,13 +152,14 @@ def test_what_comes_along_with_what_a_lane_has_written_is_stored_as_well(
         rig.close()
 
 
+@pytest.mark.parametrize(("length", "at_once", "count"), [(4096, 50, 3000), (1 << 20, 20, 120)])
 def test_what_comes_in_a_stream_is_all_written_by_the_lane(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, at_once: int, count: int
 ) -> None:
-    """Ground is replaced in time, so that no block of thousands has to be written by Python."""
+    """Ground is replaced in time, and what the lane can't take yet waits for it: Python writes none of them."""
     with NodeInProcess(tmp_path / "node", 1 << 30) as node:
         rig = Rig(node)
-        assert rig.client.arm([rig.block(0, 4096)]).wait(WAIT_S)[0].error is None
+        assert rig.client.arm([rig.block(0, length)]).wait(WAIT_S)[0].error is None
         by_python: list[PutItem] = []
         accept = Puts.accept
 
@@ -167,8 +168,8 @@ def test_what_comes_in_a_stream_is_all_written_by_the_lane(
             accept(puts, items, done)
 
         monkeypatch.setattr(Puts, "accept", counted)
-        for first in range(1, 3001, 50):  # it gets ground for 1,024 at once
-            blocks = [rig.block(number, 4096) for number in range(first, first + 50)]
+        for first in range(1, count + 1, at_once):  # it gets ground for 1,024 at once
+            blocks = [rig.block(number, length) for number in range(first, first + at_once)]
             assert not any(put.error for put in rig.client.arm(blocks).wait(WAIT_S))
         assert not by_python
         rig.close()

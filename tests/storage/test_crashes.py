@@ -341,7 +341,7 @@ def data(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("first_seed", range(FIRST, FIRST + SEEDS, BATCH))
 def test_crashes(data: Path, monkeypatch: pytest.MonkeyPatch, first_seed: int) -> None:
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
-    monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 3)
+    monkeypatch.setattr("kvstore.storage.extents.LENT_SHARE", 3)
     watches = {}
     for seed in range(first_seed, first_seed + BATCH):
         slice_sessions(monkeypatch, seed)

@@ -29,7 +29,7 @@ LENGTH = 5000
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
-    monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 16)
+    monkeypatch.setattr("kvstore.storage.extents.LENT_SHARE", 16)
     rig = StoreRig(tmp_path, FakeDisk(seed=1))
     rig.open()
     rig.use_lanes(1)
@@ -216,7 +216,7 @@ def test_a_lane_that_says_no_more_fails_what_it_has_and_nothing_waits(rig: Store
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 25))
 def test_crashes_of_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 64)
+    monkeypatch.setattr("kvstore.storage.extents.LENT_SHARE", 64)
     for seed in range(first, first + 25):
         crashes(tmp_path / str(seed), seed)
 

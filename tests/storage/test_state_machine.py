@@ -269,7 +269,7 @@ class StoreMachine(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def small_drives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
-    monkeypatch.setattr("kvstore.storage.drive.LENT_SHARE", 5)
+    monkeypatch.setattr("kvstore.storage.extents.LENT_SHARE", 5)
 
 
 TestStoreMachine = StoreMachine.TestCase

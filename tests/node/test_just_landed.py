@@ -1,0 +1,109 @@
+"""Blocks that have landed and are not in the index yet are found by every kind of call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import Hit, Stored
+from kvstore.durability import Durability
+from kvstore.miss import Miss, MissReason
+from kvstore.storage.uring import UringDisk
+from nic_offload.lane import Lane
+from tests.conftest import MIB, Rig, small_client
+from tests.node.in_process import NodeInProcess
+from tests.node.test_granted_puts import WAIT_S, HeldWrites
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.client import Block
+
+LENGTH = 5000
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeInProcess]:
+    monkeypatch.setattr(UringDisk, "direct_fd", None)  # no lane: Python writes all
+    with NodeInProcess(tmp_path / "node") as process:
+        yield process
+
+
+@pytest.fixture
+def landed(node: NodeInProcess, rig: Rig) -> Iterator[Block]:
+    """A block whose write does not end."""
+    assert rig.client.put([rig.block(0, LENGTH)])[0].error is None
+    drive, block = HeldWrites(node), rig.block(1, LENGTH)
+    put = rig.client.arm([block])
+    assert put.wait_landed(WAIT_S)
+    yield block
+    drive.let_go()
+    assert put.wait(WAIT_S)[0].durability is Durability.WRITTEN
+
+
+def test_it_is_got_inside_grpc(rig: Rig, landed: Block) -> None:
+    payload = rig.source[landed.offset : landed.offset + LENGTH]
+    assert rig.client.get_inline(landed.key, LENGTH, timeout_s=WAIT_S) == payload
+    assert list(rig.client.get_many_inline([(landed.key, LENGTH)], timeout_s=WAIT_S)) == [payload]
+
+
+def test_its_length_and_layout_are_compared(node: NodeInProcess, rig: Rig, landed: Block) -> None:
+    short = rig.block(1, LENGTH - 1, region=rig.to_region)
+    (outcome,) = rig.client.get([short], timeout_s=WAIT_S)
+    assert isinstance(outcome, Miss)
+    assert outcome.reason is MissReason.LENGTH
+    inline = rig.client.get_inline(landed.key, LENGTH - 1, timeout_s=WAIT_S)
+    assert isinstance(inline, Miss)
+    assert inline.reason is MissReason.LENGTH
+    assert rig.client.exists([landed.key], lengths=[7]) == [
+        Miss(MissReason.LENGTH, f"{LENGTH} bytes are stored")
+    ]
+    with small_client(node.target, layout=b"another") as other:
+        region = other.register(bytearray(2 * MIB))
+        (outcome,) = other.get([rig.block(1, LENGTH, region=region)], timeout_s=WAIT_S)
+        assert outcome == Miss(MissReason.LAYOUT)
+        assert other.get_inline(landed.key, LENGTH, timeout_s=WAIT_S) == Miss(MissReason.LAYOUT)
+        assert other.exists([landed.key]) == [Miss(MissReason.LAYOUT)]
+        (stored,) = other.exists([landed.key], any_layout=True)
+        assert isinstance(stored, Stored)
+        assert stored.length == LENGTH
+
+
+def test_bytes_that_changed_in_memory_are_not_sent(node: NodeInProcess, rig: Rig, landed: Block) -> None:
+    (one,) = node.call(lambda node: list(node.granted._landed.values()))
+    payload = node.call(lambda node: node.hot.payload(one.piece, LENGTH))
+    was, payload[0] = payload[0], payload[0] ^ 1
+    outcome = rig.client.get_inline(landed.key, LENGTH, timeout_s=0.5)  # the store doesn't answer
+    payload[0] = was
+    assert isinstance(outcome, Miss)
+
+
+def test_a_call_is_told_of_what_waits_for_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane is full, and the core keeps a block to itself until a call might ask the application for it."""
+    monkeypatch.setattr("kvstore.node.drive_lanes.LANE_BYTES_MAX", 2 * MIB)
+    cleared, clear = list[tuple[Lane, int]](), Lane.clear
+    with NodeInProcess(tmp_path / "node", 1 << 30) as node:
+        rig = Rig(node)
+        assert rig.client.arm([rig.block(0)]).wait(WAIT_S)[0].error is None
+        monkeypatch.setattr(Lane, "clear", lambda lane, until: cleared.append((lane, until)))
+        for first in range(1, 13, 4):
+            blocks = [rig.block(number) for number in range(first, first + 4)]
+            puts = rig.client.arm(blocks)
+            assert puts.wait_landed(WAIT_S)
+            short = [rig.block(number, MIB - 1, region=rig.to_region) for number in range(first, first + 4)]
+            reasons = {
+                outcome.reason
+                for outcome in rig.client.get(short, timeout_s=WAIT_S)
+                if isinstance(outcome, Miss)
+            }
+            assert reasons == {MissReason.LENGTH}
+            for lane, until in cleared:
+                clear(lane, until)
+            assert not any(put.error for put in puts.wait(WAIT_S))
+        assert rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S) == [
+            Hit(block.key) for block in blocks
+        ]
+        monkeypatch.undo()
+        rig.close()
