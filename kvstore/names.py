@@ -30,8 +30,9 @@ __all__ = [
     "block_key",
     "check_domain_name",
     "domain_of",
+    "domain_tag",
+    "domain_tag_in",
     "fits_domain",
-    "fitting_domain",
     "in_domain",
     "is_in_domain",
     "is_tenant",
@@ -50,7 +51,7 @@ TENANTS_NAME: Final = "A tenant's name has 1 to 64 letters, digits, dots, dashes
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NOBODYS: Final = (UNSAID, SHARED)
 _MARK: Final = b"tkvdom"  # the end of the keys of blocks in other domains
-_CHECK_BYTES: Final = 6  # before it
+_TAG_BYTES: Final = 6  # before it: which domain
 
 
 def _digest(purpose: bytes, size_bytes: int, parts: Iterable[bytes]) -> bytes:
@@ -123,9 +124,8 @@ def in_domain(key: bytes, domain: bytes) -> bytes:
     if domain in _NOBODYS:
         return key
     check_domain_name(domain)
-    size = KEY_BYTES - _CHECK_BYTES - len(_MARK)
-    digest = _digest(b"triggerkv in dom", size, [key, domain])
-    return digest + _check(digest, domain) + _MARK
+    size = KEY_BYTES - _TAG_BYTES - len(_MARK)
+    return _digest(b"triggerkv in dom", size, [key, domain]) + domain_tag(domain) + _MARK
 
 
 def check_domain_name(domain: bytes) -> None:
@@ -143,29 +143,22 @@ def is_in_domain(key: bytes) -> bool:
     return key.endswith(_MARK)
 
 
+def domain_tag(domain: bytes) -> bytes:
+    """What the keys of a domain's blocks have in common. Two domains can have one tag, by a chance of 2^-48."""
+    return _digest(b"triggerkv dom of", _TAG_BYTES, [domain])
+
+
+def domain_tag_in(key: bytes) -> bytes | None:
+    """The tag of the domain that a key of `in_domain` was made for; None if it is another key."""
+    return key[-_TAG_BYTES - len(_MARK) : -len(_MARK)] if is_in_domain(key) else None
+
+
 def fits_domain(key: bytes, domain: bytes) -> bool:
     """Whether a block may be put into this domain: one with a key of `in_domain` into its own, any other into none."""
-    if not is_in_domain(key):
-        return domain in _NOBODYS
-    digest = key[: -_CHECK_BYTES - len(_MARK)]
-    return domain not in _NOBODYS and key == digest + _check(digest, domain) + _MARK
-
-
-def fitting_domain(key: bytes, domains: Iterable[bytes]) -> bytes | None:
-    """The first of these domains, of 16 bytes each, that a key of `in_domain` was made for; None if it is of no one."""
-    digest, check = key[: -_CHECK_BYTES - len(_MARK)], key[-_CHECK_BYTES - len(_MARK) : -len(_MARK)]
-    begun = blake2b(digest_size=_CHECK_BYTES, person=b"triggerkv dom of")
-    begun.update(len(digest).to_bytes(8, "little") + digest + DOMAIN_BYTES.to_bytes(8, "little"))
-    for domain in domains:
-        state = begun.copy()
-        state.update(domain)
-        if state.digest() == check:
-            return domain
-    return None
-
-
-def _check(digest: bytes, domain: bytes) -> bytes:
-    return _digest(b"triggerkv dom of", _CHECK_BYTES, [digest, domain])
+    tag = domain_tag_in(key)
+    if tag is None or domain in _NOBODYS:
+        return tag is None and domain in _NOBODYS
+    return tag == domain_tag(domain)
 
 
 def session_name(user: bytes, session: str) -> bytes:

@@ -1,5 +1,5 @@
 /*
- * Keyed BLAKE2b of short messages: tags of header pages, and keys made from other keys.
+ * BLAKE2b of short messages: tags of header pages, keys made from other keys, and tags of erase domains.
  */
 #define _GNU_SOURCE
 #include "blake2b.h"
@@ -49,15 +49,21 @@ static void compress(uint64_t h[8], const uint64_t m[16], uint64_t length, int i
 		h[i] ^= v[i] ^ v[8 + i];
 }
 
-void blake2b_begin(struct blake2b *keyed, const uint8_t *key, const uint8_t *person, unsigned digest_bytes)
+static void begin(uint64_t h[8], unsigned key_bytes, const uint8_t *person, unsigned digest_bytes)
 {
-	uint64_t block[BLAKE2B_BLOCK / 8] = {0}, named[2] = {0};
-	memcpy(keyed->h, start, sizeof start);
-	keyed->h[0] ^= 0x01010000 ^ BLAKE2B_KEY << 8 ^ digest_bytes;
+	uint64_t named[2] = {0};
+	memcpy(h, start, sizeof start);
+	h[0] ^= 0x01010000 ^ key_bytes << 8 ^ digest_bytes;
 	if (person)
 		memcpy(named, person, sizeof named);
-	keyed->h[6] ^= named[0];
-	keyed->h[7] ^= named[1];
+	h[6] ^= named[0];
+	h[7] ^= named[1];
+}
+
+void blake2b_begin(struct blake2b *keyed, const uint8_t *key, const uint8_t *person, unsigned digest_bytes)
+{
+	uint64_t block[BLAKE2B_BLOCK / 8] = {0};
+	begin(keyed->h, BLAKE2B_KEY, person, digest_bytes);
 	memcpy(block, key, BLAKE2B_KEY);
 	compress(keyed->h, block, BLAKE2B_BLOCK, 0);
 	explicit_bzero(block, sizeof block);
@@ -71,4 +77,12 @@ void blake2b_end(const struct blake2b *keyed, const uint64_t *block, unsigned me
 	compress(h, block, BLAKE2B_BLOCK + message_bytes, 1);
 	memcpy(digest, h, digest_bytes);
 	explicit_bzero(h, sizeof h);
+}
+
+void blake2b_unkeyed(const uint8_t *person, const uint64_t *block, unsigned message_bytes, void *digest, unsigned digest_bytes)
+{
+	uint64_t h[8];
+	begin(h, 0, person, digest_bytes);
+	compress(h, block, message_bytes, 1);
+	memcpy(digest, h, digest_bytes);
 }

@@ -1,5 +1,5 @@
 /*
- * BLAKE2b (RFC 7693), as far as it is needed: keyed, of messages that fit into one of its blocks.
+ * BLAKE2b (RFC 7693), as far as it is needed: of messages that fit into one of its blocks.
  */
 #ifndef TRIGGERKV_BLAKE2B_H
 #define TRIGGERKV_BLAKE2B_H
@@ -19,5 +19,8 @@ void blake2b_begin(struct blake2b *keyed, const uint8_t key[BLAKE2B_KEY], const 
 /* `block` is zeros behind the message, which has this many bytes. */
 void blake2b_end(const struct blake2b *keyed, const uint64_t block[BLAKE2B_BLOCK / 8], unsigned message_bytes,
 		 void *digest, unsigned digest_bytes);
+/* The same without a key. */
+void blake2b_unkeyed(const uint8_t person[BLAKE2B_PERSON], const uint64_t block[BLAKE2B_BLOCK / 8],
+		     unsigned message_bytes, void *digest, unsigned digest_bytes);
 
 #endif

@@ -50,6 +50,7 @@ void tk_wipe(void *secret, size_t length);
 struct tk_slot_at {
 	uint32_t row, number; /* where it lies among the slots that are given; its number in the keyring */
 };
+void tk_domain_tags(const void *domains, uint32_t count, uint64_t *tags); /* as `kvstore.names.domain_tag` has them */
 void tk_slots_whole(const void *slots, uint32_t count, uint8_t *whole); /* 1 if its CRC is right, or 0 */
 int tk_slots_authentic(const void *key, const void *store, const void *slots, uint32_t slot_count,
 		       const struct tk_slot_at *which, uint32_t count, uint8_t *authentic); /* 1 if this key wraps what is in it, or 0 */

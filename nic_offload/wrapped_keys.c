@@ -1,14 +1,17 @@
 /*
- * Looks at the slots of a keyring, thousands in one call: whether each is whole, and whether a key wraps those in it.
+ * Looks at the slots of a keyring, thousands in one call: whether each is whole, whose it is, and whether a key wraps those in it.
  *
  * A slot is `struct slot`. What is authenticated with a wrapped key is the store, the slot's number and what the slot says in
  * clear. What it doesn't do: know what that means (`kvstore.sealing.slots` does), or give out a key.
  */
 #include "aead.h"
+#include "blake2b.h"
 
 #include <errno.h>
 #include <stddef.h>
 #include <string.h>
+
+#define TAG_BYTES 6u /* of a domain */
 
 struct slot {
 	uint8_t clear[TK_SLOT_CLEAR];
@@ -32,6 +35,17 @@ void tk_slots_whole(const void *slots, uint32_t count, uint8_t *whole)
 		uint32_t crc;
 		memcpy(&crc, slot->crc, sizeof crc);
 		whole[at] = tk_crc32c(slot, offsetof(struct slot, crc), 0) == crc;
+	}
+}
+
+void tk_domain_tags(const void *domains, uint32_t count, uint64_t *tags)
+{
+	/* The length of the domain's name, and the name. */
+	uint64_t block[BLAKE2B_BLOCK / 8] = {TK_DOMAIN_BYTES};
+	for (uint32_t at = 0; at < count; at++) {
+		memcpy(block + 1, (const uint8_t *)domains + (size_t)at * TK_DOMAIN_BYTES, TK_DOMAIN_BYTES);
+		tags[at] = 0;
+		blake2b_unkeyed((const uint8_t *)"triggerkv dom of", block, 8 + TK_DOMAIN_BYTES, &tags[at], TAG_BYTES);
 	}
 }
 

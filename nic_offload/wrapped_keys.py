@@ -13,7 +13,7 @@ from nic_offload._core import ffi, lib
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["CLEAR_BYTES", "SLOT_BYTES", "STORE_BYTES", "are_authentic", "are_whole"]
+__all__ = ["CLEAR_BYTES", "SLOT_BYTES", "STORE_BYTES", "are_authentic", "are_whole", "domain_tags"]
 
 SLOT_BYTES: int = lib.TK_SLOT
 CLEAR_BYTES: int = lib.TK_SLOT_CLEAR
@@ -27,6 +27,16 @@ def are_whole(slots: Buffer) -> bytearray:
     whole = bytearray(len(view) // SLOT_BYTES)
     lib.tk_slots_whole(view, len(whole), ffi.from_buffer(whole))
     return whole
+
+
+def domain_tags(domains: Buffer) -> bytearray:
+    """The tags that keys of these domains' blocks have, each as a u64."""
+    view = ffi.from_buffer(domains)
+    count, rest = divmod(len(view), lib.TK_DOMAIN_BYTES)
+    assert not rest, len(view)
+    tags = bytearray(8 * count)
+    lib.tk_domain_tags(view, count, ffi.from_buffer("uint64_t[]", tags))
+    return tags
 
 
 def are_authentic(key: Buffer, store: bytes, slots: Buffer, which: Buffer) -> bytearray:

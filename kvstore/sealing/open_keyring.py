@@ -207,14 +207,12 @@ class OpenKeyring(Handle):
             return None
         return slot.tenant, slot.domain
 
-    def erased_ms(self, tenant: bytes, domain: bytes) -> int | None:
-        """When the key of a domain that has none was destroyed; None if that isn't known, or not the case."""
-        found = self._slots.find(tenant, domain)
-        return found[1].when_ms if found is not None and found[1].state == State.GONE else None
-
-    def erased(self, limit: int) -> list[tuple[bytes, bytes, int]]:
-        """The domains that were erased last, and have no key now: tenant, domain and when, the latest last."""
-        return self._slots.gone_domains(limit) if self._slots.counts()[2] else []
+    def erased_ms(self, tenant: bytes, tag: bytes) -> int | None:
+        """When the key of a domain with this tag was destroyed; None if it has one, or never had one."""
+        found = [slot for _, slot in self._slots.tagged(tenant, tag)]
+        if any(slot.state == State.LIVE for slot in found):
+            return None
+        return max((slot.when_ms for slot in found), default=None)
 
     def _unseal(self, number: int, key_id: bytes) -> DomainKey | None:
         for is_again in (False, True):  # its tenant's key may be replaced meanwhile

@@ -12,6 +12,7 @@ One thread writes at a time; the others may read meanwhile.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +28,7 @@ from kvstore.limits import (
     KEYRING_TENANT_KEYS_MAX,
     TENANT_BYTES,
 )
+from kvstore.names import domain_tag
 from kvstore.sealing.domain_key import Erased
 from kvstore.sealing.slot_check import Some
 from kvstore.sealing.slots import (
@@ -71,6 +73,7 @@ _ROW: Final = np.dtype(
     ]
 )
 _U64: Final = (1 << 64) - 1
+_WORD_BYTES: Final = 8
 
 assert _ROW.itemsize == SLOT_BYTES
 
@@ -95,15 +98,15 @@ class SlotTable:
         self._are_marked = are_marked
         self._lock = Lock()  # of what is in memory; never held while the drive is waited for
         self._slots_max = slots_max
-        self._mixing = [int(one) | 1 for one in np.frombuffer(np.random.default_rng().bytes(32), "<u8")]
+        self._mixing = [int(one) | 1 for one in np.frombuffer(np.random.default_rng().bytes(24), "<u8")]
         pages = HEADER_PAGES + slots // SLOTS_PER_PAGE
         self._versions: NDArray[np.uint32] = np.zeros(pages, np.uint32)  # how often each page was written
         self._under_way: dict[int, bytes] = {}  # pages that are being written, as they were
         self._states: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._ids: NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._sorted: NDArray[np.uint64] = np.zeros(0, np.uint64)  # mixed names, and
+        self._sorted: NDArray[np.uint64] = np.zeros(0, np.uint64)  # tenants and tags of domains, mixed, and
         self._order: NDArray[np.uint32] = np.zeros(0, np.uint32)  # the slots that have them
-        self._new: dict[bytes, int] = {}  # by name, written since these were sorted
+        self._new: dict[bytes, list[int]] = {}  # by tenant and tag, written since these were sorted
         self._live_of: Counter[int] = Counter()  # by the first 8 bytes of tenants, their live domain keys
         self._vacant: list[int] = []  # free, or whose destroyed key has no name; the next one at the end
         self._oldest_gone: list[int] = []  # to be taken when nothing else is left; the next one at the end
@@ -120,7 +123,7 @@ class SlotTable:
             ids.append(rows["id"].copy())
             used = (state == LIVE) | (state == GONE)
             named = np.flatnonzero(used & (rows["kind"] == Kind.DOMAIN))
-            mixed.append(self._mix(rows["name"][named]))
+            mixed.append(self._mix(_tagged(rows["name"][named])))
             live = rows["name"][:, 0][(state == LIVE) & (rows["kind"] == Kind.DOMAIN)]
             tenants, counts = np.unique(live, return_counts=True)
             self._live_of.update(dict(zip(tenants.tolist(), counts.tolist(), strict=True)))
@@ -143,10 +146,10 @@ class SlotTable:
                 raw = marked(raw)
             yield (page - HEADER_PAGES) * SLOTS_PER_PAGE, np.frombuffer(raw, _ROW), raw
 
-    def _mix(self, names: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        mixed = np.zeros(len(names), np.uint64)
+    def _mix(self, tagged: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        mixed = np.zeros(len(tagged), np.uint64)
         for word, factor in enumerate(self._mixing):
-            mixed += names[:, word] * np.uint64(factor)
+            mixed += tagged[:, word] * np.uint64(factor)
         return mixed
 
     @property
@@ -279,42 +282,41 @@ class SlotTable:
         """Whether a slot has, or had last, the key of this id."""
         return int(self._ids[number]) == int.from_bytes(key_id, "little")
 
-    def find(self, tenant: bytes, domain: bytes) -> tuple[int, Slot] | None:
-        """The slot of a domain, live or gone; a live one if there is one."""
-        found = self.find_all(tenant, domain)
-        live = (one for one in found if one[1].state == State.LIVE)
-        return next(live, found[0] if found else None)
-
     def find_all(self, tenant: bytes, domain: bytes) -> list[tuple[int, Slot]]:
         """All whole slots of a domain: more than one if a damaged one came back."""
-        found = []
-        for one in self.numbers_of(tenant, domain):
+        found = self._whole(self.numbers_of(tenant, domain))
+        return [one for one in found if (one[1].tenant, one[1].domain) == (tenant, domain)]
+
+    def tagged(self, tenant: bytes, tag: bytes) -> list[tuple[int, Slot]]:
+        """All whole slots of a tenant's domains with this tag."""
+        found = self._whole(self._numbers_of(tenant, tag))
+        return [one for one in found if (one[1].tenant, domain_tag(one[1].domain)) == (tenant, tag)]
+
+    def _whole(self, numbers: Iterable[int]) -> Iterator[tuple[int, Slot]]:
+        """Yield those of these slots that have, or had, a domain's key."""
+        for one in numbers:
             if self._states[one] in (LIVE, GONE):
-                try:
+                with suppress(Corrupt):
                     slot = self.read(one)
-                except Corrupt:
-                    continue
-                if (
-                    slot is not None
-                    and slot.kind == Kind.DOMAIN
-                    and (slot.tenant, slot.domain) == (tenant, domain)
-                ):
-                    found.append((one, slot))
-        return found
+                    if slot is not None and slot.kind == Kind.DOMAIN:
+                        yield one, slot
 
     def numbers_of(self, tenant: bytes, domain: bytes) -> list[int]:
-        """The slots that have this name as far as is known in memory."""
+        """The slots that may have this name, as far as is known in memory."""
         if (len(tenant), len(domain)) != (TENANT_BYTES, DOMAIN_BYTES):
             raise InvalidArgument(f"A tenant and a domain have {TENANT_BYTES} and {DOMAIN_BYTES} bytes.")
-        name = tenant + domain
-        number = self._new.get(name)
-        candidates = self._sorted_in(name)
-        if number is not None and number not in candidates:
-            candidates.insert(0, number)
-        return candidates
+        return self._numbers_of(tenant, domain_tag(domain))
+
+    def _numbers_of(self, tenant: bytes, tag: bytes) -> list[int]:
+        name = _named(tenant, tag)
+        with self._lock:
+            new = list(self._new.get(name, ()))
+        return list(dict.fromkeys([*new, *self._sorted_in(name)]))
 
     def _sorted_in(self, name: bytes) -> list[int]:
-        words = (int.from_bytes(name[at : at + 8], "little") for at in range(0, len(name), 8))
+        words = (
+            int.from_bytes(name[at : at + _WORD_BYTES], "little") for at in range(0, len(name), _WORD_BYTES)
+        )
         mixed = sum(word * factor for word, factor in zip(words, self._mixing, strict=True)) & _U64
         with self._lock:
             ordered, order = self._sorted, self._order
@@ -383,16 +385,6 @@ class SlotTable:
             found = sorted(found)[:KEYRING_ROTATED_AT_ONCE]
         self._oldest_gone = [number for _, number in reversed(found)]
 
-    def gone_domains(self, limit: int) -> list[tuple[bytes, bytes, int]]:
-        """The domains whose keys were destroyed last: tenant, domain and when, the latest last."""
-        found: list[tuple[int, bytes]] = []
-        for first, rows, _ in self._chunks(self._pages):
-            states = self._states[first : first + len(rows)]
-            gone = rows[(states == GONE) & (rows["kind"] == Kind.DOMAIN)]
-            found += zip(gone["when"].tolist(), [name.tobytes() for name in gone["name"]], strict=True)
-            found = sorted(found)[-limit:]
-        return [(name[:TENANT_BYTES], name[TENANT_BYTES:], when) for when, name in found]
-
     def gone_with(self, tenant: Slot) -> list[Erased]:
         """The keys of domains that were destroyed together with their tenant's."""
         low, high = (np.uint64(int.from_bytes(tenant.tenant[at : at + 8], "little")) for at in (0, 8))
@@ -438,14 +430,17 @@ class SlotTable:
                 self._ids[number] = 0 if slot is None else int.from_bytes(slot.id, "little")
                 self._states[number] = FREE if slot is None else LIVE if slot.state == State.LIVE else GONE
                 if slot is not None and slot.kind == Kind.DOMAIN:
-                    self._new[slot.tenant + slot.domain] = number
+                    same = self._new.setdefault(_named(slot.tenant, domain_tag(slot.domain)), [])
+                    if number not in same:
+                        same.append(number)
         if len(self._new) > KEYRING_NEW_NAMES_MAX:
             self._sort_in()
 
     def _sort_in(self) -> None:
         """Move the names of the dictionary to the sorted ones. The lock is held only to replace these."""
-        names = np.frombuffer(b"".join(self._new), "<u8").reshape(-1, 4)
-        numbers = np.fromiter(self._new.values(), np.uint32, len(self._new))
+        pairs = [(name, number) for name, numbers in self._new.items() for number in numbers]
+        names = np.frombuffer(b"".join(name for name, _ in pairs), "<u8").reshape(-1, len(self._mixing))
+        numbers = np.array([number for _, number in pairs], np.uint32)
         kept = np.isin(self._order, numbers, invert=True)  # the others may have had other names
         mixed = np.concatenate([self._sorted[kept], self._mix(names)])
         numbers = np.concatenate([self._order[kept], numbers])
@@ -466,6 +461,18 @@ class SlotTable:
             found = (np.flatnonzero(of) + first).tolist()
             for at in range(0, len(found), KEYRING_ROTATED_AT_ONCE):
                 yield found[at : at + KEYRING_ROTATED_AT_ONCE]
+
+
+def _named(tenant: bytes, tag: bytes) -> bytes:
+    """What slots are found by."""
+    return tenant + tag.ljust(_WORD_BYTES, b"\0")
+
+
+def _tagged(names: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The same of many, by their tenants and domains: three words each."""
+    tenants, domains = names[:, :2], np.ascontiguousarray(names[:, 2:])
+    tags = np.frombuffer(wrapped_keys.domain_tags(domains.tobytes()), "<u8")
+    return np.column_stack([tenants, tags])
 
 
 def _tenant_word(tenant: bytes) -> int:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import (
     ConfigError,
@@ -27,16 +28,15 @@ from kvstore.errors import (
     WrongKeyring,
 )
 from kvstore.limits import (
-    ERASED_DOMAINS_COMPARED_MAX,
-    ERASED_DOMAINS_LOADED_MAX,
     KEYRING_DAMAGED_TOLD_MAX,
     VAULT_KEYS_MAX,
     VAULT_NAMES_MAX,
 )
-from kvstore.sealing.erased_domains import ErasedDomains
+from kvstore.names import domain_tag, domain_tag_in
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import check_master, open_master
+from kvstore.sealing.slots import NO_NAME
 from kvstore.wire.record import KeyringMark
 from nic_offload.secret_keys import are_locked
 from nic_offload.vault import KeyName, Vault
@@ -58,6 +58,8 @@ __all__ = ["StoreKeys", "keys_opener"]
 
 log = logging.getLogger(__name__)
 
+_SHARED_TAG: Final = domain_tag(NO_NAME)  # blocks with other keys are their tenant's own
+
 
 class StoreKeys:
     """The keys of a store. All calls come from one thread, except `wake`."""
@@ -78,7 +80,6 @@ class StoreKeys:
                 " a copy, or they are given up (`kvstore keys accept-keyring` on the stopped node).",
                 damaged,
             )
-        self._erased = ErasedDomains(keyring.erased(ERASED_DOMAINS_LOADED_MAX))
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
         self._worker = ThreadPoolExecutor(1, "kvstore-keys")
@@ -157,9 +158,6 @@ class StoreKeys:
         )
         with self._lock:
             self._destroyed += [one.number for one in gone if one.number is not None]
-        known = [one for one in gone if one.id is not None]
-        for one in known[-ERASED_DOMAINS_COMPARED_MAX:]:
-            self._erased.note(one.tenant, one.domain, one.at_ms)
         unread = sum(one.is_unread for one in gone)
         if unread:
             log.warning(
@@ -170,8 +168,16 @@ class StoreKeys:
         return gone
 
     def erased_ms(self, tenant: bytes, keys: Sequence[bytes]) -> list[int | None]:
-        """Tell when the domains that blocks' keys were made for were erased, as far as that is known."""
-        return self._erased.erased_ms(tenant, keys)
+        """Tell when the domains that blocks' keys were made for were erased; None of one that has a key, or never had.
+
+        The keyring says it, so it is known of every erasure, after each start. A domain is looked for once in a call.
+        """
+        tags = [domain_tag_in(key) or _SHARED_TAG for key in keys]
+        erased: dict[bytes, int | None] = dict.fromkeys(tags)
+        for tag in erased:
+            with suppress(StorageError):  # the keyring can't be read now
+                erased[tag] = self._keyring.erased_ms(tenant, tag)
+        return [erased[tag] for tag in tags]
 
     def load(self, name: KeyName) -> bool:
         """Put a key into the vault again; False if it was destroyed, Corrupt or StorageError if that is unknown."""
@@ -297,7 +303,6 @@ class StoreKeys:
     def _ensure(self, names: Sequence[tuple[bytes, bytes]]) -> StorageError | None:
         try:
             for key in self._keyring.ensure(list(dict.fromkeys(names))):
-                self._erased.in_use(key.tenant, key.domain)
                 key.close()  # it is taken when it is asked for, by the store's thread
         except StorageError as error:
             return error

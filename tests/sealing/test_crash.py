@@ -252,7 +252,7 @@ def test_an_erasure_is_durable_before_it_is_acknowledged() -> None:
     ):
         file = Memory(image)
         ring = opened(file, slots_max=SLOTS_MAX)
-        slots = [found for found in (ring._slots.find(*name) for name in names) if found is not None]
+        slots = [found for name in names for found in ring._slots.find_all(*name)]
         sealed = [slot.sealed[12:] for _, slot in slots if any(slot.sealed)]
         assert all(one in image for one in sealed)
         act(ring)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from kvstore.names import domain_tag
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from tests.sealing.rig import ACME, STORE, master
@@ -63,11 +64,11 @@ def test_what_a_killed_process_acknowledged_stands(tmp_path: Path) -> None:
                 key = ring.domain(ACME, domain)
                 if domain in gone:
                     assert key is None
-                    assert ring.erased_ms(ACME, domain) is not None
+                    assert ring.erased_ms(ACME, domain_tag(domain)) is not None
                 elif key is not None:
                     assert key.key.hex() == secret
                 else:  # its erasure was under way, and nobody was told
-                    assert ring.erased_ms(ACME, domain) is not None
+                    assert ring.erased_ms(ACME, domain_tag(domain)) is not None
                     gone.add(domain)
             ring.rotate_tenant(ACME)
             assert ring.status().damaged == 0
