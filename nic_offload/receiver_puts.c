@@ -112,13 +112,15 @@ static void copy(struct tk_receiver *receiver, uint32_t *budget)
 {
 	struct reading *reading = &receiver->reading;
 	char *to = (char *)reading->room.address + TK_HEAD_PAGE;
-	const char *from = head_end(receiver, reading->slot);
+	char *from = head_end(receiver, reading->slot);
 	while (*budget && reading->copied < reading->head.length) {
 		uint32_t piece = reading->head.length - reading->copied;
 		if (piece > BYTES_A_STEP)
 			piece = BYTES_A_STEP;
 		memcpy(to + reading->copied, from + reading->copied, piece);
 		reading->crc = tk_crc32c(to + reading->copied, piece, reading->crc);
+		/* While it is in the cache. An erasure can't do it: the slot is the peer's. */
+		memset(from + reading->copied, 0, piece);
 		reading->copied += piece;
 		*budget -= piece < *budget ? piece : *budget;
 	}

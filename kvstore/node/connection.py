@@ -7,6 +7,7 @@ key revoked); its memory is kept until the drive is done with the blocks that ha
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -170,7 +171,7 @@ class Connection:
         self.tenant = owner.id
         self.acks = acks
         self.layout = layout
-        self.slots = Slots(layout.slots)
+        self.slots = Slots(layout.slots, self._wipe)
         self.filling = 0  # how often its memory is being had, by another thread
         # Of so many the memory is there: the first, since free ones are taken from the first on.
         self._slots_there = 0
@@ -243,6 +244,10 @@ class Connection:
     def slot_address(self, slot: int) -> int:
         """The address of the slot's header page in this process."""
         return self._region.address + self.layout.header(slot)
+
+    def _wipe(self, slot: int, length: int) -> None:
+        if not self.closed:  # else its memory goes
+            ctypes.memset(self._region.address + self.layout.payload(slot), 0, length)
 
     def check(self, block: BlockRequest, *, encrypts: bool) -> None:
         """Refuse a block that can't be put over this connection."""

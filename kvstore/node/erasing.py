@@ -289,8 +289,14 @@ class _Erasure:
             yield [name for name in some if fits_domain(name[1], domain)]
 
     async def wipe_free_memory(self) -> None:
-        """Overwrite what is free of the hot memory: blocks that were evicted from there have left their bytes."""
+        """Overwrite the free memory for blocks: evicted and landed ones have left their bytes there."""
         node = self._node
+        for connection in [one for one in node.connections.values() if one.tenant == self._tenant]:
+            connection.slots.erase()
+            is_more = True
+            while is_more:
+                async with node.turns.of(self._tenant):
+                    is_more = connection.slots.wipe_free()
         page: int | None = 0
         while page is not None:
             async with node.turns.of(self._tenant):

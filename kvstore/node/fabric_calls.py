@@ -231,7 +231,7 @@ class FabricCalls:
         node, used = self._node, list[int]()
         cold: list[tuple[Connection | None, Served, ColdCall]] = []
         for served in node.hot.shelf.served():
-            connection = node.find(served.desk)
+            connection = node.connections.get(served.desk)
             if served.cold is not None:
                 cold.append((connection, served, served.cold))
             elif connection is not None:

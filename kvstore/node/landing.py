@@ -150,13 +150,20 @@ class LandedLease(NamedTuple):
 
 
 class Slots:
-    """The lease table of one connection. Leases are named by their generation."""
+    """The lease table of one connection. Leases are named by their generation.
 
-    def __init__(self, count: int) -> None:
+    After `erase` no slot keeps what it had: `wipe` overwrites the given number of bytes of a slot when its lease ends,
+    or when `wipe_free` finds it free.
+    """
+
+    def __init__(self, count: int, wipe: Callable[[int, int], None]) -> None:
         self.count = count
+        self._wipe = wipe
         self._free = list(range(count - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
         self.busy = 0  # slots that are leased, or hold what is being written
+        self._left: dict[int, int] = {}  # how many bytes blocks may have left, by slots
+        self._to_wipe: dict[int, int] = {}  # likewise, of erased blocks
 
     def take(self, count: int) -> list[int]:
         """Take free slots, all or none; each must be given to `hold` next."""
@@ -171,6 +178,7 @@ class Slots:
         """Enter a lease of a taken slot."""
         assert lease.generation not in self._leases
         self._leases[lease.generation] = lease
+        self._left[lease.slot] = max(lease.length, self._left.get(lease.slot, 0))
         self.busy += 1
 
     def lease(self, generation: int) -> Lease:
@@ -217,6 +225,19 @@ class Slots:
         lease = self._leases.get(generation)
         return lease is not None and lease.state is SlotState.QUARANTINED
 
+    def erase(self) -> None:
+        """Let all bytes that blocks have left be overwritten, in slots in use when their leases end."""
+        for slot, length in self._left.items():
+            self._to_wipe[slot] = max(length, self._to_wipe.get(slot, 0))
+        self._left = {lease.slot: lease.length for lease in self._leases.values()}
+
+    def wipe_free(self) -> bool:
+        """Overwrite one free slot that has bytes of erased blocks; False if there is none."""
+        slot = next((one for one in self._free if one in self._to_wipe), None)
+        if slot is not None:
+            self._wipe(slot, self._to_wipe.pop(slot))
+        return slot is not None
+
     def in_state(self, state: SlotState) -> int:
         """How many slots are in this state."""
         if state is SlotState.FREE:
@@ -226,6 +247,8 @@ class Slots:
     def _release(self, lease: Lease) -> None:
         lease.state = SlotState.FREE
         self._free.append(lease.slot)
+        if length := self._to_wipe.pop(lease.slot, 0):
+            self._wipe(lease.slot, length)
 
 
 class LeaseTable:

@@ -120,7 +120,7 @@ class Node:
         )
         self.clock = clock
         self._loop = asyncio.get_running_loop()
-        self._connections: dict[int, Connection] = {}
+        self.connections: dict[int, Connection] = {}  # of attached clients, by number
         self._numbers = itertools.count(1)
         # Tags of fetches and generations of leases: one sequence, begun at random, so no word of an earlier life fits.
         self._tags = itertools.count(secrets.randbits(48) + 1)
@@ -166,7 +166,7 @@ class Node:
         self.ticks = Ticks(self, or_stop(self._tick))
 
     def __len__(self) -> int:
-        return len(self._connections)
+        return len(self.connections)
 
     @property
     def leases(self) -> int:
@@ -189,7 +189,7 @@ class Node:
         self.fabric_calls.cold.tick()
         self.pins.expire()
         self.prefetches.pump()
-        self._stalled.look(self._connections.values())
+        self._stalled.look(self.connections.values())
         self.store.poll()
 
     # --- connections
@@ -236,7 +236,7 @@ class Node:
     ) -> tuple[Connection, bytes]:
         if not self.places.left(tenant.id):
             raise Overloaded(
-                f"{len(self._connections)} clients are attached, of the {self.places.capacity} that the node's"
+                f"{len(self.connections)} clients are attached, of the {self.places.capacity} that the node's"
                 f" ports (--fabric-ports) and descriptors allow, and the tenant has used its share; detach some."
             )
         layout = self._layout(tenant, block_bytes_max, slots)
@@ -274,7 +274,7 @@ class Node:
             self.landing.take(tenant.id, connection.all_there())
         if client is not None:
             self.at_endpoint(SocketAddress.of(opened.told).port, client.ip)
-        self._connections[connection.number] = connection
+        self.connections[connection.number] = connection
         log.info("attached with %d slots", layout.slots, extra=connection.about())
         return connection, opened.told
 
@@ -334,7 +334,7 @@ class Node:
         if self.sharing is not None:
             self.sharing.withdraw(connection)
         self.take_note()
-        del self._connections[connection.number]
+        del self.connections[connection.number]
         self.granted.close(connection)
         self.fetches.forget(connection)
         self.fabric_calls.close(connection)
@@ -364,13 +364,9 @@ class Node:
         """Note that memory which outlives its connection was freed."""
         self._freed.set()
 
-    def find(self, number: int) -> Connection | None:
-        """The connection with this number, of any tenant."""
-        return self._connections.get(number)
-
     def connection(self, number: int, owner: Tenant | None) -> Connection:
         """The connection with this number. A connection of another tenant is treated as nonexistent."""
-        connection = self._connections.get(number)
+        connection = self.connections.get(number)
         if connection is None or (owner is not None and owner.id != connection.tenant):
             raise ProtocolError(
                 f"There is no connection {number}; attach first, and attach again after a loss."
@@ -589,7 +585,7 @@ class Node:
         """Close all connections, and wait within a bound until all landed blocks are on the drive."""
         self.prefetches.close()
         self.take_note()
-        for connection in list(self._connections.values()):
+        for connection in list(self.connections.values()):
             self.detach(connection)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_freed(), QUARANTINE_TIMEOUT_MS / 1000)

@@ -155,7 +155,7 @@ def test_a_fetch_that_the_node_hears_of_after_its_cancellation_is_not_served(
     word = link._free_words[-1]
 
     def cancel(inside: Node) -> None:
-        (connection,) = inside._connections.values()
+        (connection,) = inside.connections.values()
         inside.fetches.cancel(connection, {due: word}, called=False)
 
     node.call(cancel)

@@ -255,6 +255,16 @@ def test_a_block_comes_whole_with_what_is_said_of_it(rig: GrantRig, length: int)
     assert len(rig.shelf) == 1
 
 
+@pytest.mark.parametrize("length", [1, 16_385, LENGTH_MAX])
+def test_nothing_of_a_block_stays_in_its_slot(rig: GrantRig, length: int) -> None:
+    """A slot is its peer's again from the answer on, so nobody else could overwrite it later, for an erasure."""
+    rig.feed(1)
+    _, group = rig.put([7], length)
+    assert rig.codes(group, 1) == [LANDED]
+    payloads = [rig.pair.far.bytes_at(PAGE + slot * SLOT + PAGE, LENGTH_MAX) for slot in range(SLOTS)]
+    assert payloads == [bytes(LENGTH_MAX)] * SLOTS
+
+
 def test_more_puts_than_slots_take_turns(rig: GrantRig) -> None:
     rig.feed(40, pages=3)
     numbers = list(range(40))

@@ -154,7 +154,7 @@ def test_a_client_that_only_got_leaves_nothing_behind(node: NodeInProcess) -> No
     """Once to give back the landing memory that it never had was an error, and the rest of its end was not done."""
     rig = Rig(node)
     assert not isinstance(rig.client.get([rig.wanted(rig.block(0, 1000))], timeout_s=WAIT_S)[0], Hit)
-    (connection,) = node.call(lambda inside: list(inside._connections.values()))
+    (connection,) = node.call(lambda inside: list(inside.connections.values()))
     assert node.call(lambda inside: inside.landing.total) == 0
     rig.close()
     wait_until(lambda: is_as_before(node), "nothing is left")

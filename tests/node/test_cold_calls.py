@@ -87,7 +87,7 @@ def warmed(cold: Cold, key: bytes) -> None:
 
 
 def entry_of(inside: Node, key: bytes) -> tuple[tuple[bytes, bytes], Entry]:
-    tenant = next(iter(inside._connections.values())).tenant
+    tenant = next(iter(inside.connections.values())).tenant
     (entry,) = inside.store.lookup([(tenant, key)])
     assert entry is not None
     return (tenant, key), entry

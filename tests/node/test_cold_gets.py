@@ -58,7 +58,7 @@ class Held:
 
     def entry(self, block: Block) -> Entry:
         def find(inside: Node) -> Entry:
-            (connection,) = inside._connections.values()
+            (connection,) = inside.connections.values()
             (entry,) = inside.store.lookup([(connection.tenant, block.key)])
             assert entry is not None
             return entry
@@ -116,7 +116,7 @@ class Getting:
 
 
 def detach_all(node: Node) -> None:
-    for one in list(node._connections.values()):
+    for one in list(node.connections.values()):
         node.detach(one)
 
 
@@ -215,7 +215,7 @@ def test_a_block_deleted_while_it_is_read_is_not_kept_and_its_pages_are_not_reus
     deleting.start()
 
     def is_gone(inside: Node) -> bool:
-        (connection,) = inside._connections.values()
+        (connection,) = inside.connections.values()
         return inside.store.lookup([(connection.tenant, block.key)]) == [None]
 
     wait_until(lambda: node.call(is_gone), "it is deleted")

@@ -91,7 +91,7 @@ def test_a_block_that_was_replaced_is_not_served_from_memory(node: NodeInProcess
     block = rig.block(0, 100_000)
     put(rig, [block])
     assert get(rig, block) == [Hit(block.key)]
-    tenant = next(iter(node.call(lambda inside: list(inside._connections.values())))).tenant
+    tenant = next(iter(node.call(lambda inside: list(inside.connections.values())))).tenant
     (entry,) = node.call(lambda inside: inside.store.lookup([(tenant, block.key)]))
     node.call(lambda inside: inside.store.quarantine(tenant, block.key, entry.generation))
     rig.source[: block.length] = bytes(reversed(rig.source[: block.length]))
@@ -278,7 +278,7 @@ def test_a_block_that_goes_while_it_is_read_is_not_kept(node: NodeInProcess, rig
         ended: list[object] = []
 
         def prefetch(inside: Node) -> None:
-            (connection,) = inside._connections.values()
+            (connection,) = inside.connections.values()
             wish = inside.prefetches.wish(connection.tenant, 1, ended.append)
             wish.add([block.key])
             inside.prefetches.queue(wish)

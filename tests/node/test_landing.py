@@ -21,6 +21,10 @@ def lease_of(slot: int, generation: int) -> Lease:
     return Lease(slot, generation, b"k" * 32, b"f" * 16, 100, Durability.WRITTEN, 0, 0)
 
 
+def unwiped(*_: int) -> None:
+    raise AssertionError("nothing was erased")
+
+
 def leased(slots: Slots, generation: int) -> Lease:
     lease = lease_of(slots.take(1)[0], generation)
     slots.hold(lease)
@@ -28,7 +32,7 @@ def leased(slots: Slots, generation: int) -> Lease:
 
 
 def test_a_slot_is_free_again_only_when_the_drive_is_done_with_it() -> None:
-    slots = Slots(1)
+    slots = Slots(1, unwiped)
     leased(slots, 7)
     assert slots.landed(7) is not None
     with pytest.raises(Overloaded, match="0 of 1 landing slots free"):
@@ -57,14 +61,14 @@ def test_each_tenant_has_its_share_of_the_leases() -> None:
 
 
 def test_all_slots_or_none_are_taken() -> None:
-    slots = Slots(SLOTS)
+    slots = Slots(SLOTS, unwiped)
     with pytest.raises(Overloaded):
         slots.take(SLOTS + 1)
     assert slots.in_state(SlotState.FREE) == SLOTS
 
 
 def test_an_expired_slot_is_quarantined_until_the_client_gives_it_back() -> None:
-    slots = Slots(1)
+    slots = Slots(1, unwiped)
     lease = leased(slots, 7)
     assert slots.expired(7) is lease
     assert slots.is_quarantined(7)
@@ -75,14 +79,14 @@ def test_an_expired_slot_is_quarantined_until_the_client_gives_it_back() -> None
 
 
 def test_a_block_that_lands_after_its_lease_is_not_taken() -> None:
-    slots = Slots(1)
+    slots = Slots(1, unwiped)
     leased(slots, 7)
     slots.expired(7)
     assert slots.landed(7) is None
 
 
 def test_a_flag_of_an_unknown_generation_is_not_taken() -> None:
-    slots = Slots(1)
+    slots = Slots(1, unwiped)
     leased(slots, 7)
     assert slots.landed(8) is None
     assert slots.landed(7) is not None
@@ -90,7 +94,7 @@ def test_a_flag_of_an_unknown_generation_is_not_taken() -> None:
 
 
 def test_a_landed_block_cannot_be_aborted() -> None:
-    slots = Slots(1)
+    slots = Slots(1, unwiped)
     lease = leased(slots, 7)
     slots.landed(7)
     assert not slots.abort(lease.slot, 7)
@@ -98,10 +102,26 @@ def test_a_landed_block_cannot_be_aborted() -> None:
 
 
 def test_giving_back_another_slot_than_the_leased_one_changes_nothing() -> None:
-    slots = Slots(2)
+    slots = Slots(2, unwiped)
     lease = leased(slots, 7)
     assert not slots.abort(1 - lease.slot, 7)
     assert slots.in_state(SlotState.LEASED) == 1
+
+
+def test_after_an_erasure_no_slot_keeps_what_it_had() -> None:
+    wiped: list[tuple[int, int]] = []
+    slots = Slots(3, lambda *one: wiped.append(one))
+    leases = [leased(slots, generation) for generation in (7, 8, 9)]
+    for lease in leases:
+        slots.landed(lease.generation)
+        slots.finished(lease.generation)
+    again = leased(slots, 10)  # it has what it had before, until its own block comes
+    slots.erase()
+    while slots.wipe_free():
+        pass
+    assert sorted(wiped) == sorted((lease.slot, 100) for lease in leases if lease.slot != again.slot)
+    assert slots.abort(again.slot, 10)
+    assert wiped[2:] == [(again.slot, 100)]
 
 
 @pytest.mark.parametrize(("slots", "block_bytes_max"), [(1, 1), (3, 4096), (513, 4097), (1024, 1 << 20)])
@@ -121,7 +141,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.slots = Slots(SLOTS)
+        self.slots = Slots(SLOTS, unwiped)
         self.held: dict[int, Lease] = {}
         self.states: dict[int, SlotState] = {}
         self.next = 1

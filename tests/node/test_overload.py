@@ -121,7 +121,7 @@ def test_a_tenant_that_requests_everything_at_once_does_not_delay_another(
 
         def crowded(inside: Any) -> tuple[int, int]:
             """Queue the other's fetch behind a thousand, in one turn of the loop, and count those before it."""
-            first, second = sorted(inside._connections.values(), key=lambda one: one.number)[-2:]
+            first, second = sorted(inside.connections.values(), key=lambda one: one.number)[-2:]
             queue = inside.fetches._queued
             sizes = [_Waiting(first.tenant, first.number)] * 1000 + [_Waiting(second.tenant, second.number)]
             queue.add(sizes)

@@ -18,16 +18,19 @@ from kvstore.sealing.keyring_state import read_status
 from kvstore.sealing.masters import open_master
 from kvstore.sealing.slots import State
 from nic_offload.memory import allocate
+from tests.conftest import small_client
 from tests.node.memory_image import mappings_of, search
 from tests.node.test_erasing import files_with, node_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SIZE, COUNT = 40_000, 24
 SAID = b"-- what they said to the model: "
 TENANT, ADA, BOB = "a-tenant-of-17", "ada-lovelace-1815", "bob-of-nowhere"
 CHAT = "chat-about-the-engine"
+WAIT_S = 30
 EXACT, WRONG = "exact", "wrong"  # no bool: True is equal to MissReason.UNKNOWN
 WORDS = [SAID + name.encode() for name in (ADA, BOB)]
 NAMES = [name.encode() for name in (TENANT, ADA, BOB, CHAT)]
@@ -188,6 +191,34 @@ def test_nothing_of_a_user_is_left_in_drive_index_logs_history_core_dump_or_swap
             assert got(client, ADA) == {MissReason.ERASED}, "the index is built from what can be opened"
             assert not list(client.sessions(ADA))
             assert got(client, BOB) == {EXACT}
+
+
+def put_reserved(client: Client, user: str, count: int) -> None:
+    """In slots that are leased, of which the node's Python writes."""
+    with allocate(SIZE * count) as memory, client.register(memory) as region:
+        memory[: SIZE * count] = payload(user) * count
+        keys = [
+            in_domain(block_key(b"reserved", bytes([number])), domain_of(user)) for number in range(count)
+        ]
+        blocks = [Block(key, region, SIZE * at, SIZE, domain=domain_of(user)) for at, key in enumerate(keys)]
+        client.reserve(blocks).arm(None).wait(WAIT_S)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="looks into the memory of a process that lets nobody else")
+@pytest.mark.parametrize("way", [put, put_reserved])
+def test_nothing_of_a_user_stays_where_the_puts_of_clients_that_are_still_connected_arrived(
+    tmp_path: Path, way: Callable[[Client, str, int], object]
+) -> None:
+    with node_of(tmp_path, encrypted=True) as node, small_client(node.target, tenant=TENANT) as client:
+
+        def is_there() -> bool:
+            return any(not one.is_dumped for one in search(node.pid, WORDS[:1]).get(WORDS[0], []))
+
+        way(client, ADA, 7)
+        assert is_there()
+        erased = client.erase_user(ADA)
+        assert erased.blocks
+        assert not is_there()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="looks into the memory of a process that lets nobody else")

@@ -84,7 +84,7 @@ def test_a_client_whose_connection_broke_is_detached(tmp_path: Path, monkeypatch
     with NodeInProcess(tmp_path) as node, small_client(node.target) as client:
         client.attach()
         assert node.call(len) == 1
-        of_the_node = node.call(lambda one: next(iter(one._connections.values())).endpoint)
+        of_the_node = node.call(lambda one: next(iter(one.connections.values())).endpoint)
         monkeypatch.setattr(Endpoint, "has_broken", property(lambda one: one is of_the_node))
         wait_until(lambda: node.call(len) == 0, "the client is detached", TIMEOUT_S)
         wait_until(lambda: not client.is_attached, "and knows it", TIMEOUT_S)

@@ -72,7 +72,7 @@ def test_a_client_that_returns_an_expired_lease_learns_that_it_expired(node: Nod
     leases = [(lease.slot, lease.generation) for one in (ended, standing) for lease in one._leases]
 
     def abort(inside: Node) -> tuple[int, list[int]]:
-        (connection,) = inside._connections.values()
+        (connection,) = inside.connections.values()
         return inside.abort(connection, leases)
 
     assert node.call(abort) == (2, [leases[0][1]])
@@ -129,7 +129,7 @@ def test_what_the_node_knows_of_a_failed_put_reaches_its_client_in_words(
         assert sorted((type(error).__name__, str(error)) for error in errors) == sorted(
             (type(error).__name__, str(error)) for error in ERRORS
         )
-    connection = node.call(lambda inside: next(iter(inside._connections.values())))
+    connection = node.call(lambda inside: next(iter(inside.connections.values())))
     assert not connection._failures  # each is told once
 
 
@@ -189,7 +189,7 @@ def test_a_put_that_failed_as_its_link_was_lost_ends_with_what_its_code_said(
 def test_a_node_remembers_as_many_failures_as_puts_may_be_under_way(node: NodeInProcess, rig: Rig) -> None:
     """For a client that never asks."""
     link_of(rig)
-    connection = node.call(lambda inside: next(iter(inside._connections.values())))
+    connection = node.call(lambda inside: next(iter(inside.connections.values())))
     for generation in range(1, 2 * link_of(rig).slots + 1):
         connection.failed(generation, ERRORS[0])
     assert list(connection._failures) == list(range(link_of(rig).slots + 1, 2 * link_of(rig).slots + 1))
