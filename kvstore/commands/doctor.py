@@ -31,7 +31,7 @@ from kvstore.commands.probes import (
     measure_drive,
     try_io_uring,
 )
-from kvstore.errors import FabricError, FabricUnavailable, StorageError
+from kvstore.errors import FabricError, FabricUnavailable, KvError, StorageError
 from kvstore.limits import LANDING_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ __all__ = [
     "check_fabric",
     "check_gpu",
     "check_io_uring",
+    "check_keyring",
     "check_memory",
     "examine",
     "main",
@@ -305,6 +306,20 @@ def _faster_encryption(proc: Path) -> str:
     return "apt install libipsec-mb1: encryption takes less than half of OpenSSL 3.0's time on this CPU."
 
 
+def check_keyring(data: Path) -> Iterator[Result]:
+    """The keyring of a data folder whose records are encrypted: whether a node would start with it."""
+    from kvstore.commands.keyring_check import keyring_flaw  # noqa: PLC0415 - as in check_fabric
+
+    try:
+        flaw = keyring_flaw(data)
+    except KvError as error:
+        flaw = str(error)
+    if flaw is not None:
+        yield Result(
+            "keyring", "fail", flaw, "No node starts with this data folder.", "Restore the newest keyring."
+        )
+
+
 def check_gpu(names: Callable[[], list[str]] = gpu_names) -> Iterator[Result]:
     """A GPU, if there is one; none is fine."""
     if found := names():
@@ -321,6 +336,7 @@ def examine(data: Path, progress: Told = lambda _what, _done, _total: None) -> l
         ("data folder", lambda: check_drive(data)),
         ("memory", check_memory),
         ("encryption", check_encryption),
+        ("keyring", lambda: check_keyring(data)),
         ("GPU", check_gpu),
     )
     results: list[Result] = []

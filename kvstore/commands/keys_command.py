@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from kvcli.progress import bars
 from kvcli.running import Status
+from kvstore.commands.keyring_check import marks_of
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
 from kvstore.limits import TENANT_BYTES
 from kvstore.sealing.control import find_control, proof
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
-from kvstore.sealing.keyring_state import read_root, read_status
+from kvstore.sealing.keyring_state import read_root, read_status, why_not_the_drives
 from kvstore.sealing.masters import check_master, new_master_file, open_master
 from kvstore.storage.giving_up import EncryptedStore
 from nic_offload.aead import wipe
@@ -97,6 +98,7 @@ def _opened(data: Path, option: str) -> Keyring:
 
 
 def _status(data: Path, option: str | None, *, as_json: bool) -> int:
+    marks = marks_of(data)  # first: a start changes the keyring before the drives
     node = find_control(data)
     status = read_status(keyring_path(data))
     clear: Clear = {}
@@ -106,14 +108,15 @@ def _status(data: Path, option: str | None, *, as_json: bool) -> int:
     elif option is not None:
         with _opened(data, option) as keyring:
             status = keyring.status()
+    why_not = why_not_the_drives(status.mark, marks)
     if as_json:
-        _print(json.dumps(_document(status, clear), indent=2))
+        _print(json.dumps(_document(status, clear, why_not), indent=2))
     else:
-        _print("\n".join(_lines(status, clear)))
-    return Status.NO if status.damaged else Status.DONE
+        _print("\n".join(_lines(status, clear, why_not)))
+    return Status.NO if status.damaged or why_not else Status.DONE
 
 
-def _document(status: KeyringStatus, clear: Clear) -> dict[str, object]:
+def _document(status: KeyringStatus, clear: Clear, why_not: str | None) -> dict[str, object]:
     return {
         "store": status.store_uuid.hex(),
         "master_key": status.master_id,
@@ -131,10 +134,11 @@ def _document(status: KeyringStatus, clear: Clear) -> dict[str, object]:
             {"drive": drive, "bytes": size, "why_not": why} for drive, (size, why) in sorted(clear.items())
         ],
         "copies_on_write": status.copies_on_write,
+        "not_the_drives": why_not,
     }
 
 
-def _lines(status: KeyringStatus, clear: Clear) -> list[str]:
+def _lines(status: KeyringStatus, clear: Clear, why_not: str | None) -> list[str]:
     lines = [
         f"store       {status.store_uuid.hex()}",
         f"master key  {status.master_id}",
@@ -156,6 +160,8 @@ def _lines(status: KeyringStatus, clear: Clear) -> list[str]:
             f"The keyring is on {status.copies_on_write}, which keeps data that was overwritten: an erased key may stay"
             " there. Move the data folder to ext4 or XFS."
         )
+    if why_not is not None:
+        lines.append(why_not)
     if status.damaged:
         lines.append(
             "What a damaged key encrypted can't be opened, and no key is rotated: restore a copy of the keyring, or"

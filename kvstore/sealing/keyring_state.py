@@ -22,9 +22,10 @@ from kvstore.sealing.slots import (
     parse_header,
     root_associated,
 )
+from kvstore.wire.record import KeyringMark
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from kvstore.sealing.keyring_file import KeyringFile
@@ -41,6 +42,7 @@ __all__ = [
     "read_status",
     "status_of",
     "unwrapped_root",
+    "why_not_the_drives",
 ]
 
 
@@ -58,6 +60,7 @@ class KeyringStatus(NamedTuple):
     tenants: tuple[tuple[bytes, int], ...]  # each with the version of its key
     rotating: tuple[bytes, ...]  # tenants whose rotation was begun and not finished
     copies_on_write: str | None  # the kind of file system, if it keeps overwritten data
+    mark: KeyringMark | None  # what drives would have of it; None if it has no store key
 
 
 class TenantKey(NamedTuple):
@@ -74,7 +77,10 @@ def read_status(path: Path) -> KeyringStatus:
         header = header_of(file)
         count = header.slots or (file.pages - HEADER_PAGES) * SLOTS_PER_PAGE
         slots = SlotTable(file, count, are_marked=bool(header.slots))
-        return status_of(file, header, slots, found_in(slots, header.root.id).tenants)
+        found = found_in(slots, header.root.id)
+        return status_of(
+            file, header, slots, found.tenants, None if found.store is None else found.store[1].id
+        )
     finally:
         file.close()
 
@@ -152,8 +158,30 @@ def found_in(slots: SlotTable, root_id: bytes) -> Found:
     return Found(store, live, gone, [number for number, slot in others if slot.id in ids])
 
 
+def why_not_the_drives(keyring: KeyringMark | None, drives: Iterable[KeyringMark]) -> str | None:
+    """Say in a sentence why this isn't the keyring that drives were last in use with; None if it may be."""
+    for mark in drives:
+        if keyring is None:
+            how = "has no store key"
+        elif mark.id != keyring.id:
+            how = f"has the id {keyring.id.hex()}, and the store's records are encrypted with {mark.id.hex()}"
+        elif mark.sequence > keyring.sequence:
+            how = f"is an older copy: it was changed {keyring.sequence} times, and the drives know of {mark.sequence}"
+        else:
+            continue
+        return (
+            f"The keyring {how}: restore the newest copy, or go on with this one and give up what it has no keys for"
+            " (`kvstore keys accept-keyring`)."
+        )
+    return None
+
+
 def status_of(
-    file: KeyringFile, header: Header, slots: SlotTable, tenants: Mapping[bytes, Sequence[TenantKey]]
+    file: KeyringFile,
+    header: Header,
+    slots: SlotTable,
+    tenants: Mapping[bytes, Sequence[TenantKey]],
+    store_key_id: bytes | None,
 ) -> KeyringStatus:
     """The state of an open file."""
     free, live, gone, damaged = slots.counts()
@@ -169,4 +197,5 @@ def status_of(
         tenants=tuple((tenant, keys[-1].slot.version) for tenant, keys in sorted(tenants.items())),
         rotating=tuple(tenant for tenant, keys in sorted(tenants.items()) if len(keys) > 1),
         copies_on_write=file.copies_on_write if isinstance(file, FolderFile) else None,
+        mark=None if store_key_id is None else KeyringMark(store_key_id, header.sequence),
     )

@@ -281,7 +281,7 @@ class OpenKeyring(Handle):
         """Return what the keyring holds."""
         with self._keys:
             tenants = {tenant: list(keys) for tenant, keys in self._tenants.items()}
-        return status_of(self._file, self._header, self._slots, tenants)
+        return status_of(self._file, self._header, self._slots, tenants, self.store_key_id)
 
     # Writing
 

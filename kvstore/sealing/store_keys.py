@@ -35,6 +35,7 @@ from kvstore.limits import (
 from kvstore.names import domain_tag, domain_tag_in
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
+from kvstore.sealing.keyring_state import why_not_the_drives
 from kvstore.sealing.masters import check_master, open_master
 from kvstore.sealing.slots import NO_NAME
 from kvstore.wire.record import KeyringMark
@@ -195,8 +196,8 @@ class StoreKeys:
         """Take note of the keys that a drive's records name, by number."""
         if lost := self._keyring.expect(numbers):
             log.warning(
-                "The keyring lacks %d keys that blocks name, as an older copy does: these blocks are misses until the"
-                " newest is restored, or they are given up (`kvstore keys accept-keyring` on the stopped node).",
+                "The keyring lacks %d keys that blocks and sessions name, as an older copy does: these are misses until"
+                " the newest is restored, or they are given up (`kvstore keys accept-keyring` on the stopped node).",
                 lost,
             )
 
@@ -348,26 +349,10 @@ def keys_opener(
             keyring = Keyring.open(path, master, store_uuid)
         finally:
             master.close()
-        try:
-            _check_marks(keyring, marks)
-        except WrongKeyring:
+        own = KeyringMark(keyring.store_key_id, keyring.sequence)
+        if (why_not := why_not_the_drives(own, marks)) is not None:
             keyring.close()
-            raise
+            raise WrongKeyring(why_not)
         return StoreKeys(keyring)
 
     return open_keys
-
-
-def _check_marks(keyring: Keyring, marks: Sequence[KeyringMark]) -> None:
-    """WrongKeyring if the drives were in use with another keyring, or with a later state of this one."""
-    for mark in marks:
-        if mark.id != keyring.store_key_id:
-            how = f"has the id {keyring.store_key_id.hex()}, and the store's records are encrypted with {mark.id.hex()}"
-        elif mark.sequence > keyring.sequence:
-            how = f"is an older copy: it was changed {keyring.sequence} times, and the drives know of {mark.sequence}"
-        else:
-            continue
-        raise WrongKeyring(
-            f"The keyring {how}: restore the newest copy, or go on with this one and give up what it has no keys for"
-            " (`kvstore keys accept-keyring`)."
-        )

@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvstore.errors import StorageError
 from kvstore.storage.clear_labels import without_clear_labels
 from kvstore.storage.doubts import Doubts
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from kvstore.storage.disk import Progress
@@ -74,7 +75,7 @@ def _checked(
     """
     live, extents = extents_around(index, volume.superblock, lives)
     if volume.keys is not None:  # a new index has nothing whose key is missing
-        volume.keys.expect(index.key_numbers())
+        volume.keys.expect(np.union1d(index.key_numbers(), Manifests(index).key_numbers()))
     if not index.is_sealed:
         check_index(index, volume)
     if not index.was_clean:

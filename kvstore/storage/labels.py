@@ -22,7 +22,7 @@ from nic_offload.vault import KeyName
 if TYPE_CHECKING:
     from kvstore.storage.sealing import Keys
 
-__all__ = ["LOST_LABEL", "SEALED_MORE_BYTES", "Labels", "is_sealed_label"]
+__all__ = ["LOST_LABEL", "SEALED_MORE_BYTES", "Labels", "is_sealed_label", "number_of_key"]
 
 LOST_LABEL: Final = b"\xff"  # its user's key was destroyed before it was written
 _KEY: Final = struct.Struct("<IQ")
@@ -32,6 +32,12 @@ SEALED_MORE_BYTES: Final = 1 + _KEY.size + NONCE_BYTES + TAG_BYTES  # than the l
 def is_sealed_label(label: bytes) -> bool:
     """Return whether it is not a label as its owner wrote it."""
     return label.startswith(LOST_LABEL)
+
+
+def number_of_key(label: bytes) -> int | None:
+    """Return the number of the key that seals a label; None if it has none."""
+    is_whole = is_sealed_label(label) and len(label) >= SEALED_MORE_BYTES
+    return int(_KEY.unpack_from(label, 1)[0]) if is_whole else None
 
 
 class Labels:

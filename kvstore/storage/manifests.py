@@ -21,6 +21,8 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
+
 from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import (
     ENCRYPT_LOOKED_AT_ONCE,
@@ -31,14 +33,16 @@ from kvstore.limits import (
     TENANT_BYTES,
     USER_BYTES,
 )
-from kvstore.storage.labels import LOST_LABEL, SEALED_MORE_BYTES, Labels, is_sealed_label
+from kvstore.storage.labels import LOST_LABEL, SEALED_MORE_BYTES, Labels, is_sealed_label, number_of_key
 from kvstore.storage.overwriting import note
 from kvstore.storage.row_check import CHECK_BYTES, checked
-from kvstore.wire.manifest import Manifest, pack_manifest, parse_manifest, split_keys
+from kvstore.wire.manifest import Manifest, label_of, pack_manifest, parse_manifest, split_keys
 from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.storage.index import Index, Name
     from kvstore.storage.sealing import Keys
@@ -270,6 +274,13 @@ class Manifests:
                 transaction.put(row_name, checked(row_name, value), db=self._index.sessions)
 
         self._index.write(seal_all)
+
+    def key_numbers(self) -> NDArray[np.int64]:
+        """Return which keys, by number, the labels of sessions name: those of their users, as their records have."""
+        with self._index.reading() as transaction:
+            rows = transaction.cursor(self._index.sessions)
+            numbers = {number_of_key(label_of(row[_PLACE.size :])) for _, row in rows}
+        return np.array(sorted(one for one in numbers if one is not None), np.int64)
 
     def pages_of_tenants(self) -> Counter[bytes]:
         """Return how many pages the records of each tenant take."""

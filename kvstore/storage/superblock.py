@@ -32,10 +32,20 @@ from kvstore.wire.record import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kvstore.clock import Clock
     from kvstore.storage.disk import Disk, Progress
 
-__all__ = ["EPOCH_FORMATTED", "Membership", "find_superblock", "format_drive", "renewed", "write_superblock"]
+__all__ = [
+    "EPOCH_FORMATTED",
+    "Membership",
+    "find_superblock",
+    "format_drive",
+    "read_superblock",
+    "renewed",
+    "write_superblock",
+]
 
 EPOCH_FORMATTED: Final = 1  # the first opening makes it 2 before any record is written
 _FILL_BYTES: Final = 1 << 20
@@ -75,6 +85,12 @@ def find_superblock(disk: Disk) -> Superblock | None:
             f"and was created with {superblock.capacity_bytes}."
         )
     return superblock
+
+
+def read_superblock(path: Path) -> Superblock | None:
+    """Read that of a drive which a node may have open; None if there is none."""
+    with path.open("rb") as file:
+        return _newest([file.read(PAGE_BYTES) for _ in range(SUPERBLOCK_COPIES)])
 
 
 def write_superblock(disk: Disk, superblock: Superblock) -> None:

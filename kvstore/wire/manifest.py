@@ -37,6 +37,7 @@ __all__ = [
     "Turn",
     "chunk_key",
     "cut_turns",
+    "label_of",
     "pack_manifest",
     "parse_manifest",
     "session_key",
@@ -121,6 +122,15 @@ def pack_manifest(manifest: Manifest) -> bytes:
     else:
         last = _EXPIRES.pack(manifest.expires_ms) if manifest.expires_ms else b""
     return b"".join((fixed, *manifest.chunks, *manifest.tail, *turns, manifest.label, last))
+
+
+def label_of(payload: bytes) -> bytes:
+    """The label of a packed session, without a look at the rest; anything if that is not whole."""
+    if len(payload) < _FIXED.size:
+        return b""
+    _, _, chunks, tail, turns, label = _FIXED.unpack_from(payload)
+    at = _FIXED.size + (chunks + tail) * KEY_BYTES + turns * _TURN.size
+    return payload[at : at + label]
 
 
 def parse_manifest(payload: bytes, label_bytes_max: int = SESSION_LABEL_BYTES_MAX) -> Manifest | None:

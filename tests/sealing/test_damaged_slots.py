@@ -18,7 +18,7 @@ from kvstore.sealing.slots import HEADER_PAGES, SLOT_BYTES, Kind, State, parse_s
 from kvstore.sealing.store_keys import keys_opener
 from kvstore.storage.fsck import check
 from tests.sealing.test_lost_keyring import DOMAIN, PAYLOAD, Ring, command, is_there, killed, rig
-from tests.storage.rig import TENANT
+from tests.storage.rig import TENANT, USER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -227,6 +227,27 @@ def test_what_an_older_copy_has_no_key_for_is_not_taken_for_erased(
     without_index(rig)
     rig.open()  # once and for all
     assert is_there(rig, 2)
+
+
+def test_a_session_whose_key_an_older_copy_lacks_is_not_taken_for_erased(
+    rig: Ring, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record has its user's key, which no block has."""
+    path = keyring_path(rig.data)
+    rig.open()
+    shutil.copy(path, rig.data / "copy")
+    assert rig.append(1, [1, 2], label="her chat").error is None
+    lacking = slots_of(path)[USER]
+    killed(rig)
+    shutil.copy(rig.data / "copy", path)
+    rig.open()
+    assert "lacks 1 keys that blocks and sessions name" in caplog.text
+    assert rig.put(5, PAYLOAD, domain=b"a later domain..").error is None
+    assert lacking not in slots_of(path).values(), "it is given to nobody"
+    rig.store.close()
+    without_index(rig)
+    with pytest.raises(StorageError, match=r"1 records need keys .* accept-keyring"):
+        rig.open()
 
 
 def test_swapped_slots_are_reported_as_damaged(rig: Ring) -> None:

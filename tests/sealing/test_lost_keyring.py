@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvcli.running import Status
 from kvstore.cli import main
+from kvstore.commands.doctor import check_keyring
 from kvstore.errors import ConfigError, NoKeyring, StorageError, WrongKeyring
 from kvstore.miss import Miss
 from kvstore.sealing.keyring import Keyring
@@ -97,6 +99,33 @@ def test_a_store_whose_keyring_is_lost_is_not_opened(rig: Ring, *, with_key: boo
     rig.option = option
     rig.open()
     assert is_there(rig, 1)
+    assert is_there(rig, 2)
+
+
+def test_status_and_doctor_say_that_a_keyring_is_older_or_lost(
+    rig: Ring, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = keyring_path(rig.data)
+    older = path.read_bytes()
+    rig.open()
+    assert main(["keys", "status", "--data", str(rig.data)]) == 0, "beside a running node, too"
+    assert [*check_keyring(rig.data)] == []
+    rig.store.close()
+    newest = path.read_bytes()
+    capsys.readouterr()
+    path.write_bytes(older)
+    with pytest.raises(WrongKeyring, match="is an older copy") as refused:
+        rig.open()
+    (found,) = check_keyring(rig.data)
+    assert (found.status, found.found) == ("fail", str(refused.value))
+    for more in ((), ("--json",)):
+        assert main(["keys", "status", "--data", str(rig.data), *more]) == Status.NO
+        assert str(refused.value) in capsys.readouterr().out
+    path.unlink()
+    (found,) = check_keyring(rig.data)
+    assert (found.status, found.found.startswith(f"There is no keyring {path}")) == ("fail", True)
+    path.write_bytes(newest)
+    rig.open()
     assert is_there(rig, 2)
 
 
