@@ -1,21 +1,24 @@
 """Erasing a user or a tenant: the calls, and what a node answers.
 
 What always holds: when a call returns, what it erased is gone from that node's memory and drives, durably. A call ends
-within its timeout, with an error if the erasure has not; it can be asked for again.
+within its timeout, with an error if the erasure has not. Then the node stops where it is: keys that it has destroyed
+stay destroyed, and a repeated call completes the erasure.
 What it doesn't do: ask other nodes of a cluster; `ClusterClient` does.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.checks import check_name
+from kvstore.errors import DeadlineExceeded
 from kvstore.wire import erasing_pb2 as pb
 from kvstore.wire import erasing_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     import grpc
@@ -62,14 +65,25 @@ class ErasingCalls:
         """As `Client.erase_user`."""
         check_name("A user", user)
         request = pb.EraseUserRequest(tenant=self._tenant, user=user)
-        with self._calling("Erasing a user"):
+        with self._until_its_end("Erasing a user"):
             return _erased(self._stub.EraseUser(request, timeout=timeout_s).erased)
 
     def tenant(self, timeout_s: float) -> Erased:
         """As `Client.erase_tenant`."""
         request = pb.EraseTenantRequest(tenant=self._tenant)
-        with self._calling("Erasing a tenant"):
+        with self._until_its_end("Erasing a tenant"):
             return _erased(self._stub.EraseTenant(request, timeout=timeout_s).erased)
+
+    @contextmanager
+    def _until_its_end(self, doing: str) -> Iterator[None]:
+        try:
+            with self._calling(doing):
+                yield
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"{error} It is not complete, though keys may be destroyed by now; repeat the call with a longer"
+                " timeout, and it does the rest."
+            ) from error
 
 
 def _erased(answer: pb.Erased) -> Erased:

@@ -15,9 +15,10 @@ import pytest
 
 from kvstore.client import Block, Client, Stored
 from kvstore.demo.node_process import NodeProcess
-from kvstore.errors import KvError, ReadOnly, StorageError
+from kvstore.errors import DeadlineExceeded, KvError, ReadOnly, StorageError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
+from kvstore.node.audit import Audit
 from kvstore.node.erasing import _Erasure
 from kvstore.sealing.masters import new_master_file
 from kvstore.sealing.store_keys import keys_opener
@@ -393,6 +394,44 @@ def test_while_a_user_is_erased_nothing_is_encrypted_with_a_new_key(
         assert erasure.result(20).blocks == 1
         client.put_inline(later, b"y" * 5000, domain=domain)
         assert client.get_inline(later, 5000) == b"y" * 5000
+
+
+@pytest.mark.parametrize("step", ["sessions", "blocks_of", "wipe_free_memory"])
+def test_an_erasure_that_passes_its_deadline_is_acknowledged_only_when_it_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """It stops before a step; its caller is told that it is not complete, and what completes it."""
+    never, noted, domain = asyncio.Event(), list[str](), domain_of(ADA)
+    keys = [in_domain(block_key(bytes([number])), domain) for number in range(9)]
+    note = Audit.note
+
+    def noting(audit: Audit, what: str, **said: Any) -> bool:
+        noted.append(what)
+        return note(audit, what, **said)
+
+    monkeypatch.setattr(Audit, "note", noting)
+    with (
+        NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
+        small_client(node.target) as client,
+    ):
+        for key in keys:
+            client.put_inline(key, WORDS[0] * 100, domain=domain)
+        client.session(ADA, "chat").append(keys, tokens=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(_Erasure, step, lambda *_: never.wait())
+            with (
+                small_client(node.target) as another,  # whose own calls wait for a moment then
+                pytest.raises(DeadlineExceeded, match=r"not complete.*repeat the call"),
+            ):
+                another.erase_user(ADA, timeout_s=0.5)
+        assert noted == [], "nothing is acknowledged"
+        assert json.loads(client.erase_user(ADA).receipt)["earlier_keys"] == 2
+        assert noted == ["erase-domain"]
+        assert {one.reason for one in client.exists(keys) if isinstance(one, Miss)} == {MissReason.ERASED}
+        assert list(client.sessions(ADA)) == []
+        assert WORDS[0] not in node.call(lambda inside: bytes(inside.hot.view))
+        client.put_inline(keys[0], b"again", domain=domain)
+        assert client.get_inline(keys[0], 5) == b"again"
 
 
 def test_memory_that_is_given_beforehand_has_nothing_of_an_erased_user(tmp_path: Path) -> None:
