@@ -1,4 +1,7 @@
-"""SIGKILL at random moments: what was acknowledged as written comes back exact, all else is exact or a miss."""
+"""SIGKILL at random moments: what was acknowledged as written comes back exact, all else is exact or a miss.
+
+With odd seeds the node encrypts.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import pytest
 from kvstore.client import Block, Hit, PutResult
 from kvstore.durability import Durability
 from kvstore.errors import KvError
+from kvstore.names import SHARED
+from kvstore.sealing.masters import new_master_file
 from tests.conftest import MIB, Rig, small_node
 
 if TYPE_CHECKING:
@@ -34,7 +39,11 @@ def test_every_block_acknowledged_as_written_survives_sigkill(
     seed = int(os.environ.get("TRIGGERKV_SEED", str(secrets.randbits(32))))
     record_property("TRIGGERKV_SEED", seed)
     rng = random.Random(seed)
-    node = small_node(tmp_path / "node", capacity=f"{ROOM_BYTES}")
+    arguments: list[str] = []
+    if seed % 2:
+        new_master_file(tmp_path / "master.key")
+        arguments = ["--master-key", f"file:{tmp_path / 'master.key'}"]
+    node = small_node(tmp_path / "node", capacity=f"{ROOM_BYTES}", arguments=arguments)
     try:
         rig = Rig(node)
         acked: dict[bytes, tuple[int, int]] = {}
@@ -74,6 +83,7 @@ def one_round(
             rng.randrange(0, 15 * MIB),
             rng.choice([1, 4096, 100_000, MIB]),
             threshold=i + 1,
+            domain=SHARED,
         )
         for i in range(BLOCKS)
     ]
