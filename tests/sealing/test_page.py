@@ -34,6 +34,10 @@ def test_the_tests_that_the_page_names_exist() -> None:
     for name in files:
         assert (ROOT / name).is_file(), name
     written = "".join(path.read_text() for path in sorted((ROOT / "tests" / "sealing").glob("test_*.py")))
+    shown = re.findall(r"`([\w/]+\.py)::(test_\w+)`", PAGE)
+    assert len(shown) > 50
+    for name, test in shown:
+        assert f"def {test}(" in (ROOT / "tests" / name).read_text(), f"{name}::{test}"
     named = re.findall(r"`(test_\w+)`", PAGE)
     assert len(named) >= 4
     for name in named:
