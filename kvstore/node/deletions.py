@@ -79,6 +79,11 @@ class Erasures:
         self._until_ns = {named: until_ns for named, until_ns in self._until_ns.items() if until_ns > now_ns}
         self._until_ns[tenant, domain] = now_ns + ERASED_COPIES_REFUSED_MS * _MS
 
+    def began_since(self, tenant: bytes, domain: bytes, since_ns: int) -> bool:
+        """Whether an erasure of this domain has begun since then, if that was no longer ago than copies are refused."""
+        begun_ns = since_ns + ERASED_COPIES_REFUSED_MS * _MS
+        return any(self._until_ns.get((tenant, one), 0) >= begun_ns for one in (None, domain))
+
     def refuse_copies(self, tenant: bytes, domain: bytes) -> bool:
         """Whether copies of blocks of this domain may have been read, elsewhere, before it was erased there."""
         now_ns = self._clock.monotonic_ns()

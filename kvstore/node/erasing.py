@@ -273,7 +273,7 @@ class _Erasure:
         lost = {_domain_number(key) for key in self.keys if key.is_lost}
         if domain is not None and lost:  # whose these slots were is known by the keys of blocks alone
             steps = chain(steps, self._fitting(domain, lost))
-        names: list[Name] = []
+        names = node.granted.of_domain(self._tenant, domain)
         is_more = True
         while is_more:
             async with node.turns.of(self._tenant):  # most of what is looked at may be no part of the domain

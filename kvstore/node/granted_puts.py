@@ -480,7 +480,7 @@ class Granted:
             pages.release(one.piece)
         for holder, count in freed.items():
             memory.shares.release(holder, count * PAGE_BYTES)
-        self._node.note_freed()
+        self._node.freed.set()
         self.feed_hungry()
         if self._node.fetches.waiting:  # the memory was held against them
             self._node.later(0, self._node.fetches.pump)
@@ -528,6 +528,11 @@ class Granted:
                 one.is_gone = True
                 self._memory.stored([name])  # no lane takes one of that name until the store is done
                 self._memory.unlist([name])
+
+    def of_domain(self, tenant: bytes, domain: bytes | None) -> list[Name]:
+        """Return the names of a tenant's blocks, all or those of a domain, that wait for the store."""
+        areas = [area for area in self._areas.values() if area.connection.tenant == tenant]
+        return [one.name for area in areas for one in area.unheard if domain in (None, one.came.domain)]
 
     def delete(self, names: Iterable[Name]) -> None:
         """These are being deleted. Blocks not yet passed to the store never will be: they were put and deleted."""

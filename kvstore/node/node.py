@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import KeyTaken, NoMemory, Overloaded, ProtocolError
+from kvstore.errors import KeyTaken, NoMemory, Overloaded, ProtocolError, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     HOT_BYTES_DEFAULT,
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.cluster.membership import Membership
-    from kvstore.errors import StorageError
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
@@ -90,6 +89,7 @@ __all__ = ["Node"]
 log = logging.getLogger(__name__)
 
 _FILLER_NICE: Final = 10  # of the thread that has memory for puts: it takes what others leave
+_ERASED: Final = "The erase domain of the block was erased after it had landed."
 _TAKEN: Final = "Another block, of another length or layout, is stored under this key."
 
 
@@ -127,7 +127,7 @@ class Node:
         self._leased = LeaseTable(tenants_known)  # until the drive is done or the lease over
         self._due: FairQueue[LandedLease] = FairQueue()  # to be stored
         self._goes_on = False  # with that, in the next round of the loop
-        self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
+        self.freed = asyncio.Event()  # set whenever memory goes that outlived its connection
         self.places = Places(self.address.clients_max(), tenants_known)
         # Others hold all that is registered in the machine's memory, whether or not anything lands in it.
         self._pins = fabric.provider not in {"net", "tcp", "tcp;ofi_rxm", "sockets", "shm", "memory"}
@@ -347,7 +347,7 @@ class Node:
         # Every leased slot still ends in an event: its block had landed, or its watch was withdrawn.
         if connection.closed and not connection.slots.busy and not connection.filling:
             self._closing.discard(connection)
-            self._freed.set()
+            self.freed.set()
             self.landing.give_back(connection.tenant, connection.landing_bytes)
             connection.free_memory()
 
@@ -359,10 +359,6 @@ class Node:
     def later(self, delay_s: float, do: Callable[..., object], *arguments: object) -> None:
         """Run something later, on the loop."""
         self._loop.call_later(delay_s, or_stop(do), *arguments)
-
-    def note_freed(self) -> None:
-        """Note that memory which outlives its connection was freed."""
-        self._freed.set()
 
     def connection(self, number: int, owner: Tenant | None) -> Connection:
         """The connection with this number. A connection of another tenant is treated as nonexistent."""
@@ -491,6 +487,12 @@ class Node:
             self._loop.call_soon(or_stop(self._store_due))
 
     def _store(self, landed: Sequence[LandedLease]) -> None:
+        since = self.erasures.began_since
+        if erased := [one for one in landed if since(one.tenant, one.lease.domain, one.lease.landed_ns)]:
+            landed = [one for one in landed if one not in erased]
+            self._kept(
+                [PutDone(lease.generation, StorageError(_ERASED), lease.durability) for _, lease, _ in erased]
+            )
         items = [connection.item(lease, event.value) for connection, lease, event in landed]
         self.granted.before_others([(item.tenant, item.key) for item in items])
         try:
@@ -578,8 +580,8 @@ class Node:
 
     async def _all_freed(self) -> None:
         while self._closing or len(self.granted):
-            self._freed.clear()
-            await self._freed.wait()
+            self.freed.clear()
+            await self.freed.wait()
 
     async def close(self) -> None:
         """Close all connections, and wait within a bound until all landed blocks are on the drive."""

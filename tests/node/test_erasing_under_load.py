@@ -15,7 +15,8 @@ import pytest
 
 from kvstore.client import Block, Client, Stored
 from kvstore.demo.node_process import NodeProcess
-from kvstore.errors import DeadlineExceeded, KvError, ReadOnly, StorageError
+from kvstore.durability import Durability
+from kvstore.errors import DeadlineExceeded, KvError, Overloaded, ReadOnly, StorageError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
 from kvstore.node.audit import Audit
@@ -23,6 +24,7 @@ from kvstore.node.erasing import _Erasure
 from kvstore.sealing.masters import new_master_file
 from kvstore.sealing.store_keys import keys_opener
 from kvstore.storage.items import SessionItem
+from kvstore.storage.store import Store
 from nic_offload.receiver import Room
 from tests.conftest import small_client
 from tests.node.in_process import NodeInProcess
@@ -432,6 +434,45 @@ def test_an_erasure_that_passes_its_deadline_is_acknowledged_only_when_it_is_rep
         assert WORDS[0] not in node.call(lambda inside: bytes(inside.hot.view))
         client.put_inline(keys[0], b"again", domain=domain)
         assert client.get_inline(keys[0], 5) == b"again"
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_what_had_landed_and_waits_for_a_full_store_is_erased_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_leased: bool
+) -> None:
+    """It is acknowledged as landed, and the store takes no put before the erasure has ended."""
+    domain = domain_of(ADA)
+    key = in_domain(block_key(b"landed"), domain)
+    is_full, refused = threading.Event(), threading.Event()
+    store_put = Store.put
+
+    def full(store: Store, items: Any, done: Any) -> None:
+        if is_full.is_set():
+            refused.set()
+            raise Overloaded("The drive's queue is full.")
+        store_put(store, items, done)
+
+    monkeypatch.setattr(Store, "put", full)
+    with (
+        NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
+        small_client(node.target) as client,
+        client.register(bytearray(WORDS[0] * 100)) as region,
+    ):
+        size = len(WORDS[0]) * 100
+        client.put_inline(in_domain(block_key(b"before"), domain), b"x", domain=domain)
+        is_full.set()
+        blocks = [Block(key, region, 0, size, domain=domain)]
+        if is_leased:
+            armed = client.reserve(blocks, durability=Durability.LANDED).arm(None)
+        else:
+            armed = client.arm(blocks, None, durability=Durability.LANDED)
+        assert armed.wait(20)[0].error is None
+        assert refused.wait(20)
+        client.erase_user(ADA)
+        assert isinstance(client.get_inline(key, size), Miss)
+        is_full.clear()
+        client.put_inline(block_key(b"later"), b"y", domain=SHARED)
+        assert isinstance(client.get_inline(key, size), Miss)
 
 
 def test_memory_that_is_given_beforehand_has_nothing_of_an_erased_user(tmp_path: Path) -> None:
