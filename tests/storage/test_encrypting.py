@@ -32,6 +32,7 @@ LABEL = "a label of hers"
 TURNS_MAX = POLLS_MAX = 10_000
 BLOCKS = 12
 LIVES_MAX = 12
+PATIENCE_MS = 100_000
 
 
 def payload(number: int) -> bytes:
@@ -484,3 +485,52 @@ def test_ground_that_a_lane_gives_back_is_overwritten_too(tmp_path: Path) -> Non
     assert rig.put(500, payload(50)).error is None
     assert rig.get(500)[1] == payload(50)
     rig.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_label_is_left_though_sessions_change_and_it_is_killed_meanwhile(
+    tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    rig = StoreRig(tmp_path / "data", FakeDisk(seed=seed))
+    rig.patience_ms = PATIENCE_MS
+    rig.open()
+    for number in range(BLOCKS):
+        assert rig.put(number, payload(number)).error is None
+    change_sessions(rig, chance, 40, until=14)
+    rig.kill()
+    assert rig.disk is not None
+    rig.disk = rig.disk.after_kill(seed)
+    opened(rig)
+    for life in range(LIVES_MAX // 3):
+        stop_at = rig.disk.operations + chance.randrange(1, 80)
+        while rig.disk.operations < stop_at and rig.store.statistics().clear_bytes:
+            rig.clock.now_ms += ENCRYPT_REST_MS
+            rig.store.poll()
+            if chance.random() < 0.1:
+                change_sessions(rig, chance, 1)
+        rig.kill()
+        rig.disk = rig.disk.after_kill(life)
+        rig.open()
+    for _ in range(30):
+        turn(rig)
+        change_sessions(rig, chance, 1)
+    encrypted(rig)
+    assert not is_marked(rig)
+    rig.store.close()
+    assert not any(LABEL.encode() in file.read_bytes() for file in (rig.data / "index-0").iterdir())
+
+
+def change_sessions(rig: StoreRig, chance: random.Random, times: int, until: int = 6) -> None:
+    """Append to some, fork and remove others; what there is no session for changes nothing."""
+    for _ in range(times):
+        number, other = chance.sample(range(1, until), 2)
+        what = chance.random()
+        if what < 0.6:
+            rig.append(
+                number, [chance.randrange(BLOCKS) for _ in range(chance.choice([1, 3, 70]))], label=LABEL
+            )
+        elif what < 0.8:
+            rig.fork(number, other, 1, label=LABEL)
+        else:
+            rig.remove(number)
