@@ -87,13 +87,11 @@ def steps(reach: Reach, timeout_s: float | None = None) -> Iterator[Step]:
         return
     addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
     yield Step("name", True, f"{host} is {', '.join(addresses)}")
-    connected, failed = _connect(addresses, port, timeout_s)
+    connected, how = _connect(addresses, port, timeout_s)
+    yield how
     if connected is None:
-        yield failed
         return
     with connected:
-        peer = connected.getpeername()[0]
-        yield Step("connection", True, f"a process listens on {peer} port {port}")
         yield _shake_hands(connected, host, reach) if reach.uses_tls else _speak_plainly(connected)
 
 
@@ -102,7 +100,9 @@ def _connect(addresses: list[str], port: int, timeout_s: float) -> tuple[socket.
     advice = "Is the node running, and is this its port?"
     for address in addresses:
         try:
-            return socket.create_connection((address, port), timeout=timeout_s), Step("connection", True, "")
+            # Not asked of the socket, which may have been reset by now.
+            how = Step("connection", True, f"a process listens on {address} port {port}")
+            return socket.create_connection((address, port), timeout=timeout_s), how
         except TimeoutError:
             failures[address] = f"no answer in {timeout_s:.0f} s"
             advice = "A firewall may drop it, or the machine is down."

@@ -260,3 +260,14 @@ def test_what_grpc_says_of_its_inner_parts_is_told_to_nobody(
     failure.trailing_metadata.return_value = ()
     assert words_of(failure) == words
     assert words in str(error_from_rpc("Attaching", failure))
+
+
+def test_a_node_that_dies_right_after_it_was_reached_is_a_step_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And no error of the system's, which a call would raise instead of its own."""
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: socket.socket())
+    *_, connection, last = steps(Reach(("127.0.0.1:1",)), WAIT_S)
+    assert (connection.name, connection.is_done) == ("connection", True)
+    assert (last.name, last.is_done) == ("protocol", False)
+    assert "the connection was closed" in last.said
