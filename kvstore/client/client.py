@@ -9,8 +9,8 @@
         outcomes = client.get(blocks, timeout_s=10)
 
 What always holds: every call ends within its deadline; a get returns exact bytes, or a Miss with its reason, and never
-raises because a node is away; a put that can't be had has one typed error; once a call has ended nothing of it writes
-to the caller's memory. A mistake of the caller's is a `UsageError`, and nothing is sent.
+raises because a node is away; a failed put has one typed error; once a call has ended, nothing of it writes to the
+caller's memory. A mistake of the caller's is a `UsageError`, and nothing is sent.
 
 It talks to one node, by one transport; `Nodes` talks to several.
 """
@@ -115,11 +115,11 @@ class Client(Handle):
         """Open the channel. The node is not called yet; the fabric is opened when it is first needed.
 
         Arguments not given here come from the environment or the file of the client's settings (`kvstore.reach`). A
-        `Reach` replaces all of them. `transport` says how blocks go: "fabric" (remote writes through libfabric), "grpc"
-        (copied by the CPU), "memory" (to a `MemoryNode` of this process), or "auto", the default: the fabric, or gRPC
-        where there is no libfabric. `provider` is libfabric's; by default the best available.
-        `user` or `shared` says whose the blocks are that it puts without a domain: this user's, with keys of
-        `in_domain(key, domain_of(user))`, or all users'. A node that encrypts refuses a put that says neither.
+        `Reach` replaces all of them. `transport` says how blocks are carried: "fabric" (remote writes through
+        libfabric), "grpc" (copied by the CPU), "memory" (to a `MemoryNode` of this process), or "auto", the default:
+        the fabric, or gRPC where there is no libfabric. `provider` is libfabric's; by default the best available.
+        `user` or `shared` says who owns the blocks that it puts without a domain: this user, with keys of
+        `in_domain(key, domain_of(user))`, or all users together. A node that encrypts refuses a put that says neither.
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
         is a miss.
         `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
@@ -182,7 +182,7 @@ class Client(Handle):
 
     @property
     def fabric(self) -> Fabric:
-        """The fabric of all its links; inside gRPC, one that only has the memory and the flags."""
+        """The fabric of all its links; with gRPC, one that only has the memory and the flags."""
         return self._core.fabric
 
     @property
@@ -198,7 +198,7 @@ class Client(Handle):
     def attach(self) -> None:
         """Attach now, so that the next put or get does not have to. It waits for the node to provide memory.
 
-        Inside gRPC it only finds out whether the node is there.
+        With gRPC it only checks that the node can be reached.
 
         >>> client.attach()
         >>> client.is_attached
@@ -207,7 +207,7 @@ class Client(Handle):
         self._core.attach()
 
     def close(self) -> None:
-        """Close the client. Puts that have not been acknowledged fail. In a forked child nothing is closed.
+        """Close the client. Puts that have not been acknowledged fail. In a forked child this does nothing.
 
         >>> Client(client.target).close()
         """
@@ -596,5 +596,5 @@ class Client(Handle):
 
 
 def session_calls_of(client: Client) -> SessionCalls:
-    """For `Nodes`, whose sessions follow a user's home: a client's calls, and by which map it makes them."""
+    """For `Nodes`, whose sessions follow a user's home: a client's calls, and the map revision they go by."""
     return client._sessions  # noqa: SLF001 - of this module
