@@ -23,6 +23,7 @@ from kvstore.errors import (
     InvalidArgument,
     KvError,
     ProtocolError,
+    Refused,
     StorageError,
     UsageError,
 )
@@ -246,7 +247,7 @@ class ArmedPuts:
         return PutResult(
             key=key,
             durability=None
-            if isinstance(error, StorageError)
+            if isinstance(error, (Refused, StorageError))
             else _REACHED[row.code],  # then nothing is kept
             error=error,
             fired_ns=row.fired_ns,

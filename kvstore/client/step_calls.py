@@ -48,6 +48,8 @@ class StepCalls:
     def prefetch(self, keys: Sequence[bytes], watch: Watch | None = None) -> ReadAhead:
         """As `Client.prefetch`."""
         check_keys(keys)
+        if not keys:
+            return ReadAhead([], {})
         with self._calling("Prefetching blocks"):
             answer = self._stub.PrefetchBlocks(
                 pb.PrefetchBlocksRequest(tenant=self._tenant, keys=keys),

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.cluster.membership import Membership
-    from kvstore.errors import StorageError
+    from kvstore.errors import KvError
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
@@ -535,7 +535,7 @@ class Node:
         if self.spans is not None and ended is not None:
             self.spans.ended(ended, now_ns)
 
-    def _not_kept(self, connection: Connection, lease: Lease, error: StorageError) -> AckCode | None:
+    def _not_kept(self, connection: Connection, lease: Lease, error: KvError) -> AckCode | None:
         """Record why a block was not stored; returns the code for its word, unless the word may be reused by now."""
         self.timings.lease_failed(connection.tenant, lease, error)
         if lease.is_taken:  # its word has said so

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 from kvstore.durability import Durability
-from kvstore.errors import Expired, KeyTaken, NotEncrypted, ReadOnly, StorageError
+from kvstore.errors import Expired, KeyTaken, KvError, NotEncrypted, ReadOnly, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
@@ -407,7 +407,7 @@ class Puts:
 
         self._writes.after_sync(synced)
 
-    def _report(self, item: PutItem, done: PutsDone, error: StorageError | None) -> None:
+    def _report(self, item: PutItem, done: PutsDone, error: KvError | None) -> None:
         self.outbox.add(done, PutDone(item.tag, error, max(item.durability, Durability.WRITTEN)))
 
     def _is_over(self, entry: Entry) -> bool:
@@ -495,7 +495,7 @@ def _nothing(_: StorageError | None) -> None:
     """Be told of what is not awaited."""
 
 
-def _refusal(item: PutItem, now_ms: int, *, encrypts: bool) -> StorageError | None:
+def _refusal(item: PutItem, now_ms: int, *, encrypts: bool) -> KvError | None:
     assert item.slot_address % PAGE_BYTES == 0
     if 0 < item.expires_ms <= now_ms:
         return Expired("The block's time to live ended before it was put.")

@@ -22,14 +22,14 @@ from kvstore.wire.record import Kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore.errors import StorageError
+    from kvstore.errors import KvError, StorageError
     from kvstore.storage.items import SessionDone
     from kvstore.storage.manifests import Manifests, Place
     from kvstore.storage.sessions import Sessions
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import RecordWrite, Writes
 
-    Over = Callable[[StorageError | None], None]
+    Over = Callable[[KvError | None], None]
 
 __all__ = ["SessionRewrites"]
 

@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.durability import Durability
-from kvstore.errors import NoSession, ReadOnly, SessionRefused, StorageError
+from kvstore.errors import KvError, NoSession, ReadOnly, Refused, SessionRefused, StorageError
 from kvstore.limits import (
     KEY_BYTES,
     PAGE_BYTES,
@@ -228,7 +228,7 @@ class Sessions:
                 if step.item.step is SessionStep.APPEND:
                     yield from self._refuse_unknown(step.item)
                 self._claim(step, *(yield from self._wanted(step.item)))
-        except StorageError as error:
+        except (Refused, StorageError) as error:
             step.error = error
             self._end(step)
 
@@ -545,7 +545,7 @@ class Sessions:
         else:
             self._steps.pop(step.item.name, None)
 
-    def _report(self, step: Step, error: StorageError | None) -> None:
+    def _report(self, step: Step, error: KvError | None) -> None:
         if step.item.step in _REMOVALS and error is None:
             self._doubtful.discard(step.item.name)
         blocks = step.manifest.blocks if step.manifest is not None and error is None else 0
