@@ -130,7 +130,10 @@ def _shake_hands(connected: socket.socket, host: str, reach: Reach) -> Step:
             refused = not secure.recv(1)  # a node that requires a certificate refuses only now
     except ssl.SSLCertVerificationError as error:
         return Step(
-            "TLS", False, f"the node's certificate is not valid: {error.verify_message}", _advice(error)
+            "TLS",
+            False,
+            f"the node's certificate is not valid: {error.verify_message.rstrip('.')}",
+            _advice(error),
         )
     except OSError as error:  # TLS errors among them
         reason = getattr(error, "reason", None) or error.strerror or "it timed out"

@@ -199,10 +199,12 @@ class Core(Handle):
                 is_away = isinstance(
                     error, NodeUnavailable
                 )  # or gRPC has not seen yet that the connection broke
-                if not wait_s:
+                if not wait_s or not is_away or time.monotonic() + STATUS_AGAIN_MS / 1000 > deadline_s:
+                    if wait_s and isinstance(error, DeadlineExceeded):  # gRPC waited for a connection
+                        away = NodeUnavailable(str(error))
+                        why = explained(_STATUS, self.reach, away)
+                        raise (error if why is away else why) from failure
                     raise explained(_STATUS, self.reach, error) from failure
-                if not is_away or time.monotonic() + STATUS_AGAIN_MS / 1000 > deadline_s:
-                    raise error from failure
                 time.sleep(STATUS_AGAIN_MS / 1000)
             else:
                 self.breaker.succeeded()

@@ -60,7 +60,8 @@ class Nodes(Handle):
         if isinstance(nodes, Reach):
             self.reach = Reach.given(nodes, known)
         else:
-            self.reach = Reach.of({"nodes": None if nodes is None else sorted(set(nodes)), **known})
+            targets = [nodes] if isinstance(nodes, str) else nodes
+            self.reach = Reach.of({"nodes": None if targets is None else sorted(set(targets)), **known})
         weight_of = dict(weights or {})
         for target in weight_of:
             if target not in self.reach.nodes:
