@@ -290,7 +290,7 @@ TURN_STEP_BLOCKS = 16  # of a call that names many: up to a millisecond, if they
 SLOTS_A_STEP = 64  # of a call that leases or gives back many: a millisecond or two
 TURN_STEP_PUTS = 8  # of a stream that puts many: a millisecond, if others have to be evicted for them
 TURNS_OTHERS_MS = 1_000  # a tenant that called within this is there
-MOVING_MAX = 2  # blocks of a tenant inside gRPC at a time, while others call;
+MOVING_MAX = 2  # blocks of a tenant over gRPC at a time, while others call;
 MOVING_MS = 250  # of one that takes longer the place is given to the next
 READ_AHEAD_BYTES = 20 << 20  # read for fetches at a time: a later caller waits behind this much at most
 
@@ -380,7 +380,7 @@ SLABS_KEPT = 8  # by a client, for the next
 WINDOWS_AHEAD = 3  # of one get are on their way at a time, a slab's worth each
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for one chunk of a get to be taken
-INLINE_CHUNK_BYTES = 256 << 10  # of a block sent inside gRPC
+INLINE_CHUNK_BYTES = 256 << 10  # of a block sent over gRPC
 CHUNK_BYTES_MAX = 4 << 20  # of one that a client sends
 MESSAGE_BYTES_MAX = (8 << 20) + (
     64 << 10

@@ -190,7 +190,7 @@ class ClusterClient(Handle):
 
         return self._found(keys_of(blocks), get, self._get_s(timeout_s), copied)
 
-    # --- inside gRPC
+    # --- over gRPC
 
     def put_inline(
         self,

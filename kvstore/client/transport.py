@@ -4,12 +4,12 @@
 |---|---|---|
 | `auto` | as with `fabric`, or as with `grpc` where there is no libfabric; that is logged once | |
 | `fabric` | by RDMA, from and into registered memory, without a thread of the application | libfabric |
-| `grpc` | inside gRPC; the CPU copies them | |
+| `grpc` | over gRPC; the CPU copies them | |
 | `memory` | within this process, to a `kvstore.testing.MemoryNode` | |
 
 What always holds: every transport has the same calls, with the same blocks, flags and outcomes. Over a fabric `put` and
 `arm` raise if attaching fails; over gRPC the results of the puts have the error.
-What it doesn't do: `reserve` inside gRPC, since slots are leased in memory that a fabric writes to. Nor does the choice
+What it doesn't do: `reserve` over gRPC, since slots are leased in memory that a fabric writes to. Nor does the choice
 change later: a node that the fabric can't reach is an error, not a silent slow-down.
 """
 
