@@ -15,6 +15,7 @@
     │   ├── NoSession          no session has this name
     │   ├── SessionRefused     the session's state does not allow this step
     │   ├── Expired            the block's time to live has passed
+    │   ├── BeingErased        the user or tenant is being erased: try again when that has ended
     │   ├── NotEncrypted       the node has no master key, and the block names an erase domain
     │   └── DomainRequired     the node encrypts, and the put names no erase domain
     ├── ProtocolError          a peer sent something that the protocol does not allow
@@ -71,6 +72,7 @@ from nic_offload.errors import (
 
 __all__ = [
     "AddressRefused",
+    "BeingErased",
     "CannotListen",
     "Closed",
     "ConfigError",
@@ -162,7 +164,7 @@ class Closed(UsageError):
 
 
 class Refused(KvError):
-    """The call doesn't fit what the node has stored, or how it is set up. The same call would be refused again."""
+    """The call does not fit what the node has stored, or how it is set up. It is refused until that changes."""
 
 
 class KeyTaken(Refused):
@@ -179,6 +181,16 @@ class SessionRefused(Refused):
 
 class Expired(Refused):
     """The block's time to live has passed, so no get would return it."""
+
+
+class BeingErased(Refused):
+    """The block's user or tenant is being erased, and nothing can be stored for them before that has ended."""
+
+    def __init__(
+        self, sentence: str = "The erase domain of the block is being erased; put it again afterwards."
+    ) -> None:
+        """The default message says when to try again."""
+        super().__init__(sentence)
 
 
 class NotEncrypted(Refused):

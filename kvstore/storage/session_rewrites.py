@@ -101,7 +101,7 @@ class SessionRewrites:
             has_moved = self._manifests.move_chunk(record.tenant, record.key, old, record.place)
             self._chunk = (old, over, has_moved)
 
-    def finish(self, records: Sequence[RecordWrite], error: StorageError | None) -> None:
+    def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
         """Wipe the place that is not the chunk's: there is one at a time."""
         (record,) = records
         assert isinstance(record, StepRecord)
