@@ -50,7 +50,7 @@ LAYERS_ALLOWED = {
     "kvstore/serve_options.py": "the same, for the options of the command",
 }
 C_LINES_MAX = 400
-BOUND = re.compile(r"^_?(?:(?!\w*_PER_)[A-Z][A-Z0-9_]*_(?:MAX|MS|NS|S)|(?:[A-Z0-9_]+_)?TRIES)$")
+BOUND = re.compile(r"^_?(?:(?!\w*_PER_)[A-Z][A-Z0-9_]*_(?:MAX|MS|NS|S|AT_ONCE)|(?:[A-Z0-9_]+_)?TRIES)$")
 UNITS = {"_SECOND_NS"}
 BOUNDS_ALLOWED = {
     "kvstore/bench/": "what a measurement takes is a part of the measurement",

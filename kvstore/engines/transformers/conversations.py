@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from kvstore.client import Client
 from kvstore.engines.stores import is_about_domains
 from kvstore.engines.transformers.copies import Gathered, scatter
-from kvstore.engines.transformers.moving import MEMORY_BYTES, Mover, batches
+from kvstore.engines.transformers.moving import Mover, batches
 from kvstore.engines.transformers.shapes import Shapes
 from kvstore.engines.transformers.token_blocks import Piece, pieces, usable
 from kvstore.engines.transformers.weights import weights_digest
@@ -35,7 +35,7 @@ from kvstore.errors import (
     NotEncrypted,
     Overloaded,
 )
-from kvstore.limits import ENGINE_SLOTS_MAX
+from kvstore.limits import ENGINE_MOVING_BYTES, ENGINE_SLOTS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, UNSAID, domain_of
 
@@ -104,7 +104,7 @@ class CacheStore:
             model.config, model.dtype, weights=digest, block_tokens=block_tokens, layers=layers
         )
         block_bytes = self.shapes.block_bytes(block_tokens, [block_tokens] * len(self.shapes.windows))
-        slots = max(1, min(ENGINE_SLOTS_MAX, MEMORY_BYTES // block_bytes))
+        slots = max(1, min(ENGINE_SLOTS_MAX, ENGINE_MOVING_BYTES // block_bytes))
         client = Client(
             node,
             layout=self.shapes.canonical,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvstore.client import Block, Client, Hit
-from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_MOVE_MS
+from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_MOVE_MS, ENGINE_MOVING_BYTES
 from nic_offload.memory import allocate
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Mover", "batches"]
 
-MEMORY_BYTES: Final = 64 << 20  # in flight at a time, unless one block is larger
 _TIMEOUT_S: Final = ENGINE_MOVE_MS / 1000
 
 
@@ -48,7 +47,7 @@ class Mover:
     def __init__(self, client: Client, block_bytes_max: int, slots: int) -> None:
         self.client = client
         self._slots = slots
-        self._memory: mmap.mmap = allocate(max(MEMORY_BYTES, block_bytes_max))
+        self._memory: mmap.mmap = allocate(max(ENGINE_MOVING_BYTES, block_bytes_max))
         self.memory = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._region = client.register(self._memory)
 
