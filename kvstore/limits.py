@@ -422,7 +422,6 @@ INDEX_MAP_BYTES_MIN = 64 << 20  # address space of the smallest drive's index
 INDEX_PAGES_AT_ONCE = 2048  # whose rows are read as arrays
 INDEX_LIVES_LISTED_AT_ONCE = 1 << 16  # rows of blocks with a time to live
 DOUBTS_LISTED_AT_ONCE = 1 << 16  # rows of doubted blocks
-EXTENTS_LISTED_AT_ONCE = 4096
 INDEX_LABELS_AT_ONCE = 1024  # are sealed in one transaction
 INDEX_LABELS_KEYS_S = 60  # for the next of the keys that they are sealed with
 INDEX_GROWTHS_MAX = 4  # doublings of the map within one transaction
