@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Told", "bar", "bars", "spinner"]
 
-Told = Callable[[str, int, int], None]  # the name of the work, how much is done, of how much
+Told = Callable[[str, int, int], None]  # the name of the work, how much is done, and the total
 
 _BAR_CELLS = 40
 _SHOWN_AFTER_S = 1.0
@@ -26,7 +26,7 @@ _SHOWN_AFTER_S = 1.0
 def bar(what: str, clock_s: Callable[[], float] = time.monotonic) -> Callable[[float], None]:
     """A callback for the progress, from 0 to 1; at 1 the bar is erased.
 
-    How long it will still take is what it took so far, by the share that is done.
+    The time left is extrapolated from the time taken and the share done.
     """
     shown = -1
     begun_s = clock_s()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Status", "add_commands", "run_command"]
+__all__ = ["Status", "add_commands", "ended_by", "run_command"]
 
 
 class Status(enum.IntEnum):
@@ -27,18 +27,18 @@ class Status(enum.IntEnum):
 
     DONE = 0
     FAILED = 1
-    USAGE = 2  # argparse's own
+    USAGE = 2  # argparse's status
     NO = 3
-    BUG = 70  # of a node, which ends at an error that nobody expected
+    BUG = 70  # of a node that ends with an unexpected error
     INTERRUPTED = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """A subcommand's parser: its own usage is shown with an argument that it does not know, not the whole command's."""
+    """A subcommand's parser, which shows its own usage for an unknown argument, not the whole command's."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's, which would leave unknown arguments to the parser of the whole command."""
+        """As argparse's, which would leave unknown arguments to the main parser."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -52,7 +52,7 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends whatever Ctrl-C ends."""
+    """SIGTERM, handled like Ctrl-C."""
 
 
 def run_command(
@@ -69,7 +69,7 @@ def run_command(
         with _terminated_like_interrupted():
             try:
                 status = work()
-            except SystemExit:  # argparse has printed the help, or what is wrong
+            except SystemExit:  # argparse has printed the help or the error
                 sys.stdout.flush()
                 raise
             sys.stdout.flush()
@@ -79,7 +79,7 @@ def run_command(
     except KeyboardInterrupt as signalled:
         return Status.TERMINATED if isinstance(signalled, _Terminated) else Status.INTERRUPTED
     except Exception as error:
-        ended = _ended_by(error, status_of(error))
+        ended = ended_by(error, status_of(error))
         if ended is None:
             raise
         status, sentence = ended
@@ -87,8 +87,8 @@ def run_command(
     return status
 
 
-def _ended_by(error: Exception, status: Status | None) -> tuple[Status, str] | None:
-    """What an error comes to; None: it is a bug's."""
+def ended_by(error: Exception, status: Status | None) -> tuple[Status, str] | None:
+    """The exit status and sentence of an error; None: it is a bug. `status` is that of one of the command's own."""
     if status is not None:
         return status, str(error)
     if isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason:
@@ -102,15 +102,15 @@ def _ended_by(error: Exception, status: Status | None) -> tuple[Status, str] | N
 
 
 def _has_output() -> bool:
-    """Return whether standard output is open; of the streams, those that are not lead nowhere from now on.
+    """Return whether standard output is open; closed standard streams are redirected to /dev/null.
 
-    Otherwise the next file that is opened, such as a drive, would have the number of one, and be written to as that.
+    Otherwise the next file to be opened, such as a drive, would get a stream's descriptor and be written to as such.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
     has_output = sys.stdout is not None
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:
@@ -119,21 +119,24 @@ def _has_output() -> bool:
 
 
 def _drop_output() -> None:
-    """The reader has closed the pipe; leave nothing to be flushed at exit."""
+    """The reader has closed the pipe; leave nothing to flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
 
     def terminate(_number: int, _frame: object) -> None:
         raise _Terminated
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `kvcli.start` left it
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

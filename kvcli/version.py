@@ -13,7 +13,7 @@ VERSION: Final = "0.1.0"
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
-    """Let a command be asked for its version."""
+    """Add `--version` to a command."""
     parser.add_argument(
         "--version", action="version", version=f"%(prog)s {VERSION}", help="show the version and exit"
     )

@@ -1,8 +1,14 @@
-"""`python -m kvstore`."""
+"""The entry point of the command `kvstore`, and of `python -m kvstore`."""
 
-from kvstore.cli import main
+from kvcli.start import run_main
 
-__all__: list[str] = []
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run the command; returns its exit status."""
+    return run_main("kvstore.cli")
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

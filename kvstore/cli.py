@@ -1,6 +1,6 @@
 """The `kvstore` command. Each subcommand imports what it needs when it is run, so `--help` needs nothing.
 
-How it ends, whatever happens, is `kvcli.running`'s; docs/commands.md lists commands and exit statuses.
+`kvcli.running` handles every way it can end; docs/commands.md lists commands and exit statuses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.completion import add_completion, script
-from kvcli.running import Status, add_commands, run_command
+from kvcli.running import Status, add_commands, ended_by, run_command
 from kvcli.version import add_version
 from kvstore.commands.block_commands import add_block_commands
 from kvstore.commands.node_commands import DEFAULT_NODE, add_node_commands, reach, reach_node
@@ -37,7 +37,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> int:
-    from kvstore.serve_options import check_file, defaults_shown
+    from kvstore.serve_options import check_file, check_machine, defaults_shown
 
     if arguments.print_defaults:
         print(defaults_shown(), end="")
@@ -47,8 +47,12 @@ def _config(arguments: argparse.Namespace) -> int:
 
         print("\n".join(table(Reach.told(DEFAULT_NODE))))
     else:
-        check_file(arguments.check)
+        config = check_file(arguments.check)
         print(f"{arguments.check}: valid")
+        try:
+            check_machine(config)
+        except KvError as error:
+            print(f"On this machine a node would not start with it: {error}")
     return 0
 
 
@@ -297,13 +301,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; errors of ours are one sentence, and the exit status says which kind."""
 
     def work() -> int:
-        silence_grpc()  # a command says in a sentence of its own what failed
+        silence_grpc()  # a command has its own sentence for what failed
         arguments = _parser().parse_args(argv)
         try:
             status: int = arguments.run(arguments)
-        except KvError as error:
-            if getattr(arguments, "json", False):
-                print(json.dumps({"error": type(error).__name__, "message": str(error)}))
+        except (KvError, OSError, UnicodeEncodeError) as error:
+            ended = ended_by(error, _status_of(error))
+            is_told = getattr(arguments, "json", False) and not isinstance(error, BrokenPipeError)
+            if ended is not None and is_told:
+                print(json.dumps({"error": type(error).__name__, "message": ended[1]}))
             raise
         return status
 

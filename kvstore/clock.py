@@ -16,14 +16,14 @@ _CLOSE_NS = 2_000
 
 
 class Clock(Protocol):
-    """What the store asks of time."""
+    """The store's notions of time."""
 
     def monotonic_ns(self) -> int:
         """Nanoseconds since some fixed moment; never goes back."""
         ...
 
     def wall_ms(self) -> int:
-        """Milliseconds since 1970, as the machine believes."""
+        """Milliseconds since 1970, by the machine's wall clock."""
         ...
 
 
@@ -40,9 +40,9 @@ class SystemClock:
 
 
 def unix_offset_ns() -> int:
-    """What has to be added to `monotonic_ns` of now for nanoseconds since 1970.
+    """The difference between `monotonic_ns` now and nanoseconds since 1970.
 
-    The clocks are read one behind the other, and a thread may lose its core in between: the closest reading counts.
+    The clocks are read one after the other, and a thread may lose its core in between: the closest reading counts.
     """
     best_ns, offset_ns = -1, 0
     for _ in range(_TRIES):

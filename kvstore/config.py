@@ -68,7 +68,7 @@ class DriveSpec(NamedTuple):
 
 
 class EventsConfig(NamedTuple):
-    """Where KV events are published over ZeroMQ, where they can be asked for again, and in which form."""
+    """Where KV events are published over ZeroMQ, where they can be requested again, and in which format."""
 
     endpoint: str
     replay: str | None = None
@@ -76,9 +76,9 @@ class EventsConfig(NamedTuple):
 
 
 class UpkeepConfig(NamedTuple):
-    """How a node keeps blocks on as many nodes as they should be: for whom, and how the others know it."""
+    """How a node keeps up the number of replicas: for which tenants, and its credentials for the other nodes."""
 
-    replicas: int  # of a tenant's blocks whose section says nothing
+    replicas: int  # for tenants whose section sets none
     secret_path: Path | None = None
     nodes_ca: Path | None = None  # who signed the nodes' certificates
 
@@ -113,11 +113,11 @@ class ClusterConfig(NamedTuple):
     etcd: EtcdReach
     address: str | None = None
     upkeep: UpkeepConfig | None = None
-    zone: str = ""  # what fails together with the node
+    zone: str = ""  # nodes that fail together with this one
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> ClusterConfig | None:
-        """By the values of the options, by what their names have behind `cluster`; None without the first of them."""
+        """From the options' values, by their names after `cluster`; None if `cluster` itself is not set."""
         given = {name: value for name, value in told.items() if name and value is not None}
         if told[""] is None:
             if given:
@@ -174,7 +174,7 @@ class NodeConfig:
     log_format: str = "text"  # or "json"
 
     def __post_init__(self) -> None:
-        """Refuse what can't be served."""
+        """Raise for settings that can't be used."""
         check_policy_name(self.eviction)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError(
@@ -274,11 +274,11 @@ class NodeConfig:
 def _is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host).is_loopback
-    return False  # a name, which may resolve to anything
+    return False  # a name may resolve to anything
 
 
 def _are_one(one: tuple[str, int], other: tuple[str, int]) -> bool:
-    """Whether two can't both listen: a wildcard is that of both families, and takes the port of every address."""
+    """Whether two addresses conflict: a wildcard covers both families, and the port on every address."""
     hosts = {one[0], other[0]}
     return one[1] == other[1] != 0 and (len(hosts) == 1 or not hosts.isdisjoint(_WILDCARDS))
 
@@ -302,7 +302,7 @@ def environment(name: str) -> str:
 
 
 def variables(prefix: str) -> list[str]:
-    """The names of those that begin so and are not empty."""
+    """The names of variables with this prefix that are not empty."""
     return [name for name, text in os.environ.items() if name.startswith(prefix) and text]
 
 
@@ -343,7 +343,7 @@ def show_size(size_bytes: int) -> str:
 
 
 def show_time(time_ms: float) -> str:
-    """A time as people read it, in a unit of which there are two at least."""
+    """A time as people read it, in the largest unit of which there are at least two."""
     for unit, size_ms in (("days", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
         if time_ms >= 2 * size_ms:
             return f"{time_ms / size_ms:.0f} {unit}"
@@ -351,7 +351,7 @@ def show_time(time_ms: float) -> str:
 
 
 def printable(text: str) -> str:
-    """A text from elsewhere, of which no terminal takes anything for more than letters."""
+    """A foreign text with control characters replaced, so that a terminal shows only letters."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 

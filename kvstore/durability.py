@@ -1,4 +1,4 @@
-"""What an acknowledged block survives: the client's choice, put by put."""
+"""What an acknowledged block survives: the client's choice for each put."""
 
 from __future__ import annotations
 

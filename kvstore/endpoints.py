@@ -1,8 +1,8 @@
-"""Where this machine's endpoints are: their ports, and by which of its addresses a peer reaches them.
+"""The addresses of this machine's endpoints: their ports, and the address by which a peer reaches them.
 
 What always holds: nothing is sent to find an address out (a UDP socket that is connected only asks the kernel's
-routes); a range of ports that is used up is one error, `Overloaded`, and no endpoint.
-What it doesn't do: say who may be a peer; the node does (`kvstore.node.fabric_address`).
+routes); if a range of ports is used up, no endpoint is opened and the error is `Overloaded`.
+What it doesn't do: decide which peers are accepted; the node does (`kvstore.node.fabric_address`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _IFREQ = struct.Struct("16s24x")
 
 
 class Ports:
-    """A range of ports, tried in turn: one that was given back is not the next to be taken. One thread."""
+    """A range of ports, tried in turn, so that a freed port is not reused at once. One thread."""
 
     def __init__(self, first: int, last: int) -> None:
         if not 1 <= first <= last <= _PORT_MAX:
@@ -76,7 +76,7 @@ class Ports:
         return hash((self.first, self.last))
 
     def in_turn(self) -> Iterator[int]:
-        """Each of them once, beginning behind the one that was taken last."""
+        """Each port once, beginning after the last one used."""
         for _ in range(self.last - self.first + 1):
             port = self._next
             self._next = self.first if port == self.last else port + 1
@@ -97,7 +97,7 @@ def open_endpoint(fabric: Fabric, ip: Ip, ports: Ports | None) -> Endpoint:
 
 
 def wildcard() -> str:
-    """The address of all interfaces: of both families where the kernel has IPv6."""
+    """The wildcard address: of both families if the kernel has IPv6."""
     with suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as trial:
         trial.bind(("::", 0))
         return "::"
@@ -105,10 +105,10 @@ def wildcard() -> str:
 
 
 def source_towards(ip: Ip) -> Ip | None:
-    """The address of this machine from which a peer is reached; None if there is no way to it."""
+    """The machine's address on the route to a peer; None if there is no route."""
     family = socket.AF_INET if ip.version == _IPV4 else socket.AF_INET6
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect((str(ip), 9))  # of a datagram socket it sends nothing
+        way.connect((str(ip), 9))  # connecting a datagram socket sends nothing
         return ip_of(way.getsockname()[0])
     return None
 
@@ -120,7 +120,7 @@ def interface_addresses() -> tuple[Ip, ...]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             request = _IFREQ.pack(name.encode())
-            with suppress(OSError):  # one without an IPv4 address, or one that goes just now
+            with suppress(OSError):  # one without an IPv4 address, or being removed
                 (flags,) = struct.unpack_from("H", ioctl(asking, _SIOCGIFFLAGS, request), 16)
                 if flags & _IFF_UP and not flags & _IFF_LOOPBACK:
                     names.append(name)
@@ -147,7 +147,7 @@ def is_ours(ip: Ip) -> bool:
 
 
 def is_reachable(address: SocketAddress) -> bool:
-    """Whether it can be that of one endpoint of one machine, and one that needs no scope."""
+    """Whether it is a unicast address that needs no scope."""
     ip = address.ip
     useless = ip.is_unspecified or ip.is_multicast or (ip.version != _IPV4 and ip.is_link_local)
     return address.port > 0 and not useless and ip != ipaddress.IPv4Address("255.255.255.255")

@@ -10,7 +10,15 @@
     │   ├── InvalidArgument    an invalid argument: a length, a number of blocks, a time
     │   ├── NotRegistered      memory that is not, or no longer, registered with this client
     │   └── Closed             the object has been closed
-    ├── ProtocolError          a peer said something that the protocol does not allow
+    ├── Refused                the call doesn't fit what the node has stored, or how it is set up
+    │   ├── KeyTaken           the key, which is written once, already has another block
+    │   ├── NoSession          no session has this name
+    │   ├── SessionRefused     the session's state does not allow this step
+    │   ├── Expired            the block's time to live has passed
+    │   ├── BeingErased        the user or tenant is being erased: try again when that has ended
+    │   ├── NotEncrypted       the node has no master key, and the block names an erase domain
+    │   └── DomainRequired     the node encrypts, and the put names no erase domain
+    ├── ProtocolError          a peer sent something that the protocol does not allow
     │   ├── AddressRefused     a fabric address that is not the source of its call, which is in `caller`
     │   └── LeaseExpired       the lease of a reserved slot is over
     ├── SessionFileError       a file that is not an exported session, is incomplete, or can't be written
@@ -20,19 +28,13 @@
     ├── DeadlineExceeded       a call's own deadline passed
     ├── MasterKeyUnavailable   the master key, or the service that has it, could not be reached
     ├── WrongMasterKey         the keyring is sealed with another master key
-    ├── StorageError
+    ├── StorageError           the drive, the keyring or the data on them, not the call, is at fault
     │   ├── NoSpace            no extent is free for the block
-    │   ├── Expired            the block's time to live has passed
     │   ├── QuotaExceeded      the tenant is at its quota, and none of its blocks can be evicted
-    │   ├── KeyTaken           the key, which is written once, already has another block
     │   ├── Corrupt            bytes on the drive differ from those written
-    │   ├── NoSession          no session has this name
-    │   ├── SessionRefused     the session's state does not allow this step
     │   ├── ReadOnly           the drive failed and accepts no more writes
     │   ├── WrongVersion       a data folder of another format version
     │   ├── FolderLocked       another node has this data folder open
-    │   ├── NotEncrypted       the node has no master key, and the block names an erase domain
-    │   ├── DomainRequired     the node encrypts, and the put doesn't say whose the block is
     │   ├── NoKeyring          the data folder has no keyring
     │   ├── WrongKeyring       the keyring is not the one that the drives were last used with, or an older copy of it
     │   └── ForeignDrive       a drive of another store, or of another place in this one
@@ -70,6 +72,7 @@ from nic_offload.errors import (
 
 __all__ = [
     "AddressRefused",
+    "BeingErased",
     "CannotListen",
     "Closed",
     "ConfigError",
@@ -104,6 +107,7 @@ __all__ = [
     "PutFailed",
     "QuotaExceeded",
     "ReadOnly",
+    "Refused",
     "RegionBusy",
     "RuleError",
     "SessionFileError",
@@ -159,8 +163,62 @@ class Closed(UsageError):
     """The object has been closed."""
 
 
+class Refused(KvError):
+    """The call does not fit what the node has stored, or how it is set up. It is refused until that changes."""
+
+
+class KeyTaken(Refused):
+    """Another block is stored under this key: keys are written once, and the bytes of this put were not stored."""
+
+
+class NoSession(Refused):
+    """There is no session of this name."""
+
+
+class SessionRefused(Refused):
+    """The session's state doesn't allow the step: another length, a full session, or a block that is not stored."""
+
+
+class Expired(Refused):
+    """The block's time to live has passed, so no get would return it."""
+
+
+class BeingErased(Refused):
+    """The block's user or tenant is being erased, and nothing can be stored for them before that has ended."""
+
+    def __init__(
+        self, sentence: str = "The erase domain of the block is being erased; put it again afterwards."
+    ) -> None:
+        """The default message says when to try again."""
+        super().__init__(sentence)
+
+
+class NotEncrypted(Refused):
+    """The node does not encrypt blocks, so it has no key that could be destroyed to erase a domain."""
+
+    def __init__(
+        self,
+        sentence: str = "The node does not encrypt blocks, so it has no key for an erase domain: start it with"
+        " --master-key, or put the block without a domain.",
+    ) -> None:
+        """The default message says what to do about it."""
+        super().__init__(sentence)
+
+
+class DomainRequired(Refused):
+    """The node encrypts, and the put names no erase domain; no block is shared unless SHARED is requested."""
+
+    def __init__(
+        self,
+        sentence: str = "The node encrypts blocks, and this put names no erase domain: name the block's user (a key of"
+        " in_domain, and that domain), or ask for SHARED, whose blocks erasing a user doesn't reach.",
+    ) -> None:
+        """The default message has both remedies."""
+        super().__init__(sentence)
+
+
 class ProtocolError(KvError):
-    """A peer, or a caller, said something that the protocol does not allow."""
+    """A peer sent something that the protocol does not allow."""
 
 
 class AddressRefused(ProtocolError):
@@ -176,13 +234,13 @@ class LeaseExpired(ProtocolError):
 
 
 class SessionFileError(KvError):
-    """The file is no exported session, or not all of one; or a session can't be exported whole."""
+    """The file is not a complete exported session; or a session can't be exported completely."""
 
 
 class NodeUnavailable(KvError):
     """The node could not be reached, or went away during the call."""
 
-    was_tried = True  # false: it was away a moment ago, and no call was made
+    was_tried = True  # False: it was away a moment ago, and no call was made
 
 
 class CannotListen(KvError):
@@ -194,13 +252,13 @@ class WrongEpoch(KvError):
 
 
 class DeadlineExceeded(KvError):
-    """A call's own deadline passed before its answer came."""
+    """A call's own deadline passed before its answer arrived."""
 
-    was_tried = True  # false: nothing of the call ever went out, nor will
+    was_tried = True  # False: nothing of the call was or will be sent
 
 
 class MasterKeyUnavailable(KvError):
-    """The master key could not be read, or the service that has it did not answer as it should."""
+    """The master key could not be read, or the service that has it could not be used."""
 
 
 class WrongMasterKey(KvError):
@@ -215,28 +273,12 @@ class NoSpace(StorageError):
     """No extent is free for the block."""
 
 
-class Expired(StorageError):
-    """The block's time to live has passed, so it could never be got."""
-
-
 class QuotaExceeded(StorageError):
-    """The tenant has as many bytes as its quota, and nothing of its own may go for the block."""
-
-
-class KeyTaken(StorageError):
-    """Another block is stored under this key: keys are written once, and the bytes of this put were not stored."""
+    """The tenant is at its quota of bytes, and none of its own blocks may be evicted."""
 
 
 class Corrupt(StorageError):
-    """Bytes on the drive are not what was written there."""
-
-
-class NoSession(StorageError):
-    """There is no session of this name."""
-
-
-class SessionRefused(StorageError):
-    """The session's state doesn't allow the step: another length, a full session, or a block that is not stored."""
+    """Bytes on the drive differ from those written."""
 
 
 class ReadOnly(StorageError):
@@ -251,32 +293,8 @@ class FolderLocked(StorageError):
     """Another process has this data folder open."""
 
 
-class NotEncrypted(StorageError):
-    """The node does not encrypt what it stores, so it has no key of an erase domain that could be destroyed."""
-
-    def __init__(
-        self,
-        sentence: str = "The node does not encrypt blocks, so it has no key for an erase domain: start it with"
-        " --master-key, or put the block without a domain.",
-    ) -> None:
-        """Its message says what to do about it."""
-        super().__init__(sentence)
-
-
-class DomainRequired(StorageError):
-    """The node encrypts, and the put names no erase domain; nothing is shared that wasn't asked to be."""
-
-    def __init__(
-        self,
-        sentence: str = "The node encrypts blocks, and this put doesn't say whose its block is: name its user (a key of"
-        " in_domain, and that domain), or ask for SHARED, whose blocks erasing a user doesn't reach.",
-    ) -> None:
-        """Its message says both ways out."""
-        super().__init__(sentence)
-
-
 class NoKeyring(StorageError):
-    """The data folder has no keyring, so nothing that was sealed in it can be opened."""
+    """The data folder has no keyring, so its encrypted records can't be decrypted."""
 
 
 class WrongKeyring(StorageError):
@@ -284,4 +302,4 @@ class WrongKeyring(StorageError):
 
 
 class ForeignDrive(StorageError):
-    """The drive belongs to another store, or stands under another drive's number."""
+    """The drive belongs to another store, or is linked under another drive's number."""

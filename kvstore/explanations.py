@@ -34,7 +34,7 @@ SAID = {
     Outcome.DRIVE: "read from a drive",
     Outcome.STORED: "stored",
     Outcome.NAMED: "named by the session",
-    Outcome.NEVER: "never stored by this tenant under this key, or gone too long ago to be remembered",
+    Outcome.NEVER: "never stored by this tenant under this key, or removed too long ago to be remembered",
     Outcome.EVICTED: "evicted for room, as the least recently used",
     Outcome.STRANDED: "evicted for room, since its session had a gap before it",
     Outcome.CLEARED: "evicted for contiguous room",
@@ -50,18 +50,18 @@ SAID = {
     Outcome.NODE_AWAY: "the node was not reached, or did not answer in time",
     Outcome.GIVEN_UP: "not sent before the caller gave up or went away",
     Outcome.NO_SESSION: "there was no such session",
-    Outcome.ERASED: "erased at somebody's request, with the key that it was encrypted with",
+    Outcome.ERASED: "erased on request, with its encryption key",
 }
 DO = {
     Outcome.UNSPECIFIED: "Request fewer blocks at a time to see each of them.",
     Outcome.NEVER: "Nothing was put under these keys: check that the writer has finished, has the same tenant,"
     " and makes keys from the same model, tokens and salt.",
-    Outcome.EVICTED: "The drives were full ({room}): add drives, or give the tenants that fill them a quota.",
+    Outcome.EVICTED: "The drives were full ({room}): add drives, or set quotas for the tenants that fill them.",
     Outcome.STRANDED: "The drives were full ({room}) and a block before these had been evicted: add drives, or"
     " protect sessions that return.",
     Outcome.CLEARED: "The drives were full ({room}) and fragmented: add drives, or use one block size.",
-    Outcome.EXPIRED: "Put them with a longer time to live, or with none.",
-    Outcome.QUOTA: "The tenant's quota was used up ({quota}): raise it, or put less.",
+    Outcome.EXPIRED: "Put them with a longer time to live, or without one.",
+    Outcome.QUOTA: "The tenant's quota was used up ({quota}): raise it, or store less.",
     Outcome.DELETED: "They were deleted; put them again if that was a mistake.",
     Outcome.CORRUPT: "The drive returned wrong bytes: run `kvstore fsck --payloads`, and check the drive.",
     Outcome.LAYOUT: "Reader and writer differ in model, type, block size or parallelism: give both the same layout.",
@@ -121,7 +121,7 @@ def lookup_document(lookup: Lookup, first: int) -> dict[str, object]:
 
 
 def said(run: Run, lookup: Lookup, now_ms: int) -> str:
-    """What became of a run of blocks, and when."""
+    """The outcome of a run of blocks, and when it came about."""
     text = SAID[run.outcome]
     if run.gone_unix_ms:
         before = "" if run.blocks == 1 else "the first of them "
@@ -134,7 +134,7 @@ def said(run: Run, lookup: Lookup, now_ms: int) -> str:
 
 
 def advice(lookups: Sequence[Lookup], statistics: StatisticsResponse) -> list[str]:
-    """What to do about what was missed most, or about what took longest."""
+    """Advice on the most frequent miss, or on the slowest part."""
     missed: Counter[Outcome] = Counter()
     for lookup in lookups:
         for run in lookup.runs:
@@ -151,14 +151,14 @@ def advice(lookups: Sequence[Lookup], statistics: StatisticsResponse) -> list[st
     if slow.took_us >= _SLOW_MS * 1000:
         if slow.queued_us * _HALF > slow.took_us:
             told.append(
-                "Most of the time went to waiting for its turn: others fetch a lot; spread them over more nodes."
+                "Most of the time was spent queueing behind other fetches: spread the load over more nodes."
             )
         elif slow.drive_us * _HALF > slow.took_us:
             told.append(
-                "Most of the time went to the drive: prefetch the session, or give the node more --hot memory."
+                "Most of the time was spent on the drive: prefetch the session, or give the node more --hot memory."
             )
         elif slow.size_bytes and not missed:
-            told.append("Most of the time went to sending: check the network and the caller's bandwidth.")
+            told.append("Most of the time was spent sending: check the network and the caller's bandwidth.")
     return told
 
 

@@ -41,7 +41,7 @@ class Order(enum.Enum):
 
     HEADS_FIRST = "heads first"  # [head][token][number]: a head's bytes are one piece
     TOKENS_FIRST = "tokens first"  # [token][head][number]
-    OPAQUE = "opaque"  # the engine's own
+    OPAQUE = "opaque"  # private to the engine
 
 
 class Layer(NamedTuple):
@@ -73,7 +73,7 @@ class Layout:
     block_tokens: int
     layers: tuple[Layer, ...]
     order: Order = Order.HEADS_FIRST
-    adapter: str = ""  # LoRA, by name and digest; "" is none
+    adapter: str = ""  # LoRA, by name and digest; "" if there is none
     shard: int = 0
     shards: int = 1  # tensor parallel
     stage: int = 0
@@ -82,7 +82,7 @@ class Layout:
     engine: str = ""  # who knows the order, if it is opaque
 
     def __post_init__(self) -> None:
-        """Refuse what can't be a layout."""
+        """Raise for an invalid layout."""
         if self.dtype not in ELEMENT_BYTES:
             raise LayoutError(
                 f"There is no number format {self.dtype!r}; there are {', '.join(ELEMENT_BYTES)}."
@@ -136,27 +136,27 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """What goes with every block."""
+        """The layout's fingerprint, stored with every block."""
         return layout_fingerprint(self.canonical)
 
     @cached_property
     def _name(self) -> bytes:
-        """All that decides the bytes, but for the tokens."""
+        """Everything that determines the bytes, except the tokens."""
         return block_key(self.canonical)
 
     def key(self, chained_hash: bytes) -> bytes:
-        """The key of the block whose tokens, with all before them, have this hash."""
+        """The key of the block with this hash of its tokens and all tokens before them."""
         return block_key(self._name, chained_hash)
 
     # --- bytes
 
     def heads(self, layer: Layer) -> int:
-        """How many of a layer's heads this shard has. With more shards than heads, several shards have the same one."""
+        """How many of a layer's heads this shard has. With more shards than heads, several shards share one."""
         return max(1, layer.heads // self.shards) if layer.split and layer.heads else layer.heads
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Where each layer's bytes begin in a block, and how many there are; for an alias, those of its layer."""
+        """The offset and size of each layer's bytes in a block; for an alias, those of its layer."""
         spans: list[tuple[int, int]] = []
         begin = 0
         for layer in self.layers:
@@ -170,7 +170,7 @@ class Layout:
 
     @cached_property
     def block_bytes(self) -> int:
-        """How many bytes a block has."""
+        """The size of a block."""
         return max(begin + size for begin, size in self.spans)
 
     def of_shard(self, shard: int, shards: int) -> Layout:
@@ -178,7 +178,7 @@ class Layout:
         return replace(self, shard=shard, shards=shards)
 
     def sources(self, shards: int) -> list[int]:
-        """Which of `shards` shards hold what this one needs, each head from the lowest that has it."""
+        """Which of `shards` shards hold the heads that this one needs, each from the lowest that has it."""
         return sorted({run.shard for run in self.reshard(shards)})
 
     def reshard(self, shards: int) -> list[Run]:

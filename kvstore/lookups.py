@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
 
 
 class Outcome(enum.IntEnum):
-    """What became of a block that was looked up; the proto says more of each."""
+    """The outcome of looking up a block; the proto describes each."""
 
     UNSPECIFIED = 0
     MEMORY = 1
@@ -87,7 +87,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """One look-up. Blocks that are in no run were not looked at."""
+    """One look-up. Blocks in no run were not examined."""
 
     request_id: str
     kind: Kind
@@ -113,12 +113,12 @@ def outcome_of_miss(reason: MissReason) -> Outcome:
 
 
 def runs_of(outcomes: bytes | bytearray) -> list[Run]:
-    """The runs of outcomes, one byte a block; what is beyond the bound on runs is one of various outcomes."""
+    """The runs of outcomes, one byte per block; runs beyond the bound are merged into one, VARIOUS."""
     runs: list[Run] = []
     rest = bytes(outcomes)
     while rest and len(runs) < LOOKUP_RUNS_MAX:
         first, length = rest[:1], len(rest)
-        rest = rest.lstrip(first)  # a long session has tens of thousands, which others would wait for
+        rest = rest.lstrip(first)  # a long session has tens of thousands, and other calls would wait
         runs.append(Run(length - len(rest), Outcome(first[0])))
     if rest:
         runs[-1] = Run(runs[-1].blocks + len(rest), Outcome.UNSPECIFIED)
@@ -136,6 +136,6 @@ def bounded(runs: Iterable[Run]) -> list[Run]:
 
 def clean_id(request_id: str) -> str:
     """A request's id as it travels: printable ASCII, and not too long."""
-    if request_id.isascii() and request_id.isprintable() and " " not in request_id:  # as nearly all are
+    if request_id.isascii() and request_id.isprintable() and " " not in request_id:  # as nearly all ids are
         return request_id[:LOOKUP_ID_BYTES_MAX]
     return "".join(one if "!" <= one <= "~" else "?" for one in request_id[:LOOKUP_ID_BYTES_MAX])

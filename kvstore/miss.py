@@ -28,7 +28,7 @@ class MissReason(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> MissReason | None:
-        """Take a number of a newer node's for what it is to us."""
+        """Map a newer node's unknown number to a known reason."""
         return cls.UNKNOWN if isinstance(value, int) else None
 
 

@@ -1,4 +1,4 @@
-"""Fixed-size names of blocks, tenants, users, sessions and layouts, as the wire and the drive have them.
+"""Fixed-size names of blocks, tenants, users, sessions and layouts, as used on the wire and on the drive.
 
 Every name is a BLAKE2b digest over length-prefixed parts, so two different lists of parts never give the same input.
 """
@@ -42,10 +42,8 @@ __all__ = [
     "user_name",
 ]
 
-UNSAID: Final = b""  # no domain: whose a block is was not said
-SHARED: Final = (
-    b"shared by tenant"  # the domain of blocks that all users of a tenant share: it must be asked for
-)
+UNSAID: Final = b""  # no domain: the put named no owner
+SHARED: Final = b"shared by tenant"  # the domain of blocks shared by all users of a tenant; never a default
 assert len(SHARED) == DOMAIN_BYTES
 TENANTS_NAME: Final = "A tenant's name has 1 to 64 letters, digits, dots, dashes and underscores."
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -72,7 +70,7 @@ def _encoded(name: str) -> bytes:
         raise InvalidArgument(f"A name is a str, not {type(name).__name__}.") from None
     except UnicodeEncodeError:
         raise InvalidArgument(
-            f"The name {name!a} is no text: it contains half of a surrogate pair."
+            f"The name {name!a} is not valid text: it contains half of a surrogate pair."
         ) from None
 
 
@@ -92,19 +90,19 @@ def is_tenant(name: str) -> bool:
 
 
 def tenant_name(tenant: str, salt: bytes) -> bytes:
-    """A tenant as the drive knows it. The salt is the store's, so a stolen drive doesn't tell whose blocks it has."""
+    """A tenant's name on the drive. The salt is the store's, so a stolen drive doesn't reveal whose blocks it has."""
     return _digest(b"triggerkv tenant", TENANT_BYTES, [salt, _encoded(tenant)])
 
 
 def user_name(tenant: bytes, user: str) -> bytes:
-    """A user as the drive knows them; `tenant` is that of `tenant_name`, so this one is salted as well."""
+    """A user's name on the drive; `tenant` is from `tenant_name`, so this name is salted as well."""
     return _digest(b"triggerkv user", USER_BYTES, [tenant, _encoded(user)])
 
 
 def domain_of(user: str) -> bytes:
     """The erase domain of a user's blocks: which of their tenant's keys encrypts them.
 
-    A user has a name that `erase_user` takes too: of 1 to 128 bytes in UTF-8.
+    The user's name has 1 to 128 bytes in UTF-8, as in `erase_user`.
     """
     name = _encoded(user)
     if not 1 <= len(name) <= SESSION_LABEL_BYTES_MAX:
@@ -129,17 +127,17 @@ def in_domain(key: bytes, domain: bytes) -> bytes:
 
 
 def check_domain_name(domain: bytes) -> None:
-    """Refuse anything but a domain. 16 zeros are none: over the fabric they mean that no domain was named."""
+    """Raise for an invalid domain. 16 zeros are invalid: over the fabric they mean that no domain was named."""
     if not isinstance(domain, bytes):
         raise InvalidArgument(f"An erase domain is bytes, not {type(domain).__name__}.")
     if domain and len(domain) != DOMAIN_BYTES:
         raise InvalidArgument(f"An erase domain has {DOMAIN_BYTES} bytes, not {len(domain)}.")
     if domain and not any(domain):
-        raise InvalidArgument("An erase domain of zeros is none: use SHARED, or domain_of(user).")
+        raise InvalidArgument("An erase domain can't be all zeros: use SHARED, or domain_of(user).")
 
 
 def is_in_domain(key: bytes) -> bool:
-    """Whether it is a key that `in_domain` made, of whatever domain."""
+    """Whether `in_domain` made this key, for any domain."""
     return key.endswith(_MARK)
 
 
@@ -154,7 +152,7 @@ def domain_tag_in(key: bytes) -> bytes | None:
 
 
 def fits_domain(key: bytes, domain: bytes) -> bool:
-    """Whether a block may be put into this domain: one with a key of `in_domain` into its own, any other into none."""
+    """Whether a block may be put into this domain: a key from `in_domain` only into its own, any other into none."""
     tag = domain_tag_in(key)
     if tag is None or domain in _NOBODYS:
         return tag is None and domain in _NOBODYS
@@ -162,5 +160,5 @@ def fits_domain(key: bytes, domain: bytes) -> bool:
 
 
 def session_name(user: bytes, session: str) -> bytes:
-    """A session as the drive knows it; `user` is that of `user_name`."""
+    """A session's name on the drive; `user` is from `user_name`."""
     return _digest(b"triggerkv sessio", SESSION_BYTES, [user, _encoded(session)])

@@ -36,13 +36,13 @@ _LOG_OF_ALL: Final = 64 * math.log(2)
 
 
 class Placement:
-    """The orders of some drives, by their positions in the sequence that was given."""
+    """The orders of some drives, by their indices in the given sequence."""
 
     __slots__ = ("_orders",)
     _orders: list[tuple[int, ...]]
 
     def __init__(self, drives: Sequence[tuple[bytes, int]], zones: Sequence[str] = ()) -> None:
-        """Take each drive's uuid and weight, and the zones that they are in, if any."""
+        """`drives` are pairs of uuid and weight; `zones` are the drives' zones, if any."""
         self._orders = _orders_of(tuple(drives), tuple(zones))
 
     @property
@@ -59,11 +59,11 @@ class Placement:
         return self._orders[lot]
 
 
-@lru_cache(maxsize=8)  # a store is opened again, and a map is told again, with the drives and nodes of before
+@lru_cache(maxsize=8)  # stores and maps are often rebuilt with the same drives and nodes
 def _orders_of(drives: tuple[tuple[bytes, int], ...], zones: tuple[str, ...]) -> list[tuple[int, ...]]:
     if len(drives) == 1:
         return [(0,)] * (1 << _LOT_BITS)
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # few orders are shared by many lots
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # many lots share few orders
     lots = zip(*(_lots_known(uuid, weight) for uuid, weight in drives), strict=True)
     positions = range(len(drives))
     orders = []
@@ -81,7 +81,7 @@ def _lots_known(uuid: bytes, weight: int) -> array[float]:
 
 
 def _apart(order: tuple[int, ...], zones: Sequence[str]) -> tuple[int, ...]:
-    """Return the order with one of another zone than the first one's second."""
+    """Return the order with the first drive of another zone moved to second place."""
     if not zones:
         return order
     second = next((at for at in order if zones[at] != zones[order[0]]), order[1])
@@ -94,7 +94,7 @@ def lot_of(tenant: bytes, name: bytes) -> int:
 
 
 def lots_of(uuid: bytes, weight: int) -> list[float]:
-    """Return a drive's time of arrival at each lot, the earliest of which is home: exponential, its rate the weight."""
+    """Return a drive's draw for each lot, of which the lowest is home: exponential, with the weight as rate."""
     draws = _DRAWS.unpack(shake_128(uuid).digest(_DRAWS.size))
     log = math.log
     return [(_LOG_OF_ALL - log(draw + 1)) / weight for draw in draws]

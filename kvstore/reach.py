@@ -50,7 +50,7 @@ _TRANSPORTS: Final = (AUTO, FABRIC, GRPC, "memory")
 _FILE: Final = Path("~/.config/triggerkv/client.toml")
 _VARIABLE: Final = "TRIGGERKV_"
 _PORT_MAX: Final = 65_535
-_LABEL_MAX: Final = 63  # letters between the dots of a name
+_LABEL_MAX: Final = 63  # characters between the dots of a name
 _TOKEN_MAX: Final = 4096
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -74,7 +74,7 @@ class Reach:
     key: Path | None = None
     fabric_address: str = ""  # this machine's own, for the fabric; "": that of the route to the node
     fabric_ports: str = ""  # FIRST-LAST, on which this machine listens for the fabric; "": any free port
-    transport: str = AUTO  # how blocks go: see `kvstore.client.transport`
+    transport: str = AUTO  # how blocks are carried: see `kvstore.client.transport`
     provider: str | None = None  # of libfabric; None: the best available
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS  # for each connection to the node, of gRPC and of the fabric
     call_timeout_ms: int = RPC_TIMEOUT_MS  # for each call, attaching included
@@ -152,16 +152,16 @@ class Reach:
 
     @classmethod
     def split_from(cls, given: Mapping[str, Any], *, where: str) -> tuple[Reach, dict[str, Any]]:
-        """Take these settings out of an engine's configuration; returns the rest of it too."""
+        """Take these settings out of an engine's configuration; also returns the rest."""
         ours = {name: value for name, value in given.items() if name in _KINDS}
         others = {name: value for name, value in given.items() if name not in _KINDS}
         return cls.of(ours, where=where), others
 
     @classmethod
     def told(cls, default_node: str) -> list[tuple[str, str, str]]:
-        """The settings of a command without options: name, value, and the place it is taken from.
+        """The settings of a command without options: name, value, and where it is set.
 
-        Of a token only its presence is shown.
+        A token's value is not shown.
         """
         reach = cls.of(default_node=default_node)
         merged = _merged(_of_environment(), _of_file())
@@ -289,7 +289,7 @@ def _is_this_machine(host: str) -> bool:
 class _Kind(NamedTuple):
     """How a setting is read."""
 
-    types: tuple[type, ...]  # as which TOML, JSON and Python may give it
+    types: tuple[type, ...]  # its types in TOML, JSON and Python
     read: Callable[[Any, Path], Any]  # of a value, and the folder from which paths go
     word: str  # for what it is, to a person
 
@@ -345,13 +345,13 @@ def _read(given: Mapping[str, Any], where: str, folder: Path) -> dict[str, Any]:
             raise ConfigError(f"{name} in {where} contains a NUL character.")
         try:
             settings[name] = kind.read(value, folder)
-        except RuntimeError:  # of `expanduser`
+        except RuntimeError:  # raised by `expanduser`
             raise ConfigError(f"{name} in {where} begins with the home of an unknown user.") from None
     return settings
 
 
 def _merged(*levels: _Level) -> dict[str, tuple[Any, str]]:
-    """Each setting as the first place says it that does, with that place."""
+    """Each setting from the first place that has it, with that place."""
     settings: dict[str, tuple[Any, str]] = {}
     for where, level in levels:
         said = {name for group in _TOGETHER if settings.keys() & set(group) for name in group}
@@ -402,6 +402,6 @@ def _of_file() -> _Level:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply for settings.") from None
-    except ValueError as error:  # no TOML, no UTF-8, or a number longer than Python reads
+    except ValueError as error:  # invalid TOML or UTF-8, or a number longer than Python reads
         raise ConfigError(f"{path} is not TOML: {error}.") from error
     return str(path), _read(given, str(path), path.parent)

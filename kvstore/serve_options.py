@@ -24,10 +24,11 @@ from kvstore.config import (
     parse_drive,
     parse_listen,
     parse_size,
+    show_size,
     variables,
 )
 from kvstore.endpoints import Ports
-from kvstore.errors import ConfigError, KvError
+from kvstore.errors import ConfigError, KvError, NoSpace
 from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
 from kvstore.node.fabric_address import parse_networks
 
@@ -78,7 +79,7 @@ class Option(NamedTuple):
     is_switch: bool = False
     is_many: bool = False
     is_path: bool = False
-    reloads: bool = False  # whether SIGHUP makes a new value count
+    reloads: bool = False  # whether SIGHUP applies a new value
 
     @property
     def flag(self) -> str:
@@ -96,7 +97,7 @@ def _path(name: str, help_: str, **more: Any) -> Option:
 
 
 def _given_path(text: str) -> Path:
-    """Refuse the empty text, which is the current folder to Python, and an unset variable to a shell."""
+    """Raise for an empty text, which Python takes for the current folder, and a shell for an unset variable."""
     if not text:
         raise ConfigError("A path is empty.")
     return Path(text)
@@ -145,7 +146,7 @@ OPTIONS: Final = (
     Option("eviction", "eviction policy: lru or s3fifo", str, "lru", "POLICY"),
     Option(
         "master_key",
-        "encrypt what is stored, with keys that this one protects: file:, credential:, command: or vault: and where",
+        "encrypt stored data, with keys protected by this master key: file:, credential:, command: or vault: and where",
         metavar="KIND:WHERE",
     ),
     Option("provider", "libfabric provider; by default the best available", metavar="NAME"),
@@ -161,7 +162,7 @@ OPTIONS: Final = (
     ),
     Option(
         "cluster_zone",
-        "what fails together with the node, such as its rack; the two copies of a block are in two zones",
+        "the node's failure zone, such as its rack; the two copies of a block are in two zones",
         metavar="NAME",
     ),
     _path("cluster_ca", "CA of etcd's certificate, PEM; turns TLS to etcd on"),
@@ -177,7 +178,7 @@ OPTIONS: Final = (
     ),
     _path("cluster_secret", "a file with the shared secret of the cluster's nodes"),
     _path("cluster_nodes_ca", "CA of the nodes' certificates, PEM"),
-    Option("tied", "stop when standard input ends, as it does when the starter dies", is_switch=True),
+    Option("tied", "stop when standard input ends, as when the starting process dies", is_switch=True),
     _path("tenants", "a file of tenants and their tokens", reloads=True),
     _path("tls_cert", "the node's certificate and its chain, PEM", reloads=True),
     _path("tls_key", "its key, PEM", reloads=True),
@@ -240,16 +241,16 @@ class Settings(NamedTuple):
 
     @classmethod
     def of(cls, values: Mapping[str, Any], file: Path | None = None) -> Settings:
-        """These, and what holds where they say nothing."""
+        """These settings, with defaults for the others."""
         return cls({option.name: _default(option) for option in OPTIONS} | dict(values), file)
 
     def changed(self, later: Settings) -> tuple[list[str], list[str]]:
-        """Which options another reading says otherwise: those that count at once, and those that wait for a start."""
+        """The options that differ in another reading: those that apply at once, and those that need a restart."""
         names = [name for name, value in self.values.items() if later.values[name] != value]
         return [n for n in names if _BY_NAME[n].reloads], [n for n in names if not _BY_NAME[n].reloads]
 
     def node(self) -> NodeConfig:
-        """The same as the node takes it."""
+        """The same as the node's settings."""
         told = dict(self.values)
         if told["data"] is None:
             raise ConfigError(
@@ -351,7 +352,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply for settings.") from None
-    except ValueError as error:  # no TOML, no UTF-8, or a number longer than Python reads
+    except ValueError as error:  # invalid TOML or UTF-8, or a number longer than Python reads
         raise ConfigError(f"{path} is not TOML: {error}.") from error
     if unknown := sorted(set(given) - set(_BY_NAME)):
         raise ConfigError(f"{path} has an unknown setting: {', '.join(unknown)}.")
@@ -393,9 +394,9 @@ def settings(arguments: argparse.Namespace) -> Settings:
     return Settings.of(of_file | _of_environment() | _of_command(arguments), file)
 
 
-def check_file(path: Path) -> None:
-    """ConfigError with what is wrong with a file by itself, whatever the machine has; the rest is seen at a start."""
-    Settings.of({"data": path.parent} | read_file(path)).node()
+def check_file(path: Path) -> NodeConfig:
+    """ConfigError for a mistake in the file itself, on any machine; the rest is checked at start."""
+    return Settings.of({"data": path.parent} | read_file(path)).node()
 
 
 def _default(option: Option) -> Any:
@@ -405,15 +406,25 @@ def _default(option: Option) -> Any:
 
 
 def check_machine(config: NodeConfig) -> None:
-    """Refuse, before a drive is made, what this machine can't give."""
+    """Raise, before a drive is created, for settings that this machine can't satisfy."""
     has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if config.hot_bytes > has_bytes:
         hot, has = (f"{size_bytes / (1 << 30):.6g} GiB" for size_bytes in (config.hot_bytes, has_bytes))
         raise ConfigError(f"--hot {hot} exceeds this machine's memory, {has}.")
+    if not config.drives and config.data is not None and not list(config.data.glob("drive-*.kv")):
+        folder = config.data.absolute()
+        while not folder.is_dir():
+            folder = folder.parent
+        room = os.statvfs(folder)
+        if room.f_blocks and config.capacity_bytes > room.f_bfree * room.f_frsize:
+            raise NoSpace(
+                f"A drive of {show_size(config.capacity_bytes)} has no room on the file system of {config.data}, which"
+                f" has {show_size(room.f_bfree * room.f_frsize)} free: set a smaller --capacity."
+            )
 
 
 def defaults_shown() -> str:
-    """A file that says what holds without it, with what each setting means."""
+    """A file with all defaults, and the meaning of each setting."""
     lines = ["# Settings of `kvstore serve --config FILE`. Lines that begin with # show defaults."]
     for option in OPTIONS:
         when = "; reloaded by SIGHUP" if option.reloads else ""

@@ -13,7 +13,7 @@ __all__ = ["Seen", "Step"]
 
 
 class Step(enum.IntEnum):
-    """Something that can be seen of a session."""
+    """An event of a session."""
 
     REGISTERED = 1
     LEASED = 2
@@ -43,7 +43,7 @@ class Step(enum.IntEnum):
 
     @property
     def sentence(self) -> str:
-        """What to call it."""
+        """Its name for people."""
         return _STEPS[self][1]
 
 
@@ -75,7 +75,7 @@ assert set(_STEPS) == set(Step)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Something that was seen, by the node or by a process of the compute side."""
+    """A recorded event, of the node or of a process on the compute side."""
 
     step: Step
     at_ns: int

@@ -149,6 +149,17 @@ def test_what_is_printed_is_what_holds_by_default(
     assert main(["config", "--check", str(tmp_path / "node.toml")]) == 0
 
 
+def test_a_valid_file_that_this_machine_has_no_memory_for_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('hot = "9999GiB"\n')
+    assert main(["config", "--check", str(file)]) == 0
+    valid, told = capsys.readouterr().out.splitlines()
+    assert valid == f"{file}: valid"
+    assert "would not start with it: --hot 9999 GiB exceeds" in told
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -71,7 +71,7 @@ PARTS = {
         "sim/",
         "kvsim: what KV-cache offload costs on other hardware, and the cheapest cluster that meets a deadline",
         "console_scripts",
-        "kvsim = sim.cli:main",
+        "kvsim = sim.__main__:main",
     ),
 }
 

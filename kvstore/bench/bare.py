@@ -35,14 +35,14 @@ _DEPTH = 16
 _SLOTS_BYTES = 64 << 20
 _WAIT_S = 60.0
 _OPERATION_BYTES, _OPERATIONS_MAX = 64 << 20, 500
-_STRIDE = 7919  # a prime: neighbours in time are none on the drive
+_STRIDE = 7919  # a prime: consecutive operations are not neighbours on the drive
 _GENERATIONS = 1_000_000  # the sink watches for 1, 2, 3, ... in one flag word
 
 
 def sink(
     provider: str, peer_address: bytes, ack_base: int, ack_key: int, slots_bytes: int, *, deferred: bool
 ) -> None:
-    """The other process: memory that is written into, and an acknowledgement for each flag."""
+    """The other process: the target memory, and an acknowledgement for each flag."""
     memory, words = allocate(slots_bytes), mmap.mmap(-1, PAGE_BYTES)
     with Fabric(provider, address="127.0.0.1", deferred_work=deferred) as fabric:
         endpoint = fabric.open_endpoint()
@@ -52,7 +52,7 @@ def sink(
         try:
             print(*about, flush=True)  # noqa: T201 - for the process that measures
         except BrokenPipeError:
-            os._exit(1)  # it has gone, and nothing is left to be flushed
+            os._exit(1)  # it has exited, and nothing is left to flush
         for generation in range(1, _GENERATIONS):
             watch_landings(
                 fabric,
@@ -74,7 +74,7 @@ def sink(
             )
             while not fabric.reap():
                 if sys.stdin in select.select([fabric, sys.stdin], [], [])[0]:
-                    return  # the measuring process has gone
+                    return  # the measuring process has exited
 
 
 class BareFabric:
@@ -105,7 +105,7 @@ class BareFabric:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is ours: it ends when we have gone
+            start_new_session=True,  # Ctrl-C is for this process: the other one ends after it
         )
         assert self._process.stdout is not None
         said, *numbers = self._process.stdout.readline().split()
@@ -117,7 +117,7 @@ class BareFabric:
         return self._block_bytes * self._blocks / self.nanoseconds()
 
     def staged_gbps(self) -> float:
-        """The same as the CPU does it: a copy into memory that the NIC knows, then the puts."""
+        """The same with a CPU copy: into registered memory, then the puts."""
         return self._block_bytes * self._blocks / self.nanoseconds(staging=True)
 
     def _puts(self, generation: int) -> list[TriggeredPut]:
@@ -141,7 +141,7 @@ class BareFabric:
         return [*puts[:-1], last]
 
     def nanoseconds(self, *, staging: bool = False, fired: bool = False) -> int:
-        """How long they take from the flag's store, or the arming, to the last one's acknowledgement."""
+        """The time from the flag's store, or from arming, to the last acknowledgement."""
         generation = next(self._generations)
         watch_acks(
             self._fabric,
@@ -149,9 +149,7 @@ class BareFabric:
         )
         puts = self._puts(generation)
         if fired:
-            self._flags[0].store(
-                generation
-            )  # the threshold is met when they are armed: nothing is watched for
+            self._flags[0].store(generation)  # the threshold is already met when they are armed
             start_ns = time.monotonic_ns()
             arm(self._fabric, puts)
         elif staging:
@@ -161,7 +159,7 @@ class BareFabric:
         else:
             arm(self._fabric, puts)
             start_ns = time.monotonic_ns()
-        self._flags[0].store(generation)  # a second time does nothing
+        self._flags[0].store(generation)  # calling it twice is harmless
         while select.select([self._fabric], [], [], _WAIT_S)[0]:
             for event in self._fabric.reap():
                 if event.kind == EventKind.ACKED:
@@ -221,7 +219,7 @@ class BareDrive:
         return len(ops) * length / (time.monotonic_ns() - start_ns)
 
     def operation_ns(self, kind: DiskOpKind, length: int, depth: int) -> int:
-        """How long one operation takes, on average, while `depth` are kept under way; at most 64 MiB of them."""
+        """The mean time of one operation with `depth` in flight, at most 64 MiB of them."""
         count = max(2 * depth, min(_OPERATION_BYTES // length, _OPERATIONS_MAX))
         places = self._size_bytes // length
         took_ns = ended = begun = 0

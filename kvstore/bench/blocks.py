@@ -1,7 +1,7 @@
 """Blocks put to a running node and got back, timed from the store to the flag word.
 
 What always holds: every put has new names, so no block is already stored. A put leaves its blocks in the node's hot
-memory: `cold_ns` gets blocks that were never read, after more was put than that memory holds, so they are read from
+memory: `cold_ns` gets blocks that were never read, after more has been put than that memory holds, so they come from
 the drive. A block that is not returned is an error.
 """
 
@@ -96,9 +96,9 @@ class PathBlocks:
         )
 
     def hot_ns(self) -> int:
-        """Get the blocks that were put last; nanoseconds until all are there.
+        """Get the blocks that were put last; returns the nanoseconds.
 
-        The second time they come from the node's memory, if that has room for them.
+        The second time they come from the node's memory, if they fit.
         """
         unread = self._unread[len(self._last)]
         if unread and unread[-1][1] is self._last:
@@ -106,7 +106,7 @@ class PathBlocks:
         return self._get_ns(self._last)
 
     def cold_ns(self, count: int) -> int:
-        """Get so many blocks from the node's drive; nanoseconds until all are there."""
+        """Get `count` blocks from the node's drive; returns the nanoseconds."""
         unread = self._unread.setdefault(count, deque())
         while unread and self._put_bytes - unread[0][0] > _KEPT * self._hot_bytes:
             unread.popleft()  # it may have been evicted
@@ -128,7 +128,7 @@ class PathBlocks:
         return took_ns
 
     def inline_ns(self, count: int) -> int:
-        """Put so many blocks by the CPU: copied to host memory, then inside gRPC, one after the other."""
+        """Put `count` blocks by the CPU: copied to host memory, then sent over gRPC, one after the other."""
         data = bytes(self.block_bytes)
         blocks = self._fresh(count)
         start_ns = time.monotonic_ns()
@@ -137,7 +137,7 @@ class PathBlocks:
         return time.monotonic_ns() - start_ns
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Release the memory."""
         self._source.close()
         self._target.close()
 

@@ -42,10 +42,10 @@ __all__ = ["PARTS", "Sample", "measure"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _ROUNDS = 7
-_SINGLES = 15  # runs in a row of what is over at once
+_SINGLES = 15  # consecutive runs of very short operations
 _TOTAL = 64 * _MIB
 _BLOCKS_MAX = 512
-_CAPACITY = "2GiB"  # the largest drive file that is filled when it is made
+_CAPACITY = "2GiB"  # the largest drive file that is filled on creation
 _HOT_BYTES = HOT_BYTES_DEFAULT  # of the node
 _MEMORY_SIZES = tuple(64 * _KIB << shift for shift in range(0, 11, 2))  # to 64 MiB
 _LINK_SIZES = tuple(4 * _KIB << shift for shift in range(0, 13, 2))  # to 16 MiB
@@ -60,7 +60,7 @@ _PATH_SIZES = (32 * _KIB, 128 * _KIB, 512 * _KIB, 2 * _MIB, 4 * _MIB)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How long `count` messages of a size take, all of them together; for a drive, one of them at that depth."""
+    """The time of `count` messages of a size together; for a drive, of one at that depth."""
 
     part: str
     what: str
@@ -72,7 +72,7 @@ class Sample:
 
 
 class _Jobs:
-    """What is timed, in turns."""
+    """A timed operation, run in turns with others."""
 
     def __init__(self) -> None:
         self._jobs: dict[tuple[str, str, int, int], Job] = {}
@@ -86,7 +86,7 @@ class _Jobs:
             for at, (name, job) in enumerate(self._jobs.items(), turn * len(self._jobs)):
                 tell(f"measuring {name[0]}", at, (_ROUNDS + 1) * len(self._jobs))
                 took_ns = job()
-                if turn:  # the first one warms up
+                if turn:  # the first is a warm-up
                     times[name].append(took_ns)
         for name, found in times.items():
             seconds = [took_ns / 1e9 for took_ns in found]
@@ -94,12 +94,12 @@ class _Jobs:
 
 
 def _often(job: Job, repeats: int) -> Job:
-    """Several in a row, of which the median counts: what has been quiet for long naps, and wakes late."""
+    """Several in a row, of which the median counts: after a long idle time the first wakes up late."""
     return lambda: int(statistics.median(job() for _ in range(repeats)))
 
 
 def _many(size_bytes: int) -> int:
-    """How many make a train."""
+    """The number in a row."""
     return min(_BLOCKS_MAX, _TOTAL // size_bytes)
 
 
@@ -147,7 +147,7 @@ def _drive(folder: Path, tell: Told) -> Iterator[Sample]:
 
 
 def _blocks(part: str, folder: Path, size_bytes: int, tell: Told) -> Iterator[Sample]:
-    """Put, then get what was put, one block and many; in turns with them, the bare link and drive beside."""
+    """Put, then get the same blocks, one and many; in turns with the bare link and drive."""
     jobs = _Jobs()
     home = folder / f"{part}-{size_bytes}"
     home.mkdir()

@@ -14,7 +14,7 @@ What always holds: a request that no rule permits, above all one from a 5-tuple 
 call. A denial and a MISS are answers, not errors. The catalogue records each acknowledged put and each block found to
 be gone, and drops a user when something of theirs is deleted; for anything it doesn't know it asks the node. A node
 that is away, or doesn't know either, is a MISS with its reason. Waits have deadlines.
-What it doesn't do: run a thread. `poll` and every wait process what has arrived. Any thread may call; calls are served
+What it doesn't do: run a thread. `poll` and every wait process arrived results. Any thread may call; calls are served
 one at a time. It trusts the 5-tuple it is given, which must come from the connection.
 """
 
@@ -78,7 +78,7 @@ class _Told(NamedTuple):
     user: str
     key: bytes
     length: int  # 0: it is gone
-    number: int  # in the order in which it was told
+    number: int  # reports are processed in this order
 
 
 class _Reason(NamedTuple):
@@ -105,8 +105,8 @@ class Arrival(Handle):
     ) -> None:
         self.rule = None if entry is None else entry.name
         self.denied = denied
-        self.miss = miss  # why nothing is brought, or not all; None: it is
-        self.request = request  # of the requester
+        self.miss = miss  # why not everything is fetched; None: the answer is
+        self.request = request  # the requester's
         self.placing = placing
         self.held = ExitStack()
         self._arrivals = arrivals
@@ -132,7 +132,7 @@ class Arrival(Handle):
         usable = next((at for at, one in enumerate(outcomes) if not isinstance(one, Hit)), len(outcomes))
         miss = self.miss
         if usable < len(outcomes):
-            late = Miss(MissReason.NODE_AWAY, "It did not arrive in time.")
+            late = Miss(MissReason.NODE_AWAY, "The block did not arrive in time.")
             first = outcomes[usable]
             miss = first if isinstance(first, Miss) else self.miss or late
         resumed = manifest.resumed(usable, miss)
@@ -149,10 +149,10 @@ class Arrival(Handle):
 
 
 class Arrivals(Handle):
-    """Fetches what users will need, when rules say so, and tells what has arrived (docs/client.md has an example)."""
+    """Fetches what users will need when a rule says so, and reports arrivals (docs/client.md has an example)."""
 
     def __init__(self, nodes: Nodes, rules: Table, *, tenant: str, limits: Limits = _LIMITS) -> None:
-        """`tenant` is what the rules call the tenant for whom the nodes' clients act."""
+        """`tenant` is the rules' name for the tenant of the nodes' clients."""
         self.rules = rules
         self._tenant = tenant
         self._nodes = nodes
@@ -189,7 +189,7 @@ class Arrivals(Handle):
         self._told.append(_Told(user, key, 0, next(self._numbers)))
 
     def forgotten(self, user: str) -> None:
-        """Something of the user was deleted; what they have is looked up when they come again."""
+        """Something of the user was deleted; the rest is looked up at their next request."""
         self._told.append(_Told(user, b"", 0, next(self._numbers)))
 
     def known(self, user: str) -> tuple[Extent, ...]:
@@ -306,7 +306,7 @@ class Arrivals(Handle):
     # --- what the node knows
 
     def _look_up(self, owner: User, keys: Sequence[bytes]) -> tuple[list[Extent], dict[bytes, Hit | Miss]]:
-        """Ask the node about blocks that are not in the catalogue, and about all of a user who is not.
+        """Ask the node about blocks, or whole users, that are not in the catalogue.
 
         Returns the blocks found, and those removed with the reason.
         """
@@ -331,7 +331,7 @@ class Arrivals(Handle):
         return found, gone
 
     def _extent(self, user: str, key: bytes, length: int, number: int) -> Extent:
-        # Which drive, and where on it, is the node's own affair.
+        # Only the node knows the drive, and the place on it.
         return Extent(self._nodes.home(user), 0, 0, length, key, number)
 
     # --- arrived results
@@ -381,7 +381,7 @@ class Arrivals(Handle):
             self._fetcher.wait(changes, min(left_s, _LOOK_S))
 
     def _take_in(self) -> None:
-        """Whatever has been told since, in its order; then ask for more."""
+        """Process the reports that arrived since, in order; then request more."""
         with suppress(IndexError):
             while True:
                 self._tell(self._told.popleft())
@@ -450,7 +450,7 @@ def _places(
 
 
 def _miss(error: KvError) -> Miss:
-    """A look-up that failed as a miss; an error that has nothing to do with the node being away stays one."""
+    """Return a failed look-up as a miss if the node was away; raise any other error."""
     if isinstance(error, Overloaded):
         return Miss(MissReason.BUSY, str(error))
     if isinstance(error, (NodeUnavailable, DeadlineExceeded)):
@@ -459,7 +459,7 @@ def _miss(error: KvError) -> Miss:
 
 
 def _refusal(outcomes: Sequence[Outcome]) -> Miss:
-    """Why the requester brings nothing."""
+    """Why the requester fetches nothing."""
     if not outcomes:
         return Miss(MissReason.UNKNOWN, "The rule has no fetch or prefetch.")
     reason = MissReason.UNKNOWN if outcomes[0] is Outcome.MISS else MissReason.BUSY

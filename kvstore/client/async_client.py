@@ -68,7 +68,7 @@ __all__ = ["AsyncClient", "AsyncPuts", "AsyncSession"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_OVER: Final = object()  # of a watch: there are no more events
+_OVER: Final = object()  # a watch has no more events
 
 
 class AsyncClient:
@@ -194,7 +194,7 @@ class AsyncClient:
     async def get_many_inline(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> list[bytes | Miss]:
-        """As `Client.get_many_inline`, but all of them at the end."""
+        """As `Client.get_many_inline`, but returns a list of all outcomes."""
         return await self.call(lambda: list(self.sync.get_many_inline(wanted, timeout_s=timeout_s)))
 
     # --- what is stored
@@ -240,7 +240,7 @@ class AsyncClient:
         return AsyncSession(self, self.sync.session(user, name, follower=follower))
 
     async def sessions(self, user: str) -> list[ListedSession]:
-        """As `Client.sessions`, but all of them at the end."""
+        """As `Client.sessions`, but returns a list."""
         return await self.call(lambda: list(self.sync.sessions(user)))
 
     async def import_session(

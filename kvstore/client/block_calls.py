@@ -42,13 +42,13 @@ class Stored:
 
     key: bytes
     length: int
-    expires_unix_ms: int = 0  # 0: it doesn't expire
+    expires_unix_ms: int = 0  # 0: the block doesn't expire
     fingerprint: bytes = b""  # of its layout
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """How many blocks could be got without a gap, and why the next one couldn't, if there is a next one."""
+    """How many blocks could be got without a gap, and why the next one, if any, could not."""
 
     blocks: int
     miss: Miss | None
@@ -56,7 +56,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Where a block is, or how it went. `gone` names the reason (`kvstore/v1/blocks.proto` lists them)."""
+    """Where a block is, or why it was removed. `gone` is the reason (`kvstore/v1/blocks.proto` lists them)."""
 
     key: bytes
     stored: bool
@@ -75,7 +75,7 @@ class Pin(Handle):
     def __init__(self, calls: BlockCalls, numbers: Sequence[int], pinned: Sequence[bool]) -> None:
         self._calls = calls
         self._numbers = list(numbers)
-        self.pinned = list(pinned)  # one per key; what is not stored can't be
+        self.pinned = list(pinned)  # one per key; a block that is not stored can't be pinned
 
     def close(self) -> None:
         """Release the blocks. On a node that can't be reached the pin ends when it expires."""

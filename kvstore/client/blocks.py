@@ -1,4 +1,4 @@
-"""A block as a client describes it, and what became of it: plain values."""
+"""A block as a client describes it, and the outcome of its put or get: plain values."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Block:
 
     @property
     def stored_bytes(self) -> int:
-        """The length of the stored block, of which this may be a part."""
+        """The length of the stored block; this may be a part of it."""
         return self.whole or self.length
 
     @property
@@ -89,7 +89,7 @@ class Block:
         return (self.region,) if self.pieces is None else self.pieces.regions
 
     def __post_init__(self) -> None:
-        """Refuse what no node would take, before anything is sent."""
+        """Raise for a block that no node would accept, before anything is sent."""
         if not isinstance(self.key, bytes):
             raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(self.key).__name__}.")
         if self.key and len(self.key) != KEY_BYTES:
@@ -194,7 +194,7 @@ def regions_of(blocks: Iterable[Block]) -> list[Region]:
 
 
 def hold_regions(blocks: Iterable[Block]) -> ExitStack:
-    """Hold the memory of all of these, so that nobody can close it; closing the result lets it go."""
+    """Keep the memory of all of these from being closed, until the result is closed."""
     with ExitStack() as held:
         for region in regions_of(blocks):
             region.hold()
@@ -203,7 +203,7 @@ def hold_regions(blocks: Iterable[Block]) -> ExitStack:
 
 
 def put_into(blocks: Sequence[Block], domain: bytes, *, of_domains: bool = False) -> Sequence[Block]:
-    """The same, those without a domain in this one; `of_domains`: only those whose keys are made for one."""
+    """Give this domain to blocks without one (`of_domains`: only to those whose keys are made for a domain)."""
     if domain == UNSAID or not isinstance(blocks, (list, tuple)):
         return blocks
     return [
@@ -215,7 +215,7 @@ def put_into(blocks: Sequence[Block], domain: bytes, *, of_domains: bool = False
 
 
 def fingerprint_of(layout: HasFingerprint | bytes) -> bytes:
-    """The digest of what decides how the bytes are laid out."""
+    """The digest of whatever determines how the bytes are laid out."""
     if isinstance(layout, bytes):
         return layout_fingerprint(layout)
     try:

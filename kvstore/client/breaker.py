@@ -7,7 +7,7 @@ What always holds: calls are refused only if one has failed since the last succe
 refusal names the failure and the time of the next trial.
 A failure means that the node could not be reached, or did not answer for `late_ms` in all, over one call or several in
 succession. A shorter deadline says nothing about the node, nor do two that are far apart. A node that refuses a call is
-there.
+up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Breaker:
         self._failure: KvError | None = None
         self._pause_ms = 0
         self._until_ns = 0
-        self._late_ns = 0  # for so long calls have waited since the last answer; those at one time count once
+        self._late_ns = 0  # how long calls have waited since the last answer; simultaneous ones count once
         self._late_until_ns = 0
         self._trying = False
 
@@ -61,7 +61,7 @@ class Breaker:
             self.failed(error)
             raise
         except BaseException:
-            self.succeeded()  # whatever it was, it was not the node
+            self.succeeded()  # any other error is not the node's
             raise
         self.succeeded()
 

@@ -68,16 +68,16 @@ class Asking:
 
     @staticmethod
     def _traced(span: PutSpan | GetSpan | None) -> Metadata:
-        """What says of which trace a call is; of one by gRPC the channel does."""
+        """The trace context of a call over the fabric; the channel adds it to gRPC calls."""
         header = None if span is None else span.header()
         return () if header is None else (header,)
 
     # --- puts
 
     def said_of_puts(self, watch: Watch | None, span: PutSpan | None) -> tuple[bytes, bytes]:
-        """The metadata of the first of some puts, with the recorded steps, and of each of the others.
+        """The metadata of the first of some puts, with the recorded steps, and that of each of the others.
 
-        That is nothing, if there is no room for it in front of a block.
+        Empty if a block's header has no room for it.
         """
         if watch is None and span is None:
             return b"", b""
@@ -160,7 +160,7 @@ class Asking:
                     request, timeout=self._client.reach.call_timeout_s, metadata=metadata_of(wanted.watch)
                 )
         except (NodeUnavailable, DeadlineExceeded) as error:
-            self._client.lose(link, error)  # leases may stand that we know nothing of
+            self._client.lose(link, error)  # the node may have granted leases that we don't know of
             raise
         return [
             Leased(lease.slot, lease.already_stored, lease.generation, lease.payload, lease.flag)
@@ -193,7 +193,7 @@ class Asking:
                 self._client.lose(link, error)
 
         with self._client.lock:
-            if not get.ask(deadline_ns):  # and it has been told why
+            if not get.ask(deadline_ns):  # and was notified with the reason
                 asked.failed(
                     link.error or DeadlineExceeded("The deadline passed before the node was called.")
                 )
@@ -211,7 +211,7 @@ class Asking:
                     (*metadata, *self._traced(span)),
                     get.blocks,
                     get.rows(),
-                    began_ns + self._timeout_ns,  # the get's own ends no more than the get
+                    began_ns + self._timeout_ns,  # the get's own deadline ends only the get
                     get.tag,
                     get.group,
                     get.blocks,

@@ -23,7 +23,7 @@ _OPTIONS = (
     (
         "grpc.enable_http_proxy",
         0,
-    ),  # the fabric can't go through one, and nor does what asks why a node is away
+    ),  # neither the fabric nor `contact` can use a proxy
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # a node that moved is found again; 30 s by default
@@ -31,7 +31,7 @@ _OPTIONS = (
 
 
 def open_channel(reach: Reach, header: Callable[[], tuple[str, str] | None] | None = None) -> grpc.Channel:
-    """Open a channel; no call is made yet. `header` is asked for each call what else it shall carry."""
+    """Open a channel; no call is made yet. `header` returns an additional header for each call, if any."""
     credentials = reach.credentials()
     options = (*_OPTIONS, (_CONNECT_TIMEOUT, reach.connect_timeout_ms))
     if credentials is None:
@@ -50,8 +50,8 @@ def open_channel(reach: Reach, header: Callable[[], tuple[str, str] | None] | No
 def close_channel(channel: grpc.Channel) -> None:
     """End a channel and its calls, within `CHANNEL_CLOSE_MS`.
 
-    gRPC waits for the end of each call without a deadline, also of one that an exception, such as a signal handler's,
-    interrupted while it was being made: that one never ends.
+    gRPC waits without a deadline for each call to end, and a call that an exception (such as a signal handler's)
+    interrupted while it was being made never does.
     """
     closing = threading.Thread(target=channel.close, name="kvstore-close", daemon=True)
     closing.start()
@@ -61,7 +61,7 @@ def close_channel(channel: grpc.Channel) -> None:
 class _Details(
     grpc.ClientCallDetails,
 ):
-    """A call's details, with a header of ours."""
+    """A call's details, with one more header."""
 
     def __init__(self, asked: Any, header: tuple[str, str]) -> None:
         self.method = asked.method
@@ -78,7 +78,7 @@ class _Saying(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Puts a header on every call, whatever its kind, if there is one at that moment."""
+    """Adds a header to every call of any kind, if there is one at that moment."""
 
     def __init__(self, header: Callable[[], tuple[str, str] | None]) -> None:
         self._header = header

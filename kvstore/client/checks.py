@@ -57,7 +57,7 @@ _LENGTH = "A block's length"
 
 
 def check_list(given: object, of: str) -> None:
-    """Refuse anything but a list. A single key is one to Python: of numbers."""
+    """Raise for anything but a list. A single key counts as none, although Python can iterate over it."""
     if type(given) is list or type(given) is tuple:
         return
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes, bytearray, memoryview)):
@@ -66,7 +66,7 @@ def check_list(given: object, of: str) -> None:
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
-    """Refuse anything but a list of keys. Two wrong lengths that add up to right ones are left to the node."""
+    """Raise for anything but a list of keys. Wrong lengths with a plausible total are left to the node."""
     check_list(keys, "keys")
     try:
         is_good = len(b"".join(keys)) == KEY_BYTES * len(keys)  # 10 ns a key
@@ -78,7 +78,7 @@ def check_keys(keys: Sequence[bytes]) -> None:
 
 
 def check_key(key: object) -> None:
-    """Refuse anything but a key."""
+    """Raise for anything but a key."""
     if not isinstance(key, bytes):
         raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(key).__name__}.")
     if len(key) != KEY_BYTES:
@@ -86,7 +86,7 @@ def check_key(key: object) -> None:
 
 
 def check_lengths(lengths: Sequence[int] | None, keys: Sequence[bytes]) -> None:
-    """Refuse anything but a length for each key, or none at all."""
+    """Raise unless there is one length per key, or none at all."""
     if lengths is None:
         return
     check_list(lengths, "lengths")
@@ -97,7 +97,7 @@ def check_lengths(lengths: Sequence[int] | None, keys: Sequence[bytes]) -> None:
 
 
 def check_wanted(wanted: Sequence[tuple[bytes, int]]) -> None:
-    """Refuse anything but a list of keys, each with the length of its block."""
+    """Raise for anything but a list of keys, each with the length of its block."""
     check_list(wanted, "keys with lengths")
     for one in wanted:
         key, length = _pair(one, "length")
@@ -106,7 +106,7 @@ def check_wanted(wanted: Sequence[tuple[bytes, int]]) -> None:
 
 
 def checked_puts(blocks: Iterable[tuple[bytes, Data]]) -> Iterator[tuple[bytes, memoryview]]:
-    """The same blocks. Raises at the first that is not a key and its data."""
+    """Yield the same blocks; raise at the first that is not a key and its data."""
     if not isinstance(blocks, Iterable):
         check_list(blocks, "keys with data")
     for one in blocks:
@@ -127,7 +127,7 @@ def view_of(data: Data) -> memoryview:
 
 
 def check_buffer(memory: object) -> None:
-    """Refuse anything but memory that gets can write to."""
+    """Raise for anything but memory that gets can write to."""
     try:
         view = memoryview(memory)  # type: ignore[arg-type]
     except TypeError:
@@ -160,7 +160,7 @@ def _count(blocks: Sequence[Block], blocks_max: int, what: str) -> None:
 
 
 def check_blocks(blocks: Sequence[object], kind: type = Block) -> None:
-    """Refuse anything but a list of such blocks."""
+    """Raise for anything but a list of such blocks."""
     check_list(blocks, "blocks")
     others = sorted({type(one).__name__ for one in blocks if not isinstance(one, kind)})
     if others:
@@ -170,7 +170,7 @@ def check_blocks(blocks: Sequence[object], kind: type = Block) -> None:
 
 
 def are_pieces(blocks: Sequence[Block]) -> bool:
-    """Whether any of these is a block of pieces. Refuses anything but a list of blocks."""
+    """Whether any of these is a block of pieces. Raises for anything but a list of blocks."""
     check_list(blocks, "blocks")
     try:
         return any(map(pieces_of, blocks))
@@ -180,7 +180,7 @@ def are_pieces(blocks: Sequence[Block]) -> bool:
 
 
 def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
-    """Refuse blocks in memory that is not registered here, or no longer."""
+    """Raise for blocks in memory that is not, or no longer, registered here."""
     known = fabric.regions
     try:
         regions = regions_of(blocks)
@@ -193,7 +193,7 @@ def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
 
 
 def check_gets(fabric: Fabric, blocks: Sequence[Block], blocks_max: int) -> None:
-    """Refuse a get of these."""
+    """Raise if these blocks can't be got."""
     _count(blocks, blocks_max, "A call takes")
     check_memory(fabric, blocks)
     if not all(map(_key, blocks)):
@@ -206,7 +206,7 @@ def _check_whole(blocks: Sequence[Block]) -> None:
 
 
 def check_domain(key: bytes, domain: bytes) -> None:
-    """Refuse to put a block into another erase domain than the one that its key was made for."""
+    """Raise if a block is put into another erase domain than the one its key was made for."""
     if fits_domain(key, domain):
         return
     if domain not in (UNSAID, SHARED):
@@ -224,14 +224,14 @@ def _check_domains(blocks: Sequence[Block]) -> None:
 
 
 def check_reserved(fabric: Fabric, blocks: Sequence[Block]) -> None:
-    """Refuse to ask for slots for these."""
+    """Raise if slots can't be reserved for these."""
     check_gets(fabric, blocks, BATCH_BLOCKS_MAX)
     _check_whole(blocks)
     _check_domains(blocks)
 
 
 def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_max: int) -> None:
-    """Refuse to arm puts of these."""
+    """Raise if puts of these can't be armed."""
     _count(blocks, blocks_max, "A batch of puts has")
     check_memory(fabric, blocks)
     largest = max(map(_length, blocks))
@@ -246,19 +246,21 @@ def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_
 
 
 def check_name(what: str, name: object) -> None:
-    """Refuse a name that no session has, such as one that Python made of bytes that are no UTF-8."""
+    """Raise for a name that no session can have, such as one that Python decoded from invalid UTF-8."""
     if not isinstance(name, str):
         raise InvalidArgument(f"{what} is a str, not {type(name).__name__}.")
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
-        raise InvalidArgument(f"{what}, {name!a}, is no text: it has half of a surrogate pair.") from None
+        raise InvalidArgument(
+            f"{what}, {name!a}, is not valid text: it has half of a surrogate pair."
+        ) from None
     if not 1 <= size <= SESSION_LABEL_BYTES_MAX:
         raise InvalidArgument(f"{what} has 1 to {SESSION_LABEL_BYTES_MAX} bytes in UTF-8, not {size}.")
 
 
 def check_number(what: str, number: int, bits: int = 32) -> int:
-    """Refuse a number that no message of this width can carry; returns it."""
+    """Return the number; raise if a field of this width can't hold it."""
     try:
         is_good = 0 <= index(number) < 1 << bits
     except TypeError:
@@ -269,7 +271,7 @@ def check_number(what: str, number: int, bits: int = 32) -> int:
 
 
 def check_how(flag: object, durability: object) -> None:
-    """Refuse a flag that nothing could be armed with, and a durability that is none."""
+    """Raise for an invalid flag or durability."""
     if not (flag is None or isinstance(flag, FlagWord | Counter)):
         raise InvalidArgument(f"A flag is one of FlagWords or a Counter, not {type(flag).__name__}.")
     if not isinstance(durability, Durability):
@@ -277,7 +279,7 @@ def check_how(flag: object, durability: object) -> None:
 
 
 def checked_timeout(timeout_s: float) -> float:
-    """A timeout in seconds, no longer than any can be."""
+    """A timeout in seconds, limited to the longest possible one."""
     try:
         if timeout_s == timeout_s:  # noqa: PLR0124 - which NaN is not
             return max(0.0, min(float(timeout_s), TIMEOUT_S_MAX))
@@ -287,6 +289,6 @@ def checked_timeout(timeout_s: float) -> float:
 
 
 def check_lease(lease_ms: int, what_lasts: str) -> None:
-    """Refuse a time that no slot is leased for, and no put waits."""
+    """Raise for a time longer than any lease or armed put may last."""
     if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
         raise InvalidArgument(f"{what_lasts} 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")

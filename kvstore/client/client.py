@@ -9,8 +9,8 @@
         outcomes = client.get(blocks, timeout_s=10)
 
 What always holds: every call ends within its deadline; a get returns exact bytes, or a Miss with its reason, and never
-raises because a node is away; a put that can't be had has one typed error; once a call has ended nothing of it writes
-to the caller's memory. A mistake of the caller's is a `UsageError`, and nothing is sent.
+raises because a node is away; a failed put has one typed error; once a call has ended, nothing of it writes to the
+caller's memory. A mistake of the caller's is a `UsageError`, and nothing is sent.
 
 It talks to one node, by one transport; `Nodes` talks to several.
 """
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.block_calls import BlockCalls
 from kvstore.client.blocks import fingerprint_of
-from kvstore.client.checks import check_buffer, checked_timeout
+from kvstore.client.checks import check_buffer, check_list, checked_timeout
 from kvstore.client.core import Core
 from kvstore.client.erasing import ErasingCalls
 from kvstore.client.fabric_transport import FabricTransport
@@ -115,14 +115,13 @@ class Client(Handle):
         """Open the channel. The node is not called yet; the fabric is opened when it is first needed.
 
         Arguments not given here come from the environment or the file of the client's settings (`kvstore.reach`). A
-        `Reach` replaces all of them. `transport` says how blocks go: "fabric" (remote writes through libfabric), "grpc"
-        (copied by the CPU), "memory" (to a `MemoryNode` of this process), or "auto", the default: the fabric, or gRPC
-        where there is no libfabric. `provider` is libfabric's; by default the best available.
-        `user` or `shared` says whose the blocks are that it puts without a domain: this user's, with keys of
-        `in_domain(key, domain_of(user))`, or all users'. A node that encrypts refuses a put that says neither.
+        `Reach` replaces all of them. `transport` says how blocks are carried: "fabric" (remote writes through
+        libfabric), "grpc" (copied by the CPU), "memory" (to a `MemoryNode` of this process), or "auto", the default:
+        the fabric, or gRPC where there is no libfabric. `provider` is libfabric's; by default the best available.
+        `user` or `shared` says who owns the blocks that it puts without a domain: this user, with keys of
+        `in_domain(key, domain_of(user))`, or all users together. A node that encrypts refuses a put that says neither.
         `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
-        is a miss.
-        `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
+        is a miss. `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
         With a `tracer_provider`, of OpenTelemetry, its puts, gets and resumes are spans, and its calls carry them.
         """
         given = {
@@ -182,7 +181,7 @@ class Client(Handle):
 
     @property
     def fabric(self) -> Fabric:
-        """The fabric of all its links; inside gRPC, one that only has the memory and the flags."""
+        """The fabric of all its links; with gRPC, one that only has the memory and the flags."""
         return self._core.fabric
 
     @property
@@ -198,7 +197,7 @@ class Client(Handle):
     def attach(self) -> None:
         """Attach now, so that the next put or get does not have to. It waits for the node to provide memory.
 
-        Inside gRPC it only finds out whether the node is there.
+        With gRPC it only checks that the node can be reached.
 
         >>> client.attach()
         >>> client.is_attached
@@ -207,14 +206,13 @@ class Client(Handle):
         self._core.attach()
 
     def close(self) -> None:
-        """Close the client. Puts that have not been acknowledged fail. In a forked child nothing is closed.
+        """Close the client. Puts that have not been acknowledged fail. In a forked child this does nothing.
 
         >>> Client(client.target).close()
         """
-        if self._core.is_inherited:
-            return
-        self._core.close()
-        self._by_grpc.close()
+        if not self._core.is_inherited:
+            self._core.close()
+            self._by_grpc.close()
 
     @property
     def _transport(self) -> Transport:
@@ -246,10 +244,11 @@ class Client(Handle):
         >>> result.durability.name, result.error
         ('WRITTEN', None)
         """
+        check_list(blocks, "blocks")
         timeout_s = checked_timeout(self._core.reach.get_timeout_s if timeout_s is None else timeout_s)
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
         arm = partial(self.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
-        return arm(blocks, expires_unix_ms=expires_unix_ms).wait(timeout_s)
+        return arm(blocks, expires_unix_ms=expires_unix_ms).wait(timeout_s) if blocks else []
 
     def arm(
         self,
@@ -320,7 +319,8 @@ class Client(Handle):
         >>> type(hit).__name__, str(miss)
         ('Hit', 'MISS(unknown)')
         """
-        return self._transport.get(blocks, layout=layout, timeout_s=timeout_s)
+        check_list(blocks, "blocks")
+        return self._transport.get(blocks, layout=layout, timeout_s=timeout_s) if blocks else []
 
     def getting(
         self,
@@ -342,7 +342,7 @@ class Client(Handle):
         """
         return self._transport.getting(blocks, layout=layout, timeout_s=timeout_s, watch=watch, ended=ended)
 
-    # --- puts and gets inside gRPC
+    # --- puts and gets over gRPC
 
     def put_inline(
         self,
@@ -354,7 +354,7 @@ class Client(Handle):
         domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> Durability:
-        """Put one block, or the pieces of one, inside gRPC. The CPU copies it; no fabric is needed.
+        """Put one block, or the pieces of one, over gRPC. The CPU copies it; no fabric is needed.
 
         >>> client.put_inline(block_key(b"inline"), b"the KV of a page").name
         'WRITTEN'
@@ -369,7 +369,7 @@ class Client(Handle):
         )
 
     def get_inline(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
-        """Get one block inside gRPC.
+        """Get one block over gRPC.
 
         >>> _ = client.put_inline(block_key(b"inline"), b"the KV of a page")
         >>> client.get_inline(block_key(b"inline"), length=16)
@@ -596,5 +596,5 @@ class Client(Handle):
 
 
 def session_calls_of(client: Client) -> SessionCalls:
-    """For `Nodes`, whose sessions follow a user's home: a client's calls, and by which map it makes them."""
+    """For `Nodes`, whose sessions follow a user's home: a client's calls, and the map revision they go by."""
     return client._sessions  # noqa: SLF001 - of this module

@@ -3,7 +3,7 @@
     with ClusterClient(["10.0.0.5:7070", "10.0.0.6:7070"], replicas=2) as client:
         kv = client.register(buffer)
         blocks = [ClusterBlock(key, kv, offset, length, threshold=n), ...]
-        puts = client.arm(blocks, flags[0])      # a put to each owner of a block, all of them behind the one flag
+        puts = client.arm(blocks, flags[0])      # a put to each owner of a block, all fired by the one flag
         results = puts.wait(timeout_s=10)
         outcomes = client.get(blocks, timeout_s=10)
 
@@ -13,9 +13,9 @@ the same time.
 
 What always holds: for each block what `Client` promises, with one deadline for the whole call. A put with two replicas
 succeeds only if both owners have the block; with `acks="any"`, if one has. If an owner lacks a block, or doesn't send
-it in its share of the time, the next node in that order is asked, up to one more than there are replicas: so nothing is
-missed while one member is away, or because one has come back or joined. A deletion goes to all members, and fails
-unless each has answered. A node that is away costs the first try of its own blocks only.
+it in its share of the time, the next node in that order is asked, up to one more than there are replicas. So no block
+is missed while one member is away, or has just come back or joined. A deletion goes to all members, and fails unless
+each has answered. A node that is away costs the first try of its own blocks only.
 A block that an owner lacked and another node had is put back to it in the background (`kvstore.client.repairs`).
 What it doesn't do: copy blocks that nobody reads. Nodes do, if configured to (`kvstore.node.upkeep`).
 """
@@ -79,7 +79,7 @@ __all__ = ["ClusterClient", "ClusterPin", "ClusterPuts"]
 _CLOCK = SystemClock()
 _PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
 _LOOK_S = CLUSTER_PUTS_SLICE_MS / 1000
-_INLINE_A_ROUND = 64  # blocks that are got inside gRPC before the first of them is given
+_INLINE_A_ROUND = 64  # blocks got over gRPC before the first of them is yielded
 R = TypeVar("R")
 
 
@@ -94,7 +94,7 @@ class ClusterClient(Handle):
         acks: Literal["all", "any"] = "all",
         **of_clients: Any,
     ) -> None:
-        """`nodes` are one or more of the cluster's; `of_clients` is what each `Client` is made with."""
+        """`nodes` are one or more of the cluster's nodes; `of_clients` are the arguments of each `Client`."""
         if not 1 <= replicas <= REPLICAS_MAX:
             raise InvalidArgument(f"A block has 1 to {REPLICAS_MAX} replicas, not {replicas}.")
         self.nodes = Nodes(nodes, **of_clients)
@@ -105,7 +105,7 @@ class ClusterClient(Handle):
         self._removals = Removals(self.nodes, self._each, self._closing, _CLOCK)
 
     def register(self, memory: Buffer) -> Everywhere:
-        """Let blocks be put from memory and got into it, whichever node has them. Close it when the memory goes.
+        """Register memory for puts to and gets from any node. Close it before the memory is freed.
 
         FabricError if there is no fabric here, or the memory can't be registered with it.
         """
@@ -124,7 +124,7 @@ class ClusterClient(Handle):
         return self.nodes.first().fabric
 
     def owners(self, key: bytes) -> list[str]:
-        """The nodes that a block is kept on, now, its first owner first."""
+        """The nodes that own a block now, its first owner first."""
         check_key(key)
         now = self.nodes.map
         return [
@@ -190,7 +190,7 @@ class ClusterClient(Handle):
 
         return self._found(keys_of(blocks), get, self._get_s(timeout_s), copied)
 
-    # --- inside gRPC
+    # --- over gRPC
 
     def put_inline(
         self,
@@ -202,7 +202,7 @@ class ClusterClient(Handle):
         domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> Durability:
-        """As `Client.put_inline`, on each owner; the least that was reached."""
+        """As `Client.put_inline`, on each owner; returns the lowest durability reached."""
         (result,) = self.put_many_inline(
             [(key, data)],
             durability=durability,
@@ -212,7 +212,7 @@ class ClusterClient(Handle):
         )
         if result.error is not None:
             raise result.error
-        assert result.durability is not None, "a put has an error, or reached something"
+        assert result.durability is not None, "a put has an error or a durability"
         return result.durability
 
     def get_inline(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
@@ -229,7 +229,7 @@ class ClusterClient(Handle):
         domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
-        """As `Client.put_many_inline`, on each owner; of each block there is a result."""
+        """As `Client.put_many_inline`, on each owner; every block has a result."""
         given = list(checked_puts(blocks))
         keys = [key for key, _ in given]
         parts = self._owned(keys)
@@ -291,12 +291,12 @@ class ClusterClient(Handle):
         return Prefix(len(keys), None)
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
-        """As `Client.delete`, on every member and every node that is absent from the map; all of them are asked.
+        """As `Client.delete`, on every member and every node that is absent from the map.
 
-        Raises the error of one that has not answered: what it has would be there again when it is back. An absent one
-        that won't come back is to be forgotten (`kvstore cluster forget`). In a cluster a copy may be on its way past
-        the deletion: all are asked twice, the second time with the same map as this client has; NodeUnavailable if
-        that doesn't come to be in a call's time.
+        Raises the error of one that has not answered: its blocks would reappear when it is back. Remove an absent node
+        that won't come back with `kvstore cluster forget`. A copy between nodes may overtake the deletion, so all are
+        asked twice, the second time with the same map as this client's; NodeUnavailable if the maps don't agree within
+        a call's time.
         """
         check_keys(keys)
         return self._removals.delete(keys, durability, self._call_s(None))
@@ -304,7 +304,7 @@ class ClusterClient(Handle):
     def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> list[Erasure]:
         """As `Client.erase_user`, on every member and every node that is absent from the map, as `delete`.
 
-        Returns what it came to on each of them, with its receipt; a node may be asked twice.
+        Returns the result for each of them, with its receipt; a node may be asked twice.
         """
         return self._removals.erase(
             lambda client, left_s: client._erasing.user(user, left_s),  # noqa: SLF001 - of this package
@@ -340,7 +340,7 @@ class ClusterClient(Handle):
         return ClusterPin(pins, pinned)
 
     def close(self) -> None:
-        """Close the clients. What is under way ends within its time."""
+        """Close the clients. Calls under way end by their deadlines."""
         self._closing.set()
         self.nodes.close()
         self._repairs.close()
@@ -355,7 +355,7 @@ class ClusterClient(Handle):
         return self.nodes.reach.call_timeout_s if timeout_s is None else timeout_s
 
     def _owned(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
-        """Which of these keys each node is an owner of, of whatever rank."""
+        """Which of these keys each node owns, at any rank."""
         now = self.nodes.map
         parts: dict[str, list[int]] = defaultdict(list)
         for rank in range(self._replicas):
@@ -364,7 +364,7 @@ class ClusterClient(Handle):
         return parts
 
     def _split(self, now: Map, keys: Sequence[bytes], some: Iterable[int], rank: int) -> dict[str, list[int]]:
-        """Which of these keys each node is the owner of this rank of; of a small map there may be none."""
+        """Which of these keys each node owns at this rank; a small map may have no such owner."""
         tenant, owners = self.nodes.placed_as(now).encode(), now.owners
         parts: dict[int, list[int]] = defaultdict(list)
         if rank < len(now.members):
@@ -379,10 +379,10 @@ class ClusterClient(Handle):
         timeout_s: float,
         copied: Callable[[int, R], bytes | None] | None = None,
     ) -> list[R | Miss]:
-        """Ask the first owners, and of what they don't have the next ones; then the first ones get it back.
+        """Ask the first owners, then the next ones for missing blocks, which are then put back to the first.
 
         One node more than there are replicas is asked: it is an owner while another is off the map, and was one before
-        the last that joined.
+        the last node joined.
         """
         began_ns = _CLOCK.monotonic_ns()
         until_s = began_ns / 1e9 + timeout_s
@@ -404,7 +404,7 @@ class ClusterClient(Handle):
                         self._put_back(lost[at], keys[at], began_ns, partial(copied, at, outcome))
                     continue
                 if not rank:
-                    outcomes[at] = outcome  # of several misses the first owner's says most
+                    outcomes[at] = outcome  # the first owner's miss is the most informative
                 if rank < self._replicas and outcome.reason in _PUT_BACK:
                     lost[at].append(node)
             left = [at for at in left if isinstance(outcomes[at], Miss)]
@@ -418,7 +418,7 @@ class ClusterClient(Handle):
         ask: Callable[[Client, list[int], float], Sequence[R | Miss]],
         left_s: float,
     ) -> Iterator[tuple[str, int, R | Miss]]:
-        """What each node says of each of its keys."""
+        """Each node's outcomes for its keys."""
         for node, answer in self._each(parts, lambda client, some: ask(client, some, left_s)).items():
             told: Sequence[R | Miss]
             if isinstance(answer, KvError):
@@ -432,7 +432,7 @@ class ClusterClient(Handle):
         self, nodes: Iterable[str], key: bytes, read_ns: int, copied: Callable[[], bytes | None]
     ) -> None:
         if is_in_domain(key):
-            return  # which one a get doesn't say, and it may have been erased since: the nodes copy it to each other
+            return  # the domain is unknown here, and may have been erased since: the nodes copy these blocks themselves
         for node in nodes:
             if self._repairs.has_room and (data := copied()) is not None:
                 self._repairs.add(node, key, data, read_ns)
@@ -443,7 +443,7 @@ class ClusterClient(Handle):
         call: Callable[[Client, list[int]], R],
         undo: Callable[[R], object] | None = None,
     ) -> dict[str, R | KvError]:
-        """What a call of each node gives, all at the same time; a mistake of the caller's is raised, and all undone."""
+        """Call all nodes at the same time and return their results; a caller's mistake is raised, and all is undone."""
 
         def one(node: str) -> R | KvError:
             try:
@@ -454,7 +454,7 @@ class ClusterClient(Handle):
         first, *others = parts or [""]
         if not first:
             return {}
-        # Each goes by the caller's request (`as_request`), so that `kvstore explain` finds it on every node.
+        # Each call carries the caller's request id (`as_request`), so that `kvstore explain` finds it on every node.
         waiting = {node: self._threads.submit(copy_context().run, one, node) for node in others}
         answers = {first: one(first)} | {node: future.result() for node, future in waiting.items()}
         mistakes = [answer for answer in answers.values() if isinstance(answer, UsageError)]
@@ -468,7 +468,7 @@ class ClusterClient(Handle):
 
 @made_by("`ClusterClient.arm`")
 class ClusterPuts:
-    """Puts to several nodes behind one flag: what `ArmedPuts` is for one."""
+    """Puts to several nodes fired by one flag, as `ArmedPuts` is for one node."""
 
     def __init__(
         self, keys: Sequence[bytes], parts: Sequence[tuple[list[int], ArmedPuts | KvError]], copies: int
@@ -482,9 +482,9 @@ class ClusterPuts:
         return all(puts.has_ended for puts in self._armed)
 
     def wait(self, timeout_s: float) -> list[PutResult]:
-        """As `ArmedPuts.wait`: one result for each block, of all its owners.
+        """As `ArmedPuts.wait`: one result for each block, for all its owners.
 
-        When each block has copies enough, what is still under way is waited for a moment longer, and goes on then.
+        Once each block has enough copies, it waits a moment longer for the other puts, which then continue.
         """
         until_s = _now_s() + timeout_s
         is_enough = False
@@ -513,7 +513,7 @@ class ClusterPuts:
         return all(puts.wait_landed(_left(until_s)) for puts in self._armed)
 
     def cancel(self) -> int:
-        """Withdraw the puts that have not gone out; how many there were, of all owners."""
+        """Withdraw the puts that have not been sent, to all owners; returns how many."""
         return sum(puts.cancel() for puts in self._armed)
 
     def abandon(self) -> None:
@@ -524,14 +524,14 @@ class ClusterPuts:
 
 @made_by("`ClusterClient.pin`")
 class ClusterPin(Handle):
-    """Blocks that are not evicted from any owner until this is closed, or its time is over."""
+    """Blocks protected from eviction on all owners until this is closed or expires."""
 
     def __init__(self, pins: Sequence[Pin], pinned: Sequence[bool]) -> None:
         self._pins = pins
         self.pinned = list(pinned)  # one per key: whether any owner has it
 
     def close(self) -> None:
-        """Let the blocks go."""
+        """Release the blocks."""
         for pin in self._pins:
             pin.close()
 
@@ -549,7 +549,7 @@ def _left(until_s: float) -> float:
 
 
 def _merged(key: bytes, each: Sequence[PutResult], copies: int) -> PutResult:
-    """What became of a block of which so many copies are wanted, by what became of each."""
+    """The result for a block with this many wanted copies, from the results of its puts."""
     good = [one for one in each if one.error is None]
     if len(good) < copies:
         taken = [one for one in each if one.has_block and one.error is not None]

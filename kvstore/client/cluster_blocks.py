@@ -28,29 +28,29 @@ __all__ = ["ClusterBlock", "ClusterPieces", "blocks_of", "keys_of"]
 
 @dataclass(frozen=True, slots=True)
 class ClusterPieces:
-    """Where a block's bytes are, in their order, as `nic_offload.pieces.Pieces` says it."""
+    """Where a block's bytes are, in order, as in `nic_offload.pieces.Pieces`."""
 
     memories: tuple[Everywhere, ...]
     rows: Buffer  # 16 bytes for each piece: in which memory (4), its length (4), its offset (8)
 
     def copied(self) -> bytes:
-        """A copy of the current contents of all."""
+        """A copy of the current contents of all pieces."""
         return b"".join(
             self.memories[number].copied(offset, length) for number, length, offset in pieces_said(self.rows)
         )
 
 
 class ClusterBlock(NamedTuple):
-    """A block, and where its bytes are, or shall be, in memory that `ClusterClient.register` has registered."""
+    """A block, and where its bytes are or go in memory registered by `ClusterClient.register`."""
 
     key: bytes
     memory: Everywhere
     offset: int
     length: int
     threshold: int = 1  # a put fires when the flag word is at least this
-    pieces: ClusterPieces | None = None  # where its bytes are instead; see `of_pieces`
-    whole: int = 0  # length of the stored block of which this is a part, in a get; 0: this is all of it
-    skip: int = 0  # bytes of it before this part
+    pieces: ClusterPieces | None = None  # where its bytes are instead of at `offset`; see `of_pieces`
+    whole: int = 0  # in a get of a part: the length of the stored block; 0: this is all of it
+    skip: int = 0  # bytes of the stored block before this part
     domain: bytes = UNSAID  # as of a `Block`
 
     @classmethod
@@ -74,7 +74,7 @@ class ClusterBlock(NamedTuple):
         return cls(key, where.memories[0], 0, length, threshold, where, whole, skip, domain)
 
     def copied(self) -> bytes | None:
-        """A copy of its current contents; None if the memory has a part of it only."""
+        """A copy of its current contents; None if the memory holds only a part of it."""
         if self.whole and self.length != self.whole:
             return None
         if self.pieces is not None:
@@ -83,8 +83,8 @@ class ClusterBlock(NamedTuple):
 
 
 def keys_of(blocks: Sequence[ClusterBlock]) -> list[bytes]:
-    """Their keys. Refuses anything but a list of such blocks."""
-    check_blocks(blocks, ClusterBlock)  # a single one is a tuple, whose fields are none
+    """Their keys. Raises for anything but a list of such blocks."""
+    check_blocks(blocks, ClusterBlock)  # a single block is a tuple, whose fields are not blocks
     return [one.key for one in blocks]
 
 

@@ -1,13 +1,13 @@
 """Deletions and erasures of a cluster: every member is asked, and every node that is absent from the map.
 
-What always holds: a call returns once all of them have answered, by one and the same map; else it raises the error of
-one that has not, since what that node has would come back with it. Repeating a call is not an error.
+What always holds: a call returns once all of them have answered, by the same map; otherwise it raises the error of one
+that has not, since the data would reappear with that node. Repeating a call is not an error.
 
-A copy may be on its way from a node that has not been asked yet to one that has. Deletions are therefore asked for
+A copy may be in flight from a node that has not been asked yet to one that has. Deletions are therefore requested
 twice. An erasure is not: a node that has begun it refuses copies from its erase domain for `ERASED_COPIES_REFUSED_MS`,
-by when all others have begun as well, or all are asked again.
+and by then all others have begun as well, or all are asked again.
 
-What it doesn't do: reach a node that was forgotten (`kvstore cluster forget`), or what left the cluster as a file.
+What it doesn't do: reach a node that was forgotten (`kvstore cluster forget`), or files exported from the cluster.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAP_S = CLUSTER_MAP_AGAIN_MS / 1000
 
 
 class _Answer(Protocol):
-    """What a node reports of itself beside its answer."""
+    """What a node reports about itself besides its answer."""
 
     @property
     def digests(self) -> set[int]:

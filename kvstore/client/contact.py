@@ -35,7 +35,7 @@ _TLS_ALERT: Final = 0x15
 _ASKS = ("the node requires a client certificate", "Set certificate and key.")
 _FOREIGN = ("the node rejects this client's certificate", "Is it signed by one of the node's CAs?")
 _NO_TLS = ("the node does not use TLS", "Leave out tls, ca and certificate.")
-_REFUSALS: Final = {  # by what OpenSSL calls them
+_REFUSALS: Final = {  # by OpenSSL's name for them
     "CERTIFICATE_REQUIRED": _ASKS,
     "HANDSHAKE_FAILURE": _ASKS,
     "UNKNOWN_CA": _FOREIGN,
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 
 def broken_step(reach: Reach) -> Step | None:
-    """The step that fails; None if none does, so that the cause is another one."""
+    """The first step that fails; None if all succeed, and the cause is another one."""
     return next((step for step in steps(reach, _HURRIED_S) if not step.is_done), None)
 
 
@@ -79,7 +79,7 @@ def steps(reach: Reach, timeout_s: float | None = None) -> Iterator[Step]:
     host, port = split_target(reach.node)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # a name whose labels can't be is the second
+    except (OSError, UnicodeError) as error:  # the second is a name with an invalid label
         why = getattr(error, "strerror", None) or str(error)
         yield Step(
             "name", False, f"{host} has no address ({why})", "Is the name right, and known to this machine?"
@@ -127,19 +127,22 @@ def _shake_hands(connected: socket.socket, host: str, reach: Reach) -> Step:
         with context.wrap_socket(connected, server_hostname=host) as secure:
             version = secure.version()
             secure.sendall(_PREFACE)
-            refused = not secure.recv(1)  # a node that asks for a certificate refuses only now
+            refused = not secure.recv(1)  # a node that requires a certificate refuses only now
     except ssl.SSLCertVerificationError as error:
         return Step(
-            "TLS", False, f"the node's certificate is not valid: {error.verify_message}", _advice(error)
+            "TLS",
+            False,
+            f"the node's certificate is not valid: {error.verify_message.rstrip('.')}",
+            _advice(error),
         )
-    except OSError as error:  # of which those of TLS are some
+    except OSError as error:  # TLS errors among them
         reason = getattr(error, "reason", None) or error.strerror or "it timed out"
         said, advice = f"the handshake failed ({reason})", "Is this the gRPC port?"
         for part, known in _REFUSALS.items():
             if part in reason:
                 said, advice = known
         return Step("TLS", False, said, advice)
-    if refused:  # without a word; gRPC does so
+    if refused:  # without an alert, as gRPC does
         said, advice = _ASKS if reach.certificate is None else _FOREIGN
         return Step("TLS", False, said, advice)
     return Step("TLS", True, f"{version}, and the node's certificate is for {host}")

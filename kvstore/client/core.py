@@ -2,7 +2,7 @@
 
 What always holds: it attaches at the first call that needs the link, and again after a loss; once a link is lost
 nothing comes in through it; a node that was away costs one call its deadline, and those after it nothing
-(`kvstore.client.breaker`). While something is awaited, a link whose connection broke is lost within two looks
+(`kvstore.client.breaker`). While something is awaited, a link whose connection broke is lost within two checks
 (`STALLED_LOOK_MS`), and one over which nothing can be sent after `STALLED_MS`.
 What it doesn't do: put or get. `kvstore.client.transport` says which modules do, and `Client` offers them.
 """
@@ -101,7 +101,7 @@ class Core(Handle):
         self.spans = None if tracer_provider is None else _spans(tracer_provider, reach.node)
         self.channel = open_channel(reach, None if self.spans is None else self.spans.header)
         self.lock = threading.RLock()
-        self._fabric: Fabric | None = None  # a client that only asks, or sends bytes, needs none
+        self._fabric: Fabric | None = None  # a client that makes only gRPC calls needs none
         self._transport = reach.transport  # until the fabric is opened, if that is "auto"
         self._own_side = OwnSide(reach)
         self._closed = False
@@ -110,11 +110,11 @@ class Core(Handle):
         self._tags = itertools.count(TAGS_OF_ONE, TAGS_OF_ONE)
         self.link: Link | None = None
         self.unlinked = Unlinked()
-        self._proved: Link | None = None  # the last one over which a word has gone
+        self._proved: Link | None = None  # the last link over which a word was sent
         self._attaching = threading.Lock()
         self.stub = kvstore_pb2_grpc.KvStoreStub(self.channel)  # type: ignore[no-untyped-call]
         self.breaker = Breaker(SystemClock())
-        # The node may be there, and its fabric not be reached; to connect takes its time.
+        # The node may be up and its fabric unreachable; connecting takes time.
         self.fabric_breaker = Breaker(SystemClock(), reach.connect_timeout_ms)
         self.lookups = ClientLookups(SystemClock())
         self.asking = Asking(self, self.stub, self.calling, self.lookups)
@@ -139,7 +139,7 @@ class Core(Handle):
                     target=self._run_pump, args=(self._fabric,), name="kvstore-pump", daemon=True
                 )
                 self._pump.start()
-                # A fabric is closed at the interpreter's end, and nothing may take events from it by then.
+                # The fabric is closed at interpreter exit, and nothing may take events from it by then.
                 atexit.register(self._end_pump)
             return self._fabric
 
@@ -152,7 +152,7 @@ class Core(Handle):
         except FabricUnavailable as error:
             if wanted != AUTO or self.reach.provider is not None:
                 raise
-            log.warning("Blocks are sent inside gRPC, which is slower: %s", error)
+            log.warning("Blocks are sent over gRPC, which is slower: %s", error)
             return Fabric(MEMORY), GRPC
 
     @property
@@ -163,7 +163,7 @@ class Core(Handle):
 
     @property
     def open_fabric(self) -> Fabric:
-        """The same, for what begins something new: Closed once the client is."""
+        """The same, for starting something new; raises Closed once the client is closed."""
         self._check_open()
         return self.fabric
 
@@ -173,7 +173,7 @@ class Core(Handle):
 
     @contextmanager
     def calling(self, doing: str) -> Iterator[None]:
-        """Make a call unless the node was away a moment ago; its error is one of ours."""
+        """Make a call unless the node was away a moment ago; errors are translated to ours."""
         self._check_open()
         with self.breaker.call():
             self.calls += 1
@@ -181,7 +181,7 @@ class Core(Handle):
                 yield
             except (grpc.RpcError, NodeUnavailable) as failure:
                 error = error_from_rpc(doing, failure) if isinstance(failure, grpc.RpcError) else failure
-                # Once for each failure that the breaker lets through; a node that can be reached answers at once.
+                # Done once for each failure that the breaker lets through; a reachable node answers at once.
                 raise explained(doing, self.reach, error) from failure
 
     def status(self, wait_s: float) -> pb.StatusResponse:
@@ -199,10 +199,12 @@ class Core(Handle):
                 is_away = isinstance(
                     error, NodeUnavailable
                 )  # or gRPC has not seen yet that the connection broke
-                if not wait_s:
+                if not wait_s or not is_away or time.monotonic() + STATUS_AGAIN_MS / 1000 > deadline_s:
+                    if wait_s and isinstance(error, DeadlineExceeded):  # gRPC waited for a connection
+                        away = NodeUnavailable(str(error))
+                        why = explained(_STATUS, self.reach, away)
+                        raise (error if why is away else why) from failure
                     raise explained(_STATUS, self.reach, error) from failure
-                if not is_away or time.monotonic() + STATUS_AGAIN_MS / 1000 > deadline_s:
-                    raise error from failure
                 time.sleep(STATUS_AGAIN_MS / 1000)
             else:
                 self.breaker.succeeded()
@@ -215,7 +217,7 @@ class Core(Handle):
     ) -> threading.Event:
         """Return leases; the event is set once the node has them, or the link has ended without an answer.
 
-        `told`, with the lock held, hears the generations of those that were over: their words have been put.
+        `told` is called, with the lock held, with the generations of expired leases: their words have been put.
         """
         over = threading.Event()
         if link.error is not None or not leases:
@@ -265,12 +267,12 @@ class Core(Handle):
         return next(self._tags)
 
     def settle(self, decide: Callable[[], None]) -> None:
-        """Call this, with the lock held, once all events have been told that the fabric has reported by now."""
+        """Call this, with the lock held, once all events that the fabric has reported so far were handled."""
         self._settling.append(decide)
         os.eventfd_write(self._wake_fd, 1)
 
     def lose(self, link: Link, error: KvError) -> None:
-        """End a link: when this returns, nothing comes in through it any more."""
+        """End a link: when this returns, nothing arrives through it any more."""
         if isinstance(error, DeadlineExceeded):
             self.breaker.failed(error)
         with self.lock:
@@ -291,7 +293,7 @@ class Core(Handle):
             self.attached(self.reach.call_timeout_s)
 
     def attached(self, timeout_s: float) -> Link:
-        """The link there is, or a new one, within this time."""
+        """The existing link, or a new one, within this time."""
         link = self.link
         if link is not None and link is self._proved and link.error is None:
             return link
@@ -329,10 +331,11 @@ class Core(Handle):
         return link
 
     def _look_after(self, link: Link) -> None:
-        """End a link whose connection broke. While something is awaited, send a word, so that a break shows.
+        """End a link whose connection broke.
 
-        libfabric doesn't report it: what was on the way is lost, and its slots with it. It makes a new connection, but
-        a node whose own end is still open refuses every new one of the same endpoint. The next attachment has another.
+        While something is awaited, send a word, so that a break shows. libfabric doesn't report it: data in flight is
+        lost, and its slots with it. It reconnects, but a node whose own end is still open refuses every new connection
+        of the same endpoint. The next attachment uses a new endpoint.
         """
         if link.endpoint.has_broken:
             why = "The fabric's connection to the node broke"
@@ -395,7 +398,7 @@ class Core(Handle):
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process is a fork of the client's: connections, threads and held locks are its parent's."""
+        """Whether this process was forked from the client's: connections, threads and held locks are its parent's."""
         return os.getpid() != self._pid
 
     def _end_pump(self) -> None:

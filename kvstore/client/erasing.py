@@ -1,9 +1,9 @@
-"""Erasing a user or a tenant: the calls, and what a node answers.
+"""Erasing a user or a tenant: the calls, and a node's answer.
 
-What always holds: when a call returns, what it erased is gone from that node's memory and drives, durably. A call ends
-within its timeout, with an error if the erasure has not. Then the node stops where it is: keys that it has destroyed
-stay destroyed, and a repeated call completes the erasure.
-What it doesn't do: ask other nodes of a cluster; `ClusterClient` does.
+What always holds: when a call returns, the erased data is gone from that node's memory and drives, durably. A call ends
+within its timeout, with an error if the erasure has not ended. Then the node stops where it is: keys that it has
+destroyed stay destroyed, and a repeated call completes the erasure.
+What it doesn't do: erase on other nodes of a cluster; `ClusterClient` does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Erased", "ErasingCalls", "Erasure"]
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """What an erasure came to on one node."""
+    """The result of an erasure on one node."""
 
     at_unix_ms: int
     blocks: int
@@ -41,7 +41,7 @@ class Erasure:
 
 
 class Erased(NamedTuple):
-    """Like the above; also returns what the node reports of itself."""
+    """Like the above; also returns what the node reports about itself."""
 
     erasure: Erasure
     digests: set[int]  # of its map; 0: it is in no cluster

@@ -1,4 +1,4 @@
-"""Calls over the fabric, the client's side: written to a place on the node, answered by a word in our memory.
+"""Calls over the fabric, the client's side: written into a slot on the node, answered by a word in our memory.
 
 A call's word is a row of its caller's group, which waits for it; only exceptional answers become events.
 
@@ -45,7 +45,7 @@ __all__ = ["MEMORY_BYTES", "FabricCall", "FabricCalls"]
 
 Failed: TypeAlias = "Callable[[KvError], object]"
 
-_NOT_SENT = frozenset((-errno.ETIMEDOUT, -errno.ECANCELED))  # nothing of it went out, or ever will
+_NOT_SENT = frozenset((-errno.ETIMEDOUT, -errno.ECANCELED))  # nothing of it was sent, or ever will be
 _ANSWERS_BYTES = CALL_PLACES * ANSWER_BYTES
 MEMORY_BYTES = _ANSWERS_BYTES + CALL_PLACES * CALL_BYTES  # answers first, then calls
 
@@ -95,12 +95,12 @@ class FabricCalls:
         expires_unix_ms: int = 0,
         wanted: Sequence[int] | None = None,
     ) -> FabricCall | None:
-        """Make a call, now or when a place is free. Its end is a row's; None if it can't be made this way.
+        """Make a call, now or when a slot is free. It ends with a row's completion; None if it can't be made this way.
 
-        `wanted`: where a fetch's blocks are wanted in our own memory; see `Caller.call`.
+        `wanted`: a fetch's target addresses in our own memory; see `Caller.call`.
 
-        `failed`, with the client's lock held, hears an answer beyond `good_code`, or that there will be none. Of the
-        tags from `tag` on two for each block are a fetch's blocks', and the two behind them the call's own.
+        `failed` is called, with the client's lock held, if the answer is not `good_code` or never comes. From `tag` on,
+        each block of a fetch has two tags, followed by two of the call itself.
         """
         call = Call(
             tag,
@@ -122,7 +122,7 @@ class FabricCalls:
         return FabricCall(self, tag, group, row, failed)
 
     def first_word(self, tag: int, deadline_ns: int) -> TriggeredPut:
-        """A word behind the flags, which the node reads nothing from: it only makes the connection."""
+        """A word behind the flags that the node ignores: writing it only makes the connection."""
         return TriggeredPut(
             tag=tag,
             endpoint=self._link.endpoint,
@@ -139,7 +139,7 @@ class FabricCalls:
         )
 
     def leases(self, tag: int) -> list[Leased]:
-        """What the answer to a call has of leases; its place is free again."""
+        """The leases in the answer to a call; its slot is free again."""
         found = self.caller.answer(tag)
         if found is None:
             raise ProtocolError("The node's answer to a call over the fabric does not match the call.")
@@ -150,7 +150,7 @@ class FabricCalls:
             self.caller.read(tag)
 
     def answer(self, place: int, generation: int) -> bytes:
-        """The bytes in a place for answers; ProtocolError if the node did not put them there for this call."""
+        """The bytes in an answer's slot; ProtocolError if the node did not write them for this call."""
         at, endpoint = self._start + place * ANSWER_BYTES, self._link.endpoint
         length = min(length_said(self._memory[at : at + LENGTH_END]), ANSWER_BYTES - endpoint.tag_bytes)
         data = self._memory[at : at + length + endpoint.tag_bytes]
@@ -160,7 +160,7 @@ class FabricCalls:
         return data[:length]
 
     def lose(self, error: KvError) -> None:
-        """A call was not answered, or not with an answer."""
+        """A call got no answer, or an invalid one."""
         self._client.lose(self._link, error)
 
 
@@ -175,11 +175,11 @@ class FabricCall:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the node has taken it, and has no more to say."""
+        """Whether the node has accepted the call and will send no more."""
         return self._group.row(self._row).code == AnswerCode.DONE
 
     def event(self, event: Event) -> None:
-        """Its answer is no good one, or did not come in time, or it could not be sent."""
+        """The answer is an error or late, or the call could not be sent."""
         if event.kind == EventKind.ACKED:
             try:
                 self.leases()
@@ -197,7 +197,7 @@ class FabricCall:
             self._calls.lose(DeadlineExceeded("The node did not answer a call over the fabric in time."))
 
     def leases(self) -> list[Leased]:
-        """What the answer has of leases; its place is free again."""
+        """The leases in the answer; its slot is free again."""
         return self._calls.leases(self._tag)
 
     def lost(self, error: KvError) -> None:

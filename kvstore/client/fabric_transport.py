@@ -115,7 +115,7 @@ class FabricTransport:
         call_s = core.reach.call_timeout_s
         link = core.attached(call_s if attach_s is None else min(call_s, attach_s))
         _refuse_domains(link, blocks)
-        # It has to know the slot beforehand, and to find the bytes in one piece.
+        # It needs the slot beforehand, and contiguous bytes.
         by_nic = flag is not None and core.fabric.deferred_work and not any(map(pieces_of, blocks))
         if link.sender is None or by_nic:
             return self.reserve(
@@ -233,9 +233,9 @@ class FabricTransport:
 
 
 def _refuse_domains(link: Link, blocks: Sequence[Block]) -> None:
-    """A block may land, and be acknowledged, before a node sees that it has no key for it.
+    """A block may land, and be acknowledged, before a node finds that it has no key for it.
 
-    A node that encrypts refuses blocks without a domain itself; here none of them is sent in vain.
+    A node that encrypts refuses blocks without a domain itself; this check saves sending them.
     """
     domains = {one.domain for one in blocks}
     if link.encrypts and UNSAID in domains:

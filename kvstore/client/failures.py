@@ -35,7 +35,7 @@ class Failures:
         self._asking: dict[int, Told] = {}
 
     def ask(self, generation: int, told: Told) -> None:
-        """Ask why a put failed; `told` is called, with the lock held, with the node's error, or None if unknown."""
+        """Ask why a put failed; `told` is called, with the lock held, with the node's error or, if unknown, None."""
         if not self._asking:
             self._client.settle(self._call)
         self._asking[generation] = told

@@ -48,13 +48,13 @@ GONE = {
 
 @dataclass(slots=True)
 class Placing:
-    """Where a user's blocks are wanted, while their request is there; the others are read ahead."""
+    """Where a user's blocks go while their request is being served; other blocks are prefetched."""
 
-    blocks: Mapping[bytes, Sequence[Block]]  # by key; a session may name one more than once
+    blocks: Mapping[bytes, Sequence[Block]]  # by key; a session may contain a block more than once
     notes: Notes
     until_ns: int
     outcomes: dict[bytes, Hit | Miss] = field(default_factory=dict)
-    span: ResumeSpan | None = None  # of which the gets are a part
+    span: ResumeSpan | None = None  # the part requested by gets
     left: int = field(init=False)  # blocks without an outcome yet
     under_way: int = field(init=False, default=0)  # gets that may still write to the memory
 
@@ -73,7 +73,7 @@ class Report(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """A ticket that is under way, in parts."""
+    """A pending ticket, in parts."""
 
     parts: int
     missing: set[bytes] = field(default_factory=set)
@@ -106,7 +106,7 @@ class Fetcher(Handle):
         batches = [into[at : at + RESUME_BATCH_BLOCKS] for at in range(0, len(into), RESUME_BATCH_BLOCKS)]
         ticket = next(self._numbers)
         node = extents[0].node
-        # While the user still thinks is the time to attach, too: that can take longer than their KV does.
+        # Attach while the user is still typing, too: it can take longer than fetching their KV.
         attaches = not into and not self._is_attached(node)
         opened = self._open[ticket] = _Open(len(batches) + bool(ahead) + attaches)
         if ahead:
@@ -124,7 +124,7 @@ class Fetcher(Handle):
         return ticket
 
     def cancel(self, ticket: Hashable) -> None:
-        """Nothing waits for this any more; a prefetch that has not started never will."""
+        """Nothing waits for this ticket any more; a prefetch that has not started never will."""
         opened = self._open.get(ticket)
         if opened is not None and opened.ahead is not None:
             opened.ahead.cancel()
@@ -171,7 +171,7 @@ class Fetcher(Handle):
             self._over(ticket, read.missing.keys(), read.unread)
 
     def _over(self, ticket: Hashable, missing: Collection[bytes], failed: Collection[bytes]) -> None:
-        """One part of a ticket is over."""
+        """One part of a ticket has ended."""
         with self._changed:
             opened = self._open[ticket]
             opened.missing.update(missing)
@@ -184,7 +184,7 @@ class Fetcher(Handle):
             self._changed.notify_all()
 
     def changes(self) -> int:
-        """A number that is another one when something has come since."""
+        """A number that changes whenever something arrives."""
         with self._changed:
             return self._changes
 

@@ -47,7 +47,7 @@ _SLICE_S = 3600.0
 
 
 class NoGet:
-    """A batch that could not even be begun: a miss for each block, at once."""
+    """A batch that could not be started: a miss for each block, at once."""
 
     def __init__(self, blocks: int, miss: Miss, ended: Ended | None) -> None:
         self._outcomes: list[Hit | Miss] = [miss] * blocks
@@ -80,8 +80,8 @@ def _hold_regions(blocks: Sequence[Block]) -> list[Region]:
 class Get:
     """One batch of blocks being fetched. Begun with the client's lock held.
 
-    `ended` is called once, with that lock held and all outcomes, when the last is known. Who opens one that
-    `is_awaited` waits for all of it at once: nobody else is woken for it.
+    `ended` is called once, with that lock held and all outcomes, when the last is known. With `is_awaited` the opener
+    waits for the whole batch at once, and no other thread is woken.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class Get:
         self._link = link
         self._blocks = blocks
         self._outcomes: list[Hit | Miss] | None = None
-        self._misses: dict[int, Miss] = {}  # that were decided on this side
+        self._misses: dict[int, Miss] = {}  # decided on the client's side
         self._lost: Lost | None = None
         self._taken: Callable[[int], object] | None = None
         self._cancelling = False
         self._call: FabricCall | None = None
-        self._called = False  # it was asked for by gRPC
+        self._called = False  # it was requested over gRPC
         self.kind = CallKind.FETCH_PARTS if any(map(whole_of, blocks)) else CallKind.FETCH
         if self.kind is CallKind.FETCH_PARTS and not link.sends_parts:
             raise ProtocolError("The node sends whole blocks only.")
@@ -138,7 +138,7 @@ class Get:
 
     @property
     def blocks(self) -> int:
-        """How many; the row behind theirs is the call's."""
+        """The number of blocks; the row after theirs is the call's."""
         return len(self._blocks)
 
     def rows(self) -> bytes:
@@ -185,11 +185,11 @@ class Get:
         return [code == _SCATTERED for code in self.group.codes(len(self._blocks))]
 
     def _named(self) -> Iterable[tuple[Block, Region]]:
-        """The blocks, and what the node's side calls their memory."""
+        """The blocks, and their memory's addresses as the node uses them."""
         return [(block, block.region.through(self._link.endpoint)) for block in self._blocks]
 
     def request(self, fingerprint: bytes) -> pb.FetchRequest:
-        """The call that asks the node for all of it."""
+        """The call that requests the whole batch."""
         return pb.FetchRequest(
             connection=self._link.number,
             blocks=[
@@ -223,22 +223,22 @@ class Get:
             self.cancel()
 
     def ask(self, deadline_ns: int) -> bool:
-        """Say, with the lock held, that the node is asked now; False if the get has ended, so that it is not."""
+        """Note, with the lock held, that the node is called now; False if the get has ended, and no call is made."""
         if self._outcomes is None and SystemClock().monotonic_ns() >= deadline_ns:
             self.refuse(Miss(MissReason.NODE_AWAY, "its deadline passed before the node was called"))
         return self._outcomes is None
 
     def by_fabric(self, call: FabricCall) -> None:
-        """The call is on its way, and the blocks' words are awaited."""
+        """The call was sent, and the blocks' words are awaited."""
         self._call = call
 
     def by_rpc(self, deadline_ns: int) -> None:
-        """It is asked for by gRPC, so the fabric will not bring the call: wait for the blocks' words."""
+        """It was requested over gRPC, so no answer comes over the fabric: wait for the blocks' words."""
         watch_acks(self._client.fabric, [self._watch(i, 0, deadline_ns) for i in range(len(self._blocks))])
         self._called = True
 
     def rpc_over(self, *, was_taken: bool) -> None:
-        """The call was answered, or it is unknown whether the node has it."""
+        """The call was answered, or it is unknown whether the node received it."""
         if was_taken and self._taken is not None:
             self._taken(SystemClock().monotonic_ns())
         self.group.end(len(self._blocks), AnswerCode.DONE if was_taken else 0)
@@ -250,9 +250,9 @@ class Get:
         if self._cancelling or not left:
             return
         self._cancelling = True
-        # Counted from now, not from the deadline: a busy process may get here late, and the node must be asked first.
+        # Counted from now, not from the deadline: a busy process may get here late, before the node was asked.
         until_ns = SystemClock().monotonic_ns() + FETCH_CANCEL_MS * 1_000_000
-        try:  # with tags of their own: the first watch of the same word may still have something to say
+        try:  # with tags of their own: the first watch of the same word may still report an event
             watch_acks(self._client.fabric, [self._watch(i, 1, until_ns) for i in left])
         except FabricError:
             self._not_confirmed()
@@ -296,7 +296,7 @@ class Get:
     def refuse(self, miss: Miss) -> None:
         """The node did not accept the call: no block will arrive, only confirmations that were already requested."""
         if self._cancelling and self._called:
-            # A late word must not overwrite one of the next user of the place.
+            # A late word must not overwrite one of the slot's next user.
             self.group.end(len(self._blocks))
             self._end_if_over()
             return
@@ -346,7 +346,7 @@ class Get:
     def wait(self, first: int | None = None) -> list[Hit | Miss]:
         """Wait for the first `count` blocks, or for all.
 
-        If nothing else does, their deadline ends that, or `FETCH_CANCEL_MS` after it the end of the link.
+        The wait ends at their deadline or, `FETCH_CANCEL_MS` later, with the link.
         """
         wanted = len(self._blocks) if first is None else max(0, min(first, len(self._blocks)))
         while not self.group.wait(wanted if wanted < len(self._blocks) else wanted + 1, _SLICE_S):

@@ -1,7 +1,7 @@
-"""Gets inside gRPC: a stream of blocks, each copied to its place by the thread that reads the stream.
+"""Gets over gRPC: a stream of blocks, each copied to its destination by the thread that reads the stream.
 
-What always holds: what `Get` promises. Blocks arrive in their order; a hit is copied whole, and a miss leaves its place
-as it was. Once a get has ended, nothing writes to its regions, and until then they can't be closed.
+What always holds: the guarantees of `Get`. Blocks arrive in their order; a hit is copied whole, and a miss leaves its
+destination unchanged. Once a get has ended, nothing writes to its regions, and until then they can't be closed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _NOT_CALLED: Final = Miss(MissReason.NODE_AWAY, "its deadline passed before the 
 def get_inside(
     inline: InlineCalls, blocks: Sequence[Block], fingerprint: bytes, until_ns: int
 ) -> Iterator[Hit | Miss]:
-    """Get blocks into their places, and yield what became of each, in their order.
+    """Get blocks into their destinations, and yield each outcome in order.
 
-    A node that has no memory left for a block is asked for it again, until the deadline.
+    A node that has no memory left for a block is asked again, until the deadline.
     """
     outcomes: list[Hit | Miss | None] = [None] * len(blocks)
     refusals: dict[int, Miss] = {}
@@ -88,18 +88,18 @@ def _placed(block: Block, stored: bytes) -> Hit:
 
 
 class Again:
-    """The time of a transfer, and the pauses before a node that was too busy is asked again."""
+    """The deadline of a transfer, and the pauses before a busy node is asked again."""
 
     def __init__(self, until_ns: int) -> None:
         self._until_ns = until_ns
         self._pause_ms = GRPC_AGAIN_MS_MIN
 
     def left_s(self) -> float:
-        """How much time there is; below 0 if it is over."""
+        """The time left; negative if the deadline has passed."""
         return (self._until_ns - _CLOCK.monotonic_ns()) / 1e9
 
     def pause(self) -> None:
-        """Wait, each time twice as long as before, and no longer than there is time."""
+        """Wait, each time twice as long as before, at most until the deadline."""
         threading.Event().wait(max(0.0, min(self._pause_ms / 1000, self.left_s())))
         self._pause_ms = min(2 * self._pause_ms, GRPC_AGAIN_MS_MAX)
 
@@ -141,13 +141,13 @@ class GrpcGet:
                     self._came.notify_all()
         except BaseException as error:
             self._end(Miss(MissReason.NODE_AWAY, str(error)))
-            if not isinstance(error, KvError):  # such as gRPC's own, of a channel that was closed
+            if not isinstance(error, KvError):  # such as gRPC's own error for a closed channel
                 raise
         else:
             self._end(None)
 
     def _end(self, miss: Miss | None) -> None:
-        """Nothing comes any more; whatever has not come is this miss."""
+        """Nothing will arrive any more: blocks without an outcome are this miss."""
         with self._came:
             if miss is not None:
                 self._outcomes += [miss] * (self._blocks - len(self._outcomes))

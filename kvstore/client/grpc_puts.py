@@ -1,9 +1,9 @@
-"""Armed puts inside gRPC: the C core watches the flag, and a thread sends the blocks whose thresholds it has reached.
+"""Armed puts over gRPC: the C core watches the flag, and a thread sends the blocks whose thresholds it has reached.
 
-What always holds: what `ArmedPuts` promises. A block is copied when it is sent, so once a put has ended, or was
+What always holds: the guarantees of `ArmedPuts`. A block is copied when it is sent, so once a put has ended, or was
 abandoned, nothing reads its source; until then its region can't be closed. Blocks that fire together go in one stream.
-What it doesn't do: tell that a block has landed before it has ended. A block that was abandoned while it was being sent
-may be stored all the same.
+What it doesn't do: report that a block has landed before its put has ended. A block that was abandoned while it was
+being sent may still be stored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CLOCK = SystemClock()
 
 
 class GrpcPuts(ArmedPuts):
-    """A batch of puts inside gRPC. Of the batch's tags the firing of block i has number 2i."""
+    """A batch of puts over gRPC. Tag 2i of the batch is the firing of block i."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class GrpcPuts(ArmedPuts):
         self._inline, self._expires_unix_ms, self._deadline_ns = inline, expires_unix_ms, deadline_ns
         self._context = copy_context()
         self._submit = submit
-        self._fired: list[int] = []  # whose sending no thread has begun
+        self._fired: list[int] = []  # that no thread has begun to send
         self._reading = threading.Lock()  # held while a source is copied
         self._is_abandoned = False
         self._held = hold_regions(blocks)
         try:
-            # Of a link it needs what ends with the client, and nothing of the fabric.
+            # It ends with the client, as a link does, and uses nothing of the fabric.
             link = cast("Link", core.unlinked)
             super().__init__(core, link, blocks, durability, flag, deadline_ns, watch)
         except BaseException:
@@ -75,7 +75,7 @@ class GrpcPuts(ArmedPuts):
     def _start(self, flag: FlagWord | Counter | None, deadline_ns: int) -> None:
         fabric = self._client.fabric
         trigger = self._counter_of(flag)
-        self._moved = fabric.open_counter(None)  # by each block that fires; nobody looks at it
+        self._moved = fabric.open_counter(None)  # reported by each block that fires; unused
         self._link.operations[self._tag] = Callbacks(self._event, self._lost)
         try:
             arm(
@@ -105,10 +105,10 @@ class GrpcPuts(ArmedPuts):
             for one in super()._now(late)
         ]
 
-    # --- told by the client's pump with the lock held
+    # --- called by the client's pump with the lock held
 
     def _event(self, event: Event) -> None:
-        """A block has fired, or its time is over, or all of it is."""
+        """A block has fired or its deadline has passed, or the whole batch has ended."""
         i = (event.tag - self._tag) // 2
         if event.kind == EventKind.OVER:
             self._end_if_over()
@@ -137,16 +137,18 @@ class GrpcPuts(ArmedPuts):
         for domain, some in by_domain.items():
             try:
                 self._send_all(some, domain)
-            except BaseException as error:  # such as gRPC's own, of a channel that was closed
+            except BaseException as error:  # such as gRPC's own error for a closed channel
                 failure = (
-                    error if isinstance(error, KvError) else NodeUnavailable(f"It wasn't sent: {error}.")
+                    error
+                    if isinstance(error, KvError)
+                    else NodeUnavailable(f"The block was not sent: {error}.")
                 )
                 self._sent([(i, PutResult(b"", None, failure)) for i in some])
                 if failure is not error:
                     raise
 
     def _send_all(self, some: list[int], domain: bytes) -> None:
-        """Send these, and again those that the node has no memory for yet, until their time is over."""
+        """Send these; retry those that the node has no memory for yet, until their deadline."""
         until_ns = self._deadline_ns + ACK_GRACE_MS * 1_000_000
         again = Again(min(until_ns, _CLOCK.monotonic_ns() + int(self._client.reach.get_timeout_s * 1e9)))
         while some:
@@ -157,7 +159,7 @@ class GrpcPuts(ArmedPuts):
                 domain=domain,
                 timeout_s=max(0.0, again.left_s()),
             )
-            # Of blocks that gRPC did not take it says nothing: what broke the stream was their end, too.
+            # gRPC reports nothing of blocks that it did not take: the error that broke the stream is theirs, too.
             last = next((one.error for one in reversed(results) if one.error is not None), None)
             missing = PutResult(
                 b"", None, last or NodeUnavailable("The stream ended before the block was sent.")
@@ -184,7 +186,7 @@ class GrpcPuts(ArmedPuts):
             yield self._keys.get(i) or block.key, data
 
     def _sent(self, ended: Sequence[tuple[int, PutResult]]) -> None:
-        """Note what became of these."""
+        """Record the results of these."""
         with self._client.lock:
             for i, result in ended:
                 if self._group.row(i).over:

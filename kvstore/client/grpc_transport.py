@@ -1,11 +1,11 @@
 """The gRPC transport: puts and gets of registered memory where there is no fabric.
 
 Memory, flags and counters are those of the C core's provider `memory`, which needs no libfabric. The CPU copies the
-bytes: `get` does in the caller's thread, and one of a few threads for all else.
+bytes: in the caller's thread for `get`, in one of a few threads for everything else.
 
-What always holds: what `kvstore.client.transport` promises; a batch that the fabric would refuse is refused here. If
-the node has no memory for a block, it is sent, or asked for, again until its deadline.
-What it doesn't do: attach. A node that is away is found out by the puts and gets, one by one.
+What always holds: the guarantees of `kvstore.client.transport`; a batch that the fabric would refuse is refused here.
+If the node has no memory for a block, the put or get is retried until its deadline.
+What it doesn't do: attach. Each put or get finds out by itself that a node is away.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks inside gRPC, single or many in one stream, copied by the CPU: for clients without a fabric.
+"""Blocks over gRPC, single or many in one stream, copied by the CPU: for clients without a fabric.
 
 What always holds: a get returns exact bytes or a Miss, and never raises because a node is away. A stream ends within
 its time, and each of its blocks has an outcome, if only that the stream broke. The bytes in flight are bounded by
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvstore.client.spans import ClientSpans, InlineSpan
     from kvstore.reach import Reach
 
-    Data = Buffer | list[Buffer] | tuple[Buffer, ...]  # of one block; pieces in their order
+    Data = Buffer | list[Buffer] | tuple[Buffer, ...]  # of one block; pieces in order
 
 __all__ = ["InlineCalls"]
 
@@ -291,7 +291,7 @@ class InlineCalls:
             return
         chunks: list[memoryview] = []
         had, given = 0, 0
-        with within(span):  # and no longer: what is between two blocks is the caller's
+        with within(span):  # not longer: the time between two blocks is the caller's
             call = self._get_batch(requests, timeout=timeout_s, metadata=metadata)
         try:
             for answer in call:
@@ -325,7 +325,7 @@ class InlineCalls:
 
 
 def _noting(parts: Iterator[bytes], mistakes: list[Exception]) -> Iterator[bytes]:
-    """The same, with what making them raised: gRPC calls this in a thread of its own, and would only log it."""
+    """Yield the same requests and record an exception: gRPC iterates in its own thread, and would only log it."""
     try:
         yield from parts
     except Exception as error:

@@ -30,11 +30,11 @@ class GivingBack:
         self._client = client
         self._link = link
         self._leases = leases
-        self._words: dict[int, int] = {}  # those that are waited for, by tag
+        self._words: dict[int, int] = {}  # awaited ones, by tag
         self.over: threading.Event = client.abort(link, [lease for lease, _ in leases], self._answered)
 
     def _answered(self, expired: Collection[int]) -> None:
-        """The node has them; of these generations the word has been put."""
+        """The node has the leases; the words of these generations have been put."""
         link = self._link
         if link.error is not None:
             return
@@ -59,9 +59,9 @@ class GivingBack:
             watch_acks(self._client.fabric, watches)
 
     def event(self, event: Event) -> None:
-        """A word has come."""
+        """A word has arrived."""
         self._link.operations.pop(event.tag, None)
         self._link.give_back_words([self._words.pop(event.tag)])
 
     def lost(self, error: KvError) -> None:
-        """The link is gone, and its words with it."""
+        """The link is lost, and no word will arrive."""

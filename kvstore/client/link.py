@@ -1,8 +1,8 @@
 """A link: one attachment to one node, from attach to loss.
 
-What always holds: a link is lost once, for good; when `lose` returns, no byte of the node's comes into
-our memory any more and none of our puts is pending, so callers may use their buffers. Everything
-that was pending is notified, with the reason.
+What always holds: a link is lost once, for good; when `lose` returns, the node writes no byte into our memory any more
+and none of our puts is pending, so callers may use their buffers. Everything that was pending is notified, with the
+reason.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Responses(Protocol):
 class Operation(Protocol):
     """A pending operation of a link. It is notified of its events, or of the link's loss.
 
-    It has `TAGS_OF_ONE` tags, and stands among the link's operations under the first.
+    It has `TAGS_OF_ONE` tags, and is registered with the link under the first.
     """
 
     def event(self, event: Event) -> None:
@@ -76,7 +76,7 @@ class Operation(Protocol):
 
 
 class Callbacks(NamedTuple):
-    """An operation whose object is an application's, which sees no plumbing in it."""
+    """Adapts an object of the application's to `Operation`, so that its own class shows no plumbing."""
 
     event: Callable[[Event], None]
     lost: Callable[[KvError], None]
@@ -114,7 +114,7 @@ class Host(Protocol):
     ) -> threading.Event:
         """Return leases; the event is set once the node has them, or the link has ended.
 
-        `answered`, with the lock held, hears the generations of those that were over: their words have been put.
+        `answered` is called, with the lock held, with the generations of expired leases: their words have been put.
         """
         ...
 
@@ -127,7 +127,7 @@ class Host(Protocol):
     ) -> None:
         """Ask the node to cancel blocks of a fetch, by word and generation; `failed` is called, locked, if that fails.
 
-        `called`: the fetch was asked for by gRPC, and not over the fabric.
+        `called`: the fetch was requested over gRPC, not over the fabric.
         """
         ...
 
@@ -164,7 +164,7 @@ class Link:
         self._gathered: tuple[Region, mmap.mmap] | None = None
         self.mapped = MappedMemory()  # of the node, if it is on this machine
         self._block_bytes_max = block_bytes_max
-        self.is_sure = True  # that nothing comes in any more, once it is lost
+        self.is_sure = True  # once lost: that nothing arrives any more
         with contextlib.ExitStack() as undo:
             self._memory = self._allocate()
             undo.callback(self._memory.close)
@@ -363,7 +363,7 @@ class Link:
         return self._acks.address + word * _WORD_BYTES
 
     def lose(self, error: KvError) -> None:
-        """End the link and tell everybody. Safe to call again."""
+        """End the link and notify all pending operations. Safe to call again."""
         if self.error is not None:
             return
         self.error = error

@@ -1,7 +1,7 @@
 """Follows a cluster's map: a thread that receives it from one of the nodes at each change.
 
 What always holds: until a node has answered, and if the nodes are in no cluster, the nodes are those that were given.
-A map is never replaced by an older one. A node that doesn't answer in time, or falls silent, is left for the next one.
+A map is never replaced by an older one. If a node doesn't answer in time, or falls silent, the next one is followed.
 The thread ends when it is closed, within a connection's timeout.
 What it doesn't do: close clients of nodes that have left, which `Nodes` does.
 """
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def map_of(told: pb.MapResponse) -> Map:
-    """The map that a node tells; ConfigError if it is none."""
+    """The map that a node sent; ConfigError if it is invalid."""
     members, absent = (
         [
             Member(one.name, one.node, one.weight, one.version, DRAINING if one.draining else "", one.zone)
@@ -43,10 +43,10 @@ def map_of(told: pb.MapResponse) -> Map:
 
 
 class Following:
-    """The map by which one `Nodes` goes. Any thread asks; one follows."""
+    """The map that one `Nodes` goes by. Safe to use from any thread; a thread of its own follows it."""
 
     def __init__(self, reach: Reach, given: Map) -> None:
-        """Begin; `given` counts until a node of a cluster has answered."""
+        """Start following; `given` is the list of nodes until a node of a cluster has answered."""
         self._reach, self._map = reach, given
         self._changed = threading.Condition()
         self._has_answer = self._closed = False
@@ -56,7 +56,7 @@ class Following:
 
     @property
     def map(self) -> Map:
-        """The map as it is now; the first time, when a node has answered or the time of a call is over."""
+        """The current map; the first call waits for a node's answer, at most a call's timeout."""
         if not self._has_answer:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_answer or self._closed, self._reach.call_timeout_s)
@@ -76,7 +76,7 @@ class Following:
     def _run(self) -> None:
         tried: set[str] = set()
         while not self._closed:
-            # Those that were given may be all gone one day; those of the map were there a moment ago.
+            # The given nodes may all be gone one day; those of the map were up a moment ago.
             known = [one.node for one in self._map.members]
             nodes = [*known, *(one for one in self._reach.nodes if one not in known)]
             left = [one for one in nodes if one not in tried]
@@ -139,7 +139,7 @@ class Following:
 
 
 class _Watchdog:
-    """Cancels a call that says nothing for too long."""
+    """Cancels a call that is silent for too long."""
 
     def __init__(self, call: grpc.Call, timeout_s: float) -> None:
         self._call = call
@@ -147,7 +147,7 @@ class _Watchdog:
         self.fed(timeout_s)
 
     def fed(self, timeout_s: float) -> None:
-        """It has said something; the next is due within this time."""
+        """A message has arrived; the next is due within this time."""
         self.close()
         self._timer = threading.Timer(timeout_s, self._call.cancel)
         self._timer.daemon = True

@@ -60,7 +60,8 @@ class Nodes(Handle):
         if isinstance(nodes, Reach):
             self.reach = Reach.given(nodes, known)
         else:
-            self.reach = Reach.of({"nodes": None if nodes is None else sorted(set(nodes)), **known})
+            targets = [nodes] if isinstance(nodes, str) else nodes
+            self.reach = Reach.of({"nodes": None if targets is None else sorted(set(targets)), **known})
         weight_of = dict(weights or {})
         for target in weight_of:
             if target not in self.reach.nodes:
@@ -71,7 +72,7 @@ class Nodes(Handle):
         self._of_clients = of_clients
         self._lock = threading.Lock()
         self._clients: dict[str, Client] = {}
-        self._left_s: dict[str, float] = {}  # of clients whose nodes are not on the map: since when
+        self._left_s: dict[str, float] = {}  # clients whose nodes are not on the map: since when
         self._closed = False
 
     @property
@@ -103,11 +104,11 @@ class Nodes(Handle):
         return home.node
 
     def placed_as(self, now: Map) -> str:
-        """What stands for the tenant on a map."""
+        """The tenant's digest on a map."""
         return self.reach.tenant if now.placed_as is None else now.placed_as
 
     def of(self, user: str) -> Client:
-        """The client of a user's home. Request it for each turn: it is closed some time after its node leaves."""
+        """The client of a user's home. Call this each turn: the client is closed some time after its node leaves."""
         return self._client(self.home(user))
 
     def at(self, target: str) -> Client:

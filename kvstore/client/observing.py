@@ -37,7 +37,7 @@ class Happened:
     key: bytes = b""  # of a block
     user: str = ""
     session: str = ""
-    blocks: int = 0  # of a session, now
+    blocks: int = 0  # of the session, now
     dropped: int = 0  # events before this one that were not sent, because they were read too slowly
 
 

@@ -61,9 +61,9 @@ class OwnSide:
         self._seen_at: Ip | None = None  # where the node has just seen a call of ours come from
 
     def is_at(self, caller: str) -> bool:
-        """Take the address at which the node saw our call for the next endpoint; false if it is not ours, or was given.
+        """Use the address at which the node saw our call for the next endpoint; False if it is not ours, or was given.
 
-        gRPC chooses among a node's addresses by itself, and may have taken one of the other family than we would.
+        gRPC chooses among a node's addresses by itself, and may have chosen another family than we would.
         """
         if self._address is None:
             with suppress(ValueError):
@@ -101,7 +101,7 @@ class OwnSide:
 
     @staticmethod
     def add_peer(fabric: Fabric, told: bytes) -> int:
-        """Make the node known by the address that it tells; ProtocolError if that can't be one."""
+        """Insert the node's address into the address vector; ProtocolError if it is invalid."""
         if fabric.ip_version == 0:
             return fabric.add_peer(told)
         try:
@@ -123,7 +123,7 @@ class OwnSide:
             raise ConfigError(f"{address!r} is not an IP address of this machine.") from None
 
     def _source(self, timeout_s: float) -> Ip:
-        """The address of ours on the way to where the node is now."""
+        """Our address on the current route to the node."""
         host, port = split_target(self._target)
         clock = SystemClock()
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
@@ -150,7 +150,7 @@ def _addresses(host: str, timeout_s: float) -> list[Ip]:
     def ask() -> None:
         try:
             found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # a name whose labels can't be is the second
+        except (OSError, UnicodeError) as error:  # the second is a name with an invalid label
             answers.put(error)
         else:
             ips = (ip_of(str(address[0]).partition("%")[0]) for *_, address in found)
@@ -167,7 +167,7 @@ def _addresses(host: str, timeout_s: float) -> list[Ip]:
 
 
 class _FirstWord:
-    """A put that is under way, and how it ended."""
+    """A pending put, and how it ended."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -175,21 +175,21 @@ class _FirstWord:
         self.is_late = True  # unless it ends for another reason than its deadline
 
     def event(self, event: Event) -> None:
-        """Take note of its end."""
+        """Record its end."""
         self.came = event.kind == EventKind.DONE
         self.is_late = event.status == -errno.ETIMEDOUT
         self.ended.set()
 
     def lost(self, _: KvError) -> None:
-        """The link is gone."""
+        """The link is lost."""
         self.is_late = False
         self.ended.set()
 
 
 def say_first_word(client: Host, link: Link, timeout_s: float) -> None:
-    """Connect to the node, before it may want to; if that fails the link is lost, and the error says where it was.
+    """Connect to the node before it has to connect to us; on failure the link is lost, and the error has the address.
 
-    DeadlineExceeded if only the time was short: it might have come to a connection in `connect_timeout_ms`.
+    DeadlineExceeded if only the time was short: a connection might have been made in `connect_timeout_ms`.
     """
     calls = link.calls
     if calls is None or client.fabric.ip_version == 0:

@@ -23,6 +23,7 @@ from kvstore.errors import (
     InvalidArgument,
     KvError,
     ProtocolError,
+    Refused,
     StorageError,
     UsageError,
 )
@@ -60,9 +61,9 @@ class ArmedPuts:
     that have not been sent. The memory may be overwritten once a put has landed (`wait_landed`).
     """
 
-    # Each block is a row of a group, into which the C core writes when it fired and what the node acknowledged. Events
-    # tell only what went wrong, and once, if nobody waits, that all of it is over. Of the batch's tags the put of
-    # block i has number 2i, its acknowledgement 2i + 1.
+    # Each block is a row of a group; the C core writes into it when the block fired and what the node acknowledged.
+    # Events report only failures and, once, if nobody waits, the end of the batch. Tag 2i of the batch is the put of
+    # block i, tag 2i + 1 its acknowledgement.
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class ArmedPuts:
         span: PutSpan | None = None,
         heads: Heads | None = None,
     ) -> None:
-        """`heads` describe the blocks, by the time they fire; without a `flag` they fire at once."""
+        """`heads` describe the blocks, complete by the time they fire; without a `flag` they fire at once."""
         self._client = client
         self._told = watch
         self._span = span
@@ -85,8 +86,8 @@ class ArmedPuts:
         self._durability = durability
         self._heads = heads
         self._keys: dict[int, bytes] = {i: b"" for i, one in enumerate(blocks) if not one.key}  # named later
-        self._failures: dict[int, KvError] = {}  # by their codes; they end when the node has said more
-        self._errors: dict[int, KvError] = {}  # of those that have ended so
+        self._failures: dict[int, KvError] = {}  # failed by code; they end once the node gave the reason
+        self._errors: dict[int, KvError] = {}  # of puts that have ended with one
         self._results: list[PutResult] | None = None
         self._counter: Counter | None = None
         with client.lock:
@@ -139,10 +140,10 @@ class ArmedPuts:
             return self._counter
         return flag
 
-    # --- what went wrong, told by the client's pump with the lock held
+    # --- failures, reported by the client's pump with the lock held
 
     def _event(self, event: Event) -> None:
-        """It is over, or one of our puts or acknowledgements is not as it should be."""
+        """The batch has ended, or one of our puts or acknowledgements has failed."""
         if event.kind == EventKind.OVER:
             self._end_if_over()
             return
@@ -158,13 +159,13 @@ class ArmedPuts:
             case EventKind.LATE:
                 self._late(i)
             case EventKind.WATCH_FAILED:
-                late = DeadlineExceeded("A block went out and was not acknowledged in time.")
+                late = DeadlineExceeded("A block was sent and not acknowledged in time.")
                 self._end(i, late)
                 self._client.lose(self._link, late)
 
     def _refused(self, i: int, event: Event, error: KvError) -> None:
         self._failures[i] = error
-        # Whatever became of the block, it is the node's: the source is free.
+        # Whatever the node did with the block, the source is free.
         self._group.land(i, event.time_ns)
         self._link.failures.ask(event.value >> _CODE_BITS, lambda told: self._failed(i, told or error))
 
@@ -186,16 +187,16 @@ class ArmedPuts:
         else:
             error = FabricError.from_code("A put", status)
         self._end(i, error)
-        if status not in (-errno.ETIMEDOUT, -errno.ECANCELED):  # it may have gone out
+        if status not in (-errno.ETIMEDOUT, -errno.ECANCELED):  # it may have been sent
             self._client.lose(self._link, error)
 
     def _late(self, i: int) -> None:
-        """The NIC holds it past its deadline. If it has gone out, the acknowledgement's deadline decides."""
+        """The NIC holds it past its deadline. If it was sent, the acknowledgement's deadline decides."""
         if self._client.fabric.cancel([self._tag + 2 * i]):
             self._put_failed(i, -errno.ETIMEDOUT)
 
     def _lost(self, error: KvError) -> None:
-        """The link is gone: whatever had no acknowledgement failed."""
+        """The link is lost: puts without an acknowledgement have failed."""
         for i, row in enumerate(self._group.rows()):
             if not row.over:
                 self._end(i, self._failures.get(i, error))
@@ -226,7 +227,7 @@ class ArmedPuts:
     _has_stored = False  # whether any is known to be stored already
 
     def _is_stored(self, i: int) -> bool:  # noqa: ARG002 - of none it is known here
-        """Whether the node has it already, so that nothing is sent."""
+        """Whether the node already has it, so that nothing is sent."""
         return False
 
     def _now(self, late: KvError | None = None) -> list[PutResult]:
@@ -246,7 +247,7 @@ class ArmedPuts:
         return PutResult(
             key=key,
             durability=None
-            if isinstance(error, StorageError)
+            if isinstance(error, (Refused, StorageError))
             else _REACHED[row.code],  # then nothing is kept
             error=error,
             fired_ns=row.fired_ns,
@@ -299,7 +300,7 @@ class ArmedPuts:
         return self._group.wait_landed(timeout_s)
 
     def abandon(self) -> None:
-        """End all puts that have not landed, whatever it takes. When this returns, nothing reads the sources any more.
+        """End all puts that have not landed. When this returns, nothing reads the sources any more.
 
         Unsent puts are never sent. If one has been sent and the node has not reported it landed, the link is closed.
         """
@@ -307,7 +308,7 @@ class ArmedPuts:
 
         def lose_unless_landed() -> None:
             if not self._group.wait_landed(0):
-                self._client.lose(self._link, DeadlineExceeded("A block went out and did not land in time."))
+                self._client.lose(self._link, DeadlineExceeded("A block was sent and did not land in time."))
             settled.set()
 
         with self._client.lock:
@@ -318,7 +319,7 @@ class ArmedPuts:
             ]
             if not reading or self._client.fabric.cancel(reading) == len(reading):
                 return
-            # Some may have failed or landed already, and that is not told yet: they are no reason to lose the link.
+            # Some may have failed or landed without the event having been handled yet: no reason to lose the link.
             self._client.settle(lose_unless_landed)
         if not settled.wait(self._client.reach.call_timeout_s):
             with self._client.lock:

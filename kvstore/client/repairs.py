@@ -1,7 +1,7 @@
 """Puts blocks of a cluster back to an owner that lacked them when another node had them.
 
-A node that was replaced, or has just joined, has none of its blocks. Whatever is read from another node is put to it,
-so it fills up with what is used.
+A node that was replaced, or has just joined, has none of its blocks. Blocks read from another node are put to it, so it
+fills up with those in use.
 
 What always holds: the bytes are copied before the get returns, so the caller may reuse its memory. At most
 `REPAIR_BYTES_MAX` are held; the rest is left to the next get. No caller waits for a repair; a failed one is dropped.
@@ -34,7 +34,7 @@ class _Repair(NamedTuple):
     node: str
     key: bytes
     data: bytes
-    read_ns: int  # when it was asked for
+    read_ns: int  # when it was requested
 
 
 class Repairs:
@@ -44,18 +44,18 @@ class Repairs:
         self._at = at
         self._changed = threading.Condition()
         self._waiting: deque[_Repair] = deque()
-        self._names: set[tuple[str, bytes]] = set()  # of those, and of the one under way
+        self._names: set[tuple[str, bytes]] = set()  # bytes of those, and of the one under way
         self._held_bytes = 0
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def has_room(self) -> bool:
-        """Whether a block more may be copied."""
+        """Whether one more block may be copied."""
         return not self._closed and self._held_bytes < REPAIR_BYTES_MAX
 
     def add(self, node: str, key: bytes, data: bytes, read_ns: int) -> None:
-        """Put a block to a node when there is time; it was asked for, where it was, not before `read_ns`."""
+        """Put a block to a node in the background; it was read from the other node at `read_ns` or later."""
         with self._changed:
             if not self.has_room or (node, key) in self._names:
                 return

@@ -63,7 +63,7 @@ def as_request(request_id: str = "") -> Iterator[str]:
 
 
 class Asked:
-    """A look-up that is being made."""
+    """A look-up in progress."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Asked:
             self.metadata = (*self.metadata, (LOOKUPS_HEADER, told.SerializeToString()))
 
     def failed(self, error: KvError) -> None:
-        """It was not answered, or was refused."""
+        """The look-up was not answered, or was refused."""
         self._lookups.failed(self._request_id, self._kind, self._blocks, self._began_ns, error)
         if self._told is not None:
             self._lookups.again(self._told)
@@ -99,12 +99,12 @@ class ClientLookups:
         return len(self._waiting)
 
     def begin(self, kind: Kind, blocks: int, request_id: str = "") -> Asked:
-        """A look-up is about to be made, with the metadata that this has."""
+        """Begin a look-up; the result has its metadata."""
         return Asked(self, kind, blocks, request_id or current_request(), self._take())
 
     @contextmanager
     def looking(self, kind: Kind, blocks: int, request_id: str = "") -> Iterator[Metadata]:
-        """Make a look-up with this metadata; if it fails for want of the node, that is noted."""
+        """Make a look-up with this metadata; if the node can't be reached, that is recorded."""
         asked = self.begin(kind, blocks, request_id)
         try:
             yield asked.metadata
@@ -113,13 +113,13 @@ class ClientLookups:
             raise
 
     def failed(self, request_id: str, kind: Kind, blocks: int, began_ns: int, error: KvError) -> None:
-        """A look-up failed; if that was for want of the node, it is noted."""
+        """A look-up failed; if the node could not be reached, that is recorded."""
         if isinstance(error, (NodeUnavailable, DeadlineExceeded, Overloaded)):
             outcome = Outcome.BUSY if isinstance(error, Overloaded) else Outcome.NODE_AWAY
             self._note(request_id, kind, began_ns, [Run(blocks, outcome)], error)
 
     def again(self, told: pb.LookupsByCaller) -> None:
-        """What rode on a call that failed waits for the next."""
+        """Reports carried by a failed call wait for the next one."""
         with self._lock:
             left = LOOKUPS_WAITING_MAX - len(self._waiting)
             self._waiting.extendleft(reversed(told.lookups[max(0, len(told.lookups) - left) :]))
@@ -152,7 +152,7 @@ class ClientLookups:
             self._waiting.append(lookup_message(lookup))
 
     def _take(self) -> pb.LookupsByCaller | None:
-        """As many of those that wait as one call carries."""
+        """As many waiting reports as one call carries."""
         if not self._waiting:  # without the lock: a call that misses one reports it next time
             return None
         with self._lock:

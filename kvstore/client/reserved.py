@@ -125,7 +125,7 @@ class _LeasedPuts(ArmedPuts):
     ) -> None:
         self._leases, self._words = leases, words
         self._has_stored = any(lease.already_stored for lease in leases)
-        self._slab: Slab | None = None  # where pieces are put together
+        self._slab: Slab | None = None  # where pieces are gathered
         self._gather_at: dict[int, int] = {}  # by number
         self._kept_words: set[int] = set()  # numbers of puts whose words are given back with their leases
         super().__init__(client, link, blocks, durability, flag, deadline_ns, watch, span)
@@ -169,7 +169,7 @@ class _LeasedPuts(ArmedPuts):
             self._slab = None
 
     def _undo(self, sent: Sequence[int]) -> None:
-        """None of them is armed: nothing goes out, nothing is awaited, and the slots are the node's again."""
+        """None of them is armed: nothing is sent or awaited, and the slots are the node's again."""
         with contextlib.suppress(FabricError):
             self._client.fabric.cancel([self._tag + 2 * i + 1 for i in sent])
         if self._counter is not None:
@@ -229,14 +229,15 @@ class _LeasedPuts(ArmedPuts):
         self._client.fabric.cancel([self._tag + 2 * i + 1])
         if status in (-errno.ETIMEDOUT, -errno.ECANCELED):
             self._kept_words.add(i)
-            # It never went out, and never will.
+            # It was never sent, and never will be.
             GivingBack(self._client, self._link, [(self._leases[i], self._words[i])])
         super()._put_failed(i, status)
 
     def _give_up(self, i: int, error: KvError) -> None:
-        """The node ended the lease. If the put has not gone out it won't; else only the link's end is certain.
+        """The node ended the lease.
 
-        One that can't be withdrawn has gone out, or its own deadline has ended it, and that is not told yet.
+        An unsent put is withdrawn; otherwise only ending the link is certain. A put that can't be withdrawn was sent,
+        or ended by its own deadline, and that event is still to come.
         """
         if self._client.fabric.cancel([self._tag + 2 * i]):
             self._put_failed(i, -errno.ETIMEDOUT)

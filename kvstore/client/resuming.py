@@ -55,7 +55,7 @@ class Resumed:
     tokens: int
     usable_blocks: int
     usable_tokens: int
-    miss: Miss | None  # of the first block that did not come; None: all did
+    miss: Miss | None  # of the first missing block; None: all arrived
 
     @property
     def is_whole(self) -> bool:
@@ -64,14 +64,14 @@ class Resumed:
 
 
 class Manifest(NamedTuple):
-    """What a session is made of, or why that could not be found out."""
+    """A session's list of blocks, or why it could not be read."""
 
     keys: Sequence[bytes]
     turns: Sequence[Turn]
     miss: Miss | None = None
 
     def resumed(self, usable: int, miss: Miss | None) -> Resumed:
-        """What its first so many blocks are worth."""
+        """The number of tokens that its first blocks cover."""
         return Resumed(
             len(self.keys),
             sum(turn.tokens for turn in self.turns),
@@ -142,7 +142,7 @@ class Resuming(Handle):
             pass
 
     def _ask(self) -> None:
-        """Have as many batches under way as may be."""
+        """Request batches up to the maximum number in flight."""
         try:
             while (
                 self._miss is None

@@ -4,9 +4,9 @@ Keys of blocks are the application's own, and a node separates tenants by itself
 an imported session belongs to the importing client's tenant.
 
 What always holds: an unfinished export can't be imported; an imported session appears whole, at once and under a
-free name, or not at all. On a node that encrypts its blocks are put into the erase domain of its user, those of no
-domain too, unless the client asked for `shared`; their keys are those of `in_domain` then. Blocks that were put before
-a failure stay until they are evicted. One block at a time is in memory.
+free name, or not at all. On a node that encrypts its blocks are put into the erase domain of its user, including those
+without a domain, unless the client asked for `shared`; their keys are then those of `in_domain`. Blocks that were put
+before a failure stay until they are evicted. One block at a time is in memory.
 
 What it doesn't do: keep the start of turns (it is the import's), protection, or times to live.
 """
@@ -37,15 +37,15 @@ Progress = Callable[[int, int], None]  # how many blocks are done, of how many
 
 
 def export_session(client: Client, session: Session, file: BinaryIO, progress: Progress | None) -> int:
-    """Write a session with all its blocks; returns how many different blocks that were.
+    """Write a session with all its blocks; returns the number of different blocks.
 
-    SessionFileError if one of them can't be had. The file is invalid then.
+    SessionFileError if one of them can't be read; the file is then invalid.
     """
     info, keys = session.info(), session.keys()
     turns = [Turn(one.blocks.start, len(one.tokens), one.began_unix_ms) for one in info.turns]
     content = Content(client.fingerprint, turns, keys)
     if len(keys) != info.blocks:
-        raise SessionRefused("The session was changed while it was read; export it again.")
+        raise SessionRefused("The session changed during the export; export it again.")
     writer = Writer(file, content)
     places = content.places()
     for first in range(0, len(places), BATCH_BLOCKS_MAX):
@@ -71,10 +71,10 @@ def import_session(
     progress: Progress | None,
     is_here: Callable[[str], bool],
 ) -> Session:
-    """Read a session out of a file and keep it under this name, which has to be free.
+    """Import a session from a file under this name, which must be free.
 
-    SessionFileError if the file is not whole, LayoutError if its blocks are laid out in another way than this client's,
-    SessionRefused if there is a session of this name. Then no session appears.
+    SessionFileError if the file is incomplete, LayoutError if its blocks have another layout than this client's,
+    SessionRefused if a session of this name exists. In these cases no session is created.
     """
     session = client.session(user, name)
     _refuse_known(session)

@@ -1,4 +1,4 @@
-"""The file of an exported session, as `docs/sessions.md` has it under "Export and import", written and read as streams.
+"""The file format of an exported session (`docs/sessions.md`, "Export and import"), written and read as streams.
 
 What always holds: what was read has passed its checks, and `read_end` has seen the whole file: no byte was changed,
 none is missing and none follows. One block at a time is in memory; a length is believed only if a block can have it.
@@ -39,14 +39,14 @@ _DIGEST_BYTES: Final = 32
 
 
 class Content(NamedTuple):
-    """What a session is made of."""
+    """A session's blocks and turns."""
 
     fingerprint: bytes  # of the layout of its blocks
     turns: Sequence[Turn]
     keys: Sequence[bytes]
 
     def places(self) -> list[int]:
-        """Where each of its different blocks stands first: those are in the file, in this order."""
+        """The first position of each different block: these are in the file, in this order."""
         first: dict[bytes, int] = {}
         for at, key in enumerate(self.keys):
             first.setdefault(key, at)
@@ -54,7 +54,7 @@ class Content(NamedTuple):
 
 
 class Writer:
-    """Writes one: the content, then each block, then the end."""
+    """Writes a file: the content, then each block, then the end."""
 
     def __init__(self, file: BinaryIO, content: Content) -> None:
         self._file = file
@@ -70,7 +70,7 @@ class Writer:
         self._write(payload)
 
     def end(self) -> None:
-        """Write the end, without which the file is none."""
+        """Write the end, without which the file is invalid."""
         self._write(_END)
         self._file.write(self._digest.digest())
 
@@ -83,7 +83,7 @@ class Writer:
 
 
 class Reader:
-    """Reads one: the content at once, then the blocks, then the end. SessionFileError if it is not whole."""
+    """Reads a file: the content at once, then the blocks, then the end. SessionFileError if it is incomplete."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -120,7 +120,7 @@ class Reader:
             yield self.content.keys[place], payload
 
     def read_end(self) -> None:
-        """See that the file ends here and was not changed."""
+        """Check that the file ends here and was not changed."""
         if self._read(len(_END), "its end") != _END:
             raise SessionFileError("The file does not end where the session does.")
         digest = self._digest.digest()

@@ -83,7 +83,7 @@ class TurnInfo:
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """What a session is made of."""
+    """A session's blocks, tokens and turns."""
 
     blocks: int
     tokens: int
@@ -112,7 +112,7 @@ def _asked(
     *,
     waits: bool = True,
 ) -> T:
-    """Make a call; if the node doesn't order the user's sessions yet, again, for as long as it is their home."""
+    """Make a call; retry it while the node, as the user's home, doesn't order their sessions yet."""
     until_ns = _CLOCK.monotonic_ns() + int(1e9 * (find().timeout_s if timeout_s is None else timeout_s))
     while True:
         calls = find()
@@ -208,7 +208,7 @@ class Session:
         self.notes = Notes(user, name, SystemClock(), follower)
         self.name = name
         self._find = find
-        self._blocks: int | None = None  # how many it has, as far as we know
+        self._blocks: int | None = None  # how many blocks it has, as far as we know
 
     @property
     def _name(self) -> pb.SessionName:
@@ -457,12 +457,12 @@ class Session:
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
         self.notes.note(Step.RESUMING)
         client, span = self._calls.client, self.resume_span()
-        with as_request(), within(span):  # all of it is one request's
+        with as_request(), within(span):  # all of it belongs to one request
             manifest = self.manifest(timeout_s)
             return Resuming(client, manifest, place, self.notes, clock, until_ns, layout, layer_of, span)
 
     def resume_span(self) -> ResumeSpan | None:
-        """A span for a resume that begins; None, if the client was given no tracer."""
+        """A span for a resume; None if the client has no tracer."""
         spans = self._calls.core.spans
         return None if spans is None else spans.resume()
 

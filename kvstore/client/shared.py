@@ -1,4 +1,4 @@
-"""Memory of a node on the same machine, mapped by its client: hot memory to read from, and its own slots to write to.
+"""Memory of a node on the same machine, mapped by its client: hot memory to read, and the client's slots to write.
 
 What always holds: memory is mapped only if its size is sealed, because access to a page that is gone would end the
 process. Slots are used only if the node has confirmed them. If anything fails, the client uses the fabric as if there
@@ -40,7 +40,7 @@ class MappedSlots:
     own_doorbell: int
 
     def close(self) -> None:
-        """Nothing of ours uses it any more."""
+        """Unmap it; nothing uses it any more."""
         os.close(self.node_doorbell)
         os.close(self.own_doorbell)
         self.memory.close()
@@ -48,15 +48,15 @@ class MappedSlots:
 
 @dataclass(slots=True)
 class MappedMemory:
-    """What a client has of its node's memory."""
+    """The memory of its node that a client has mapped."""
 
     hot: mmap.mmap | None = None
     slots: MappedSlots | None = None
-    is_sure: bool = True  # the node has the same idea of `slots`: else none is used, over the fabric neither
+    is_sure: bool = True  # the node has confirmed `slots`: else none is used, nor over the fabric
 
 
 def map_shared(told: pb.SharedMemory, puts: pb.PutArea) -> MappedMemory:
-    """The memory that an attach has told of, as far as it is on this machine and can be had."""
+    """Map the memory announced by an attach, as far as it is on this machine and accessible."""
     memory = MappedMemory()
     with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to_node:
         to_node.settimeout(SHARE_CALL_MS / 1000)

@@ -1,4 +1,4 @@
-"""Slabs: a client's own registered memory, for blocks of pieces that nothing else gathers or scatters.
+"""Slabs: a client's own registered memory, in which blocks of pieces are gathered or scattered.
 
 What always holds: a slab has one user at a time; it is not reused while a peer may still write to it, or an operation
 still reads from it.
@@ -24,7 +24,7 @@ __all__ = ["Slab", "Slabs"]
 
 
 class Slab(NamedTuple):
-    """One piece of memory."""
+    """One registered piece of memory."""
 
     region: Region
     memory: mmap.mmap
@@ -33,7 +33,7 @@ class Slab(NamedTuple):
 class _HasFabric(Protocol):
     @property
     def fabric(self) -> Fabric:
-        """Where they are registered."""
+        """The fabric that they are registered with."""
         ...
 
 
@@ -47,7 +47,7 @@ class Slabs:
         self._used: list[Slab] = []  # given back, and something may still use them
 
     def take(self, size_bytes: int) -> Slab:
-        """One of at least `length` bytes; FabricError if there is no memory for it."""
+        """Take a slab of at least `length` bytes; FabricError if there is no memory for it."""
         with self._lock:
             self._close_used()
             if size_bytes <= SLAB_BYTES and self._free:
@@ -60,7 +60,7 @@ class Slabs:
             raise
 
     def give_back(self, slab: Slab) -> None:
-        """It is no longer needed."""
+        """Give a slab back."""
         with self._lock:
             if slab.region.is_idle and len(slab.memory) == SLAB_BYTES and len(self._free) < SLABS_KEPT:
                 self._free.append(slab)

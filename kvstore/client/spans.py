@@ -57,7 +57,7 @@ class ClientSpans:
 
     @staticmethod
     def header() -> tuple[str, str] | None:
-        """What a call of this thread carries now."""
+        """The trace context that a call of this thread carries now."""
         context = trace.get_current_span().get_span_context()
         if not context.is_valid:
             return None
@@ -79,7 +79,7 @@ class ClientSpans:
         return ResumeSpan(self, "kvstore.resume", SpanKind.INTERNAL, {"kvstore.node": self._target})
 
     def inline(self, name: str) -> InlineSpan:
-        """Blocks are about to be put or got inside gRPC; `name` says which."""
+        """Blocks are about to be put or got over gRPC; `name` says which."""
         asked: dict[str, AttributeValue] = {"kvstore.node": self._target, "kvstore.inline": True}
         return InlineSpan(self, name, SpanKind.CLIENT, asked)
 
@@ -96,7 +96,7 @@ class ClientSpans:
 
 
 class _Teller:
-    """Finishes spans, one after the other, on a thread that is begun when there is something to do."""
+    """Finishes spans, one after the other, on a thread that is started when needed."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque(maxlen=SPANS_WAITING_MAX)
@@ -105,7 +105,7 @@ class _Teller:
         self._closed = False
 
     def tell(self, finish: Callable[[], None]) -> None:
-        """Have it done soon. It may be called with any lock held."""
+        """Queue a span. It may be called with any lock held."""
         with self._changed:
             if self._closed:
                 return
@@ -154,7 +154,7 @@ class _Open:
         return trace.use_span(self.span, record_exception=False, set_status_on_exception=False)
 
     def header(self) -> tuple[str, str] | None:
-        """What a call that is not gRPC's carries."""
+        """The trace context for a call over the fabric."""
         with self.current():
             return self._spans.header()
 
@@ -236,7 +236,7 @@ class PutSpan(_Open):
             self._say_failed(errors[0])
 
     def _sent(self, fired_ns: int, landed_ns: int, low: int, high: int, blocks: int, size_bytes: int) -> None:
-        """What the NIC, or the agent standing in for it, did by itself."""
+        """Add the events of the NIC, or of the agent in its place."""
         span = self._spans.tracer.start_span(
             "kvstore.nic.send",
             context=trace.set_span_in_context(self.span),
@@ -277,18 +277,18 @@ class GetSpan(_Open):
 
 
 class InlineSpan(_Open):
-    """Blocks that are put or got inside gRPC."""
+    """Blocks that are put or got over gRPC."""
 
     size_bytes = 0  # of all of them
 
     def sized(self, blocks: Iterable[tuple[bytes, memoryview]]) -> Iterator[tuple[bytes, memoryview]]:
-        """The same blocks, whose sizes are added up as they go by."""
+        """Yield the same blocks, and add up their sizes."""
         for key, data in blocks:
             self.size_bytes += data.nbytes
             yield key, data
 
     def put(self, blocks: int, failed: Sequence[Exception]) -> None:
-        """The put has ended: how many blocks were sent, and which were not kept."""
+        """The put has ended: how many blocks were sent, and which were not stored."""
 
         def describe() -> None:
             self._say_size(blocks)
@@ -320,7 +320,7 @@ class ResumeSpan(_Open):
         self._end(lambda: self._describe(resumed))
 
     def closed(self, came: int) -> None:
-        """Closed without waiting for the whole; this many of the first blocks arrived."""
+        """The resume was closed early; this many of the first blocks arrived."""
         self._end(lambda: self.span.set_attribute("kvstore.blocks.usable", came))
 
     def _describe(self, resumed: Resumed) -> None:

@@ -48,6 +48,8 @@ class StepCalls:
     def prefetch(self, keys: Sequence[bytes], watch: Watch | None = None) -> ReadAhead:
         """As `Client.prefetch`."""
         check_keys(keys)
+        if not keys:
+            return ReadAhead([], {})
         with self._calling("Prefetching blocks"):
             answer = self._stub.PrefetchBlocks(
                 pb.PrefetchBlocksRequest(tenant=self._tenant, keys=keys),
@@ -64,7 +66,7 @@ class StepCalls:
             self._stub.ReportSteps(request, timeout=self._timeout_s)
 
     def trace(self, request: pb.GetTraceRequest) -> Trace:
-        """What was seen of a session."""
+        """Fetch the recorded events of a session."""
         with self._calling("Reading a trace"):
             answer = self._stub.GetTrace(request, timeout=self._timeout_s)
         return Trace(tuple(seen_of(answer.seen)), answer.now_unix_ms)

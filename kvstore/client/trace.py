@@ -39,7 +39,7 @@ class Follower(Protocol):
     """Keeps a list of where a user's blocks are. Called from any thread; must not block."""
 
     def stored(self, user: str, key: bytes, length: int) -> None:
-        """A put of a block was acknowledged, or it was there already."""
+        """A put of a block was acknowledged, or the block was already stored."""
         ...
 
     def dropped(self, user: str, key: bytes) -> None:
@@ -47,7 +47,7 @@ class Follower(Protocol):
         ...
 
     def forgotten(self, user: str) -> None:
-        """Some of what the user has was deleted."""
+        """Something of the user was deleted."""
         ...
 
 
@@ -81,13 +81,13 @@ class Notes:
         detail: str = "",
         at_ns: int | None = None,
     ) -> None:
-        """Something was seen, now unless it is said when."""
+        """Record an event, now unless a time is given."""
         at_ns = self._clock.monotonic_ns() if at_ns is None else at_ns
         with self._lock:
             self._seen.append(Seen(step, at_ns, blocks, size_bytes, tokens, detail))
 
     def registered(self, region: Region) -> None:
-        """Its blocks lie in this region, or will."""
+        """The session's blocks are, or will be, in this region."""
         if region.registered_ns != self._registered_ns:
             self._registered_ns = region.registered_ns
             self.note(Step.REGISTERED, size_bytes=region.length, at_ns=region.registered_ns)
@@ -103,7 +103,7 @@ class Notes:
         )
 
     def missed(self, key: bytes, miss: Miss) -> None:
-        """A block did not come."""
+        """A block did not arrive."""
         if self.follower is not None and miss.reason not in _NOT_GONE:
             self.follower.dropped(self.user, key)
 
@@ -131,7 +131,7 @@ class Notes:
         return ((STEPS_HEADER, self.message().SerializeToString()),)
 
     def message(self) -> pb.SeenByCaller:
-        """The same as a message."""
+        """The same events as a message."""
         with self._lock:
             followed, self._puts = self._puts, deque(maxlen=STEP_PUTS_FOLLOWED_MAX)
         fired: list[Seen] = []
@@ -159,7 +159,7 @@ def _thresholds(low: int, high: int) -> str:
 
 
 def _firings(blocks: Sequence[Block], results: Sequence[PutResult]) -> Iterator[Seen]:
-    """Yield what was seen of each threshold that fired."""
+    """Yield the events of each threshold that fired."""
     for one in firings(blocks, results):
         told = [_thresholds(one.low, one.high)]
         if one.failed:

@@ -26,15 +26,15 @@ class Watch(Protocol):
     """Notifications of a client about watched transfers."""
 
     def metadata(self) -> Metadata:
-        """What goes along with a call that is made for them."""
+        """The metadata of calls made for watched transfers."""
         ...
 
     def armed(self, blocks: Sequence[Block], puts: ArmedPuts) -> None:
-        """These have been armed."""
+        """Puts were armed."""
         ...
 
     def put_ended(self, block: Block, result: PutResult) -> None:
-        """A put has ended, one way or the other."""
+        """A put has ended, with success or failure."""
         ...
 
 

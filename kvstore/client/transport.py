@@ -1,16 +1,16 @@
-"""Transports: how a client's blocks get to its node and back, chosen once, when the client first needs one.
+"""Transports: how a client's blocks are carried to its node and back, chosen once, when the client first needs one.
 
 | `transport` | Blocks go | It needs |
 |---|---|---|
 | `auto` | as with `fabric`, or as with `grpc` where there is no libfabric; that is logged once | |
 | `fabric` | by RDMA, from and into registered memory, without a thread of the application | libfabric |
-| `grpc` | inside gRPC; the CPU copies them | |
+| `grpc` | over gRPC; the CPU copies them | |
 | `memory` | within this process, to a `kvstore.testing.MemoryNode` | |
 
 What always holds: every transport has the same calls, with the same blocks, flags and outcomes. Over a fabric `put` and
-`arm` raise if the node can't be attached to; inside gRPC the results of the puts say so.
-What it doesn't do: `reserve` inside gRPC, since slots are leased in memory that a fabric writes to. Nor does it change
-later: a node that the fabric can't reach is an error, not a reason to be slower without anybody knowing why.
+`arm` raise if attaching fails; over gRPC the results of the puts have the error.
+What it doesn't do: `reserve` over gRPC, since slots are leased in memory that a fabric writes to. Nor does the choice
+change later: a node that the fabric can't reach is an error, not a silent slow-down.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Transport"]
 
 
 class Transport(Protocol):
-    """The calls of a transport. `Client` has them with their defaults, and describes them."""
+    """The calls of a transport. `Client` adds the defaults, and documents them."""
 
     def arm(
         self,

@@ -35,13 +35,13 @@ __all__ = ["get_in_windows", "needs_windows"]
 
 
 class _Begins(Protocol):
-    """Request blocks that are in one run of memory each, with a timeout."""
+    """Request contiguous blocks, with a timeout."""
 
     def __call__(self, blocks: Sequence[Block], timeout_s: float) -> Get | NoGet: ...
 
 
 def needs_windows(blocks: Sequence[Block]) -> bool:
-    """Whether one call can't bring these."""
+    """Whether these need more than one call."""
     return are_pieces(blocks) or len(blocks) > BATCH_BLOCKS_MAX
 
 
@@ -58,7 +58,7 @@ def _windows(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
 
 
 class _Window:
-    """Some of the blocks, on their way."""
+    """Blocks in flight."""
 
     def __init__(
         self, slabs: Slabs, blocks: Sequence[Block], begin: Callable[[Sequence[Block]], Get | NoGet]
@@ -68,7 +68,7 @@ class _Window:
         self._slab: Slab | None = None
         self._at: list[
             tuple[int, Pieces, int]
-        ] = []  # of which block the pieces are, and where its bytes come
+        ] = []  # which block the pieces belong to, and where its bytes arrive
         with ExitStack() as undo:
             undo.callback(self._give_back)
             self._get = begin(self._in_runs())
@@ -105,7 +105,7 @@ class _Window:
         return outcomes
 
     def let_go(self) -> None:
-        """Wait for it, and leave all as it is."""
+        """Wait for it, and scatter nothing."""
         self._get.wait()
         self._give_back()
 
@@ -118,7 +118,7 @@ class _Window:
 def get_in_windows(
     slabs: Slabs, blocks: Sequence[Block], begin: _Begins, timeout_s: float
 ) -> list[Hit | Miss]:
-    """Get them; a Hit or a Miss for each, in order."""
+    """Get the blocks; a Hit or a Miss for each, in order."""
     clock = SystemClock()
     until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
     under_way: deque[_Window] = deque()
@@ -135,7 +135,7 @@ def get_in_windows(
                     under_way.popleft()
                 try:
                     under_way.append(_Window(slabs, some, begin_in_time))
-                except FabricError as error:  # there is no memory for it
+                except FabricError as error:  # there is no memory for a slab
                     while under_way:
                         outcomes += under_way[0].finish()
                         under_way.popleft()

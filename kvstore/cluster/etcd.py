@@ -1,4 +1,4 @@
-"""The client for etcd: a lease, records under it, and a list that is followed.
+"""A client for etcd: a lease, records under it, and a list that is followed.
 
     etcd = Etcd(EtcdReach(("10.0.0.2:2379", "10.0.0.3:2379")))
     lease = await etcd.grant(5)
@@ -6,8 +6,8 @@
     async for listed in etcd.follow(b"/triggerkv/chat/nodes/"):
         ...
 
-Why not a library: those for asyncio stay with the endpoint that they began with, and wait for one that hangs. This is
-twelve calls of a documented interface, each with its deadline.
+Why not a library: those for asyncio stay with their first endpoint, and wait for one that hangs. This is twelve calls
+of a documented interface, each with a deadline.
 
 What always holds: a call is answered or raises `EtcdAway` within its time, whatever etcd does; then the next one starts
 with another endpoint. A list is complete as of one revision, and each later one has a higher revision.
@@ -39,7 +39,7 @@ __all__ = ["Etcd", "EtcdAway", "Found", "Listed"]
 
 _DELETED: Final = 1
 _CREATED: Final = 1
-_WRITTEN: Final = 2  # what is compared, or sorted by: when a key was written last
+_WRITTEN: Final = 2  # compare and sort by a key's last modification
 _GREATER: Final = 1
 _LESS: Final = 2
 _SORT_WRITTEN: Final = 3
@@ -57,7 +57,7 @@ T = TypeVar("T", bound="Message")
 
 
 class EtcdAway(KvError):
-    """etcd has not answered, or not so that it can be used."""
+    """etcd has not answered, or its answer can't be used."""
 
 
 class Listed(NamedTuple):
@@ -66,11 +66,13 @@ class Listed(NamedTuple):
     revision: int
     values: Mapping[bytes, tuple[bytes, int]]
     top: int = 0  # the revision of the latest of these values
-    is_told: bool = False  # it is the one before it and one change; else others may have been in between
+    is_told: bool = (
+        False  # it is the previous list and one change; else there may have been others in between
+    )
 
 
 class Found(NamedTuple):
-    """A value and the revision that wrote it; none and 0 if there is none."""
+    """A value and the revision that wrote it; empty and 0 if there is no such key."""
 
     value: bytes
     revision: int
@@ -82,7 +84,7 @@ def _credentials(reach: EtcdReach) -> grpc.ChannelCredentials | None:
 
 
 def _end_of(prefix: bytes) -> bytes:
-    """The first key behind all that begin so."""
+    """The first key after all with this prefix."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
@@ -92,13 +94,13 @@ class Etcd:
     def __init__(self, reach: EtcdReach) -> None:
         self.reach = reach
         self._credentials = _credentials(reach)
-        self._at = 0  # of the endpoints
+        self._at = 0  # index of the endpoint
         self._channel: grpc.aio.Channel | None = None
         self._token: str | None = None
         self._closing: set[asyncio.Future[None]] = set()
 
     async def grant(self, ttl_s: int) -> int:
-        """A lease that ends so long after it was last kept."""
+        """Grant a lease that ends this long after its last keep-alive."""
         request = pb.EtcdLeaseGrantRequest(ttl_s=ttl_s)
         return (await self._call("Lease/LeaseGrant", request, pb.EtcdLeaseGrantResponse)).id
 
@@ -116,7 +118,7 @@ class Etcd:
         return bool(answer.ttl_s > 0)
 
     async def revoke(self, lease: int) -> None:
-        """End a lease, and with it what was put under it."""
+        """Revoke a lease, and with it the records under it."""
         await self._call("Lease/LeaseRevoke", pb.EtcdLeaseRevokeRequest(id=lease), pb.EtcdLeaseRevokeResponse)
 
     async def put(
@@ -129,10 +131,10 @@ class Etcd:
         lasting: bytes = b"",
         unless: bytes = b"",
     ) -> int:
-        """Write a record that goes with a lease; gives the revision that has it, 0 if there was one and it stays.
+        """Write a record under a lease; returns its revision, or 0 if a record existed and was kept.
 
-        With it the same value is written under the key `lasting`, which goes with no lease. Nothing is written, and 0
-        given, if there is a value under the key `unless`.
+        The same value is also written under the key `lasting`, without a lease. Nothing is written, and 0 returned, if
+        the key `unless` has a value.
         """
         request = pb.EtcdTxnRequest()
         request.success.add(request_put=pb.EtcdPutRequest(key=key, value=value, lease=lease))
@@ -146,7 +148,7 @@ class Etcd:
         return answer.header.revision if answer.succeeded else 0
 
     async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool:
-        """Remove a record, and write another; False, and nothing is done, if there is one under the third key."""
+        """Remove a record and write another; False, and no change, if the third key has a value."""
         request = pb.EtcdTxnRequest()
         request.compare.add(key=unless, create_revision=0, target=_CREATED)
         request.success.add(request_delete_range=pb.EtcdDeleteRangeRequest(key=key))
@@ -154,11 +156,11 @@ class Etcd:
         return bool((await self._call("KV/Txn", request, pb.EtcdTxnResponse)).succeeded)
 
     async def listed(self, prefix: bytes) -> Listed:
-        """All that is below a prefix."""
+        """All records with a prefix."""
         return (await self._list(prefix))[0]
 
     async def _list(self, prefix: bytes) -> tuple[Listed, dict[bytes, int]]:
-        """The same, and by key the revision that wrote it."""
+        """The same, with the revision that wrote each."""
         request = pb.EtcdRangeRequest(key=prefix, range_end=_end_of(prefix))
         found = await self._call("KV/Range", request, pb.EtcdRangeResponse)
         values = {one.key: (one.value, one.lease) for one in found.kvs}
@@ -179,14 +181,15 @@ class Etcd:
         return max((one.mod_revision for one in found.kvs), default=0), found.count
 
     async def value(self, key: bytes) -> Found:
-        """What a key has now."""
+        """A key's current value."""
         found = await self._call("KV/Range", pb.EtcdRangeRequest(key=key), pb.EtcdRangeResponse)
         return Found(found.kvs[0].value, found.kvs[0].mod_revision) if found.kvs else Found(b"", 0)
 
     async def claim(self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes) -> bool:
-        """Write a record of which `was` is the revision, if there is one.
+        """Write a record whose revision is `was` (0: it doesn't exist).
 
-        False, and nothing is done, if it has another, a value below `within` is later than `top`, or `own` is gone.
+        False, and no change, if its revision differs, a value below `within` is later than `top`, or `own` doesn't
+        exist.
         """
         request = pb.EtcdTxnRequest()
         request.compare.add(key=key, mod_revision=was, target=_WRITTEN)
@@ -198,7 +201,7 @@ class Etcd:
         return bool((await self._call("KV/Txn", request, pb.EtcdTxnResponse)).succeeded)
 
     async def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]:
-        """All that is below a prefix, again whenever it changes, and now and then: a watch may have died unseen."""
+        """Yield all records with a prefix, at each change, and now and then: a watch may have died unnoticed."""
         while True:
             now, written = await self._list(prefix)
             yield now
@@ -209,7 +212,7 @@ class Etcd:
     async def _watched(
         self, prefix: bytes, now: Listed, written: dict[bytes, int]
     ) -> AsyncGenerator[Listed, None]:
-        """What becomes of a list, for a while, change by change."""
+        """Yield a list after each change, for a while."""
         loop, values = asyncio.get_running_loop(), dict(now.values)
         until_s = loop.time() + ETCD_RELIST_MS / 1000
         create = pb.EtcdWatchCreateRequest(
@@ -246,7 +249,7 @@ class Etcd:
         if channel is not None:
             await channel.close()
 
-    # --- how it is asked
+    # --- calls
 
     async def _call(self, name: str, request: Message, kind: type[T]) -> T:
         channel = self._open()
@@ -290,7 +293,7 @@ class Etcd:
             raise self._failed(channel, "another call to it failed") from error  # and closed the channel
 
     def _failed(self, channel: grpc.aio.Channel, why: str) -> EtcdAway:
-        """Begin with the next endpoint, and with a token of its own, unless somebody has."""
+        """Switch to the next endpoint, with a new token, unless another call already has."""
         if channel is not self._channel:
             return EtcdAway(f"etcd: {why}")
         endpoint = self.reach.endpoints[self._at]

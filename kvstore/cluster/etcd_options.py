@@ -1,4 +1,4 @@
-"""How etcd is reached and with which credentials, read from the node's settings; it needs no etcd."""
+"""How etcd is reached and with which credentials, from the node's settings; no etcd is needed to read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLUSTER_NAME_MAX: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class EtcdReach:
-    """Where etcd is, and as whom it is asked; and the cluster's name there."""
+    """The addresses of etcd, the credentials for it, and the cluster's name there."""
 
     endpoints: tuple[str, ...]
     cluster: str
@@ -30,7 +30,7 @@ class EtcdReach:
     password: Path | None = None  # a file
 
     def __post_init__(self) -> None:
-        """Refuse what can't be."""
+        """Raise for invalid settings."""
         if not 1 <= len(self.endpoints) <= ETCD_ENDPOINTS_MAX:
             raise ConfigError(f"etcd has 1 to {ETCD_ENDPOINTS_MAX} endpoints, not {len(self.endpoints)}.")
         for endpoint in self.endpoints:
@@ -57,17 +57,17 @@ class EtcdReach:
 
     @property
     def folder(self) -> bytes:
-        """Under which all of the cluster's records are."""
+        """The prefix of all of the cluster's records."""
         return b"/triggerkv/%s/" % self.cluster.encode()
 
     @property
     def lots(self) -> bytes:
-        """Under which is who orders which sessions; it is not below `folder`, which every node follows."""
+        """The prefix of the sessions' primacy records; not below `folder`, which every node follows."""
         return b"/triggerkv/%s.sessions/" % self.cluster.encode()
 
     @property
     def gone(self) -> bytes:
-        """Under which are the nodes that have left for good, by their folders' names; not below `folder` either."""
+        """The prefix of nodes that have left for good, by their folders' names; not below `folder` either."""
         return b"/triggerkv/%s.gone/" % self.cluster.encode()
 
     def pem(self) -> tuple[bytes | None, bytes | None, bytes | None] | None:

@@ -2,7 +2,7 @@
 
 What always holds: a map is a value. Equal members give equal homes, in whatever order and from whichever node they
 come. A member that can't be parsed is left out, and the others stay.
-What it doesn't do: ask anybody. `kvstore.cluster.membership` follows etcd, `kvstore.client.map_follower` a node.
+What it doesn't do: make calls. `kvstore.cluster.membership` follows etcd, `kvstore.client.map_follower` a node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEXT_MAX: Final = 256
 
 @dataclass(frozen=True, slots=True, order=True)
 class Member:
-    """A node that is there."""
+    """A node that is on the map."""
 
     name: str  # of its folder, for good
     node: str  # HOST:PORT for calls
@@ -39,7 +39,7 @@ class Member:
     zone: str = ""  # what fails together with it: a rack, a room; two copies are in two zones
 
     def __post_init__(self) -> None:
-        """ConfigError if no node can be so."""
+        """ConfigError if a field is invalid."""
         split_target(self.node)
         texts = (self.name, self.version, self.state, self.zone)
         if not self.name or any(len(text) > _TEXT_MAX or not text.isprintable() for text in texts):
@@ -50,7 +50,7 @@ class Member:
             raise ConfigError(f"A node's weight is 1 to {CLUSTER_WEIGHT_MAX}, not {self.weight}.")
 
     def encoded(self) -> bytes:
-        """As it is written to etcd."""
+        """The record in etcd."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
@@ -65,7 +65,9 @@ class Member:
             raise ConfigError("That is no record of a member.") from error
 
 
-@lru_cache(maxsize=8)  # of a hundred nodes it takes 0.3 s, and most maps have the nodes of the one before
+@lru_cache(
+    maxsize=8
+)  # for a hundred nodes it takes 0.3 s, and most maps have the same nodes as the one before
 def _placement(nodes: tuple[tuple[bytes, int], ...], zones: tuple[str, ...]) -> Placement:
     return Placement(nodes, zones)
 
@@ -113,7 +115,7 @@ class Map:
 
     @cached_property
     def draining(self) -> tuple[int, ...]:
-        """The places of members that are to have nothing new; none if all are."""
+        """The indices of members that should receive no new blocks; none if all are draining."""
         places = tuple(at for at, one in enumerate(self.members) if one.state == DRAINING)
         return places if len(places) < len(self.members) else ()
 
@@ -129,15 +131,15 @@ class Map:
         return _placement(nodes, zones if len(set(zones)) > 1 else ())
 
     def home(self, tenant: str, user: str) -> Member | None:
-        """Where a user's KV is kept; None if there is nobody."""
+        """The member that stores a user's KV; None if the map is empty."""
         if not self.members:
             return None
         return self.members[self.owners(tenant.encode(), user.encode())[0]]
 
     def owners(self, tenant: bytes, key: bytes) -> tuple[int, ...]:
-        """The members that a block would be kept on, by their places, the first owner first. There must be some.
+        """The owners of a block as indices of members, the first owner first; draining ones come last.
 
-        Those that are draining come last.
+        The map must not be empty.
         """
         return self.owners_of(lot_of(tenant, key))
 
@@ -147,7 +149,7 @@ class Map:
         return order if not self.draining else tuple(self._staying[at] for at in order) + self.draining
 
     def shares(self) -> list[float]:
-        """The part of all users that each member has."""
+        """Each member's share of all users."""
         homes = self._placement.homes if self.members else b""
         share = {at: homes.count(number) / len(homes) for number, at in enumerate(self._staying)}
         return [share.get(place, 0.0) for place in range(len(self.members))]

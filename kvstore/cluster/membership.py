@@ -1,11 +1,11 @@
-"""A node's membership: how it gets onto the map of its cluster, stays there, and follows it.
+"""A node's membership: how it joins the map of its cluster, stays there, and follows the map.
 
-What always holds: the map that is told never goes back. While etcd is away the map stays, and so for a lease's time
-after etcd has come back, unless all members are there again before; also when a second member is missing within that
-time: members are removed one at a time. A lease is kept for as long as it lives. A node whose record was replaced by
-another process leaves the record to that process, and says so until it is restarted. Each step ends within etcd's
-deadline, and is retried a moment later.
-What it doesn't do: touch the path of a block. Whether a node is a member changes nothing in what it serves.
+What always holds: a published map is never replaced by an older one. While etcd is away the map stays, and for a
+lease's time after it is back, unless all members reappear sooner; likewise if a second member disappears within that
+time: members are removed one at a time. A lease is kept alive for as long as it exists. A node whose record was
+replaced by another process leaves the record to that process, and reports that until it is restarted. Each step ends
+within etcd's deadline, and is retried a moment later.
+What it doesn't do: affect the path of a block. A node serves the same blocks whether it is a member or not.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _REPLACED = "another process has taken its place: has its folder been copied?"
 
 
 def digest_of(members: Iterable[Member], lease_of: Mapping[str, int], absent: Iterable[Member] = ()) -> int:
-    """A number for just these members under these leases; never 0. A node that left and came back has another lease.
+    """A digest of these members under these leases; never 0.
 
-    Who is absent counts too: a node may have come and gone that another map never had.
+    A node that left and came back has another lease. Absent nodes count too: a node may have come and gone that another
+    map never had.
     """
     rows = "".join(f"{one.name}\0{lease_of[one.name]}\0{one.state}\n" for one in members)
     rows += "".join(f"{one.name}\0absent\n" for one in absent)
@@ -53,7 +54,7 @@ def digest_of(members: Iterable[Member], lease_of: Mapping[str, int], absent: It
 
 
 class _Etcd(Protocol):
-    """The calls to etcd; tests have one without processes."""
+    """The calls to etcd; tests have an implementation without processes."""
 
     reach: EtcdReach
 
@@ -105,22 +106,22 @@ class Membership:
 
     @property
     def name(self) -> str:
-        """Our own, "" before it is known."""
+        """Our own name, "" before it is known."""
         return "" if self._member is None else self._member.name
 
     @property
     def state(self) -> str:
-        """What we have said that we are."""
+        """Our record, as last written."""
         return "" if self._member is None else self._member.state
 
     @property
     def is_seen(self) -> bool:
-        """Whether our record is on the map as we have written it last."""
+        """Whether our record is on the map as last written."""
         return self._member in self.map.members
 
     @property
     def lease(self) -> int:
-        """Under which our record is on the map; 0 if it is not, or is another process's."""
+        """The lease of our record on the map; 0 if it is not there, or is another process's."""
         lease = self.lease_of.get(self.name, 0)
         return lease if lease in self.leases and not self.outside else 0
 
@@ -136,19 +137,19 @@ class Membership:
         self._tasks.append(asyncio.create_task(self.primacy.follow()))
 
     def join(self, member: Member) -> None:
-        """Be a member from now on."""
+        """Join the cluster."""
         self._member = member
         self._tasks.append(asyncio.create_task(self._stay(member)))
 
     async def say(self, state: str) -> None:
-        """Be on the map in this state from now on; EtcdAway if etcd did not confirm it."""
+        """Change our state on the map; EtcdAway if etcd did not confirm it."""
         if self._member is None or not self.lease:
             raise EtcdAway("The node is not on the map of its cluster.")
         self._member = member = replace(self._member, state=state)
         await self._etcd.put(self._key(member), member.encoded(), self.lease)
 
     async def forget(self, node: str) -> list[str]:
-        """Forget absent nodes of this address or name; the names of those that were. EtcdAway if etcd has not heard."""
+        """Forget absent nodes with this address or name; returns their names. EtcdAway if etcd did not confirm it."""
         wanted = [one for one in self.map.absent if node in (one.node, one.name)]
         return [
             one.name
@@ -159,7 +160,7 @@ class Membership:
         ]
 
     async def close(self, *, for_good: bool = False) -> None:
-        """Leave: others take over at once, if etcd answers; `for_good` if this node has nothing that others lack."""
+        """Leave: others take over at once, if etcd answers; `for_good` if the others have all of this node's blocks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -176,7 +177,7 @@ class Membership:
         await self._etcd.close()
 
     async def later_than(self, revision: int, timeout_s: float) -> Map:
-        """The map, when it is of a later revision, or after so long."""
+        """Wait for a map with a later revision, at most this long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.map.revision <= revision:
@@ -195,9 +196,10 @@ class Membership:
         return self._etcd.reach.gone + member.name.encode()
 
     async def _stay(self, member: Member) -> None:
-        """The first time over whatever is there: of an earlier life, or of a copy. Later on only where nothing is.
+        """Write our record.
 
-        A lease is kept until etcd says that it has ended: an etcd that elects a leader may be silent for seconds.
+        The first time it replaces any existing one: of an earlier run, or of a copy. Later it is written only if there
+        is none. A lease is kept until etcd reports its end: an etcd that elects a leader may be silent for seconds.
         """
         lease = 0
         while self.outside not in {_REPLACED, _GONE}:
@@ -260,7 +262,7 @@ class Membership:
                 own=(self._member.name, found, self._key(self._member)),
             )
         if listed.revision <= self.map.revision or self._is_held_back(members):
-            return  # what is held back is listed again
+            return  # a list held back is listed again
         before, self.map = self.map, Map.of(listed.revision, members, absent=known)
         self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
         self.digest = digest_of(self.map.members, self.lease_of, self.map.absent)
@@ -273,10 +275,10 @@ class Membership:
         changed.set()
 
     def _is_held_back(self, members: Iterable[Member]) -> bool:
-        """Whether members are missing that may be back in a moment: all since etcd is back, and any but the first.
+        """Whether missing members may be back in a moment: all of them after etcd is back, otherwise all but the first.
 
-        That leases of several end at once comes of etcd more often than of the nodes: a member of it that was stopped,
-        and led before, ends all leases when it goes on.
+        If several leases end at once, the cause is more often etcd than the nodes: a stopped former leader ends all
+        leases when it continues.
         """
         now_s = asyncio.get_running_loop().time()
         missing = self.map.names - {one.name for one in members}
@@ -292,7 +294,7 @@ class Membership:
         return self._is_holding
 
     def _look_for_ourselves(self, member: Member, listed: Listed) -> None:
-        """Whether our record is there; and if another process's is, which came after ours."""
+        """Check whether our record is there, or that of another process that came after ours."""
         _, lease = listed.values.get(self._key(member), (b"", 0))
         self._found_lease = lease
         if lease in self.leases:
@@ -317,5 +319,5 @@ class Membership:
     async def _retry(self, error: EtcdAway) -> None:
         if self._away_since_ns is None:
             self._away_since_ns = self._clock.monotonic_ns()
-            log.warning("%s. The node goes on by the map that it has.", error)
+            log.warning("%s. The node continues with its current map.", error)
         await asyncio.sleep(CLUSTER_RETRY_MS / 1000)

@@ -1,9 +1,9 @@
-"""What a change of a cluster's members would move: how much each node sends and receives, and how long it takes.
+"""The cost of a change of a cluster's members: how much each node sends and receives, and how long it takes.
 
 Pure. It is an estimate: it assumes that the nodes' current blocks are spread evenly over the lots. The owners are those
 of the placement itself.
 
-What it doesn't do: ask the nodes, which `kvstore cluster plan` does; count what clients put meanwhile.
+What it doesn't do: ask the nodes, which `kvstore cluster plan` does; count blocks that clients put meanwhile.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = ["Plan", "with_change"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What moves, in bytes by node."""
+    """The bytes that each node sends and receives."""
 
     sends: Mapping[str, int]
     receives: Mapping[str, int]
 
     @property
     def seconds(self) -> int:
-        """How long that takes at least, at the rate of the nodes that send."""
+        """The minimum time, at the rate of the sending nodes."""
         return -(-max(self.sends.values(), default=0) // UPKEEP_BYTES_PER_S)
 
     @classmethod
     def of(cls, before: Map, after: Map, stored: Mapping[str, int], replicas: int) -> Plan:
-        """From one map to the other, with so many bytes on each node now."""
+        """The plan from one map to another, given the bytes on each node now."""
         copies = LOTS * min(replicas, len(before.members) - len(before.draining))
         each = sum(stored.values()) / copies if copies else 0.0
         sends = dict.fromkeys((one.node for one in after.members), 0.0)
@@ -52,7 +52,7 @@ class Plan:
 
 
 def with_change(now: Map, node: str) -> Map:
-    """The map with a member drained; with one more of a usual weight, if there is none at this address."""
+    """The map with a member drained or, if no member has this address, with one more of typical weight."""
     if any(one.node == node for one in now.members):
         changed = [replace(one, state=DRAINING) if one.node == node else one for one in now.members]
     else:

@@ -1,23 +1,23 @@
 """Whether this node may order the sessions of a user now, and in which epoch: at most one node may, at any moment.
 
 Users fall into the 8,192 lots of the placement. For each lot that was ever used etcd has a record: the node that orders
-its sessions, and the lot's epoch, which is one higher with each change of that node. A session keeps the epoch in which
-it was written (`kvstore.wire.manifest`); one of another epoch is none, so a node that was away and is back never gives
-what it has as if nothing had happened since.
+its sessions, and the lot's epoch, which is one higher with each change of that node. A session records the epoch in
+which it was written (`kvstore.wire.manifest`); a session of another epoch counts as missing, so a node that was away
+never serves a stale one when it is back.
 
-A node orders the sessions of a lot while all of this is so:
+A node orders the sessions of a lot while both of these hold:
 
-1. It is the home of the lot by the list of members, and it knows that the list is the latest: less than
-   SESSIONS_KNOWN_MS ago it began to ask etcd, which said so. The list has its own record, under its own lease.
-2. The record of the lot names it, under that lease, as of a look since the list has changed last.
+1. It is the home of the lot by the list of members, which it knows to be the latest: less than SESSIONS_KNOWN_MS ago it
+began a request in which etcd confirmed that. The list contains its own record, under its own lease.
+2. The record of the lot names it, under that lease, as read after the last change of the list.
 
 It takes a lot that another process has ordered only when it has been the lot's home for SESSIONS_TAKING_MS, without a
-gap in 1. Then no other process can still hold itself for the home: that one would have to have heard from etcd, less
-than SESSIONS_KNOWN_MS ago, that it is. And it takes it in one transaction that fails if a record of a member was
-written since, or its own is gone. Whoever becomes the home later finds that the lot was taken.
+gap in 1. By then no other process can still believe it is the home: etcd would have to have confirmed that less than
+SESSIONS_KNOWN_MS ago. It takes the lot in one transaction that fails if a member's record was written since, or its own
+is gone. A later home finds that the lot was taken.
 
-What always holds: times are of a clock that goes on while a process is stopped; who may order is asked once before a
-step and once after it, so a step of a process that was stopped in between is not acknowledged.
+What always holds: times are of a clock that runs while a process is stopped; the right to order is checked before and
+after each step, so a step of a process that was stopped in between is not acknowledged.
 What it doesn't do: order anything while etcd has not answered for SESSIONS_KNOWN_MS; blocks are not affected.
 """
 
@@ -83,10 +83,10 @@ class Primacy:
         self._views: deque[tuple[int, Map]] = deque()  # since when, within the time that counts
         self._terms: dict[int, int] = {}  # epochs, by lot, as of this list
 
-    # --- news of the members
+    # --- changes of the members
 
     def listed(self, now: Map, *, top: int, count: int, has_gap: bool, own: tuple[str, int, bytes]) -> None:
-        """Take a list: its latest change, how many records it has, whether one before it may have been missed."""
+        """Process a list: its latest change, its number of records, and whether an earlier one may have been missed."""
         at_ns = self._clock.monotonic_ns()
         is_new = (top, count) != (self._top, self._count)
         if (is_new and has_gap) or own != (self._name, self._lease, self._own):
@@ -101,7 +101,7 @@ class Primacy:
             self._views.popleft()
 
     async def follow(self) -> None:
-        """Ask again and again whether the list is the latest."""
+        """Keep asking etcd whether the list is the latest."""
         while True:
             asked_ns, pause_ms = self._clock.monotonic_ns(), CLUSTER_CONFIRM_MS
             try:
@@ -117,7 +117,7 @@ class Primacy:
                 pause_ms = SESSIONS_RETRY_MS
             await asyncio.sleep(pause_ms / 1000)
 
-    # --- who may order
+    # --- the right to order
 
     async def enter(self, tenant: str, user: str) -> Term:
         """The term in which this node orders a user's sessions; WrongEpoch if it doesn't now."""
@@ -128,14 +128,15 @@ class Primacy:
         return Term(lot, epoch)
 
     async def check(self, term: Term, tenant: str, user: str) -> None:
-        """Check that a completed step was done in its term; DeadlineExceeded if that is no longer known."""
+        """Check that a completed step was done in its term; DeadlineExceeded if that can no longer be known."""
         try:
             now = await self.enter(tenant, user)
         except WrongEpoch:
             now = None
         if now != term:
             raise DeadlineExceeded(
-                "The step was done too late: another node may order the user's sessions by now. It may count or not."
+                "The step was done too late: another node may order the user's sessions by now."
+                " The step may have taken effect or not."
             )
 
     def _check_home(self, tenant: str, user: str) -> None:
@@ -148,7 +149,7 @@ class Primacy:
             raise WrongEpoch(f"The node is not the home of this user; {there} is.")
 
     def _is_settled(self, tenant: str, user: str) -> bool:
-        """Whether it has been the user's home for long enough, as of when the list was asked for last."""
+        """Whether it has been the user's home for long enough, as of the last request for the list."""
         from_ns = self._asked_ns - SESSIONS_TAKING_MS * 1_000_000
         if self._since_ns > from_ns:
             return False

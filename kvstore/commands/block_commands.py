@@ -38,7 +38,7 @@ _KEY: Final = "64 hexadecimal digits, or name:TEXT"
 
 
 def parse_key(text: str) -> bytes:
-    """The key that a person wrote."""
+    """Parse a key from the command line."""
     if text.startswith(_NAME):
         return block_key(text.removeprefix(_NAME).encode())
     with suppress(ValueError):
@@ -68,7 +68,7 @@ def _put(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> bytes:
-    """All of a file, unless that is more than a block may have."""
+    """Read a whole file, unless it is larger than a block may be."""
     try:
         with sys.stdin.buffer if str(path) == "-" else path.open("rb") as file:
             data: bytes = file.read(BLOCK_BYTES_MAX + 1)
@@ -86,7 +86,7 @@ def _get(arguments: argparse.Namespace) -> int:
     key = parse_key(arguments.block)
     with _client(arguments) as client:
         (found,) = client.exists([key], any_layout=True)
-    # A miss is got too, so that the node counts it among its misses.
+    # The get is sent for a miss, too, so that the node counts it.
     fingerprint, length = (b"", 1) if isinstance(found, Miss) else (found.fingerprint, found.length)
     with _client(arguments, KnownLayout(fingerprint) if fingerprint else b"") as client:
         outcome = client.get_inline(key, length)
@@ -121,7 +121,7 @@ def _pin(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--seconds takes 1 to {_PIN_S_MAX}.")
     keys = [parse_key(text) for text in arguments.keys]
     with _client(arguments) as client:
-        # Not closed: it outlives the command, and ends by its time.
+        # Not closed: the pin outlives the command until it expires.
         pinned = client.pin(keys, time_to_live_ms=1000 * arguments.seconds).pinned
     return _each(keys, pinned, ("pinned", "not stored"), arguments)
 
@@ -134,7 +134,7 @@ def _erase(arguments: argparse.Namespace) -> int:
     with ClusterClient(reach(arguments)) as client:  # of one node, if it is in no cluster
         done = client.erase_tenant() if arguments.user is None else client.erase_user(arguments.user)
     for one in done:
-        how = json.loads(one.receipt)["how"]  # which begins with "keys" if there were any
+        how = json.loads(one.receipt)["how"]  # which begins with "keys" if any were destroyed
         how = f"{one.keys} {how}" if one.keys else how
         print(
             one.receipt
@@ -147,7 +147,7 @@ def _erase(arguments: argparse.Namespace) -> int:
 def _each(
     keys: list[bytes], outcomes: list[bool], words: tuple[str, str], arguments: argparse.Namespace
 ) -> int:
-    """Say what became of each; the exit status."""
+    """Print the result for each; returns the exit status."""
     for key, done in zip(keys, outcomes, strict=True):
         word = words[0] if done else words[1]
         _say(f"{key.hex()} {word}", {"key": key.hex(), words[0]: done}, arguments)
@@ -197,13 +197,13 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     put.add_argument("file", type=Path, metavar="FILE", help="- is standard input")
     put.add_argument("--layout", default="", help="the layout of the bytes, as in `Client(layout=)`")
     put.add_argument(
-        "--user", dest="puts_for", metavar="NAME", help="whose block it is: erased with this user"
+        "--user", dest="puts_for", metavar="NAME", help="the block's owner: it is erased with this user"
     )
     put.add_argument(
         "--shared",
         action="store_true",
         default=None,
-        help="it is shared by all users, and erased with the tenant",
+        help="the block is shared by all users, and erased with the tenant",
     )
     reach_node(put)
     put.set_defaults(run=_put)
@@ -226,11 +226,11 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         "erase",
         help="erase a user, or all that a tenant stored",
         description="Erase a user's sessions and blocks, or all that the tenant stored, on the node and on all others"
-        " of its cluster. The keys of what was encrypted are destroyed; what was not is overwritten. Prints a line for"
+        " of its cluster. The keys of encrypted data are destroyed; data in the clear is overwritten. Prints a line for"
         " each node; with --json, its receipt.",
     )
-    erase.add_argument("--user", metavar="NAME", help="whose sessions and blocks")
-    erase.add_argument("--whole-tenant", action="store_true", help="all of the caller's tenant")
+    erase.add_argument("--user", metavar="NAME", help="the user whose sessions and blocks are erased")
+    erase.add_argument("--whole-tenant", action="store_true", help="everything of the caller's tenant")
     reach_node(erase)
     erase.set_defaults(run=_erase, user=None)
 

@@ -61,7 +61,7 @@ def _alternative(name: str) -> str:
 
 
 def _file_name(name: str) -> str:
-    return name.replace(":", "_")  # of IPv6
+    return name.replace(":", "_")  # an IPv6 address
 
 
 def _checked(names: str) -> list[str]:

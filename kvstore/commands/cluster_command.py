@@ -34,7 +34,7 @@ _LOOK_S = 0.5
 def show(reach: Reach, *, as_json: bool) -> int:
     """Print the map of the first node that answers; `NO` if it is in no cluster, or not a member of its own.
 
-    Where nodes keep up copies, each is asked how far it is.
+    If nodes keep up copies, each is asked for its progress.
     """
     told = _ask_any(reach)
     now = map_of(told)
@@ -100,7 +100,7 @@ def _ask(reach: Reach, node: str) -> pb.MapResponse:
 
 
 def _upkeep(reach: Reach, now: Map) -> dict[str, pb.UpkeepState | None]:
-    """How far each member is; None for one that doesn't answer, or keeps up nothing."""
+    """Each member's progress; None for one that doesn't answer, or doesn't keep up copies."""
 
     def ask(node: str) -> pb.UpkeepState | None:
         try:
@@ -163,9 +163,9 @@ def _upkeep_lines(each: Mapping[str, pb.UpkeepState | None]) -> list[str]:
 
 
 def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
-    """Have a node give its blocks to the others, and wait until it may be stopped; or have it be as before.
+    """Drain a node: it copies its blocks to the others; wait until it may be stopped.
 
-    `NO` if some of its blocks can't be given.
+    Or undo that. `NO` if some of its blocks can't be copied.
     """
     with open_channel(reach.at(node)) as channel:
         stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
             except grpc.RpcError as error:
                 raise _explained("Draining the node", reach.at(node), error) from error
             if undo:
-                print(json.dumps({"node": node}) if as_json else f"{node} is a member like any other.")  # noqa: T201
+                print(json.dumps({"node": node}) if as_json else f"{node} is an ordinary member again.")  # noqa: T201
                 return Status.DONE
             if told.looked and told.left <= told.unsure + told.full:
                 break
@@ -187,10 +187,10 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
         print(json.dumps(said))  # noqa: T201
         return Status.NO if told.left else Status.DONE
     if not told.left:
-        print(f"{node} has nothing that the others don't have: it may be stopped.")  # noqa: T201
+        print(f"The other nodes have all blocks of {node}: it may be stopped.")  # noqa: T201
         return Status.DONE
     print(  # noqa: T201
-        f"{node} has {told.left} blocks that it can't give to the others: {told.unsure} may have been deleted while"
+        f"{node} has {told.left} blocks that it can't copy to the others: {told.unsure} may have been deleted while"
         f" it was away, for {told.full} there is no room."
     )
     return Status.NO
@@ -225,7 +225,7 @@ def plan(reach: Reach, node: str, *, as_json: bool) -> int:
         some = (rows.get(one, 0) for rows in (stored, planned.sends, planned.receives))
         moved = (f"{size / (1 << 30):.2f} GiB" for size in some)
         table.append((one, *moved, f"{users.get(one, 0.0):.1%}", f"{later[one]:.1%}"))
-    change = "is drained" if node in stored else "joins with the weight of a usual member"
+    change = "is drained" if node in stored else "joins with a typical member's weight"
     print(f"If {node} {change}:\n{_table(table)}")  # noqa: T201
     if told.HasField("upkeep"):
         print(f"The copies take {planned.seconds} s or more, at {UPKEEP_BYTES_PER_S >> 20} MiB/s a node.")  # noqa: T201
@@ -245,7 +245,7 @@ def _stored_bytes(reach: Reach, node: str) -> int:
 
 
 def forget(reach: Reach, node: str, *, as_json: bool) -> int:
-    """Have the cluster forget an absent node, by its address or name; `NO` if there is none like that."""
+    """Have the cluster forget an absent node, by its address or name; `NO` if there is no such node."""
     failure: grpc.RpcError | None = None
     for asked in reach.nodes:
         with open_channel(reach.at(asked)) as channel:
@@ -257,7 +257,7 @@ def forget(reach: Reach, node: str, *, as_json: bool) -> int:
             except grpc.RpcError as error:
                 failure = error
                 continue
-        said = f"No node that is absent has the address or name {node}."
+        said = f"No absent node has the address or name {node}."
         if told.names:
             said = f"{node} is forgotten. If it returns, start it with an empty data folder."
         print(json.dumps({"node": node, "forgotten": list(told.names)}) if as_json else said)  # noqa: T201

@@ -78,7 +78,7 @@ class Result:
 
 
 class Provider(Protocol):
-    """What the doctor asks of a provider; `nic_offload.library.ProviderInfo` answers it."""
+    """What the doctor needs from a provider; `nic_offload.library.ProviderInfo` has it."""
 
     @property
     def name(self) -> str: ...  # noqa: D102 - documented there
@@ -91,7 +91,7 @@ class Provider(Protocol):
 
 
 class Library(Protocol):
-    """What the doctor asks of libfabric; `nic_offload.library.Library` answers it."""
+    """What the doctor needs from libfabric; `nic_offload.library.Library` has it."""
 
     @property
     def version(self) -> str: ...  # noqa: D102 - documented there
@@ -106,8 +106,8 @@ def _load_library() -> Library:
 
 
 def check_fabric(load: Callable[[], Library] = _load_library) -> Iterator[Result]:
-    """libfabric, and what each of its providers can carry."""
-    without = "Clients can still send blocks inside gRPC; nothing is triggered."
+    """Check libfabric, and what each of its providers can carry."""
+    without = "Clients can still send blocks over gRPC, without triggers."
     try:
         library = load()
         providers = library.providers()
@@ -129,7 +129,7 @@ def check_fabric(load: Callable[[], Library] = _load_library) -> Iterator[Result
     for provider in providers:
         name = f"provider {provider.name}"
         if provider.rma:
-            chosen = " The data plane uses this one." if provider.name == best else ""
+            chosen = " The data plane uses this provider." if provider.name == best else ""
             yield Result(name, "ok", _abilities(provider), _trigger_words(provider) + chosen)
 
 
@@ -182,7 +182,7 @@ def check_io_uring(
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest of its parents that is there."""
+    """The folder, or its nearest existing parent."""
     folder = folder.absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -192,7 +192,7 @@ def _existing(folder: Path) -> Path:
 def check_drive(
     data: Path, measure: Callable[[Path], tuple[float, float]] = measure_drive
 ) -> Iterator[Result]:
-    """O_DIRECT and speed on the file system of the data folder."""
+    """Check O_DIRECT and speed on the file system of the data folder."""
     folder = _existing(data)
     where = f"{folder}" if folder == data.absolute() else f"{folder} ({data} does not exist yet)"
     free_bytes = shutil.disk_usage(folder).free
@@ -236,7 +236,7 @@ def check_memory(
     privileged: bool | None = None,
     shared_pages: Path = _SHARED_PAGES,
 ) -> Iterator[Result]:
-    """RAM, how much of it may be pinned for the fabric, and huge pages."""
+    """Check RAM, how much of it may be pinned for the fabric, and huge pages."""
     facts = {line.split(":")[0]: int(line.split()[1]) for line in (proc / "meminfo").read_text().splitlines()}
     total_bytes, free_bytes = facts["MemTotal"] * 1024, facts["MemAvailable"] * 1024
     enough = free_bytes >= LANDING_BYTES_MAX
@@ -273,7 +273,7 @@ def check_memory(
 
 
 def check_encryption(proc: Path = _PROC, locks_keys: Callable[[], bool] = can_lock_keys) -> Iterator[Result]:
-    """Whether a node can encrypt what it stores, and memory can get onto a drive in the clear."""
+    """Check whether a node can encrypt stored data, and whether memory may be swapped to a drive in the clear."""
     from nic_offload import aead  # noqa: PLC0415 - as in check_fabric
 
     swaps = proc / "swaps"
@@ -284,7 +284,7 @@ def check_encryption(proc: Path = _PROC, locks_keys: Callable[[], bool] = can_lo
         "warn" if why_not or places else "ok",
         why_not
         or f"AES-256-GCM of {aead.library()}; {'memory is swapped to ' + ', '.join(places) if places else 'no swap'}",
-        "With --master-key a node encrypts what it stores. Memory that is swapped gets onto a drive as it is.",
+        "With --master-key a node encrypts stored data. Swapped memory is written to a drive in the clear.",
         "swapoff -a, or encrypt the swap." if places else _faster_encryption(proc),
     )
     locks = locks_keys()
@@ -321,7 +321,7 @@ def check_keyring(data: Path) -> Iterator[Result]:
 
 
 def check_gpu(names: Callable[[], list[str]] = gpu_names) -> Iterator[Result]:
-    """A GPU, if there is one; none is fine."""
+    """Check for a GPU; none is fine."""
     if found := names():
         yield Result("GPU", "ok", ", ".join(found), "Its kernels can store to the flags.")
     else:
@@ -329,7 +329,7 @@ def check_gpu(names: Callable[[], list[str]] = gpu_names) -> Iterator[Result]:
 
 
 def examine(data: Path, progress: Told = lambda _what, _done, _total: None) -> list[Result]:
-    """Every check, each on its own: one that breaks becomes a `fail` and the next one runs."""
+    """Run every check by itself: one that breaks becomes a `fail` and the next one runs."""
     checks: tuple[tuple[str, Callable[[], Iterable[Result]]], ...] = (
         ("libfabric", check_fabric),
         ("io_uring", lambda: check_io_uring(data)),
@@ -351,7 +351,7 @@ def examine(data: Path, progress: Told = lambda _what, _done, _total: None) -> l
 
 
 def table(results: Sequence[Result], *, colour: bool) -> str:
-    """The results for people: status, check, finding; below it what it means and what to do."""
+    """The results for people: status, check, finding; below, what it means and what to do."""
     width = max(len(result.check) for result in results)
     margin = " " * (6 + width + 2)
     lines = []
@@ -368,14 +368,14 @@ def table(results: Sequence[Result], *, colour: bool) -> str:
 
 
 def run(data: Path, *, as_json: bool) -> int:
-    """Examine this machine, print, and give the exit status."""
+    """Examine this machine and print the results; returns the exit status."""
     with bars() as progress:
         results = examine(data, progress)
     return show(results, as_json=as_json)
 
 
 def show(results: Sequence[Result], *, as_json: bool) -> int:
-    """Print results; the exit status."""
+    """Print results; returns the exit status."""
     if as_json:
         text = json.dumps([asdict(result) for result in results], indent=2)
     else:

@@ -48,7 +48,7 @@ def check_node(reach: Reach) -> Iterator[Result]:
         yield Result("TLS", "fail", str(error), _MEANS["TLS"], "Check ca, certificate and key.")
         return
     if reach.transport == AUTO:
-        reach = replace(reach, transport=FABRIC)  # or it would be found out without a fabric that all is well
+        reach = replace(reach, transport=FABRIC)  # otherwise all would seem well without a fabric
     with Client(reach, slots=1, block_bytes_max=PAGE_BYTES) as client:
         yield from _check_calls(client)
 
@@ -62,12 +62,12 @@ def _check_calls(client: Client) -> Iterator[Result]:
             do = "Is this the node's gRPC port, not its HTTP port or another service's?"
         yield Result("tenant", "fail", str(error), "Calls are refused.", do)
         return
-    yield Result("tenant", "ok", "the node accepts calls from here", "Blocks can be sent inside gRPC.")
+    yield Result("tenant", "ok", "the node accepts calls from here", "Blocks can be sent over gRPC.")
     yield _encryption(client)
     if client.reach.transport == GRPC:
         said = "transport is grpc"
         yield Result(
-            "fabric", "warn", said, "Blocks are sent inside gRPC, copied by the CPU.", "Unset transport."
+            "fabric", "warn", said, "Blocks are sent over gRPC, copied by the CPU.", "Unset transport."
         )
         return
     do = "Let both machines reach each other's fabric ports, and use one provider; docs/operating.md has the table."
@@ -80,14 +80,14 @@ def _check_calls(client: Client) -> Iterator[Result]:
             (answer,) = client.get([Block(name, region, 0, PAGE_BYTES)], timeout_s=timeout_s)
             region.close()
         except (FabricError, KvError) as error:
-            yield Result("fabric", "fail", str(error), "Blocks can be sent inside gRPC only.", do)
+            yield Result("fabric", "fail", str(error), "Blocks can be sent over gRPC only.", do)
             return
     if isinstance(answer, Miss) and answer.reason is MissReason.UNKNOWN:
         said = f"the node answers over {client.fabric.provider}"
         yield Result("fabric", "ok", said, "Blocks are sent by remote writes.")
     else:
         yield Result(
-            "fabric", "fail", f"the node did not answer: {answer}", "Blocks can be sent inside gRPC only.", do
+            "fabric", "fail", f"the node did not answer: {answer}", "Blocks can be sent over gRPC only.", do
         )
 
 
@@ -100,6 +100,6 @@ def _encryption(client: Client) -> Result:
         "the node's encryption",
         "warn" if do else "ok",
         encryption_line(told),
-        "A node with a master key encrypts what it stores, and can erase a user by destroying a key.",
+        "A node with a master key encrypts stored data, and can erase a user by destroying a key.",
         do,
     )

@@ -1,7 +1,7 @@
 """`kvstore explain`: why a request's blocks hit or missed, run by run, how long it took, and what to do about it.
 
-It asks the nodes that it is given, or all members of a cluster at the same time, and changes nothing. It shows what
-each node recorded, and what clients reported to it of look-ups that did not reach it. Blocks are numbered within their
+It asks the given nodes, or all members of a cluster, at the same time, and changes nothing. It shows the look-ups that
+each node recorded, and those that did not reach it and were reported later by clients. Blocks are numbered within their
 look-up at that node; after a session's own look-up, with which a resume begins, they are numbered within the resume. A
 node that doesn't answer is named, and the others are shown.
 """
@@ -35,7 +35,7 @@ __all__ = ["document", "explain", "page"]
 
 
 def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, *, as_json: bool) -> int:
-    """Print it; the exit status. If no node answers, the first one's error is raised."""
+    """Print it; returns the exit status. If no node answers, the first one's error is raised."""
 
     def ask(node: str) -> tuple[LookedUp, StatisticsResponse] | KvError:
         try:
@@ -66,11 +66,15 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
         )
         if as_json:
             print(json.dumps(_documents(told, names), indent=2))  # noqa: T201 - its output
-        print(  # noqa: T201 - its output
-            f"kvstore: {who} no look-up{f' of {asked}' if asked else ''}; {have} {remembered} of this"
-            f" tenant's{since}. Did the request go to {these}, and is its id right?",
-            file=sys.stderr,
-        )
+        missing = f"{who} no look-up{f' of {asked}' if asked else ''}"
+        if not remembered:
+            said = f"{missing}, nor any other of this tenant: it has not requested blocks from {these} yet."
+        else:
+            said = (
+                f"{missing}; {have} {remembered} of this tenant's{since}. Did the request go to {these}, and is its id"
+                " right?"
+            )
+        print(f"kvstore: {said}", file=sys.stderr)  # noqa: T201 - its output
         return Status.NO
     if as_json:
         print(json.dumps(_documents(found, names), indent=2))  # noqa: T201 - its output
@@ -83,7 +87,7 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
 def _documents(
     told: Mapping[str, tuple[LookedUp, StatisticsResponse]], names: Sequence[str]
 ) -> dict[str, object]:
-    """That of the only node, or of each by its address."""
+    """The only node's answer, or each node's by its address."""
     said = {node: document(*one) for node, one in told.items()}
     return dict(said) if len(names) > 1 else next(iter(said.values()))
 

@@ -87,7 +87,7 @@ def _new_master(path: Path) -> int:
 
 
 def _opened(data: Path, option: str) -> Keyring:
-    """The keyring, whose master key is wiped when it is closed."""
+    """Open the keyring; its master key is wiped when it is closed."""
     path = keyring_path(data)
     store_uuid = read_status(path).store_uuid
     master = open_master(option)
@@ -102,7 +102,7 @@ def _status(data: Path, option: str | None, *, as_json: bool) -> int:
     node = find_control(data)
     status = read_status(keyring_path(data))
     clear: Clear = {}
-    if node is not None:  # without the keys, slots that were moved look whole
+    if node is not None:  # without the keys, moved slots look intact
         clear, status = node.clear, status._replace(damaged=max(status.damaged, node.damaged))
         node.close()
     elif option is not None:
@@ -164,14 +164,14 @@ def _lines(status: KeyringStatus, clear: Clear, why_not: str | None) -> list[str
         lines.append(why_not)
     if status.damaged:
         lines.append(
-            "What a damaged key encrypted can't be opened, and no key is rotated: restore a copy of the keyring, or"
-            " give these keys up (`kvstore keys accept-keyring` on the stopped node)."
+            "Blocks encrypted with a damaged key can't be decrypted, and no key is rotated: restore a copy of the"
+            " keyring, or give these keys up (`kvstore keys accept-keyring` on the stopped node)."
         )
     return lines
 
 
 def _proof(data: Path, option: str, challenge: bytes) -> str:
-    """Show a node that we have its master key."""
+    """Prove to a node that we have its master key."""
     with closing(open_master(option)) as master:
         root = read_root(keyring_path(data), master)
     try:
@@ -221,7 +221,7 @@ def _new_keyring(store: EncryptedStore, data: Path, option: str, *, is_sure: boo
     path = keyring_path(data)
     if path.exists():
         raise ConfigError(f"There is a keyring {path}; to go on with it, use accept-keyring.")
-    with closing(open_master(option)) as master:  # it is seen to be one before anything is given up
+    with closing(open_master(option)) as master:  # it is checked to be a keyring before anything is given up
         if not _given_up(store, _knows_none, is_sure=is_sure):
             return Status.NO
         Keyring.create(path, master, store.store_uuid)

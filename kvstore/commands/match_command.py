@@ -3,7 +3,7 @@
 What always holds: for a file with an error only that error is shown. A request that hits nothing, or is denied, is an
 answer, not an error.
 
-What it doesn't do: ask a running node, whose table may have entries that are in no file.
+What it doesn't do: ask a running node, whose table may have entries from no file.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run(path: Path, request_text: str | None, *, as_json: bool) -> int:
 
 
 def _print(text: str) -> None:
-    """A text and the end of its line."""
+    """A text, and a newline."""
     sys.stdout.write(text + "\n")
 
 
@@ -134,7 +134,7 @@ def _verdict(considered: Sequence[Considered], request: Request) -> str:
     else:
         lines = ["The request hits nothing."]
     if not considered:
-        lines.append("No rule came near it.")
+        lines.append("No rule matched in part.")
     else:
         lines.append("Considered:")
     width = max((len(item.entry.name) for item in considered), default=0)

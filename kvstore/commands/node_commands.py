@@ -57,19 +57,19 @@ def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> 
 
 
 def reach(arguments: argparse.Namespace) -> Reach:
-    """How a command was told to reach its node."""
+    """How a command reaches its node, from its arguments."""
     from kvstore.reach import Reach
 
     names = Reach.settings() & vars(arguments).keys() - {"node", "user"}
     given = {"nodes": arguments.node, **{name: getattr(arguments, name) for name in names}}
     given["user"] = getattr(
         arguments, "puts_for", None
-    )  # `--user` of other commands names whose sessions they show
+    )  # other commands' `--user` names the user whose sessions they show
     return Reach.of(given, where="the command", default_node=DEFAULT_NODE)
 
 
 def _asked(arguments: argparse.Namespace) -> Asked:
-    """Whom to ask: one node, and of several the home of the user."""
+    """The node to ask: the only one, or the user's home."""
     from kvstore.commands.sessions_command import Asked
 
     told = reach(arguments)

@@ -54,7 +54,7 @@ def try_io_uring() -> int:
 
 
 def can_lock_keys() -> bool:
-    """Lock as much memory as a node does for its keys, and give it back."""
+    """Lock as much memory as a node does for its keys, and release it."""
     from nic_offload.secret_keys import are_locked, new_key, wipe  # noqa: PLC0415 - as in `exercise_ring`
     from nic_offload.vault import Vault  # noqa: PLC0415
 
@@ -64,7 +64,7 @@ def can_lock_keys() -> bool:
 
 
 def exercise_ring(folder: Path) -> None:
-    """Send one page through the store's own ring and see it come back."""
+    """Write one page through the store's own ring, and read it back."""
     from kvstore.storage.disk import DiskOp, DiskOpKind  # noqa: PLC0415 - a core that is not built is a finding
     from kvstore.storage.uring import UringDisk  # noqa: PLC0415
 
@@ -88,7 +88,7 @@ def exercise_ring(folder: Path) -> None:
 
 
 def _pace(size_bytes: int, step: Callable[[int], int]) -> tuple[int, float]:
-    """Take steps until all is done or time is up: bytes done and seconds taken."""
+    """Run steps until all are done or time is up; returns bytes done and seconds taken."""
     start, done = time.perf_counter(), 0
     while done < size_bytes and time.perf_counter() - start < _TIMEOUT_S:
         moved = step(done)

@@ -33,7 +33,7 @@ _HEADS = ("session", "turns", "blocks", "tokens", "last turn (UTC)")
 
 
 class Asked(NamedTuple):
-    """Which node is asked, for whose sessions."""
+    """The node to ask, and the user whose sessions are meant."""
 
     reach: Reach
     user: str
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 
 
 def list_all(asked: Asked, *, as_json: bool = False) -> int:
-    """Print them; the exit status."""
+    """Print them; returns the exit status."""
     with asked.client() as client:
         sessions = sorted(client.sessions(asked.user), key=lambda one: (one.last_turn_unix_ms, one.session))
     print(json.dumps(list(map(asdict, sessions)), indent=2) if as_json else _table(sessions))  # noqa: T201 - its output
@@ -52,7 +52,7 @@ def list_all(asked: Asked, *, as_json: bool = False) -> int:
 
 
 def export_one(asked: Asked, session: str, path: Path, *, as_json: bool = False) -> int:
-    """Write a session into a file, which is there only when it is whole; the exit status."""
+    """Write a session into a file, which appears only when it is complete; returns the exit status."""
     with asked.client() as client:
         keys = client.session(asked.user, session).keys()
         first = client.exists(keys[:1], any_layout=True)[0] if keys else None
@@ -68,7 +68,7 @@ def export_one(asked: Asked, session: str, path: Path, *, as_json: bool = False)
 
 
 def import_one(asked: Asked, session: str, path: Path, *, as_json: bool = False) -> int:
-    """Keep the session in a file under a name that is free; the exit status."""
+    """Import the session in a file under an unused name; returns the exit status."""
     try:
         with path.open("rb") as file:
             fingerprint = Reader(file).content.fingerprint

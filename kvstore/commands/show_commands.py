@@ -49,7 +49,7 @@ def stats(client: Client, *, as_json: bool) -> int:
 
 
 def encryption(told: StatusResponse) -> dict[str, object]:
-    """Whether a node encrypts, and with which keys; of these an observer alone is told."""
+    """Whether a node encrypts, and with which keys, which only an observer is told."""
     return {
         "on": told.encrypted,
         "keys": told.keys,
@@ -59,9 +59,9 @@ def encryption(told: StatusResponse) -> dict[str, object]:
 
 
 def encryption_line(told: StatusResponse) -> str:
-    """Say the same in a line."""
+    """The same as a line of text."""
     if not told.encrypted:
-        return "off: what is stored is in the clear on the drives (kvstore serve --master-key)"
+        return "off: stored data is in the clear on the drives (kvstore serve --master-key)"
     if not told.master_key:
         return "on"
     damaged = f", {told.keys_damaged} slots damaged (kvstore keys status)" if told.keys_damaged else ""
@@ -82,12 +82,12 @@ def numbers(told: StatisticsResponse) -> dict[str, object]:
 
 
 def reasons(told: StatisticsResponse) -> dict[str, int]:
-    """Blocks that were missed, by why."""
+    """Misses by reason."""
     return {MissReason(one.reason).name.lower(): one.blocks for one in told.misses}
 
 
 def evictions(told: StatisticsResponse) -> dict[str, int]:
-    """Blocks that have gone, by how."""
+    """Evictions by reason."""
     known = blocks_pb2.GoneReason.DESCRIPTOR.values_by_number
     return {
         known[one.reason].name.removeprefix("GONE_REASON_").lower()
@@ -169,7 +169,7 @@ def _drives_page(told: StatusResponse) -> str:
 
 
 def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Lines with columns one below the other, the last of any width."""
+    """Lines with aligned columns, the last of any width."""
     rows = list(rows)
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]) - 1)]
     return [
@@ -179,5 +179,5 @@ def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def parts(counts: Mapping[str, int]) -> str:
-    """Counts in a line."""
+    """Counts in one line."""
     return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"

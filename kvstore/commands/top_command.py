@@ -39,8 +39,8 @@ _QUEUES = (
 
 
 def risen(before: StatisticsResponse, now: StatisticsResponse, interval_s: float) -> dict[str, object]:
-    """What an interval has brought; the names stay."""
-    if now.uptime_ms < before.uptime_ms:  # it is another process: all it has done it has done since
+    """The increase of each counter over an interval, under the same names."""
+    if now.uptime_ms < before.uptime_ms:  # another process: all its counts are new
         before = type(before)()
 
     def rate(name: str) -> float:
@@ -114,7 +114,7 @@ def view(told: dict[str, object], node: str, encrypts: str) -> str:
 
 
 class _At:
-    """Looks into what `risen` gives."""
+    """Reads the result of `risen`."""
 
     def __init__(self, told: dict[str, object]) -> None:
         self._told = told
@@ -155,7 +155,7 @@ class Top:
         self._client, self._node, self._clock, self._pause, self._out = client, node, clock, pause, out
 
     def run(self, interval_s: float, *, once: bool, as_json: bool) -> int:
-        """Show it until it is ended; the exit status."""
+        """Show it until it is ended; returns the exit status."""
         on_screen = self._out.isatty() and not once and not as_json
         try:
             if on_screen:

@@ -1,7 +1,7 @@
 """`kvstore trace`: the eight steps of a session's last turns with their times, as a table or as JSON.
 
-It asks one node and changes nothing. It shows what that node's process recorded, and what others reported to it: a
-node that was restarted remembers nothing.
+It asks one node and changes nothing. It shows the events that the node's process recorded or that clients reported to
+it; a restarted node has none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADS = ("step", "at ms", "seen by", "what", "blocks", "bytes", "")
 
 
 def run(asked: Asked, session: str, *, as_json: bool = False) -> int:
-    """Print it; the exit status."""
+    """Print it; returns the exit status."""
     with asked.client() as client:
         trace = client.session(asked.user, session).trace()
     print(json.dumps(document(trace), indent=2) if as_json else table(trace))  # noqa: T201 - its output

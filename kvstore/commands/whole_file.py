@@ -1,7 +1,7 @@
-"""A command's output file: there when it is whole, and not before.
+"""A command's output file, which appears only when it is complete.
 
-What always holds: a file is written beside its place and moved there when all of it is written; if that fails, nothing
-is left and an older file stays. A device, a pipe or a socket is written to, and never replaced. A link stays one.
+What always holds: a temporary file beside the target is written and then renamed; on failure nothing is left, and an
+older file stays. A device, a pipe or a socket is written to, and never replaced. A link stays one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["whole_file"]
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open it to be written. ConfigError if it can't be."""
+    """Open it for writing. ConfigError if that fails; OSError, with the file's name, if a write fails."""
     unfinished: Path | None = None
     try:
         place = Path(os.path.realpath(path))
@@ -37,6 +37,9 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         unfinished.replace(place)
     except OSError as error:
+        if error.filename is None:  # it was opened, and a write failed: the drive is full, say
+            error.filename = str(path)
+            raise
         raise ConfigError(f"{path} could not be written: {error.strerror}.") from error
     finally:
         if unfinished is not None:

@@ -28,7 +28,7 @@ _TIMEOUT_S = 300.0
 
 
 def run(turns: int, tokens: int, *, as_json: bool = False) -> int:
-    """Tell the story; 0 if every bit was right."""
+    """Run the chat; 0 if every bit is equal."""
     needed = {"torch": "torch", "transformers": "transformers", "kvstore.engines": "triggerkv-engines"}
     if missing := [name for module, name in needed.items() if importlib.util.find_spec(module) is None]:
         raise ConfigError(

@@ -42,13 +42,13 @@ def _prompt(turn: int, tokens: int) -> list[int]:
 
 
 def _logits(model: Any, tokens: list[int], cache: DynamicCache) -> Any:
-    """The logits behind the last token; the cache holds the KV of all of them afterwards."""
+    """The logits after the last token; the cache holds the KV of all tokens afterwards."""
     new = torch.tensor([tokens[cache.get_seq_length() :]])
     return model(new, past_key_values=cache, logits_to_keep=1).logits[0, -1]
 
 
 def _answer(model: Any, tokens: list[int], cache: DynamicCache, logits: Any) -> list[int]:
-    """Go on with the likeliest token, again and again."""
+    """Generate tokens greedily."""
     answer: list[int] = []
     while len(answer) < _ANSWER:
         answer.append(int(logits.argmax()))
@@ -86,7 +86,9 @@ def _begin(model: Any, store: CacheStore, home: Path, turns: int, prompt_tokens:
                 "saved_ms": _since_ms(start_s),
             }
         )
-    (home / "transcript.json").write_text(json.dumps(tokens))  # a user's text, which every service keeps
+    (home / "transcript.json").write_text(
+        json.dumps(tokens)
+    )  # the conversation's text, which a service keeps
     return {
         "turns": story,
         "logits": _digest(_logits(model, [*tokens, *_prompt(turns, prompt_tokens)], cache)),
@@ -95,7 +97,7 @@ def _begin(model: Any, store: CacheStore, home: Path, turns: int, prompt_tokens:
 
 def _resume(model: Any, store: CacheStore, home: Path, turns: int, prompt_tokens: int) -> dict[str, Any]:
     tokens = json.loads((home / "transcript.json").read_text()) + _prompt(turns, prompt_tokens)
-    _logits(model, tokens[:8], DynamicCache(config=model.config))  # the first of a process loads code
+    _logits(model, tokens[:8], DynamicCache(config=model.config))  # the first run in a process loads code
     chat = store.session(_USER, _SESSION)
     start_s = time.perf_counter()
     back = chat.resume(tokens)
@@ -118,7 +120,7 @@ def _resume(model: Any, store: CacheStore, home: Path, turns: int, prompt_tokens
 
 
 def main(arguments: list[str]) -> None:
-    """Do one part of the story."""
+    """Run one part of the chat."""
     what, node, home, turns, tokens = arguments
     model = _model()
     with torch.no_grad(), CacheStore(Reach.of({"node": node, "shared": True}), model) as store:

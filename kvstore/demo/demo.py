@@ -45,7 +45,7 @@ _TOTAL = _BLOCKS * _BLOCK_BYTES
 
 
 class _Difference(Exception):
-    """A byte is not what it was."""
+    """A byte differs."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ def _gbps(size_bytes: int, duration_ns: int) -> float:
 
 
 class _SharedBuffer:
-    """The KV buffer: in memory that the token process maps too, and gone with its makers."""
+    """The KV buffer: memory shared with the token process, freed when both have ended."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("triggerkv-demo", os.MFD_CLOEXEC)
@@ -110,7 +110,7 @@ def _token_by_token(
                     break
                 time.sleep(0.02)
             said, _ = process.communicate(timeout=_WAIT_S)
-        finally:  # after Ctrl-C nobody reads what it would print
+        finally:  # after Ctrl-C its output has no reader
             process.kill()
     figures.calls = client.calls - before
     story = json.loads(said)
@@ -137,7 +137,7 @@ def _all_at_once(client: Client, blocks: Sequence[Block], flags: FlagWords, figu
 
 
 def _by_cpu(client: Client, memory: mmap.mmap, blocks: Sequence[Block], figures: _Figures) -> None:
-    """The baseline: the CPU copies each block to host staging and sends it inside gRPC."""
+    """The baseline: the CPU copies each block to host staging and sends it over gRPC."""
 
     def put(block: Block) -> float:
         start_ns = time.monotonic_ns()
@@ -158,7 +158,7 @@ def _read_back(client: Client, blocks: Sequence[Block], into: Region) -> float:
     took_ns = time.monotonic_ns() - start_ns
     for i, outcome in enumerate(outcomes):
         if not isinstance(outcome, Hit):
-            raise _Difference(f"block {i} is not there: {outcome}")
+            raise _Difference(f"block {i} is missing: {outcome}")
     return _gbps(_TOTAL, took_ns)
 
 
@@ -166,7 +166,7 @@ def _read_back_by_cpu(client: Client, blocks: Sequence[Block], memory: mmap.mmap
     def get(block: Block) -> None:
         data = client.get_inline(block.key, block.length, timeout_s=_WAIT_S)
         if not isinstance(data, bytes):
-            raise _Difference(f"a block is not there: {data}")
+            raise _Difference(f"a block is missing: {data}")
         memory[block.offset : block.offset + block.length] = data
 
     start_ns = time.monotonic_ns()
@@ -182,7 +182,7 @@ def _resume(client: Client, blocks: Sequence[Block], memory: mmap.mmap, digests:
     memory[:] = bytes(_TOTAL)
     resumed = chat.resume(lambda i, _: blocks[i], timeout_s=_WAIT_S)
     if not resumed.is_whole:
-        raise _Difference(f"only {resumed.usable_blocks} blocks came: {resumed.miss}")
+        raise _Difference(f"only {resumed.usable_blocks} blocks arrived: {resumed.miss}")
     _compare(memory, digests, "after the resume")
     chat.report()
     say("\n".join(f"   {line}" for line in trace_table(chat.trace()).splitlines()))
@@ -260,7 +260,7 @@ def _story(data: Path) -> None:
         back[:] = bytes(_TOTAL)
         figures.get_inline.append(_read_back_by_cpu(client, by_cpu, back))
         _compare(back, digests, "after an inline get")
-        say("6. the blocks become a chat's turn; the user thinks, and returns")
+        say("6. the blocks become a chat's turn; the user pauses, and returns")
         _resume(client, _blocks(target, run_id, "tokens"), back, digests)
         target.close()
         source.close()
@@ -270,7 +270,7 @@ def _story(data: Path) -> None:
 
 
 def run(data: Path | None) -> int:
-    """Tell the story; 1 if a single byte differs."""
+    """Run the demo; 1 if a single byte differs."""
     home = Path(tempfile.mkdtemp(prefix="kvstore-demo-", dir=Path.cwd())) if data is None else data
     home.mkdir(parents=True, exist_ok=True)
     begun_s = time.monotonic()

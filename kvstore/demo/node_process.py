@@ -1,6 +1,6 @@
 """A storage node as a child process: started, waited for, stopped or killed by its process id.
 
-The child is tied to a pipe of its parent, so it stops when the parent dies, for whatever reason.
+The child reads a pipe of its parent, so it stops when the parent dies, for whatever reason.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _STOP_TIMEOUT_S = 20.0
 
 
 def lasting_port() -> int:
-    """Find a free port that a node can have again after it was killed.
+    """Find a free port that a node can use again after a kill.
 
-    It lies below those that the kernel gives to outgoing connections. Of these a client that tries to reach a dead node
-    may be given the node's own, is then connected to itself, and the node can't come back.
+    It is below the kernel's ephemeral ports: a client that tries to reach a dead node could be given the node's own
+    port, would then be connected to itself, and the node could not come back.
     """
     end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
@@ -56,7 +56,7 @@ class NodeProcess:
         provider: str | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        """Start it; `arguments` are further ones of the command, and may be others at the next start."""
+        """Start it; `arguments` are further arguments of the command, and may differ at the next start."""
         self._command = [
             sys.executable,
             "-m",
@@ -78,7 +78,7 @@ class NodeProcess:
 
     @property
     def target(self) -> str:
-        """Where it listens; the same after a restart."""
+        """Its address; the same after a restart."""
         return f"127.0.0.1:{self._port}"
 
     @property
@@ -88,7 +88,7 @@ class NodeProcess:
         return self._process.pid
 
     def log(self) -> str:
-        """What the node has said on standard error, in all its lives."""
+        """The node's output on standard error, of all its runs."""
         return self._log.read_text()
 
     def start(self) -> None:
@@ -103,7 +103,7 @@ class NodeProcess:
             )
         try:
             line = self._first_line(self._process)
-        except BaseException:  # Ctrl-C as well: it would make its folder after ours has been removed
+        except BaseException:  # on Ctrl-C as well: it would create its folder after ours has been removed
             self.kill()
             raise
         if not line.startswith(_READY):
@@ -127,7 +127,7 @@ class NodeProcess:
         self._end(signal.SIGKILL)
 
     def stop(self) -> int:
-        """SIGTERM, and the exit status."""
+        """Send SIGTERM; returns the exit status."""
         return self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> int:

@@ -21,7 +21,7 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """One line that moves on a terminal, and is written now and then into a log."""
+    """A progress line, updated in place on a terminal and written now and then to a log."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -46,7 +46,7 @@ class Progress:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns: the first to the left, the others to the right."""
+    """Print columns: the first aligned left, the others right."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

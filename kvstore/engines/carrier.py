@@ -3,15 +3,15 @@
 Where several nodes are named, it spreads blocks over them, and keeps each on as many as are asked for; then a block is
 stored as soon as one node has it.
 
-It is what the adapters of engines share that hand over addresses and wait (SGLang, LMCache, vLLM's tier). A block that
+It is shared by the adapters of engines that pass addresses and wait (SGLang, LMCache, vLLM's tier). A block that
 is larger than `PART_BYTES` is stored in parts, under names made from its own, so a block may have any size.
 
-What always holds: nothing that a node does raises here; it is False, or 0. A call ends within its time; once it has
-ended, nothing reads or writes the caller's memory any more. True of a get means that the exact bytes are in place.
-Blocks belong to the user of the settings, or are shared, under keys of their own. Any thread.
+What always holds: a node's failure never raises here; the result is False, or 0. A call ends by its deadline; once it
+has ended, nothing reads or writes the caller's memory any more. True from a get means that the exact bytes are in
+place. Blocks belong to the user of the settings, or are shared, under keys of their own. Any thread.
 
 What it doesn't do: keep the memory alive; the caller keeps it until `close`. Blocks in other memory, and larger ones
-than were announced, are sent inside gRPC, a copy of each.
+than announced, are copied and sent over gRPC.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """A block and where its bytes are, or shall be, in this process's memory."""
+    """A block, and where its bytes are or go in this process's memory."""
 
     key: bytes
     address: int
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 class _Part(NamedTuple):
-    block: int  # which of the places it is a part of
+    block: int  # the index of the place that it is a part of
     key: bytes
     address: int
     length: int
@@ -71,7 +71,7 @@ class _Area(NamedTuple):
 
 
 def part_keys(key: bytes, length: int) -> list[bytes]:
-    """The keys of a block's parts. The first part has the block's own key, also if there is no other."""
+    """The keys of a block's parts. The first part has the block's own key, even if it is the only one."""
     count = max(1, -(-length // PART_BYTES))
     return [key] + [block_key(key, b"part %d" % number) for number in range(1, count)]
 
@@ -80,7 +80,7 @@ class Carrier(Handle):
     """A client of one node, or of a cluster's, and an engine's memory."""
 
     def __init__(self, settings: EngineSettings, layout: bytes, block_bytes_max: int = PART_BYTES) -> None:
-        """Open the client; the node is not called yet. Larger blocks than said are sent inside gRPC."""
+        """Open the client; the node is not called yet. Blocks larger than announced are sent over gRPC."""
         self._slot_bytes = max(1, min(block_bytes_max, PART_BYTES))
         self._slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, ENGINE_SLOTS_BYTES // self._slot_bytes))
         self._client: Store = open_store(
@@ -96,24 +96,24 @@ class Carrier(Handle):
         self._putting = threading.Lock()  # the client has a fixed number of slots on the node
 
     def register(self, address: int, length: int) -> None:
-        """Let blocks in this memory be moved without another copy. FabricError if it can't be registered."""
+        """Register memory, so that its blocks are moved without another copy. FabricError if that fails."""
         region = self._client.register((ctypes.c_char * length).from_address(address))
         self._areas = [*self._areas, _Area(address, length, region)]
 
     @property
     def transport(self) -> str:
-        """How blocks in registered memory go."""
+        """How blocks in registered memory are carried."""
         return self._client.transport
 
     @property
     def name(self) -> str:
-        """The same for a person."""
+        """The same, for logs."""
         return name_of(self._client)
 
     # --- what is there
 
     def present(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
-        """Return for each block, a key and its length, whether a get would find it. A length of 0 matches any."""
+        """Whether a get would find each block, given as key and length. A length of 0 matches any."""
         names = [
             (number, key, size)
             for number, (block, length) in enumerate(blocks)
@@ -145,7 +145,7 @@ class Carrier(Handle):
         return [one.length if isinstance(one, Stored) else 0 for one in answers]
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """How many stored objects there are of these, from the first on, without a gap."""
+        """Count the stored objects, from the first, without a gap."""
         had = 0
         try:
             until_ns = self._until(self._lookup_s)
@@ -159,7 +159,7 @@ class Carrier(Handle):
         return had
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forget stored objects for good; how many there were. It ends within the time of a save and of one call."""
+        """Delete stored objects; returns how many there were. It ends within the time of a save and one call."""
         found = 0
         try:
             until_ns = self._until(self._save_s)
@@ -172,7 +172,7 @@ class Carrier(Handle):
         return found
 
     def pin(self, keys: Sequence[bytes], time_to_live_ms: int) -> Pin | ClusterPin | None:
-        """Keep stored objects from being evicted for a while; None if the node can't promise that now."""
+        """Pin stored objects for a while; None if the node can't promise that now."""
         try:
             return self._client.pin(list(map(self._named, keys)), time_to_live_ms=time_to_live_ms)
         except KvError as error:
@@ -182,7 +182,7 @@ class Carrier(Handle):
     # --- moving
 
     def put(self, places: Sequence[Place], *, timeout_s: float | None = None) -> list[bool]:
-        """Store blocks; returns for each whether all of it is stored so that it survives a kill of the node."""
+        """Store blocks; returns for each whether all of it is `written`, so that it survives a crash of the node."""
         until_ns = self._until(self._save_s if timeout_s is None else timeout_s)
         done = [True] * len(places)
         placed, inline = self._ways(places)
@@ -215,7 +215,7 @@ class Carrier(Handle):
             try:
                 armed = self._client.arm([block for _, block in some], timeout_s=self._left_s(until_ns))
                 results = armed.wait(self._left_s(until_ns))
-                armed.abandon()  # whatever has not landed by now: the caller goes on to use its memory
+                armed.abandon()  # blocks that have not landed by now: the caller reuses its memory
             except KvError as error:
                 if not is_about_domains(error, log):
                     log.debug("%d blocks were not stored: %s", len(some), error)
@@ -226,7 +226,10 @@ class Carrier(Handle):
                 done[part.block] &= result.has_block
 
     def get(self, places: Sequence[Place], *, timeout_s: float | None = None) -> list[bool]:
-        """Bring blocks into memory; says of each whether its exact bytes are there. Others leave anything in theirs."""
+        """Get blocks into memory; returns for each whether its exact bytes are there.
+
+        The memory of others is undefined.
+        """
         until_ns = self._until(self._load_s if timeout_s is None else timeout_s)
         here = [True] * len(places)
         placed, inline = self._ways(places)
@@ -286,7 +289,7 @@ class Carrier(Handle):
     def close(self) -> None:
         """Release the memory and the client."""
         areas, self._areas = self._areas, []
-        self._client.close()  # first: it ends whatever still uses the memory
+        self._client.close()  # first: it ends all operations on the memory
         for area in areas:
             area.region.close()
 

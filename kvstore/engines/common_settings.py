@@ -26,7 +26,7 @@ class EngineSettings:
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     reach: Reach
-    replicas: int = 1  # how many nodes of a cluster keep a block
+    replicas: int = 1  # how many nodes of a cluster store a block
     weights: str = ""  # distinguishes these weights from others under the same model name
     lookup_timeout_ms: int = 500
     load_timeout_ms: int = 5_000

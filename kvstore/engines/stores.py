@@ -42,12 +42,12 @@ class Store(Protocol):
 
     @property
     def transport(self) -> str:
-        """How blocks go, as `Client.transport`."""
+        """How blocks are carried, as `Client.transport`."""
         ...
 
     @property
     def fabric(self) -> Fabric:
-        """What carries them, as `Client.fabric`."""
+        """The fabric that carries them, as `Client.fabric`."""
         ...
 
     def register(self, memory: Buffer) -> Region | Everywhere:
@@ -65,23 +65,23 @@ class Store(Protocol):
         ...
 
     def put_inline(self, key: bytes, data: bytes, *, domain: bytes = UNSAID) -> Durability:
-        """Put one block inside gRPC."""
+        """Put one block over gRPC."""
         ...
 
     def get_inline(self, key: bytes, length: int, *, timeout_s: float) -> bytes | Miss:
-        """Get one block inside gRPC."""
+        """Get one block over gRPC."""
         ...
 
     def put_many_inline(
         self, blocks: Iterable[tuple[bytes, memoryview]], *, timeout_s: float
     ) -> list[PutResult]:
-        """Put many blocks inside gRPC."""
+        """Put many blocks over gRPC."""
         ...
 
     def get_many_inline(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float
     ) -> Iterator[bytes | Miss]:
-        """Get many blocks inside gRPC."""
+        """Get many blocks over gRPC."""
         ...
 
     def exists(
@@ -117,7 +117,7 @@ def open_store(settings: EngineSettings, layout: bytes, **of_clients: Any) -> Cl
 
 
 def name_of(client: Store) -> str:
-    """How its blocks go, for a person."""
+    """How its blocks are carried, for logs."""
     if client.transport == GRPC:
         return "gRPC"
     return f"the fabric ({client.fabric.provider})"

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvstore.durability import Durability
-from kvstore.errors import Overloaded, StorageError
+from kvstore.errors import KvError, Overloaded, StorageError
 from kvstore.limits import (
     ERASE_LOOK_BLOCKS,
     ERASE_LOOKS_MAX,
@@ -184,7 +184,7 @@ class _Erasure:
         self.is_encrypted = self._keys is not None
         self.keys: list[Erased] = []
         self.blocks = self.size_bytes = self.removed = self.overwritten = 0
-        self._failure: StorageError | None = None  # the first of a drive; what is in memory goes all the same
+        self._failure: KvError | None = None  # the first of a drive; memory is cleared all the same
 
     def raise_failure(self) -> None:
         """Raise what kept anything from leaving a drive."""

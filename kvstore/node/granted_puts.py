@@ -48,7 +48,7 @@ from nic_offload.trigger import put_words
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvstore.errors import StorageError
+    from kvstore.errors import KvError
     from kvstore.node.connection import Connection
     from kvstore.node.fair import Holder
     from kvstore.node.hot import Name
@@ -312,7 +312,7 @@ class Granted:
                 return state
 
     def _count_refused(self, state: State) -> None:
-        refused: list[StorageError] = [KeyTaken(_TAKEN)] * state.taken
+        refused: list[KvError] = [KeyTaken(_TAKEN)] * state.taken
         refused += [Corrupt(_DIFFERED)] * state.differed
         refused += [Expired(_EXPIRED)] * state.expired
         refused += [DomainRequired()] * state.unsaid
@@ -444,7 +444,7 @@ class Granted:
             return code_of_error(done.error) if one.is_awaited else None
         return AckCode.LANDED if one.durability is Durability.LANDED else _ACKS[done.durability]
 
-    def _note_failure(self, one: Landed, error: StorageError) -> None:
+    def _note_failure(self, one: Landed, error: KvError) -> None:
         connection = one.connection
         self._node.timings.lease_failed(connection.tenant, one, error)
         if not one.is_awaited:

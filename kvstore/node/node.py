@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import KeyTaken, NoMemory, Overloaded, ProtocolError, StorageError
+from kvstore.errors import BeingErased, KeyTaken, NoMemory, Overloaded, ProtocolError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     HOT_BYTES_DEFAULT,
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.cluster.membership import Membership
+    from kvstore.errors import KvError
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
@@ -491,7 +492,7 @@ class Node:
         if erased := [one for one in landed if since(one.tenant, one.lease.domain, one.lease.landed_ns)]:
             landed = [one for one in landed if one not in erased]
             self._kept(
-                [PutDone(lease.generation, StorageError(_ERASED), lease.durability) for _, lease, _ in erased]
+                [PutDone(lease.generation, BeingErased(_ERASED), lease.durability) for _, lease, _ in erased]
             )
         items = [connection.item(lease, event.value) for connection, lease, event in landed]
         self.granted.before_others([(item.tenant, item.key) for item in items])
@@ -533,7 +534,7 @@ class Node:
         if self.spans is not None and ended is not None:
             self.spans.ended(ended, now_ns)
 
-    def _not_kept(self, connection: Connection, lease: Lease, error: StorageError) -> AckCode | None:
+    def _not_kept(self, connection: Connection, lease: Lease, error: KvError) -> AckCode | None:
         """Record why a block was not stored; returns the code for its word, unless the word may be reused by now."""
         self.timings.lease_failed(connection.tenant, lease, error)
         if lease.is_taken:  # its word has said so

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kvstore.errors import FolderLocked, NoKeyring, NoSpace, StorageError
-from kvstore.limits import PAGE_BYTES
+from kvstore.limits import KEYRING_PAGES_AT_ONCE, PAGE_BYTES
 
 __all__ = ["FolderFile", "KeyringFile", "create_file", "keyring_path"]
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE_PAGES: Final = 64
 _COPIES_ON_WRITE: Final = ("bcachefs", "btrfs", "nilfs2", "overlay", "zfs")
 
 
@@ -71,7 +70,7 @@ class FolderFile:
         except OSError as error:
             raise _failed(path, "opened", error) from error
         self._writing = -1
-        self._buffer = mmap.mmap(-1, _AT_ONCE_PAGES * PAGE_BYTES)
+        self._buffer = mmap.mmap(-1, KEYRING_PAGES_AT_ONCE * PAGE_BYTES)
         try:
             if locks:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

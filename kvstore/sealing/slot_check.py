@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvstore.limits import KEYRING_SLOTS_TRIED_AT_ONCE
 from kvstore.sealing.slots import SLOT_BYTES
 from nic_offload import wrapped_keys
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Some", "are_authentic", "home_of"]
 
-_TRIED_AT_ONCE: Final = 1 << 15
 _NAME: Final = np.dtype("S16")  # of a fixed length: zeros at its end make no difference
 _TENANT_AT: Final = 1  # the second part of a slot in parts of this length
 _WHICH: Final = np.dtype([("row", np.uint32), ("number", np.uint32)])
@@ -51,8 +51,8 @@ def are_authentic(some: Some, store_uuid: bytes, key: Buffer) -> Good:
 
 def home_of(row: bytes, slots: int, store_uuid: bytes, key: Buffer) -> int | None:
     """Find the number of the slot that a slot's bytes were written for; None if they were changed as well."""
-    for first in range(0, slots, _TRIED_AT_ONCE):
-        numbers = np.arange(first, min(first + _TRIED_AT_ONCE, slots))
+    for first in range(0, slots, KEYRING_SLOTS_TRIED_AT_ONCE):
+        numbers = np.arange(first, min(first + KEYRING_SLOTS_TRIED_AT_ONCE, slots))
         some = Some(row, np.zeros_like(numbers), numbers)
         found = np.flatnonzero(are_authentic(some, store_uuid, key))
         if len(found):

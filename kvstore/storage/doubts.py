@@ -22,7 +22,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import StorageError
-from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, DOUBTS_LISTED_AT_ONCE
 from kvstore.storage.row_check import checked
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ __all__ = ["Doubts"]
 
 _GENERATION: Final = struct.Struct(">Q")
 _DOUBT: Final = b"?"
-_AT_ONCE: Final = 1 << 16
 
 
 class Doubts:
@@ -97,7 +96,7 @@ class Doubts:
         ):
             if not cursor.set_range(_GENERATION.pack(generation + 1)):
                 return []
-            return list(islice(cursor.iternext(values=False), _AT_ONCE))
+            return list(islice(cursor.iternext(values=False), DOUBTS_LISTED_AT_ONCE))
 
     def believe(self, generations: Iterable[int]) -> None:
         """Record that the CRCs of these blocks were checked and are right; `commit` makes that durable."""

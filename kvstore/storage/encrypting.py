@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Final
 
-from kvstore.errors import NoSpace, StorageError
+from kvstore.errors import KvError, NoSpace, StorageError
 from kvstore.limits import (
     ENCRYPT_LOOKED_AT_ONCE,
     ENCRYPT_PIECE_BYTES,
@@ -224,7 +224,7 @@ class Encrypting:
         is_its = is_header_of(header, name, entry)
         return is_its and crc32c_at(self._address + HEADER_BYTES, entry.length) == entry.crc32c
 
-    def _rewritten(self, error: StorageError | None) -> None:
+    def _rewritten(self, error: KvError | None) -> None:
         if isinstance(error, NoSpace):
             self._leave("Others took the room that a block needs.")
         elif error is not None:

@@ -25,6 +25,7 @@ import numpy as np
 
 from kvstore.errors import NoSpace, ReadOnly, StorageError
 from kvstore.limits import (
+    EVICTION_LOW_PAGES_MAX,
     EVICTIONS_REMEMBERED,
     HEADER_BYTES,
     PAGE_BYTES,
@@ -70,7 +71,6 @@ __all__ = [
 ]
 
 _LOW_FRACTION: Final = 64  # one in this many pages, but no more than
-_LOW_PAGES_MAX: Final = (1 << 30) // PAGE_BYTES
 _FOR_ROOM: Final = frozenset({Reason.SPACE, Reason.STRANDED, Reason.CLEARED})
 _MISSES: Final = {
     Reason.EXPIRED: MissReason.EXPIRED,
@@ -154,7 +154,7 @@ class Explanation(NamedTuple):
 
 def watermarks(capacity_pages: int) -> Watermarks:
     """Return how much of a drive is kept free, so that puts need not wait."""
-    low = min(capacity_pages // _LOW_FRACTION, _LOW_PAGES_MAX)
+    low = min(capacity_pages // _LOW_FRACTION, EVICTION_LOW_PAGES_MAX)
     return Watermarks(low, 2 * low)
 
 

@@ -127,8 +127,12 @@ class Report:
 
 def run(data: Path, *, repair: bool, payloads: bool, open_keys: OpenKeys | None = None) -> int:
     """Check a folder and print what was found; exit status 0 if nothing is wrong now, 3 otherwise."""
-    with bars() as progress:
-        report = check(data, repair=repair, payloads=payloads, progress=progress, open_keys=open_keys)
+    try:
+        with bars() as progress:
+            report = check(data, repair=repair, payloads=payloads, progress=progress, open_keys=open_keys)
+    except Corrupt as error:  # the only drive's superblock: nothing else can be checked
+        print(f"{data}: damaged. {error}")  # noqa: T201 - what the command is for
+        return Status.NO
     verdict = "repaired" if report.repaired else "nothing is wrong"
     if report.left:
         mendable = any(_DAMAGE[what] for what in report.left)

@@ -38,7 +38,15 @@ import lmdb
 import numpy as np
 
 from kvstore.errors import Corrupt, StorageError
-from kvstore.limits import HEADER_BYTES, INDEX_GROWTHS_MAX, KEY_BYTES, PAGE_BYTES, TENANT_BYTES
+from kvstore.limits import (
+    HEADER_BYTES,
+    INDEX_GROWTHS_MAX,
+    INDEX_LIVES_LISTED_AT_ONCE,
+    INDEX_MAP_BYTES_MIN,
+    KEY_BYTES,
+    PAGE_BYTES,
+    TENANT_BYTES,
+)
 from kvstore.storage.folder import CommitNote
 from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, overwrite, seal, unseal
 from kvstore.storage.index_rows import check_order, rows_of
@@ -69,22 +77,15 @@ _ENTRY_ROW: Final = struct.Struct(f"<QIIQQ16sI{CHECK_BYTES}x")
 _EXPIRES: Final = struct.Struct(f"<24xQ20x{CHECK_BYTES}x")
 _BORN: Final = struct.Struct(f"<16xQ28x{CHECK_BYTES}x")  # generation
 _ROW: Final = np.dtype(
-    [
-        ("offset", "<u8"),
-        ("length", "<u4"),
-        ("crc32c", "<u4"),
-        ("generation", "<u8"),
-        ("expires_ms", "<u8"),
-        ("fingerprint", "V16"),
-        ("domain", "<u4"),
-        ("check", f"V{CHECK_BYTES}"),
-    ]
+    {
+        "names": ["offset", "length", "crc32c", "generation", "expires_ms", "fingerprint", "domain", "check"],
+        "formats": ["<u8", "<u4", "<u4", "<u8", "<u8", "V16", "<u4", f"V{CHECK_BYTES}"],
+    }
 )
 _LIFE: Final = ["offset", "length", "generation", "expires_ms"]
 _PLACE_ROW: Final = np.dtype([("offset", "<u8"), ("length", "<u4")])
 _OWNER_ROW: Final = np.dtype([("name", "V48"), ("place", _PLACE_ROW)])
 _LIFE_ROW: Final = np.dtype([(name, _ROW[name]) for name in _LIFE])
-_LIVES_AT_ONCE: Final = 1 << 16
 _NAME_BYTES: Final = TENANT_BYTES + KEY_BYTES
 _GENERATION: Final = struct.Struct(">Q")  # so that LMDB's order is that of numbers
 _OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
@@ -96,7 +97,6 @@ _META_KEY: Final = b"store 3"  # the rows had no checks before 2, and no domains
 _SEALED_META_KEY: Final = b"store 3, sealed"  # no label of a session was ever in this file in the clear
 _COMMIT: Final = struct.Struct("<Q")
 _COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another one is not believed
-_MAP_BYTES_MIN: Final = 64 << 20
 _CAPACITY_PER_MAP_BYTE: Final = 16  # the smallest record takes 8 KiB and its entry far less than 512 bytes
 _DOUBTED_KEY: Final = b"doubts"  # with the epoch up to which doubts are noted
 _EPOCH: Final = struct.Struct("<Q")
@@ -149,7 +149,7 @@ class Index:
     ) -> None:
         self._folder = folder
         self._meta_key = _SEALED_META_KEY if sealed else _META_KEY
-        self._map_bytes = max(_MAP_BYTES_MIN, capacity_bytes // _CAPACITY_PER_MAP_BYTE)
+        self._map_bytes = max(INDEX_MAP_BYTES_MIN, capacity_bytes // _CAPACITY_PER_MAP_BYTE)
         self._readonly = readonly
         self._notes: NotePlace | None = None  # where commits are noted, from the epoch's beginning on
         self._noted = (b"", 0)
@@ -410,7 +410,7 @@ class Index:
         with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             there = cursor.set_range(tenant)
             items = iter(cursor)
-            while there and (part := list(islice(items, _LIVES_AT_ONCE))):
+            while there and (part := list(islice(items, INDEX_LIVES_LISTED_AT_ONCE))):
                 there = part[-1][0].startswith(tenant)  # they are in the order of their names
                 if not there:
                     part = list(takewhile(lambda item: item[0].startswith(tenant), part))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from kvstore.errors import Corrupt
+from kvstore.limits import INDEX_PAGES_AT_ONCE
 from kvstore.storage.index_file import DATA_NAME, NODE_BYTES, PAGE_BYTES, PAGE_HEAD_BYTES, tree_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check_order", "rows_of"]
 
-_PAGES_AT_ONCE: Final = 2048
 _LOWER_AT: Final = 6  # of the words of a page's head: where its places end
 _WORD_BYTES: Final = 8  # names are whole words
 
@@ -143,5 +143,5 @@ def _are_less(names: Bytes, others: Bytes) -> NDArray[np.bool_]:
 
 
 def _parts(pages: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    for first in range(0, len(pages), _PAGES_AT_ONCE):
-        yield pages[first : first + _PAGES_AT_ONCE]
+    for first in range(0, len(pages), INDEX_PAGES_AT_ONCE):
+        yield pages[first : first + INDEX_PAGES_AT_ONCE]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvstore.durability import Durability
-    from kvstore.errors import StorageError
+    from kvstore.errors import KvError, StorageError
     from kvstore.miss import Miss
     from kvstore.storage.eviction import items as eviction
     from kvstore.storage.index import Name
@@ -63,7 +63,7 @@ class PutDone(NamedTuple):
     """
 
     tag: int
-    error: StorageError | None
+    error: KvError | None
     durability: Durability
     generation: int = 0  # of the record that was written for this put; 0: there is another one, or none
 
@@ -166,7 +166,7 @@ class SessionDone(NamedTuple):
     """A step has ended: how many blocks the session names now, and which blocks nothing names any more."""
 
     tag: int
-    error: StorageError | None
+    error: KvError | None
     blocks: int = 0
     unreferenced: Sequence[Name] = ()
 

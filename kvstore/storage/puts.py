@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, cast
 
 from kvstore.durability import Durability
-from kvstore.errors import Expired, KeyTaken, NotEncrypted, ReadOnly, StorageError
+from kvstore.errors import Expired, InvalidArgument, KeyTaken, KvError, NotEncrypted, ReadOnly, StorageError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
@@ -203,9 +203,7 @@ class Puts:
         self.outbox.promised -= len(items)
         other(items)
 
-    def rewrite(
-        self, name: Name, entry: Entry, address: int, over: Callable[[StorageError | None], None]
-    ) -> bool:
+    def rewrite(self, name: Name, entry: Entry, address: int, over: Callable[[KvError | None], None]) -> bool:
         """Write a block anew that lies at this address, in the place of its entry; False if that is no longer so.
 
         `over` hears when it was written, or that nothing has come of it. It is in no quota. Its old place is
@@ -238,7 +236,7 @@ class Puts:
             self._index.publish([(write.name, write.entry())], left=[old])
             self._keeping.moved(write.name, old, write.entry())
 
-    def _finish_rewrite(self, write: _Rewrite, error: StorageError | None) -> None:
+    def _finish_rewrite(self, write: _Rewrite, error: KvError | None) -> None:
         if error is None and write.has_moved:
             self._writes.after_sync(lambda error: self._leave(write, error))
         else:
@@ -302,7 +300,7 @@ class Puts:
             self._keeping.let_go(replaced, Reason.SUPERSEDED)
         self._keeping.published(blocks)
 
-    def finish(self, records: Sequence[RecordWrite], error: StorageError | None) -> None:
+    def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
         """Report blocks and the later puts of their names."""
         done: dict[PutsDone, list[PutDone]] = {}
         for record in records:
@@ -346,7 +344,7 @@ class Puts:
         work: _Write | Renewal,
         items: Sequence[tuple[PutItem, PutsDone]],
         entry: Entry | None,
-        error: StorageError | None,
+        error: KvError | None,
     ) -> None:
         """Report puts of one name, but for those that want it to live longer still. There is an entry or an error."""
         del self._by_name[work.name]
@@ -407,7 +405,7 @@ class Puts:
 
         self._writes.after_sync(synced)
 
-    def _report(self, item: PutItem, done: PutsDone, error: StorageError | None) -> None:
+    def _report(self, item: PutItem, done: PutsDone, error: KvError | None) -> None:
         self.outbox.add(done, PutDone(item.tag, error, max(item.durability, Durability.WRITTEN)))
 
     def _is_over(self, entry: Entry) -> bool:
@@ -477,7 +475,7 @@ class _Rewrite(_Write):
     ) -> None:
         super().__init__(writes, puts, item, done, replaces)
         self.has_moved = False
-        self.over: Callable[[StorageError | None], None] = _nothing
+        self.over: Callable[[KvError | None], None] = _nothing
 
     def header(self) -> Header:
         self.followers, followers = [], self.followers  # what they ask for is theirs to get afterwards
@@ -491,21 +489,21 @@ def _nobody(_: Sequence[PutDone]) -> None:
     """Take the end of a put that is none."""
 
 
-def _nothing(_: StorageError | None) -> None:
+def _nothing(_: KvError | None) -> None:
     """Be told of what is not awaited."""
 
 
-def _refusal(item: PutItem, now_ms: int, *, encrypts: bool) -> StorageError | None:
+def _refusal(item: PutItem, now_ms: int, *, encrypts: bool) -> KvError | None:
     assert item.slot_address % PAGE_BYTES == 0
     if 0 < item.expires_ms <= now_ms:
         return Expired("The block's time to live ended before it was put.")
     if not BLOCK_BYTES_MIN <= item.length <= BLOCK_BYTES_MAX:
-        return StorageError(
+        return InvalidArgument(
             f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes; this one has {item.length}."
         )
     sizes = (len(item.tenant), len(item.key), len(item.fingerprint))
     if sizes != _NAME_SIZES:
-        return StorageError(f"A tenant, a key or a fingerprint has the wrong size: {sizes}.")
+        return InvalidArgument(f"A tenant, a key or a fingerprint has the wrong size: {sizes}.")
     if item.domain != NO_DOMAIN and not encrypts:
         return NotEncrypted()
     return None

@@ -22,14 +22,14 @@ from kvstore.wire.record import Kind
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore.errors import StorageError
+    from kvstore.errors import KvError, StorageError
     from kvstore.storage.items import SessionDone
     from kvstore.storage.manifests import Manifests, Place
     from kvstore.storage.sessions import Sessions
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import RecordWrite, Writes
 
-    Over = Callable[[StorageError | None], None]
+    Over = Callable[[KvError | None], None]
 
 __all__ = ["SessionRewrites"]
 
@@ -101,7 +101,7 @@ class SessionRewrites:
             has_moved = self._manifests.move_chunk(record.tenant, record.key, old, record.place)
             self._chunk = (old, over, has_moved)
 
-    def finish(self, records: Sequence[RecordWrite], error: StorageError | None) -> None:
+    def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
         """Wipe the place that is not the chunk's: there is one at a time."""
         (record,) = records
         assert isinstance(record, StepRecord)

@@ -18,7 +18,7 @@ from nic_offload.memory import undumped
 if TYPE_CHECKING:
     import mmap
 
-    from kvstore.errors import StorageError
+    from kvstore.errors import KvError
     from kvstore.storage.index import Name
     from kvstore.storage.items import SessionItem, SessionsDone
     from kvstore.storage.writes import Owner, Writes
@@ -51,7 +51,7 @@ class Step:
         self.records: list[StepRecord] = []
         self.head: StepRecord | None = None
         self.left = 0
-        self.error: StorageError | None = None
+        self.error: KvError | None = None
         self.unreferenced: list[Name] = []
         self.chunks_left: list[Place] = []  # by an erasure, until all of it is overwritten
 

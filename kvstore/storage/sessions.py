@@ -28,7 +28,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.durability import Durability
-from kvstore.errors import NoSession, ReadOnly, SessionRefused, StorageError
+from kvstore.errors import (
+    InvalidArgument,
+    KvError,
+    NoSession,
+    ReadOnly,
+    Refused,
+    SessionRefused,
+    StorageError,
+)
 from kvstore.limits import (
     KEY_BYTES,
     PAGE_BYTES,
@@ -152,7 +160,7 @@ class Sessions:
                 step.left += 1
                 self.slices.begin(self._publishing(step, record, step.manifest))
 
-    def finish(self, records: Sequence[RecordWrite], error: StorageError | None) -> None:
+    def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
         """Report each step when its last record has ended."""
         for record in records:
             assert isinstance(record, StepRecord)
@@ -228,7 +236,7 @@ class Sessions:
                 if step.item.step is SessionStep.APPEND:
                     yield from self._refuse_unknown(step.item)
                 self._claim(step, *(yield from self._wanted(step.item)))
-        except StorageError as error:
+        except (Refused, StorageError) as error:
             step.error = error
             self._end(step)
 
@@ -545,7 +553,7 @@ class Sessions:
         else:
             self._steps.pop(step.item.name, None)
 
-    def _report(self, step: Step, error: StorageError | None) -> None:
+    def _report(self, step: Step, error: KvError | None) -> None:
         if step.item.step in _REMOVALS and error is None:
             self._doubtful.discard(step.item.name)
         blocks = step.manifest.blocks if step.manifest is not None and error is None else 0
@@ -577,4 +585,4 @@ def _empty(item: SessionItem) -> Manifest:
 
 def _refuse(item: SessionItem) -> None:
     if tuple(map(len, item.name)) != _NAME_SIZES or set(map(len, item.keys)) - {KEY_BYTES}:
-        raise StorageError("A tenant, a user, a session or a key has the wrong size.")
+        raise InvalidArgument("A tenant, a user, a session or a key has the wrong size.")

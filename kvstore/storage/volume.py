@@ -8,10 +8,10 @@ them is used.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvstore.errors import ReadOnly
-from kvstore.limits import GENERATIONS_PER_DRIVE
+from kvstore.limits import GENERATIONS_PER_DRIVE, GENERATIONS_RESERVED_AT_ONCE
 from kvstore.storage.live_roll import write_roll
 from kvstore.storage.superblock import EPOCH_FORMATTED, write_superblock
 from kvstore.wire.record import FORMAT_VERSION, RECORD_MAGIC, HeaderCodec, Kind
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from kvstore.wire.record import Superblock
 
 __all__ = ["Volume"]
-
-_RESERVED_AT_ONCE: Final = 1 << 30
 
 
 class Volume:
@@ -118,7 +116,7 @@ class Volume:
 
     def _ceiling_above(self, generation: int) -> int:
         own_until = (self.superblock.drive_index + 1) * GENERATIONS_PER_DRIVE
-        return min(generation + _RESERVED_AT_ONCE, own_until)
+        return min(generation + GENERATIONS_RESERVED_AT_ONCE, own_until)
 
     def _next_epoch(self, generation_ceiling: int) -> None:
         said = self.superblock._replace(

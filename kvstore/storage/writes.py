@@ -27,7 +27,7 @@ from collections import deque
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvstore.errors import NoSpace, ReadOnly, StorageError
+from kvstore.errors import BeingErased, KvError, NoSpace, ReadOnly, StorageError
 from kvstore.limits import GENERATION_MAX, LENT_MAX, LENT_RECORDS_MAX, PAGE_BYTES, UNSYNCED_FREES_MAX
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.sealing import NO_DOMAIN, Staging
@@ -57,7 +57,7 @@ class Owner(Protocol):
         """Make records that are whole on the drive known; StorageError if that cannot be."""
         ...
 
-    def finish(self, records: Sequence[RecordWrite], error: StorageError | None) -> None:
+    def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
         """Report records that were published, or never will be."""
         ...
 
@@ -252,7 +252,7 @@ class Writes:
         if record.key_name is None:  # it may have been erased meanwhile
             self.without_keys -= len(behind)
             for one in (record, *behind):
-                self._fail(one, error or StorageError("The erase domain of the block is being erased."))
+                self._fail(one, error or BeingErased())
             return
         self._traffic.add(record)
         while behind and self._queue_with_key(behind[0], keys):
@@ -534,7 +534,7 @@ class Writes:
             self.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             raise
 
-    def _fail(self, record: RecordWrite, error: StorageError) -> None:
+    def _fail(self, record: RecordWrite, error: KvError) -> None:
         self.queued_pages -= record.size_bytes // PAGE_BYTES
         record.owner.finish([record], error)
 

@@ -12,7 +12,7 @@ a process alone can do: be killed, and find its blocks on a drive.
 As pytest fixtures: `pytest_plugins = ["kvstore.testing.fixtures"]` in a test module or in the top `conftest.py`.
 
 What always holds: the same `Client` talks to both, and gets the same results; when a node is closed, its folder, drive,
-thread and process are gone. A process ends also when the test's own dies.
+thread and process are gone. The process also ends when the test's own process dies.
 What it doesn't do: mock. A test that needs an error causes it: `stop` makes misses, `kill` a crash.
 """
 

@@ -56,7 +56,7 @@ class LocalNode(Handle):
 
     @property
     def target(self) -> str:
-        """Where it listens, HOST:PORT; the same after a restart."""
+        """Its address, HOST:PORT; the same after a restart."""
         return self._process.target
 
     def client(self, **more: Any) -> Client:
@@ -98,7 +98,7 @@ class LocalNode(Handle):
         self._process.start()
 
     def log(self) -> str:
-        """What it has written to standard error since it was created.
+        """Its output on standard error since it was created.
 
         >>> with LocalNode() as node:
         ...     "fabric" in node.log()

@@ -1,7 +1,7 @@
 """A drive in memory, for the node that a test has in its own process.
 
-What always holds: an operation is over when `submit` returns, and was done completely; what was written outlives
-`close`, so a store can be opened on it again.
+What always holds: an operation has been done completely when `submit` returns; written data outlives `close`, so a
+store can be opened on it again.
 What it doesn't do: fail, be slow, or lose anything that was not synced.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["MemoryBay", "MemoryDisk"]
 
 
 class MemoryDisk:
-    """One drive. It takes memory for what is written to it, in whole pages."""
+    """One drive. It allocates memory for written pages only."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -41,7 +41,7 @@ class MemoryDisk:
         return None
 
     def submit(self, ops: Sequence[DiskOp]) -> int:
-        """Do operations; all are accepted."""
+        """Execute operations; all are accepted."""
         for op in ops:
             if op.kind is DiskOpKind.WRITE:
                 ctypes.memmove(self._address + op.offset, op.address, op.length)
@@ -53,7 +53,7 @@ class MemoryDisk:
         return len(ops)
 
     def reap(self) -> list[DiskDone]:
-        """Collect what has ended since the last time."""
+        """Collect the operations that ended since the last call."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
         done, self._done = self._done, []
@@ -90,7 +90,7 @@ class MemoryDisk:
             at += 1
 
     def close(self) -> None:
-        """Let the store go; `free` ends the drive."""
+        """Detach the store; `free` ends the drive."""
 
     def free(self) -> None:
         """End it."""

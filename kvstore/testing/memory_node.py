@@ -9,7 +9,7 @@ their flags, eviction and look-ups are those of a real node, because the same co
 call by call (`tests/testing/test_contract.py`).
 What it doesn't do: survive its process, crash (`LocalNode.kill` does), lose what was not synced, or have a drive that
 fails or is slow; its times say nothing about a real node's. It has no tokens, no TLS, no HTTP page and no cluster. A
-client in another process can put and get inside gRPC only.
+client in another process can put and get over gRPC only.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class MemoryNode(Handle):
 
     @property
     def target(self) -> str:
-        """Where it takes calls, HOST:PORT, on loopback; the same after a restart."""
+        """Its address, HOST:PORT, on loopback; the same after a restart."""
         return f"{_HOST}:{self._port}"
 
     def client(self, **more: Any) -> Client:
@@ -129,7 +129,7 @@ class MemoryNode(Handle):
             thread.join()
             raise
         self._thread = thread
-        # Or the interpreter's end would close the fabric under it.
+        # Otherwise interpreter exit would close the fabric under it.
         atexit.register(self.stop)
 
     def close(self) -> None:

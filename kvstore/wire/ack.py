@@ -15,6 +15,7 @@ from typing import Final
 
 from kvstore.durability import Durability
 from kvstore.errors import (
+    BeingErased,
     Corrupt,
     DomainRequired,
     Expired,
@@ -51,6 +52,7 @@ class AckCode(enum.IntEnum):
     EXPIRED = 0x46
     DIFFERS = 0x47
     DOMAIN_REQUIRED = 0x48
+    BEING_ERASED = 0x49
     SCATTERED = 0x7D  # no node says so: a client's core has copied the block into its pieces
     CANCELLED = 0x7E  # nothing of it will be written any more
     SERVED = 0x7F
@@ -77,6 +79,7 @@ _ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
     ),
     AckCode.EXPIRED: (Expired, "The block's time to live ended before it was put."),
     AckCode.DOMAIN_REQUIRED: (DomainRequired, str(DomainRequired())),
+    AckCode.BEING_ERASED: (BeingErased, str(BeingErased())),
     AckCode.STORAGE_FAILED: (
         StorageError,
         "The node could not store the block; its log says why.",

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 6a8a33a09c0e69a24b3875a9b83d87ae
+# Generated from proto sources with BLAKE2b ad79cd2af6e295ec7d1af3230ac8b8de
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 6a8a33a09c0e69a24b3875a9b83d87ae
+# Generated from proto sources with BLAKE2b ad79cd2af6e295ec7d1af3230ac8b8de
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -53,6 +53,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_NO_MEMORY: _ClassVar[ErrorCode]
     ERROR_CODE_DOMAIN_REQUIRED: _ClassVar[ErrorCode]
     ERROR_CODE_NOT_ENCRYPTED: _ClassVar[ErrorCode]
+    ERROR_CODE_BEING_ERASED: _ClassVar[ErrorCode]
 DURABILITY_UNSPECIFIED: Durability
 DURABILITY_LANDED: Durability
 DURABILITY_WRITTEN: Durability
@@ -90,6 +91,7 @@ ERROR_CODE_FABRIC_ERROR: ErrorCode
 ERROR_CODE_NO_MEMORY: ErrorCode
 ERROR_CODE_DOMAIN_REQUIRED: ErrorCode
 ERROR_CODE_NOT_ENCRYPTED: ErrorCode
+ERROR_CODE_BEING_ERASED: ErrorCode
 
 class AttachRequest(_message.Message):
     __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base", "puts_by_grants", "seals", "shares")

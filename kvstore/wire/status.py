@@ -55,6 +55,7 @@ _STATUS: tuple[tuple[type[KvError], grpc.StatusCode], ...] = (
     (errors.WrongEpoch, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.SessionRefused, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.ReadOnly, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.BeingErased, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.NotEncrypted, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.DomainRequired, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.KeyTaken, grpc.StatusCode.ALREADY_EXISTS),

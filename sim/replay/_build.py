@@ -17,9 +17,10 @@ ffi = FFI()
 ffi.cdef(re.sub(r"/\*.*?\*/|^#.*?$", "", _HEADER, flags=re.DOTALL | re.MULTILINE))
 ffi.set_source(
     "sim.replay._events",
-    (_HERE / "events.c").read_text(encoding="utf-8"),
+    '#include "events.h"',
+    sources=[f"sim/replay/{name}.c" for name in ("events", "resources", "scatter")],
     include_dirs=["sim/replay"],
-    depends=["sim/replay/events.c", "sim/replay/events.h"],
+    depends=["sim/replay/events.h", "sim/replay/events_inside.h"],
     extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wextra"],
     libraries=["m"],
     py_limited_api=True,

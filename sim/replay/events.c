@@ -1,82 +1,12 @@
-/* See events.h. */
-#include "events.h"
+/* See events.h. This part has the heap of events, and what follows from each: messages along their routes. */
+#include "events_inside.h"
 
 #include <errno.h>
 #include <math.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { HEAP_ARITY = 4, ROOM_FIRST = 64, LOT_SHIFT = 51 };
-
-/* A message on its way to a step of its route, or, with step -1, the release of a train's next message. The owner is the
- * train's number, and above it, from bit 32 on, the message's place in the train's list. Messages of a stream have numbers
- * below 0: ~i is the i-th. */
-struct event {
-	double time_s;
-	uint64_t made;
-	int64_t owner;
-	int32_t route, step;
-};
-
-struct resource {
-	double *free_s; /* a heap, the server that is free first on top */
-	int64_t servers;
-	struct events_usage usage;
-	double *bins;
-	int64_t bin_count;
-};
-
-struct route {
-	struct events_step *steps;
-	int64_t count;
-};
-
-struct train {
-	struct events_train terms;
-	struct events_message *list; /* or NULL: all alike, as the terms say */
-	int64_t released, through;
-};
-
-/* Units under way, and the most there were in each bin. */
-struct backlog {
-	double units;
-	double *bins;
-	int64_t bin_count;
-};
-
-struct events {
-	struct event *heap;
-	int64_t heap_count, heap_room;
-	bool top_is_taken; /* the event at the top is being followed, and its place may be had */
-	struct resource *resources;
-	int64_t resource_count, resource_room;
-	struct route *routes;
-	int64_t route_count, route_room;
-	struct train *trains;
-	int64_t train_count, train_room;
-	uint64_t made;
-	double bin_s, now_s;
-	struct backlog backlogs[EVENTS_KINDS];
-	const double *stream_units;
-	double *stream_done_s;
-};
-
-/* Make room for one more; the array moves. */
-static int grow(void **array, int64_t count, int64_t *room, size_t size)
-{
-	int64_t wanted = *room ? 2 * *room : ROOM_FIRST;
-	void *moved;
-
-	if (count < *room)
-		return 0;
-	moved = realloc(*array, (size_t)wanted * size);
-	if (!moved)
-		return -ENOMEM;
-	*array = moved;
-	*room = wanted;
-	return 0;
-}
+enum { HEAP_ARITY = 4 };
 
 static inline bool before(const struct event *a, const struct event *b)
 {
@@ -115,7 +45,7 @@ static int push(events *e, double time_s, int64_t owner, int32_t route, int32_t 
 		sink(e, event);
 		return 0;
 	}
-	code = grow((void **)&e->heap, e->heap_count, &e->heap_room, sizeof(*e->heap));
+	code = events_grow((void **)&e->heap, e->heap_count, &e->heap_room, sizeof(*e->heap));
 	if (code)
 		return code;
 	e->heap_count++;
@@ -161,25 +91,6 @@ void events_close(events *e)
 	free(e);
 }
 
-int64_t events_add_resource(events *e, int64_t servers)
-{
-	struct resource *r;
-	int code;
-
-	if (servers < 1 || servers > EVENTS_SERVERS_MAX)
-		return -EINVAL;
-	code = grow((void **)&e->resources, e->resource_count, &e->resource_room, sizeof(*e->resources));
-	if (code)
-		return code;
-	r = &e->resources[e->resource_count];
-	memset(r, 0, sizeof(*r));
-	r->servers = r->usage.servers = servers;
-	r->free_s = calloc((size_t)servers, sizeof(*r->free_s));
-	if (!r->free_s)
-		return -ENOMEM;
-	return e->resource_count++;
-}
-
 int64_t events_add_route(events *e, const struct events_step *steps, int64_t count)
 {
 	struct route *r;
@@ -193,7 +104,7 @@ int64_t events_add_route(events *e, const struct events_step *steps, int64_t cou
 		    !(steps[i].s_per_unit >= 0) || !(steps[i].latency_s >= 0) || steps[i].cuts_through < 0 ||
 		    steps[i].cuts_through > 1)
 			return -EINVAL;
-	code = grow((void **)&e->routes, e->route_count, &e->route_room, sizeof(*e->routes));
+	code = events_grow((void **)&e->routes, e->route_count, &e->route_room, sizeof(*e->routes));
 	if (code)
 		return code;
 	r = &e->routes[e->route_count];
@@ -214,7 +125,7 @@ int64_t events_add_train(events *e, const struct events_train *terms)
 	    terms->route_first < 0 || terms->route_count < 1 || terms->route_offset < 0 ||
 	    terms->route_first + terms->route_count > e->route_count || terms->kind < 0 || terms->kind >= EVENTS_KINDS)
 		return -EINVAL;
-	code = grow((void **)&e->trains, e->train_count, &e->train_room, sizeof(*e->trains));
+	code = events_grow((void **)&e->trains, e->train_count, &e->train_room, sizeof(*e->trains));
 	if (code)
 		return code;
 	t = &e->trains[e->train_count];
@@ -253,107 +164,18 @@ int64_t events_add_list(events *e, const struct events_message *messages, int64_
 	return number;
 }
 
-/* See that there are bins up to `last`; new ones hold `value`. */
-static int reach(double **bins, int64_t *count, int64_t last, double value)
-{
-	double *moved;
-
-	if (last < *count)
-		return 0;
-	moved = realloc(*bins, (size_t)(last + 1) * sizeof(*moved));
-	if (!moved)
-		return -ENOMEM;
-	while (*count <= last)
-		moved[(*count)++] = value;
-	*bins = moved;
-	return 0;
-}
-
-/* The bin of a time, or EVENTS_BINS_MAX for all that come later than there may be bins. */
-static int64_t bin_at(const events *e, double time_s)
-{
-	double place = time_s / e->bin_s;
-
-	return place < EVENTS_BINS_MAX ? (int64_t)place : EVENTS_BINS_MAX;
-}
-
-/* Add a stretch of service to the bins of its time. What lies beyond the last bin that there may be is left out. */
-static int note_busy(events *e, struct resource *r, double start_s, double end_s)
-{
-	int64_t first = bin_at(e, start_s), last = bin_at(e, end_s), bin;
-	int code;
-
-	if (first == EVENTS_BINS_MAX)
-		return 0;
-	if (last == EVENTS_BINS_MAX)
-		last--;
-	code = reach(&r->bins, &r->bin_count, last, 0);
-	if (code)
-		return code;
-	if (first == last) {
-		r->bins[first] += end_s - start_s;
-		return 0;
-	}
-	for (bin = first; bin <= last; bin++) {
-		double from = fmax(start_s, (double)bin * e->bin_s), to = fmin(end_s, (double)(bin + 1) * e->bin_s);
-
-		if (to > from)
-			r->bins[bin] += to - from;
-	}
-	return 0;
-}
-
-/* Take the server that is free first, from `ready_s` on, and put it back with its new time. */
-static double serve(struct resource *r, double ready_s, double service_s, double *start_s)
-{
-	double start = fmax(ready_s, r->free_s[0]), end = start + service_s, waited = start - ready_s;
-	int64_t at = 0;
-
-	for (;;) {
-		int64_t child = 2 * at + 1;
-
-		if (child >= r->servers)
-			break;
-		if (child + 1 < r->servers && r->free_s[child + 1] < r->free_s[child])
-			child++;
-		if (r->free_s[child] >= end)
-			break;
-		r->free_s[at] = r->free_s[child];
-		at = child;
-	}
-	r->free_s[at] = end;
-	r->usage.busy_s += service_s;
-	r->usage.waited_s += waited;
-	if (waited > r->usage.waited_max_s)
-		r->usage.waited_max_s = waited;
-	r->usage.served++;
-	*start_s = start;
-	return end;
-}
-
-int events_reserve(events *e, int64_t resource, double ready_s, double service_s, double *start_s, double *end_s)
-{
-	struct resource *r;
-
-	if (resource < 0 || resource >= e->resource_count || !(ready_s >= 0) || !(service_s >= 0))
-		return -EINVAL;
-	r = &e->resources[resource];
-	*end_s = serve(r, ready_s, service_s, start_s);
-	return e->bin_s > 0 ? note_busy(e, r, *start_s, *end_s) : 0;
-}
-
 /* A message reaches a step of its route: it queues, is served, and goes on. */
 static int arrive(events *e, const struct event *event, const struct events_step *step, double units, double pages)
 {
 	struct resource *r = &e->resources[step->resource];
 	double transfer_s = units * step->s_per_unit, service_s = pages * step->overhead_s + transfer_s;
 	double ready_s = step->cuts_through ? fmax(0, event->time_s - transfer_s) : event->time_s;
-	double start_s, end_s = fmax(event->time_s, serve(r, ready_s, service_s, &start_s));
+	double start_s, end_s = fmax(event->time_s, events_serve(r, ready_s, service_s, &start_s));
 	int code;
 
 	r->usage.units += units;
 	if (e->bin_s > 0) {
-		code = note_busy(e, r, start_s, start_s + service_s);
+		code = events_note_busy(e, r, start_s, start_s + service_s);
 		if (code)
 			return code;
 	}
@@ -381,27 +203,6 @@ static const struct events_step *next_step(const events *e, const struct events_
 	return &e->routes[m->then].steps[step - r->count];
 }
 
-/* More, or less, is under way. */
-static int note_backlog(events *e, int64_t kind, double units)
-{
-	struct backlog *b = &e->backlogs[kind];
-	int64_t bin;
-	int code;
-
-	if (e->bin_s > 0) {
-		bin = bin_at(e, e->now_s);
-		if (bin == EVENTS_BINS_MAX)
-			bin--;
-		code = reach(&b->bins, &b->bin_count, bin, b->units);
-		if (code)
-			return code;
-		if (b->units + units > b->bins[bin])
-			b->bins[bin] = b->units + units;
-	}
-	b->units += units;
-	return 0;
-}
-
 /* The next message of a train sets out, and with it all that are due. */
 static int release(events *e, int64_t number, double now_s)
 {
@@ -419,7 +220,7 @@ static int release(events *e, int64_t number, double now_s)
 		code = arrive(e, &message, &e->routes[m.first].steps[0], m.units, m.pages);
 		t->released++;
 		if (!code)
-			code = note_backlog(e, terms->kind, m.units);
+			code = events_note_backlog(e, terms->kind, m.units);
 		if (t->released < terms->count)
 			next_s = t->list ? t->list[t->released].start_s
 					 : terms->start_s + (double)t->released * terms->interval_s;
@@ -452,7 +253,7 @@ static int follow(events *e, const struct event *event, struct events_note *note
 	if (step)
 		return arrive(e, event, step, m.units, m.pages);
 	t = &e->trains[event->owner & UINT32_MAX];
-	code = note_backlog(e, t->terms.kind, -m.units);
+	code = events_note_backlog(e, t->terms.kind, -m.units);
 	if (code)
 		return code;
 	if (++t->through < t->terms.count)
@@ -523,63 +324,4 @@ int events_stream(events *e, const double *start_s, const double *units, const i
 	e->stream_units = NULL;
 	e->stream_done_s = NULL;
 	return code < 0 ? code : 0;
-}
-
-int events_usage_of(const events *e, int64_t resource, struct events_usage *out)
-{
-	if (resource < 0 || resource >= e->resource_count)
-		return -EINVAL;
-	*out = e->resources[resource].usage;
-	return 0;
-}
-
-int64_t events_bins_of(const events *e, int64_t resource, double *out, int64_t room)
-{
-	const struct resource *r;
-
-	if (resource < 0 || resource >= e->resource_count)
-		return -EINVAL;
-	r = &e->resources[resource];
-	if (r->bin_count)
-		memcpy(out, r->bins, (size_t)(r->bin_count < room ? r->bin_count : room) * sizeof(*out));
-	return r->bin_count;
-}
-
-int64_t events_backlog_of(const events *e, int64_t kind, double *out, int64_t room)
-{
-	const struct backlog *b;
-
-	if (kind < 0 || kind >= EVENTS_KINDS)
-		return -EINVAL;
-	b = &e->backlogs[kind];
-	if (b->bin_count)
-		memcpy(out, b->bins, (size_t)(b->bin_count < room ? b->bin_count : room) * sizeof(*out));
-	return b->bin_count;
-}
-
-/* A step of splitmix64: every bit of the result depends on every bit of the number. */
-static uint64_t mixed(uint64_t number)
-{
-	number += UINT64_C(0x9e3779b97f4a7c15);
-	number = (number ^ number >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
-	number = (number ^ number >> 27) * UINT64_C(0x94d049bb133111eb);
-	return number ^ number >> 31;
-}
-
-void events_scatter(const int64_t *blocks, int64_t count, int64_t layers, int64_t parts, int64_t ranks,
-		    const int32_t *home_of_lot, int64_t drives, int64_t *counts)
-{
-	int64_t i, layer, rank;
-
-	for (i = 0; i < count; i++) {
-		uint64_t block = mixed((uint64_t)blocks[i]);
-
-		for (layer = 0; layer < layers; layer++)
-			for (rank = 0; rank < ranks; rank++) {
-				uint64_t page = mixed(block ^ (uint64_t)(layer * ranks + rank));
-				int64_t part = layer * parts / layers;
-
-				counts[(part * ranks + rank) * drives + home_of_lot[page >> LOT_SHIFT]]++;
-			}
-	}
 }

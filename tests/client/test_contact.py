@@ -145,6 +145,7 @@ def test_a_name_that_is_not_in_the_certificate_is_told(secure: NodeProcess, pki:
     step = broken_step(Reach((f"localhost:{port}",), ca=pki / "ca.pem"))
     assert step is not None
     assert "certificate is not valid" in step.said
+    assert ".." not in str(step)
     assert "a name from the node's certificate" in step.advice
 
 
@@ -168,6 +169,11 @@ def test_a_call_that_finds_no_node_says_which_step_failed(
             assert raw not in str(raised.value)
 
 
+def test_a_status_that_was_waited_for_in_vain_says_which_step_failed(free_port: str) -> None:
+    with Client(free_port) as client, pytest.raises(NodeUnavailable, match="Is the node running"):
+        client.status(wait_s=0.2)
+
+
 def test_the_doctor_walks_to_a_node_and_tells_each_step(
     shared_node: NodeProcess, free_port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,7 +190,7 @@ def test_the_doctor_walks_to_a_node_and_tells_each_step(
 def test_the_doctor_says_where_there_is_no_fabric(
     shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A client would go on inside gRPC."""
+    """A client would go on over gRPC."""
 
     def missing(_: OwnSide) -> None:
         raise FabricUnavailable("libfabric could not be loaded; install libfabric1.")

@@ -1,4 +1,4 @@
-"""Puts and gets of registered memory inside gRPC: what the contract (`tests/testing/test_contract.py`) doesn't show.
+"""Puts and gets of registered memory over gRPC: what the contract (`tests/testing/test_contract.py`) doesn't show.
 
 Sources are copied when they are sent and not read afterwards, regions are held for as long as they are needed, and a
 client without libfabric says once that it uses gRPC.

@@ -11,7 +11,8 @@ import pytest
 
 from kvstore.client import AsyncClient, Block, Client, ClusterClient, Nodes
 from kvstore.client.checks import check_keys
-from kvstore.errors import InvalidArgument
+from kvstore.client.step_calls import ReadAhead
+from kvstore.errors import InvalidArgument, KeyTaken, NoSession, Refused, SessionRefused, StorageError
 from kvstore.limits import BLOCK_BYTES_MAX
 from kvstore.names import block_key
 from kvstore.testing import MemoryNode
@@ -164,7 +165,7 @@ def test_a_name_that_is_no_text_is_a_typed_error(client: Client) -> None:
             lambda: nodes.session(name, "chat"),
             lambda: client.session("ada", "chat").fork("other", user=name),
         ):
-            with pytest.raises(InvalidArgument, match=r"'ada\\udcff', is no text"):
+            with pytest.raises(InvalidArgument, match=r"'ada\\udcff', is not valid text"):
                 call()
 
 
@@ -180,6 +181,30 @@ def test_a_name_is_neither_empty_nor_too_long(client: Client, name: str) -> None
     ):
         assert "1 to 128 bytes" in says(call)
     assert client.calls == before
+
+
+def test_no_blocks_are_no_mistake_and_no_call(client: Client) -> None:
+    before = client.calls
+    assert client.put([]) == []
+    assert client.get([]) == []
+    assert client.prefetch([]) == ReadAhead([], {})
+    assert client.calls == before
+
+
+def test_a_refusal_is_not_a_fault_of_the_drive(client: Client) -> None:
+    key = block_key(b"taken")
+    client.put_inline(key, b"KV")
+    with pytest.raises(Refused) as taken:
+        client.put_inline(key, b"other bytes")
+    assert type(taken.value) is KeyTaken
+    chat = client.session("ada", "unknown chat")
+    with pytest.raises(Refused) as unknown:
+        chat.info()
+    assert type(unknown.value) is NoSession
+    with pytest.raises(Refused) as absent:
+        chat.append([block_key(b"never put")], tokens=1)
+    assert type(absent.value) is SessionRefused
+    assert not issubclass(Refused, StorageError)
 
 
 def test_a_durability_is_one_of_three(client: Client) -> None:

@@ -127,6 +127,11 @@ def test_lists_that_cannot_be_used_are_refused(
         Nodes(targets, weights=weights)
 
 
+def test_a_single_address_is_one_node() -> None:
+    with Nodes("10.0.0.5:7070") as nodes:
+        assert nodes.reach.nodes == ("10.0.0.5:7070",)
+
+
 def test_a_node_that_is_not_in_the_list_and_a_closed_one_are_refused() -> None:
     with Nodes(THREE) as nodes, pytest.raises(ConfigError, match="not one of the nodes"):
         nodes.at("elsewhere:1")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     Put = Callable[[Client, bytes, bytes], None]
 
 ON_ITS_OWN = [put_over_fabric, put_reserved, put_reserved_by_grpc, put_inline, put_in_a_stream]
-NEEDED = "name its user .* or ask for SHARED"
+NEEDED = "name the block's user .* or ask for SHARED"
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_names_and_domains_that_are_none_are_typed_errors() -> None:
         with pytest.raises(InvalidArgument, match=why):
             Block(key, None, 0, SIZE, domain=domain)  # type: ignore[arg-type]
     for call in (domain_of, lambda name: user_name(bytes(16), name)):
-        with pytest.raises(InvalidArgument, match=r"'a\\udc80' is no text"):
+        with pytest.raises(InvalidArgument, match=r"'a\\udc80' is not valid text"):
             call("a\udc80")
     with pytest.raises(InvalidArgument, match="not int"):
         domain_of(7)  # type: ignore[arg-type]

@@ -237,9 +237,7 @@ def test_a_node_that_was_drained_can_be_stopped_and_nothing_has_one_copy(tmp_pat
         drained = world.nodes[0]
         shown = command("drain", drained.target)
         assert world.on_two([*keys, *once]), "already now"
-        assert (
-            shown.stdout == f"{drained.target} has nothing that the others don't have: it may be stopped.\n"
-        )
+        assert shown.stdout == f"The other nodes have all blocks of {drained.target}: it may be stopped.\n"
         assert "draining" in command("--node", world.nodes[1].target).stdout
         assert not any(drained.target in world.client.owners(key) for key in keys)
         found = world.client.get_many_inline([(key, len(data(key))) for key in [*keys, *once]])
@@ -262,7 +260,7 @@ def test_who_drains_is_asked_last_and_can_be_a_member_again(pair: World) -> None
     assert command("drain", drains.target).returncode == 0
     wait_until(lambda: pair.client.owners(key) == [stays.target, drains.target], "it comes last", WAIT_S)
     assert pair.client.get_inline(late, len(data(late))) == data(late)
-    assert command("join", drains.target).stdout == f"{drains.target} is a member like any other.\n"
+    assert command("join", drains.target).stdout == f"{drains.target} is an ordinary member again.\n"
     wait_until(lambda: not pair.client.nodes.map.draining, "it is one again", WAIT_S)
 
 

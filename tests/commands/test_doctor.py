@@ -101,7 +101,7 @@ def test_each_usable_provider_says_who_fires() -> None:
     assert library == Result("libfabric", "ok", "version 1.17", "Blocks can be sent by remote writes.")
     assert [result.check for result in providers] == ["provider net", "provider sockets", "provider cxi"]
     assert "agent" in providers[0].means
-    assert "uses this one" in providers[0].means
+    assert "uses this provider" in providers[0].means
     assert "in software" in providers[1].means
     assert "has not tested real hardware" in providers[2].means
     assert providers[0].found == "remote writes, ordered"

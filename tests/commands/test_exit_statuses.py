@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -65,6 +65,34 @@ def test_a_command_that_calls_a_node_ends_like_the_others(
         assert status == expected, err
         # What gRPC logs before that is off in a process of the command's own.
         assert err.splitlines()[-1] == f"kvstore: {json.loads(out)['message']}"
+
+
+@pytest.mark.parametrize(
+    ("file", "status", "error"),
+    [("/dev/full", Status.FAILED, "OSError"), ("{}", Status.USAGE, "ConfigError")],
+)
+def test_a_file_that_can_not_be_written_is_an_object_too(
+    file: str, status: Status, error: str, shared_node: NodeProcess, tenant: str, tmp_path: Path, capfd: Any
+) -> None:
+    reach = ["--node", shared_node.target, "--tenant", tenant, "--json"]
+    assert main(["put", "name:full", __file__, *reach]) == Status.DONE
+    capfd.readouterr()
+    assert main(["get", "name:full", file.replace("{}", str(tmp_path)), *reach]) == status
+    assert json.loads(capfd.readouterr().out)["error"] == error
+
+
+def test_an_argument_that_is_not_utf_8_is_an_object_too(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["get", "name:\udcff", "--json"]) == Status.USAGE
+    assert json.loads(capfd.readouterr().out)["message"] == "An argument is not valid UTF-8."
+
+
+def test_a_drive_without_room_is_a_failure_before_anything_is_created(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "node"
+    assert main(["serve", "--data", str(data), "--capacity", "15TiB", "--listen", "127.0.0.1:0"]) == 1
+    assert "set a smaller --capacity" in capfd.readouterr().err
+    assert not data.exists()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,12 @@ def client(node: NodeProcess) -> Iterator[Client]:
         yield client
 
 
+def test_a_node_without_look_ups_says_that_there_were_none(node: NodeProcess) -> None:
+    done = run(node, "--last", "1")
+    assert done.returncode == 3
+    assert "has no look-up, nor any other of this tenant" in done.stderr
+
+
 def test_a_request_that_missed_is_explained_run_by_run(node: NodeProcess, client: Client) -> None:
     client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:4]])
     client.delete([KEYS[2]])
@@ -131,9 +137,9 @@ def test_each_way_to_miss_has_its_words_and_says_what_to_do(outcome: Outcome) ->
 @pytest.mark.parametrize(
     ("times", "why"),
     [
-        ({"queued_us": 40_000}, "waiting for its turn"),
-        ({"drive_us": 40_000}, "went to the drive"),
-        ({"size_bytes": 9}, "went to sending"),
+        ({"queued_us": 40_000}, "queueing behind other fetches"),
+        ({"drive_us": 40_000}, "spent on the drive"),
+        ({"size_bytes": 9}, "spent sending"),
     ],
 )
 def test_a_slow_request_that_missed_nothing_is_told_where_its_time_went(

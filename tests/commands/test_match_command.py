@@ -69,7 +69,7 @@ def test_a_request_that_hits_nothing_is_an_answer(tmp_path: Path, capsys: pytest
     path = tmp_path / "empty.toml"
     path.write_text("")
     out = _out(capsys, str(path), "--request", ALICE)
-    assert out.endswith("\nThe request hits nothing.\nNo rule came near it.\n")
+    assert out.endswith("\nThe request hits nothing.\nNo rule matched in part.\n")
 
 
 def test_the_json_says_the_same(rules: str, capsys: pytest.CaptureFixture[str]) -> None:

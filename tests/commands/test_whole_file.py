@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from kvstore.commands.whole_file import whole_file
 from kvstore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def write(path: Path, data: bytes) -> None:
@@ -60,6 +57,12 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     write(link, b"KV")
     assert link.is_symlink()
     assert target.read_bytes() == b"KV"
+
+
+def test_a_full_drive_is_a_failure_with_the_file_s_name() -> None:
+    with pytest.raises(OSError, match="No space left") as raised:
+        write(Path("/dev/full"), b"KV")
+    assert raised.value.filename == "/dev/full"
 
 
 def test_what_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class Caller:
         return self._client.status().connections
 
     def inline(self, name: str) -> object:
-        """A block inside gRPC, there and back."""
+        """A block over gRPC, there and back."""
         key = block_key(name.encode())
         self._client.put_inline(key, name.encode())
         got = self._client.get_inline(key, len(name))

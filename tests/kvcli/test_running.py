@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
 KVSTORE = (sys.executable, "-m", "kvstore")
-KVSIM = (sys.executable, "-m", "sim.cli")
+KVSIM = (sys.executable, "-m", "sim")
 BOTH = pytest.mark.parametrize("command", [KVSTORE, KVSIM], ids=["kvstore", "kvsim"])
 NAMES: dict[tuple[str, ...], str] = {KVSTORE: "kvstore", KVSIM: "kvsim"}
 WAIT_S = 30.0
@@ -104,6 +104,32 @@ def test_a_signal_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
         assert process.wait(WAIT_S) == 128 + number
         assert process.stderr.read() == b""
     assert (tmp_path / "clean").exists()
+
+
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(30)\n")
+    code = "from kvcli.start import run_main\nrun_main('slow')"
+    command = ["env", "--default-signal=INT", f"PYTHONPATH={tmp_path}", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == -signal.SIGINT
+        assert process.stderr.read() == b""
+
+
+def test_a_command_handles_ctrl_c_once_it_runs() -> None:
+    def interrupted() -> int:
+        signal.raise_signal(signal.SIGINT)
+        return Status.DONE
+
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `kvcli.start` leaves it
+    try:
+        assert run_command("x", interrupted) == Status.INTERRUPTED
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @BOTH

@@ -249,7 +249,7 @@ def test_a_damaged_tenants_key_stops_no_put(tmp_path: Path) -> None:
 
 def test_people_see_whether_a_node_encrypts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for encrypted, line in (
-        (False, "off: what is stored is in the clear"),
+        (False, "off: stored data is in the clear"),
         (True, "on, 4 keys, sealed with"),
     ):
         folder = tmp_path / str(encrypted)

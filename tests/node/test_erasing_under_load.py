@@ -16,7 +16,7 @@ import pytest
 from kvstore.client import Block, Client, Stored
 from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, KvError, Overloaded, ReadOnly, StorageError
+from kvstore.errors import BeingErased, DeadlineExceeded, KvError, Overloaded, ReadOnly, StorageError
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
 from kvstore.node.audit import Audit
@@ -113,7 +113,7 @@ def test_a_user_who_is_erased_under_load_is_gone_from_then_on_and_others_stay(
                 answered = time.monotonic()
                 wait_for(load, 8)
             assert load.errors == []
-            assert load.refused <= {"The erase domain of the block is being erased."}
+            assert load.refused <= {str(BeingErased())}
             assert {EXACT} not in [hers for began, hers, _ in load.rounds if began > answered]
             assert all(
                 hers <= {EXACT, MissReason.ERASED} for began, hers, _ in load.rounds if began < answered
@@ -390,7 +390,7 @@ def test_while_a_user_is_erased_nothing_is_encrypted_with_a_new_key(
         client.put_inline(key, b"x" * 5000, domain=domain)
         erasure = pool.submit(client.erase_user, ADA)
         assert held.wait(20)
-        with pytest.raises(StorageError, match="is being erased"):
+        with pytest.raises(BeingErased, match="is being erased"):
             client.put_inline(later, b"y" * 5000, domain=domain)
         over.set()
         assert erasure.result(20).blocks == 1

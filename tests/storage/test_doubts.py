@@ -328,7 +328,7 @@ def test_a_check_of_payloads_makes_an_index_that_doubts_only_what_is_torn(fake: 
 
 
 def test_all_of_a_large_index_is_doubted_in_parts(fake: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.storage.doubts._AT_ONCE", 3)
+    monkeypatch.setattr("kvstore.storage.doubts.DOUBTS_LISTED_AT_ONCE", 3)
     for number in range(10):
         fake.put(number, b"payload")
     crash(fake)

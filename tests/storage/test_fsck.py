@@ -252,3 +252,13 @@ def test_a_folder_that_cannot_be_checked_is_an_error(filled: StoreRig, tmp_path:
         poke(filled.data / "drive-0.kv", copy, b"garbage")
     with pytest.raises(Corrupt):
         check(filled.data)
+
+
+def test_a_drive_without_a_superblock_is_damage_and_no_failed_command(
+    filled: StoreRig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled.store.close()
+    for copy in (0, PAGE_BYTES):
+        poke(filled.data / "drive-0.kv", copy, b"garbage")
+    assert main(["fsck", str(filled.data)]) == 3
+    assert f"{filled.data}: damaged. " in capsys.readouterr().out

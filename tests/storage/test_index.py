@@ -21,7 +21,7 @@ def entry(number: int) -> Entry:
 
 
 def test_a_full_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_MAP_BYTES_MIN", 256 << 10)
+    monkeypatch.setattr(index_module, "INDEX_MAP_BYTES_MIN", 256 << 10)
     index = Index.empty(tmp_path / "index", 1)
     for first in range(0, 10_000, 500):
         index.publish(((TENANT, key(number)), entry(number)) for number in range(first, first + 500))
@@ -33,7 +33,7 @@ def test_a_full_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_batch_that_no_growth_makes_room_for_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_module, "_MAP_BYTES_MIN", 64 << 10)
+    monkeypatch.setattr(index_module, "INDEX_MAP_BYTES_MIN", 64 << 10)
     index = Index.empty(tmp_path / "index", 1)
     with pytest.raises(StorageError, match="does not fit"):
         index.publish(((TENANT, key(number)), entry(number)) for number in range(20_000))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvstore.errors import StorageError
+    from kvstore.errors import KvError
     from kvstore.storage.items import PutItem
 
 SOON_MS = 2_000
@@ -137,7 +137,7 @@ def test_one_that_comes_when_the_first_is_being_written_lives_longer_all_the_sam
 
 def together(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch, *puts: tuple[bytes, int]
-) -> list[StorageError | None]:
+) -> list[KvError | None]:
     """Put them in one batch; payload and expiry of each."""
     items: list[PutItem] = []
     with monkeypatch.context() as collecting:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.durability import Durability
-from kvstore.errors import NoSession, NoSpace, StorageError
+from kvstore.errors import NoSession, NoSpace, SessionRefused, StorageError
 from kvstore.limits import (
     PAGE_BYTES,
     SESSION_BLOCKS_MAX,
@@ -111,7 +111,7 @@ def test_steps_of_one_session_are_done_in_order_and_those_of_others_meanwhile(fi
 
 def test_a_block_that_is_not_stored_is_not_named(filled: StoreRig) -> None:
     filled.append(1, [1, 2])
-    assert isinstance(filled.append(1, [3, BLOCKS]).error, StorageError)
+    assert isinstance(filled.append(1, [3, BLOCKS]).error, SessionRefused)
     assert filled.session(1) == [1, 2]
     assert filled.append(1, [3]).blocks == 3
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.durability import Durability
-from kvstore.errors import KeyTaken, NoSpace, Overloaded, ProtocolError, StorageError
+from kvstore.errors import InvalidArgument, KeyTaken, NoSpace, Overloaded, ProtocolError, StorageError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     BLOCK_BYTES_MAX,
@@ -131,7 +131,7 @@ def test_an_extent_that_is_read_from_is_not_given_out_before_the_read_ends(fake:
 @pytest.mark.parametrize("length", [0, BLOCK_BYTES_MAX + 1])
 def test_a_length_out_of_bounds_is_refused(fake: StoreRig, length: int) -> None:
     done = fake.put(1, b"", length=length)
-    assert isinstance(done.error, StorageError)
+    assert isinstance(done.error, InvalidArgument)
     assert reason(fake, 1) is MissReason.UNKNOWN
 
 

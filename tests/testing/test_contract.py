@@ -1,6 +1,6 @@
 """The contract of `kvstore.testing`, and of transports: the same calls have the same results everywhere.
 
-Each scenario runs on a node in memory, on a real one, and on that one inside gRPC, and gives what its calls gave,
+Each scenario runs on a node in memory, on a real one, and on that one over gRPC, and gives what its calls gave,
 without times; the results are compared, and what matters most is written out besides, so that what is wrong in the same
 way everywhere doesn't pass.
 """
@@ -61,7 +61,7 @@ class Bench:
 
 
 def told_everywhere(miss: Miss) -> Miss:
-    """Its reason: an answer inside gRPC has room for more than a word of the fabric's."""
+    """Its reason: an answer over gRPC has room for more than a word of the fabric's."""
     return Miss(miss.reason)
 
 

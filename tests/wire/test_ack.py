@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kvstore.durability import Durability
-from kvstore.errors import Expired, KvError, LeaseExpired, NoSpace, QuotaExceeded, ReadOnly, StorageError
+from kvstore.errors import (
+    BeingErased,
+    Expired,
+    KvError,
+    LeaseExpired,
+    NoSpace,
+    QuotaExceeded,
+    ReadOnly,
+    StorageError,
+)
 from kvstore.limits import GENERATION_MAX
 from kvstore.miss import MissReason
 from kvstore.wire import kvstore_pb2 as pb
@@ -48,7 +57,7 @@ def test_served_is_no_miss() -> None:
     assert miss_of_code(AckCode.SERVED) is None
 
 
-@pytest.mark.parametrize("error", [NoSpace, ReadOnly, Expired, QuotaExceeded, StorageError])
+@pytest.mark.parametrize("error", [NoSpace, ReadOnly, Expired, BeingErased, QuotaExceeded, StorageError])
 def test_a_failed_put_travels_as_its_error(error: type[KvError]) -> None:
     travelled = error_of_code(code_of_error(error("x")))
     assert type(travelled) is error

@@ -117,4 +117,4 @@ def test_the_numbers_in_the_text_are_the_codes() -> None:
     assert f"1 to {BATCH_BLOCKS_MAX:,}" in PAGE
     assert f"For a get `{AckCode.SERVED:#x}`" in PAGE
     assert (wire.AnswerCode.DONE, wire.AnswerCode.BYTES) == (1, 2)
-    assert f"`{AckCode.LEASE_EXPIRED:#x}` to `{AckCode.DOMAIN_REQUIRED:#x}`" in PAGE
+    assert f"`{AckCode.LEASE_EXPIRED:#x}` to `{AckCode.BEING_ERASED:#x}`" in PAGE

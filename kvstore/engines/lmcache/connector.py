@@ -6,14 +6,13 @@
       remote_storage_plugin.triggerkv.class_name: TriggerKvConnectorAdapter
       triggerkv: {node: "127.0.0.1:7070"}
 
-Where LMCache is given a URL, that names the node: `triggerkv://127.0.0.1:7070`.
+If LMCache is given a URL, it names the node: `triggerkv://127.0.0.1:7070`.
 
-What always holds: only the making of a connector raises, for a wrong configuration. Nothing blocks LMCache's event
-loop, and each call ends within its time; what fails is a miss, or a chunk that is not stored. A chunk that is given is
-exact.
+What always holds: only creating a connector raises, for an invalid configuration. Nothing blocks LMCache's event loop,
+and each call ends by its deadline; a failure is a miss, or a chunk that is not stored. A returned chunk is exact.
 
-What it doesn't do: chunks that are not full, single layers, and what a serializer makes of a chunk: they have other
-lengths than a full chunk, and are not stored. The node's blocks can't be listed.
+What it doesn't do: store partial chunks, single layers or serialized chunks, whose lengths differ from a full chunk's;
+list the node's blocks.
 """
 
 from __future__ import annotations
@@ -89,11 +88,11 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         self._register()
 
     def _register(self) -> None:
-        """Let chunks go straight out of LMCache's memory and into it, if it is one piece that is there already."""
+        """Register LMCache's memory, if it is already allocated in one piece, so that chunks move without a copy."""
         allocator = getattr(self._memory, "memory_allocator", None)
         buffer = getattr(allocator, "buffer", None)
         if buffer is None or not hasattr(buffer, "data_ptr") or buffer.device.type != "cpu":
-            log.info("LMCache's memory can't be registered; chunks are sent inside gRPC.")
+            log.info("LMCache's memory can't be registered; chunks are sent over gRPC.")
             return
         try:
             self._carrier.register(buffer.data_ptr(), buffer.nbytes)
@@ -116,7 +115,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     def batched_contains(self, keys: list[CacheEngineKey]) -> int:
-        """How many chunks there are from the first on, without a gap; the caller waits."""
+        """Count the stored chunks, from the first, without a gap; the caller waits."""
         return _safely("Looking for chunks", lambda: self._prefix(keys), 0)
 
     async def batched_async_contains(
@@ -125,8 +124,8 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         keys: list[CacheEngineKey],
         pin: bool = False,  # noqa: FBT001, FBT002
     ) -> int:
-        """How many chunks there are from the first on, without a gap."""
-        del lookup_id, pin  # what is evicted in between is a miss
+        """Count the stored chunks, from the first, without a gap."""
+        del lookup_id, pin  # a chunk evicted in between is a miss
         return await self._elsewhere("Looking for chunks", lambda: self._prefix(keys), 0)
 
     def _prefix(self, keys: Sequence[CacheEngineKey]) -> int:
@@ -170,7 +169,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
                     self.meta_shapes, self.meta_dtypes, self.meta_fmt, busy_loop=False
                 )
                 if one is None:
-                    break  # there is no room for more
+                    break  # there is no memory for more
                 mine.append(one)
             places = [
                 place(chunk_key(key, self._settings.weights), one)
@@ -196,7 +195,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_put(self, keys: list[CacheEngineKey], memory_objs: list[MemoryObj]) -> None:
-        """Store chunks, those that are full."""
+        """Store the full chunks among these."""
         await self._elsewhere("Storing chunks", lambda: self._put(keys, memory_objs), None)
 
     def _put(self, keys: Sequence[CacheEngineKey], chunks: Sequence[MemoryObj]) -> None:
@@ -212,7 +211,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
     # --- the rest
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
-        """Forget a chunk for good; whether there was one."""
+        """Delete a chunk; returns whether there was one."""
         return _safely("Deleting a chunk", lambda: self._carrier.delete(self._parts(key)) > 0, failed=False)
 
     async def list(self) -> list[str]:
@@ -229,12 +228,12 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         await asyncio.to_thread(close)
 
     async def _elsewhere(self, doing: str, work: Callable[[], T], failed: T) -> T:
-        """Do it in a thread, so that LMCache's loop goes on."""
+        """Call a function in a thread, so that LMCache's loop is not blocked."""
         try:
             return await asyncio.get_running_loop().run_in_executor(
                 self._threads, lambda: _safely(doing, work, failed)
             )
-        except RuntimeError as error:  # it is closed
+        except RuntimeError as error:  # the connector is closed
             log.debug("%s: %s", doing, error)
             return failed
 
@@ -242,6 +241,6 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
 def _safely(doing: str, work: Callable[[], T], failed: T) -> T:
     try:
         return work()
-    except Exception:  # the engine goes on, whatever it was
+    except Exception:  # no error may stop the engine
         log.exception("%s failed.", doing)
         return failed

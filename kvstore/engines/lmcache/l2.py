@@ -1,14 +1,13 @@
-"""`TriggerKvL2Adapter`: what LMCache's server loads as a plugin of its second level.
+"""`TriggerKvL2Adapter`: a plugin of LMCache's server, its second-level cache.
 
     {"type": "plugin", "module_path": "kvstore.engines.lmcache.l2", "class_name": "TriggerKvL2Adapter",
      "adapter_params": {"node": "127.0.0.1:7070"}}
 
-Objects go straight out of the server's L1 memory and into it where that memory could be registered. Locks are pins on
-the node.
+Objects move directly from and to the server's L1 memory if it could be registered. Locks are pins on the node.
 
-What always holds: only the constructor raises, for a wrong configuration. A submit returns at once; every task ends
-within its time, has its result once, and signals its own descriptor. A bit of a load is set only if the exact bytes
-are in the object.
+What always holds: only the constructor raises, for an invalid configuration. A submit returns at once; every task ends
+by its deadline, has its result once, and signals its own descriptor. A bit of a load is set only if the exact bytes are
+in the object.
 
 What it doesn't do: list keys, or bound what the node keeps: the node evicts by itself.
 """
@@ -45,7 +44,7 @@ __all__ = ["TriggerKvL2Adapter"]
 
 log = logging.getLogger(f"lmcache.{__name__}")  # whose handlers and level are LMCache's
 
-_BYTES = "uint8"  # what a serializer of LMCache's makes of any object
+_BYTES = "uint8"  # the format of any object serialized by LMCache
 T = TypeVar("T")
 
 
@@ -78,7 +77,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         self._closed = False
         self._stores, self._lookups, self._loads = _Tasks("store"), _Tasks("lookup"), _Tasks("load")
         self._locks = Locks()
-        self._formats = {_BYTES}  # that objects were seen in
+        self._formats = {_BYTES}  # formats in which objects were seen
 
     def get_store_event_fd(self) -> int:
         """The descriptor that signals finished stores."""
@@ -117,11 +116,11 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Begin to look for objects, and to keep those that are there from being evicted."""
+        """Begin to look up objects, and to pin the stored ones."""
         return self._submit(self._lookups, lambda: self._look_up(keys, group_layout_descs), Bitmap(len(keys)))
 
     def _look_up(self, keys: list[ObjectKey], descs: dict[int, MemoryLayoutDesc]) -> Bitmap:
-        """An object was written as it is, or by a serializer of LMCache's; a load asks for the one it wants."""
+        """An object may have been written as it is or serialized by LMCache; a load asks for the form it wants."""
         asked = []
         for number, key in enumerate(keys):
             desc = descs.get(key.object_group_id)
@@ -163,7 +162,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
     # --- the rest
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Forget objects, in every format that they were seen in from here."""
+        """Delete objects, in every format in which they were seen here."""
 
         def delete() -> None:
             sizes = []
@@ -238,7 +237,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
                 result = work()
             except LayoutError as error:
                 log.warning("A task failed: %s", error)
-            except Exception:  # LMCache goes on, whatever it was
+            except Exception:  # no error may stop LMCache
                 log.exception("A task failed.")
             finally:
                 with self._lock:
@@ -259,7 +258,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         def run() -> None:
             try:
                 work()
-            except Exception:  # LMCache goes on, whatever it was
+            except Exception:  # no error may stop LMCache
                 log.exception("The node was not notified.")
 
         with self._lock:

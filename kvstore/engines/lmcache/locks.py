@@ -1,7 +1,7 @@
 """Blocks that LMCache has looked up and locked: pins on the node, released when the last key of a look-up is unlocked.
 
-What always holds: no lock outlives its time on the node, and what is remembered here of locks never released is
-dropped when that time is over. Any thread.
+What always holds: no lock outlives its time on the node, and the record of a lock that was never released is dropped
+after that time. Any thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Locks:
         self._all: deque[_Lock] = deque()  # the oldest first
 
     def add(self, pin: Handle, keys: Iterable[Any]) -> None:
-        """Remember a pin and whose it is."""
+        """Record a pin and the keys it protects."""
         now_ns = self._clock.monotonic_ns()
         one = _Lock(pin, now_ns + LOCK_MS * 1_000_000, set(keys))
         with self._lock:

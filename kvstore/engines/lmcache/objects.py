@@ -1,9 +1,9 @@
-"""LMCache's objects: what they are called on the node, and where their bytes lie.
+"""LMCache's objects: their names on the node, and where their bytes are.
 
-LMCache's own keys say which model, rank and chunk it is, and for whom (salt, adapter). They don't say which weights
-those are, nor, on the server, in which number format; both are in our keys. The length is checked with every get.
+LMCache's own keys name model, rank and chunk, salt and adapter. They don't identify the weights or, on the server, the
+number format; both are in our keys. The length is checked with every get.
 
-What always holds: an object whose bytes are not in ordinary memory, one behind the other, has no place.
+What always holds: an object whose bytes are not contiguous in ordinary memory is a LayoutError.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["chunk_key", "formats", "formats_of", "object_key", "place"]
 
 
 def formats(dtypes: Iterable[Any]) -> str:
-    """Write number formats down."""
+    """Return number formats as text."""
     return " ".join(str(one).removeprefix("torch.") for one in dtypes)
 
 
 def formats_of(memory: Any) -> str:
-    """Write an object's number formats down; it has several if it has several groups of layers."""
+    """Return an object's number formats as text; one for each of its groups of layers."""
     meta = memory.metadata
     return formats(meta.dtypes or ([] if meta.dtype is None else [meta.dtype]))
 
@@ -39,7 +39,7 @@ def object_key(key: Any, written: str, weights: str) -> bytes:
 
 
 def chunk_key(key: Any, weights: str) -> bytes:
-    """Name a chunk of an engine's; LMCache's key in writing has its number format in it, and the request's tags."""
+    """Name a chunk of an engine's; LMCache's key as text includes the number format and the request's tags."""
     return block_key(b"lmcache", key.to_string().encode(), weights.encode())
 
 

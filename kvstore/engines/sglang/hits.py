@@ -1,9 +1,9 @@
-"""How long a prefix can be used, if pools beside the KV must have their pages too. No I/O.
+"""The longest usable prefix, if pools besides the KV must have their pages too. No I/O.
 
-A pool says which of its pages have to be there: all of them; the last few, in which a state or a window lies; or, as a
-second form of the KV, whole groups from the start, which only tell how far that form goes.
+A pool's policy says which of its pages are required: all of them; the last few, which hold a state or a window; or, as
+a second form of the KV, whole groups from the start, which only limit that form.
 
-What always holds: a length is usable only if the KV has all its pages and every pool what its policy asks for.
+What always holds: a length is usable only if the KV has all its pages and every pool those that its policy requires.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Found:
 
     @classmethod
     def of(cls, transfer: Any, here: Sequence[bool]) -> Found:
-        """From which of a prefix's pages the pool has."""
+        """Compute a pool's hits from which of a prefix's pages it has."""
         policy = str(getattr(transfer.hit_policy, "value", transfer.hit_policy))
         if policy == "block_groups":
             return cls(transfer.name, _groups(transfer, here), None)

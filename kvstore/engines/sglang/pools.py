@@ -1,12 +1,12 @@
-"""Whose bytes the pages of SGLang's host pools are, and where they lie.
+"""The names of the pages in SGLang's host pools, and where their bytes are.
 
-SGLang names a page by the chained hash of its tokens (adapter and salt are in the chain's seed). All else that decides
-its bytes is in the pool's `Layout`: model, weights, shard, stage, number format, page size, and, because the order of
-bytes is the engine's own, the pool's class, its layout and the sizes of a page's pieces. That layout's fingerprint is
-part of every key, so pages of pools that differ in any of it have nothing to do with each other.
+SGLang names a page by the chained hash of its tokens (adapter and salt are in the chain's seed). Everything else that
+determines its bytes is in the pool's `Layout`: model, weights, shard, stage, number format, page size, and, because the
+order of bytes is the engine's own, the pool's class, its layout and the sizes of a page's pieces. That layout's
+fingerprint is part of every key, so pages of pools that differ in any of it never match.
 
 What always holds: a pool whose bytes are the same on all tensor-parallel ranks (MLA) has one name on all of them, any
-other pool one per rank; where that is not certain, it is one per rank, which costs hits and never bytes.
+other pool one per rank; if in doubt it is one per rank, which costs hits but never serves wrong bytes.
 What it doesn't do: share heads between tensor-parallel degrees (`tp_lcm_size`); each degree has its own pages.
 """
 
@@ -66,17 +66,17 @@ class Pool:
         return [block_key(mine, page.encode(), b"piece %d" % number) for number in range(self.pieces)]
 
     def flat_key(self, page: str) -> bytes:
-        """Name a page as SGLang's generic calls hand it over: one flat tensor."""
+        """Name a page as SGLang's generic calls pass it: one flat tensor."""
         return block_key(self.layout.fingerprint, page.encode(), b"flat")
 
     def buffers(self) -> list[torch.Tensor]:
-        """The memory in which its pages lie."""
+        """The memory that holds its pages."""
         given = getattr(self.host, "get_hybrid_pool_buffer", None)
         some = given() if given is not None else [getattr(self.host, "kv_buffer", None)]
         return [one for one in some if one is not None and one.numel()]
 
     def places(self, pages: Sequence[str], indices: torch.Tensor | None) -> list[Place]:
-        """Say where the pieces of pages lie, page by page; LayoutError if the indices are not of as many pages."""
+        """Return where the pieces of pages are, page by page; LayoutError if the number of indices doesn't match."""
         count = 0 if indices is None else indices.numel()
         if indices is None or not self.pieces or count != len(pages) * self.page_tokens:
             raise LayoutError(f"{len(pages)} pages of the pool {self.name} do not have {count} indices.")
@@ -94,7 +94,7 @@ def anchor_layout(config: HiCacheStorageConfig, weights: str) -> bytes:
 
 
 def _has_bytes(host: Any) -> bool:
-    """Whether it is more than an index of what lies in other pools."""
+    """Whether it has bytes of its own, and is not only an index of other pools."""
     return hasattr(host, "get_page_buffer_meta") and (
         getattr(host, "kv_buffer", None) is not None or hasattr(host, "get_hybrid_pool_buffer")
     )
@@ -118,7 +118,7 @@ def _layout(name: str, host: Any, config: HiCacheStorageConfig, weights: str, si
     said = str(getattr(host, "dtype", "")).removeprefix("torch.")
     dtype = _DTYPES.get(said, said)
     if dtype not in ELEMENT_BYTES:
-        dtype = "int8"  # what it is said to be is in `engine`
+        dtype = "int8"  # its description is in `engine`
     shard, shards = (config.dcp_rank, config.dcp_size) if is_replicated else (config.tp_rank, config.tp_size)
     page_tokens = max(1, int(getattr(host, "page_size", None) or 1))
     engine = [

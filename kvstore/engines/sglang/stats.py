@@ -1,6 +1,6 @@
-"""What moved between SGLang and the node, as SGLang's own metrics want it: pages and GB/s of each call.
+"""Transfers between SGLang and the node, in the form of SGLang's own metrics: pages and GB/s of each call.
 
-What always holds: what is kept between two calls of `taken` is bounded; the oldest entries are dropped.
+What always holds: the number of entries between two calls of `taken` is bounded; the oldest are dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Moved"]
 
 
 class Moved:
-    """What a rank has moved. Safe to use from any thread."""
+    """The transfers of one rank. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._clock = SystemClock()
@@ -48,7 +48,7 @@ class Moved:
             if pages:
                 took_ns = max(1, self._clock.monotonic_ns() - began_ns)
                 with self._lock:
-                    calls.append((pages, size / took_ns))  # bytes a nanosecond are GB a second
+                    calls.append((pages, size / took_ns))  # bytes per nanosecond are GB/s
 
         yield moved
 

@@ -1,14 +1,14 @@
-"""`TriggerKvStorage`: what SGLang loads as its dynamic storage backend.
+"""`TriggerKvStorage`: SGLang's dynamic storage backend.
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "triggerkv",
       "module_path": "kvstore.engines.sglang.storage", "class_name": "TriggerKvStorage", "interface_v1": 1,
       "node": "127.0.0.1:7070"}'
 
-With `interface_v1` the pages go straight out of the registered host pool and into it, piece by piece; without it SGLang
-copies each page into a flat tensor, and we store that. The two don't see each other's pages.
+With `interface_v1` pages move directly from and to the registered host pool, piece by piece; without it SGLang copies
+each page into a flat tensor, and that is stored. The two don't see each other's pages.
 
-What always holds: only the constructor raises, for a wrong configuration. Every call ends within its time, and what
-fails is a miss, or a page that is not stored. A page is True only if its exact bytes are in place.
+What always holds: only the constructor raises, for an invalid configuration. Every call ends by its deadline; a failure
+is a miss, or a page that is not stored. A page is True only if its exact bytes are in place.
 
 What it doesn't do: list stored blocks. `clear` deletes those this process has stored, as far as it remembers.
 """
@@ -68,7 +68,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
     """A node, for one rank of an engine."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
-        del kwargs  # what SGLang might add one day
+        del kwargs  # parameters that SGLang may add one day
         extra = dict(storage_config.extra_config or {})
         self._settings = EngineSettings.of(
             extra, where="--hicache-storage-backend-extra-config", of_engine=_OF_SGLANG
@@ -79,7 +79,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
         self._lock = threading.Lock()
         self._carrier: Carrier | None = None
         self._closed = False
-        self._ours: OrderedDict[bytes, None] = OrderedDict()  # what we have stored, the oldest first
+        self._ours: OrderedDict[bytes, None] = OrderedDict()  # the objects we have stored, oldest first
         self._moved = Moved()
 
     # --- pools
@@ -90,9 +90,9 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
         self._register(_KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Register a pool beside it."""
+        """Register a further pool."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if str(host_pool_name) != _KV:  # which came by the other way
+        if str(host_pool_name) != _KV:  # already registered by the other call
             self._register(str(host_pool_name), host_pool)
 
     def _register(self, name: str, host: Any) -> None:
@@ -106,7 +106,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
             self._pools[name] = pool
             log.info("The pool %s has %d pieces a page, %d bytes.", name, pool.pieces, sum(pool.sizes))
         except FabricError:
-            raise  # only if it was said that there must be one
+            raise  # only if it was declared
         except Exception:
             log.exception("The pool %s can't be stored; SGLang continues without it.", name)
 
@@ -127,7 +127,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Bring pages into the pool; says of each whether its exact bytes are there."""
+        """Fetch pages into the pool; returns for each whether its exact bytes are there."""
         del extra_info
         return self._get_pages(_KV, keys, host_indices)
 
@@ -137,7 +137,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Store pages out of the pool; says of each whether it is stored."""
+        """Store pages from the pool; returns for each whether it is stored."""
         del extra_info
         if not self._config.is_storage_writer:
             return [True] * len(keys)  # another rank has the same bytes, and stores them
@@ -173,7 +173,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Say how long a prefix is there in every pool that has to have it, and how far each pool's own goes."""
+        """Return the longest prefix that every required pool has, and each pool's own."""
         kv_pages = self.batch_exists(keys, extra_info)
 
         def look() -> PoolTransferResult:
@@ -198,7 +198,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Bring pages of several pools into them."""
+        """Fetch pages into several pools."""
         del extra_info
         return {
             one.name: self._get_pages(str(one.name), one.keys or [], one.host_indices) for one in transfers
@@ -218,14 +218,14 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
     ) -> torch.Tensor | None:
-        """Fill a tensor; None if that can't be, or if there is none to be filled."""
+        """Fill a tensor; None if the page is missing or there is no tensor to fill."""
         del target_sizes
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
     ) -> list[torch.Tensor | None]:
-        """Fill a tensor for each key; None in the place of what is not there."""
+        """Fill a tensor for each key; None for a missing page."""
         del target_sizes
         targets = list(target_locations or [None] * len(keys))
 
@@ -260,7 +260,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
         target_locations: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Store tensors' bytes; whether all of them are stored."""
+        """Store tensors' bytes; returns whether all of them are stored."""
         del target_locations, target_sizes
 
         def put() -> bool:
@@ -280,7 +280,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many pages there are from the first on, without a gap."""
+        """Count the stored pages, from the first, without a gap."""
         del extra_info
 
         def look() -> int:
@@ -288,7 +288,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
             if not self._in_pieces:
                 return carrier.prefix([self._flat_key(key) for key in keys])
             if not pool.pieces:
-                return len(keys)  # an index only: what its pages have lies in the pools beside it
+                return len(keys)  # an index only: its pages' bytes are in other pools
             names = [
                 part
                 for key in keys
@@ -345,7 +345,7 @@ class TriggerKvStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is in .v
             log.debug("%s: there is no pool %s.", doing, error)
         except LayoutError as error:
             log.warning("%s: %s", doing, error)
-        except Exception:  # the engine goes on, whatever it was
+        except Exception:  # no error may stop the engine
             log.exception("%s failed.", doing)
         return failed
 

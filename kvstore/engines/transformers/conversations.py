@@ -1,12 +1,11 @@
 """Conversations of one model, stored on a node.
 
-`resume` gives a cache to go on with: as many of the given tokens as the session has KV for. `save` stores what a cache
-has beyond that, as one more turn. Nothing of a session whose tokens are other ones is ever used, so a prompt that was
-edited costs what follows the edit and no more.
+`resume` returns a cache with the KV of the given tokens, as far as the session has it. `save` stores the rest of a
+cache as one more turn. KV of other tokens is never used, so editing a prompt costs only the tokens after the edit.
 
-What always holds: a cache that `resume` gives is what a cache of these tokens was when it was saved, bit for bit, and
-leaves one token at least to be computed. No failure of the node's is raised: `resume` gives less, or nothing, and
-says why; `save` says what was not stored. What the caller got wrong is raised.
+What always holds: a cache from `resume` is bit for bit the one that was saved for these tokens, and leaves at least one
+token to be computed. A node's failure never raises: `resume` returns less, or nothing, with the reason; `save` reports
+what was not stored. A caller's mistake is raised.
 
 What it doesn't do: batches (a session is one sequence), caches that are quantised or of fixed size, layers with a
 recurrent state. On a GPU the CPU copies through host memory: for the path without that see the vLLM connector.
@@ -23,7 +22,7 @@ from transformers import DynamicCache
 from kvstore.client import Client
 from kvstore.engines.stores import is_about_domains
 from kvstore.engines.transformers.copies import Gathered, scatter
-from kvstore.engines.transformers.moving import MEMORY_BYTES, Mover, batches
+from kvstore.engines.transformers.moving import Mover, batches
 from kvstore.engines.transformers.shapes import Shapes
 from kvstore.engines.transformers.token_blocks import Piece, pieces, usable
 from kvstore.engines.transformers.weights import weights_digest
@@ -36,7 +35,7 @@ from kvstore.errors import (
     NotEncrypted,
     Overloaded,
 )
-from kvstore.limits import ENGINE_SLOTS_MAX
+from kvstore.limits import ENGINE_MOVING_BYTES, ENGINE_SLOTS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, UNSAID, domain_of
 
@@ -58,7 +57,7 @@ _BLOCK_TOKENS: Final = 64
 
 
 class Resumed(NamedTuple):
-    """What was found of a conversation."""
+    """The result of a resume."""
 
     cache: DynamicCache  # empty if there was nothing
     tokens: int  # whose KV it holds
@@ -66,19 +65,19 @@ class Resumed(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What is stored now of a conversation."""
+    """The result of a save."""
 
-    tokens: int  # of the conversation, from its first one on
+    tokens: int  # of the conversation, from its first token
     sent_bytes: int
-    error: KvError | None  # why it is not all of them
+    error: KvError | None  # why not all of them are stored
 
 
 class _Known(NamedTuple):
     """The content of a session."""
 
-    pieces: list[Piece]  # the first of its blocks, as far as they are of the tokens in question
+    pieces: list[Piece]  # its first blocks, as far as they match the given tokens
     turn_ends: list[int]
-    blocks: int  # all of them
+    blocks: int  # all of its blocks
 
 
 class CacheStore:
@@ -95,8 +94,8 @@ class CacheStore:
     ) -> None:
         """Open it. The node is not called yet; `kvstore.reach` describes how it is reached.
 
-        `weights` names the model's weights beyond doubt; by default all of them are digested, a second or so for each
-        gigabyte. `layers` say what each layer keeps where the model's configuration doesn't.
+        `weights` identifies the model's weights; by default all of them are digested, about a second per gigabyte.
+        `layers` describes the layers if the model's configuration doesn't.
         """
         self._config = model.config
         self._device = model.device
@@ -105,7 +104,7 @@ class CacheStore:
             model.config, model.dtype, weights=digest, block_tokens=block_tokens, layers=layers
         )
         block_bytes = self.shapes.block_bytes(block_tokens, [block_tokens] * len(self.shapes.windows))
-        slots = max(1, min(ENGINE_SLOTS_MAX, MEMORY_BYTES // block_bytes))
+        slots = max(1, min(ENGINE_SLOTS_MAX, ENGINE_MOVING_BYTES // block_bytes))
         client = Client(
             node,
             layout=self.shapes.canonical,
@@ -113,15 +112,15 @@ class CacheStore:
             block_bytes_max=block_bytes,
         )
         self._mover = Mover(client, block_bytes, slots)
-        self._encrypts: bool | None = None  # whether the node does; None: not known
+        self._encrypts: bool | None = None  # whether the node encrypts; None: unknown
         self._lock = threading.Lock()
 
     def session(self, user: str, name: str) -> ChatSession:
-        """Name a conversation of a user's. Nothing is called."""
+        """Return a conversation of a user. The node is not called."""
         return ChatSession(self, self._mover.client.session(user, name))
 
     def domain_of(self, user: str) -> bytes:
-        """The erase domain of a user's blocks: on a node that encrypts their own, unless the settings say `shared`."""
+        """The erase domain of a user's blocks: their own on a node that encrypts, unless the settings say `shared`."""
         if self._mover.client.reach.shared:
             return SHARED
         if self._encrypts is None:
@@ -129,7 +128,7 @@ class CacheStore:
         return domain_of(user) if self._encrypts else UNSAID
 
     def refused(self, error: KvError) -> None:
-        """A node that was started anew may encrypt now, or no longer."""
+        """A restarted node may have begun or ceased to encrypt."""
         if isinstance(error, (DomainRequired, NotEncrypted)):
             self._encrypts = None
 
@@ -145,9 +144,7 @@ class CacheStore:
                 if miss is not None:
                     break
         count = usable(self.shapes, wanted[:here])
-        if (
-            count < here
-        ):  # blocks in which a layer with a window lacks what it would need: rare, so fetched anew
+        if count < here:  # blocks in which a windowed layer lacks tokens: rare, so fetched again
             cache, tokens, again = self.fetched(wanted[:count])
             return cache, tokens, again or miss
         return self._cache(gathered, wanted[:count]), wanted[count - 1].end if count else 0, miss
@@ -163,7 +160,7 @@ class CacheStore:
         return cache
 
     def put(self, cache: DynamicCache, cached_tokens: int, new: Sequence[Piece]) -> int:
-        """Store blocks out of a cache; how many bytes they have."""
+        """Store blocks from a cache; returns their size in bytes."""
         layers = [(layer.keys, layer.values) for layer in cache.layers]
         with self._lock:
             for some in batches(new, self._mover.capacity_bytes):
@@ -172,7 +169,7 @@ class CacheStore:
         return sum(piece.length for piece in new)
 
     def check(self, cache: DynamicCache, cached_tokens: int) -> None:
-        """Refuse a cache that is not one sequence of this model's."""
+        """Raise for a cache that is not one sequence of this model."""
         if len(cache.layers) != len(self.shapes.layers):
             raise LayoutError(
                 f"The cache has {len(cache.layers)} layers, the model {len(self.shapes.layers)}."
@@ -218,14 +215,14 @@ class ChatSession:
         return Resumed(cache, here, miss)
 
     def prefetch(self) -> None:
-        """Start reading the session into the node's memory while the user thinks."""
+        """Start reading the session into the node's memory while the user is typing."""
         try:
             self._session.prefetch()
         except KvError as error:
             log.debug("A session was not prefetched: %s", error)
 
     def save(self, cache: DynamicCache, tokens: Any) -> Saved:
-        """Store the rest of the cache, as a turn. `tokens` are at least those it was computed from."""
+        """Store the rest of the cache as a turn. `tokens` includes those it was computed from."""
         numbers, cached = _numbers(tokens), cache.get_seq_length()
         if len(numbers) < cached:
             raise InvalidArgument(f"The cache has {cached} tokens, and {len(numbers)} were given.")
@@ -254,7 +251,7 @@ class ChatSession:
         return Saved(cached, sent_bytes, None)
 
     def _saved(self, numbers: Sequence[int]) -> _Known:
-        """Ask what the session has of these tokens."""
+        """Find out which of these tokens the session has."""
         try:
             info = self._session.info()
         except NoSession:
@@ -270,7 +267,7 @@ class ChatSession:
 
 
 def _numbers(tokens: Any) -> list[int]:
-    """Tokens as a list, whether they were one, or a tensor of one sequence."""
+    """Tokens as a list, from a list or a tensor of one sequence."""
     listed = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
     if listed and isinstance(listed[0], list):
         if len(listed) != 1:

@@ -1,4 +1,4 @@
-"""Between a cache's tensors and the bytes of blocks: one copy a layer for all blocks that are alike, either way."""
+"""Copies between a cache's tensors and the bytes of blocks, one per layer for all blocks of one shape."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Gathered", "scatter"]
 
 
 class _Plane(NamedTuple):
-    """One layer of some blocks that are alike, as [block][head][token][number], over their bytes."""
+    """A view of one layer of blocks of one shape, as [block][head][token][number], over their bytes."""
 
     layer: int
-    end: int  # of the last block's tokens
+    end: int  # within the last block's tokens
     k: torch.Tensor
     v: torch.Tensor
 
 
 def _planes(shapes: Shapes, memory: torch.Tensor, some: Sequence[Piece]) -> Iterator[_Plane]:
-    """Blocks are contiguous in memory, which is a tensor of bytes."""
+    """Contiguous blocks in memory, which is a tensor of bytes."""
     at = 0
     for _, group in groupby(some, key=lambda piece: (piece.end - piece.begin, piece.kept)):
         alike = list(group)
@@ -43,7 +43,7 @@ def _planes(shapes: Shapes, memory: torch.Tensor, some: Sequence[Piece]) -> Iter
                 shape = (len(alike), layer.heads, count, numbers)
                 if size:
                     parts.append(rows[:, begin : begin + size].view(shapes.dtype).view(shape))
-                else:  # no bytes can't be viewed as no numbers
+                else:  # torch can't view an empty tensor of bytes as numbers
                     parts.append(rows.new_empty(shape, dtype=shapes.dtype))
                 begin += size
             yield _Plane(number, alike[-1].end, *parts)
@@ -56,7 +56,7 @@ def scatter(
     memory: torch.Tensor,
     some: Sequence[Piece],
 ) -> None:
-    """Copy out of a cache's tensors, each of which has the newest tokens of all."""
+    """Copy from a cache's tensors, each of which ends with the newest token."""
     for plane in _planes(shapes, memory, some):
         for tensor, target in zip(cache[plane.layer], (plane.k, plane.v), strict=True):
             blocks, heads, count, numbers = target.shape
@@ -77,7 +77,7 @@ class Gathered:
         self._parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in shapes.layers]
 
     def add(self, memory: torch.Tensor, some: Sequence[Piece]) -> None:
-        """Copy blocks out of memory, which may be used for others afterwards."""
+        """Copy blocks from memory, which may be reused afterwards."""
         for plane in _planes(self._shapes, memory, some):
             for parts, source in zip(self._parts[plane.layer], (plane.k, plane.v), strict=True):
                 blocks, heads, count, numbers = source.shape
@@ -85,7 +85,7 @@ class Gathered:
                 parts.append(together.reshape(heads, blocks * count, numbers))
 
     def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of each layer; of a layer with a window, its newest tokens."""
+        """K and V of each layer; for a windowed layer, of its newest tokens."""
         for layer, (k, v) in zip(self._shapes.layers, self._parts, strict=True):
             yield _newest(layer, k), _newest(layer, v)
 

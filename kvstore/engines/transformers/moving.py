@@ -1,8 +1,8 @@
 """Moves blocks between this process's memory and a node.
 
-What always holds: a put that returned is stored as durably as a killed node needs, and however it ended, nothing reads
-the memory any more; of a get, all blocks before the one
-that missed are in memory, byte for byte. One thread uses it at a time.
+What always holds: when a put has returned, its blocks survive a crash of the node or it returned the error, and nothing
+reads the memory any more; after a get, all blocks before the first miss are in memory, byte for byte. One thread uses
+it at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvstore.client import Block, Client, Hit
-from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_MOVE_MS
+from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_MOVE_MS, ENGINE_MOVING_BYTES
 from nic_offload.memory import allocate
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Mover", "batches"]
 
-MEMORY_BYTES: Final = 64 << 20  # in flight at a time, unless one block is larger
 _TIMEOUT_S: Final = ENGINE_MOVE_MS / 1000
 
 
@@ -43,18 +42,18 @@ def batches(some: Sequence[Piece], limit_bytes: int) -> Iterator[list[Piece]]:
 
 
 class Mover:
-    """A client with memory for what is on its way."""
+    """A client with memory for blocks in flight."""
 
     def __init__(self, client: Client, block_bytes_max: int, slots: int) -> None:
         self.client = client
         self._slots = slots
-        self._memory: mmap.mmap = allocate(max(MEMORY_BYTES, block_bytes_max))
+        self._memory: mmap.mmap = allocate(max(ENGINE_MOVING_BYTES, block_bytes_max))
         self.memory = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._region = client.register(self._memory)
 
     @property
     def capacity_bytes(self) -> int:
-        """How much can be on its way."""
+        """How many bytes can be in flight."""
         return len(self._memory)
 
     def put(self, some: Sequence[Piece]) -> None:
@@ -66,7 +65,7 @@ class Mover:
         for first in range(0, len(blocks), self._slots):
             puts = self.client.arm(blocks[first : first + self._slots])
             results = puts.wait(_TIMEOUT_S)
-            puts.abandon()  # whatever has not landed by now: the memory is used for others next
+            puts.abandon()  # blocks that have not landed by now: the memory is reused next
             for result in results:
                 if result.error is not None and not result.has_block:
                     raise result.error
@@ -84,5 +83,5 @@ class Mover:
 
     def close(self) -> None:
         """Release the memory and the client."""
-        self.client.close()  # first: it ends whatever still uses the memory
+        self.client.close()  # first: it ends all operations on the memory
         self._region.close()

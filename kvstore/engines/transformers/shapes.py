@@ -1,8 +1,8 @@
-"""What a model keeps of each token, layer by layer, and how many bytes that makes in a block.
+"""The KV that a model keeps per token and layer, and its size in a block.
 
 A block is a run of tokens: for each layer its K, then its V, each head by head. Layers may differ in heads and widths
-(a width may be 0), and may have a window: such a layer keeps the newest `window - 1` tokens only, so of the tokens of a
-turn a block has those that the layer still had when the turn ended.
+(a width may be 0), and may have a window: such a layer keeps only the newest `window - 1` tokens, so a block has those
+tokens of a turn that the layer still had when the turn ended.
 
 What always holds: two models whose bytes would be read differently have different fingerprints.
 """
@@ -34,14 +34,14 @@ class LayerShape(NamedTuple):
 
 
 class Shapes:
-    """All layers, and what they have in common."""
+    """All layers, and their common properties."""
 
     def __init__(self, layers: Sequence[LayerShape], dtype: torch.dtype, layout: Layout) -> None:
         self.layers = tuple(layers)
         self.dtype = dtype
         self.layout = layout
         self.windows = tuple(sorted({layer.window for layer in self.layers if layer.window is not None}))
-        # The layout has no word for windows, so they go into the fingerprint beside it.
+        # A `Layout` has no field for windows, so they are added to the fingerprint here.
         self.canonical = layout.canonical + f" windows {[layer.window for layer in self.layers]}".encode()
 
     @classmethod
@@ -67,7 +67,7 @@ class Shapes:
         return cls(layers, dtype, layout)
 
     def kept(self, begin: int, end: int, turn_end: int) -> tuple[int, ...]:
-        """How many of a block's tokens the layers with each of the windows have, newest last."""
+        """How many of a block's tokens the layers with each window have, newest last."""
         return tuple(max(0, end - max(begin, turn_end - window + 1)) for window in self.windows)
 
     def counts(self, tokens: int, kept: Sequence[int]) -> list[int]:
@@ -76,7 +76,7 @@ class Shapes:
         return [tokens if layer.window is None else of_window[layer.window] for layer in self.layers]
 
     def block_bytes(self, tokens: int, kept: Sequence[int]) -> int:
-        """How long a block is."""
+        """The length of a block."""
         return sum(
             layer.heads * (layer.k_numbers + layer.v_numbers) * count * self.dtype.itemsize
             for layer, count in zip(self.layers, self.counts(tokens, kept), strict=True)
@@ -85,7 +85,7 @@ class Shapes:
 
 def _of_config(config: Any, text: Any) -> list[LayerShape]:
     windows = [_window(number, layer) for number, layer in enumerate(DynamicCache(config=config).layers)]
-    if not windows:  # an empty cache grows plain layers
+    if not windows:  # an empty cache creates plain layers
         windows = [None] * text.num_hidden_layers
     if getattr(text, "kv_lora_rank", None) is not None:
         raise LayoutError(f"A {text.model_type} has latent KV: describe each layer (`layers=`).")

@@ -1,9 +1,9 @@
 """How a conversation's tokens are divided into blocks, and the blocks' names.
 
-Each turn is cut from where the last one ended, into blocks of the same number of tokens, of which the last may have
-fewer. So a block that is stored never changes, and a turn sends what is new and nothing else.
+Each turn is cut from the end of the previous one into blocks of equal numbers of tokens; the last may have fewer. So a
+stored block never changes, and a turn sends only new tokens.
 
-What always holds: a block's key is made of all tokens up to its end, and of how many of them layers with a window had.
+What always holds: a block's key is made from all tokens up to its end, and from how many of them windowed layers had.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def pieces(
             kept = shapes.kept(begin, end, turn_end)
             key = layout.key(block_key(digest, array("q", kept).tobytes()))
             length = shapes.block_bytes(end - begin, kept)
-            if length:  # where all layers have windows, what none of them has any more is no block
+            if length:  # if all layers have windows, tokens that none of them still has get no block
                 yield Piece(in_domain(key, domain), begin, end, kept, length, domain)
             begin = end
 
 
 def usable(shapes: Shapes, run: Sequence[Piece]) -> int:
-    """How many of these blocks, from the first on, make up a KV that can be gone on with."""
+    """How many of these blocks, from the first, form a usable KV."""
     for count in range(len(run), 0, -1):
         end = run[count - 1].end
         if all(_has(run[:count], at, end - window + 1) for at, window in enumerate(shapes.windows)):
@@ -60,7 +60,7 @@ def usable(shapes: Shapes, run: Sequence[Piece]) -> int:
 
 
 def _has(run: Sequence[Piece], at: int, first: int) -> bool:
-    """Return whether the layers of one window have every token from the first on."""
+    """Whether the layers of one window have every token, from the first."""
     end = run[-1].end
     for piece in reversed(run):
         if end <= first:

@@ -1,4 +1,4 @@
-"""A digest of a model's weights: KV made with other weights is other KV, whatever the model is called."""
+"""A digest of a model's weights: KV made with other weights is different, whatever the model's name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["weights_digest"]
 
 
 def weights_digest(model: Any) -> str:
-    """Digest names, shapes and bytes of all parameters and buffers: a second or so for each gigabyte."""
+    """Digest names, shapes and bytes of all parameters and buffers; about a second per gigabyte."""
     state = blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())

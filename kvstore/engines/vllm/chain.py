@@ -1,8 +1,8 @@
-"""The digests of a request's blocks: each over its tokens, what else decides its KV, and the digest before it.
+"""The digests of a request's blocks: each covers its tokens, whatever else determines its KV, and the previous digest.
 
 What always holds: two blocks have one digest only if all tokens up to their ends are the same, and so are the
-cache_salt, the adapter (by name and content), images and embeddings, each where it stands. It is BLAKE2b over a
-written-down form, so it is the same in every process.
+cache_salt, the adapter (by name and content), images and embeddings, each at its position. It is BLAKE2b over a
+canonical form, so it is the same in every process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Chain"]
 
 
 class Chain:
-    """The chain of a request, in blocks of one size. Blocks that were named in another epoch have other names."""
+    """The chain of a request, in blocks of one size. Blocks of different epochs have different names."""
 
     def __init__(self, request: Any, block_tokens: int, epoch: bytes = b"") -> None:
         self._request = request
@@ -31,11 +31,11 @@ class Chain:
         self._root = block_key(b"vllm", b"%d" % block_tokens, epoch)
 
     def grow(self) -> list[bytes]:
-        """The digests of all full blocks that the request has tokens for now."""
+        """The digests of all full blocks of the request's current tokens."""
         tokens, size = self._request.all_token_ids, self._block_tokens
         end = len(self.digests) * size
         if self._last != list(tokens[max(0, end - size) : end]):
-            # A request that is fed in parts may lose its last token again before anything is computed from it.
+            # A request fed in parts may lose its last token again before anything is computed from it.
             self.digests.clear()
             self._image = 0
         for begin in range(len(self.digests) * size, len(tokens) - size + 1, size):
@@ -56,7 +56,7 @@ def _written(extra: tuple[Any, ...] | None) -> bytes:
 
 
 def _portable(one: Any) -> Any:
-    """An adapter is identified by its content: its path means nothing on another machine."""
+    """An adapter is identified by its content, because its path means nothing on another machine."""
     if isinstance(one, tuple) and one[0] == "lora":
         _, name, path = one
         return ["lora", name, adapter_name(path)]

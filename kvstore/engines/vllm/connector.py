@@ -3,13 +3,13 @@
     --kv-transfer-config '{"kv_connector": "TriggerKvConnector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"node": "127.0.0.1:7070"}}'
 
-(`plugin` is how vLLM knows the name.) A `kv_producer` loads nothing, and a `kv_consumer` saves nothing.
+(`plugin` registers the name with vLLM.) A `kv_producer` loads nothing, and a `kv_consumer` saves nothing.
 
-What always holds: once the engine has started nothing raises into it; whatever fails, it computes. Nothing waits for
-longer than the deadlines of `settings`, and a node that is away costs next to nothing (the client's breaker). It owns
+What always holds: once the engine has started, nothing raises into it; it computes whatever could not be loaded. No
+wait exceeds the deadlines of `settings`, and a node that is away costs next to nothing (the client's breaker). It owns
 nothing that needs `shutdown`.
-What it doesn't do: take a model whose KV can't be named by tokens (`identity` says which); then it says so, and stands
-aside.
+What it doesn't do: support a model whose KV can't be named by tokens (`identity` says which); it logs that and stays
+inactive.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 
 def _or(otherwise: Callable[[], Any]) -> Callable[[F], F]:
-    """Let nothing out of a call that the engine makes: it gets this instead, and the log the reason."""
+    """Catch every error of a call that the engine makes: it gets this value instead, and the log has the reason."""
 
     def wrap(call: F) -> F:
         @functools.wraps(call)
         def guarded(self: Any, *arguments: Any, **named: Any) -> Any:
             try:
                 return call(self, *arguments, **named)
-            except Exception:  # there is nothing the engine could do about it
+            except Exception:  # the engine could not do anything about it
                 log.exception("%s failed; the engine computes missing blocks.", call.__name__)
                 return otherwise()
 
@@ -70,15 +70,15 @@ def _nothing() -> None:
 
 
 def _is_known_late(vllm_config: Any) -> bool:
-    """Whether a step may be planned, or computed on another rank, before it is known that one's loads have failed.
+    """Whether a step may be planned, or computed on another rank, before a failure of an earlier step's loads is known.
 
-    Then a step that waits for its loads could not tell what depends on them.
+    A step that waits for its loads could then not tell what depends on them.
     """
     return bool(vllm_config.scheduler_config.async_scheduling) or vllm_config.parallel_config.world_size > 1
 
 
 class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """One of them is the scheduler's, and one each worker's."""
+    """The scheduler has one instance, and so has each worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -112,19 +112,19 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: what is not saved is computed."""
+        """A cache: KV that is not saved is computed."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:  # noqa: ARG003
-        """Each layer tells that it is done; a captured graph would not."""
+        """Each layer reports its end; a captured graph would not."""
         return True
 
     # --- the worker's side
 
     @_or(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register the KV memory with the fabric, or find out that blocks go inside gRPC."""
+        """Register the KV memory with the fabric, or fall back to gRPC."""
         if self._identity is None:
             return
         parallel = self._vllm_config.parallel_config
@@ -138,7 +138,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         except (
             Exception
-        ) as reason:  # whatever it was, requests that were promised blocks must not wait for ever
+        ) as reason:  # whatever the error, requests that were promised blocks must not wait for ever
             log.warning("KV is not stored: %s", reason, exc_info=not isinstance(reason, KvError))
             self._working = Absent(is_async=self._settings.is_async(len(self._identity.groups)))
 
@@ -151,12 +151,12 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(_nothing)
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ARG002
-        """Load what the plan says."""
+        """Load the blocks of the plan."""
         if self._working is not None:
             self._working.load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: what a step needs is there before it begins."""
+        """Nothing to wait for: a step's loads end before it begins."""
 
     @_or(_nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:  # noqa: ARG002
@@ -176,7 +176,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._working is None:
             return KVConnectorTransferResults()
         ended, failed = self._working.finished_loads()
-        # Of several groups a block's number says too little; then the whole request is taken back.
+        # With several groups a block's number is ambiguous; the whole request is rescheduled.
         is_whole = len(self._kv_cache_config.kv_cache_groups) > 1
         return KVConnectorTransferResults(
             finished_recving=ended, failed_recving=failed if is_whole else set()
@@ -199,14 +199,14 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(_nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Learn who knows the requests' blocks."""
+        """Receive the engine's block pool, which knows the requests' blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduling is not None:
             self._scheduling.bind(kv_cache_manager)
 
     @_or(_nothing)
     def on_new_request(self, request: Any) -> None:
-        """Ask the node about it while it waits for its turn."""
+        """Look the request up while it waits to be scheduled."""
         if self._scheduling is not None:
             self._scheduling.new_request(request)
 
@@ -225,7 +225,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(Plan)
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
-        """Return what the workers load and save in this step."""
+        """Return the loads and saves of this step."""
         return self._scheduling.plan(scheduler_output) if self._scheduling is not None else Plan()
 
     @_or(_nothing)
@@ -237,7 +237,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
-        """Forget it. Its blocks are free: nothing reads them."""
+        """Forget the request. Its blocks are free: nothing reads them."""
         if self._scheduling is not None:
             self._scheduling.finished(request)
         return False, None
@@ -245,7 +245,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do the same for an engine of several groups."""
+        """The same for an engine with several groups."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
     @_or(lambda: ())
@@ -255,7 +255,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(lambda: False)
     def reset_cache(self) -> bool:
-        """Find nothing that is stored until now: vLLM asks for this when weights have changed under it."""
+        """Ignore everything stored so far: vLLM calls this when the weights have changed."""
         if self._scheduling is not None:
             self._scheduling.reset()
         return True
@@ -264,13 +264,13 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_or(_nothing)
     def get_kv_connector_stats(self) -> Stats | None:
-        """Return what was done since the last call."""
+        """Return the counts since the last call."""
         side = self._working or self._scheduling
         return side.stats.take() if side is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        """Make counts of what came over a wire."""
+        """Rebuild counts that were serialized."""
         return Stats(data=data or {})
 
     @classmethod

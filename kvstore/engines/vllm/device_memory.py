@@ -1,11 +1,11 @@
-"""The engine's KV memory on a device: where the runs of bytes are that make up each layer's page of a block.
+"""The engine's KV memory on a device: the runs of bytes that make up each layer's page of a block.
 
 A backend's cache is `[blocks, 2, ...]`, `[2, blocks, ...]` or, for MLA, `[blocks, tokens, numbers]`, its inner
-dimensions in any order (NHD or HND). Whatever it is, a block's page of a layer is a few dense runs, taken in the order
-of their addresses; `identity` names that order by the backend, its layout and vLLM's version.
+dimensions in any order (NHD or HND). In each case a layer's page of a block is a few dense runs, taken in address
+order; `identity` names that order by the backend, its layout and vLLM's version.
 
-What always holds: the runs of a page have exactly the page's bytes, and no two of them overlap. A cache of another kind
-is a LayoutError, and the engine goes without.
+What always holds: the runs of a page have exactly the page's bytes, and no two of them overlap. Any other cache is a
+LayoutError, and the engine runs without the store.
 What it doesn't do: copy; `device_saves` and `device_transport` do.
 """
 
@@ -42,11 +42,11 @@ class Pages(NamedTuple):
 
 
 def pages_of(shape: Sequence[int], strides: Sequence[int], element_bytes: int, blocks: int) -> Pages:
-    """Find the runs of a cache's blocks. A kernel's block may be a part of the engine's, then some are one block."""
+    """Find the runs of a cache's blocks. A kernel's block may be smaller than the engine's; then several form one."""
     if blocks < 1 or not shape:
         raise LayoutError(f"A cache of the shape {tuple(shape)} is not block by block.")
     if shape[:2] == (_KEYS_AND_VALUES, blocks) == (blocks, _KEYS_AND_VALUES):
-        raise LayoutError("Of a cache of two blocks it can't be told which dimension counts them.")
+        raise LayoutError("The dimension that counts the blocks of a two-block cache is ambiguous.")
     at = next((at for at in (0, 1) if at < len(shape) and not shape[at] % blocks), None)
     if at is None or not prod(shape):
         raise LayoutError(f"A cache of the shape {tuple(shape)} has no dimension for its {blocks} blocks.")
@@ -99,7 +99,7 @@ class DeviceMemory:
         self.device = device
         self.groups = groups
         self.shard = shard
-        self._kept = list(caches.values())  # the addresses are those of their memory
+        self._kept = list(caches.values())  # keeps the memory at these addresses alive
         self._pages: dict[str, tuple[int, Pages]] = {}
         for group in groups:
             for name in group.layer_names:
@@ -118,7 +118,7 @@ class DeviceMemory:
         ]
 
     def runs(self, name: str, blocks: Sequence[int]) -> tuple[Addresses, int]:
-        """Addresses of the runs of a layer's pages, a row for each block, and how long each run is."""
+        """Addresses of the runs of a layer's pages, a row for each block, and the length of a run."""
         begin, pages = self._pages[name]
         numbers = np.array(blocks, np.uint64)[:, None]
         offsets = np.array(pages.offsets, np.uint64)

@@ -1,11 +1,11 @@
 """Saves from a device's memory: a side stream copies each layer when it is computed, and stores a flag behind it.
 
-The engine's thread queues work and waits for nothing: the side stream waits for the layer, copies its pages into
-page-locked memory that is registered with the fabric, and behind the last layer of an object stores the next number to
-one flag word, which sends the puts that `saving`'s thread has armed on it. The step ends with an event that the compute
+The engine's thread queues work and waits for nothing. The side stream waits for the layer, copies its pages into
+page-locked memory that is registered with the fabric and, after an object's last layer, stores the next number to one
+flag word; this fires the puts that `saving`'s thread has armed on it. The step ends with an event that the compute
 stream waits for, so that blocks are not written to before they are copied; it waits for copies, and never for the node.
 
-What always holds: what `saving` promises; memory of a batch is used again only after the flag has shown that all copies
+What always holds: the guarantees of `saving`; memory of a batch is reused only after the flag has shown that all copies
 into it are done. A step that finds no room is skipped and counted. If the device refuses work, nothing of the step is
 sent.
 What it doesn't do: save a step in which a layer is computed twice.
@@ -60,21 +60,21 @@ class CopyFlag:
 
 
 class DeviceSaves(Saves):
-    """The saves of a worker. Called from the engine's thread only, except what its own thread calls."""
+    """The saves of a worker. Called from the engine's thread only, except the methods of its own thread."""
 
     def __init__(self, memory: DeviceMemory, staging: mmap.mmap, sender: Sender, flag: CopyFlag) -> None:
         super().__init__(memory, staging, sender)
         self._on_device, self._flag = memory, flag
         self._side = memory.device.open_stream()
-        self._opened: list[Batch] | None = None  # of this step
+        self._opened: list[Batch] | None = None  # this step's
         self._left: dict[
             tuple[int, int], set[str]
         ] = {}  # by group and object: layers that are not copied yet
         self._is_broken = False
-        self._held: deque[Batch] = deque()  # the thread's own: released, but perhaps not copied into yet
+        self._held: deque[Batch] = deque()  # the thread's own: released, but copies may be pending
 
     def begin(self, blocks: Sequence[Wanted]) -> None:
-        """Note what this step will have computed."""
+        """Record the blocks that this step computes."""
         super().begin(blocks)
         self._opened, self._is_broken = None, False
 
@@ -115,7 +115,7 @@ class DeviceSaves(Saves):
         except DeviceError as error:
             self._refused(error)
         if self._is_broken or not batches:
-            copied_at = self._flag.last + 1  # whatever is stored next is behind these copies
+            copied_at = self._flag.last + 1  # the next store to the flag comes after these copies
         is_withheld = bool(self._undone) or not is_sound
         if is_withheld and not batches:
             self._outcomes.append(Saved([], withheld=self._pages_of(blocks)))

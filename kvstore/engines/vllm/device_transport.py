@@ -1,11 +1,11 @@
-"""How pages move between a device and the node: through page-locked memory, by the client's transport.
+"""Moves pages between a device and the node: through page-locked memory, by the client's transport.
 
-Objects are fetched into windows of page-locked memory; those that are there, whole and checked, are copied into the
-engine's blocks on a stream for loads. That stream waits for all that the engine computed before, and the compute
-stream waits for it (`before_loads`, `after_loads`); no thread waits for a copy but for a window's next use.
+Objects are fetched into windows of page-locked memory; those that arrived, whole and checked, are copied into the
+engine's blocks on a stream for loads. That stream waits for the engine's earlier work, and the compute stream waits for
+it (`before_loads`, `after_loads`); a thread waits for copies only before it reuses a window.
 
-What always holds: what `transport` promises, but that bytes of a fetch are in place after `after_loads`, in the order
-of the compute stream. A window is filled again only after it was copied. Page-locked memory is bounded:
+What always holds: the guarantees of `transport`, except that fetched bytes are in place after `after_loads`, in the
+order of the compute stream. A window is filled again only after it was copied. Page-locked memory is bounded:
 `host_bytes` for saves, and a few windows.
 What it doesn't do: register a device's memory with the fabric.
 """
@@ -45,7 +45,7 @@ class _Window:
 
     offset: int
     copied: Any = None
-    is_lost: bool = False  # it may be copied out of, and nothing will tell when that is over
+    is_lost: bool = False  # a copy may still read it, and its end will not be reported
 
 
 class DeviceTransport:
@@ -78,15 +78,15 @@ class DeviceTransport:
         self.saves = DeviceSaves(memory, copies, sender, flag)
 
     def before_loads(self) -> None:
-        """Loads write to blocks only after all that was computed with them before."""
+        """Loads write to blocks only after earlier work on them has ended."""
         self._device.wait(self._stream, self._device.record(self._device.current_stream()))
 
     def after_loads(self) -> None:
-        """Whatever is computed from now on comes after the loads that have ended."""
+        """Work queued from now on comes after the loads that have ended."""
         self._device.wait(self._device.current_stream(), self._device.record(self._stream))
 
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
-        """Bring pages into page-locked memory, and queue their copies."""
+        """Fetch pages into page-locked memory, and queue their copies."""
         until_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
         here: list[bool] = []
         for some in self._parts(objects):
@@ -115,7 +115,7 @@ class DeviceTransport:
         return max(0.0, (until_ns - self._clock.monotonic_ns()) / 1e9)
 
     def _take(self, until_ns: int) -> _Window | None:
-        """A window that nothing is copied out of any more, if there is one in time."""
+        """A window without pending copies, if one becomes available in time."""
         try:
             window = self._windows.get(timeout=self._left_s(until_ns))
         except queue.Empty:

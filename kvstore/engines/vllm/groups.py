@@ -26,9 +26,9 @@ class Group:
 
     number: int  # among all groups of the engine
     block_tokens: int
-    window_tokens: int  # 0: its layers look at everything
+    window_tokens: int  # 0: its layers have no window
     layer_names: tuple[str, ...]
-    shards: tuple[Layout, ...]  # what each tensor-parallel rank has of it
+    shards: tuple[Layout, ...]  # each tensor-parallel rank's part of it
     page_bytes: int
 
     @property
@@ -39,18 +39,18 @@ class Group:
 
     @property
     def block_bytes(self) -> int:
-        """How many bytes a block has on one rank, all layers together."""
+        """The size of a block on one rank, all layers together."""
         return len(self.layer_names) * self.page_bytes
 
     @property
     def object_bytes_max(self) -> int:
-        """How long the longest of its objects is."""
+        """The length of its longest object."""
         return len(self.runs[0]) * self.page_bytes
 
     def objects(self, digest: bytes, shard: int, domain: bytes = UNSAID) -> list[bytes]:
-        """The keys of a block's objects; the digest is that of its tokens and of all before them."""
+        """The keys of a block's objects; the digest covers its tokens and all before them."""
         layout = self.shards[shard]
-        # A key says all that the layout does: engines that differ store side by side, and don't refuse each other.
+        # A key includes everything in the layout, so different engines store side by side without refusals.
         block = layout.fingerprint + digest
         keys = [layout.key(b"%b%d/%d-%d" % (block, self.number, run.start, run.stop)) for run in self.runs]
         return [in_domain(key, domain) for key in keys]
@@ -72,16 +72,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """All groups of an engine, in its order."""
+    """All groups of an engine, in the engine's order."""
 
     groups: tuple[Group, ...]
     layout: (
-        bytes  # goes with every object; one for all ranks, so that any of them may ask for the objects of all
+        bytes  # of every object; the same for all ranks, so that any of them may look up the objects of all
     )
 
 
 class Wanted(NamedTuple):
-    """A block of the engine's, and the digest of what is, or shall be, in it."""
+    """A block of the engine's, and the digest of its present or future content."""
 
     group: int
     block: int
@@ -91,7 +91,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """All that one request wants loaded."""
+    """The blocks to load for one request."""
 
     request: str
     blocks: list[Wanted]

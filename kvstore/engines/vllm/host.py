@@ -1,11 +1,10 @@
-"""Host memory between vLLM's offloading and our node, and what is in it: slots of one chunk each.
+"""Host memory between vLLM's offloading and our node: slots of one chunk each.
 
-vLLM's OffloadingSpec can't say that a load failed. So a chunk is only called a hit once its exact bytes lie here, and
-what its worker does is copy: between the engine's memory and a slot. The node is filled from here, and fetched to here,
-in threads of our own.
+vLLM's OffloadingSpec can't report a failed load. So a chunk is a hit only once its exact bytes are here, and the worker
+only copies between the engine's memory and a slot. Threads of our own move chunks between the slots and the node.
 
-What always holds: a slot that is called readable holds the exact bytes of its key until the load that was promised has
-ended; nothing waits for the node. Calls come from the scheduler's thread; the two threads only end what was begun.
+What always holds: a readable slot holds the exact bytes of its key until the promised load has ended; nothing waits for
+the node. Calls come from the scheduler's thread; the two threads only complete them.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ __all__ = ["HostMemory", "State"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-_ABSENT_NS = 1_000_000_000  # a key that the node did not have is not asked for again for so long
+_ABSENT_NS = 1_000_000_000  # how long a missing key is not requested again
 _BATCH = 256
 
 
 class State(enum.Enum):
     """The state of a key."""
 
-    UNKNOWN = "unknown"  # until the node has been asked
+    UNKNOWN = "unknown"  # until the node has answered
     ABSENT = "absent"
     FILLING = "filling"  # the engine is copying into its slot
     HERE = "here"
@@ -57,7 +56,7 @@ class State(enum.Enum):
 class _Slot:
     number: int
     state: State
-    users: int = 0  # loads promised, and threads of ours: it stays what it is
+    users: int = 0  # promised loads, and our threads: the slot is not reused
 
 
 class HostMemory:
@@ -76,7 +75,7 @@ class HostMemory:
         self._timeout_s = timeout_s
         self._region = client.register(memory)
         self._lock = threading.Condition()
-        self._slots: OrderedDict[bytes, _Slot] = OrderedDict()  # the one used longest ago first
+        self._slots: OrderedDict[bytes, _Slot] = OrderedDict()  # least recently used first
         self._free = list(range(len(memory) // slot_bytes))
         self._absent: dict[bytes, int] = {}
         self._clock = SystemClock()
@@ -86,7 +85,7 @@ class HostMemory:
         for work, waiting in ((self._fetch, self._to_fetch), (self._send, self._to_send)):
             threading.Thread(target=self._run, args=(work, waiting), name="kvstore-host", daemon=True).start()
 
-    # --- what vLLM asks
+    # --- vLLM's calls
 
     def look(self, key: bytes) -> State:
         """The state of a key; for an unknown one the node is asked."""
@@ -112,7 +111,7 @@ class HostMemory:
                 self._lock.wait(seconds)
 
     def hold(self, keys: Sequence[bytes]) -> list[int]:
-        """Keep keys that are here where they are; their slots."""
+        """Hold the slots of keys that are here; returns the slots."""
         with self._lock:
             for key in keys:
                 self._slots[key].users += 1
@@ -126,14 +125,14 @@ class HostMemory:
                 self._slots[key].users -= 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """They are in use elsewhere, and will be wanted."""
+        """Mark keys as recently used."""
         with self._lock:
             for key in keys:
                 if key in self._slots:
                     self._slots.move_to_end(key)
 
     def begin_fill(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """Assign a slot to each block that is not here, while there are free slots."""
+        """Assign a slot to each missing block, while there are free slots."""
         with self._lock:
             given = []
             for key in keys:
@@ -187,7 +186,7 @@ class HostMemory:
                 keys.append(waiting.get())
             try:
                 work(keys)
-            except Exception:  # the engine goes on, whatever it was
+            except Exception:  # no error may stop the engine
                 log.exception("Moving chunks failed.")
 
     def _block(self, key: bytes) -> Block | ClusterBlock:
@@ -224,7 +223,7 @@ class HostMemory:
                 armed = self._client.arm([self._block(key) for key in keys[first : first + part]])
                 for result in armed.wait(LEASE_TIMEOUT_MS / 1000):
                     is_about_domains(result.error, log)
-                armed.abandon()  # whatever has not landed by now: its slot is to be used again
+                armed.abandon()  # chunks that have not landed by now: their slots are reused
         except KvError as error:
             if not is_about_domains(error, log):
                 log.debug("%d chunks were not stored: %s", len(keys), error)

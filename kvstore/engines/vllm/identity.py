@@ -1,15 +1,14 @@
-"""Whose bytes an engine's blocks are: a layout for each of its KV cache groups, and from it the names of their objects.
+"""The identity of an engine's blocks: a layout for each of its KV cache groups, from which their objects are named.
 
-What we store is a block of tokens: its pages, the KV of one layer each as it lies in the engine's memory, one behind
-the other in one object; in several, of some layers each, where one would be large. A page's order is the engine's own
-affair (`Order.OPAQUE`); so all that might change it is in the fingerprint: vLLM's version, the device and, on CPUs, the
+The stored unit is a block of tokens: its pages, each the KV of one layer as in the engine's memory, contiguous in one
+object, or in several of some layers each if one would be too large. A page's byte order is private to the engine
+(`Order.OPAQUE`), so everything that may change it is in the fingerprint: vLLM's version, the device and, on CPUs, the
 instruction set, the layout of the cache, its number format.
 
 What always holds: two engines name the same object only if model, weights, shard, layers and all tokens before it are
-the same. `model_of` says what model and weights are, once, for the connector's objects and for an OffloadingSpec's
-chunks.
-What can't be named so (recurrent state, blocks split over context-parallel ranks, attention that looks ahead) makes the
-connector stand aside.
+the same. `model_of` identifies model and weights, for the connector's objects and for an OffloadingSpec's chunks.
+Models that can't be named so (recurrent state, blocks split over context-parallel ranks, attention that looks ahead)
+make the connector inactive.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype
 
 
 class Model(NamedTuple):
-    """What decides the bytes of all KV of an engine, whatever kind of layer they are of."""
+    """What determines the bytes of all KV of an engine, in any kind of layer."""
 
     name: str
     weights: str  # with all that is said about how to compute with them
@@ -51,7 +50,7 @@ class Model(NamedTuple):
 
 
 def identify(vllm_config: Any, kv_cache_config: Any, weights: str) -> Identity:
-    """Name what this engine has; LayoutError if it can't be named."""
+    """Identify this engine's KV; LayoutError if that is impossible."""
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutError("Context-parallel ranks are not supported.")
@@ -75,7 +74,7 @@ def _forbids_cached_context(vllm_config: Any) -> bool:
 
 
 def identify_chunks(vllm_config: Any, kv_cache_config: Any, weights: str) -> bytes:
-    """Name what an OffloadingSpec keeps: blocks with all groups and ranks in them; LayoutError if it can't be named."""
+    """Identify an OffloadingSpec's chunks, which have all groups and ranks; LayoutError if that is impossible."""
     parallel = vllm_config.parallel_config
     groups = [
         [[_kind(spec), _isa(vllm_config, spec), list(group.layer_names)] for spec in _specs(group)]
@@ -93,9 +92,9 @@ def identify_chunks(vllm_config: Any, kv_cache_config: Any, weights: str) -> byt
 
 
 def model_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Model:
-    """Say what model this is, whose weights, and who computes with them; `weights` is what the user calls them.
+    """Identify the model, its weights and the engine; `weights` is the user's name for them.
 
-    LayoutError where nothing that is computed may be used again.
+    LayoutError if no KV may be reused.
     """
     if _forbids_cached_context(vllm_config):
         raise LayoutError(
@@ -133,7 +132,7 @@ def _specs(group: Any) -> list[Any]:
 
 
 def _kind(spec: Any) -> list[str]:
-    """What a layer's KV is, as far as its bytes depend on it."""
+    """The properties of a layer's KV that determine its bytes."""
     names = ("block_size", "page_size_bytes", "dtype", "num_kv_heads", "head_size", "head_size_v")
     more = ("sliding_window", "attention_chunk_size", "kv_quant_mode", "shapes", "dtypes")
     return [type(spec).__name__, *(str(getattr(spec, name, None)) for name in (*names, *more))]
@@ -187,12 +186,12 @@ def _model(model_config: Any) -> str:
 
 
 def _weights(model_config: Any, given: str) -> list[Any]:
-    """The weights, by the name they were given if they were, and all that is said about how to compute with them."""
+    """The weights, by the user's name if there is one, and the settings that affect computation with them."""
     about = json.loads(model_config.hf_config.to_json_string(use_diff=False))
     for name in _NOT_THE_MODEL:
         about.pop(name, None)
     commit = getattr(model_config.hf_config, "_commit_hash", None)
-    # Where weights are not loaded from the model's own folder, vLLM says from where.
+    # If weights are not loaded from the model's own folder, vLLM's settings name the source.
     weights = model_config.model_weights or model_config.model
     found = given or weights_name(str(weights), model_config.revision, commit)
     if not found:
@@ -211,7 +210,7 @@ def _weights(model_config: Any, given: str) -> list[Any]:
 
 
 def _isa(vllm_config: Any, spec: Any) -> str:
-    """What the order of a CPU's blocks depends on: its kernels pack them for the instructions that it has."""
+    """The byte order of a CPU's blocks: its kernels pack them for its instruction set."""
     if not current_platform.is_cpu():
         return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415  # only where it is a CPU

@@ -1,7 +1,7 @@
 """The engine's KV memory as plain bytes: the address of each layer's page of a block.
 
-What always holds: a page's bytes are contiguous and no other page's. An engine whose cache is not so, or lies in a
-device's memory, gets a LayoutError and goes without.
+What always holds: a page's bytes are contiguous, and pages don't overlap. Any other cache, or one in a device's memory,
+is a LayoutError, and the engine runs without the store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["PIECE", "KvMemory", "Plane"]
 
 PIECE = np.dtype(
     [("buffer", "<u4"), ("length", "<u4"), ("offset", "<u8")]
-)  # as `nic_offload.pieces` has them
+)  # in the form of `nic_offload.pieces`
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class KvMemory:
         self.shard = shard
         self.buffers: list[Any] = []
         self._storages: dict[int, int] = {}
-        self._kept = list(caches.values())  # the buffers lie over them
+        self._kept = list(caches.values())  # the buffers are views of them
         self.planes = [
             [self._plane(name, caches[name], group, blocks) for name in group.layer_names] for group in groups
         ]
@@ -60,12 +60,12 @@ class KvMemory:
     def _plane(self, name: str, cache: torch.Tensor, group: Group, blocks: int) -> Plane:
         if cache.device.type != "cpu":
             raise LayoutError(
-                f"The KV of {name} lies in the memory of a {cache.device.type} device; "
+                f"The KV of {name} is in the memory of a {cache.device.type} device; "
                 "TriggerKvTieringConnector takes it through host memory."
             )
         if blocks < 1 or cache.shape[0] % blocks:
             raise LayoutError(f"The KV of {name} has the shape {tuple(cache.shape)}, not block by block.")
-        kernel_blocks = cache.shape[0] // blocks  # a kernel's block may be a part of the engine's
+        kernel_blocks = cache.shape[0] // blocks  # a kernel's block may be smaller than the engine's
         inner = sorted(
             (stride, size)
             for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True)
@@ -107,7 +107,7 @@ class KvMemory:
         return rows
 
     def copy(self, group: int, blocks: Sequence[int], target: int) -> None:
-        """Copy blocks to an address, one behind the other, each with its pages layer by layer."""
+        """Copy blocks to an address, contiguously, each with its pages layer by layer."""
         offsets = self._offsets(group, blocks)
         page_bytes = self.groups[group].page_bytes
         runs = np.empty((*offsets.shape, 4), np.uint64)
@@ -117,5 +117,5 @@ class KvMemory:
         copy_runs(runs.data, self.addresses, target)
 
     def bytes_of(self, buffer: int, offset: int, length: int) -> memoryview:
-        """A page, to be read or written in place."""
+        """A view of a page, to be read or written in place."""
         return memoryview(self.buffers[buffer]).cast("B")[offset : offset + length]

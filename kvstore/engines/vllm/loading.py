@@ -1,7 +1,7 @@
 """Loads: blocks come from the node into the engine's memory, in threads of their own or while the step waits.
 
-What always holds: a load ends within its time; of each block it is said whether all of its pages are there, exact; once
-it is said, nothing writes to the block any more. Nothing here raises.
+What always holds: a load ends by its deadline; it reports for each block whether all of its exact pages are there;
+after that nothing writes to the block any more. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Loaded", "Loads"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-_THREADS = 2  # so that one request's load does not wait for all of another's
+_THREADS = 2  # so that requests' loads don't wait for each other
 _IDLE_WAIT_S = 0.005
 
 
@@ -65,12 +65,12 @@ class Loads:
         self._threads.submit(self._in_thread, load)
 
     def give_up(self, load: Load) -> None:
-        """A load that can't begin: all of it is missing."""
+        """A load that can't begin: all blocks are missing."""
         self._under_way += 1
         self._end(Loaded.none_of(load))
 
     def ended(self, *, wait: bool) -> list[Loaded]:
-        """The loads that have ended; `wait` a moment for one rather than have an idle engine spin."""
+        """The loads that have ended; with `wait`, wait a moment for one, so that an idle engine doesn't spin."""
         with self._news:
             if wait and self._under_way and not self._ended:
                 self._news.wait(_IDLE_WAIT_S)
@@ -85,7 +85,7 @@ class Loads:
         try:
             with as_request(load.request):  # for `kvstore explain`
                 missing, size = self._fetch(load.blocks)
-        except Exception:  # the engine goes on, whatever it was
+        except Exception:  # no error may stop the engine
             log.exception("Loading blocks failed; they are computed.")
             missing, size = list(load.blocks), 0
         return Loaded(load, missing, size, self._clock.monotonic_ns() - began_ns)
@@ -100,7 +100,7 @@ class Loads:
 
     def _fetch(self, blocks: Sequence[Wanted]) -> tuple[list[Wanted], int]:
         objects: list[Object] = []
-        places: list[tuple[Wanted, int, int]] = []  # of each block, where its objects are among all
+        places: list[tuple[Wanted, int, int]] = []  # the positions of each block's objects
         for number, group in enumerate(self._memory.groups):
             of_group = [wanted for wanted in blocks if wanted.group == number]
             pieces = self._memory.pieces(number, [wanted.block for wanted in of_group])

@@ -1,8 +1,7 @@
-"""Look-ups: how many of a request's first tokens the node has the KV of, asked without the engine waiting for it.
+"""Look-ups: for how many of a request's first tokens the node has the KV. The engine doesn't wait.
 
-What always holds: the answer is a length at which every group has what it needs: layers that look at everything all
-their blocks, layers with a window those that reach into the window. A node that is away, or does not answer in time,
-has nothing. Nothing here raises.
+What always holds: the answer is a length at which every group has the blocks it needs: layers without a window all of
+them, layers with one those that reach into it. A node that is away or late has none. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Lookups:
                 return self._usable(digests, domain)
         except KvError as error:
             log.debug("A request's blocks could not be looked up: %s", error)
-        except Exception:  # the engine goes on, whatever it was
+        except Exception:  # no error may stop the engine
             log.exception("A look-up failed; the prompt is computed.")
         return 0
 
@@ -78,14 +77,14 @@ class Lookups:
         return 0
 
     def _prefix(self, group: Group, digests: Sequence[bytes], domain: bytes) -> int:
-        """How many tokens are stored from the first on."""
+        """How many tokens are stored, from the first."""
         if not digests:
             return 0
         answer = self._client.prefix(group.all_objects(digests, domain), timeout_s=self._timeout_s)
         return answer.blocks // group.objects_of_block * group.block_tokens
 
     def _window(self, group: Group, digests: Sequence[bytes], tokens: int, domain: bytes) -> int:
-        """The length itself if all that the next token looks at is stored; else a shorter one that might do."""
+        """Return the length if everything the next token attends to is stored; else a shorter candidate."""
         last = tokens // group.block_tokens
         first = max(0, tokens - group.window_tokens + 1) // group.block_tokens
         keys = group.all_objects(digests[first:last], domain)

@@ -1,7 +1,7 @@
-"""What our connectors pass to a spec or a tier because vLLM doesn't: the model served, and a request's adapter.
+"""What our connectors pass to a spec or a tier because vLLM doesn't: the model, and a request's adapter.
 
-vLLM tells them the model's name and little more; its block hashes know an adapter by its name and path. Here both are
-known by their content (`identity`, `weights`).
+vLLM passes the model's name and little more; its block hashes include an adapter's name and path. Here both are
+identified by their content (`identity`, `weights`).
 
 What always holds: a model that can't be named is neither saved nor loaded, and the log says why.
 """
@@ -30,28 +30,28 @@ _NAME_BYTES = 16
 
 @dataclass(slots=True)
 class Engine:
-    """What a connector knows of its engine."""
+    """A connector's knowledge of its engine."""
 
-    layout: bytes  # what its chunks are; b"": they can't be named, and none is kept
+    layout: bytes  # the identity of its chunks; b"": unknown, and none is stored
     saves: bool = True
     loads: bool = True
     adapters: dict[str, bytes] = field(default_factory=dict)  # of requests on their way to the manager
     epoch: bytes = b""  # of the weights: another one finds nothing of what was stored before
 
     def reset(self) -> None:
-        """Find nothing that is stored until now: the weights may be others."""
+        """Ignore everything stored so far: the weights may have changed."""
         self.epoch = secrets.token_bytes(_NAME_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A request's, by content: the engine's own hashes have its path."""
+    """A request's adapter by content: the engine's own hashes have its path."""
 
     name: bytes
 
 
 def engine_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Engine:
-    """Name the engine's chunks, and say whether it saves and loads (`kv_role`)."""
+    """Identify the engine's chunks, and whether it saves and loads (`kv_role`)."""
     transfer = vllm_config.kv_transfer_config
     try:
         layout = identify_chunks(vllm_config, kv_cache_config, weights)
@@ -62,7 +62,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Engine:
 
 
 def tell_adapter(engines: Iterable[Engine], request: Any) -> None:
-    """Note which adapter a new request uses."""
+    """Record the adapter of a new request."""
     if request.lora_request is not None:
         name = blake2b(
             adapter_name(request.lora_request.lora_path).encode(), digest_size=_NAME_BYTES

@@ -2,13 +2,13 @@
 
     "kv_connector": "TriggerKvOffloadingConnector", "kv_connector_extra_config": {"node": "127.0.0.1:7070"}
 
-What always holds: what `lookup` calls a hit is in this host's memory, checked, and stays until it is loaded; so no load
-fails, which this interface could not say. Its memory is a file in /dev/shm that has no name any more once engine and
-worker have it. What vLLM names its chunks by must be the same in every process: with a `prefix_caching_hash_algo` that
-is not cryptographic, set PYTHONHASHSEED. Two engines share a chunk only if they would share the connector's pages
+What always holds: a hit of `lookup` is in this host's memory, checked, and stays until it is loaded; so no load fails,
+which this interface could not report. Its memory is a file in /dev/shm that is unlinked once engine and worker have
+mapped it. vLLM's block hashes must be the same in every process: with a `prefix_caching_hash_algo` that is not
+cryptographic, set PYTHONHASHSEED. Two engines share a chunk only if they would share the connector's pages
 (`identity`).
 What it doesn't do: chunks of several blocks; ranks on several hosts; work under vLLM's own `OffloadingConnector`, which
-tells a spec too little of the model to name anything by it.
+doesn't give a spec enough to identify the model.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _RESULTS = {
 
 
 class _Slots(LoadStoreSpec):  # type: ignore[misc]
-    """Where chunks lie in the host's memory, in the order of the engine's blocks."""
+    """The slots of chunks in the host's memory, in the order of the engine's blocks."""
 
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
 
 
 class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
-    """What both sides are made from."""
+    """The common base of both sides."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -121,7 +121,7 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         return _Worker(kv_caches, self._memory(), self._slot_bytes, begin)
 
     def _claim(self) -> None:
-        """Hold the memory for one manager, for as long as this process lives: two would fill each other's slots."""
+        """Reserve the memory for one manager, for the life of this process: two would overwrite each other's slots."""
         self._claimed = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -155,26 +155,26 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
         self._epoch = b""
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Say whether a chunk can be loaded now."""
+        """Whether a chunk can be loaded now."""
         if not self._engine.loads:
             return LookupResult.MISS
         return _RESULTS[self._host.look(key + self._more(req_context))]
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> LoadStoreSpec:
-        """Keep what was called a hit."""
+        """Hold the slots of hits for a load."""
         return _Slots(self._host.hold(self._named(keys, req_context)))
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Let it go again."""
+        """Release the slots of a completed load."""
         self._unname()
         self._host.let_go(self._named(keys, req_context))
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Keep these longer than others."""
+        """Mark chunks as recently used."""
         self._host.touch(self._named(keys, req_context))
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        """Find slots for what is not here; none for an engine that is not to store."""
+        """Assign slots to missing chunks; none for an engine that doesn't save."""
         of_vllm = dict(zip(self._named(keys, req_context), keys, strict=True))
         given = self._host.begin_fill(list(of_vllm)) if self._engine.saves else []
         return PrepareStoreOutput(
@@ -182,12 +182,12 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
         )
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:  # noqa: FBT001, FBT002  # vLLM's signature
-        """It is here; send it to the node."""
+        """The chunks are in their slots; send them to the node."""
         self._unname()
         self._host.end_fill(self._named(keys, req_context), filled=success)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Take in whose adapter it is for."""
+        """Record the adapter of a request."""
         if (name := self._engine.adapters.pop(req_context.req_id, None)) is not None:
             req_context.set_state(Adapter(name))
         return RequestOffloadingContext()
@@ -197,7 +197,7 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
         return [key + more for key in keys]
 
     def _more(self, req_context: Any) -> bytes:
-        """What vLLM's hashes lack: all of one request's chunks have the same of it."""
+        """What vLLM's hashes lack; the same for all chunks of a request."""
         adapter = req_context.get_state(Adapter)
         return self._epoch + (adapter.name if adapter is not None else b"")
 
@@ -207,16 +207,16 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
             self._host.wait(_IDLE_WAIT_S)
 
     def reset_cache(self) -> None:
-        """Find nothing that is stored until now, here or on the node: the weights may be others."""
+        """Ignore everything stored so far, here or on the node: the weights may have changed."""
         self._epoch = secrets.token_bytes(_NAME_BYTES)
         self._host.clear()
 
     def shutdown(self) -> None:
-        """Leave no file behind, if there is one still."""
+        """Unlink the file, if it still has a name."""
         self._unname()
 
     def _unname(self) -> None:
-        """All workers have the memory, for they have used it: it needs no name."""
+        """All workers have mapped the memory, so its file needs no name."""
         if self._path is not None:
             with suppress(FileNotFoundError):
                 self._path.unlink()
@@ -228,7 +228,7 @@ class _Worker(OffloadingWorker):  # type: ignore[misc]
 
     def __init__(self, caches: Any, memory: mmap.mmap, slot_bytes: int, begin: int) -> None:
         self._slots = torch.frombuffer(memory, dtype=torch.int8).view(-1, slot_bytes)
-        self._parts = []  # group by group: tensors, and where their pages lie in a slot
+        self._parts = []  # group by group: tensors, and the offsets of their pages in a slot
         for refs in caches.group_data_refs:
             at, parts = begin, []
             for ref in refs:
@@ -266,9 +266,9 @@ class _Worker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """What has been copied since the last call."""
+        """The copies that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way: a job that was submitted is done."""
+        """Nothing is pending: a submitted job is done when it returns."""

@@ -1,12 +1,12 @@
-"""vLLM's OffloadingConnector with our spec in it, told which model it is for; deprecated for `tiering_connector`.
+"""vLLM's OffloadingConnector with our spec, which it gives the model's identity; deprecated for `tiering_connector`.
 
     --kv-transfer-config '{"kv_connector": "TriggerKvOffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"node": "127.0.0.1:7070"}}'
 
-vLLM tells a spec the model's name and little more. Its connector knows all of it, so this one says it to the spec: what
-the chunks are (`identity`), whether this engine saves and loads (`kv_role`), and requests' adapters by their content.
+vLLM gives a spec the model's name and little more. This connector adds the identity of the chunks (`identity`), whether
+this engine saves and loads (`kv_role`), and requests' adapters by their content.
 
-What always holds: a model that can't be named has no chunks kept, and the log says why.
+What always holds: chunks of a model that can't be identified are not stored, and the log has the reason.
 What it doesn't do: anything else; all of its work is vLLM's.
 """
 
@@ -31,7 +31,7 @@ _SPEC = {"spec_name": "TriggerKvOffloadingSpec", "spec_module_path": "kvstore.en
 
 
 class TriggerKvOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
-    """One of them is the scheduler's, and one each worker's."""
+    """The scheduler has one instance, and so has each worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         settings = Settings.of_vllm(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -41,7 +41,7 @@ class TriggerKvOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(_with(vllm_config, {ENGINE: self._engine}), role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
-        """Note which adapter it uses."""
+        """Record the adapter of a request."""
         tell_adapter([self._engine], request)
         super().on_new_request(request)
 
@@ -52,7 +52,7 @@ class TriggerKvOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _with(vllm_config: Any, more: dict[str, Any]) -> Any:
-    """The same configuration, but that it names our spec; as a MultiConnector makes one for each of its parts."""
+    """The same configuration with our spec named; a MultiConnector makes such copies for its parts, too."""
     transfer = vllm_config.kv_transfer_config
     changed = copy.copy(vllm_config)
     changed.kv_transfer_config = replace(

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the worker's: which blocks to load, and which to save, in this step.
+"""What the scheduler's side sends to the worker's: the blocks to load and to save in this step.
 
 Plain values, so that any executor of vLLM can carry them to its workers.
 """
@@ -23,12 +23,12 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Wanted] = field(default_factory=list)
-    is_idle: bool = False  # nothing is computed in this step: whoever waits for a load may
+    is_idle: bool = False  # nothing is computed in this step, so loads may be waited for
 
 
 @dataclass
 class Told(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the workers tell back: blocks of which all pages are stored, and how many workers say so of each."""
+    """The workers' reply: blocks of which all pages are stored, and how many workers reported each."""
 
     stored: dict[tuple[int, bytes], int]
 

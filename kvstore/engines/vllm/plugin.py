@@ -1,7 +1,7 @@
-"""What vLLM calls in each of its processes (`vllm.general_plugins` in pyproject.toml): our connectors have names there.
+"""vLLM's plugin entry point (`vllm.general_plugins` in pyproject.toml): registers our connectors in each process.
 
-What always holds: importing this, and calling `register` any number of times, costs nothing: a connector is imported
-when it is used.
+What always holds: importing this and calling `register` any number of times is cheap; a connector is imported when it
+is used.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _CONNECTORS = {
 
 
 def register() -> None:
-    """Make the connectors known, as parts of a MultiConnector too, which finds them by name alone."""
+    """Register the connectors by name, which is how a MultiConnector finds its parts, too."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  # vLLM calls
 
     for name, module in _CONNECTORS.items():
-        with suppress(ValueError):  # it is known already
+        with suppress(ValueError):  # it is already registered
             KVConnectorFactory.register_connector(name, module, name)

@@ -1,7 +1,7 @@
-"""Which bytes of a fixed memory are taken: pieces are given back in the order in which they were taken.
+"""A ring allocator over a fixed memory: pieces are freed in the order in which they were allocated.
 
-What always holds: two pieces that are taken never overlap, and each is contiguous; one thread may take and another give
-back without a lock, as each writes a number of its own.
+What always holds: allocated pieces never overlap, and each is contiguous; one thread may allocate and another free
+without a lock, as each writes its own counter.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ __all__ = ["Ring"]
 
 
 class Ring:
-    """A ring of a number of bytes."""
+    """A ring of a fixed number of bytes."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -18,7 +18,7 @@ class Ring:
         self._given_back = 0  # of all time; only the giver writes it
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Where a piece lies, and how many bytes to give back for it; None: there is no room now."""
+        """Allocate a piece: its offset, and how many bytes to free for it; None: there is no room now."""
         offset = self._taken % self._size
         used = self._taken - self._given_back
         left_out = self._size - offset if offset + size > self._size else 0  # the piece begins anew at 0

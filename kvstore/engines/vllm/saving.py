@@ -1,15 +1,15 @@
-"""Saves: when a step ends its pages are copied out of the engine's memory; a thread sends the copies.
+"""Saves: at the end of a step its pages are copied from the engine's memory; a thread sends the copies.
 
-In the step there is a memory copy, one call for some blocks, and nothing else: no call to the node, no lock that a
-thread holds while it waits. So a node that is slow, stopped or dead costs a step nothing. What there is no room to copy
-is not saved, and is counted.
+The step only copies memory, one call for several blocks: no call to the node, no lock that a thread holds while it
+waits. So a slow, stopped or dead node costs a step nothing. Pages without room for a copy are not saved, and are
+counted.
 
-Why a copy, and not the engine's own blocks held until they are sent: a held block is missing in the engine's cache for
-as long as the node takes; blocks that a failed load has spoilt are computed again in place; and vLLM gives back blocks
-of preempted requests and past windows without asking. The copy is exact whatever happens next.
+Why a copy, instead of holding the engine's own blocks until they are sent: a held block is missing from the engine's
+cache as long as the node takes; blocks after a failed load are recomputed in place; and vLLM frees blocks of preempted
+requests and past windows without asking. The copy is exact whatever happens next.
 
-What always holds: a step that `settle` is told not to be sound, or of which a layer has not been computed, saves
-nothing; of a block all pages are copied, or none; after `settle` nothing reads the engine's memory.
+What always holds: a step that `settle` is told is unsound, or whose layers were not all computed, saves nothing; all
+pages of a block are copied, or none; after `settle` nothing reads the engine's memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ACK_WAIT_S = VLLM_ACK_SLICE_MS / 1000
 class Saved:
     """The outcomes of some blocks."""
 
-    stored: list[tuple[int, bytes]]  # those of which all pages are stored, by group and digest
+    stored: list[tuple[int, bytes]]  # blocks with all pages stored, by group and digest
     pages: int = 0  # sent
     bytes: int = 0
     failed: int = 0  # pages that the node did not take
@@ -54,20 +54,20 @@ class Saved:
 
 
 class Copied(NamedTuple):
-    """An object in the memory of `Saves`: pages of a block, one behind the other."""
+    """An object in the memory of `Saves`: contiguous pages of a block."""
 
     key: bytes
     offset: int
     length: int
     domain: bytes = UNSAID
-    threshold: int = 1  # it is there once the sender's flag has this value, if the sender has one
+    threshold: int = 1  # complete once the sender's flag, if any, has this value
 
 
 class Sent(Protocol):
-    """Objects that no longer need their memory, and may not have been answered for yet."""
+    """Objects whose memory is free again, and whose outcomes may be pending."""
 
     def outcome(self, wait_s: float) -> list[bool | None] | None:
-        """Return for each object True if it was sent and stored, None if it was there, False if it failed.
+        """Return for each object True if it was sent and stored, None if it was already stored, False if it failed.
 
         None in place of the list: not all outcomes are known within `wait_s`.
         """
@@ -75,10 +75,10 @@ class Sent(Protocol):
 
 
 class Sender(Protocol):
-    """How objects get to the node."""
+    """How objects are sent to the node."""
 
     def send(self, objects: Sequence[Copied]) -> Sent:
-        """Send; when this returns, within its time, nothing reads the objects any more."""
+        """Send; when this returns, by its deadline, nothing reads the objects any more."""
         ...
 
 
@@ -91,11 +91,11 @@ class Batch:
     taken_bytes: int  # of the ring
     thresholds: list[int] = field(default_factory=list)  # of a device's copies, of each object of a block
     copied_at: int = 0  # the flag's value behind the last copy
-    is_withheld: bool = False  # it is copied, perhaps, and not to be sent
+    is_withheld: bool = False  # perhaps copied, and not to be sent
 
 
 class Saves:
-    """The saves of a worker. Called from the engine's thread only, except what its own thread calls."""
+    """The saves of a worker. Called from the engine's thread only, except the methods of its own thread."""
 
     def __init__(self, memory: KvMemory | DeviceMemory, staging: mmap.mmap, sender: Sender) -> None:
         self._memory, self._sender = memory, sender
@@ -110,16 +110,16 @@ class Saves:
         self._thread = ThreadPoolExecutor(1, "kvstore-save")
 
     def begin(self, blocks: Sequence[Wanted]) -> None:
-        """Note what this step will have computed."""
+        """Record the blocks that this step computes."""
         self._blocks = blocks
         self._undone = set(self._layers)
 
     def layer_done(self, name: str) -> None:
-        """Note that a layer's KV is written."""
+        """Record that a layer's KV is written."""
         self._undone.discard(name)
 
     def settle(self, *, is_sound: bool) -> None:
-        """Copy what the step has computed, if it can be relied on, and have it sent."""
+        """Copy the step's blocks, if they can be relied on, and queue them to be sent."""
         blocks, self._blocks = self._blocks, ()
         if not blocks:
             return
@@ -147,7 +147,7 @@ class Saves:
         self._memory.copy(number, blocks, self._address + batch.offset)
 
     def _reserve(self, blocks: Sequence[Wanted]) -> Iterator[Batch]:
-        """Memory for blocks, some of one group at a time; those that find no room are skipped."""
+        """Allocate memory for blocks, several of one group at a time; those without room are skipped."""
         for number, group in enumerate(self._memory.groups):
             of_group = [wanted for wanted in blocks if wanted.group == number]
             part = max(1, SAVE_BATCH_PAGES_MAX // len(group.layer_names))
@@ -167,7 +167,7 @@ class Saves:
             if not batch.is_withheld:
                 sent = self._sender.send(self._objects(batch))
                 self._unanswered.append((batch, sent))
-        except Exception:  # the engine goes on, whatever it was
+        except Exception:  # no error may stop the engine
             log.exception("Saving blocks failed; they are not stored.")
             self._outcomes.append(Saved([], failed=self._pages_of(batch.blocks)))
         finally:
@@ -220,7 +220,7 @@ class Saves:
 
 
 def staging(memory: KvMemory | DeviceMemory, size: int) -> mmap.mmap:
-    """Make the memory that pages are copied to; LayoutError if it holds not one block."""
+    """Allocate the memory for copies; LayoutError if it is too small for one block."""
     for group in memory.groups:
         if (needed := group.block_bytes) > size:
             raise LayoutError(f"host_bytes is {size}; one block has {needed} bytes.")

@@ -1,8 +1,8 @@
-"""The scheduler's side: what is stored of a request, what to load of it, and which blocks to save when.
+"""The scheduler's side: which of a request's blocks are stored, which to load, and which to save when.
 
-What always holds: what is offered is less than the whole prompt, in blocks that every group has whole; what was offered
-and has not come is not offered again; a block is saved once, when all its tokens are known and computed, and nothing
-it depends on is missing; what is remembered of a request ends with it. No call waits while the engine has work.
+What always holds: an offer is less than the whole prompt, in blocks that every group has whole; blocks that were
+offered and did not arrive are not offered again; a block is saved once, when all its tokens are known and computed, and
+nothing it depends on is missing; a request's state ends with it. No call waits while the engine has work.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Scheduling"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-# A look-up takes a millisecond or two; a scheduler that is told to ask again spins for as long.
+# A look-up takes a millisecond or two, during which a scheduler that is told to retry spins.
 _FIRST_WAIT_S = 0.01
 _NEXT_WAIT_S = 0.001
 
@@ -80,7 +80,7 @@ class Scheduling:
         self._requests: dict[str, _Request] = {}
         self._epoch = b""
         self._loads: list[Load] = []
-        self._awaited: set[bytes] = set()  # the digests of what this step will wait for
+        self._awaited: set[bytes] = set()  # the digests of the blocks that this step waits for
         self._loading: list[list[int]] = []  # the blocks of each request that waits for them
         self._is_idle = True  # whether the last step computed nothing
         self._manager: Any = None
@@ -91,13 +91,13 @@ class Scheduling:
         self.stats = Stats()
 
     def bind(self, kv_cache_manager: Any) -> None:
-        """Learn who knows which blocks a request has."""
+        """Receive the engine's block pool, which knows a request's blocks."""
         self._manager = kv_cache_manager
 
-    # --- a request comes
+    # --- a new request
 
     def new_request(self, request: Any) -> None:
-        """Look up what is stored of it, long before it is scheduled if the engine is busy."""
+        """Look up its stored blocks, long before it is scheduled if the engine is busy."""
         if self._may_load:
             self._turns.arrived(request)
         self._begin_lookup(self._known(request))
@@ -117,19 +117,19 @@ class Scheduling:
     def _begin_lookup(self, known: _Request) -> None:
         digests = [known.chains[group.block_tokens].grow() for group in self._groups]
         if not self._may_load or not all(digests):
-            return  # a producer, or not one block is full
+            return  # a producer, or no block is full
         known.lookup = self._lookups.begin(digests, known.request.request_id, known.domain)
         known.lookup_until_ns = self._clock.monotonic_ns() + self._lookup_ns
         known.asked = False
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens behind those computed can be loaded; None: not known yet."""
+        """How many tokens after the computed ones can be loaded; None: not known yet."""
         known = self._known(request)
         known.told_tokens = computed_tokens
         if self._shares_awaited(known, computed_tokens):
             return None, False
         if known.offers > request.num_preemptions:
-            return 0, False  # what was offered has not arrived, and may never
+            return 0, False  # the offered blocks have not arrived, and may never
         if known.lookup is None:
             self._begin_lookup(known)
         if known.lookup is None:
@@ -151,7 +151,7 @@ class Scheduling:
         return usable - computed_tokens, self._is_async
 
     def _patience_s(self, known: _Request) -> float:
-        """While others compute, nothing waits here; an idle engine that is told to ask again would spin."""
+        """While others compute, nothing waits here; an idle engine that is told to retry would spin."""
         if not self._is_idle:
             return 0.0
         return _NEXT_WAIT_S if known.asked else _FIRST_WAIT_S
@@ -159,7 +159,7 @@ class Scheduling:
     def _shares_awaited(self, known: _Request, computed_tokens: int) -> bool:
         """Whether the engine's own cache would give it blocks that another request of this step has yet to load.
 
-        Should they not come, vLLM takes the other request back, and goes on with this one as if they had.
+        If they fail to arrive, vLLM reschedules the other request, and continues this one as if they had.
         """
         if not self._awaited or not computed_tokens:
             return False
@@ -167,10 +167,10 @@ class Scheduling:
         return not self._awaited.isdisjoint(known.chains[size].grow()[: computed_tokens // size])
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """Plan the load of what was offered, into the blocks that it has got."""
+        """Plan the load of the offered blocks into the request's blocks."""
         known = self._known(request)
         known.is_admitted = True
-        known.lookup = None  # whoever is scheduled again, after a preemption, looks again
+        known.lookup = None  # a request scheduled again after a preemption is looked up again
         for number, group in enumerate(self._groups):
             known.saved[number] = max(known.saved[number], known.known_tokens // group.block_tokens)
         if not external_tokens:
@@ -198,7 +198,7 @@ class Scheduling:
     # --- a step
 
     def plan(self, step: Any) -> Plan:
-        """Say what the workers load and save in this step."""
+        """Return the loads and saves of this step."""
         loads, self._loads = self._loads, []
         self._awaited = set()
         self._is_idle = not step.num_scheduled_tokens
@@ -212,15 +212,15 @@ class Scheduling:
             if not self._has_others_loads([known for known, _ in of_step]):
                 for known, tokens in of_step:
                     saves += self._full(known, known.request.num_computed_tokens, tokens)
-        except Exception:  # loads that were offered must be made whatever happens: requests wait for them
+        except Exception:  # offered loads must be made whatever happens: requests wait for them
             log.exception("Planning saves failed; this step saves nothing.")
             saves = []
         return Plan(loads, saves, is_idle=self._is_idle)
 
     def _has_others_loads(self, requests: Sequence[_Request]) -> bool:
-        """Whether a request begins with tokens that another connector brings.
+        """Whether a request begins with tokens that another connector loads.
 
-        Of those it is known only after the step whether they have come. What the step computes is saved with the next.
+        Whether they arrived is known only after the step, so its blocks are saved with the next one.
         """
         has = False
         for known in requests:
@@ -232,12 +232,12 @@ class Scheduling:
         """The blocks of a request that are full after this step and not known to be stored."""
         if known.is_spoilt:
             return []
-        # Drafts and placeholders are no tokens yet.
+        # Drafts and placeholders don't count as tokens yet.
         tokens = min(before_tokens + new_tokens, len(known.request.all_token_ids))
         full: list[Wanted] = []
         ids: Sequence[Sequence[int]] = ()
         for number, group in enumerate(self._groups):
-            # Blocks that are computed although reported as stored did not arrive: they are saved again.
+            # Blocks that are computed although they were reported as stored failed to arrive: save them again.
             first = min(known.saved[number], before_tokens // group.block_tokens)
             last = tokens // group.block_tokens
             if last <= first or not self._may_save:
@@ -248,7 +248,7 @@ class Scheduling:
             full += [
                 Wanted(number, of_group[at], digests[at], known.domain)
                 for at in range(first, min(last, len(of_group)))
-                if of_group[at]  # 0 is nobody's: a block that has left the window
+                if of_group[at]  # 0 marks a block that has left the window
             ]
             known.saved[number] = last
             if self._tokens_of is not None:
@@ -258,10 +258,10 @@ class Scheduling:
         return full
 
     def settled(self, missing: set[int]) -> None:
-        """A step is over, and these of its blocks did not come, whoever was to bring them: let nobody go on from them.
+        """A step has ended, and these of its blocks did not arrive, from any connector: remove them.
 
-        vLLM has taken their requests back by now. What it does not do is to take such blocks, and what was computed
-        behind them, out of its own cache, where the next request would find them.
+        vLLM has rescheduled their requests by now, but it leaves such blocks, and those computed after them, in its own
+        cache, where the next request would find them.
         """
         loading, self._loading = self._loading, []
         if not missing or len(self._groups) > 1:
@@ -277,7 +277,7 @@ class Scheduling:
         self._manager.evict_blocks(spoilt | missing)
 
     def told(self, told: Told | None) -> None:
-        """Take in what the workers have stored."""
+        """Process the workers' reports of stored blocks."""
         for name, workers in (told.stored if told is not None else {}).items():
             so_far = self._stored_by.pop(name, 0) + workers
             if so_far < self._workers:
@@ -305,14 +305,14 @@ class Scheduling:
         )
 
     def take_events(self) -> list[Any]:
-        """What has been stored since the last call."""
+        """The blocks stored since the last call."""
         events, self._events = self._events, []
         return events
 
     def reset(self) -> None:
-        """Find nothing of what is stored until now: the weights may be others.
+        """Ignore everything stored so far: the weights may have changed.
 
-        Requests that are under way are named anew as well; they are computed again.
+        Requests under way are renamed as well, and are recomputed.
         """
         self._epoch = secrets.token_bytes(16)
         self._requests = {name: self._fresh(known.request) for name, known in self._requests.items()}
@@ -320,7 +320,7 @@ class Scheduling:
     # --- a request ends
 
     def finished(self, request: Any) -> None:
-        """Forget it; if it is a turn of a session, its blocks become one there too."""
+        """Forget it; if it belongs to a session, its blocks are appended as a turn."""
         known = self._requests.pop(request.request_id, None)
         if known is not None and self._may_save:
             self._turns.finished(
@@ -333,12 +333,12 @@ class Scheduling:
 
 
 def _first_of(missing: set[int], blocks: Sequence[int]) -> int:
-    """The position of the first of them in a request's blocks; the number of blocks if there is none."""
+    """The position of the first of them in a request's blocks; the number of blocks if none is."""
     return next((at for at, block in enumerate(blocks) if block in missing), len(blocks))
 
 
 def _remember(memory: dict[tuple[int, bytes], Any], name: tuple[int, bytes], what: Any) -> None:
-    """Keep a bounded number of things, the newest."""
+    """Keep only the newest entries, a bounded number."""
     memory[name] = what
     if len(memory) > VLLM_SAVING_MAX:
         del memory[next(iter(memory))]

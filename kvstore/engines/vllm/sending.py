@@ -1,7 +1,7 @@
-"""How copied objects get to the node: by puts out of registered memory, each fired by a flag or at once.
+"""Sends copied objects to the node: puts from registered memory, each fired by a flag or at once.
 
-What always holds: when `send` returns or raises, nothing reads the objects any more; it takes no longer than its
-deadlines. It is called by a thread of our own, never in a step of the engine's.
+What always holds: when `send` returns or raises, nothing reads the objects any more; it ends by its deadline. It is
+called by a thread of our own, never in a step of the engine's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ACK_TIMEOUT_S = VLLM_ACK_MS / 1000
 
 
 def _stored(result: PutResult) -> bool | None:
-    """Whether an object was stored by us; None if the key had a block before."""
+    """Whether this put stored the object; None if the key already had a block."""
     if not result.has_block:
         is_about_domains(result.error, log)
         return False
@@ -39,7 +39,7 @@ def _stored(result: PutResult) -> bool | None:
 
 
 class _Armed:
-    """Objects that have landed, or never will: whether they are stored is known when all puts have ended."""
+    """Objects that have landed or failed: whether they are stored is known when all puts have ended."""
 
     def __init__(self, parts: list[tuple[ArmedPuts | ClusterPuts | None, int]]) -> None:
         self._parts = parts
@@ -47,7 +47,7 @@ class _Armed:
         self._until_ns = self._clock.monotonic_ns() + int(_ACK_TIMEOUT_S * 1e9)
 
     def outcome(self, wait_s: float) -> list[bool | None] | None:
-        """Wait a moment for the puts to end; what is unknown for too long has failed."""
+        """Wait a moment for the puts to end; an outcome that is unknown for too long is a failure."""
         results: list[bool | None] = []
         for armed, objects in self._parts:
             if armed is None:
@@ -61,7 +61,7 @@ class _Armed:
 
 
 class PutSender:
-    """Puts out of registered memory, over whatever transport the client has."""
+    """Puts from registered memory, over the client's transport."""
 
     def __init__(
         self,
@@ -76,11 +76,13 @@ class PutSender:
         self._flag = () if flag is None else (flag,)
         self._slots, self._part = slots, max(1, slots // 2)
         self._timeout_s = timeout_s
-        self._last: list[tuple[ArmedPuts | ClusterPuts, int]] = []  # what may still have slots, and how many
+        self._last: list[
+            tuple[ArmedPuts | ClusterPuts, int]
+        ] = []  # batches that may still have slots, and how many
         self._clock = SystemClock()
 
     def send(self, objects: Sequence[Copied]) -> _Armed:
-        """Put objects, and wait until they have landed on the node; end what has not in time."""
+        """Put objects, and wait until they have landed on the node; abandon late ones."""
         until_ns = self._clock.monotonic_ns() + int(self._timeout_s * 1e9)
 
         def left_s() -> float:
@@ -98,7 +100,7 @@ class PutSender:
         finally:
             for armed, _ in parts:
                 if armed is not None:
-                    armed.abandon()  # nothing is left of what has landed
+                    armed.abandon()  # landed puts don't need their memory
         return _Armed(parts)
 
     def _block(self, one: Copied) -> Block | ClusterBlock:
@@ -109,7 +111,7 @@ class PutSender:
     ) -> ArmedPuts | ClusterPuts | None:
         while True:
             self._last = [(armed, slots) for armed, slots in self._last if not armed.has_ended]
-            # Of several nodes one may have no slots left, which would cost the blocks a copy.
+            # One of several nodes may have no slots left, and its blocks would need another copy.
             if not self._last or sum(slots for _, slots in self._last) + len(blocks) <= self._slots:
                 try:
                     armed = self._client.arm(blocks, *self._flag, timeout_s=left_s())
@@ -123,7 +125,7 @@ class PutSender:
                 else:
                     self._last.append((armed, len(blocks)))
                     return armed
-            # Each put of ours that ends gives its slot back.
+            # Each put that ends frees its slot.
             if not left_s():
                 return None
             self._last[0][0].wait(left_s())

@@ -1,13 +1,13 @@
-"""Requests that name their session: each becomes a turn of a session of the store.
+"""Requests that name a session: each is appended to it as a turn.
 
 A request names its session in `kv_transfer_params` (`{"session": ..., "user": ...}`), or with the header X-Session-ID.
-That names no user; such sessions are those of one that is called `anonymous`.
-When it comes, the node reads what it has of the session into its memory; when it is over, its blocks are the session's.
+The header names no user; such sessions belong to the user `anonymous`.
 
-Of a cluster's blocks, which lie on all nodes, there are no sessions.
+When a request arrives, the node reads its session's blocks into memory; when it ends, its blocks are appended. A
+cluster, whose blocks are spread over all nodes, has no sessions.
 
-What always holds: the engine waits for none of it, and none of it decides which bytes a request gets: that do the
-blocks' own names. A conversation that was changed in the past cuts the session back to what is common.
+What always holds: the engine never waits for it, and it doesn't affect which bytes a request gets: the blocks' own
+names decide that. If a conversation's past was changed, the session is truncated to the common prefix.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _TRY_WAIT_S = VLLM_TURN_AGAIN_MS / 1000
 
 
 def domain_named(request: Any, default: bytes) -> bytes:
-    """The erase domain that a request names; its blocks are found by requests of the same domain only.
+    """The erase domain that a request names; only requests of the same domain find its blocks.
 
-    One that says it in a way that can't be taken (an empty or too long name, a `shared` that is not true or false)
-    counts as one that says nothing, which a node that encrypts refuses: no user's block is shared by mistake.
+    An invalid name (empty or too long, or a `shared` that is not a boolean) counts as none, which a node that encrypts
+    refuses: no user's block is shared by mistake.
     """
     given = request.kv_transfer_params or {}
     named, shared = given.get("domain"), given.get("shared")
@@ -66,12 +66,12 @@ class Turns:
         self._never = threading.Event()
 
     def arrived(self, request: Any) -> None:
-        """Start reading its session's blocks ahead."""
+        """Prefetch its session's blocks."""
         if (session := self._session(request)) is not None:
             self._later(session.prefetch)
 
     def finished(self, request: Any, digests: Sequence[Sequence[bytes]]) -> None:
-        """Append what its session does not have yet; the digests are of blocks that are saved, group by group."""
+        """Append the blocks that its session lacks; the digests are of saved blocks, group by group."""
         session = self._session(request)
         if session is None or not all(digests):
             return
@@ -102,7 +102,7 @@ class Turns:
                 work()
             except KvError as error:
                 log.debug("A turn was not added to a session: %s", error)
-            except Exception:  # the engine goes on, whatever it was
+            except Exception:  # no error may stop the engine
                 log.exception("Adding a turn to a session failed.")
             finally:
                 self._room.release()

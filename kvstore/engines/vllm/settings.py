@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say, and what holds where it says nothing."""
+"""The settings in `kv_connector_extra_config`, and their defaults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Settings(EngineSettings):
 
     lookup_timeout_ms: int = 200
     save_timeout_ms: int = 1_000
-    load: str = "async"  # or "sync": the step waits for it
+    load: str = "async"  # or "sync": the step waits for the load
     host_bytes: int = 256 << 20  # of an OffloadingSpec's memory between engine and node
 
     def is_async(self, groups: int) -> bool:
@@ -43,6 +43,6 @@ class Settings(EngineSettings):
 
 @dataclass(frozen=True, slots=True)
 class TierSettings(EngineSettings):
-    """The settings of a tier of vLLM's multi-tier offloading, in which a request waits for its look-ups."""
+    """The settings of a tier of vLLM's multi-tier offloading, where a request waits for its look-ups."""
 
     lookup_timeout_ms: int = 200

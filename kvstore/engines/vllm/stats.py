@@ -1,4 +1,4 @@
-"""What the connector has done, as vLLM's log and its Prometheus page tell it."""
+"""The connector's counters, as vLLM's log and its Prometheus page show them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 __all__ = ["COUNTS", "PromMetrics", "Stats"]
 
-# Each is a count since it was last told.
+# Each is a count since the last report.
 COUNTS = {
     "hit_tokens": "Tokens whose KV was found on the node and not in the engine",
     "loaded_bytes": "Bytes of KV received from the node",
@@ -47,14 +47,14 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The figures for the log: a rate in the place of nanoseconds."""
+        """The figures for the log, with a rate instead of nanoseconds."""
         told: dict[str, int | float] = {name: count for name, count in self.data.items() if name != "load_ns"}
         if load_ns := self.data.get("load_ns", 0):
             told["load_GBps"] = round(self.data.get("loaded_bytes", 0) / load_ns, 3)
         return told
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether all counts are zero."""
         return not self.data
 
     def take(self) -> Stats | None:
@@ -79,6 +79,6 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted."""
+        """Add the counts."""
         for name, count in transfer_stats_data.items():
             self._counters[name][engine_idx].inc(count)

@@ -2,15 +2,14 @@
 
     "secondary_tiers": [{"type": "triggerkv", "node": "127.0.0.1:7070"}]
 
-vLLM copies chunks (some blocks of tokens, all layers and ranks) between the device and its pool, keeps those in use
-where they are, and has this store and load the others. The pool is registered once with our client: puts read it and
-gets write to it, with no copy of ours. `tiering_connector` is how vLLM gets here; without it nothing tells which model
-this is.
+vLLM copies chunks (several blocks of tokens, all layers and ranks) between the device and its pool, keeps those in use,
+and has this tier store and load the others. The pool is registered once with our client: puts read it and gets write to
+it, without a further copy. It needs `tiering_connector`, which gives it the model's identity.
 
-What always holds: no call of the scheduler's waits for the node; they note, and threads of ours work. A job ends within
-its time from when it was submitted, and then nothing reads or writes its chunks any more. A load says which chunks have
-come, whole and checked. Two engines share a chunk only if they would share the connector's pages (`identity`).
-`shutdown` ends all that is under way, or raises, and then vLLM keeps the memory.
+What always holds: no call of the scheduler's waits for the node; our own threads do the work. A job ends by its
+deadline, counted from its submission, and then nothing reads or writes its chunks any more. A load reports which chunks
+arrived, whole and checked. Two engines share a chunk only if they would share the connector's pages (`identity`).
+`shutdown` ends all jobs, or raises, and then vLLM keeps the memory.
 What it doesn't do: name sessions; ranks on several hosts, whose pools are several.
 """
 
@@ -51,7 +50,7 @@ __all__ = ["TriggerKvTier"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-_LOADING_THREADS = 2  # so that one request's load does not wait for all of another's
+_LOADING_THREADS = 2  # so that requests' loads don't wait for each other
 # A chunk that waits to be stored can't be evicted. So many of the pool's may wait: the rest goes on to be a cache while
 # the node is slow or stopped.
 _STORING_PART = 4
@@ -69,7 +68,7 @@ _COUNTS = {
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of a request, until it is preempted or over."""
+    """The state of a request, until it is preempted or ends."""
 
     asked_ns: int  # when it began to wait for the node's answers
     brought: set[bytes] = field(default_factory=set)  # what has arrived for it
@@ -84,12 +83,12 @@ class _Job(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    whole: list[bool]  # of each chunk, whether all of it is where it belongs
+    whole: list[bool]  # for each chunk, whether all of it is in place
     seconds: float
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """Asks in a thread; vLLM's own calls of it are made by the scheduler alone."""
+    """Looks chunks up in a thread; vLLM's own calls come from the scheduler alone."""
 
     def __init__(self, tier_type: str, present: Callable[[list[bytes]], list[bool]]) -> None:
         self._present = present  # before the thread starts
@@ -102,7 +101,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
-    """One of a scheduler's tiers. All calls but the threads' own come from the scheduler's thread."""
+    """One of a scheduler's tiers. All calls except the threads' own come from the scheduler's thread."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -117,7 +116,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         locality: str | None = None,
         **given: Any,
     ) -> None:
-        """Register the pool; the node is not called yet. What is `given` beside vLLM's own stands in `TierSettings`."""
+        """Register the pool; the node is not called yet. `given` are vLLM's own arguments and `TierSettings`."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         engine = given.pop(ENGINE, None)
         if not isinstance(engine, Engine):
@@ -128,7 +127,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         self._engine = engine
         settings = TierSettings.of(given, where=f"The tier {tier_type!r}")
         self.locality = None if locality is None else Locality(locality)
-        may_tell = offloading_spec.kv_events_config.enable_kv_cache_events  # else nobody takes them
+        may_tell = offloading_spec.kv_events_config.enable_kv_cache_events  # else they would never be taken
         self._events: list[OffloadingEvent] | None = [] if enable_kv_events and may_tell else None
         if enable_kv_events and not may_tell:
             log.warning("enable_kv_events does nothing: vLLM's kv_events_config is not set.")
@@ -165,13 +164,13 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
             self._carrier.name,
         )
 
-    # --- what is there
+    # --- look-ups
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Say whether a chunk can be loaded, once for a request; RETRY until the node has answered or is late."""
+        """Whether a chunk can be loaded, decided once per request; RETRY until the node has answered or is late."""
         if not self._engine.loads:
             return LookupResult.MISS
-        # Of a prompt that is longer than the pool the later chunks would evict the earlier ones before they are used.
+        # The later chunks of a prompt longer than the pool would evict the earlier ones before use.
         end_token = req_context.get_offload_key_position(key)
         if end_token is not None and end_token > self._tokens_max:
             return LookupResult.MISS
@@ -184,30 +183,30 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
                 return LookupResult.RETRY
             self._count("late_lookups", 1)
             return LookupResult.MISS
-        if found and name in seen.brought:  # requests beside each other would evict each other's for ever
+        if found and name in seen.brought:  # concurrent requests would evict each other's for ever
             self._count("evicted_chunks", 1)
             return LookupResult.MISS
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Note the adapter that it uses."""
+        """Record the adapter of a request."""
         if (name := self._engine.adapters.pop(req_context.req_id, None)) is not None:
             req_context.set_state(Adapter(name))
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget what was known for it."""
+        """Forget the state of a request."""
         self._seen.pop(req_context.req_id, None)
         self._lookups.cleanup(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask the node what this step has looked for."""
-        for request_id in context.preempted_req_ids:  # it looks anew
+        """Send this step's look-ups to the node."""
+        for request_id in context.preempted_req_ids:  # it is looked up again
             self._seen.pop(request_id, None)
         self._lookups.flush()
 
     def _more(self, req_context: Any) -> bytes:
-        """What vLLM's hashes lack: all of one request's chunks have the same of it."""
+        """What vLLM's hashes lack; the same for all chunks of a request."""
         adapter = req_context.get_state(Adapter)
         return self._engine.epoch + (adapter.name if adapter is not None else b"")
 
@@ -260,12 +259,12 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
                 ]
                 with as_request(job.request_id):  # for `kvstore explain`
                     whole = move(places, timeout_s=left_ns / 1e9)
-            except Exception:  # the engine goes on, whatever it was
+            except Exception:  # no error may stop the engine
                 log.exception("Moving chunks failed.")
         return _Moved(whole, (self._clock.monotonic_ns() - began_ns) / 1e9)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Which jobs have ended since this was last asked, and which chunks they have moved."""
+        """The jobs that ended since the last call, and the chunks they moved."""
         ended, self._ended = self._ended, []
         for job_id in [number for number, (_, _, future) in self._under_way.items() if future.done()]:
             is_load, job, future = self._under_way.pop(job_id)
@@ -305,7 +304,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
     def drain_jobs(self) -> None:
-        """Wait for tasks under way, which have deadlines; tasks that have not begun never do."""
+        """Wait for running tasks, which have deadlines; tasks that have not started never will."""
         self._cancel()
         wait([future for _, _, future in self._under_way.values()])
 
@@ -313,7 +312,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         for _, _, future in self._under_way.values():
             future.cancel()
 
-    # --- what it tells
+    # --- reports
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return which chunks were stored."""
@@ -323,13 +322,13 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG003
-        """Describe what `get_stats` counts."""
+        """Describe the counters of `get_stats`."""
         return {
             _metric(name): OffloadingCounterMetadata(documentation=about) for name, about in _COUNTS.items()
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return what was done since the last call."""
+        """Return the counts since the last call."""
         counts, self._counts = self._counts, {}
         if not counts:
             return None
@@ -345,19 +344,19 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
     # --- the end
 
     def shutdown(self) -> None:
-        """End everything: then nothing of ours uses the pool any more. DeadlineExceeded if something still may."""
+        """End everything; nothing of ours uses the pool afterwards. DeadlineExceeded if something still may."""
         self._cancel()
-        self._carrier.close()  # ends what waits for the node
+        self._carrier.close()  # ends calls that wait for the node
         under_way = [future for _, _, future in self._under_way.values()]
         if wait(under_way, _SHUTDOWN_S).not_done:
-            raise DeadlineExceeded("Jobs of the tier have not ended; the pool's memory has to stay.")
+            raise DeadlineExceeded("Jobs of the tier have not ended; the pool's memory must stay allocated.")
         for threads in (self._loads, self._saves):
             threads.shutdown()
         self._lookups.shutdown()
 
 
 def _form(spec: Any, size: int) -> bytes:
-    """The layout of a chunk in the pool, on which its bytes depend as well."""
+    """The layout of a chunk in the pool, which its bytes depend on as well."""
     about = [
         *("vllm tier", size, spec.blocks_per_chunk, spec.tokens_per_hash, list(spec.tokens_per_block)),
         *(spec.config.canonical_layout, spec.replicated_layout),
@@ -366,7 +365,7 @@ def _form(spec: Any, size: int) -> bytes:
 
 
 def _parted(keys: Sequence[bytes], whole: Sequence[bool]) -> tuple[list[bytes], list[bytes]]:
-    """Split keys into those that are whole, and the others."""
+    """Split keys into complete ones and the others."""
     pairs = list(zip(keys, whole, strict=True))
     return [key for key, is_whole in pairs if is_whole], [key for key, is_whole in pairs if not is_whole]
 

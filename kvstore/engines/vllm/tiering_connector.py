@@ -4,11 +4,11 @@
         "kv_connector_extra_config": {"cpu_bytes_to_use": 10737418240,
             "secondary_tiers": [{"type": "triggerkv", "node": "127.0.0.1:7070"}]}}'
 
-It is vLLM's connector with vLLM's `TieringOffloadingSpec`. What is added: each tier of ours is told what the chunks are
-and which adapter a request has (`model_hints`), and that the cache was reset, for the weights may be others then.
+It is vLLM's connector with vLLM's `TieringOffloadingSpec`. It also gives each of our tiers the identity of the chunks
+and a request's adapter (`model_hints`), and notifies it of a cache reset, after which the weights may differ.
 
-What always holds: nothing that was stored before a reset is found after it.
-What it doesn't do: anything else; pool, copies and scheduling are vLLM's, and other tiers may stand beside ours.
+What always holds: chunks stored before a reset are not found after it.
+What it doesn't do: anything else; pool, copies and scheduling are vLLM's, and other tiers may be used besides ours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SPEC = {"spec_name": "TieringOffloadingSpec"}
 
 
 class TriggerKvTieringConnector(OffloadingConnector):  # type: ignore[misc]
-    """One of them is the scheduler's, which has the tiers, and one each worker's."""
+    """The scheduler has one instance, with the tiers, and so has each worker, without."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self._engines: list[Engine] = []
@@ -50,12 +50,12 @@ class TriggerKvTieringConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(_with(vllm_config, tell), role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
-        """Note which adapter it uses."""
+        """Record the adapter of a request."""
         tell_adapter(self._engines, request)
         super().on_new_request(request)
 
     def reset_cache(self) -> bool | None:
-        """Find nothing that is stored until now: what is under way ends first, under its old names."""
+        """Ignore everything stored so far; pending jobs end first, under their old names."""
         is_reset: bool | None = super().reset_cache()
         for engine in self._engines:
             engine.reset()
@@ -68,8 +68,8 @@ class TriggerKvTieringConnector(OffloadingConnector):  # type: ignore[misc]
 
 
 def _with(vllm_config: Any, tell: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """The same configuration with vLLM's tiering spec named, and each tier of ours told."""
-    with suppress(ValueError):  # it is known already
+    """The same configuration with vLLM's tiering spec named and our tiers' settings added."""
+    with suppress(ValueError):  # it is already registered
         SecondaryTierFactory.register_tier("triggerkv", TriggerKvTier.__module__, TriggerKvTier.__name__)
     transfer = vllm_config.kv_transfer_config
     extra = _SPEC | transfer.kv_connector_extra_config

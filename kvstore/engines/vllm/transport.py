@@ -1,7 +1,7 @@
-"""How pages move between an engine's memory and a node: straight in host memory, through copies on a device.
+"""Moves pages between an engine's memory and a node: directly in host memory, through copies on a device.
 
-Both ways have the same calls, and the same promises: `fetch` returns within its time, says of each object whether its
-exact bytes are in place, and leaves nothing under way; `saves` is as `saving` says.
+Both have the same calls and guarantees: `fetch` returns by its deadline, reports for each object whether its exact
+bytes are in place, and leaves nothing pending; `saves` is as in `saving`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _SLOTS_MIN = 16
 
 
 class Object(NamedTuple):
-    """Some or all layers of a block, and the places of their pages."""
+    """Some or all layers of a block, and the addresses of their pages."""
 
     key: bytes
-    pieces: Any  # rows of `kv_memory.PIECE`; on a device, of each layer the runs of its page
+    pieces: Any  # rows of `kv_memory.PIECE`; on a device, the runs of each layer's page
     length: int
 
 
 class Transport(Protocol):
-    """One of the two ways."""
+    """One of the two transports."""
 
     name: str
 
@@ -54,7 +54,7 @@ class Transport(Protocol):
         ...
 
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
-        """Bring pages into their places."""
+        """Fetch pages into place."""
         ...
 
     def after_loads(self) -> None:
@@ -70,7 +70,7 @@ def open_client(
 
 
 def open_transport(settings: Settings, identity: Identity, memory: KvMemory | DeviceMemory) -> Transport:
-    """The one for this kind of memory."""
+    """The transport for this kind of memory."""
     object_bytes = max(group.object_bytes_max for group in identity.groups)
     slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, VLLM_SLOTS_BYTES // object_bytes))
     copies = staging(memory, settings.host_bytes)
@@ -85,7 +85,7 @@ def open_transport(settings: Settings, identity: Identity, memory: KvMemory | De
 
 
 class _HostTransport:
-    """Straight into the engine's memory, and out of copies of it."""
+    """Gets write directly into the engine's memory; puts read from copies of it."""
 
     def __init__(
         self,
@@ -108,6 +108,6 @@ class _HostTransport:
         """Nothing to do."""
 
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
-        """Get all of them at once, each into its pages."""
+        """Get all objects at once, each into its pages."""
         blocks = blocks_of_pieces(self._regions, [(one.key, one.pieces.data) for one in objects])
         return [isinstance(outcome, Hit) for outcome in self._client.get(blocks, timeout_s=timeout_s)]

@@ -1,10 +1,9 @@
-"""Which weights these are: a digest that two engines share only if their weights are the same.
+"""The identity of weights: a digest that two engines share only if their weights are the same.
 
-What always holds: a folder of up to `WHOLE_BYTES_MAX` of weights is hashed as a whole. Of a larger one each file's
-name, size and beginning are, with pieces from all over it: other training changes all of them. A model of a hub goes by
-its commit. What can't be told from others has no name: a branch says nothing about what is in it tomorrow.
-What it doesn't do: see single tensors of a large folder patched in place; who does that says so (`weights` in the
-settings).
+What always holds: a folder of up to `WHOLE_BYTES_MAX` of weights is hashed as a whole. For a larger one, the digest
+covers each file's name, size and beginning, and samples from all over it: further training changes all of them. A hub's
+model is identified by its commit. Ambiguous weights have no identity: a branch may have other content tomorrow.
+What it doesn't do: detect single tensors of a large folder patched in place; set `weights` after such a patch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def weights_name(model: str, revision: str | None, commit: str | None) -> str:
-    """What tells a model's weights from all others, as well as it can be known here; "" if it can't."""
+    """The identity of a model's weights; "" if it can't be determined."""
     path = Path(model)
     if path.is_dir():
         return _name(_weights_in(path))
@@ -40,7 +39,7 @@ def weights_name(model: str, revision: str | None, commit: str | None) -> str:
 
 
 def adapter_name(path: str) -> str:
-    """An adapter's identity. One that can't be identified gets a name that only this process has."""
+    """An adapter's identity. One that can't be identified gets a name unique to this process."""
     folder = Path(path)
     files = _weights_in(folder) if folder.is_dir() else []
     if not files:
@@ -57,13 +56,13 @@ def _this_process() -> str:
 
 
 def _commit_of(model: str, revision: str | None) -> str:
-    """Which commit of a hub's model lies in this machine's cache under a revision; by now it has been loaded."""
+    """The commit of a hub's model in this machine's cache under a revision; it has been loaded by now."""
     if revision and _COMMIT.fullmatch(revision):
         return revision
     for name in _CONFIGS:
         try:
             file = try_to_load_from_cache(model, name, revision=revision)
-        except ValueError:  # that is no name of a hub's
+        except ValueError:  # not a valid name of a hub's model
             return ""
         if isinstance(file, str) and _COMMIT.fullmatch(commit := Path(file).parent.name):
             return commit
@@ -75,7 +74,7 @@ def _weights_in(folder: Path) -> list[Path]:
 
 
 def _name(files: list[Path]) -> str:
-    """A digest of all of these; "" of none."""
+    """A digest of all of these; "" if there are none."""
     stats = [file.stat() for file in files]
     known = tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True))
     return f"digest {_digest(known)}" if files else ""

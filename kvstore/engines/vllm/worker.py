@@ -1,8 +1,8 @@
 """The worker's side: executes a plan on the KV memory of its rank.
 
-What always holds: a block that was promised and did not come is told to the engine, which computes it; a step saves
-nothing unless every load that it waited for has succeeded; at the end of a step nothing reads blocks of the engine's,
-and only loads that it knows of write to them.
+What always holds: a promised block that did not arrive is reported to the engine, which computes it; a step saves
+nothing unless every load that it waited for has succeeded; at the end of a step nothing reads the engine's blocks, and
+only loads that it knows of write to them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Working:
         self._loads = Loads(transport, self.memory, settings.load_timeout_ms / 1000)
         self._is_async = settings.is_async(len(identity.groups))
         self._plan = Plan()
-        self._is_sound = True  # whether what this step computes can be relied on
+        self._is_sound = True  # whether this step's results can be relied on
         self._failed_blocks: set[int] = set()
         self._stored: dict[tuple[int, bytes], int] = {}
         self.stats = Stats()
@@ -62,13 +62,13 @@ class Working:
         )
 
     def begin_step(self, plan: Plan) -> None:
-        """Before anything is computed."""
+        """Called before anything is computed."""
         self._plan = plan
         self._is_sound = self._is_async or not plan.loads
         self._saves.begin(plan.saves)
 
     def load(self) -> None:
-        """Begin the plan's loads, or make them."""
+        """Start the plan's loads, or make them now."""
         loads, self._plan.loads = self._plan.loads, []
         try:
             self._transport.before_loads()
@@ -84,17 +84,17 @@ class Working:
         loaded = self._arrived([make(load) for load in loads])
         for one in loaded:
             self._take(one)
-        # What is computed from blocks that did not arrive must not be saved. Only vLLM knows which requests share them,
-        # so the whole step is discarded; vLLM recomputes what it needs, and that is saved.
+        # Results computed from missing blocks must not be saved. Only vLLM knows which requests share them, so the
+        # whole step is discarded; vLLM recomputes what it needs, and that is saved.
         self._is_sound = not any(one.missing for one in loaded)
 
     def layer_done(self, name: str) -> None:
         """A layer's KV of this step is written, or queued to be."""
-        if self._is_sound:  # a layer that is not saved has its step withheld
+        if self._is_sound:  # if a layer can't be saved, the step isn't
             self._saves.layer_done(name)
 
     def end_step(self) -> None:
-        """All is computed; the blocks may be anybody's after this."""
+        """The step has ended; the engine may reuse the blocks afterwards."""
         self._saves.settle(is_sound=self._is_sound)
         for saved in self._saves.ended():
             for name in saved.stored:
@@ -116,12 +116,12 @@ class Working:
         )
 
     def _arrived(self, ended: list[Loaded]) -> list[Loaded]:
-        """What the engine may use from now on; nothing, if its device can't be made to wait for it."""
+        """The loads that the engine may use from now on; none if its device can't be made to wait for them."""
         try:
             if ended:
                 self._transport.after_loads()
         except DeviceError as error:
-            log.warning("What was loaded is not used: %s", error)
+            log.warning("Loaded blocks are not used: %s", error)
             return [replace(one, missing=list(one.load.blocks), bytes=0) for one in ended]
         return ended
 
@@ -137,7 +137,7 @@ class Working:
         return failed
 
     def told(self) -> Told | None:
-        """What was stored since the last call."""
+        """The blocks stored since the last call."""
         stored, self._stored = self._stored, {}
         return Told(stored) if stored else None
 
@@ -145,7 +145,7 @@ class Working:
 def _memory(
     caches: Mapping[str, torch.Tensor], groups: Sequence[Group], shard: int, blocks: int
 ) -> KvMemory | DeviceMemory:
-    """The host's or a GPU's; KvMemory refuses any other kind."""
+    """Memory of the host or of a GPU; KvMemory raises for any other kind."""
     places = {(cache.device.type, cache.device.index) for cache in caches.values()}
     if {kind for kind, _ in places} != {"cuda"}:
         return KvMemory(caches, groups, shard, blocks)
@@ -156,7 +156,7 @@ def _memory(
 
 
 class Absent:
-    """The worker's side where blocks can't be moved: all that was promised is missing, and computed."""
+    """The worker's side if blocks can't be moved: all promised blocks are missing, and computed."""
 
     def __init__(self, *, is_async: bool) -> None:
         self.stats = Stats()
@@ -173,7 +173,7 @@ class Absent:
         """Break them."""
         loads, self._loads = self._loads, []
         for load in loads:
-            # Of a load that a step waits for the engine is told no end: its scheduler takes that for a bug.
+            # The end of a load that a step waits for is not reported: vLLM's scheduler would treat that as a bug.
             if self._is_async:
                 self._ended.add(load.request)
             self._failed_blocks.update(wanted.block for wanted in load.blocks)
@@ -183,10 +183,10 @@ class Absent:
         """Nothing goes."""
 
     def end_step(self) -> None:
-        """Nothing is under way."""
+        """Nothing is pending."""
 
     def finished_loads(self) -> tuple[set[str], set[str]]:
-        """All have ended, and failed."""
+        """All loads have ended, and failed."""
         ended, self._ended = self._ended, set()
         return ended, ended
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.limits import (
     EVICTION_BATCH_BLOCKS,
+    EVICTION_SESSIONS_AT_ONCE,
     EVICTION_STEPS_MAX,
     EVICTION_URGENT_BLOCKS,
     GUARDS_OF_A_KIND_MAX,
@@ -53,7 +54,6 @@ __all__ = ["NEVER", "Evictor", "Uses"]
 
 _REFUSALS: Final[tuple[Refusal | None, ...]] = (None, *Refusal)
 _REASONS: Final = max(Reason) + 1
-_SESSIONS_AT_ONCE: Final = 64  # of a block are asked for
 NEVER: Final = (1 << 64) - 1
 
 assert ffi.sizeof("struct keep_record") == 8 * len(Record._fields)
@@ -277,7 +277,7 @@ class Evictor:
 
     def places(self, generation: int) -> tuple[list[int], int]:
         """Return the sessions that have a block, and its position in all of them."""
-        room = _SESSIONS_AT_ONCE
+        room = EVICTION_SESSIONS_AT_ONCE
         while True:
             sessions = array("Q", bytes(8 * room))
             out = ffi.from_buffer("uint64_t[]", sessions)
