@@ -49,6 +49,14 @@ static void close_fid(struct fid *fid)
 		fi_close(fid);
 }
 
+static void close_domain(struct domain *domain)
+{
+	close_fid(domain->cq ? &domain->cq->fid : NULL);
+	close_fid(domain->av ? &domain->av->fid : NULL);
+	close_fid(domain->fid ? &domain->fid->fid : NULL);
+	*domain = (struct domain){0};
+}
+
 static void free_counters(struct tk_counter *counter)
 {
 	for (struct tk_counter *next; counter; counter = next) {
@@ -78,9 +86,8 @@ static void free_fabric(struct tk_fabric *fabric)
 	free_readers(fabric);
 	free_counters(fabric->counters);
 	free_counters(fabric->closing);
-	close_fid(fabric->cq ? &fabric->cq->fid : NULL);
-	close_fid(fabric->av ? &fabric->av->fid : NULL);
-	close_fid(fabric->domain ? &fabric->domain->fid : NULL);
+	for (uint32_t i = 0; i < TK_DOMAINS_MAX; i++)
+		close_domain(&fabric->domains[i]);
 	close_fid(fabric->fid ? &fabric->fid->fid : NULL);
 	if (fabric->info)
 		fabric->library->freeinfo(fabric->info);
@@ -108,17 +115,45 @@ static void free_fabric(struct tk_fabric *fabric)
 }
 
 /* A key of a Cassini would otherwise give access to all memory of the process, whatever was registered, for ever. */
-static int confine_keys(struct tk_fabric *fabric)
+static int confine_keys(struct tk_fabric *fabric, struct domain *domain)
 {
 	bool is_cached = false;
 	const char *chosen = getenv("FI_CXI_PROV_KEY_CACHE");
 	if (strcmp(fabric->info->fabric_attr->prov_name, "cxi") || (chosen && !strcmp(chosen, "0")))
 		return 0;
-	return fi_control(&fabric->domain->fid, CXI_SET_PROV_KEY_CACHE, &is_cached);
+	return fi_control(&domain->fid->fid, CXI_SET_PROV_KEY_CACHE, &is_cached);
 }
 
-static int open_domain(struct tk_fabric *fabric, const char *provider, const char *node, uint32_t flags,
-		       char *message)
+static int open_domain(struct tk_fabric *fabric, struct domain *domain, char *message)
+{
+	int status = fi_domain(fabric->fid, fabric->info, &domain->fid, fabric);
+	if (status)
+		return refused(fabric, message, "opening the domain", status);
+	if ((status = confine_keys(fabric, domain)))
+		return refused(fabric, message, "confining keys to their regions (FI_CXI_PROV_KEY_CACHE=0 does so too)",
+			       status);
+	struct fi_av_attr av = {.type = FI_AV_UNSPEC};
+	if ((status = fi_av_open(domain->fid, &av, &domain->av, NULL)))
+		return refused(fabric, message, "opening the address vector", status);
+	struct fi_cq_attr cq = {.size = CQ_ENTRIES, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_NONE};
+	if ((status = fi_cq_open(domain->fid, &cq, &domain->cq, NULL)))
+		return refused(fabric, message, "opening the completion queue", status);
+	return 0;
+}
+
+int domain_open(struct tk_fabric *fabric, uint32_t number, char *message)
+{
+	struct domain *domain = &fabric->domains[number];
+	int status = domain->cq ? 0 : open_domain(fabric, domain, message);
+	if (status)
+		close_domain(domain);
+	else if (fabric->domains_end <= number)
+		fabric->domains_end = number + 1;
+	return status;
+}
+
+static int open_provider(struct tk_fabric *fabric, const char *provider, const char *node, uint32_t flags,
+			 char *message)
 {
 	const struct library *lib = fabric->library;
 	int deferred = !!(flags & TK_DEFERRED_WORK);
@@ -143,17 +178,8 @@ static int open_domain(struct tk_fabric *fabric, const char *provider, const cha
 	fabric->shows_breaks = library_shows_breaks(fabric->info->fabric_attr->prov_name);
 	fabric->confirms = library_confirms(fabric->info->fabric_attr->prov_name);
 
-	if ((status = fi_domain(fabric->fid, fabric->info, &fabric->domain, fabric)))
-		return refused(fabric, message, "opening the domain", status);
-	if ((status = confine_keys(fabric)))
-		return refused(fabric, message, "confining keys to their regions (FI_CXI_PROV_KEY_CACHE=0 does so too)",
-			       status);
-	struct fi_av_attr av = {.type = FI_AV_UNSPEC};
-	if ((status = fi_av_open(fabric->domain, &av, &fabric->av, NULL)))
-		return refused(fabric, message, "opening the address vector", status);
-	struct fi_cq_attr cq = {.size = CQ_ENTRIES, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_NONE};
-	if ((status = fi_cq_open(fabric->domain, &cq, &fabric->cq, NULL)))
-		return refused(fabric, message, "opening the completion queue", status);
+	if ((status = domain_open(fabric, 0, message)))
+		return status;
 	return deferred ? nic_open(fabric) : 0;
 }
 
@@ -198,7 +224,7 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 	else if (!fabric->chunks)
 		status = -ENOMEM;
 	else if (!(status = rest_open(fabric)))
-		status = open_domain(fabric, provider, node, flags, message);
+		status = open_provider(fabric, provider, node, flags, message);
 	if (!status) {
 		status = -pthread_create(&fabric->thread, NULL, core_progress, fabric);
 		fabric->thread_started = !status;
@@ -270,7 +296,8 @@ int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name)
 	uint32_t format = fabric->info->addr_format;
 	return (fabric->order_max ? TK_FLAG_IN_MESSAGE : 0) |
 	       (format == FI_SOCKADDR_IN ? TK_IPV4 : format == FI_SOCKADDR_IN6 ? TK_IPV6 : 0) |
-	       (fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT ? TK_BINDS_MEMORY : 0);
+	       (fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT ? TK_BINDS_MEMORY : 0) |
+	       (library_has_domains(fabric->info) ? TK_HAS_DOMAINS : 0);
 }
 
 /* A thread that does not answer may still use what it was given, so none of that is freed. */

@@ -158,6 +158,7 @@ struct command {
 
 struct known_peer {
 	union address address;
+	uint32_t domain;
 	uint64_t number;
 };
 
@@ -175,8 +176,16 @@ struct shared_reads {
 	uint32_t count; /* of rows */
 };
 
+/* What is registered with a domain is reached through its own endpoints and through no others. */
+struct domain {
+	struct fid_domain *fid;
+	struct fid_av *av;
+	struct fid_cq *cq;
+};
+
 struct tk_endpoint {
 	struct tk_fabric *fabric;
+	uint32_t domain;
 	struct tk_endpoint *next;
 	struct fid_ep *fid;
 	uint16_t port; /* of TCP, in the network's order; 0: none */
@@ -259,9 +268,8 @@ struct tk_fabric {
 	pid_t pid;
 	struct fi_info *info;
 	struct fid_fabric *fid;
-	struct fid_domain *domain;
-	struct fid_av *av;
-	struct fid_cq *cq;
+	struct domain domains[TK_DOMAINS_MAX]; /* the first is opened with the fabric, others with their first endpoints */
+	uint32_t domains_end; /* behind the last that is open */
 	size_t order_max; /* messages of up to this many bytes are written in order, their flag last; 0: none */
 	int keeps_order;  /* of words to one place */
 	uint32_t posted_max; /* puts of one endpoint on the wire at a time */
@@ -350,6 +358,7 @@ int fabric_is_ours(const struct tk_fabric *fabric);
 int fabric_refusal(const struct tk_fabric *fabric);
 void fabric_wake(struct tk_fabric *fabric);
 int refused(const struct tk_fabric *fabric, char *message, const char *doing, int status);
+int domain_open(struct tk_fabric *fabric, uint32_t number, char *message); /* if it is not open; the progress thread, once there is one */
 int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *fabric, void *argument), void *argument,
 		  size_t argument_bytes);
 

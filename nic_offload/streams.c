@@ -1,5 +1,5 @@
 /*
- * Cleans up what providers over TCP leave behind when an endpoint is closed.
+ * Finds the sockets of providers over TCP, and cleans up what they leave behind when an endpoint is closed.
  *
  * A peer that has connected but not yet identified itself is known to the provider as a half-open request that points
  * to the endpoint's listener. libfabric 1.17 frees the listener and keeps the request (see its source): one close in
@@ -14,6 +14,7 @@
 #include "progress.h"
 
 #include <dirent.h>
+#include <errno.h>
 #include <rdma/fi_cm.h>
 #include <stdlib.h>
 #include <string.h>
@@ -51,6 +52,36 @@ static void shut_down_all_at(const union address *own)
 			shutdown(fd, SHUT_RDWR);
 	}
 	closedir(folder);
+}
+
+static int listens_at(int fd, const union address *own)
+{
+	union address local;
+	socklen_t length = sizeof local;
+	int listens = 0;
+	if (getsockname(fd, &local.any, &length) || !address_is_same(&local, own))
+		return 0;
+	length = sizeof listens;
+	return !getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) && listens;
+}
+
+int tk_endpoint_listener(struct tk_endpoint *endpoint)
+{
+	union address own = {0};
+	size_t bytes = sizeof own;
+	DIR *folder;
+	if (fi_getname(&endpoint->fid->fid, &own, &bytes) || !address_port(&own))
+		return -ENOENT;
+	if (!(folder = opendir("/proc/self/fd")))
+		return -errno;
+	int found = -ENOENT;
+	for (struct dirent *entry; found < 0 && (entry = readdir(folder));) {
+		int fd = atoi(entry->d_name);
+		if (fd > 0 && listens_at(fd, &own))
+			found = fd;
+	}
+	closedir(folder);
+	return found;
 }
 
 void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import resource
 import socket
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Endpoint, Fabric
     from nic_offload.sockaddr import Ip
 
-__all__ = ["FabricAddress", "Network", "Opened", "check_length", "ip_of_peer", "parse_networks"]
+__all__ = ["Domains", "FabricAddress", "Network", "Opened", "check_length", "ip_of_peer", "parse_networks"]
 
 _ANY_LENGTH = "shm"  # its addresses are names
 _ROUTED = ("192.0.2.1", "2001:db8::1")  # nobody's: what leads there is the default route
@@ -98,6 +99,30 @@ def _resolved(name: str) -> tuple[Ip, ...]:
     if not first:
         raise FabricError(f"--fabric-address {name} has no address at which others could reach this node.")
     return tuple(first.values())
+
+
+class Domains:
+    """The fabric's domain of each tenant that is attached: one of its own, while there are enough.
+
+    A key of memory is valid at the endpoints of its own domain alone. If more tenants are attached than there are
+    domains, a tenant that comes shares the one that the fewest have.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._tenants: list[Counter[bytes]] = [Counter() for _ in range(count)]
+
+    def of(self, tenant: bytes) -> int:
+        """The domain for one more endpoint of a tenant's."""
+        numbers = range(len(self._tenants))
+        return min(numbers, key=lambda one: (tenant not in self._tenants[one], len(self._tenants[one])))
+
+    def take(self, tenant: bytes, domain: int) -> None:
+        """The endpoint is open."""
+        self._tenants[domain][tenant] += 1
+
+    def give_back(self, tenant: bytes, domain: int) -> None:
+        """It is closed."""
+        self._tenants[domain] -= Counter([tenant])
 
 
 class FabricAddress:
@@ -175,18 +200,18 @@ class FabricAddress:
             )
         return client
 
-    def open(self, fabric: Fabric, client: SocketAddress | None) -> Opened:
+    def open(self, fabric: Fabric, client: SocketAddress | None, domain: int) -> Opened:
         """Open the endpoint for one attachment; Overloaded if the ports are used up."""
         if client is None:
-            endpoint = fabric.open_endpoint()
+            endpoint = fabric.open_endpoint(domain=domain)
             return Opened(endpoint, endpoint.address())
         told = self._told_to(client.ip)
-        return self.open_at(fabric, told)
+        return self.open_at(fabric, told, domain)
 
-    def open_at(self, fabric: Fabric, told: Ip) -> Opened:
+    def open_at(self, fabric: Fabric, told: Ip, domain: int = 0) -> Opened:
         """Open an endpoint that is told by this address, and listens on it if it is this machine's."""
         on_wildcard = "::" if fabric.ip_version == 6 else "0.0.0.0"  # noqa: PLR2004, S104 - an address not ours
-        endpoint = open_endpoint(fabric, told if is_ours(told) else ip_of(on_wildcard), self.ports)
+        endpoint = open_endpoint(fabric, told if is_ours(told) else ip_of(on_wildcard), self.ports, domain)
         port = SocketAddress.of(endpoint.address()).port
         return Opened(endpoint, SocketAddress(told, port).told)
 

@@ -35,7 +35,7 @@ from kvstore.node.cold_calls import COLD_TAG, ColdCalls
 from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.connection_calls import already_stored
 from kvstore.node.deletions import Deletions, Erasures
-from kvstore.node.fabric_address import FabricAddress, check_length
+from kvstore.node.fabric_address import Domains, FabricAddress, check_length
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fail_stop import or_stop
 from kvstore.node.fair import FairQueue, Places
@@ -62,7 +62,6 @@ from kvstore.storage.items import PutDone
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
 from nic_offload.memory import set_aside
-from nic_offload.sockaddr import SocketAddress
 from nic_offload.trigger import put_words
 
 if TYPE_CHECKING:
@@ -81,8 +80,8 @@ if TYPE_CHECKING:
     from kvstore.storage.eviction_events import Listener
     from kvstore.storage.store import Store
     from kvstore.wire.seal import Seal
-    from nic_offload.fabric import Event, Fabric
-    from nic_offload.sockaddr import Ip
+    from nic_offload.fabric import Endpoint, Event, Fabric
+    from nic_offload.sockaddr import Ip, SocketAddress
     from nic_offload.trigger import WordPut
 
 __all__ = ["Node"]
@@ -108,9 +107,8 @@ class Node:
         tenants_known: Callable[[], int] = lambda: 1,
     ) -> None:
         """`tenants_known` returns how many tenants share the node's resources."""
-        self.address = address or FabricAddress("127.0.0.1")
-        self.readiness = Readiness()
-        self.at_endpoint: Callable[[int, Ip], object] = lambda *_: None  # for whom each endpoint's port is
+        self.address, self.readiness = address or FabricAddress("127.0.0.1"), Readiness()
+        self.at_endpoint: Callable[[Endpoint, Ip], object] = lambda *_: None  # for whom each endpoint is
         self.membership: Membership | None = None  # of a cluster
         self.upkeep: Upkeep | None = None  # of copies of blocks
         self.sharing: Sharing | None = None  # of the hot memory, with clients on this machine
@@ -128,7 +126,10 @@ class Node:
         self._due: FairQueue[LandedLease] = FairQueue()  # to be stored
         self._goes_on = False  # with that, in the next round of the loop
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
-        self.places = Places(self.address.clients_max(), tenants_known)
+        self.places, self.domains = (
+            Places(self.address.clients_max(), tenants_known),
+            Domains(fabric.domains_max),
+        )
         # Others hold all that is registered in the machine's memory, whether or not anything lands in it.
         self._pins = fabric.provider not in {"net", "tcp", "tcp;ofi_rxm", "sockets", "shm", "memory"}
         self.landing = Places(LANDING_BYTES_MAX, tenants_known)  # bytes that clients hold
@@ -242,11 +243,13 @@ class Node:
         layout = self._layout(tenant, block_bytes_max, slots)
         try:
             memory = set_aside(layout.total_bytes)
-            opened = self.address.open(self.fabric, client)
+            opened = self.address.open(self.fabric, client, self.domains.of(tenant.id))
             known_as = peer_address if client is None else client.packed(self.fabric.ip_version)
             try:
                 if client is None:
                     check_length(peer_address, opened.told, self.fabric)
+                else:
+                    self.at_endpoint(opened.endpoint, client.ip)
                 connection = Connection(
                     next(self._numbers),
                     tenant,
@@ -270,10 +273,9 @@ class Node:
                 f" {layout.slots} slots; attach with fewer, or later."
             ) from error
         self.places.take(tenant.id)
+        self.domains.take(tenant.id, opened.endpoint.domain)
         if self._pins:
             self.landing.take(tenant.id, connection.all_there())
-        if client is not None:
-            self.at_endpoint(SocketAddress.of(opened.told).port, client.ip)
         self._connections[connection.number] = connection
         log.info("attached with %d slots", layout.slots, extra=connection.about())
         return connection, opened.told
@@ -340,6 +342,7 @@ class Node:
         self.fabric_calls.close(connection)
         self._closing.add(connection)
         self.places.give_back(connection.tenant)
+        self.domains.give_back(connection.tenant, connection.endpoint.domain)
         self._free_if_idle(connection)
         log.info("detached", extra=connection.about())
 

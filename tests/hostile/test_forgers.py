@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -16,19 +17,25 @@ from kvstore.names import block_key
 from kvstore.wire import fabric_call
 from kvstore.wire.ack import AckCode, ack_word
 from nic_offload.checksum import crc32c
+from nic_offload.fabric import EventKind, Fabric
 from nic_offload.memory import allocate
+from nic_offload.sockaddr import SocketAddress
+from nic_offload.trigger import TriggeredPut, arm
 from tests.conftest import small_client
 from tests.hostile.beside import Beside, TooSlow, check_speed
+from tests.nic_offload.rig import wait_until
 from tests.nic_offload.test_granted import head_of
 
 if TYPE_CHECKING:
     from kvstore.client import Client
     from kvstore.wire import kvstore_pb2 as pb
+    from nic_offload.fabric import Event
 
 pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
 
 LENGTH = 5000
 WORDS = 64
+MARK = b"E" * 64
 FORGED = (1).to_bytes(32, "little")  # the key in what head_of makes
 
 
@@ -152,3 +159,101 @@ def test_who_has_anothers_keys_of_memory_is_not_believed(
         victim.one()
         assert len(victim.errors) == before, "it goes on, whatever was spoilt"
     check_speed(alone, under)
+
+
+class Stranger:
+    """A fabric at an address of its own that writes to whatever endpoint it can reach."""
+
+    def __init__(self, address: str) -> None:
+        self._fabric = Fabric("net", address=address)
+        self._memory = allocate(PAGE_BYTES)
+        self._region = self._fabric.register(self._memory, remote_write=False)
+
+    def write(self, node: bytes, target: int, key: int) -> bool:
+        """Write 64 bytes; whether the provider says within a second that they are there."""
+        endpoint, peer = self._fabric.open_endpoint(), self._fabric.add_peer(SocketAddress.of(node).packed(4))
+        self._memory[: len(MARK)] = MARK
+        put = TriggeredPut(1, endpoint, peer, self._region, self._region.address, len(MARK), target, key)
+        arm(self._fabric, [put])
+        ended: list[Event] = []
+        with suppress(AssertionError):
+            wait_until(lambda: bool(ended.extend(self._fabric.reap()) or ended), "it ends", 1.0)
+        endpoint.close()
+        return any(one.kind == EventKind.DONE for one in ended)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fabric.close()
+
+
+def test_a_stranger_can_write_where_nothing_keeps_it_from_it() -> None:
+    """Or what follows would hold for one that can't write at all."""
+    with Fabric("net", address="127.0.0.1") as fabric:
+        endpoint, memory = fabric.open_endpoint(), allocate(PAGE_BYTES)
+        region = fabric.register(memory, endpoint=endpoint)
+        with Stranger("127.0.0.9") as stranger:
+            assert stranger.write(endpoint.address(), region.base, region.key)
+        assert memory[: len(MARK)] == MARK
+
+
+class Slots:
+    """The slots that a client was granted, in the node's memory, as it has them mapped itself."""
+
+    def __init__(self, client: Client, puts: pb.PutArea) -> None:
+        link = client._core.link
+        assert link is not None
+        assert link.mapped.slots is not None
+        self.link, self.key = link, puts.key
+        self.target = puts.slots + (puts.count - 1) * puts.slot_bytes + PAGE_BYTES  # nothing uses it just now
+        self._memory, self._at = link.mapped.slots.memory, self.target - puts.flags
+
+    def has_changed(self) -> bool:
+        """Whether the mark is there; it is taken away again."""
+        here = slice(self._at, self._at + len(MARK))
+        found = self._memory[here] == MARK
+        self._memory[here] = bytes(len(MARK))
+        return found
+
+
+def test_a_true_key_of_memory_is_void_for_all_but_its_client(
+    beside: Beside, told: list[pb.AttachResponse]
+) -> None:
+    """From another address, from the client's own once it is there, and at another tenant's endpoint."""
+    with (
+        small_client(beside.node.target, token="good") as victim,
+        small_client(beside.node.target, token="evil") as evil,
+    ):
+        slots = []
+        for client in (victim, evil):
+            assert Working(client).one()
+            slots.append(Slots(client, told[-1].puts))
+        whose, theirs = slots
+        memory = allocate(PAGE_BYTES)
+        memory[: len(MARK)] = MARK
+        region = evil.register(memory)
+
+        def lands_from(source: str) -> bool:
+            with Stranger(source) as stranger:
+                ended_well = stranger.write(whose.link.node_address, whose.target, whose.key)
+            return whose.has_changed() or ended_well
+
+        def lands_at_theirs(into: Slots) -> bool:
+            """Over the other tenant's own connection."""
+            link, tag = theirs.link, evil._core.next_tags()
+            written = (region.address, len(MARK), into.target, into.key)
+            arm(evil.fabric, [TriggeredPut(tag, link.endpoint, link.peer, region, *written)])
+            with suppress(AssertionError):
+                wait_until(into.has_changed, "it landed", 0.5)
+                return True
+            return False
+
+        assert not lands_from("127.0.0.9")
+        wait_until(lambda: not lands_from("127.0.0.1"), "nobody else can connect", 5)
+        assert lands_at_theirs(theirs), "with its own key it can"
+        assert not lands_at_theirs(whose)
+        working = Working(victim)
+        working.one()
+        assert (working.errors, working.wrong) == ([], [])
+        assert victim._core.link is whose.link

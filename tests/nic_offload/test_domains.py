@@ -1,7 +1,7 @@
 """What a true key of memory is good for without a seal, by provider: `docs/security.md` says so of each.
 
 It serves whoever reaches an endpoint of the memory's domain, its own or another one, and nobody at an endpoint of
-another domain. So a domain for each tenant would not keep a key's holder from the endpoint that the key was given for.
+another domain, of the same fabric or not.
 """
 
 from __future__ import annotations
@@ -50,3 +50,21 @@ def test_a_key_serves_nobody_at_an_endpoint_of_another_domain(provider: str) -> 
         assert not lands(other, whose)
         with suppress(FabricError):
             quieten(whose.fabric, other.fabric)
+
+
+def test_a_key_serves_nobody_at_an_endpoint_of_another_domain_of_its_fabric(provider: str) -> None:
+    with Side(provider) as whose:
+        if whose.fabric.domains_max == 1:
+            assert provider in {"cxi", "sockets"}
+            with pytest.raises(FabricError):
+                whose.fabric.open_endpoint(domain=1)
+            return
+        other = Side.more(whose, domain=whose.fabric.domains_max - 1)
+        assert not lands(other, whose)
+        with suppress(FabricError):
+            quieten(whose.fabric)
+        assert lands(whose, whose)
+        again = Side.more(whose, domain=other.endpoint.domain, registers=True)
+        assert lands(again, again), "with its own key it does"
+        with pytest.raises(FabricError):
+            whose.fabric.open_endpoint(domain=whose.fabric.domains_max)
