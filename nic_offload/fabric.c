@@ -2,11 +2,9 @@
  * Opens and closes a fabric, and sends commands to its thread. Any thread.
  */
 #define _GNU_SOURCE
-#include "cxi.h"
 #include "progress.h"
 
 #include <errno.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +12,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define CQ_ENTRIES 4096
 
 uint64_t tk_now_ns(void)
 {
@@ -41,20 +38,6 @@ int refused(const struct tk_fabric *fabric, char *message, const char *doing, in
 {
 	snprintf(message, TK_MESSAGE_BYTES, "%s: %s", doing, fabric->library->strerror(-status));
 	return status;
-}
-
-static void close_fid(struct fid *fid)
-{
-	if (fid)
-		fi_close(fid);
-}
-
-static void close_domain(struct domain *domain)
-{
-	close_fid(domain->cq ? &domain->cq->fid : NULL);
-	close_fid(domain->av ? &domain->av->fid : NULL);
-	close_fid(domain->fid ? &domain->fid->fid : NULL);
-	*domain = (struct domain){0};
 }
 
 static void free_counters(struct tk_counter *counter)
@@ -87,7 +70,7 @@ static void free_fabric(struct tk_fabric *fabric)
 	free_counters(fabric->counters);
 	free_counters(fabric->closing);
 	for (uint32_t i = 0; i < TK_DOMAINS_MAX; i++)
-		close_domain(&fabric->domains[i]);
+		domain_close(&fabric->domains[i]);
 	close_fid(fabric->fid ? &fabric->fid->fid : NULL);
 	if (fabric->info)
 		fabric->library->freeinfo(fabric->info);
@@ -112,44 +95,6 @@ static void free_fabric(struct tk_fabric *fabric)
 	pthread_mutex_destroy(&fabric->event_lock);
 	pthread_cond_destroy(&fabric->command_done);
 	free(fabric);
-}
-
-/* A key of a Cassini would otherwise give access to all memory of the process, whatever was registered, for ever. */
-static int confine_keys(struct tk_fabric *fabric, struct domain *domain)
-{
-	bool is_cached = false;
-	const char *chosen = getenv("FI_CXI_PROV_KEY_CACHE");
-	if (strcmp(fabric->info->fabric_attr->prov_name, "cxi") || (chosen && !strcmp(chosen, "0")))
-		return 0;
-	return fi_control(&domain->fid->fid, CXI_SET_PROV_KEY_CACHE, &is_cached);
-}
-
-static int open_domain(struct tk_fabric *fabric, struct domain *domain, char *message)
-{
-	int status = fi_domain(fabric->fid, fabric->info, &domain->fid, fabric);
-	if (status)
-		return refused(fabric, message, "opening the domain", status);
-	if ((status = confine_keys(fabric, domain)))
-		return refused(fabric, message, "confining keys to their regions (FI_CXI_PROV_KEY_CACHE=0 does so too)",
-			       status);
-	struct fi_av_attr av = {.type = FI_AV_UNSPEC};
-	if ((status = fi_av_open(domain->fid, &av, &domain->av, NULL)))
-		return refused(fabric, message, "opening the address vector", status);
-	struct fi_cq_attr cq = {.size = CQ_ENTRIES, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_NONE};
-	if ((status = fi_cq_open(domain->fid, &cq, &domain->cq, NULL)))
-		return refused(fabric, message, "opening the completion queue", status);
-	return 0;
-}
-
-int domain_open(struct tk_fabric *fabric, uint32_t number, char *message)
-{
-	struct domain *domain = &fabric->domains[number];
-	int status = domain->cq ? 0 : open_domain(fabric, domain, message);
-	if (status)
-		close_domain(domain);
-	else if (fabric->domains_end <= number)
-		fabric->domains_end = number + 1;
-	return status;
 }
 
 static int open_provider(struct tk_fabric *fabric, const char *provider, const char *node, uint32_t flags,

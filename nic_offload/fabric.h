@@ -176,11 +176,11 @@ struct shared_reads {
 	uint32_t count; /* of rows */
 };
 
-/* What is registered with a domain is reached through its own endpoints and through no others. */
 struct domain {
 	struct fid_domain *fid;
 	struct fid_av *av;
 	struct fid_cq *cq;
+	uint32_t uses; /* endpoints, peers and regions; atomic */
 };
 
 struct tk_endpoint {
@@ -188,6 +188,7 @@ struct tk_endpoint {
 	uint32_t domain;
 	struct tk_endpoint *next;
 	struct fid_ep *fid;
+	int fds_from; /* its descriptors are not far above this */
 	uint16_t port; /* of TCP, in the network's order; 0: none */
 	struct seal seal; /* set before anything goes through it */
 
@@ -216,6 +217,7 @@ struct tk_region {
 	void *desc;
 	uint64_t address, length, key, base;
 	uint64_t uses; /* atomic: queued or posted operations that read from it or write to it */
+	uint32_t domain;
 	struct tk_endpoint *endpoint; /* the endpoint it is bound to, if the provider binds memory */
 };
 
@@ -268,7 +270,7 @@ struct tk_fabric {
 	pid_t pid;
 	struct fi_info *info;
 	struct fid_fabric *fid;
-	struct domain domains[TK_DOMAINS_MAX]; /* the first is opened with the fabric, others with their first endpoints */
+	struct domain domains[TK_DOMAINS_MAX];
 	uint32_t domains_end; /* behind the last that is open */
 	size_t order_max; /* messages of up to this many bytes are written in order, their flag last; 0: none */
 	int keeps_order;  /* of words to one place */
@@ -358,7 +360,6 @@ int fabric_is_ours(const struct tk_fabric *fabric);
 int fabric_refusal(const struct tk_fabric *fabric);
 void fabric_wake(struct tk_fabric *fabric);
 int refused(const struct tk_fabric *fabric, char *message, const char *doing, int status);
-int domain_open(struct tk_fabric *fabric, uint32_t number, char *message); /* if it is not open; the progress thread, once there is one */
 int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *fabric, void *argument), void *argument,
 		  size_t argument_bytes);
 

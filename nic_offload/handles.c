@@ -51,6 +51,7 @@ static int open_endpoint(struct tk_fabric *fabric, void *argument)
 	struct tk_endpoint *endpoint = opening->endpoint;
 	const struct domain *domain = &fabric->domains[endpoint->domain];
 	char why[TK_MESSAGE_BYTES]; /* the error says enough */
+	endpoint->fds_from = lowest_free_fd();
 	int status = domain_open(fabric, endpoint->domain, why);
 	if (status || (status = open_from(fabric, opening)))
 		return status;
@@ -84,10 +85,12 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 	struct opening opening = {.endpoint = endpoint, .length = length};
 	if (length)
 		memcpy(opening.source, source, length);
+	domain_hold(fabric, domain);
 	int status = on_the_thread(fabric, open_endpoint, &opening, sizeof opening);
 	if (status) {
 		if (status == TK_STUCK)
 			return status; /* the thread may be at it still */
+		domain_leave(fabric, domain);
 		free(endpoint);
 		return refused(fabric, message, "opening an endpoint", status);
 	}
@@ -144,9 +147,12 @@ int tk_endpoint_close(struct tk_endpoint *endpoint)
 			break;
 		}
 	pthread_mutex_unlock(&fabric->handle_lock);
+	uint32_t domain = endpoint->domain;
 	int status = on_the_thread(fabric, core_close_endpoint, &endpoint, sizeof endpoint);
-	if (status != TK_STUCK)
-		endpoint_free(endpoint);
+	if (status == TK_STUCK)
+		return status;
+	endpoint_free(endpoint);
+	domain_leave(fabric, domain);
 	return status;
 }
 
@@ -205,9 +211,12 @@ int tk_peer_add(struct tk_fabric *fabric, uint32_t domain, const void *address, 
 	if (length > TK_ADDRESS_BYTES || !length || !may_have(fabric, domain))
 		return -EINVAL;
 	memcpy(peer.address, address, length);
+	domain_hold(fabric, domain);
 	int status = on_the_thread(fabric, add_peer, &peer, sizeof peer);
 	if (!status && fabric->streams)
 		remember_peer(fabric, &peer);
+	else if (status && status != TK_STUCK)
+		domain_leave(fabric, domain);
 	*out = peer.number;
 	return status;
 }
@@ -219,7 +228,10 @@ int tk_peer_remove(struct tk_fabric *fabric, uint32_t domain, uint64_t number)
 		return -EINVAL;
 	if (!fabric_refusal(fabric))
 		forget_peer(fabric, &peer);
-	return on_the_thread(fabric, remove_peer, &peer, sizeof peer);
+	int status = on_the_thread(fabric, remove_peer, &peer, sizeof peer);
+	if (!status)
+		domain_leave(fabric, domain);
+	return status;
 }
 
 /* Keys are random, so a peer can't guess the key of a region that it was not given. */
@@ -253,8 +265,8 @@ static int register_region(struct tk_fabric *fabric, struct tk_endpoint *endpoin
 		return 0;
 	if (binds && !endpoint)
 		return -EINVAL;
-	int status = register_with_random_key(fabric, endpoint ? endpoint->domain : 0, (void *)region->address,
-					      region->length, wanted, &region->mr);
+	int status = register_with_random_key(fabric, region->domain, (void *)region->address, region->length, wanted,
+					      &region->mr);
 	if (status || !binds)
 		return status;
 	if ((status = fi_mr_bind(region->mr, &endpoint->fid->fid, 0)) || (status = fi_mr_enable(region->mr))) {
@@ -278,6 +290,7 @@ int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void 
 	region->fabric = fabric;
 	region->address = (uintptr_t)address;
 	region->length = length;
+	region->domain = endpoint ? endpoint->domain : 0;
 	int status = register_region(fabric, endpoint, region, access);
 	if (status) {
 		free(region);
@@ -286,6 +299,7 @@ int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void 
 	region->key = region->mr ? fi_mr_key(region->mr) : 0;
 	region->desc = region->mr ? fi_mr_desc(region->mr) : NULL;
 	region->base = fabric->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? region->address : 0;
+	domain_hold(fabric, region->domain);
 	pthread_mutex_lock(&fabric->handle_lock);
 	region->next = fabric->regions;
 	fabric->regions = region;
@@ -309,6 +323,7 @@ int tk_region_close(struct tk_region *region)
 		}
 	pthread_mutex_unlock(&fabric->handle_lock);
 	int status = region->mr ? fi_close(&region->mr->fid) : 0;
+	domain_leave(fabric, region->domain);
 	free(region);
 	return status;
 }

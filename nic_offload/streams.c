@@ -15,10 +15,13 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <rdma/fi_cm.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#define NEAR 256 /* descriptors: those of an endpoint take a microsecond each to look through, and a thousand clients' thousands */
 #define ROUNDS 4 /* of progress: a request is ended in the first that sees it */
 
 uint16_t address_port(const union address *address)
@@ -65,23 +68,37 @@ static int listens_at(int fd, const union address *own)
 	return !getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) && listens;
 }
 
+int lowest_free_fd(void)
+{
+	int fd = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0);
+	if (fd >= 0)
+		close(fd);
+	return fd < 0 ? 0 : fd;
+}
+
+static int listener_among_all(const union address *own)
+{
+	int found = -ENOENT;
+	DIR *folder = opendir("/proc/self/fd");
+	if (!folder)
+		return -errno;
+	for (struct dirent *entry; found < 0 && (entry = readdir(folder));)
+		if (listens_at(atoi(entry->d_name), own))
+			found = atoi(entry->d_name);
+	closedir(folder);
+	return found;
+}
+
 int tk_endpoint_listener(struct tk_endpoint *endpoint)
 {
 	union address own = {0};
 	size_t bytes = sizeof own;
-	DIR *folder;
 	if (fi_getname(&endpoint->fid->fid, &own, &bytes) || !address_port(&own))
 		return -ENOENT;
-	if (!(folder = opendir("/proc/self/fd")))
-		return -errno;
-	int found = -ENOENT;
-	for (struct dirent *entry; found < 0 && (entry = readdir(folder));) {
-		int fd = atoi(entry->d_name);
-		if (fd > 0 && listens_at(fd, &own))
-			found = fd;
-	}
-	closedir(folder);
-	return found;
+	for (int fd = endpoint->fds_from; fd < endpoint->fds_from + NEAR; fd++)
+		if (listens_at(fd, &own))
+			return fd;
+	return listener_among_all(&own);
 }
 
 void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)

@@ -41,12 +41,21 @@ from kvstore.limits import (
 from nic_offload.sockaddr import SocketAddress, ip_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from kvstore.node.connection import Connection
     from nic_offload.fabric import Endpoint, Fabric
     from nic_offload.sockaddr import Ip
 
-__all__ = ["Domains", "FabricAddress", "Network", "Opened", "check_length", "ip_of_peer", "parse_networks"]
+__all__ = [
+    "FabricAddress",
+    "Network",
+    "Opened",
+    "check_length",
+    "fabric_domain",
+    "ip_of_peer",
+    "parse_networks",
+]
 
 _ANY_LENGTH = "shm"  # its addresses are names
 _ROUTED = ("192.0.2.1", "2001:db8::1")  # nobody's: what leads there is the default route
@@ -101,28 +110,15 @@ def _resolved(name: str) -> tuple[Ip, ...]:
     return tuple(first.values())
 
 
-class Domains:
-    """The fabric's domain of each tenant that is attached: one of its own, while there are enough.
+def fabric_domain(tenant: bytes, attached: Iterable[Connection], domains: int) -> int:
+    """The fabric's domain for one more endpoint of a tenant: the one that it has, or that the fewest tenants have.
 
-    A key of memory is valid at the endpoints of its own domain alone. If more tenants are attached than there are
-    domains, a tenant that comes shares the one that the fewest have.
+    A key of memory is invalid at endpoints of other domains. So a tenant's keys are its own, unless more tenants are
+    attached than the fabric has domains.
     """
-
-    def __init__(self, count: int) -> None:
-        self._tenants: list[Counter[bytes]] = [Counter() for _ in range(count)]
-
-    def of(self, tenant: bytes) -> int:
-        """The domain for one more endpoint of a tenant's."""
-        numbers = range(len(self._tenants))
-        return min(numbers, key=lambda one: (tenant not in self._tenants[one], len(self._tenants[one])))
-
-    def take(self, tenant: bytes, domain: int) -> None:
-        """The endpoint is open."""
-        self._tenants[domain][tenant] += 1
-
-    def give_back(self, tenant: bytes, domain: int) -> None:
-        """It is closed."""
-        self._tenants[domain] -= Counter([tenant])
+    tenants = {(one.endpoint.domain, one.tenant) for one in attached}
+    of_each = Counter(domain for domain, _ in tenants)
+    return min(range(domains), key=lambda one: ((one, tenant) not in tenants, of_each[one]))
 
 
 class FabricAddress:
@@ -200,7 +196,7 @@ class FabricAddress:
             )
         return client
 
-    def open(self, fabric: Fabric, client: SocketAddress | None, domain: int) -> Opened:
+    def open(self, fabric: Fabric, client: SocketAddress | None, domain: int = 0) -> Opened:
         """Open the endpoint for one attachment; Overloaded if the ports are used up."""
         if client is None:
             endpoint = fabric.open_endpoint(domain=domain)

@@ -35,7 +35,7 @@ from kvstore.node.cold_calls import COLD_TAG, ColdCalls
 from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.connection_calls import already_stored
 from kvstore.node.deletions import Deletions, Erasures
-from kvstore.node.fabric_address import Domains, FabricAddress, check_length
+from kvstore.node.fabric_address import FabricAddress, check_length, fabric_domain
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fail_stop import or_stop
 from kvstore.node.fair import FairQueue, Places
@@ -107,7 +107,8 @@ class Node:
         tenants_known: Callable[[], int] = lambda: 1,
     ) -> None:
         """`tenants_known` returns how many tenants share the node's resources."""
-        self.address, self.readiness = address or FabricAddress("127.0.0.1"), Readiness()
+        self.address = address or FabricAddress("127.0.0.1")
+        self.readiness = Readiness()
         self.at_endpoint: Callable[[Endpoint, Ip], object] = lambda *_: None  # for whom each endpoint is
         self.membership: Membership | None = None  # of a cluster
         self.upkeep: Upkeep | None = None  # of copies of blocks
@@ -126,10 +127,7 @@ class Node:
         self._due: FairQueue[LandedLease] = FairQueue()  # to be stored
         self._goes_on = False  # with that, in the next round of the loop
         self._freed = asyncio.Event()  # set whenever a closed connection's memory goes
-        self.places, self.domains = (
-            Places(self.address.clients_max(), tenants_known),
-            Domains(fabric.domains_max),
-        )
+        self.places = Places(self.address.clients_max(), tenants_known)
         # Others hold all that is registered in the machine's memory, whether or not anything lands in it.
         self._pins = fabric.provider not in {"net", "tcp", "tcp;ofi_rxm", "sockets", "shm", "memory"}
         self.landing = Places(LANDING_BYTES_MAX, tenants_known)  # bytes that clients hold
@@ -243,7 +241,8 @@ class Node:
         layout = self._layout(tenant, block_bytes_max, slots)
         try:
             memory = set_aside(layout.total_bytes)
-            opened = self.address.open(self.fabric, client, self.domains.of(tenant.id))
+            domain = fabric_domain(tenant.id, self._connections.values(), self.fabric.domains_max)
+            opened = self.address.open(self.fabric, client, domain)
             known_as = peer_address if client is None else client.packed(self.fabric.ip_version)
             try:
                 if client is None:
@@ -273,7 +272,6 @@ class Node:
                 f" {layout.slots} slots; attach with fewer, or later."
             ) from error
         self.places.take(tenant.id)
-        self.domains.take(tenant.id, opened.endpoint.domain)
         if self._pins:
             self.landing.take(tenant.id, connection.all_there())
         self._connections[connection.number] = connection
@@ -342,7 +340,6 @@ class Node:
         self.fabric_calls.close(connection)
         self._closing.add(connection)
         self.places.give_back(connection.tenant)
-        self.domains.give_back(connection.tenant, connection.endpoint.domain)
         self._free_if_idle(connection)
         log.info("detached", extra=connection.about())
 

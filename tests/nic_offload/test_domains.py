@@ -7,13 +7,16 @@ another domain, of the same fabric or not.
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from nic_offload.errors import FabricError
+from nic_offload.memory import allocate
 from tests.nic_offload.rig import PROVIDERS, Side, Way, quieten, wait_until
 
 AT, MARK = 4096, b"E" * 64
+FDS = Path("/proc/self/fd")
 
 
 @pytest.fixture(params=PROVIDERS)
@@ -68,3 +71,30 @@ def test_a_key_serves_nobody_at_an_endpoint_of_another_domain_of_its_fabric(prov
         assert lands(again, again), "with its own key it does"
         with pytest.raises(FabricError):
             whose.fabric.open_endpoint(domain=whose.fabric.domains_max)
+
+
+def test_a_domain_is_closed_with_the_last_of_what_is_in_it(provider: str) -> None:
+    """Its descriptors return, whatever was the last, and it can be opened again."""
+    with Side(provider) as side:
+        if side.fabric.domains_max == 1:
+            return
+        peer = side.endpoint.address()
+        domain = side.fabric.domains_max - 1
+
+        def come_and_go(order: str) -> None:
+            endpoint = side.fabric.open_endpoint(domain=domain)
+            region = side.fabric.register(allocate(4096), endpoint=endpoint)
+            number = side.fabric.add_peer(peer, domain)
+            for what in order:
+                if what == "e":
+                    endpoint.close()
+                elif what == "r":
+                    region.close()
+                else:
+                    side.fabric.remove_peer(number, domain)
+
+        descriptors = len(list(FDS.iterdir()))
+        for order in ("erp", "epr", "pre"):
+            come_and_go(order)
+            assert len(list(FDS.iterdir())) == descriptors
+        assert lands(side, side)
