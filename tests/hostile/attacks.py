@@ -440,7 +440,7 @@ def unknown(told: Told, until: float, _: str) -> Told:
 
 def forge(told: Told, until: float, _: str) -> Told:
     """Writes over the fabric, with true keys of memory, from the address of whose they are: as fast as they go."""
-    did = {"landed": 0, "refused": 0}
+    did = {"landed": 0, "refused": 0, "node": 0}
     fabric = Fabric(told["provider"], address="127.0.0.1")
     endpoint, memory = fabric.open_endpoint(), allocate(1 << 20)
     region = fabric.register(memory, remote_write=False)
@@ -458,7 +458,9 @@ def forge(told: Told, until: float, _: str) -> Told:
             while not ended and time.monotonic() < until:
                 ended = [one for one in fabric.reap() if one.tag == tag]
             for one in ended:
-                did["landed" if one.kind == EventKind.DONE else "refused"] += 1
+                has_landed = one.kind == EventKind.DONE
+                did["landed" if has_landed else "refused"] += 1
+                did["node"] += has_landed and side == "node"
     return did
 
 
