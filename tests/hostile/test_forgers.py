@@ -38,6 +38,9 @@ pytestmark = pytest.mark.slow
 LENGTH = 5000
 WORDS = 64
 MARK = b"E" * 64
+REOPENS = (
+    "tcp;ofi_rxm"  # a provider whose endpoints stay open to their client's address, since it connects again
+)
 FORGED = (1).to_bytes(32, "little")  # the key in what head_of makes
 
 
@@ -134,8 +137,8 @@ class Working:
 
 @pytest.fixture(scope="module")
 def one_beside_open(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
-    """A node whose endpoints stay open to their client's address: a provider that connects again needs that."""
-    with Beside(tmp_path_factory.mktemp("open"), "--provider", "tcp;ofi_rxm") as beside:
+    """A node at whose endpoints others at their client's address can connect."""
+    with Beside(tmp_path_factory.mktemp("open"), "--provider", REOPENS) as beside:
         yield beside
 
 
@@ -145,7 +148,7 @@ def test_who_has_anothers_keys_of_memory_is_not_believed(
 ) -> None:
     """In places that its victim does not use just then it is not even noticed; in others it can spoil, and no more."""
     beside = one_beside_open
-    with small_client(beside.node.target, token="evil") as client:
+    with small_client(beside.node.target, token="evil", provider=REOPENS) as client:
         victim = Working(client)
         stolen = victim.one()
         assert (victim.errors, victim.wrong) == ([], [])

@@ -96,5 +96,6 @@ def test_a_domain_is_closed_with_the_last_of_what_is_in_it(provider: str) -> Non
         descriptors = len(list(FDS.iterdir()))
         for order in ("erp", "epr", "pre"):
             come_and_go(order)
-            assert len(list(FDS.iterdir())) == descriptors
+            # The thread opens one now and then, when it looks for sockets.
+            wait_until(lambda: len(list(FDS.iterdir())) <= descriptors, "its descriptors are back")
         assert lands(side, side)
