@@ -26,6 +26,7 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 def lands(where: Side, whose: Side) -> bool:
     """Whether a stranger's bytes land that go to this endpoint, with the other side's key."""
+    whose.fill(AT, bytes(len(MARK)))
     with Side(where.fabric.provider) as stranger:
         stranger.fill(0, MARK)
         way = Way(stranger, where.endpoint.address(), whose.region.base, whose.region.key, whose.length)
