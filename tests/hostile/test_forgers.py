@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
+import urllib.request
 from contextlib import suppress
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -27,8 +30,6 @@ from tests.nic_offload.rig import wait_until
 from tests.nic_offload.test_granted import head_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvstore.client import Client
     from kvstore.wire import kvstore_pb2 as pb
     from nic_offload.fabric import Event
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.slow
 LENGTH = 5000
 WORDS = 64
 MARK = b"E" * 64
+INJECTED_EVERY_S = 0.002
 REOPENS = (
     "tcp;ofi_rxm"  # a provider whose endpoints stay open to their client's address, since it connects again
 )
@@ -62,29 +64,33 @@ def word(value: int) -> str:
     return value.to_bytes(8, "little").hex()
 
 
-def writes(link: Link, puts: pb.PutArea, stolen: bytes, *, idle: bool) -> list[tuple[str, int, int, str]]:
-    """Puts, calls and words as they would be without a seal; into places that are idle, or into all."""
+Written = list[tuple[int, int, str]]  # where, by which key, and what, in hex
+
+
+def writes(link: Link, puts: pb.PutArea, stolen: bytes, *, idle: bool) -> tuple[Written, Written]:
+    """Puts, calls and words as without a seal, for the node and for its client, in idle places or in all."""
     assert link.calls is not None
-    made: list[tuple[str, int, int, str]] = []
+    to_node: Written = []
+    to_client: Written = []
     payload, area, first = bytes(64), link.calls._area, 1 if idle else 0
     for slot in range(first, puts.count):
         for generation in range(puts.first_generation, puts.first_generation + 4):
             head = head_of(payload, generation=generation)
             start = puts.slots + slot * puts.slot_bytes + PAGE_BYTES - len(head)
-            made.append(("node", start, puts.key, (head + payload).hex()))
-            made.append(("node", puts.flags + 8 * slot, puts.key, word(generation)))
+            to_node.append((start, puts.key, (head + payload).hex()))
+            to_node.append((puts.flags + 8 * slot, puts.key, word(generation)))
     for place in range(first, fabric_call.CALL_PLACES):
         generation = area.first_generation
         row = struct.pack("<32sIIQQQ", stolen, LENGTH, 1, 1, link._acks.base, link._acks.key)
         head = struct.pack("<IQBBBBIIIIIQ16s", 128, generation, 1, 0, 0, 0, 0, 1, 2, 0, 0, 0, bytes(16))
         data = crc32c(head + row).to_bytes(4, "little") + head + row
-        made.append(("node", area.base + fabric_call.call_offset(place), area.key, data.hex()))
-        made.append(("node", area.base + fabric_call.flag_offset(place), area.key, word(generation)))
+        to_node.append((area.base + fabric_call.call_offset(place), area.key, data.hex()))
+        to_node.append((area.base + fabric_call.flag_offset(place), area.key, word(generation)))
     words = range(ACK_WORDS + WORDS, ACK_WORDS + 2 * WORDS) if idle else range(ACK_WORDS, ACK_WORDS + WORDS)
     for number in words:
         said = word(ack_word(link._generation, AckCode.SYNCED))
-        made.append(("client", link._acks.base + 8 * number, link._acks.key, said))
-    return made
+        to_client.append((link._acks.base + 8 * number, link._acks.key, said))
+    return to_node, to_client
 
 
 class Working:
@@ -135,38 +141,78 @@ class Working:
         self._thread.join()
 
 
-@pytest.fixture(scope="module")
-def one_beside_open(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
-    """A node at whose endpoints others at their client's address can connect."""
-    with Beside(tmp_path_factory.mktemp("open"), "--provider", REOPENS) as beside:
-        yield beside
+def foreign_words(beside: Beside) -> float:
+    """How many words the node has received that did not come from whom they should."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{beside.http_port}/metrics", headers={"Authorization": "Bearer evil"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        (found,) = re.findall(r"^kvstore_foreign_words_total (\S+)$", answer.read().decode(), re.MULTILINE)
+    return float(found)
+
+
+class Injecting:
+    """Writes to the node's memory over a client's own connection, as somebody could who has its place on the wire.
+
+    Another process can't: the node lets nobody else connect to the client's endpoint.
+    """
+
+    def __init__(self, client: Client, written: Written) -> None:
+        self._client, self._writes = client, cycle(written)
+        self._memory = allocate(PAGE_BYTES)
+        self._region = client.register(self._memory)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self.done = 0
+
+    def _work(self) -> None:
+        link = self._client._core.link
+        assert link is not None
+        with suppress(KvError):  # once the connection is spoilt, its keys are void
+            while not self._stop.wait(INJECTED_EVERY_S):
+                target, key, written = next(self._writes)
+                data = bytes.fromhex(written)
+                self._memory[: len(data)] = data
+                source = self._region, self._region.address, len(data)
+                tag = self._client._core.next_tags()
+                arm(self._client.fabric, [TriggeredPut(tag, link.endpoint, link.peer, *source, target, key)])
+                self.done += 1
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 @pytest.mark.parametrize("idle", [True, False], ids=["idle places", "all places"])
 def test_who_has_anothers_keys_of_memory_is_not_believed(
-    one_beside_open: Beside, told: list[pb.AttachResponse], *, idle: bool
+    beside: Beside, told: list[pb.AttachResponse], *, idle: bool
 ) -> None:
     """In places that its victim does not use just then it is not even noticed; in others it can spoil, and no more."""
-    beside = one_beside_open
-    with small_client(beside.node.target, token="evil", provider=REOPENS) as client:
+    with small_client(beside.node.target, token="evil") as client:
         victim = Working(client)
         stolen = victim.one()
         assert (victim.errors, victim.wrong) == ([], [])
         link = client._core.link
         assert link is not None
-        attack: dict[str, Any] = {
+        to_node, to_client = writes(link, told[-1].puts, stolen, idle=idle)
+        attack = {
             "provider": client.fabric.provider,
-            "node": link.node_address.hex(),
             "client": link.endpoint.address().hex(),
-            "writes": writes(link, told[-1].puts, stolen, idle=idle),
+            "writes": to_client,
         }
-        with victim:
+        before = foreign_words(beside)
+        with victim, Injecting(client, to_node) as injecting:
             alone, under, did = beside.endure("forge", **attack)
-        assert did["landed"] > 0
-        assert did["node"] > 0, "it reached the node's memory, too"
+        assert injecting.done > 0
+        assert foreign_words(beside) > before, "they reached the node"
         assert victim.wrong == []
         assert not isinstance(client.exists([FORGED])[0], Stored)
-        if idle:
+        if idle:  # else the connection may have been spoilt before anything came to the client
+            assert did["landed"] > 0
             assert victim.errors == []
             assert client._core.link is link
         before = len(victim.errors)
