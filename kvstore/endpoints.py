@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENDPOINTS_ON_WILDCARDS",
+    "ONE_CONNECTION",
     "WITHOUT_IP",
     "Ports",
     "interface_addresses",
@@ -39,6 +40,8 @@ __all__ = [
 
 # With these providers an endpoint listens on the given address, whatever its fabric was opened with (libfabric 1.17).
 ENDPOINTS_ON_WILDCARDS = frozenset({"net", "tcp", "tcp;ofi_rxm", "sockets"})
+# With these an endpoint has one connection in its life: a client whose connection broke attaches again.
+ONE_CONNECTION = frozenset({"net", "tcp"})
 WITHOUT_IP = frozenset({"cxi", "efa", "shm", "memory"})
 
 _PORT_MAX = 65535
@@ -83,13 +86,13 @@ class Ports:
             yield port
 
 
-def open_endpoint(fabric: Fabric, ip: Ip, ports: Ports | None) -> Endpoint:
+def open_endpoint(fabric: Fabric, ip: Ip, ports: Ports | None, domain: int = 0) -> Endpoint:
     """Open an endpoint that listens on this address and one of these ports; without any, on one that is free."""
     if ports is None:
-        return fabric.open_endpoint(SocketAddress(ip, 0).packed(fabric.ip_version))
+        return fabric.open_endpoint(SocketAddress(ip, 0).packed(fabric.ip_version), domain)
     for port in ports.in_turn():
         with suppress(PortTaken):
-            return fabric.open_endpoint(SocketAddress(ip, port).packed(fabric.ip_version))
+            return fabric.open_endpoint(SocketAddress(ip, port).packed(fabric.ip_version), domain)
     raise Overloaded(
         f"Each attachment needs a port, and all of {ports} are in use on {ip};"
         " detach clients, or open a larger range (--fabric-ports)."

@@ -45,6 +45,7 @@ _PARTS = (
     "desk",
     "desk_cold",
     "desk_where",
+    "domains",
     "fabric",
     "gcm_libcrypto",
     "gcm_vaes",

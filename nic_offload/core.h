@@ -1,7 +1,7 @@
 /*
  * The C core: one progress thread that moves blocks without the application.
  *
- * A `tk_fabric` is one libfabric domain with its progress thread; a `tk_endpoint` is what one connection sends and
+ * A `tk_fabric` is a libfabric domain, or a few, with one progress thread; a `tk_endpoint` is what one connection sends and
  * receives with; a `tk_counter` is what operations wait for and what they move when they end. The application queues
  * operations in batches and returns. An operation does up to three things, in this order: it moves bytes (a put or a
  * get), puts an 8-byte flag, moves a counter. A chain is an operation that waits for the counter of another one.
@@ -76,15 +76,19 @@ int tk_fabric_event_fd(struct tk_fabric *fabric);
 #define TK_BINDS_MEMORY 2    /* peers reach memory only through the endpoint to which it is bound */
 #define TK_IPV4 4	     /* addresses are socket addresses of IPv4 */
 #define TK_IPV6 8	     /* ... of IPv6 */
+#define TK_HAS_DOMAINS 16    /* it may have TK_DOMAINS_MAX of them */
+#define TK_DOMAINS_MAX 16    /* each is polled in each round of the thread: 0.1 us with net */
 int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name);
 int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max);
 int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out);
 
-/* `source` is the address to listen on, in the fabric's own format; with a `length` of 0 the fabric's, at any port. */
-int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length, struct tk_endpoint **out,
-		     char *message);
+/* `source` is the address to listen on, in the fabric's own format; with a `length` of 0 the fabric's, at any port. A key
+ * of memory that was registered through an endpoint is invalid at endpoints of other domains. */
+int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length, uint32_t domain,
+		     struct tk_endpoint **out, char *message);
 int tk_endpoint_close(struct tk_endpoint *endpoint);
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out);
+int tk_endpoint_listener(struct tk_endpoint *endpoint); /* the provider's own descriptor; -ENOENT: it listens on none */
 /* For how long its peer has taken nothing of what is to go out; 0: nothing waits. */
 uint64_t tk_endpoint_stalled_ns(const struct tk_endpoint *endpoint);
 /* Whether its connection has broken since something went through it, as far as the provider shows it: what was sent before
@@ -101,8 +105,9 @@ uint64_t tk_endpoint_tag(struct tk_endpoint *endpoint, uint64_t address, uint64_
 int tk_endpoint_believes(struct tk_endpoint *endpoint, struct tk_region *region, uint64_t address, uint64_t generation,
 			 const void *data, size_t length, uint64_t tag);
 
-int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, uint64_t *out);
-int tk_peer_remove(struct tk_fabric *fabric, uint64_t peer);
+/* A peer is known to the endpoints of one domain. */
+int tk_peer_add(struct tk_fabric *fabric, uint32_t domain, const void *address, size_t length, uint64_t *out);
+int tk_peer_remove(struct tk_fabric *fabric, uint32_t domain, uint64_t peer);
 
 /* `access`: what peers may do. If the provider binds memory to endpoints, they may do it only through `endpoint`, and
  * the access ends with it. */

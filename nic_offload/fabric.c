@@ -2,11 +2,9 @@
  * Opens and closes a fabric, and sends commands to its thread. Any thread.
  */
 #define _GNU_SOURCE
-#include "cxi.h"
 #include "progress.h"
 
 #include <errno.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +12,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define CQ_ENTRIES 4096
 
 uint64_t tk_now_ns(void)
 {
@@ -41,12 +38,6 @@ int refused(const struct tk_fabric *fabric, char *message, const char *doing, in
 {
 	snprintf(message, TK_MESSAGE_BYTES, "%s: %s", doing, fabric->library->strerror(-status));
 	return status;
-}
-
-static void close_fid(struct fid *fid)
-{
-	if (fid)
-		fi_close(fid);
 }
 
 static void free_counters(struct tk_counter *counter)
@@ -78,9 +69,8 @@ static void free_fabric(struct tk_fabric *fabric)
 	free_readers(fabric);
 	free_counters(fabric->counters);
 	free_counters(fabric->closing);
-	close_fid(fabric->cq ? &fabric->cq->fid : NULL);
-	close_fid(fabric->av ? &fabric->av->fid : NULL);
-	close_fid(fabric->domain ? &fabric->domain->fid : NULL);
+	for (uint32_t i = 0; i < TK_DOMAINS_MAX; i++)
+		domain_close(&fabric->domains[i]);
 	close_fid(fabric->fid ? &fabric->fid->fid : NULL);
 	if (fabric->info)
 		fabric->library->freeinfo(fabric->info);
@@ -107,18 +97,8 @@ static void free_fabric(struct tk_fabric *fabric)
 	free(fabric);
 }
 
-/* A key of a Cassini would otherwise give access to all memory of the process, whatever was registered, for ever. */
-static int confine_keys(struct tk_fabric *fabric)
-{
-	bool is_cached = false;
-	const char *chosen = getenv("FI_CXI_PROV_KEY_CACHE");
-	if (strcmp(fabric->info->fabric_attr->prov_name, "cxi") || (chosen && !strcmp(chosen, "0")))
-		return 0;
-	return fi_control(&fabric->domain->fid, CXI_SET_PROV_KEY_CACHE, &is_cached);
-}
-
-static int open_domain(struct tk_fabric *fabric, const char *provider, const char *node, uint32_t flags,
-		       char *message)
+static int open_provider(struct tk_fabric *fabric, const char *provider, const char *node, uint32_t flags,
+			 char *message)
 {
 	const struct library *lib = fabric->library;
 	int deferred = !!(flags & TK_DEFERRED_WORK);
@@ -143,17 +123,8 @@ static int open_domain(struct tk_fabric *fabric, const char *provider, const cha
 	fabric->shows_breaks = library_shows_breaks(fabric->info->fabric_attr->prov_name);
 	fabric->confirms = library_confirms(fabric->info->fabric_attr->prov_name);
 
-	if ((status = fi_domain(fabric->fid, fabric->info, &fabric->domain, fabric)))
-		return refused(fabric, message, "opening the domain", status);
-	if ((status = confine_keys(fabric)))
-		return refused(fabric, message, "confining keys to their regions (FI_CXI_PROV_KEY_CACHE=0 does so too)",
-			       status);
-	struct fi_av_attr av = {.type = FI_AV_UNSPEC};
-	if ((status = fi_av_open(fabric->domain, &av, &fabric->av, NULL)))
-		return refused(fabric, message, "opening the address vector", status);
-	struct fi_cq_attr cq = {.size = CQ_ENTRIES, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_NONE};
-	if ((status = fi_cq_open(fabric->domain, &cq, &fabric->cq, NULL)))
-		return refused(fabric, message, "opening the completion queue", status);
+	if ((status = domain_open(fabric, 0, message)))
+		return status;
 	return deferred ? nic_open(fabric) : 0;
 }
 
@@ -198,7 +169,7 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 	else if (!fabric->chunks)
 		status = -ENOMEM;
 	else if (!(status = rest_open(fabric)))
-		status = open_domain(fabric, provider, node, flags, message);
+		status = open_provider(fabric, provider, node, flags, message);
 	if (!status) {
 		status = -pthread_create(&fabric->thread, NULL, core_progress, fabric);
 		fabric->thread_started = !status;
@@ -270,7 +241,8 @@ int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name)
 	uint32_t format = fabric->info->addr_format;
 	return (fabric->order_max ? TK_FLAG_IN_MESSAGE : 0) |
 	       (format == FI_SOCKADDR_IN ? TK_IPV4 : format == FI_SOCKADDR_IN6 ? TK_IPV6 : 0) |
-	       (fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT ? TK_BINDS_MEMORY : 0);
+	       (fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT ? TK_BINDS_MEMORY : 0) |
+	       (library_has_domains(fabric->info) ? TK_HAS_DOMAINS : 0);
 }
 
 /* A thread that does not answer may still use what it was given, so none of that is freed. */

@@ -158,6 +158,7 @@ struct command {
 
 struct known_peer {
 	union address address;
+	uint32_t domain;
 	uint64_t number;
 };
 
@@ -175,10 +176,19 @@ struct shared_reads {
 	uint32_t count; /* of rows */
 };
 
+struct domain {
+	struct fid_domain *fid;
+	struct fid_av *av;
+	struct fid_cq *cq;
+	uint32_t uses; /* endpoints, peers and regions; atomic */
+};
+
 struct tk_endpoint {
 	struct tk_fabric *fabric;
+	uint32_t domain;
 	struct tk_endpoint *next;
 	struct fid_ep *fid;
+	int fds_from; /* its descriptors are not far above this */
 	uint16_t port; /* of TCP, in the network's order; 0: none */
 	struct seal seal; /* set before anything goes through it */
 
@@ -207,6 +217,7 @@ struct tk_region {
 	void *desc;
 	uint64_t address, length, key, base;
 	uint64_t uses; /* atomic: queued or posted operations that read from it or write to it */
+	uint32_t domain;
 	struct tk_endpoint *endpoint; /* the endpoint it is bound to, if the provider binds memory */
 };
 
@@ -259,9 +270,8 @@ struct tk_fabric {
 	pid_t pid;
 	struct fi_info *info;
 	struct fid_fabric *fid;
-	struct fid_domain *domain;
-	struct fid_av *av;
-	struct fid_cq *cq;
+	struct domain domains[TK_DOMAINS_MAX];
+	uint32_t domains_end; /* behind the last that is open */
 	size_t order_max; /* messages of up to this many bytes are written in order, their flag last; 0: none */
 	int keeps_order;  /* of words to one place */
 	uint32_t posted_max; /* puts of one endpoint on the wire at a time */

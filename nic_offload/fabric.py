@@ -216,11 +216,12 @@ class Region(Handle):
 class Endpoint(Handle):
     """What one connection sends and receives with. Closing it is how a connection is ended for certain."""
 
-    def __init__(self, fabric: Fabric, source: bytes = b"") -> None:
+    def __init__(self, fabric: Fabric, source: bytes = b"", domain: int = 0) -> None:
         self._fabric = fabric
+        self.domain = domain
         out = ffi.new("struct tk_endpoint **")
         message = ffi.new("char[]", lib.TK_MESSAGE_BYTES)
-        code = lib.tk_endpoint_open(fabric.handle, source, len(source), out, message)
+        code = lib.tk_endpoint_open(fabric.handle, source, len(source), domain, out, message)
         if code == lib.TK_STUCK:
             raise FabricError.from_code("Opening an endpoint", code)
         if code == -errno.EADDRINUSE:
@@ -240,6 +241,11 @@ class Endpoint(Handle):
         if length < 0:
             raise FabricError.from_code("Getting the endpoint's address", length)
         return bytes(ffi.buffer(out, length))
+
+    def listener(self) -> int | None:
+        """The descriptor, the provider's own, of the TCP socket at which peers connect; None if there is none."""
+        fd = int(lib.tk_endpoint_listener(self.handle))
+        return fd if fd >= 0 else None
 
     @property
     def stalled_ns(self) -> int:
@@ -306,7 +312,7 @@ class Endpoint(Handle):
 
 
 class Fabric(Handle):
-    """A domain, its progress thread and its trigger agent.
+    """A domain or `domains_max`, with one progress thread and trigger agent.
 
     With `deferred_work`, operations are handed to libfabric's own (`sockets`, `cxi`) as far as they fit; by default
     that is so where it is hardware. A call that has to wait for the progress thread waits for `answer_timeout_ms` at
@@ -350,6 +356,7 @@ class Fabric(Handle):
         traits = lib.tk_fabric_traits(self.handle, name)
         self.flag_in_message = bool(traits & lib.TK_FLAG_IN_MESSAGE)
         self.binds_memory = bool(traits & lib.TK_BINDS_MEMORY)
+        self.domains_max = int(lib.TK_DOMAINS_MAX) if traits & lib.TK_HAS_DOMAINS else 1
         # Of the addresses of its endpoints; 0: they are none of IP.
         self.ip_version = 4 if traits & lib.TK_IPV4 else 6 if traits & lib.TK_IPV6 else 0
         self.provider: str = ffi.string(name).decode()
@@ -363,9 +370,12 @@ class Fabric(Handle):
         """Whether `close` has been called."""
         return self.handle is None
 
-    def open_endpoint(self, source: bytes = b"") -> Endpoint:
-        """Open one more endpoint; `source`, a socket address of the fabric's family, is what it listens on."""
-        return Endpoint(self, source)
+    def open_endpoint(self, source: bytes = b"", domain: int = 0) -> Endpoint:
+        """Open one more endpoint; `source`, a socket address of the fabric's family, is what it listens on.
+
+        Keys of memory that is registered for an endpoint are invalid at endpoints of other domains.
+        """
+        return Endpoint(self, source, domain)
 
     def hear(self, doorbell: int, *, is_pipe: bool) -> None:
         """Have the progress thread woken by what is written to an eventfd, or into a pipe, until `ignore`."""
@@ -419,19 +429,19 @@ class Fabric(Handle):
         """
         return Region(self, memory, endpoint, remote_write=remote_write, remote_read=remote_read)
 
-    def add_peer(self, address: bytes) -> int:
-        """Make a peer known by the address it gave; the number names it for every endpoint from then on."""
+    def add_peer(self, address: bytes, domain: int = 0) -> int:
+        """Make a peer known by the address it gave; from then on the number names it for the endpoints of a domain."""
         out = ffi.new("uint64_t *")
-        code = lib.tk_peer_add(self.handle, address, len(address), out)
+        code = lib.tk_peer_add(self.handle, domain, address, len(address), out)
         if code == -errno.EINVAL and self.provider == MEMORY:
             raise FabricError("The provider memory reaches fabrics of its own process only.")
         if code:
             raise FabricError.from_code("Adding a peer", code)
         return int(out[0])
 
-    def remove_peer(self, peer: int) -> None:
+    def remove_peer(self, peer: int, domain: int = 0) -> None:
         """Forget a peer to whom nothing is on the wire any more."""
-        code = lib.tk_peer_remove(self.handle, peer)
+        code = lib.tk_peer_remove(self.handle, domain, peer)
         if code:
             raise FabricError.from_code("Removing a peer", code)
 

@@ -25,8 +25,9 @@ struct opening {
 static int open_from(struct tk_fabric *fabric, const struct opening *opening)
 {
 	struct tk_endpoint *endpoint = opening->endpoint;
+	struct fid_domain *domain = fabric->domains[endpoint->domain].fid;
 	if (!opening->length)
-		return fi_endpoint(fabric->domain, fabric->info, &endpoint->fid, NULL);
+		return fi_endpoint(domain, fabric->info, &endpoint->fid, NULL);
 	struct fi_info *info = fabric->library->dupinfo(fabric->info);
 	void *source = malloc(opening->length);
 	if (!info || !source) {
@@ -39,7 +40,7 @@ static int open_from(struct tk_fabric *fabric, const struct opening *opening)
 	free(info->src_addr);
 	info->src_addr = source;
 	info->src_addrlen = opening->length;
-	int status = fi_endpoint(fabric->domain, info, &endpoint->fid, NULL);
+	int status = fi_endpoint(domain, info, &endpoint->fid, NULL);
 	fabric->library->freeinfo(info);
 	return status;
 }
@@ -48,36 +49,48 @@ static int open_endpoint(struct tk_fabric *fabric, void *argument)
 {
 	struct opening *opening = argument;
 	struct tk_endpoint *endpoint = opening->endpoint;
-	int status = open_from(fabric, opening);
-	if (status)
+	const struct domain *domain = &fabric->domains[endpoint->domain];
+	char why[TK_MESSAGE_BYTES]; /* the error says enough */
+	endpoint->fds_from = lowest_free_fd();
+	int status = domain_open(fabric, endpoint->domain, why);
+	if (status || (status = open_from(fabric, opening)))
 		return status;
-	if ((status = fi_ep_bind(endpoint->fid, &fabric->av->fid, 0)) ||
-	    (status = fi_ep_bind(endpoint->fid, &fabric->cq->fid, FI_TRANSMIT | FI_RECV)) ||
+	if ((status = fi_ep_bind(endpoint->fid, &domain->av->fid, 0)) ||
+	    (status = fi_ep_bind(endpoint->fid, &domain->cq->fid, FI_TRANSMIT | FI_RECV)) ||
 	    (status = fi_enable(endpoint->fid)))
 		fi_close(&endpoint->fid->fid);
 	return status;
 }
 
-int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length, struct tk_endpoint **out,
-		     char *message)
+/* Whether the fabric has a domain of this number, or may have one. */
+static int may_have(const struct tk_fabric *fabric, uint32_t domain)
+{
+	return !domain || (domain < TK_DOMAINS_MAX && library_has_domains(fabric->info));
+}
+
+int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length, uint32_t domain,
+		     struct tk_endpoint **out, char *message)
 {
 	message[0] = 0;
 	if (!fabric_is_ours(fabric))
 		return -ECHILD;
-	if (length > TK_ADDRESS_BYTES)
+	if (length > TK_ADDRESS_BYTES || !may_have(fabric, domain))
 		return -EINVAL;
 	struct tk_endpoint *endpoint = calloc(1, sizeof *endpoint);
 	if (!endpoint)
 		return -ENOMEM;
 	endpoint->fabric = fabric;
+	endpoint->domain = domain;
 	endpoint->doorbell = -1;
 	struct opening opening = {.endpoint = endpoint, .length = length};
 	if (length)
 		memcpy(opening.source, source, length);
+	domain_hold(fabric, domain);
 	int status = on_the_thread(fabric, open_endpoint, &opening, sizeof opening);
 	if (status) {
 		if (status == TK_STUCK)
 			return status; /* the thread may be at it still */
+		domain_leave(fabric, domain);
 		free(endpoint);
 		return refused(fabric, message, "opening an endpoint", status);
 	}
@@ -134,21 +147,29 @@ int tk_endpoint_close(struct tk_endpoint *endpoint)
 			break;
 		}
 	pthread_mutex_unlock(&fabric->handle_lock);
+	uint32_t domain = endpoint->domain;
 	int status = on_the_thread(fabric, core_close_endpoint, &endpoint, sizeof endpoint);
-	if (status != TK_STUCK)
-		endpoint_free(endpoint);
+	if (status == TK_STUCK)
+		return status;
+	endpoint_free(endpoint);
+	domain_leave(fabric, domain);
 	return status;
 }
 
 struct peer {
 	char address[TK_ADDRESS_BYTES]; /* padded: the peer may give fewer bytes than its address family needs */
+	uint32_t domain;
 	fi_addr_t number;
 };
 
 static int add_peer(struct tk_fabric *fabric, void *argument)
 {
 	struct peer *peer = argument;
-	int added = fi_av_insert(fabric->av, peer->address, 1, &peer->number, 0, NULL);
+	char why[TK_MESSAGE_BYTES];
+	int status = domain_open(fabric, peer->domain, why);
+	if (status)
+		return status;
+	int added = fi_av_insert(fabric->domains[peer->domain].av, peer->address, 1, &peer->number, 0, NULL);
 	return added == 1 ? 0 : added < 0 ? added : -EINVAL;
 }
 
@@ -159,17 +180,18 @@ static void remember_peer(struct tk_fabric *fabric, const struct peer *peer)
 	if (!grow((void **)&fabric->peers, &fabric->peers_capacity, fabric->peers_count, sizeof *fabric->peers)) {
 		struct known_peer *known = &fabric->peers[fabric->peers_count++];
 		memcpy(&known->address, peer->address, sizeof known->address);
+		known->domain = peer->domain;
 		known->number = peer->number;
 	}
 	pthread_mutex_unlock(&fabric->handle_lock);
 	rest_look_again(fabric);
 }
 
-static void forget_peer(struct tk_fabric *fabric, uint64_t number)
+static void forget_peer(struct tk_fabric *fabric, const struct peer *peer)
 {
 	pthread_mutex_lock(&fabric->handle_lock);
 	for (uint32_t i = 0; i < fabric->peers_count; i++)
-		if (fabric->peers[i].number == number) {
+		if (fabric->peers[i].domain == peer->domain && fabric->peers[i].number == peer->number) {
 			fabric->peers[i] = fabric->peers[--fabric->peers_count];
 			break;
 		}
@@ -179,33 +201,42 @@ static void forget_peer(struct tk_fabric *fabric, uint64_t number)
 static int remove_peer(struct tk_fabric *fabric, void *argument)
 {
 	struct peer *peer = argument;
-	return fi_av_remove(fabric->av, &peer->number, 1, 0);
+	struct fid_av *av = fabric->domains[peer->domain].av;
+	return av ? fi_av_remove(av, &peer->number, 1, 0) : -EINVAL;
 }
 
-int tk_peer_add(struct tk_fabric *fabric, const void *address, size_t length, uint64_t *out)
+int tk_peer_add(struct tk_fabric *fabric, uint32_t domain, const void *address, size_t length, uint64_t *out)
 {
-	struct peer peer = {.number = FI_ADDR_UNSPEC};
-	if (length > TK_ADDRESS_BYTES || !length)
+	struct peer peer = {.domain = domain, .number = FI_ADDR_UNSPEC};
+	if (length > TK_ADDRESS_BYTES || !length || !may_have(fabric, domain))
 		return -EINVAL;
 	memcpy(peer.address, address, length);
+	domain_hold(fabric, domain);
 	int status = on_the_thread(fabric, add_peer, &peer, sizeof peer);
 	if (!status && fabric->streams)
 		remember_peer(fabric, &peer);
+	else if (status && status != TK_STUCK)
+		domain_leave(fabric, domain);
 	*out = peer.number;
 	return status;
 }
 
-int tk_peer_remove(struct tk_fabric *fabric, uint64_t number)
+int tk_peer_remove(struct tk_fabric *fabric, uint32_t domain, uint64_t number)
 {
-	struct peer peer = {.number = number};
+	struct peer peer = {.domain = domain, .number = number};
+	if (!may_have(fabric, domain))
+		return -EINVAL;
 	if (!fabric_refusal(fabric))
-		forget_peer(fabric, number);
-	return on_the_thread(fabric, remove_peer, &peer, sizeof peer);
+		forget_peer(fabric, &peer);
+	int status = on_the_thread(fabric, remove_peer, &peer, sizeof peer);
+	if (!status)
+		domain_leave(fabric, domain);
+	return status;
 }
 
 /* Keys are random, so a peer can't guess the key of a region that it was not given. */
-static int register_with_random_key(struct tk_fabric *fabric, void *address, size_t length, uint64_t access,
-				    struct fid_mr **mr)
+static int register_with_random_key(struct tk_fabric *fabric, uint32_t domain, void *address, size_t length,
+				    uint64_t access, struct fid_mr **mr)
 {
 	size_t key_bytes = fabric->info->domain_attr->mr_key_size;
 	for (int i = 0;; i++) {
@@ -214,7 +245,7 @@ static int register_with_random_key(struct tk_fabric *fabric, void *address, siz
 			return -EIO;
 		if (key_bytes < sizeof key)
 			key &= ((uint64_t)1 << (8 * key_bytes)) - 1;
-		int status = fi_mr_reg(fabric->domain, address, length, access, 0, key, 0, mr, NULL);
+		int status = fi_mr_reg(fabric->domains[domain].fid, address, length, access, 0, key, 0, mr, NULL);
 		if (status != -FI_ENOKEY || i == KEY_TRIES)
 			return status;
 	}
@@ -234,7 +265,8 @@ static int register_region(struct tk_fabric *fabric, struct tk_endpoint *endpoin
 		return 0;
 	if (binds && !endpoint)
 		return -EINVAL;
-	int status = register_with_random_key(fabric, (void *)region->address, region->length, wanted, &region->mr);
+	int status = register_with_random_key(fabric, region->domain, (void *)region->address, region->length, wanted,
+					      &region->mr);
 	if (status || !binds)
 		return status;
 	if ((status = fi_mr_bind(region->mr, &endpoint->fid->fid, 0)) || (status = fi_mr_enable(region->mr))) {
@@ -258,6 +290,7 @@ int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void 
 	region->fabric = fabric;
 	region->address = (uintptr_t)address;
 	region->length = length;
+	region->domain = endpoint ? endpoint->domain : 0;
 	int status = register_region(fabric, endpoint, region, access);
 	if (status) {
 		free(region);
@@ -266,6 +299,7 @@ int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void 
 	region->key = region->mr ? fi_mr_key(region->mr) : 0;
 	region->desc = region->mr ? fi_mr_desc(region->mr) : NULL;
 	region->base = fabric->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? region->address : 0;
+	domain_hold(fabric, region->domain);
 	pthread_mutex_lock(&fabric->handle_lock);
 	region->next = fabric->regions;
 	fabric->regions = region;
@@ -289,6 +323,7 @@ int tk_region_close(struct tk_region *region)
 		}
 	pthread_mutex_unlock(&fabric->handle_lock);
 	int status = region->mr ? fi_close(&region->mr->fid) : 0;
+	domain_leave(fabric, region->domain);
 	free(region);
 	return status;
 }

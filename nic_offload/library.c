@@ -164,6 +164,12 @@ int library_has_streams(const char *provider_name)
 	return is_one_of(provider_name, streams);
 }
 
+int library_has_domains(const struct fi_info *info)
+{
+	return !(info->domain_attr->mr_mode & (FI_MR_LOCAL | FI_MR_ENDPOINT)) &&
+	       strcmp(info->fabric_attr->prov_name, "sockets");
+}
+
 int library_confirms(const char *provider_name)
 {
 	/* Its writes are done by the peer in any case, and one that is refused never ends. Asked to confirm them, it does

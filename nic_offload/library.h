@@ -55,6 +55,10 @@ size_t library_order_max(const struct fi_info *info);
 /* Whether its connections are of TCP, and all that was under way ends with its endpoint. */
 int library_has_streams(const char *provider_name);
 
+/* Whether a further domain costs next to nothing: no thread of its own (`sockets` has three), and no registration of memory
+ * that peers don't reach. */
+int library_has_domains(const struct fi_info *info);
+
 /* The environment that libfabric is loaded and opened in: begins, ends. */
 void library_environment(int begins);
 

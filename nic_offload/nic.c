@@ -40,8 +40,8 @@ static uint32_t depth_of_cxi(struct tk_fabric *fabric)
 {
 	struct cxi_domain_ops *ops = NULL;
 	size_t depth = CXI_DEPTH;
-	if (!fi_open_ops(&fabric->domain->fid, CXI_DOMAIN_OPS, 0, (void **)&ops, NULL))
-		ops->get_dwq_depth(&fabric->domain->fid, &depth);
+	if (!fi_open_ops(&fabric->domains->fid->fid, CXI_DOMAIN_OPS, 0, (void **)&ops, NULL))
+		ops->get_dwq_depth(&fabric->domains->fid->fid, &depth);
 	return (uint32_t)depth;
 }
 
@@ -54,7 +54,7 @@ void nic_counter_close(struct fid_cntr *counter)
 int nic_counter(struct tk_fabric *fabric, struct fid_cntr **out)
 {
 	struct fi_cntr_attr attr = {.events = FI_CNTR_EVENTS_COMP, .wait_obj = FI_WAIT_NONE};
-	return fi_cntr_open(fabric->domain, &attr, out, NULL);
+	return fi_cntr_open(fabric->domains->fid, &attr, out, NULL);
 }
 
 int nic_open(struct tk_fabric *fabric)

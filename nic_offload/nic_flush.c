@@ -132,7 +132,7 @@ static void look_before(struct nic *nic)
 static void *flush(void *argument)
 {
 	struct tk_fabric *fabric = argument;
-	fabric->nic.flush_status = fi_control(&fabric->domain->fid, FI_FLUSH_WORK, NULL);
+	fabric->nic.flush_status = fi_control(&fabric->domains->fid->fid, FI_FLUSH_WORK, NULL);
 	__atomic_store_n(&fabric->nic.flushed, 1, __ATOMIC_RELEASE);
 	fabric_wake(fabric);
 	return NULL;
@@ -159,7 +159,7 @@ int nic_flush(struct tk_fabric *fabric)
 	nic->flushing = !pthread_create(&nic->flusher, NULL, flush, fabric);
 	if (nic->flushing)
 		return NOT_YET;
-	if (!fi_control(&fabric->domain->fid, FI_FLUSH_WORK, NULL))
+	if (!fi_control(&fabric->domains->fid->fid, FI_FLUSH_WORK, NULL))
 		settle_all(fabric);
 	return 0;
 }

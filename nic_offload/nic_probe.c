@@ -26,7 +26,7 @@ static int step_fires(struct tk_fabric *fabric, struct fid_cntr *counted, struct
 	struct fi_op_cntr count = {.cntr = seen, .value = 1};
 	struct fi_deferred_work step = {.triggering_cntr = counted, .threshold = 2, .op_type = FI_OP_CNTR_ADD,
 					.op.cntr = &count};
-	if (fi_control(&fabric->domain->fid, FI_QUEUE_WORK, &step))
+	if (fi_control(&fabric->domains->fid->fid, FI_QUEUE_WORK, &step))
 		return 1; /* others have all slots */
 	fi_cntr_adderr(counted, 1);
 	fi_cntr_add(counted, 1);
@@ -35,7 +35,7 @@ static int step_fires(struct tk_fabric *fabric, struct fid_cntr *counted, struct
 	fi_cntr_add(counted, 1);
 	int fires = !wait_for(seen, 1, PROBE_STUCK_NS);
 	if (fires)
-		fi_control(&fabric->domain->fid, FI_FLUSH_WORK, NULL);
+		fi_control(&fabric->domains->fid->fid, FI_FLUSH_WORK, NULL);
 	return fires;
 }
 

@@ -97,10 +97,10 @@ static void make_steps(struct slot *slot)
 
 static int queue_steps(struct tk_fabric *fabric, struct slot *slot)
 {
-	int status = fi_control(&fabric->domain->fid, FI_QUEUE_WORK, &slot->steps[0]);
+	int status = fi_control(&fabric->domains->fid->fid, FI_QUEUE_WORK, &slot->steps[0]);
 	if (status || slot->steps_count == 1)
 		return status;
-	if (fi_control(&fabric->domain->fid, FI_QUEUE_WORK, &slot->steps[1])) {
+	if (fi_control(&fabric->domains->fid->fid, FI_QUEUE_WORK, &slot->steps[1])) {
 		slot->cut = 1;
 		slot->steps_count = 1;
 		fabric->nic.room++;

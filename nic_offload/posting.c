@@ -316,13 +316,13 @@ static void completed(struct tk_fabric *fabric, void *context, int status)
 		finish(fabric, work, status);
 }
 
-int drain_completions(struct tk_fabric *fabric)
+static int drain(struct tk_fabric *fabric, struct fid_cq *cq)
 {
 	struct fi_cq_entry entries[COMPLETIONS_A_ROUND];
-	ssize_t count = fi_cq_read(fabric->cq, entries, COMPLETIONS_A_ROUND);
+	ssize_t count = fi_cq_read(cq, entries, COMPLETIONS_A_ROUND);
 	if (count == -FI_EAVAIL) {
 		struct fi_cq_err_entry error = {0};
-		if (fi_cq_readerr(fabric->cq, &error, 0) == 1 && error.op_context)
+		if (fi_cq_readerr(cq, &error, 0) == 1 && error.op_context)
 			completed(fabric, error.op_context, status_of_provider(error.err));
 		return 1;
 	}
@@ -330,6 +330,15 @@ int drain_completions(struct tk_fabric *fabric)
 		if (entries[i].op_context)
 			completed(fabric, entries[i].op_context, 0);
 	return count > 0;
+}
+
+int drain_completions(struct tk_fabric *fabric)
+{
+	int drained = 0;
+	for (uint32_t i = 0; i < fabric->domains_end; i++)
+		if (fabric->domains[i].cq)
+			drained |= drain(fabric, fabric->domains[i].cq);
+	return drained;
 }
 
 /* Bytes that a peer writes give no completion here, yet the provider only takes them out of its sockets while

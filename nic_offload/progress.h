@@ -109,9 +109,17 @@ int post_word_in_order(struct tk_fabric *fabric, struct tk_endpoint *endpoint, u
 void word_is_over(struct tk_fabric *fabric, struct work *work);
 void forget_word(struct work *work);
 
+/* domains.c: open and close, the progress thread once there is one; the others any thread */
+int domain_open(struct tk_fabric *fabric, uint32_t number, char *message); /* if it is not open */
+void domain_close(struct domain *domain);
+void close_fid(struct fid *fid); /* NULL: nothing to do */
+void domain_hold(struct tk_fabric *fabric, uint32_t number);
+void domain_leave(struct tk_fabric *fabric, uint32_t number);
+
 /* streams.c: addresses of TCP, and what it leaves behind */
 int address_is_same(const union address *a, const union address *b);
 uint16_t address_port(const union address *address); /* 0: it is none of IP */
+int lowest_free_fd(void); /* what is opened next will be it, or one above it */
 void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
 
 /* idle.c: how the thread idles. Any thread, except for `rest`. */

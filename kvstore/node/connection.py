@@ -185,7 +185,7 @@ class Connection:
         self.seal = seal  # None: its client is of an earlier version, and believes what comes
         if seal is not None:
             seal.put_on_node(endpoint)
-        self.peer = fabric.add_peer(peer_address)
+        self.peer = fabric.add_peer(peer_address, endpoint.domain)
         self._region = fabric.register(self._memory, endpoint=self.endpoint)
         self.landing_key = self._region.key
 
@@ -342,7 +342,7 @@ class Connection:
         self.ended.set()
         self.endpoint.close()
         self._region.close()
-        self.fabric.remove_peer(self.peer)
+        self.fabric.remove_peer(self.peer, self.endpoint.domain)
 
     def free_memory(self) -> None:
         """Free the landing area. The drive must be done with it."""

@@ -17,13 +17,11 @@ What it doesn't do: look at the contents, only at amounts; or distinguish hosts 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import ipaddress
 import logging
 import os
 import socket
-import struct
 import threading
 from collections import deque
 from contextlib import suppress
@@ -57,6 +55,7 @@ from kvstore.limits import (
     DOOR_WINDOW_MS,
     HEAP_LOOK_MS,
 )
+from kvstore.node import packet_filter
 from kvstore.node.fabric_address import ip_of_peer
 from kvstore.node.heap import Heap
 from nic_offload.sockaddr import ip_of
@@ -68,19 +67,15 @@ if TYPE_CHECKING:
     from kvstore.node.fabric_address import Network
     from nic_offload.sockaddr import Ip
 
-__all__ = ["Doorkeeper", "packet_filter", "source_of"]
+__all__ = ["Doorkeeper", "source_of"]
 
 log = logging.getLogger(__name__)
 
 _OF_CALLS: Final = "ipv"  # so gRPC names a peer, `ipv4:` or `ipv6:`
 _FOLDER: Final = "/proc/self/fd"
 _COUNTERS: Final = "/proc/self/net/snmp"
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _IPV4: Final = 4
-_NETWORK_HEADER: Final = 0xFFF00000  # SKF_NET_OFF: where the packet's IP header begins, whatever lies before
-_LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _JUMP, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x05, 0x06
 _TCP_INFO_BYTES: Final = 136  # of struct tcp_info, up to the end of tcpi_bytes_received
-_ALL: Final = 0xFFFFFFFF
 _MS: Final = 1_000_000
 _S: Final = 1_000 * _MS
 
@@ -90,34 +85,6 @@ T = TypeVar("T")
 def source_of(ip: Ip) -> str:
     """The part of an address that a caller can't change at no cost: an IPv4 address, or the /64 of an IPv6 one."""
     return str(ip) if ip.version == _IPV4 else str(ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
-
-
-def packet_filter(sources: Iterable[str]) -> bytes:
-    """Instructions of classic BPF that let every packet through but those of these sources."""
-    v4 = [int(ipaddress.ip_address(one)) for one in sources if "/" not in one]
-    v6 = [int(ipaddress.ip_network(one).network_address) >> 64 for one in sources if "/" in one]
-    of_v4 = [(_LOAD_WORD, 0, 0, _NETWORK_HEADER + 12)]
-    for address in v4:
-        of_v4 += [(_IF_EQUAL, 0, 1, address), (_RETURN, 0, 0, 0)]
-    of_v4.append((_RETURN, 0, 0, _ALL))
-    of_v6 = []
-    for half in v6:
-        of_v6 += [
-            (_LOAD_WORD, 0, 0, _NETWORK_HEADER + 8),
-            (_IF_EQUAL, 0, 3, half >> 32),
-            (_LOAD_WORD, 0, 0, _NETWORK_HEADER + 12),
-            (_IF_EQUAL, 0, 1, half & _ALL),
-            (_RETURN, 0, 0, 0),
-        ]
-    of_v6.append((_RETURN, 0, 0, _ALL))
-    # A conditional jump has eight bits, which many sources go beyond; the other kind has 32.
-    head = [
-        (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
-        (_SHIFT_RIGHT, 0, 0, 4),
-        (_IF_EQUAL, 1, 0, _IPV4),
-        (_JUMP, 0, 0, len(of_v4)),
-    ]
-    return b"".join(struct.pack("=HBBI", *one) for one in (*head, *of_v4, *of_v6))
 
 
 class _Link(NamedTuple):
@@ -134,6 +101,15 @@ class _Link(NamedTuple):
     def source(self) -> str:
         """The source that it counts against."""
         return source_of(self.ip)
+
+
+class _Endpoint(NamedTuple):
+    """A fabric endpoint: who may connect there, and what has the kernel see to it."""
+
+    port: int
+    client: Ip
+    program: bytes
+    shuts: bool  # once its client has connected
 
 
 class Doorkeeper:
@@ -158,7 +134,8 @@ class Doorkeeper:
         self._proved: dict[
             str, int
         ] = {}  # peers, in gRPC's words, and when a call of theirs was let in first
-        self._fabric: dict[int, Ip] = {}  # the client that each endpoint's port is for
+        self._fabric: dict[str, _Endpoint] = {}  # by its listening socket
+        self._shut: set[str] = set()  # those of them at which nobody can connect now
         self._links: dict[str, _Link | None] = {}  # by name; None: a socket that is nothing to us
         self._listening: dict[str, int] = {}  # the port of each socket that listens, by name
         self._at: dict[str, int] = {}  # its descriptor
@@ -234,10 +211,19 @@ class Doorkeeper:
         """Note that this peer sent a call that costs a hundred others: it is hung up on, and its source barred."""
         self._flooding.append(peer)
 
-    def expects(self, port: int, client: Ip) -> None:
-        """Allow only this client at an endpoint's port, until the endpoint is closed."""
-        self._fabric[port] = client
-        self._expects_more = True
+    def expects(self, listener: int, client: Ip, *, shuts: bool) -> None:
+        """Allow only this client at an endpoint's listening socket, from now on until the endpoint is closed.
+
+        If it `shuts`, nobody can connect there for as long as a connection of the client's stands.
+        """
+        program = packet_filter.admitting(client, self._clients)
+        with suppress(OSError):
+            name = os.readlink(f"{_FOLDER}/{listener}")  # noqa: PTH115 - as below
+            with _Copy(listener, name) as ours:
+                if ours is not None:
+                    self._attach(ours, program)
+                    self._fabric[name] = _Endpoint(ours.getsockname()[1], client, program, shuts)
+                    self._expects_more = True
 
     def barred(self) -> list[str]:
         """The sources that are barred now."""
@@ -280,9 +266,10 @@ class Doorkeeper:
         self._unproved, self._expects_more = 0, False
         expected = list(self._fabric)
         new = self._list(now_ns)
-        for port in expected:
-            if port not in self._listening.values():
-                self._fabric.pop(port, None)
+        for name in expected:
+            if name not in self._listening:
+                self._fabric.pop(name, None)
+                self._shut.discard(name)
         self._much_since = {name: at for name, at in self._much_since.items() if name in self._links}
         peers = self._peers()
         knocked = [link.source for link in new if link.own_port in self._ports]
@@ -297,10 +284,7 @@ class Doorkeeper:
         self._end_frames(peers, now_ns)
         for source, links in self._grouped(lambda link: link.own_port == self._port, lambda one: one.source):
             self._keep_calls(source, links, peers, now_ns)
-        for port, links in self._grouped(
-            lambda link: link.own_port in self._fabric, lambda one: one.own_port
-        ):
-            self._keep_fabric(port, links)
+        self._keep_fabric()
         here = {(link.ip, link.port) for link in self._links.values() if link is not None}
         # A list of pairs takes objects that may set off the garbage collector, and with it another thread.
         for peer, since_ns in self._proved.copy().items():
@@ -447,18 +431,41 @@ class Doorkeeper:
             return False
         return now_ns - self._much_since.setdefault(link.name, now_ns) >= DOOR_UNPROVED_BYTES_MS * _MS
 
-    def _keep_fabric(self, port: int, links: list[_Link]) -> None:
-        client = self._fabric.get(port)
-        foreign = [
-            one for one in links if one.ip != client and not any(one.ip in many for many in self._clients)
-        ]
-        own = sorted((one for one in links if one not in foreign), key=lambda one: one.since_ns)
-        gone = [*foreign, *own[DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX:]]
+    def _keep_fabric(self) -> None:
+        endpoints: dict[int, list[str]] = {}  # by port: two may have the same, at addresses of two families
+        for name, one in self._fabric.copy().items():
+            endpoints.setdefault(one.port, []).append(name)
+        links = dict(self._grouped(lambda link: link.own_port in endpoints, lambda one: one.own_port))
+        for port, names in endpoints.items():
+            clients = {self._fabric[name].client for name in names}
+            here = self._keep_clients(clients, links.get(port, []))
+            for name in names:
+                self._keep_shut(name, self._fabric[name], is_here=self._fabric[name].client in here)
+
+    def _keep_clients(self, clients: set[Ip], links: list[_Link]) -> set[Ip]:
+        """Hang up on whoever else is connected to an endpoint, or too often; returns those who stay."""
+        own = sorted(
+            (one for one in links if one.ip in clients or any(one.ip in many for many in self._clients)),
+            key=lambda one: one.since_ns,
+        )
+        most = DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX
+        gone = [one for one in links if one not in own] + own[most:]
         if gone:
             self._hang_up(gone)
             self._turned_away(
                 gone[0].source, "connections to another client's endpoint, or too many", len(gone)
             )
+        return {one.ip for one in own[:most]}
+
+    def _keep_shut(self, name: str, endpoint: _Endpoint, *, is_here: bool) -> None:
+        """Nobody needs to connect to an endpoint whose client is there."""
+        shut = is_here and endpoint.shuts
+        if shut == (name in self._shut) or name not in self._at:
+            return
+        with _Copy(self._at[name], name) as ours:
+            if ours is not None:
+                self._attach(ours, packet_filter.NOBODY if shut else endpoint.program)
+                (self._shut.add if shut else self._shut.discard)(name)
 
     def _hang_up(self, links: Iterable[_Link]) -> None:
         for link in links:
@@ -496,22 +503,22 @@ class Doorkeeper:
             self._filter()
 
     def _filter(self) -> None:
-        program = packet_filter(self._barred)
-        code = ctypes.create_string_buffer(program, len(program))
-        told = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+        program = packet_filter.refusing(self._barred)
         for name, port in self._listening.items():
             with _Copy(self._at[name], name) as ours:
-                if ours is None or port not in self._ports:
-                    continue
-                try:
-                    if self._barred:
-                        ours.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
-                    else:
-                        ours.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-                except OSError as error:
-                    if not self._filter_failed and error.errno != errno.ENOENT:
-                        log.warning("No source can be barred on this kernel: %s.", error.strerror)
-                        self._filter_failed = True
+                if ours is not None and port in self._ports:
+                    self._attach(ours, program if self._barred else None)
+
+    def _attach(self, ours: socket.socket, program: bytes | None) -> None:
+        try:
+            if program is None:
+                packet_filter.detach(ours)
+            else:
+                packet_filter.attach(ours, program)
+        except OSError as error:
+            if not self._filter_failed and error.errno != errno.ENOENT:
+                log.warning("No source can be barred on this kernel: %s.", error.strerror)
+                self._filter_failed = True
 
 
 def _sockets() -> Iterator[tuple[str, int]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import resource
 import socket
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
@@ -40,12 +41,21 @@ from kvstore.limits import (
 from nic_offload.sockaddr import SocketAddress, ip_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from kvstore.node.connection import Connection
     from nic_offload.fabric import Endpoint, Fabric
     from nic_offload.sockaddr import Ip
 
-__all__ = ["FabricAddress", "Network", "Opened", "check_length", "ip_of_peer", "parse_networks"]
+__all__ = [
+    "FabricAddress",
+    "Network",
+    "Opened",
+    "check_length",
+    "fabric_domain",
+    "ip_of_peer",
+    "parse_networks",
+]
 
 _ANY_LENGTH = "shm"  # its addresses are names
 _ROUTED = ("192.0.2.1", "2001:db8::1")  # nobody's: what leads there is the default route
@@ -98,6 +108,17 @@ def _resolved(name: str) -> tuple[Ip, ...]:
     if not first:
         raise FabricError(f"--fabric-address {name} has no address at which others could reach this node.")
     return tuple(first.values())
+
+
+def fabric_domain(tenant: bytes, attached: Iterable[Connection], domains: int) -> int:
+    """The fabric's domain for one more endpoint of a tenant: the one that it has, or that the fewest tenants have.
+
+    A key of memory is invalid at endpoints of other domains. So a tenant's keys are its own, unless more tenants are
+    attached than the fabric has domains.
+    """
+    tenants = {(one.endpoint.domain, one.tenant) for one in attached}
+    of_each = Counter(domain for domain, _ in tenants)
+    return min(range(domains), key=lambda one: ((one, tenant) not in tenants, of_each[one]))
 
 
 class FabricAddress:
@@ -175,18 +196,18 @@ class FabricAddress:
             )
         return client
 
-    def open(self, fabric: Fabric, client: SocketAddress | None) -> Opened:
+    def open(self, fabric: Fabric, client: SocketAddress | None, domain: int = 0) -> Opened:
         """Open the endpoint for one attachment; Overloaded if the ports are used up."""
         if client is None:
-            endpoint = fabric.open_endpoint()
+            endpoint = fabric.open_endpoint(domain=domain)
             return Opened(endpoint, endpoint.address())
         told = self._told_to(client.ip)
-        return self.open_at(fabric, told)
+        return self.open_at(fabric, told, domain)
 
-    def open_at(self, fabric: Fabric, told: Ip) -> Opened:
+    def open_at(self, fabric: Fabric, told: Ip, domain: int = 0) -> Opened:
         """Open an endpoint that is told by this address, and listens on it if it is this machine's."""
         on_wildcard = "::" if fabric.ip_version == 6 else "0.0.0.0"  # noqa: PLR2004, S104 - an address not ours
-        endpoint = open_endpoint(fabric, told if is_ours(told) else ip_of(on_wildcard), self.ports)
+        endpoint = open_endpoint(fabric, told if is_ours(told) else ip_of(on_wildcard), self.ports, domain)
         port = SocketAddress.of(endpoint.address()).port
         return Opened(endpoint, SocketAddress(told, port).told)
 

@@ -35,7 +35,7 @@ from kvstore.node.cold_calls import COLD_TAG, ColdCalls
 from kvstore.node.connection import Connection, check_count, refuse_expired
 from kvstore.node.connection_calls import already_stored
 from kvstore.node.deletions import Deletions, Erasures
-from kvstore.node.fabric_address import FabricAddress, check_length
+from kvstore.node.fabric_address import FabricAddress, check_length, fabric_domain
 from kvstore.node.fabric_calls import FabricCalls
 from kvstore.node.fail_stop import or_stop
 from kvstore.node.fair import FairQueue, Places
@@ -62,7 +62,6 @@ from kvstore.storage.items import PutDone
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
 from nic_offload.memory import set_aside
-from nic_offload.sockaddr import SocketAddress
 from nic_offload.trigger import put_words
 
 if TYPE_CHECKING:
@@ -81,8 +80,8 @@ if TYPE_CHECKING:
     from kvstore.storage.eviction_events import Listener
     from kvstore.storage.store import Store
     from kvstore.wire.seal import Seal
-    from nic_offload.fabric import Event, Fabric
-    from nic_offload.sockaddr import Ip
+    from nic_offload.fabric import Endpoint, Event, Fabric
+    from nic_offload.sockaddr import Ip, SocketAddress
     from nic_offload.trigger import WordPut
 
 __all__ = ["Node"]
@@ -111,7 +110,7 @@ class Node:
         """`tenants_known` returns how many tenants share the node's resources."""
         self.address = address or FabricAddress("127.0.0.1")
         self.readiness = Readiness()
-        self.at_endpoint: Callable[[int, Ip], object] = lambda *_: None  # for whom each endpoint's port is
+        self.at_endpoint: Callable[[Endpoint, Ip], object] = lambda *_: None  # for whom each endpoint is
         self.membership: Membership | None = None  # of a cluster
         self.upkeep: Upkeep | None = None  # of copies of blocks
         self.sharing: Sharing | None = None  # of the hot memory, with clients on this machine
@@ -243,11 +242,14 @@ class Node:
         layout = self._layout(tenant, block_bytes_max, slots)
         try:
             memory = set_aside(layout.total_bytes)
-            opened = self.address.open(self.fabric, client)
+            domain = fabric_domain(tenant.id, self.connections.values(), self.fabric.domains_max)
+            opened = self.address.open(self.fabric, client, domain)
             known_as = peer_address if client is None else client.packed(self.fabric.ip_version)
             try:
                 if client is None:
                     check_length(peer_address, opened.told, self.fabric)
+                else:
+                    self.at_endpoint(opened.endpoint, client.ip)
                 connection = Connection(
                     next(self._numbers),
                     tenant,
@@ -273,8 +275,6 @@ class Node:
         self.places.take(tenant.id)
         if self._pins:
             self.landing.take(tenant.id, connection.all_there())
-        if client is not None:
-            self.at_endpoint(SocketAddress.of(opened.told).port, client.ip)
         self.connections[connection.number] = connection
         log.info("attached with %d slots", layout.slots, extra=connection.about())
         return connection, opened.told

@@ -21,6 +21,7 @@ from kvcli.version import VERSION
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Member
 from kvstore.config import show_size
+from kvstore.endpoints import ONE_CONNECTION
 from kvstore.errors import ConfigError, KvError
 from kvstore.limits import (
     CALLS_PENDING_MAX,
@@ -90,6 +91,8 @@ if TYPE_CHECKING:
     from kvstore.node.kv_events import KvEvents
     from kvstore.node.otel import Collector
     from kvstore.storage.disk import Progress
+    from nic_offload.fabric import Endpoint
+    from nic_offload.sockaddr import Ip
 
 __all__ = ["add_services", "open_server", "serve"]
 
@@ -239,10 +242,15 @@ def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) ->
         said = f"{why} ({connections})"
         loop.call_soon_threadsafe(lambda: gate.audit.refused("connect", tenant="", peer=source, why=said))
 
+    def at_endpoint(endpoint: Endpoint, client: Ip) -> None:
+        listener = endpoint.listener()
+        if listener is not None:
+            keeper.expects(listener, client, shuts=node.fabric.provider in ONE_CONNECTION)
+
     keeper = Doorkeeper(node.clock, port, turned_away, clients)
     gate.let_in, gate.turned_away, gate.stands_still = keeper.proved, keeper.refused, keeper.stands_still
     gate.presses, gate.floods, gate.brought = keeper.presses, keeper.floods, keeper.brought
-    node.at_endpoint = keeper.expects
+    node.at_endpoint = at_endpoint
     keeper.start()
     return keeper
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from nic_offload.sockaddr import SocketAddress
 
 _CHUNK_BYTES = 1 << 16
+_CONNECT_S = 0.5
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close sends a reset
 
 
@@ -86,7 +87,10 @@ class Relay:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                self._pairs.append(_Pair(client, socket.create_connection(self._node)))
+                try:
+                    self._pairs.append(_Pair(client, socket.create_connection(self._node, _CONNECT_S)))
+                except OSError:  # the node lets nobody connect to an endpoint whose client is there
+                    client.close()
 
     def lose(self) -> None:
         """Take what goes through the first connection from now on, and carry none of it."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hostile.beside import SECONDS, Beside
+from tests.hostile.beside import SECONDS, SHORT_S, Beside, Neighbour
 from tests.hostile.sessions import make_large_sessions
 
 if TYPE_CHECKING:
@@ -26,19 +26,29 @@ def one_beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
         yield beside
 
 
+def seconds_of(request: pytest.FixtureRequest) -> float:
+    """How long an attack goes on: those of one test, if they are more than two, have the time of two.
+
+    So all of them, a minute each, take less than an hour.
+    """
+    test = request.function
+    many = sum(getattr(one, "function", None) is test for one in request.session.items)
+    return max(SECONDS * min(1.0, 2 / many), min(SECONDS, SHORT_S))
+
+
 @pytest.fixture
-def beside(one_beside: Beside) -> Beside:
+def beside(one_beside: Beside, request: pytest.FixtureRequest) -> Beside:
     """A neighbour that gets blocks inside gRPC."""
-    return one_beside.begin(one_beside.get_inline)
+    return one_beside.begin(Neighbour.get_inline, seconds_of(request))
 
 
 @pytest.fixture
-def putting(one_beside: Beside) -> Beside:
+def putting(one_beside: Beside, request: pytest.FixtureRequest) -> Beside:
     """A neighbour that puts and gets over the fabric."""
-    return one_beside.begin(one_beside.put_and_get)
+    return one_beside.begin(Neighbour.put_and_get, seconds_of(request))
 
 
 @pytest.fixture(scope="module")
 def large_sessions(one_beside: Beside) -> None:
     """The attacker has sessions as long as they may be."""
-    one_beside.prepare(make_large_sessions)
+    make_large_sessions({"port": one_beside.port, "token": "evil"})

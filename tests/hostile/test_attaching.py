@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvstore.limits import LEASES_MAX
-from tests.hostile.beside import Beside, TooSlow, check_speed
+from tests.hostile.beside import Beside, check_speed
 
-pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def test_clients_that_come_and_go(putting: Beside) -> None:

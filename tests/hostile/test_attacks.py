@@ -22,14 +22,16 @@ from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress
 from tests.conftest import small_client
-from tests.hostile.beside import FIRST_S, MEMORY_MAX, SECONDS, Beside, TooSlow, check_speed, p99
+from tests.hostile.beside import FIRST_S, MEMORY_MAX, Beside, check_speed, p99
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.hostile.beside import Times
 
-pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
+pytestmark = pytest.mark.slow
+
+PROBE_S = 1.0  # a supervisor that waits for longer ends the node
 
 
 @pytest.mark.parametrize("token", [{}, {"token": "evil"}], ids=["nobody", "tenant"])
@@ -111,7 +113,7 @@ def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside,
     came: list[str] = []
 
     def come() -> None:
-        time.sleep(FIRST_S + SECONDS / 2)
+        time.sleep(FIRST_S + beside.seconds / 2)
         try:
             with small_client(beside.node.target, token="good") as client, FlagWords.create(1) as flags:
                 kv = client.register(allocate(1 << 20))
@@ -134,7 +136,7 @@ def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside,
 def asked_for_health(
     beside: Beside, attack: Callable[[], tuple[Times, Times, Any]]
 ) -> tuple[Times, Times, Any]:
-    """A supervisor's probe waits for a second; it asks all the time, and 99 of 100 answers come in half of that."""
+    """A supervisor's probe waits for a second; it asks all the time, and 99 of 100 answers come in that."""
     stop, took = threading.Event(), list[float]()
 
     def probe() -> None:
@@ -152,8 +154,7 @@ def asked_for_health(
         stop.set()
         probing.join()
     assert len(took) > 20
-    if p99(took) >= 0.5 or max(took) >= 5:
-        raise TooSlow(f"99 of 100 answers came within {p99(took):.2f} s, all within {max(took):.1f}")
+    assert p99(took) < PROBE_S, f"99 of 100 answers came within {p99(took):.2f} s, all within {max(took):.1f}"
     return told
 
 

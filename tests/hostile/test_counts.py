@@ -44,7 +44,7 @@ def beside(tmp_path: Path) -> Iterator[Beside]:
 
 def test_answers_that_nobody_takes(beside: Beside) -> None:
     """The memory that they took comes back while whoever asked is still there, and answers pings."""
-    beside.prepare(make_large_sessions)
+    make_large_sessions({"port": beside.port, "token": "evil"})
     memory = beside.memory_bytes()
     with beside.attack("unread", SECONDS, token="evil", stays_s=INLINE_TIMEOUT_MS / 1000 + 5) as did:
         assert not beside.times(SECONDS).errors

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
+import urllib.request
+from contextlib import suppress
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -16,19 +20,29 @@ from kvstore.names import block_key
 from kvstore.wire import fabric_call
 from kvstore.wire.ack import AckCode, ack_word
 from nic_offload.checksum import crc32c
+from nic_offload.fabric import EventKind, Fabric
 from nic_offload.memory import allocate
+from nic_offload.sockaddr import SocketAddress
+from nic_offload.trigger import TriggeredPut, arm
 from tests.conftest import small_client
-from tests.hostile.beside import Beside, TooSlow, check_speed
+from tests.hostile.beside import Beside, check_speed
+from tests.nic_offload.rig import wait_until
 from tests.nic_offload.test_granted import head_of
 
 if TYPE_CHECKING:
     from kvstore.client import Client
     from kvstore.wire import kvstore_pb2 as pb
+    from nic_offload.fabric import Event
 
-pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 LENGTH = 5000
 WORDS = 64
+MARK = b"E" * 64
+INJECTED_EVERY_S = 0.002
+REOPENS = (
+    "tcp;ofi_rxm"  # a provider whose endpoints stay open to their client's address, since it connects again
+)
 FORGED = (1).to_bytes(32, "little")  # the key in what head_of makes
 
 
@@ -50,29 +64,33 @@ def word(value: int) -> str:
     return value.to_bytes(8, "little").hex()
 
 
-def writes(link: Link, puts: pb.PutArea, stolen: bytes, *, idle: bool) -> list[tuple[str, int, int, str]]:
-    """Puts, calls and words as they would be without a seal; into places that are idle, or into all."""
+Written = list[tuple[int, int, str]]  # where, by which key, and what, in hex
+
+
+def writes(link: Link, puts: pb.PutArea, stolen: bytes, *, idle: bool) -> tuple[Written, Written]:
+    """Puts, calls and words as without a seal, for the node and for its client, in idle places or in all."""
     assert link.calls is not None
-    made: list[tuple[str, int, int, str]] = []
+    to_node: Written = []
+    to_client: Written = []
     payload, area, first = bytes(64), link.calls._area, 1 if idle else 0
     for slot in range(first, puts.count):
         for generation in range(puts.first_generation, puts.first_generation + 4):
             head = head_of(payload, generation=generation)
             start = puts.slots + slot * puts.slot_bytes + PAGE_BYTES - len(head)
-            made.append(("node", start, puts.key, (head + payload).hex()))
-            made.append(("node", puts.flags + 8 * slot, puts.key, word(generation)))
+            to_node.append((start, puts.key, (head + payload).hex()))
+            to_node.append((puts.flags + 8 * slot, puts.key, word(generation)))
     for place in range(first, fabric_call.CALL_PLACES):
         generation = area.first_generation
         row = struct.pack("<32sIIQQQ", stolen, LENGTH, 1, 1, link._acks.base, link._acks.key)
         head = struct.pack("<IQBBBBIIIIIQ16s", 128, generation, 1, 0, 0, 0, 0, 1, 2, 0, 0, 0, bytes(16))
         data = crc32c(head + row).to_bytes(4, "little") + head + row
-        made.append(("node", area.base + fabric_call.call_offset(place), area.key, data.hex()))
-        made.append(("node", area.base + fabric_call.flag_offset(place), area.key, word(generation)))
+        to_node.append((area.base + fabric_call.call_offset(place), area.key, data.hex()))
+        to_node.append((area.base + fabric_call.flag_offset(place), area.key, word(generation)))
     words = range(ACK_WORDS + WORDS, ACK_WORDS + 2 * WORDS) if idle else range(ACK_WORDS, ACK_WORDS + WORDS)
     for number in words:
         said = word(ack_word(link._generation, AckCode.SYNCED))
-        made.append(("client", link._acks.base + 8 * number, link._acks.key, said))
-    return made
+        to_client.append((link._acks.base + 8 * number, link._acks.key, said))
+    return to_node, to_client
 
 
 class Working:
@@ -123,6 +141,52 @@ class Working:
         self._thread.join()
 
 
+def foreign_words(beside: Beside) -> float:
+    """How many words the node has received that did not come from whom they should."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{beside.http_port}/metrics", headers={"Authorization": "Bearer evil"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        (found,) = re.findall(r"^kvstore_foreign_words_total (\S+)$", answer.read().decode(), re.MULTILINE)
+    return float(found)
+
+
+class Injecting:
+    """Writes to the node's memory over a client's own connection, as somebody could who has its place on the wire.
+
+    Another process can't: the node lets nobody else connect to the client's endpoint.
+    """
+
+    def __init__(self, client: Client, written: Written) -> None:
+        self._client, self._writes = client, cycle(written)
+        self._memory = allocate(PAGE_BYTES)
+        self._region = client.register(self._memory)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self.done = 0
+
+    def _work(self) -> None:
+        link = self._client._core.link
+        assert link is not None
+        with suppress(KvError):  # once the connection is spoilt, its keys are void
+            while not self._stop.wait(INJECTED_EVERY_S):
+                target, key, written = next(self._writes)
+                data = bytes.fromhex(written)
+                self._memory[: len(data)] = data
+                source = self._region, self._region.address, len(data)
+                tag = self._client._core.next_tags()
+                arm(self._client.fabric, [TriggeredPut(tag, link.endpoint, link.peer, *source, target, key)])
+                self.done += 1
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 @pytest.mark.parametrize("idle", [True, False], ids=["idle places", "all places"])
 def test_who_has_anothers_keys_of_memory_is_not_believed(
     beside: Beside, told: list[pb.AttachResponse], *, idle: bool
@@ -134,21 +198,127 @@ def test_who_has_anothers_keys_of_memory_is_not_believed(
         assert (victim.errors, victim.wrong) == ([], [])
         link = client._core.link
         assert link is not None
-        attack: dict[str, Any] = {
+        to_node, to_client = writes(link, told[-1].puts, stolen, idle=idle)
+        attack = {
             "provider": client.fabric.provider,
-            "node": link.node_address.hex(),
             "client": link.endpoint.address().hex(),
-            "writes": writes(link, told[-1].puts, stolen, idle=idle),
+            "writes": to_client,
         }
-        with victim:
+        before = foreign_words(beside)
+        with victim, Injecting(client, to_node) as injecting:
             alone, under, did = beside.endure("forge", **attack)
-        assert did["landed"] > 0
+        assert injecting.done > 0
+        assert foreign_words(beside) > before, "they reached the node"
         assert victim.wrong == []
         assert not isinstance(client.exists([FORGED])[0], Stored)
-        if idle:
+        if idle:  # else the connection may have been spoilt before anything came to the client
+            assert did["landed"] > 0
             assert victim.errors == []
             assert client._core.link is link
         before = len(victim.errors)
         victim.one()
         assert len(victim.errors) == before, "it goes on, whatever was spoilt"
     check_speed(alone, under)
+
+
+class Stranger:
+    """A fabric at an address of its own that writes to whatever endpoint it can reach."""
+
+    def __init__(self, address: str) -> None:
+        self._fabric = Fabric("net", address=address)
+        self._memory = allocate(PAGE_BYTES)
+        self._region = self._fabric.register(self._memory, remote_write=False)
+
+    def write(self, node: bytes, target: int, key: int) -> bool:
+        """Write 64 bytes; whether the provider says within a second that they are there."""
+        endpoint, peer = self._fabric.open_endpoint(), self._fabric.add_peer(SocketAddress.of(node).packed(4))
+        self._memory[: len(MARK)] = MARK
+        put = TriggeredPut(1, endpoint, peer, self._region, self._region.address, len(MARK), target, key)
+        arm(self._fabric, [put])
+        ended: list[Event] = []
+
+        def has_ended() -> bool:
+            ended.extend(self._fabric.reap())
+            return bool(ended)
+
+        with suppress(AssertionError):
+            wait_until(has_ended, "it ends", 1.0)
+        endpoint.close()
+        return any(one.kind == EventKind.DONE for one in ended)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fabric.close()
+
+
+def test_a_stranger_can_write_where_nothing_keeps_it_from_it() -> None:
+    """Or what follows would hold for one that can't write at all."""
+    with Fabric("net", address="127.0.0.1") as fabric:
+        endpoint, memory = fabric.open_endpoint(), allocate(PAGE_BYTES)
+        region = fabric.register(memory, endpoint=endpoint)
+        with Stranger("127.0.0.9") as stranger:
+            assert stranger.write(endpoint.address(), region.base, region.key)
+        assert memory[: len(MARK)] == MARK
+
+
+class Slots:
+    """The slots that a client was granted, in the node's memory, as it has them mapped itself."""
+
+    def __init__(self, client: Client, puts: pb.PutArea) -> None:
+        link = client._core.link
+        assert link is not None
+        assert link.mapped.slots is not None
+        self.link, self.key = link, puts.key
+        self.target = puts.slots + (puts.count - 1) * puts.slot_bytes + PAGE_BYTES  # nothing uses it just now
+        self._memory, self._at = link.mapped.slots.memory, self.target - puts.flags
+
+    def has_changed(self) -> bool:
+        """Whether the mark is there; it is taken away again."""
+        here = slice(self._at, self._at + len(MARK))
+        found = self._memory[here] == MARK
+        self._memory[here] = bytes(len(MARK))
+        return found
+
+
+def test_a_true_key_of_memory_is_void_for_all_but_its_client(
+    beside: Beside, told: list[pb.AttachResponse]
+) -> None:
+    """From another address, from the client's own once it is there, and at another tenant's endpoint."""
+    with (
+        small_client(beside.node.target, token="good") as victim,
+        small_client(beside.node.target, token="evil") as evil,
+    ):
+        slots = []
+        for client in (victim, evil):
+            assert Working(client).one()
+            slots.append(Slots(client, told[-1].puts))
+        whose, theirs = slots
+        memory = allocate(PAGE_BYTES)
+        memory[: len(MARK)] = MARK
+        region = evil.register(memory)
+
+        def lands_from(source: str) -> bool:
+            with Stranger(source) as stranger:
+                ended_well = stranger.write(whose.link.node_address, whose.target, whose.key)
+            return whose.has_changed() or ended_well
+
+        def lands_at_theirs(into: Slots) -> bool:
+            """Over the other tenant's own connection."""
+            link, tag = theirs.link, evil._core.next_tags()
+            written = (region.address, len(MARK), into.target, into.key)
+            arm(evil.fabric, [TriggeredPut(tag, link.endpoint, link.peer, region, *written)])
+            with suppress(AssertionError):
+                wait_until(into.has_changed, "it landed", 0.5)
+                return True
+            return False
+
+        assert not lands_from("127.0.0.9")
+        wait_until(lambda: not lands_from("127.0.0.1"), "nobody else can connect", 5)
+        assert lands_at_theirs(theirs), "with its own key it can"
+        assert not lands_at_theirs(whose)
+        working = Working(victim)
+        working.one()
+        assert (working.errors, working.wrong) == ([], [])
+        assert victim._core.link is whose.link

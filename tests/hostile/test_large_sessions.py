@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hostile.beside import Beside, TooSlow, check_speed
+from tests.hostile.beside import Beside, check_speed
 
 pytestmark = [
-    pytest.mark.timed.with_args(TooSlow),
     pytest.mark.slow,
     pytest.mark.usefixtures("large_sessions"),
 ]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.hostile.beside import Beside, TooSlow, check_speed
+from tests.hostile.beside import Beside, check_speed
 from tests.hostile.frames import FRAMES
 
-pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("token", [{}, {"token": "evil"}], ids=["nobody", "tenant"])

@@ -9,12 +9,12 @@ import pytest
 from kvstore.client import Stored
 from kvstore.client import link as links
 from tests.conftest import small_client
-from tests.hostile.beside import PAGE, Beside, TooSlow, check_speed
+from tests.hostile.beside import PAGE, Beside, check_speed
 
 if TYPE_CHECKING:
     from kvstore.wire import kvstore_pb2 as pb
 
-pytestmark = [pytest.mark.timed.with_args(TooSlow), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def all_is_well(putting: Beside) -> bool:
@@ -26,7 +26,7 @@ def all_is_well(putting: Beside) -> bool:
 
 def test_payloads_that_are_written_over_after_their_flag_cost_their_tenant_alone(putting: Beside) -> None:
     """What is found corrupt is its own, and counts as what it has: the neighbour's blocks stay, and find room."""
-    alone, under, did = putting.endure("rewrite", attacks_max=1, token="evil")
+    alone, under, did = putting.endure("rewrite", token="evil")
     assert did["over"] > 0
     assert did["hit"] + did["miss"] > 0
     with small_client(putting.node.target, token="evil") as client:

@@ -91,11 +91,11 @@ class Side:
         self._poll.register(self.fabric.fileno(), select.POLLIN)
 
     @classmethod
-    def more(cls, side: Side) -> Side:
-        """The same side through one more endpoint."""
+    def more(cls, side: Side, domain: int = 0, *, registers: bool = False) -> Side:
+        """The same side through one more endpoint; with its memory registered again, if that is asked for or needed."""
         another = copy.copy(side)
-        another.endpoint = side.fabric.open_endpoint()
-        if side.fabric.provider == "cxi":
+        another.endpoint = side.fabric.open_endpoint(domain=domain)
+        if registers or side.fabric.provider == "cxi":
             another.region = another._register()
         return another
 

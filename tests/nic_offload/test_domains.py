@@ -1,19 +1,22 @@
 """What a true key of memory is good for without a seal, by provider: `docs/security.md` says so of each.
 
 It serves whoever reaches an endpoint of the memory's domain, its own or another one, and nobody at an endpoint of
-another domain. So a domain for each tenant would not keep a key's holder from the endpoint that the key was given for.
+another domain, of the same fabric or not.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from nic_offload.errors import FabricError
+from nic_offload.memory import allocate
 from tests.nic_offload.rig import PROVIDERS, Side, Way, quieten, wait_until
 
 AT, MARK = 4096, b"E" * 64
+FDS = Path("/proc/self/fd")
 
 
 @pytest.fixture(params=PROVIDERS)
@@ -23,6 +26,7 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 def lands(where: Side, whose: Side) -> bool:
     """Whether a stranger's bytes land that go to this endpoint, with the other side's key."""
+    whose.fill(AT, bytes(len(MARK)))
     with Side(where.fabric.provider) as stranger:
         stranger.fill(0, MARK)
         way = Way(stranger, where.endpoint.address(), whose.region.base, whose.region.key, whose.length)
@@ -50,3 +54,49 @@ def test_a_key_serves_nobody_at_an_endpoint_of_another_domain(provider: str) -> 
         assert not lands(other, whose)
         with suppress(FabricError):
             quieten(whose.fabric, other.fabric)
+
+
+def test_a_key_serves_nobody_at_an_endpoint_of_another_domain_of_its_fabric(provider: str) -> None:
+    with Side(provider) as whose:
+        if whose.fabric.domains_max == 1:
+            assert provider in {"cxi", "sockets"}
+            with pytest.raises(FabricError):
+                whose.fabric.open_endpoint(domain=1)
+            return
+        other = Side.more(whose, domain=whose.fabric.domains_max - 1)
+        assert not lands(other, whose)
+        with suppress(FabricError):
+            quieten(whose.fabric)
+        assert lands(whose, whose)
+        again = Side.more(whose, domain=other.endpoint.domain, registers=True)
+        assert lands(again, again), "with its own key it does"
+        with pytest.raises(FabricError):
+            whose.fabric.open_endpoint(domain=whose.fabric.domains_max)
+
+
+def test_a_domain_is_closed_with_the_last_of_what_is_in_it(provider: str) -> None:
+    """Its descriptors return, whatever was the last, and it can be opened again."""
+    with Side(provider) as side:
+        if side.fabric.domains_max == 1:
+            return
+        peer = side.endpoint.address()
+        domain = side.fabric.domains_max - 1
+
+        def come_and_go(order: str) -> None:
+            endpoint = side.fabric.open_endpoint(domain=domain)
+            region = side.fabric.register(allocate(4096), endpoint=endpoint)
+            number = side.fabric.add_peer(peer, domain)
+            for what in order:
+                if what == "e":
+                    endpoint.close()
+                elif what == "r":
+                    region.close()
+                else:
+                    side.fabric.remove_peer(number, domain)
+
+        descriptors = len(list(FDS.iterdir()))
+        for order in ("erp", "epr", "pre"):
+            come_and_go(order)
+            # The thread opens one now and then, when it looks for sockets.
+            wait_until(lambda: len(list(FDS.iterdir())) <= descriptors, "its descriptors are back")
+        assert lands(side, side)

@@ -15,6 +15,7 @@ import pytest
 from kvstore.clock import SystemClock
 from kvstore.limits import (
     DOOR_BARRED_MS,
+    DOOR_BARRED_SOURCES_MAX,
     DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
     DOOR_GLANCE_MS,
     DOOR_KNOCK_BYTES,
@@ -30,7 +31,8 @@ from kvstore.limits import (
     DOOR_WINDOW_MS,
 )
 from kvstore.node import connection_guard
-from kvstore.node.connection_guard import Doorkeeper, packet_filter, source_of
+from kvstore.node.connection_guard import Doorkeeper, source_of
+from kvstore.node.packet_filter import NOBODY, admitting, refusing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -329,71 +331,137 @@ def test_a_call_with_too_much_metadata_ends_its_connection_and_bars_its_source(d
     assert door.keeper.barred() == [THERE]
 
 
-def test_at_an_endpoint_only_its_client_stays_connected(door: Door) -> None:
-    with socket.create_server((HERE, 0)) as endpoint, ExitStack() as undo:
-        port = endpoint.getsockname()[1]
-        door.keeper.expects(port, ip_address(HERE))
+class Endpoint:
+    """A fabric endpoint's listening socket, and whoever gets through to it."""
 
-        def come(source: str) -> socket.socket:
-            ours = undo.enter_context(socket.create_connection((HERE, port), 5.0, (source, 0)))
-            theirs.append(undo.enter_context(endpoint.accept()[0]))
-            return ours
+    def __init__(self, door: Door, undo: ExitStack, *, shuts: bool = False) -> None:
+        self._undo, self.port = undo, 0
+        self.listener = undo.enter_context(socket.create_server((HERE, 0)))
+        self.port = self.listener.getsockname()[1]
+        self.theirs: list[socket.socket] = []
+        door.keeper.expects(self.listener.fileno(), ip_address(HERE), shuts=shuts)
 
-        theirs: list[socket.socket] = []
+    def come(self, source: str, timeout_s: float = 5.0) -> socket.socket:
+        ours = self._undo.enter_context(socket.create_connection((HERE, self.port), timeout_s, (source, 0)))
+        self.theirs.append(self._undo.enter_context(self.listener.accept()[0]))
+        return ours
 
-        foreign = come(THERE)
-        door.look()
-        assert not stays(foreign)
-        door.keeper._clients = (ip_network("127.0.0.0/28"),)  # of a host that has several
-        several = come(THERE)
-        door.look()
-        assert stays(several)
-        several.close()
-        theirs[-1].close()
+    def is_open_to(self, source: str) -> bool:
+        try:
+            self.come(source, 0.2)
+        except TimeoutError:
+            return False
+        return True
+
+
+def test_at_an_endpoint_only_its_client_connects(door: Door) -> None:
+    with ExitStack() as undo:
+        endpoint = Endpoint(door, undo)
+        assert not endpoint.is_open_to(THERE), "it is not even let in for a moment"
         own = []
         for _ in range(DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX + 2):
-            own.append(come(HERE))
+            own.append(endpoint.come(HERE))
             door.look(1)
         assert [stays(one) for one in own] == [True] * DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX + [False] * 2
+        door.keeper._clients = (ip_network("127.0.0.0/28"),)  # of a host that has several
+        several = Endpoint(door, undo)
+        assert several.is_open_to(THERE)
+
+
+def test_at_an_endpoint_whoever_came_before_its_filter_is_disconnected(door: Door) -> None:
+    with ExitStack() as undo, socket.create_server((HERE, 0)) as listener:
+        undo.enter_context(socket.create_connection(listener.getsockname(), 5.0, (THERE, 0)))
+        foreign = undo.enter_context(listener.accept()[0])
+        door.keeper.expects(listener.fileno(), ip_address(HERE), shuts=False)
+        door.look()
+        assert not stays(foreign)
         assert source_of(ip_address(THERE)) in {source for source, _, _ in door.told}
 
 
+def test_once_its_client_is_there_an_endpoint_is_open_to_nobody_until_the_client_has_gone(door: Door) -> None:
+    with ExitStack() as undo:
+        endpoint, other = Endpoint(door, undo, shuts=True), Endpoint(door, undo, shuts=True)
+        client = endpoint.come(HERE)
+        door.look()
+        assert stays(client)
+        assert not endpoint.is_open_to(HERE)
+        assert other.is_open_to(HERE)
+        client.close()
+        endpoint.theirs[0].close()
+        door.look()
+        assert endpoint.is_open_to(HERE)
+
+
+def passes(program: bytes, text: str) -> bool:
+    """What the kernel decides about a packet from this address."""
+    ip, steps = ip_address(text), list(struct.iter_unpack("=HBBI", program))
+    packet = bytearray(40)
+    packet[0] = ip.version << 4
+    start = 12 if ip.version == 4 else 8
+    packet[start : start + len(ip.packed)] = ip.packed
+    at = register = 0
+    while True:
+        code, if_so, if_not, value = steps[at]
+        at += 1
+        if code == 0x30:
+            register = packet[value - 0xFFF00000]
+        elif code == 0x20:
+            register = int.from_bytes(packet[value - 0xFFF00000 :][:4], "big")
+        elif code == 0x74:
+            register >>= value
+        elif code == 0x54:
+            register &= value
+        elif code == 0x15:
+            at += if_so if register == value else if_not
+        elif code == 0x05:
+            at += value
+        else:
+            return bool(value)
+
+
 @pytest.mark.parametrize("many", [1, 200])
-def test_the_filter_passes_all_but_the_sources_that_are_barred(many: int) -> None:
-    barred = [f"10.0.{at >> 8}.{at & 255}" for at in range(many)] + [
-        f"2001:db8:0:{at:x}::/64" for at in range(many)
+def test_a_filter_refuses_the_sources_that_are_barred_and_no_others(many: int) -> None:
+    program = refusing(
+        [f"10.0.{at >> 8}.{at & 255}" for at in range(many)]
+        + [f"2001:db8:0:{at:x}::/64" for at in range(many)]
+    )
+    assert not passes(program, f"10.0.0.{many - 1}")
+    assert not passes(program, f"2001:db8:0:{many - 1:x}::77")
+    assert not passes(program, "2001:db8::1")
+    assert passes(program, "10.1.0.0")
+    assert passes(program, "2001:db8:1::1")
+    assert passes(program, "2001:db9::1")
+
+
+def test_the_longest_list_of_barred_sources_is_a_filter_that_the_kernel_takes() -> None:
+    assert len(refusing(f"2001:db8:{at:x}::/64" for at in range(DOOR_BARRED_SOURCES_MAX))) <= 4096 * 8
+
+
+@pytest.mark.parametrize(
+    ("client", "others"),
+    [
+        ("10.0.0.7", ["10.0.0.6", "10.0.1.7", "0.0.0.0", "fd00::7", "::ffff:10.0.0.7"]),
+        ("fd00::1:7", ["fd00::1:6", "fd00::7", "fd00:0:0:1::1:7", "10.0.0.7", "fe00::1:7"]),
+    ],
+)
+def test_a_filter_admits_a_client_and_the_networks_of_several_and_nobody_else(
+    client: str, others: list[str]
+) -> None:
+    alone = admitting(ip_address(client), [])
+    assert passes(alone, client)
+    assert [one for one in others if passes(alone, one)] == []
+    networks = [
+        ip_network("192.168.16.0/20"),
+        ip_network("2001:db8:0:c000::/50"),
+        ip_network("172.16.0.1/32"),
     ]
-    program = list(struct.iter_unpack("=HBBI", packet_filter(barred)))
-
-    def passes(text: str) -> bool:
-        ip = ip_address(text)
-        packet = bytearray(40)
-        packet[0] = ip.version << 4
-        start = 12 if ip.version == 4 else 8
-        packet[start : start + len(ip.packed)] = ip.packed
-        at = register = 0
-        while True:
-            code, if_so, if_not, value = program[at]
-            at += 1
-            if code == 0x30:
-                register = packet[value - 0xFFF00000]
-            elif code == 0x20:
-                register = int.from_bytes(packet[value - 0xFFF00000 :][:4], "big")
-            elif code == 0x74:
-                register >>= value
-            elif code == 0x15:
-                at += if_so if register == value else if_not
-            elif code == 0x05:
-                at += value
-            else:
-                return bool(value)
-
-    assert not passes(f"10.0.0.{many - 1}")
-    assert not passes(f"2001:db8:0:{many - 1:x}::77")
-    assert not passes("2001:db8::1")
-    assert passes("10.1.0.0")
-    assert passes("2001:db8:1::1")
-    assert passes("2001:db9::1")
+    several = admitting(ip_address(client), networks)
+    within = ["192.168.16.0", "192.168.31.255", "2001:db8:0:ffff::1", "172.16.0.1", client]
+    assert [one for one in within if not passes(several, one)] == []
+    beside = ["192.168.15.255", "192.168.32.0", "2001:db8:0:bfff::1", "2001:db8:1:c000::1", "172.16.0.2"]
+    assert [one for one in (*beside, *others) if passes(several, one)] == []
+    assert not passes(NOBODY, client)
+    assert passes(admitting(ip_address(client), [ip_network("0.0.0.0/0"), ip_network("::/0")]), others[0])
 
 
 def test_a_source_is_an_address_or_the_network_that_an_address_of_ipv6_is_from() -> None:
@@ -427,9 +495,10 @@ def test_the_guard_checks_while_a_peer_is_new_unauthenticated_refused_or_barred(
     assert keeper.must_look()
     door.look()
     assert not keeper.must_look()
-    keeper.expects(9, ip_address(HERE))
-    assert keeper.must_look()
-    door.look()
+    with socket.create_server((HERE, 0)) as endpoint:
+        keeper.expects(endpoint.fileno(), ip_address(HERE), shuts=False)
+        assert keeper.must_look()
+        door.look()
     for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX + 1):
         keeper.refused("ipv4:127.0.0.7:9")
         door.look()

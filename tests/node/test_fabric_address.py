@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import pytest
@@ -20,7 +20,7 @@ from kvstore.config import NodeConfig
 from kvstore.endpoints import Ports, interface_addresses, open_endpoint
 from kvstore.errors import ConfigError, FabricError, Overloaded, ProtocolError
 from kvstore.node import fabric_address
-from kvstore.node.fabric_address import FabricAddress, ip_of_peer, parse_networks
+from kvstore.node.fabric_address import FabricAddress, fabric_domain, ip_of_peer, parse_networks
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from kvstore.wire.status import ERROR_NAME
@@ -145,6 +145,32 @@ def test_what_is_told_is_the_listened_one_the_named_one_or_the_way_to_the_client
             at = SocketAddress.of(opened.told)
             assert (str(at.ip), 17_071 <= at.port <= 17_171) == (told, True)
             assert SocketAddress.of(opened.endpoint.address()) == at
+
+
+class At(NamedTuple):
+    """An attached connection, as far as it matters to the choice of a domain; it is its own endpoint."""
+
+    tenant: bytes
+    domain: int
+
+    @property
+    def endpoint(self) -> At:
+        return self
+
+
+def test_each_tenant_has_a_domain_of_its_own_while_there_are_enough_and_then_the_least_shared_one() -> None:
+    attached: list[Any] = []
+
+    def attach(tenant: bytes) -> int:
+        attached.append(At(tenant, fabric_domain(tenant, attached, 3)))
+        return int(attached[-1].domain)
+
+    assert [attach(one) for one in (b"a", b"b", b"a", b"a", b"c", b"b")] == [0, 1, 0, 0, 2, 1]
+    assert attach(b"d") == 0, "as many tenants share each"
+    assert attach(b"e") == 1
+    assert attach(b"d") == 0, "the one that it has"
+    attached = [one for one in attached if one.tenant != b"c"]
+    assert attach(b"f") == 2, "of who has gone nothing is left"
 
 
 def test_without_a_default_route_the_node_tries_an_interface_and_loopback_only_without_any(

@@ -1,0 +1,42 @@
+"""What counts as too slow, on made-up times: the attacks' tests are no better than this."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hostile.beside import NOISE_S, Times, check_speed
+
+CALLS = 2000
+QUICK, SLOW = 2 * NOISE_S, 5 * NOISE_S
+
+
+def times(slow: int, elsewhere: int = 0) -> Times:
+    """So many calls of each took long."""
+    return Times(
+        [SLOW] * slow + [QUICK] * (CALLS - slow), [SLOW] * elsewhere + [QUICK] * (CALLS - elsewhere), []
+    )
+
+
+ALONE = times(0)
+
+
+@pytest.mark.parametrize("slow", [0, CALLS // 100])
+def test_one_slow_call_of_a_hundred_is_not_too_slow(slow: int) -> None:
+    check_speed(ALONE, times(slow))
+
+
+def test_more_are_too_slow_and_the_failure_says_by_how_much() -> None:
+    with pytest.raises(
+        AssertionError, match=r"p99 50\.0 ms .* is 2\.5 times 20\.0 ms alone: of 2000 calls 40 .* 0 else"
+    ):
+        check_speed(ALONE, times(CALLS // 50))
+
+
+def test_what_the_machine_takes_slows_both_and_is_not_the_nodes() -> None:
+    check_speed(ALONE, times(CALLS // 5, CALLS // 5))
+    with pytest.raises(AssertionError):
+        check_speed(ALONE, times(CALLS // 5, CALLS // 10))
+
+
+def test_a_neighbour_that_was_slow_alone_may_be_twice_as_slow() -> None:
+    check_speed(times(CALLS // 10), times(CALLS // 2))
