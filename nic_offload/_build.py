@@ -107,10 +107,11 @@ ffi.set_source(
         "-Wextra",
         "-Wno-unused-parameter",
         "-fvisibility=hidden",
+        "-ffunction-sections",
         "-fno-asynchronous-unwind-tables",  # nothing is thrown; a debugger has its own with -g
         "-fstack-protector-strong",
         "-U_FORTIFY_SOURCE",
         "-D_FORTIFY_SOURCE=3",
     ],
-    extra_link_args=["-l:liburing.a", "-Wl,-z,relro,-z,now"],
+    extra_link_args=["-l:liburing.a", "-Wl,-z,relro,-z,now,--exclude-libs,ALL,--gc-sections"],
 )

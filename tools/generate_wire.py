@@ -2,21 +2,26 @@
 
 `make proto` runs it with an *old* generator (grpcio-tools 1.76), because generated code requires a runtime at least
 as new as its generator, and engines pin theirs. The modules import each other as `kvstore.v1`, the proto package, but
-are in `kvstore.wire`, so the import lines are rewritten. Each contains the digest of the sources, which a test
-compares with `proto/`.
+are in `kvstore.wire`, so the import lines are rewritten. Classes for gRPC's experimental interface are left out: nobody
+uses them. Each module contains the digest of the sources, which a test compares with `proto/`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import tempfile
 from pathlib import Path
 
-__all__ = ["digest_line", "generate", "main"]
+__all__ = ["adapted", "digest_line", "generate", "main"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO = ROOT / "proto"
 WIRE = ROOT / "kvstore" / "wire"
+
+_EXPERIMENTAL = re.compile(
+    r"\n\n # This class is part of an EXPERIMENTAL API\.\nclass .*?\n(?=\n\nclass |\Z)", re.DOTALL
+)
 
 
 def digest_line() -> str:
@@ -35,10 +40,14 @@ def generate() -> dict[str, str]:
         if protoc.main(["protoc", f"-I{PROTO}", *outputs, *sources]):
             raise SystemExit("protoc failed.")
         return {
-            path.name: digest_line()
-            + path.read_text().replace("from kvstore.v1 import", "from kvstore.wire import")
+            path.name: digest_line() + adapted(path.read_text())
             for path in sorted(Path(folder).rglob("*.py*"))
         }
+
+
+def adapted(text: str) -> str:
+    """A generated module as we use it."""
+    return _EXPERIMENTAL.sub("", text.replace("from kvstore.v1 import", "from kvstore.wire import"))
 
 
 def main() -> int:

@@ -279,7 +279,8 @@ class FabricCalls:
 
     def landed(self, events: Sequence[Event]) -> None:
         """Do calls, one of each tenant in turn; of many the rest a round of the loop later."""
-        if events:  # what has been read and sent before is known first
+        if events:  # what has been written, read and sent before is known first
+            self._node.granted.take_written()
             self.served()
             self._node.fetches.settle()
             self.cold.feed()

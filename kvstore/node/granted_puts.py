@@ -208,7 +208,7 @@ class Granted:
     def told(self, number: int) -> None:
         """A receiver or a lane has results. Small blocks that arrive while a drive is busy are written together."""
         if number == LANE_TAG:
-            self._take_written()
+            self.take_written()
             self._node.poll_store()  # now, and not a round of the loop later
         elif (area := self._areas.get(number)) is not None:
             self._area_told(area)
@@ -261,7 +261,7 @@ class Granted:
             for number in list(self._areas):
                 self.came(number)
         self._store_all_gathered()
-        self._take_written()
+        self.take_written()
 
     def before_others(self, names: Sequence[Name]) -> None:
         """These are going to be put another way: lanes take none of them, and what they have is known."""
@@ -286,7 +286,7 @@ class Granted:
         entries = store.lookup(idle)
         self._memory.gone(name for name, entry in zip(idle, entries, strict=True) if entry is None)
 
-    def _take_written(self) -> None:
+    def take_written(self) -> None:
         """Add written records of lanes to the index, and other arrived blocks of the same clients."""
         states: dict[PutArea, State] = {}
         for drive, rows in self._lanes.take():

@@ -282,7 +282,7 @@ class Drive(Handle):
 
     def lend(self, record_pages: int = 1) -> None:
         """Lend the lane ground, if it needs some, and no record is about to be written which would take it back."""
-        pages = lent_pages(self.capacity_bytes // PAGE_BYTES, record_pages)
+        pages = lent_pages(self.capacity_bytes // PAGE_BYTES, self._extents.free_pages, record_pages)
         if self._writes.needs_ground and self.keeping.refusal(pages) is None:
             self._writes.lend(pages)
             self._set_off()

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvstore.errors import Corrupt
-from kvstore.limits import LENT_LARGE_RECORDS, LENT_PAGES, LENT_SHARE, LENT_SHARE_OF_LARGE
+from kvstore.limits import (
+    LENT_LARGE_RECORDS,
+    LENT_PAGES,
+    LENT_SHARE,
+    LENT_SHARE_OF_FREE,
+    LENT_SHARE_OF_LARGE,
+)
 from kvstore.storage.keep._keep import ffi, lib
 from kvstore.storage.keep.outcome import check
 
@@ -217,10 +223,11 @@ def _new(first_page: int, until_page: int) -> Any:
     return ffi.gc(kept, lib.keep_extents_free)
 
 
-def lent_pages(drive_pages: int, record_pages: int) -> int:
+def lent_pages(drive_pages: int, free_pages: int, record_pages: int) -> int:
     """Return how large ground for a lane is.
 
-    On a small drive it is larger where otherwise it would hold few records of the size that comes.
+    On a small drive it is larger where otherwise it would hold few records of the size that comes, but no more than a
+    part of what is free: nothing is evicted for that.
     """
-    few_pages = min(LENT_LARGE_RECORDS * record_pages, drive_pages // LENT_SHARE_OF_LARGE)
-    return min(LENT_PAGES, max(drive_pages // LENT_SHARE, few_pages))
+    most_pages = min(drive_pages // LENT_SHARE_OF_LARGE, free_pages // LENT_SHARE_OF_FREE)
+    return min(LENT_PAGES, max(drive_pages // LENT_SHARE, min(LENT_LARGE_RECORDS * record_pages, most_pages)))

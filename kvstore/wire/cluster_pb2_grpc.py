@@ -67,35 +67,3 @@ def add_ClusterServicer_to_server(servicer, server):
             'kvstore.v1.Cluster', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
     server.add_registered_method_handlers('kvstore.v1.Cluster', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class Cluster(object):
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Map(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvstore.v1.Cluster/Map',
-            kvstore_dot_v1_dot_cluster__pb2.MapRequest.SerializeToString,
-            kvstore_dot_v1_dot_cluster__pb2.MapResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)

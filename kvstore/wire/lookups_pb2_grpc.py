@@ -66,35 +66,3 @@ def add_LookupsServicer_to_server(servicer, server):
             'kvstore.v1.Lookups', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
     server.add_registered_method_handlers('kvstore.v1.Lookups', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class Lookups(object):
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def ListLookups(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.v1.Lookups/ListLookups',
-            kvstore_dot_v1_dot_lookups__pb2.ListLookupsRequest.SerializeToString,
-            kvstore_dot_v1_dot_lookups__pb2.ListLookupsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)

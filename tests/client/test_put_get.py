@@ -129,6 +129,16 @@ def _until_a_slot_is_free(rig: Rig) -> None:
     pytest.fail("the slot did not come back")
 
 
+def test_what_was_acknowledged_as_written_is_not_sent_again(rig: Rig) -> None:
+    """However soon it is asked: the node's C core has told the client, and perhaps not the node's Python."""
+    for first in range(20, 80, 3):
+        blocks = [rig.block(number, 4096) for number in range(first, first + 3)]
+        assert not any(one.error for one in rig.client.arm(blocks).wait(WAIT_S))
+        reservation = rig.client.reserve(blocks)
+        assert reservation.already_stored == 3
+        reservation.give_back()
+
+
 def test_a_reservation_given_back_frees_its_slots(node: NodeProcess) -> None:
     rig = Rig(node, slots=2)
     for _ in range(5):

@@ -44,7 +44,7 @@ def test_the_runs_of_a_block_are_its_bytes_and_no_others(shape: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "strides", "blocks", "word"),
     [
-        ((2, 2, 16, 2, 8), (512, 256, 16, 8, 1), 2, "two blocks"),
+        ((2, 2, 16, 2, 8), (512, 256, 16, 8, 1), 2, "two-block cache is ambiguous"),
         ((7, 5), (5, 1), 4, "no dimension"),
         ((4, 0), (0, 1), 4, "no dimension"),
         ((), (), 4, "not block by block"),

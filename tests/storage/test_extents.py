@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import Corrupt
-from kvstore.storage.extents import Extents
+from kvstore.storage.extents import Extents, lent_pages
 
 FIRST, UNTIL = 2, 66
 
@@ -283,3 +283,19 @@ def test_few_that_are_left_of_many_take_little_memory() -> None:
     extents.release_all([(2 * at, 2) for at in range(1, count, 2) if at % 256 != 1])
     assert extents.free_extents == 1 + count // 256
     assert extents.memory_bytes / extents.free_extents < 400
+
+
+@pytest.mark.parametrize(
+    ("drive", "free", "record", "pages"),
+    [
+        (64 << 8, 64 << 8, 9, 1 << 8),
+        (64 << 8, 64 << 8, 1 << 8, 4 << 8),
+        (64 << 8, 8 << 8, 1 << 8, 2 << 8),
+        (64 << 8, 2 << 8, 1 << 8, 1 << 8),
+        (1 << 30, 1 << 30, 1 << 12, 1 << 16),
+    ],
+)
+def test_ground_for_a_lane_is_larger_for_large_records_if_that_much_is_free(
+    drive: int, free: int, record: int, pages: int
+) -> None:
+    assert lent_pages(drive, free, record) == pages
