@@ -142,14 +142,13 @@ def rig(node: HasTarget) -> Iterator[Rig]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
+    call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """List each failure, with whether the test may be run again alone, where `tools/test.sh` asks for it."""
+    """List each failure where `tools/test.sh` asks for it."""
     report = yield
     if report.failed and call.excinfo and (listed := os.environ.get("TRIGGERKV_FAILURES")):
-        is_of_time = item.get_closest_marker("timed") is not None
         with open(listed, "a") as failures:  # noqa: PTH123 - a name from the environment
-            failures.write(f"{'timed' if is_of_time else 'plain'}\t{report.nodeid}\n")
+            failures.write(f"{report.nodeid}\n")
     return report
 
 

@@ -3,10 +3,8 @@
 # The next part begins when one has ended. Those that take longest or wait most come first, and those that only compute
 # come last: so all cores have work until shortly before the end.
 #
-# What always holds: each test runs once, in one of the parts; the exit status is 0 only if each has passed. A failure is a
-# failure, with one exception: a test marked `timed` judges how fast this machine was, and the other parts took of that
-# speed. If it failed, it is run again alone when all parts have ended, and counts as passed if it passes then. Every
-# first failure is listed at the end, whatever became of it.
+# What always holds: each test runs once, in one of the parts; the exit status is 0 only if each has passed. All failures
+# are listed at the end.
 #
 # Each part has half an hour, and attacks that go on for longer have more. What hangs where pytest's own timeout can't end
 # it (in C, or behind the last test) is a failure: its part is ended, and this output ends with where each of its threads
@@ -85,22 +83,10 @@ mapfile -t failures < <(sort -u .cache/failures-* 2>/dev/null) # one that fails 
 ((${#failures[@]})) || for code in "${ended[@]}"; do
   ((code == 0 || status)) || status=$code # a failure that is on no list
 done
-words=()
-for failure in "${failures[@]}"; do
-  IFS=$'\t' read -r kind test <<<"$failure"
-  if [[ $kind != timed ]]; then
-    words+=("$test")
-    status=1
-  elif "$py" -m pytest -q -p no:cacheprovider "$test"; then
-    words+=("$test (timed; passed alone)")
-  else
-    words+=("$test (timed; failed alone as well)")
-    status=1
-  fi
-done
-if ((${#words[@]})); then
-  printf '\nFailed in the first run:\n'
-  printf '  %s\n' "${words[@]}"
+if ((${#failures[@]})); then
+  ((status)) || status=1
+  printf '\nFailed:\n'
+  printf '  %s\n' "${failures[@]}"
 fi
 for name in "${parts[@]}"; do
   ((ended[$name] < 124)) && continue # timeout's own statuses, and signals

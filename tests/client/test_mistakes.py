@@ -140,15 +140,14 @@ def test_an_asyncio_client_refuses_the_same() -> None:
     assert "a list of keys" in says(lambda: asyncio.run(exists(AsyncClient("127.0.0.1:1"))))
 
 
-@pytest.mark.timed
 def test_the_check_takes_less_than_a_microsecond() -> None:
     keys = [KEY] * 16
     least_ns = 1 << 60
     for _ in range(20):
-        began_ns = time.perf_counter_ns()
+        began_ns = time.thread_time_ns()
         for _ in range(1000):
             check_keys(keys)
-        least_ns = min(least_ns, time.perf_counter_ns() - began_ns)
+        least_ns = min(least_ns, time.thread_time_ns() - began_ns)
     assert least_ns / 1000 < 1000
 
 

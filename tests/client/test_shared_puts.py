@@ -9,7 +9,6 @@ import random
 import secrets
 import signal
 import socket
-import statistics
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -122,17 +121,15 @@ def test_many_armed_on_one_flag_go_through_eight_slots(inside: Rig) -> None:
     assert all(is_there(inside, block) for block in blocks[::37])
 
 
-@pytest.mark.timed
-@pytest.mark.timed
 def test_an_idle_end_is_woken(inside: Rig) -> None:
-    """Without the doorbells each put would wait for the end of a sleep, 20 ms at the node."""
-    took = []
-    for number in range(25):
+    """Without the doorbells each would wait for the end of a sleep, 20 ms at the node: a fifth of them up to 4 ms."""
+    fast = 0
+    for number in range(50):
         time.sleep(0.06)
         began = time.monotonic()
         assert put(inside, inside.block(number, 4096), Durability.LANDED) is None
-        took.append(time.monotonic() - began)
-    assert statistics.median(took) < 0.01
+        fast += time.monotonic() - began < 0.004
+    assert fast >= 20
 
 
 def test_what_is_written_over_while_it_is_put_is_whole_or_refused(inside: Rig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import statistics
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 STREAMS = ("net", "tcp;ofi_rxm")
 ROUNDS = 15
+MANY = 100  # rounds of which a share is fast, whatever else this machine does
 STORE = """
 import sys
 from nic_offload.flags import FlagWords
@@ -47,24 +47,23 @@ def falls_asleep(fabric: Fabric, naps: int = 3) -> None:
     wait_until(lambda: fabric.statistics().sleeps >= sleeps + naps, "it sleeps")
 
 
-def share_asleep(fabric: Fabric, seconds: float = 0.5) -> float:
-    before = fabric.statistics()
+def share_awake(seconds: float = 0.5) -> float:
+    """How much of a core all threads of this process take, while this one waits."""
+    before = time.process_time()
     select.select([], [], [], seconds)
-    after = fabric.statistics()
-    return (after.asleep_ns - before.asleep_ns) / (after.alive_ns - before.alive_ns)
+    return (time.process_time() - before) / seconds
 
 
-@pytest.mark.timed
 def test_a_peers_write_ends_a_sleep_that_would_last_longer(pair: Pair) -> None:
+    """A fabric without anything to do looks for itself every 20 ms: without the wake a tenth would come within 2 ms."""
     took_ns = []
-    for value in range(1, ROUNDS + 1):
+    for value in range(1, MANY // 2 + 1):
         falls_asleep(pair.far.fabric, 1)
         before = time.monotonic_ns()
         pair.there.arm(pair.there.put(value, 0, flag=(0, value)))
         wait_until(lambda value=value: pair.far.word(0).load() == value, "it came")  # type: ignore[misc]
         took_ns.append(time.monotonic_ns() - before)
-    # A fabric without anything to do looks for itself every 20 ms: 10 ms later than it came, on the average.
-    assert statistics.median(took_ns) < 5e6
+    assert sum(one < 2e6 for one in took_ns) > 0.3 * len(took_ns)
 
 
 def test_a_fabric_that_nobody_talks_to_sleeps_longer_than_a_nap(pair: Pair) -> None:
@@ -93,13 +92,12 @@ def test_a_fabric_without_endpoints_sleeps_until_one_is_opened(provider: str) ->
         Way.between(far, Side.more(near)).fence()
 
 
-@pytest.mark.timed
 def test_a_peer_that_went_away_keeps_nobody_awake(pair: Pair) -> None:
     """Its socket is readable for ever, and has ended."""
     with Side(pair.provider) as third:
         Way.between(pair.near, third).fence()
         Way.between(third, pair.near).fence()
-    assert max(share_asleep(pair.near.fabric) for _ in range(5)) > 0.9
+    assert min(share_awake() for _ in range(5)) < 0.1
 
 
 def test_a_store_of_another_process_rings(pair: Pair) -> None:
@@ -136,16 +134,16 @@ def test_who_sleeps_is_counted_only_while_something_waits_for_the_words() -> Non
         wait_until(lambda: bell.sleepers == 0, "it sleeps on, and no word can wake it")
 
 
-@pytest.mark.timed
 def test_a_store_ends_a_nap(pair: Pair) -> None:
+    """It lasts two milliseconds: without the wake a fifth would end within .4 ms."""
     took_ns = []
-    for value in range(1, 4 * ROUNDS + 1):
+    for value in range(1, MANY + 1):
         pair.there.arm(pair.there.put(value, 8, fires=(pair.flags[0], value)))
         falls_asleep(pair.near.fabric, 2)
         before = time.monotonic_ns()
         pair.flags[0].store(value)
         took_ns.append(pair.near.final(value).value - before)
-    assert statistics.median(took_ns) < 5e5, "a nap lasts two milliseconds"
+    assert sum(one < 4e5 for one in took_ns) > 0.4 * len(took_ns)
 
 
 def test_words_without_their_bell_are_refused() -> None:

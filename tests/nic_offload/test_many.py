@@ -69,39 +69,30 @@ def test_both_ways_at_once(pair: Pair) -> None:
     assert pair.near.bytes_at(half, 30_000) == blocks[1]
 
 
-@pytest.mark.timed
 def test_an_idle_fabric_sleeps(provider: str) -> None:
     """It has a put that waits, so that it has something to look at."""
     with Pair(provider) as pair:
         pair.there.fence()
         pair.there.arm(pair.there.put(1, 8, fires=(pair.flags[0], 1)))
         sides = (pair.near, pair.far)
-        for _ in range(3):  # a machine that is busy with others may spoil one
-            before = [side.fabric.statistics() for side in sides]
-            select.select([pair.near.fabric, pair.far.fabric], [], [], 0.5)  # nothing comes
-            after = [side.fabric.statistics() for side in sides]
-            asleep = [
-                (b.asleep_ns - a.asleep_ns) / (b.alive_ns - a.alive_ns)
-                for a, b in zip(before, after, strict=True)
-            ]
-            if min(asleep) > 0.9:
-                break
-        assert min(asleep) > 0.9
-        assert after[0].sleeps - before[0].sleeps > 50  # it looks, at least every few milliseconds
+        sleeps, began_s = pair.near.fabric.statistics().sleeps, time.process_time()
+        assert not select.select([side.fabric for side in sides], [], [], 1.0)[0], "nothing comes"
+        assert time.process_time() - began_s < 0.2, "of a core, for all threads"
+        assert pair.near.fabric.statistics().sleeps - sleeps > 50, "it looks, at least every few milliseconds"
         assert not pair.near.of(1)
 
 
-@pytest.mark.timed
 def test_a_sleeping_fabric_wakes_for_new_work(pair: Pair) -> None:
+    """By itself it would look every 20 ms: a tenth would be posted within 2 ms."""
     pair.there.fence()
     took_ns = []
-    for tag in range(20):
+    for tag in range(50):
         asleep = pair.near.fabric.statistics().sleeps
         wait_until(lambda asleep=asleep: pair.near.fabric.statistics().sleeps > asleep + 3, "sleep")  # type: ignore[misc]
         before = time.monotonic_ns()
         pair.there.arm(pair.there.put(tag, 0, flag=(0, 7)))
         took_ns.append(pair.near.final(tag).value - before)  # until it was posted
-    assert sorted(took_ns)[10] < 5_000_000
+    assert sum(one < 2_000_000 for one in took_ns) > 15
 
 
 def test_events_come_in_order_and_in_batches(pair: Pair) -> None:
