@@ -122,7 +122,7 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self.connections: dict[int, Connection] = {}  # of attached clients, by number
         self._numbers = itertools.count(1)
-        # Tags of fetches and generations of leases: one sequence from a random start, so no word of an earlier run fits.
+        # Tags of fetches and generations of leases: one sequence from a random start, so that no old word fits.
         self._tags = itertools.count(secrets.randbits(48) + 1)
         self._leased = LeaseTable(tenants_known)  # until the drive is done or the lease is over
         self._due: FairQueue[LandedLease] = FairQueue()  # to be stored

@@ -319,7 +319,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     @asynccontextmanager
     async def _ordered(self, tenant: Tenant, name: pb.SessionName) -> AsyncIterator[int | None]:
-        """Work on a user's sessions in an epoch in which this node orders them; None: the call doesn't require one.
+        """Work on a user's sessions in an epoch in which this node orders them; None: the call uses no map.
 
         The result is returned only if the node still orders them afterwards, else DeadlineExceeded.
         """
