@@ -125,7 +125,7 @@ class Door(grpc.aio.ServerInterceptor):
                     try:
                         self._lend(who, len(answer), context)
                     except Overloaded:
-                        answer = b""  # gRPC keeps the answer of a call that fails until it is garbage-collected
+                        answer = b""  # gRPC keeps a failed call's answer until garbage collection
                         raise
                 return answer
 

@@ -45,7 +45,7 @@ class Gate:
         self.turned_away: Callable[[str], object] = lambda _: None  # a call was refused
         self.stands_still: Callable[[str], object] = lambda _: None  # a caller does not read its answer
         self.presses: Callable[[str], object] = lambda _: None  # a call was not begun: overload, or cancelled
-        self.brought: Callable[[str, int], object] = lambda *_: None  # with the size of a message that arrived
+        self.brought: Callable[[str, int], object] = lambda *_: None  # with the size of a message
         self.floods: Callable[[str], object] = lambda _: None  # a call had too much metadata
         self.heard: Callable[[bytes], object] = lambda _: None  # with the tenant's id: it made a call
         self.tenants = tenants

@@ -361,7 +361,7 @@ class _Gets:
 
     async def take(self, names: Sequence[kvstore_pb2.BlockName]) -> None:
         """Send these blocks, reading ahead of what is being sent."""
-        if self._looking.blocks + len(names) > SESSION_BLOCKS_MAX:  # a look-up's size is bounded; a stream's is not
+        if self._looking.blocks + len(names) > SESSION_BLOCKS_MAX:  # streams have no maximum; look-ups do
             self._looking.over()
             self._looking = self._lookups.begin(self._context, self._tenant, Kind.GET, 0)
         self._looking.blocks += len(names)

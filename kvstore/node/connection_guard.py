@@ -132,9 +132,7 @@ class Doorkeeper:
         self._port = port
         self._ports = {port}  # at which sources are counted and barred
         self._turned_away = turned_away
-        self._proved: dict[
-            str, int
-        ] = {}  # by gRPC's name of a peer: when a call of it was last admitted
+        self._proved: dict[str, int] = {}  # by gRPC's name of a peer: when a call of it was last admitted
         self._fabric: dict[str, _Endpoint] = {}  # by its listening socket
         self._shut: set[str] = set()  # those to which nobody can connect now
         self._links: dict[str, _Link | None] = {}  # by name; None: a socket of no interest
@@ -142,7 +140,7 @@ class Doorkeeper:
         self._at: dict[str, int] = {}  # its descriptor
         self._knocked: dict[str, list[int]] = {}  # by source: when it connected, or was refused a call
         self._refused: deque[str] = deque(maxlen=DOOR_KNOCKS_OF_SOURCE_MAX)  # peers, since the last look
-        self._still: deque[str] = deque(maxlen=DOOR_CONNECTIONS_OF_SOURCE_MAX)  # peers that don't read an answer
+        self._still: deque[str] = deque(maxlen=DOOR_CONNECTIONS_OF_SOURCE_MAX)  # peers not reading an answer
         self._flooding: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
         self._pressing: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
         self._pressed: dict[str, list[int]] = {}  # by peer: when its calls could not wait their turn
@@ -152,14 +150,10 @@ class Doorkeeper:
         self._much_since: dict[
             str, int
         ] = {}  # by socket: when it was first seen to have sent much without an admitted call
-        self._brought: dict[
-            str, int
-        ] = {}  # by peer: bytes that its calls and messages account for
+        self._brought: dict[str, int] = {}  # by peer: bytes that its calls and messages account for
         self._beside: dict[str, int] = {}  # by socket: bytes beyond those, at the last count,
         self._counted_ns = 0  # which was then
-        self._over: dict[
-            str, int
-        ] = {}  # by source: how many of these exceed the permitted rate
+        self._over: dict[str, int] = {}  # by source: how many of these exceed the permitted rate
         self.is_busy = False  # the machine has received much since the last look
         self._unproved = 0  # connections without an admitted call, at the last look
         self._expects_more = False  # an endpoint was added since then
@@ -433,7 +427,7 @@ class Doorkeeper:
         return now_ns - self._much_since.setdefault(link.name, now_ns) >= DOOR_UNPROVED_BYTES_MS * _MS
 
     def _keep_fabric(self) -> None:
-        endpoints: dict[int, list[str]] = {}  # by port: two endpoints may share one, at addresses of two families
+        endpoints: dict[int, list[str]] = {}  # by port: endpoints of two IP families may share one
         for name, one in self._fabric.copy().items():
             endpoints.setdefault(one.port, []).append(name)
         links = dict(self._grouped(lambda link: link.own_port in endpoints, lambda one: one.own_port))

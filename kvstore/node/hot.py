@@ -104,9 +104,7 @@ class HotPages:
         self._free = Extents(0, pages)
         self.used_until = 0  # pages from here on were never used
         self._wipes = 0  # passes over free pages that have begun
-        self._unwiped: int | None = (
-            None  # the next page of the pass in progress; None: there is none
-        )
+        self._unwiped: int | None = None  # the next page of the pass in progress; None: there is none
         self._probation: OrderedDict[int, Piece] = OrderedDict()  # by generation, oldest first
         self._protected: OrderedDict[int, Piece] = OrderedDict()
         self._protected_pages = 0
@@ -333,9 +331,7 @@ class HotMemory:
         self.pages = HotPages(size_bytes // PAGE_BYTES, freed, self.shelf.take, tenants, self._wipe)
         self.shares = Shares(size_bytes, tenants)
         self.view = memoryview(self._memory)
-        self._expected: dict[
-            Name, int
-        ] = {}  # generations being read, if the index has named them throughout
+        self._expected: dict[Name, int] = {}  # generations being read, if the index has named them throughout
 
     def take(self, length_bytes: int, tenant: Hashable) -> Piece | None:
         """Allocate a piece for a tenant's record with a payload of this length."""

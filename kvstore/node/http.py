@@ -150,9 +150,7 @@ class HttpServer:
         self._closes = closes
         self._wants_certificate = tls is not None and tls.context.verify_mode is not ssl.CERT_NONE
         self._clock = clock
-        self._rates: dict[
-            bytes | None, Rate
-        ] = {}  # by tenant: at most as many as tenants files have named
+        self._rates: dict[bytes | None, Rate] = {}  # by tenant: at most as many as tenants files have named
         self._later_ms: dict[bytes, int] = {}  # by source and credentials of a caller: when it may retry
         self._closing = threading.Event()
         self._serving: dict[asyncio.Task[None], _Caller] = {}  # oldest first

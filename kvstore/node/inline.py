@@ -224,7 +224,7 @@ class InlineBlocks:
             self.memory.pages.release(piece)
             return None
         if entry is not None:
-            self._store.used([generation])  # the drive doesn't see this use, and must not evict recently used blocks
+            self._store.used([generation])  # the drive doesn't see this use, and must not evict used blocks
         done = GetDone(item.tag, None, length, crc32c, generation)
         self._shares.hold(who, piece.pages * PAGE_BYTES)
         self.counters.found([length], in_memory=True)

@@ -129,9 +129,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     if shared is not None:
                         answer.shared.CopyFrom(shared)
                 yield answer
-                await (
-                    connection.ended.wait()
-                )  # or until the call ends; later messages are not read
+                await connection.ended.wait()  # or until the call ends; later messages are not read
             finally:
                 try:  # closing an endpoint takes milliseconds, and a thousand clients may leave at once
                     async with self._node.turns.of(tenant.id, rest=3):

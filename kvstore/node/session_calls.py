@@ -107,9 +107,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                     manifest, keys = await self._read(turn, name, request.first_block, until, epoch)
                     answer = await _answer(turn, manifest, keys)
             except NoSession:
-                if (
-                    request.blocks
-                ):  # a resume needs its blocks; for a mere listing, none is missed
+                if request.blocks:  # a resume needs its blocks; for a mere listing, none is missed
                     looking.add(Outcome.NO_SESSION)
                     looking.over()
                 raise

@@ -121,9 +121,7 @@ class Timings:
 
     clock: Clock
     kept: dict[Durability, Histogram] = field(default_factory=dict)  # from landed to stored
-    fired: Histogram = field(
-        default_factory=Histogram
-    )  # from the flag to landed, if the flag was reported
+    fired: Histogram = field(default_factory=Histogram)  # from the flag to landed, if the flag was reported
     got_from_memory: Histogram = field(default_factory=Histogram)  # from request to sent
     got_from_drive: Histogram = field(default_factory=Histogram)
     lookups: Histogram = field(default_factory=Histogram)

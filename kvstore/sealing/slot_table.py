@@ -100,14 +100,14 @@ class SlotTable:
         self._slots_max = slots_max
         self._mixing = [int(one) | 1 for one in np.frombuffer(np.random.default_rng().bytes(24), "<u8")]
         pages = HEADER_PAGES + slots // SLOTS_PER_PAGE
-        self._versions: NDArray[np.uint32] = np.zeros(pages, np.uint32)  # how many times each page was written
+        self._versions: NDArray[np.uint32] = np.zeros(pages, np.uint32)  # number of writes of each page
         self._under_way: dict[int, bytes] = {}  # old contents of pages being written
         self._states: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._ids: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._sorted: NDArray[np.uint64] = np.zeros(0, np.uint64)  # hashes of tenants and domains' tags, and
         self._order: NDArray[np.uint32] = np.zeros(0, np.uint32)  # the slots with them
         self._new: dict[bytes, list[int]] = {}  # slots by tenant and tag, written since the last sort
-        self._live_of: Counter[int] = Counter()  # number of live domain keys, by the first 8 bytes of the tenant
+        self._live_of: Counter[int] = Counter()  # live domain keys by the tenant's first 8 bytes
         self._vacant: list[int] = []  # free, or with a destroyed key without a name; the next one at the end
         self._oldest_gone: list[int] = []  # taken when no other is left; the next one at the end
         self.others: list[int] = []  # loaded slots of keys other than domains'

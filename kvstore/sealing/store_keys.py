@@ -84,9 +84,7 @@ class StoreKeys:
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # the last used
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
         self._worker = ThreadPoolExecutor(1, "kvstore-keys")
-        self._rotator = ThreadPoolExecutor(
-            1, "kvstore-rotation"
-        )  # a long rotation doesn't delay new keys
+        self._rotator = ThreadPoolExecutor(1, "kvstore-rotation")  # a long rotation doesn't delay new keys
         self._closing = False
         self._warned: set[int] = set()  # damaged slots that were logged
         self._lock = Lock()  # for these three:
