@@ -110,9 +110,7 @@ class Node:
         """`tenants_known` returns how many tenants share the node's resources."""
         self.address = address or FabricAddress("127.0.0.1")
         self.readiness = Readiness()
-        self.at_endpoint: Callable[[Endpoint, Ip], object] = lambda *_: (
-            None
-        )  # with each endpoint and its client
+        self.at_endpoint: Callable[[Endpoint, Ip], object] = lambda *_: None  # with endpoint and client
         self.membership: Membership | None = None  # of a cluster
         self.upkeep: Upkeep | None = None  # of copies of blocks
         self.sharing: Sharing | None = None  # of the hot memory, with clients on this machine
