@@ -86,7 +86,7 @@ DOOR_KNOCKS_OF_SOURCE_MAX = (
 )
 DOOR_UNPROVED_BYTES_MAX = 256 << 10  # that may arrive over a connection without an admitted call,
 DOOR_UNPROVED_BYTES_MS = 1_000  # and for how long there may be more, as a busy node admits calls late
-DOOR_PRESSES_MAX = 32  # a connection's calls, in that time, that were Overloaded or cancelled in the queue
+DOOR_PRESSES_MAX = 32  # calls of a connection, within DOOR_WINDOW_MS, Overloaded or cancelled in the queue
 DOOR_PRESSES_KEPT_MAX = 4_096  # between two looks
 DOOR_KNOCKS_OF_PRESSING = 20  # that a connection with more such calls counts for
 DOOR_KNOCKS_OF_LOUD = 50  # that an unauthenticated connection with too many bytes counts for

@@ -4,10 +4,10 @@ Both libraries accept any connection and keep it for as long as the peer likes. 
 sockets ten times a second while there are any, and closes these: a connection to the port for calls that has had no
 call admitted by its deadline, or shortly after it has sent many bytes; one whose client does not read an answer, goes
 on calling when told to wait, or floods (too much metadata, or too many bytes outside messages); those that exceed the
-limit of one source; and at a fabric endpoint all but those of its own client.
-A source that keeps connecting is barred for a time, by a filter on the listening socket that the
-kernel runs on each packet. While there is nothing to check it reads two kernel counters twice a second, which costs an
-idle node nothing. It also has the heap return memory after a load.
+limit of one source; and at a fabric endpoint all but those of its own client. A source that keeps connecting is barred
+for a time, by a filter on the listening socket that the kernel runs on each packet. While there is nothing to check,
+it reads two kernel counters twice a second, which costs an idle node almost nothing. It also returns unused heap memory
+after load.
 
 What always holds: a connection that has had a call admitted is closed only if its source exceeds its limit, or if it
 does not read an answer, goes on calling, or floods. A socket is closed by `shutdown` on a duplicate of its descriptor,

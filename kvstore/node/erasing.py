@@ -213,8 +213,8 @@ class _Erasure:
     async def sessions(self, user: bytes | None) -> None:
         """Remove the sessions of a user, or of all, and erase the blocks that nothing else names.
 
-        The blocks come first: without the session, nobody would find them if the node died in between. Blocks that
-        only the session names by then come before it too. Some of the sessions created meanwhile remain.
+        The blocks come first: without the session, nobody would find them if the node died in between. So do blocks
+        that only the session names once the others are erased. Sessions created meanwhile may remain.
         """
         node, last = self._node, b""
         while found := self._some_sessions(user, last):

@@ -135,7 +135,7 @@ class CallArea:
         return read_call(data[:length], generation)
 
     def answer(self, place: int, number: int, data: bytes, call: Call, tag: int) -> TriggeredPut:
-        """Send bytes from one of the places for answers, and the word behind them."""
+        """Send bytes from one of the places for answers, followed by the word."""
         connection, at = self.connection, number * ANSWER_BYTES
         target = self.answers_base + place * ANSWER_BYTES
         data += connection.endpoint.tag(target, connection.acks.key, call.generation, data)

@@ -206,7 +206,7 @@ class Granted:
     # --- arrived blocks
 
     def told(self, number: int) -> None:
-        """Handle a receiver's or lane's results. Small blocks that arrive while a drive is busy are put together."""
+        """Handle results of a receiver or lane. Small blocks that arrive while a drive is busy are batched."""
         if number == LANE_TAG:
             self.take_written()
             self._node.poll_store()  # now, not in the loop's next round

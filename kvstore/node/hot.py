@@ -307,7 +307,7 @@ class HotPages:
         return False
 
     def _is_for_certain(self, piece: Piece, tenant: Hashable) -> bool:
-        """Whether a piece is in its tenant's guaranteed part; the tenant's own reads evict it first."""
+        """Whether to spare a piece: it is in the guaranteed part of a tenant other than the reading one."""
         tenants = self._tenants()
         if tenants <= 1 or piece.name is None or piece.name[0] == tenant:
             return False

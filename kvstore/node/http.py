@@ -324,7 +324,7 @@ class HttpServer:
 
     def _admit(self, asked: _Asked) -> Tenant:
         what, who = f"http {asked.path[:32]}", f"http:{asked.peer[0]}:{asked.peer[1]}"
-        if self._wants_certificate and not asked.certificate:  # before it can use up what others may ask
+        if self._wants_certificate and not asked.certificate:  # before it can use up the others' share
             why = "Clients without a certificate may only use /healthz and /readyz."
             self._gate.audit.refused(what, tenant="", peer=who, why=why)
             raise _Bad(403, why)

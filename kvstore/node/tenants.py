@@ -97,7 +97,7 @@ class Caller:
             raise TenantDenied("Only nodes of the cluster may copy blocks here.")
 
     def tenant(self, claimed: str) -> Tenant:
-        """The tenant that the caller acts for: its own or, on an open node, the claimed one; else TenantDenied."""
+        """The caller's own tenant, TenantDenied if it claims another; on an open node, the claimed one."""
         if self.proved is None:
             return self.tenants.named(claimed or _DEFAULT)
         if claimed not in ("", self.proved):

@@ -2,13 +2,13 @@
 
 What always holds: one slice at a time. Of the waiting tenants, the one that has used the least time is next, its calls
 in order; an idle tenant saves nothing up. While other tenants call, as much time as a slice took, or more, is left to
-them before the next one, so heavy calls use at most half of the thread. Of calls that
-carry a block, `MOVING_MAX` per tenant run at a time while others call; the bytes of the rest wait in the network, not
-between the others and the thread. One that takes longer than `MOVING_MS` no longer counts, so a client that stalls
-delays nobody. Work that can't be sliced, such as a change of a large session, is done one at a time per tenant; while
-others call, as much time as it took is left to them before the tenant's next one. Calls over the fabric, and fetched
-blocks, don't wait here; they are processed as they arrive. But after more than `FABRIC_WORK_US` of work for a tenant at
-a stretch, it pauses `FABRIC_REST` times as long while others call.
+them before the next one, so heavy calls use at most half of the thread. Of calls that carry a block, `MOVING_MAX` per
+tenant run at a time while others call; the bytes of the rest wait in the network, not between the others and the
+thread. One that takes longer than `MOVING_MS` no longer counts, so a client that stalls delays nobody. Work that can't
+be sliced, such as a change of a large session, is done one at a time per tenant; while others call, as much time as it
+took is left to them before the tenant's next one. Calls over the fabric, and fetched blocks, don't wait here; they are
+processed as they arrive. But after more than `FABRIC_WORK_US` of work for a tenant at a stretch, it pauses
+`FABRIC_REST` times as long while others call.
 What it doesn't do: interrupt a slice; its caller keeps it short.
 """
 
