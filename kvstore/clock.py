@@ -1,4 +1,4 @@
-"""The clock seam: all of the store's notions of time go through a `Clock`, so tests can hold it still.
+"""The clock seam: the store reads time only through a `Clock`, so tests can stop it.
 
 `monotonic_ns` measures deadlines and never goes back; `wall_ms` is only for times that outlive the
 process, such as a block's expiry on the drive.
@@ -16,7 +16,7 @@ _CLOSE_NS = 2_000
 
 
 class Clock(Protocol):
-    """The store's notions of time."""
+    """The store's source of time."""
 
     def monotonic_ns(self) -> int:
         """Nanoseconds since some fixed moment; never goes back."""

@@ -54,14 +54,14 @@ __all__ = [
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
 _PORT_MAX = 65535
-_WILDCARDS = ("::", "0.0.0.0")  # noqa: S104 - to know them when they are seen
+_WILDCARDS = ("::", "0.0.0.0")  # noqa: S104 - for comparison
 _OF_ETCD = {"_cert": "certificate"}
 _SIZE_MAX = 2**63 - 1
 _COLLECTOR = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
 
 
 class DriveSpec(NamedTuple):
-    """A drive as a person names it: a file or a block device. The capacity is that of a file that has to be made."""
+    """A drive as an operator names it: a file or a block device. The capacity is for a file that must be created."""
 
     path: Path
     capacity_bytes: int | None = None
@@ -76,11 +76,11 @@ class EventsConfig(NamedTuple):
 
 
 class UpkeepConfig(NamedTuple):
-    """How a node keeps up the number of replicas: for which tenants, and its credentials for the other nodes."""
+    """How a node maintains replicas: how many, and its credentials for the other nodes."""
 
     replicas: int  # for tenants whose section sets none
     secret_path: Path | None = None
-    nodes_ca: Path | None = None  # who signed the nodes' certificates
+    nodes_ca: Path | None = None  # the CA of the nodes' certificates
 
     @property
     def secret(self) -> str | None:
@@ -96,7 +96,7 @@ class UpkeepConfig(NamedTuple):
 
     @property
     def ca(self) -> bytes | None:
-        """The authority's certificates, PEM."""
+        """The CA's certificates, PEM."""
         return None if self.nodes_ca is None else _read(self.nodes_ca)
 
 
@@ -117,7 +117,7 @@ class ClusterConfig(NamedTuple):
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> ClusterConfig | None:
-        """From the options' values, by their names after `cluster`; None if `cluster` itself is not set."""
+        """Made from the options' values, by their names after `cluster`; None if `cluster` itself is not set."""
         given = {name: value for name, value in told.items() if name and value is not None}
         if told[""] is None:
             if given:
@@ -145,32 +145,30 @@ class NodeConfig:
     """The settings of `kvstore serve`."""
 
     data: Path  # the folder with the indexes and, unless `drives` are given, the only drive's file
-    drives: tuple[DriveSpec, ...] = ()  # to be used beside those that the folder has
+    drives: tuple[DriveSpec, ...] = ()  # in addition to those of the folder
     without: tuple[int, ...] = ()  # drives of the folder to be left out, by number
     host: str = "127.0.0.1"
     port: int = 7070  # 0: any free one
     fabric_address: str | None = None  # given to clients; None: `host`, or our address towards each
     fabric_ports: Ports | None = None  # of endpoints; None: any on loopback, else the usual range
-    fabric_clients: tuple[Network, ...] = ()  # whose addresses are believed, wherever they call from
+    fabric_clients: tuple[Network, ...] = ()  # whose fabric addresses are accepted from any caller
     capacity_bytes: int = DRIVE_CAPACITY_BYTES_DEFAULT  # of a new drive file; an existing one keeps its own
     hot_bytes: int = HOT_BYTES_DEFAULT  # of memory for recently used blocks
-    eviction: str = POLICY_DEFAULT  # which blocks go when room is needed
-    master_key: str | None = (
-        None  # where the key is that protects those of records; None: they are in the clear
-    )
+    eviction: str = POLICY_DEFAULT  # which blocks are evicted for room
+    master_key: str | None = None  # the source of the master key; None: records are in the clear
     provider: str | None = None  # None: the best that libfabric offers
     cluster: ClusterConfig | None = None
     tied: bool = False  # to standard input: the node stops when it ends
     tenants: Path | None = None  # None: any caller, from this machine only
     tls_certificate: Path | None = None  # the node's own, with its chain, and its key
     tls_key: Path | None = None
-    tls_clients: Path | None = None  # authorities whose certificates clients must have
+    tls_clients: Path | None = None  # CAs, one of which must have signed a client's certificate
     audit: Path | None = None  # a file of accepted and refused callers
     events: EventsConfig | None = None
     http: tuple[str, int] | None = None  # where metrics and health are served
     ui: bool = False  # and the web page
-    otel: str | None = None  # the collector that is sent spans
-    log_level: str = "info"  # the least that is logged
+    otel: str | None = None  # the collector of spans
+    log_level: str = "info"  # the lowest level that is logged
     log_format: str = "text"  # or "json"
 
     def __post_init__(self) -> None:
@@ -253,7 +251,7 @@ class NodeConfig:
             raise ConfigError(f"A port is 0 to {_PORT_MAX}, not {port}.")
 
     def _check_beyond(self, host: str) -> None:
-        """A node that other machines can reach must authenticate its callers."""
+        """Raise unless a node that other machines can reach authenticates its callers."""
         if not _is_loopback(host):
             wanting = [
                 flag
@@ -333,7 +331,7 @@ def parse_drive(text: str) -> DriveSpec:
 
 
 def show_size(size_bytes: int) -> str:
-    """A size as people read it."""
+    """A size for people."""
     amount = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if amount < 1024 or unit == "TiB":  # noqa: PLR2004 - the step between these units
@@ -343,7 +341,7 @@ def show_size(size_bytes: int) -> str:
 
 
 def show_time(time_ms: float) -> str:
-    """A time as people read it, in the largest unit of which there are at least two."""
+    """A time for people, in the largest unit of which there are at least two."""
     for unit, size_ms in (("days", 86_400_000), ("h", 3_600_000), ("min", 60_000), ("s", 1000)):
         if time_ms >= 2 * size_ms:
             return f"{time_ms / size_ms:.0f} {unit}"
@@ -351,7 +349,7 @@ def show_time(time_ms: float) -> str:
 
 
 def printable(text: str) -> str:
-    """A foreign text with control characters replaced, so that a terminal shows only letters."""
+    """A foreign text with control characters replaced, so that it can't control a terminal."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 

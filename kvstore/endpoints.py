@@ -1,7 +1,7 @@
-"""The addresses of this machine's endpoints: their ports, and the address by which a peer reaches them.
+"""The addresses of this machine's endpoints: their ports, and the address at which a peer reaches them.
 
-What always holds: nothing is sent to find an address out (a UDP socket that is connected only asks the kernel's
-routes); if a range of ports is used up, no endpoint is opened and the error is `Overloaded`.
+What always holds: nothing is sent to find an address (connecting a UDP socket only looks up the kernel's routes); if a
+range of ports is used up, no endpoint is opened and the error is `Overloaded`.
 What it doesn't do: decide which peers are accepted; the node does (`kvstore.node.fabric_address`).
 """
 
@@ -87,7 +87,7 @@ class Ports:
 
 
 def open_endpoint(fabric: Fabric, ip: Ip, ports: Ports | None, domain: int = 0) -> Endpoint:
-    """Open an endpoint that listens on this address and one of these ports; without any, on one that is free."""
+    """Open an endpoint that listens on this address and one of these ports, or on any free port if none are given."""
     if ports is None:
         return fabric.open_endpoint(SocketAddress(ip, 0).packed(fabric.ip_version), domain)
     for port in ports.in_turn():
@@ -104,7 +104,7 @@ def wildcard() -> str:
     with suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as trial:
         trial.bind(("::", 0))
         return "::"
-    return "0.0.0.0"  # noqa: S104 - what it is asked for
+    return "0.0.0.0"  # noqa: S104 - the wildcard is intended
 
 
 def source_towards(ip: Ip) -> Ip | None:

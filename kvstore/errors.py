@@ -240,7 +240,7 @@ class SessionFileError(KvError):
 class NodeUnavailable(KvError):
     """The node could not be reached, or went away during the call."""
 
-    was_tried = True  # False: it was away a moment ago, and no call was made
+    was_tried = True  # False: it was down a moment ago, and no call was made
 
 
 class CannotListen(KvError):
@@ -282,7 +282,7 @@ class Corrupt(StorageError):
 
 
 class ReadOnly(StorageError):
-    """The drive failed and takes no more writes."""
+    """The drive failed and accepts no more writes."""
 
 
 class WrongVersion(StorageError):
@@ -298,7 +298,7 @@ class NoKeyring(StorageError):
 
 
 class WrongKeyring(StorageError):
-    """The keyring is another one than the store's records are encrypted with, or an older copy; nothing was changed."""
+    """The keyring is not the one that encrypts the store's records, or an older copy of it; nothing was changed."""
 
 
 class ForeignDrive(StorageError):

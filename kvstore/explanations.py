@@ -121,7 +121,7 @@ def lookup_document(lookup: Lookup, first: int) -> dict[str, object]:
 
 
 def said(run: Run, lookup: Lookup, now_ms: int) -> str:
-    """The outcome of a run of blocks, and when it came about."""
+    """The outcome of a run of blocks, and when it happened."""
     text = SAID[run.outcome]
     if run.gone_unix_ms:
         before = "" if run.blocks == 1 else "the first of them "

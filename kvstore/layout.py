@@ -68,7 +68,7 @@ class Layout:
     """How one shard's block of `block_tokens` tokens is laid out in memory."""
 
     model: str
-    weights: str  # a digest of them: the same name may stand for other weights tomorrow
+    weights: str  # a digest, because the same name may stand for other weights tomorrow
     dtype: str
     block_tokens: int
     layers: tuple[Layer, ...]
@@ -79,7 +79,7 @@ class Layout:
     stage: int = 0
     stages: int = 1  # pipeline parallel; `layers` are those of this stage
     isa: str = ""  # where the kernels' bytes depend on it: CPUs with and without AMX, for one
-    engine: str = ""  # who knows the order, if it is opaque
+    engine: str = ""  # the engine that defines the order, if it is opaque
 
     def __post_init__(self) -> None:
         """Raise for an invalid layout."""

@@ -126,7 +126,7 @@ def runs_of(outcomes: bytes | bytearray) -> list[Run]:
 
 
 def bounded(runs: Iterable[Run]) -> list[Run]:
-    """The same within the bound."""
+    """The runs, within the bound."""
     runs = list(runs)
     if len(runs) > LOOKUP_RUNS_MAX:
         rest = sum(run.blocks for run in runs[LOOKUP_RUNS_MAX - 1 :])
@@ -136,6 +136,6 @@ def bounded(runs: Iterable[Run]) -> list[Run]:
 
 def clean_id(request_id: str) -> str:
     """A request's id as it travels: printable ASCII, and not too long."""
-    if request_id.isascii() and request_id.isprintable() and " " not in request_id:  # as nearly all ids are
+    if request_id.isascii() and request_id.isprintable() and " " not in request_id:  # the usual case
         return request_id[:LOOKUP_ID_BYTES_MAX]
     return "".join(one if "!" <= one <= "~" else "?" for one in request_id[:LOOKUP_ID_BYTES_MAX])

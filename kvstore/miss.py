@@ -18,10 +18,10 @@ class MissReason(enum.IntEnum):
     CORRUPT = 2  # stored, but the bytes on the drive failed a check
     LAYOUT = 3  # stored under another layout fingerprint
     EXPIRED = 4  # its time to live is over, or was not long ago
-    LENGTH = 5  # stored with another length than the one asked for
+    LENGTH = 5  # stored with another length than requested
     UNREADABLE = 6  # the drive answered with an error
-    NODE_AWAY = 7  # the node did not answer in time; only a client says this
-    BUSY = 8  # the node was at a bound and did not start
+    NODE_AWAY = 7  # the node did not answer in time; reported by clients only
+    BUSY = 8  # the node was at a limit and did not start
     EVICTED = 9  # evicted for room; known for the latest removals only
     QUOTA = 10  # evicted because its tenant was at its quota and put more; known for the latest removals only
     ERASED = 11  # it was erased, with its user or its tenant

@@ -142,12 +142,12 @@ def is_in_domain(key: bytes) -> bool:
 
 
 def domain_tag(domain: bytes) -> bytes:
-    """What the keys of a domain's blocks have in common. Two domains can have one tag, by a chance of 2^-48."""
+    """The tag in the keys of a domain's blocks. Two domains have the same tag with a probability of 2^-48."""
     return _digest(b"triggerkv dom of", _TAG_BYTES, [domain])
 
 
 def domain_tag_in(key: bytes) -> bytes | None:
-    """The tag of the domain that a key of `in_domain` was made for; None if it is another key."""
+    """The domain's tag in a key that `in_domain` made; None for any other key."""
     return key[-_TAG_BYTES - len(_MARK) : -len(_MARK)] if is_in_domain(key) else None
 
 

@@ -1,16 +1,16 @@
 """Which drive of a store, or which node of several, a name belongs to: weighted rendezvous hashing.
 
 Names fall into 8,192 lots, and each lot has its own order of all drives, drawn from their uuids (of nodes, from their
-addresses): the first is the lot's home, the next is used when the first can't take it, and so on.
+addresses): the first is the lot's home, the next is used when the first can't accept a block, and so on.
 
-Always holds:
+What always holds:
 
 - The order of two drives in a lot depends only on those two. So an added drive moves only the lots that it takes, and
   a removed drive moves only the lots that it had.
-- Each drive is the home of a share of all lots in proportion to its weight, within the chance of 8,192 draws.
+- Each drive is the home of a share of all lots in proportion to its weight, within the variance of 8,192 draws.
 - Zones never change which drive is first. The second is the first one in another zone than the home's, if there is one.
 
-It balances load but resists no attack: a client that chooses keys can choose those of one lot.
+What it doesn't do: resist attacks on the balance: a client that chooses keys can choose those of one lot.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _TOKEN_MAX: Final = 4096
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
 _PORT = re.compile(r"[0-9]{1,5}")
 _DIGITS_MAX: Final = 18
-_Level: TypeAlias = "tuple[str, dict[str, Any]]"  # a place, and what it says
+_Level: TypeAlias = "tuple[str, dict[str, Any]]"  # a place, and its settings
 # Settings that express the same thing in two ways: a place that has one of them counts for both.
 _TOGETHER: Final = (("node", "nodes"), ("token", "token_file"), ("user", "shared"))
 
@@ -79,9 +79,9 @@ class Reach:
     connect_timeout_ms: int = CONNECT_TIMEOUT_MS  # for each connection to the node, of gRPC and of the fabric
     call_timeout_ms: int = RPC_TIMEOUT_MS  # for each call, attaching included
     get_timeout_ms: int = FETCH_TIMEOUT_MS  # for gets, resumes and streams without a timeout of their own
-    user: str = ""  # whose the blocks are that are put without a domain; "": nobody's
+    user: str = ""  # the owner of blocks that are put without a domain; "": none
     shared: bool = (
-        False  # or: all users of the tenant share these blocks, and erasing a user doesn't reach them
+        False  # or: all users of the tenant share these blocks, and erasing a user doesn't erase them
     )
 
     def __post_init__(self) -> None:
@@ -290,8 +290,8 @@ class _Kind(NamedTuple):
     """How a setting is read."""
 
     types: tuple[type, ...]  # its types in TOML, JSON and Python
-    read: Callable[[Any, Path], Any]  # of a value, and the folder from which paths go
-    word: str  # for what it is, to a person
+    read: Callable[[Any, Path], Any]  # from a value, and the folder of relative paths
+    word: str  # what to call it in messages
 
 
 def _path(value: Any, folder: Path) -> Path:

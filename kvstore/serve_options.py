@@ -83,12 +83,12 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """On the command line."""
+        """The name on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """In the environment; several values have commas between them."""
+        """The name in the environment; several values are separated by commas."""
         return _VARIABLE + self.name.upper()
 
 
@@ -234,7 +234,7 @@ _BY_NAME: Final = {option.name: option for option in OPTIONS}
 
 
 class Settings(NamedTuple):
-    """A node's settings, and the file of them, which SIGHUP reads again."""
+    """A node's settings, and their file, which SIGHUP reads again."""
 
     values: dict[str, Any]
     file: Path | None
@@ -245,12 +245,12 @@ class Settings(NamedTuple):
         return cls({option.name: _default(option) for option in OPTIONS} | dict(values), file)
 
     def changed(self, later: Settings) -> tuple[list[str], list[str]]:
-        """The options that differ in another reading: those that apply at once, and those that need a restart."""
+        """The options that differ in a later reading: those that apply at once, and those that need a restart."""
         names = [name for name, value in self.values.items() if later.values[name] != value]
         return [n for n in names if _BY_NAME[n].reloads], [n for n in names if not _BY_NAME[n].reloads]
 
     def node(self) -> NodeConfig:
-        """The same as the node's settings."""
+        """These settings as the node's configuration."""
         told = dict(self.values)
         if told["data"] is None:
             raise ConfigError(

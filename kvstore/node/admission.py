@@ -5,8 +5,8 @@ of the node's thread. So a call that can't begin yet must cost next to nothing, 
 gRPC, where their tenant is not known. Of each tenant one call at a time has begun and wants the thread: a thousand
 waiting calls get no more of it than one does, and less while other tenants call, so that the backlog leaves gRPC. After
 a call that had the thread for long, the tenant's next one waits for as long, while other tenants call. A call that
-waits for something else, such as a drive, is detected and no longer counts. A node with one tenant, which could only
-wait for itself, begins `CALLS_BEGUN_MAX`.
+waits for something else, such as a drive, is detected and no longer counts. On a node with one tenant, whose calls
+could only wait for each other, `CALLS_BEGUN_MAX` may have begun.
 
 What always holds: a tenant's calls begin in the order of their arrival. A call cancelled in the queue leaves nothing
 behind. A tenant has its share of the places in the queue.
@@ -48,16 +48,16 @@ class Begun:
     """A call that has begun."""
 
     def __init__(self, over: Callable[[float], None]) -> None:
-        """`over` is called once: when the call ends, or is seen to wait for something else than the thread.
+        """`over` is called once: when the call ends, or is seen to wait for something other than the thread.
 
-        It is told for how many seconds the call had the thread.
+        Its argument is the number of seconds for which the call had the thread.
         """
         self._over: Callable[[float], None] | None = over
         self._worked_s = 0.0
         self._waits_for: asyncio.Future[Any] | None = None
         self._waited_for: asyncio.Future[Any] | None = None  # at the last look
         self._looks = 0
-        self._is_done = False  # but for its answer, which its caller has to take
+        self._is_done = False  # except that the caller must still take the answer
         self._look_later()
 
     def _look_later(self) -> None:
@@ -75,7 +75,7 @@ class Begun:
 
     @coroutine
     def of(self, steps: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-        """Do the call, and see what it waits for."""
+        """Run the call, and watch what it waits for."""
         error: BaseException | None = None
         now_s = asyncio.get_running_loop().time
         while True:
@@ -93,7 +93,7 @@ class Begun:
             except GeneratorExit:
                 steps.close()
                 raise
-            except BaseException as raised:  # noqa: BLE001 - it goes on to the call
+            except BaseException as raised:  # noqa: BLE001 - raised inside the call
                 error = raised
 
     def over(self) -> None:
@@ -108,7 +108,7 @@ class Entrance:
     """The admission of a node's calls."""
 
     def __init__(self, tenants: Callable[[], int]) -> None:
-        """`tenants` tells of how many the node knows."""
+        """`tenants` returns how many tenants the node knows."""
         self._tenants = tenants
         self._begun: Counter[str | None] = Counter()
         self._last: tuple[str | None, ...] = ()  # the latest caller
@@ -143,7 +143,7 @@ class Entrance:
             self._places.give_back(who)
 
     def _over(self, who: str | None, worked_s: float) -> None:
-        """Begin the next call of this tenant in the place of one, or a little later."""
+        """Begin this tenant's next call in place of one that is over, at once or a little later."""
         loop, line = asyncio.get_running_loop(), self._outside.get(who)
         rest_s = CALLS_REST_MS / 1000 if line is not None and len(line) > CALLS_LINE_LONG else 0
         if worked_s > CALLS_WORK_US / 1_000_000:

@@ -7,7 +7,7 @@ source, so no caller can fill the drive or hide another's line (the next line co
 half of the lines of refusals and removals, whatever tenant they claim to be, and a source is an IPv4 address or the
 /64 of an IPv6 one. A receipt is never left out, and survives power loss before it is given, in a file that can be
 synced (a pipe can't): without its line, the erasure waits, or is refused. The file's name is synced before anything is
-written. No token and no memory key is in it. If the log can't be written, the node goes on, and says so once.
+written. It contains no token and no memory key. If it can't be written, the node continues, and warns once.
 What it doesn't do: log puts and gets, which are too many; `kvstore explain` and the metrics cover them.
 """
 
@@ -45,13 +45,13 @@ _NEW_LINE = b"\n"
 
 
 class Audit(Handle):
-    """An audit log; without a file it goes nowhere."""
+    """An audit log; without a file, lines are discarded."""
 
     def __init__(self, clock: Clock, path: Path | None) -> None:
         self._clock = clock
         self._fd = -1
         self._second = 0
-        self._lines: dict[str, int] = {}  # of this second, by whom they are of: `_tenant` or `_source`
+        self._lines: dict[str, int] = {}  # lines of this second, by `_tenant` or `_source`
         self._of_strangers = 0
         self._connections: dict[str, int] = {}  # lines of this second, by tenant
         self._left_out = 0
@@ -59,7 +59,7 @@ class Audit(Handle):
         self._is_cut = False  # the last line has no end
         self._syncing = Lock()
         self.lines = 0  # written
-        self._lost = 0  # so many of them, the first, may never be on the drive
+        self._lost = 0  # this many of them, from the first on, may never reach the drive
         self._is_file = False
         if path is not None:
             try:
@@ -73,13 +73,13 @@ class Audit(Handle):
                 raise ConfigError(f"The audit log {path} can't be written: {error.strerror}.") from error
 
     def note(self, what: str, *, tenant: str, peer: str, **more: str | int) -> bool:
-        """Something was done. False if that could not be written."""
+        """Record an action. False if it could not be written."""
         return self._write({"what": what, "tenant": tenant, "peer": peer, "outcome": "ok", **more})
 
     def sync(self, line: int) -> bool:
-        """Return whether a line survives power loss now: the last of so many. It may take long; any thread.
+        """Sync; return whether the line with this number survives power loss now. It may take long; any thread.
 
-        A sync that fails may take other lines with it: the next one, which is told nothing, doesn't vouch for them.
+        A failed sync may lose other lines too. The next sync gets no error for them, so it doesn't vouch for them.
         """
         with self._syncing:
             try:
@@ -91,11 +91,11 @@ class Audit(Handle):
             return line > self._lost or not self._is_file
 
     def has_room(self, tenant: str) -> bool:
-        """Return whether a tenant may have another line this second; one is its own then."""
+        """Return whether a tenant may write another line this second; if so, one is reserved for it."""
         return self._fd < 0 or self._takes(_tenant(tenant))
 
     def connected(self, what: str, *, tenant: str, peer: str, connection: int) -> None:
-        """A connection began or ended. These don't count for others: after a restart many come at once."""
+        """Record that a connection began or ended. These have a limit of their own: a restart brings many at once."""
         self._look_at_clock()
         lines = self._connections[tenant] = self._connections.get(tenant, 0) + 1
         if lines > AUDIT_LINES_OF_ONE_PER_S:
@@ -104,7 +104,7 @@ class Audit(Handle):
         self.note(what, tenant=tenant, peer=peer, connection=connection, **self._left_out_before())
 
     def removed(self, what: str, *, tenant: str, peer: str, names: Sequence[bytes], **more: int) -> None:
-        """A tenant removed what is its own; of many the first are named."""
+        """Record that a tenant removed blocks or sessions of its own; of many, the first are named."""
         if self._is_too_much(_tenant(tenant)):
             return
         named = ",".join(name.hex() for name in names[:AUDIT_NAMES_MAX])
@@ -122,7 +122,7 @@ class Audit(Handle):
         )
 
     def refused(self, what: str, *, tenant: str, peer: str, why: str, is_proved: bool = False) -> None:
-        """A caller was refused; `is_proved`: it is this tenant, and doesn't only say so."""
+        """Record that a caller was refused; `is_proved`: it is authenticated as this tenant."""
         if self._is_too_much(_tenant(tenant) if is_proved else _source(peer)):
             return
         self._write(
@@ -137,13 +137,13 @@ class Audit(Handle):
         )
 
     def _is_too_much(self, of: str) -> bool:
-        """Whether a line is left out, which is counted."""
+        """Whether a line must be left out; counts it if so."""
         takes = self._takes(of)
         self._left_out += not takes
         return not takes
 
     def _takes(self, of: str) -> bool:
-        """Take a line, unless there were as many this second as may be, of one, of strangers, or of all."""
+        """Take a line, unless this second's limit is used up: the caller's own, that of strangers, or that of all."""
         self._look_at_clock()
         is_stranger = not of.startswith(_TENANT)
         mine, all_lines = self._lines.get(of, 0), sum(self._lines.values())

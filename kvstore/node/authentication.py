@@ -57,7 +57,7 @@ _PUBLIC: Final = {"/grpc.health.v1.Health/Check"}
 _NOBODY: Final = ""  # no tenant's name
 _LARGE: Final = {"Put", "PutBatch", "AppendSession"}  # what these bring may be large
 _OPEN_ENDED: Final = {"Attach", "Watch", "ServerReflectionInfo"}
-# What the gate refuses it has written down itself; an error of the node's own is no refusal.
+# The gate logs its own refusals; an error of the node is not a refusal.
 _REFUSALS: Final = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}
 
 
@@ -93,7 +93,7 @@ class Door(grpc.aio.ServerInterceptor):
         return handler
 
     async def _refuse(self, _: Any, context: Any) -> None:
-        """End a call whose metadata costs too much to look at once more."""
+        """End a call whose metadata is too large to be examined again."""
         self._gate.floods(context.peer())
         async with refusals(context, self._counters):
             raise ProtocolError(f"A call has at most {METADATA_MAX} entries of metadata.")
@@ -119,13 +119,13 @@ class Door(grpc.aio.ServerInterceptor):
                 made = behaviour(request, context)
                 answer = await (made if is_public else begun.of(made))
                 answer = answer if encode is None else encode(answer)
-                if is_public:  # its connection lasts for a moment, and nobody may use up what others ask
+                if is_public:  # its connection is short, and no caller may use up the others' share
                     return answer
                 async with refusals(context, self._counters):
                     try:
                         self._lend(who, len(answer), context)
                     except Overloaded:
-                        answer = b""  # gRPC keeps what a call has that ends by an error until it is collected
+                        answer = b""  # gRPC keeps a failed call's answer until garbage collection
                         raise
                 return answer
 
@@ -134,13 +134,13 @@ class Door(grpc.aio.ServerInterceptor):
                 async with refusals(context, self._counters):
                     who, begun = await self._enter(_said(call), context)
                 if handler.response_streaming:
-                    # gRPC can't end a call whose first write was given up, unless the headers had gone before it.
+                    # gRPC can't end a call whose first write was cancelled, unless the headers were sent before.
                     await context.send_initial_metadata(())
                 async with self._staying(_said(call), context):
                     coming = self._in_time(requests, who, kind, context)
                     return await begun.of(behaviour(await takes(coming), context))
 
-        # One request is taken as a stream of one: gRPC would wait for it before it asked anybody here.
+        # A single request is handled as a stream of one: gRPC would otherwise receive it before calling us.
         make = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
@@ -154,14 +154,14 @@ class Door(grpc.aio.ServerInterceptor):
         return _InTime(requests, self._messages, who, kind, partial(self._gate.brought, context.peer()))
 
     async def _enter(self, what: str, context: Context) -> tuple[str | None, Begun]:
-        """Authenticate the caller, and wait until their call may begin; say whose it is."""
+        """Authenticate the caller, and wait until its call may begin; returns the tenant's name too."""
         who = self._gate.begins(what, context)
         try:
             begun = await self._entrance.enter(who)
-        except (Overloaded, asyncio.CancelledError):  # asked to retry, or left before their turn
+        except (Overloaded, asyncio.CancelledError):  # told to retry, or left before its turn
             self._gate.presses(context.peer())
             raise
-        context.add_done_callback(lambda _: begun.over())  # type: ignore[arg-type] # whatever takes a context, in truth
+        context.add_done_callback(lambda _: begun.over())  # type: ignore[arg-type] # any callable that takes a context
         return who, begun
 
     def _refuse_more_answers(self, who: str | None, size_bytes: int) -> None:
@@ -170,11 +170,11 @@ class Door(grpc.aio.ServerInterceptor):
 
     def _lend(self, who: str | None, length: int, context: Context) -> None:
         """Keep an answer until its caller has taken it; Overloaded if it is large and too many are kept."""
-        if length > INLINE_CHUNK_BYTES:  # of a smaller one, what it says has been done
+        if length > INLINE_CHUNK_BYTES:  # a smaller one is kept: its call has been executed
             self._refuse_more_answers(who, length)
         size_bytes = max(length, DOOR_ANSWER_BYTES_MIN)
         self._answers.take(who, size_bytes)
-        # gRPC ends no call whose answer nobody reads, not even with an error: only its connection can be ended.
+        # gRPC can't end a call whose answer is not read, not even with an error: only its connection can be closed.
         late = asyncio.get_running_loop().call_later(
             INLINE_TIMEOUT_MS / 1000, self._gate.stands_still, context.peer()
         )
@@ -183,11 +183,11 @@ class Door(grpc.aio.ServerInterceptor):
             late.cancel()
             self._answers.give_back(who, size_bytes)
 
-        context.add_done_callback(taken)  # type: ignore[arg-type] # whatever takes a context, in truth
+        context.add_done_callback(taken)  # type: ignore[arg-type] # any callable that takes a context
 
     @asynccontextmanager
     async def _noted(self, call: str, context: Context) -> AsyncIterator[None]:
-        """Count a call, and write down that it was refused, if it is."""
+        """Count a call, and log its refusal, if it is refused."""
         began_ns = self._timings.clock.monotonic_ns()
         failure: str | None = "CANCELLED"
         try:
@@ -208,7 +208,7 @@ class Door(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _staying(self, what: str, context: Context) -> AsyncIterator[None]:
-        """Authenticate the caller, and end the call when they are no longer to be here."""
+        """Authenticate the caller, and end the call when its credentials are no longer valid."""
         async with refusals(context, self._counters):
             with self._gate.staying(what, context) as scope:
                 async with refusals(context, self._counters):
@@ -224,7 +224,7 @@ class Door(grpc.aio.ServerInterceptor):
 
 
 def _writing(behaviour: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
-    """A behaviour that yields its answers, as one that writes them: what ends a call then ends it in a write, too."""
+    """Turn a behaviour that yields its answers into one that writes them, so that a call can end during a write."""
 
     async def written(request: Any, context: Any) -> None:
         async with aclosing(behaviour(request, context)) as answers:
@@ -238,14 +238,14 @@ class _Kind(NamedTuple):
     """How a call's messages are decoded, and how large they may be."""
 
     decode: Callable[[bytes], Any] | None
-    bytes_max: int | None  # None: as many as gRPC takes
+    bytes_max: int | None  # None: as many as gRPC accepts
 
 
 class _InTime:
-    """A call's messages, each of which must come within its time once it is awaited.
+    """A call's messages, each of which has a deadline once it is awaited.
 
-    A message of a call that has a small one is not read if it is large: a list of millions of empty names would take
-    the thread a tenth of a second, and hundreds of MiB.
+    A large message is not decoded if those of its call are small: a list of millions of empty names would take the
+    thread a tenth of a second, and hundreds of MiB.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class _InTime:
         kind: _Kind,
         brought: Callable[[int], object],
     ) -> None:
-        """`brought` hears of the size of each message."""
+        """`brought` is called with the size of each message."""
         self._messages = messages
         self._kind = kind
         self._brought = brought
@@ -295,7 +295,7 @@ async def _as_it_is(requests: _InTime) -> _InTime:
 
 
 async def _only(requests: _InTime) -> Any:
-    """The message of a call that has one."""
+    """The message of a call that has exactly one."""
     async for request in requests:
         return request
     raise ProtocolError("The call's message did not arrive.")

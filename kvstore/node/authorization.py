@@ -45,7 +45,7 @@ class Gate:
         self.turned_away: Callable[[str], object] = lambda _: None  # a call was refused
         self.stands_still: Callable[[str], object] = lambda _: None  # a caller does not read its answer
         self.presses: Callable[[str], object] = lambda _: None  # a call was not begun: overload, or cancelled
-        self.brought: Callable[[str, int], object] = lambda *_: None  # with the size of a message that came
+        self.brought: Callable[[str, int], object] = lambda *_: None  # with the size of a message
         self.floods: Callable[[str], object] = lambda _: None  # a call had too much metadata
         self.heard: Callable[[bytes], object] = lambda _: None  # with the tenant's id: it made a call
         self.tenants = tenants
@@ -145,7 +145,7 @@ class Gate:
             self._open.give_back(caller.proved)
 
     def recheck(self) -> None:
-        """End open calls whose callers would be refused now; called after the file of tenants was read again."""
+        """End open calls whose callers would be refused now; called after the tenants file was read again."""
         now_s = asyncio.get_running_loop().time()
         for scope, (credentials, name) in self._staying.items():
             if name is not None and not scope.expired() and not self.tenants.admits(credentials, name):

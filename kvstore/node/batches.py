@@ -2,8 +2,8 @@
 
 What always holds: each block is answered once, by its number, and only after the store has reported. Blocks of a get
 are sent whole and in order, each checked before its first byte. A stream uses at most its client's share of memory. It
-waits for memory of its own, never for others': then the block is Overloaded, and the stream continues with the next.
-A client that stalls is disconnected after `INLINE_TIMEOUT_MS`; blocks that had arrived whole are stored all the same.
+waits only for memory that it holds itself. If others hold it, the block is Overloaded, and the stream continues.
+A client that stalls is disconnected after `INLINE_TIMEOUT_MS`; blocks that had arrived completely are still stored.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BatchesService:
     async def PutBatch(  # noqa: N802 - named by the proto
         self, request_iterator: AsyncIterator[bytes], context: Context
     ) -> None:
-        """Store blocks that arrive one after the other."""
+        """Store a stream of blocks."""
         async with refusals(context, self._node.counters):
             began_ns, spans = self._node.clock.monotonic_ns(), self._node.spans
             parent = None if spans is None else spans.parent_of(context)
@@ -76,7 +76,7 @@ class BatchesService:
             tenant = self._gate.enter("put batch", context, first.tenant, first.named)
             puts = _Puts(self._node, context, tenant, first)
             answering = asyncio.create_task(puts.answer())
-            # The next message arrives while one is processed: gRPC buffers little of it before it is awaited.
+            # Receive the next message while one is processed: gRPC buffers little of it before it is awaited.
             coming = asyncio.create_task(_next(request_iterator))
             try:
                 await puts.take(first)
@@ -97,7 +97,7 @@ class BatchesService:
     async def GetBatch(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.GetBatchRequest], context: Context
     ) -> None:
-        """Send blocks one behind the other."""
+        """Send a stream of blocks."""
         async with refusals(context, self._node.counters):
             message: pb.GetBatchRequest | None = await _first(request_iterator)
             assert message is not None, "a stream without one has been refused"
@@ -139,7 +139,7 @@ async def _next(requests: AsyncIterator[T]) -> T | None:
 
 
 class _Filling:
-    """A block whose bytes are coming; without memory they are let go by."""
+    """A block whose bytes are arriving; without memory they are discarded."""
 
     __slots__ = ("filled", "name", "number", "piece", "view")
 
@@ -162,21 +162,21 @@ class _Puts:
         self._context = context
         self._who = (tenant.id, context.peer())
         self._tenant = tenant.id
-        self.blocks = self.size_bytes = 0  # that were kept
+        self.blocks = self.size_bytes = 0  # of stored blocks
         self.durability = max(durability_of(first.durability), Durability.WRITTEN)
         self._expires_ms = first.expires_unix_ms
         self._filling: _Filling | None = None
         self._number = 0
-        self._parts = 0  # that have come
+        self._parts = 0  # received
         self._whole: list[PutItem] = []  # to be handed to the store together
-        self._pieces: dict[int, Piece] = {}  # of blocks that are whole and not answered for
+        self._pieces: dict[int, Piece] = {}  # of complete blocks without an answer
         self._lengths: dict[int, int] = {}  # of the same
         self._ends: list[pb.BlockEnd] = []
-        self._changed = asyncio.Event()  # there is something to tell
-        self._freed = asyncio.Event()  # memory has come back
+        self._changed = asyncio.Event()  # there is something to report
+        self._freed = asyncio.Event()  # memory was freed
         self._over = False
         self._stopped = False
-        self._turn = Turn(node.turns, tenant.id, 2)  # ends of puts cost others as much again
+        self._turn = Turn(node.turns, tenant.id, 2)  # the completions of puts cost others as much again
 
     async def take(self, message: PutMessage) -> None:
         """Process a message; many blocks over several turns."""
@@ -212,7 +212,7 @@ class _Puts:
             self._end(number, error)
             self._filling = _Filling(number, name, None, None)
             return
-        while len(self._pieces) >= BATCH_PUTS_AHEAD:  # all that end together are told of together
+        while len(self._pieces) >= BATCH_PUTS_AHEAD:  # puts that end together are reported together
             self._hand_over()
             await self._wait_for_an_end()
         while piece is None:
@@ -317,17 +317,17 @@ class _Puts:
                     await self._context.write(pb.PutBatchResponse(ends=ends).SerializeToString())
 
     async def stop(self, answering: asyncio.Task[None]) -> None:
-        """Let the message that is being sent go out, and no other.
+        """Finish sending the current message, and send no other.
 
-        The call's status can't be sent beside it: cancelled in its middle, the call would end at its caller's deadline.
+        The call's status can't be sent during a message: if that were cancelled, the call would end at its deadline.
         """
         self._stopped = True
         self._changed.set()
-        with contextlib.suppress(Exception):  # it has ended the call already, or what is ending it counts
+        with contextlib.suppress(Exception):  # it has ended the call, or the error that ends it counts
             await answering
 
     def end(self) -> None:
-        """Note that no more comes."""
+        """Note that the stream has ended."""
         if self._filling is not None:
             raise ProtocolError(
                 f"{self._filling.filled} bytes arrived and {self._filling.name.length} were announced."
@@ -357,11 +357,11 @@ class _Gets:
         self._pending: deque[tuple[int, bytes, PendingRead]] = deque()
         self._chunks: list[tuple[int, memoryview]] = []  # to be sent together
         self._chunks_bytes = 0
-        self._unsent: list[InlineRead] = []  # what they are of, as far as it is over with them
+        self._unsent: list[InlineRead] = []  # the blocks of these chunks that end here
 
     async def take(self, names: Sequence[kvstore_pb2.BlockName]) -> None:
         """Send these blocks, reading ahead of what is being sent."""
-        if self._looking.blocks + len(names) > SESSION_BLOCKS_MAX:  # no stream is too long to be told of
+        if self._looking.blocks + len(names) > SESSION_BLOCKS_MAX:  # streams have no maximum; look-ups do
             self._looking.over()
             self._looking = self._lookups.begin(self._context, self._tenant, Kind.GET, 0)
         self._looking.blocks += len(names)
@@ -374,7 +374,7 @@ class _Gets:
         for name in names:
             number, self._number = self._number, self._number + 1
             if self._number % TURN_STEP_BLOCKS == 0:
-                self._turn.end()  # blocks in memory come at once, and others wait for the thread
+                self._turn.end()  # blocks in memory need no wait, and others wait for the thread
             await self._turn.begin_again()
             if len(self._pending) >= BATCH_READS_AHEAD:
                 await self._send_first()
@@ -419,7 +419,7 @@ class _Gets:
         await self._write(pb.GetBatchResponse(parts=[part]).SerializeToString())
 
     async def _flush(self, still_read: InlineRead | None = None) -> None:
-        """Send what has gathered, and give the memory of blocks back that are sent then, but of the one still read."""
+        """Send the collected chunks, and free the memory of blocks sent by then, except the one still being read."""
         chunks, self._chunks, self._chunks_bytes = self._chunks, [], 0
         message = encoded_get(chunks) if chunks else b""
         over, self._unsent = self._unsent, [] if still_read is None else [still_read]
@@ -430,7 +430,7 @@ class _Gets:
             await self._write(message)
 
     async def _write(self, message: bytes) -> None:
-        self._turn.end()  # it may take its reader long
+        self._turn.end()  # the client may be slow to read it
         async with deadline("A reader"):
             await self._context.write(message)
 

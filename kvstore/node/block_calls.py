@@ -1,7 +1,7 @@
 """The service Blocks: look-ups, pins and deletions of stored blocks. It moves no payloads.
 
-What always holds: a call sees only blocks of its caller's tenant; `Exists` and `Prefix` say of a block what a get would
-have said at that moment, except for a record that fails its checks.
+What always holds: a call sees only blocks of its caller's tenant; `Exists` and `Prefix` report what a get would have
+found at that moment, except for a record that fails its checks.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
     async def _prefix(
         self, tenant: bytes, request: pb.PrefixRequest
     ) -> tuple[int, kvstore_pb2.GetMiss | None]:
-        """The number of blocks that could be got without a gap, and the miss of the next one."""
+        """The number of blocks that a get would find before the first miss, and that miss."""
         stored = 0
         async with self._node.turns.of(tenant) as turn:
             for first in range(0, len(request.keys), TURN_STEP_BLOCKS):
                 if first:
                     await turn.next()
                 keys = request.keys[first : first + TURN_STEP_BLOCKS]
-                if self._are_stored(tenant, keys, request.fingerprint):  # as nearly all are
+                if self._are_stored(tenant, keys, request.fingerprint):  # the usual case
                     stored += len(keys)
                     continue
                 step = [kvstore_pb2.BlockName(key=key, fingerprint=request.fingerprint) for key in keys]
@@ -102,7 +102,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         return stored, None
 
     def _are_stored(self, tenant: bytes, keys: Sequence[bytes], fingerprint: bytes) -> bool:
-        """Whether all of these could be got, and none expires: then there is no need to look at them one by one."""
+        """Whether a get would find all of these, and none expires: then they need no look-up one by one."""
         began_ns = self._node.clock.monotonic_ns()
         entries = self._node.store.lookup([(tenant, key) for key in keys])
         if not all(one and not one.expires_ms and one.fingerprint == fingerprint for one in entries):
@@ -174,12 +174,12 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         return _explanation(told)
 
     def _never_landed_ms(self, tenant: bytes, key: bytes, told: Explanation) -> int:
-        """Tell when the last lease of a block ended in vain, if nothing has happened to the block since; else 0."""
+        """When the last lease of a block ended without a block, if nothing has happened to the block since; else 0."""
         over_ms = 0 if told.stored else self._node.lookups.lease_over_ms(tenant, key)
         return over_ms if over_ms > told.gone_ms else 0
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
-        """Keep blocks from being evicted, for a time."""
+        """Protect blocks from eviction for a time."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("pin", context, request.tenant, len(request.keys))
             check_keys(request.keys)
@@ -222,7 +222,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             async with self._node.turns.of(tenant.id) as turn:
                 for at, pin in enumerate(request.pins):
                     if at:
-                        await turn.next()  # each may be of a thousand blocks
+                        await turn.next()  # each may have a thousand blocks
                     ended += self._node.pins.unpin(tenant.id, pin)
             return pb.UnpinResponse(ended=ended)
         raise AssertionError

@@ -50,7 +50,7 @@ class HasMetadata(Protocol):
 
 @contextlib.asynccontextmanager
 async def refusals(context: Context, counters: Counters | None = None) -> AsyncIterator[None]:
-    """End the call with the status of an error of ours; any other error is a bug, which gRPC reports."""
+    """End the call with the status of an error of the tree; any other error is a bug, which gRPC reports."""
     try:
         yield
     except KvError as error:
@@ -79,7 +79,7 @@ def miss_message(miss: Miss) -> kvstore_pb2.GetMiss:
 
 
 def check_keys(keys: Sequence[bytes], blocks_max: int = BATCH_BLOCKS_MAX) -> None:
-    """Refuse a batch that is empty or too large, and keys that can't be."""
+    """Refuse a batch that is empty or too large, and invalid keys."""
     check_count(len(keys), blocks_max)
     if set(map(len, keys)) != {KEY_BYTES}:
         for key in keys:

@@ -1,13 +1,13 @@
 """Fetches of one connection that were cancelled before they reached the node.
 
-A cancellation comes by gRPC and may overtake its fetch, which comes over the fabric or in another call. It is recorded
-here, and the fetch is refused when it arrives. Each block of a fetch has one word, which its client may reuse once it
-has been written: so the record also says whether the word has been written.
+A cancellation arrives over gRPC and may overtake its fetch, which arrives over the fabric or in another call. It is
+recorded here, and the fetch is refused when it arrives. Each block of a fetch has one word, which its client may reuse
+once it has been written: so the record also says whether the word has been written.
 
 What always holds: a fetch whose cancellation was confirmed is never served afterwards. So when too many of these are
-recorded, most of which never arrive, the oldest is dropped, and everything that comes by gRPC with a generation up to
-its own is refused as well; its client cancels it late, and is told then. Unconfirmed ones are dropped oldest first, and
-then served, as their words will say.
+recorded, most of which never arrive, the oldest is dropped, and every fetch that arrives over gRPC with a generation up
+to its own is refused as well; such a fetch gets its word when its client cancels it. Unconfirmed cancellations are
+dropped oldest first; their fetches are then served, as their words will say.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Noted(enum.Enum):
 
 
 class Cancelled:
-    """By generation of their words, which are used once in the life of a connection."""
+    """Cancelled fetches, by the generations of their words, each of which is used once in a connection's life."""
 
     def __init__(self) -> None:
         self._untold: OrderedDict[int, None] = OrderedDict()
         self._told: OrderedDict[int, None] = OrderedDict()
-        self._forgotten = 0  # of those that were told, the highest that is not remembered
+        self._forgotten = 0  # the highest of the confirmed ones that were dropped
         self._called: OrderedDict[int, None] = OrderedDict()
 
     def over_fabric(self, generations: Iterable[int]) -> None:
-        """Refuse these when they come; their words are put then."""
+        """Refuse these fetches when they arrive; their words are put then."""
         self._untold.update(dict.fromkeys(generations))
         _bound(self._untold)
 
@@ -55,9 +55,9 @@ class Cancelled:
         return never_came
 
     def take(self, generation: int, *, called: bool) -> Noted:
-        """Return the state of a fetch that has arrived; `called`: by gRPC.
+        """Return the state of a fetch that has arrived; `called`: over gRPC.
 
-        The last of those are remembered, so that none is taken for one that never came.
+        The latest of those are remembered, so that `by_rpc` knows that they have arrived.
         """
         if called:
             if generation in self._told:

@@ -1,7 +1,7 @@
-"""Fetches that the C core answers from the drives by itself (`nic_offload/desk_cold.c`), and what that needs.
+"""Fetches that the C core serves from the drives by itself (`nic_offload/desk_cold.c`), and what it needs for that.
 
-It has the place of each stored block that does not expire, and some free pieces of the hot memory, called rooms. What
-it reads it sends at once, if nothing is wrong with it; Python is notified afterwards, for many calls at a time, and
+The core has the place of each stored block that does not expire, and some free pieces of the hot memory, called rooms.
+It sends what it reads at once, if it passes the checks; Python is notified afterwards, for many calls at a time, and
 keeps the bytes in the hot memory if the index still has the block.
 
 What always holds: a place is forgotten in the step in which its block leaves the index, before the drive may give the
@@ -9,8 +9,8 @@ pages to another. A block that the core could not send is fetched as if its call
 here decides what a miss is. Rooms have one user until their call is reported, and at most `COLD_BYTES_MAX` of the
 memory is used for them; an idle node has none.
 
-What it doesn't do: answer tenants with a rate limit, calls for much at a time, or calls of traced sessions. These come
-to Python as before, as does whatever finds no room.
+What it doesn't do: serve tenants with a rate limit, large calls, or calls of traced sessions. Python serves these, and
+calls that find no room.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ COLD_TAG: Final = 1 << 62  # of the shelf's events; connections have smaller one
 
 
 class ColdCalls:
-    """All of a node."""
+    """The cold calls of a node."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._memory = node.hot
-        self._rooms: dict[int, Piece] = {}  # that the C core has, or of calls that were not reported yet
+        self._rooms: dict[int, Piece] = {}  # held by the C core, or by calls not reported yet
         self._idle_ticks = ROOMS_IDLE_TICKS
         self._bytes_max = min(COLD_BYTES_MAX, node.hot.size_bytes // COLD_SHARE)
         node.hot.shelf.use_readers(node.fetches.readers.by_number, COLD_TAG, self._bytes_max)
@@ -71,7 +71,7 @@ class ColdCalls:
             self._place_all(blocks)
 
     def _placed(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
-        """These are stored now, whatever else was listed under their names."""
+        """List the places of these blocks, which are stored now, in place of earlier ones."""
         self._memory.shelf.place(b"".join([tenant + key + _place(entry) for (tenant, key), entry in blocks]))
 
     def _place_all(self, blocks: NamesAndLives) -> None:
@@ -83,18 +83,18 @@ class ColdCalls:
         self._memory.shelf.place(rows.tobytes())
 
     def tick(self) -> None:
-        """Take the rooms back if nobody has needed any for a while."""
+        """Take the rooms back if none was needed for a while."""
         self._idle_ticks += 1
         if self._idle_ticks == ROOMS_IDLE_TICKS:
             self.empty()
 
     def empty(self) -> None:
-        """Take back the rooms that are not in use; they have what evicted blocks left there."""
+        """Take back the rooms that are not in use; they still contain bytes of evicted blocks."""
         for number in self._memory.shelf.rooms():
             self._memory.pages.release(self._rooms.pop(number))
 
     def feed(self) -> None:
-        """Give the core rooms, up to what may be read at a time: calls come to Python for want of one."""
+        """Give the core rooms, up to what may be read at a time: a call without one goes to Python."""
         shelf, pages = self._memory.shelf, self._memory.pages
         wanted, rooms = shelf.wanted
         if not wanted:
@@ -117,7 +117,7 @@ class ColdCalls:
             shelf.feed(given)
 
     def note(self, calls: Sequence[tuple[Connection | None, Served, ColdCall]]) -> list[int]:
-        """Take note of calls that were answered, and return which blocks were sent, by their generations.
+        """Record calls that were answered; returns the generations of the blocks that were sent.
 
         Their connections may have ended since, or be about to.
         """
@@ -149,9 +149,9 @@ class ColdCalls:
         return used
 
     def _keep(self, read: Sequence[tuple[Piece, int, Name]]) -> None:
-        """Keep what was read in the hot memory, if the index still has it.
+        """Keep the blocks that were read in the hot memory, if the index still has them.
 
-        If a piece of it is there already, the core didn't list that: it may be damaged, and what was read is not.
+        A piece that is there already was not listed with the core: it may be damaged, and the one just read is not.
         """
         store, pages = self._node.store, self._memory.pages
         for _, generation, _ in read:
@@ -168,7 +168,7 @@ class ColdCalls:
         try:
             told = Told(metadata_of(served.metadata))
         except ProtocolError:
-            told = Told(())  # the call was answered all the same, and its metadata is ignored
+            told = Told(())  # the call was answered anyway; its metadata is ignored
         looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, len(call.rows))
         looking.outcomes = bytearray(
             Outcome.MEMORY if row.room == IN_MEMORY else Outcome.DRIVE for row in call.rows

@@ -67,7 +67,7 @@ def check_count(blocks: int, blocks_max: int = BATCH_BLOCKS_MAX) -> None:
 
 
 def check_key(key: bytes) -> None:
-    """Refuse a key that no block can have."""
+    """Refuse an invalid key."""
     if len(key) != KEY_BYTES:
         raise ProtocolError(f"A block's key has {KEY_BYTES} bytes, not {len(key)}.")
 
@@ -79,7 +79,7 @@ def check_fingerprint(fingerprint: bytes) -> None:
 
 
 def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
-    """Refuse a name or a length that no block can have."""
+    """Refuse an invalid name or length."""
     check_key(key)
     check_fingerprint(fingerprint)
     if not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
@@ -87,7 +87,7 @@ def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
 
 
 def check_domain(key: bytes, domain: bytes, *, encrypts: bool) -> None:
-    """Refuse to put a block into another erase domain than its key's; on a node that encrypts, one must be named."""
+    """Refuse an erase domain that is not that of the block's key; a node that encrypts requires one."""
     if domain and len(domain) != DOMAIN_BYTES:
         raise ProtocolError(f"An erase domain has {DOMAIN_BYTES} bytes, not {len(domain)}.")
     if domain == NO_DOMAIN:
@@ -99,7 +99,7 @@ def check_domain(key: bytes, domain: bytes, *, encrypts: bool) -> None:
 
 
 def stored_domain(domain: bytes) -> bytes:
-    """The domain of the keyring whose key encrypts a block: of a shared one, its tenant's own."""
+    """The keyring's domain whose key encrypts a block: for a shared one, that of the tenant itself."""
     return NO_DOMAIN if domain in (UNSAID, SHARED) else domain
 
 
@@ -172,8 +172,8 @@ class Connection:
         self.acks = acks
         self.layout = layout
         self.slots = Slots(layout.slots, self._wipe)
-        self.filling = 0  # how often its memory is being had, by another thread
-        # Of so many the memory is there: the first, since free ones are taken from the first on.
+        self.filling = 0  # how many other threads are allocating its memory
+        # How many slots, from the first on, have memory: free ones are taken from the first on.
         self._slots_there = 0
         self.closed = False
         self.cancelled = Cancelled()
@@ -182,7 +182,7 @@ class Connection:
         self.fabric = fabric
         self._memory = memory
         self.endpoint = endpoint
-        self.seal = seal  # None: its client is of an earlier version, and believes what comes
+        self.seal = seal  # None: its client has an earlier version, and doesn't authenticate messages
         if seal is not None:
             seal.put_on_node(endpoint)
         self.peer = fabric.add_peer(peer_address, endpoint.domain)
@@ -190,25 +190,25 @@ class Connection:
         self.landing_key = self._region.key
 
     def failed(self, generation: int, error: KvError) -> None:
-        """Remember why a put failed, for its client to ask: of as many puts as may be pending."""
+        """Remember why a put failed, for `why_failed`: at most as many as puts may be pending."""
         self._failures[generation] = error
         if len(self._failures) > self.layout.slots:
             del self._failures[next(iter(self._failures))]
 
     def why_failed(self, generations: Iterable[int]) -> list[tuple[int, KvError]]:
-        """Return why these puts failed, as far as that is known, and forget it."""
+        """Return why these puts failed, as far as known, and forget it."""
         told = ((generation, self._failures.pop(generation, None)) for generation in generations)
         return [(generation, error) for generation, error in told if error is not None]
 
     def slots_not_there(self, wanted: int) -> int:
-        """For how many slots memory must be allocated before so many more can be leased."""
+        """For how many slots memory must be allocated before this many more can be leased."""
         used = self.layout.slots - self.slots.in_state(SlotState.FREE)
         return max(0, min(self.layout.slots, used + wanted) - self._slots_there)
 
     def have_slots(self, count: int) -> Callable[[], None] | None:
-        """Allocate the memory of so many more slots; NoMemory if there is not enough.
+        """Allocate the memory of this many more slots; NoMemory if there is not enough.
 
-        It takes a while for much, and others wait: of that the rest is had by a call of what this gives, anywhere.
+        Much of it takes a while and delays others: the rest is allocated by the returned function, on any thread.
         """
         start, size_bytes = self.layout.header(self._slots_there), count * self.layout.slot_bytes
         at_once = min(size_bytes, LANDING_AT_ONCE_BYTES)
@@ -246,7 +246,7 @@ class Connection:
         return self._region.address + self.layout.header(slot)
 
     def _wipe(self, slot: int, length: int) -> None:
-        if not self.closed:  # else its memory goes
+        if not self.closed:  # else its memory is about to be freed
             ctypes.memset(self._region.address + self.layout.payload(slot), 0, length)
 
     def check(self, block: BlockRequest, *, encrypts: bool) -> None:
@@ -271,7 +271,7 @@ class Connection:
     ) -> list[Lease]:
         """Lease a slot for each block and watch for their flags. All or none.
 
-        The flags of those whose keys are `taken` by other blocks are answered so, and not with `landed`.
+        Blocks whose keys are `taken` by other blocks are answered with that, and not with `landed`.
         """
         leases = [
             Lease(

@@ -32,7 +32,7 @@ __all__ = ["already_stored", "fetch", "in_steps", "reserve"]
 
 
 async def in_steps(count: int) -> AsyncIterator[slice]:
-    """Go through the blocks of a call in steps, and let others' calls come between."""
+    """Go through the blocks of a call in steps, with other calls in between."""
     for first in range(0, max(count, 1), SLOTS_A_STEP):
         if first:
             await asyncio.sleep(0)
@@ -107,9 +107,9 @@ async def fetch(
     called: bool,
     shares: bool = False,
 ) -> None:
-    """Queue blocks to be sent. `rows_of` gives the requested layout of each, and the block.
+    """Queue blocks to be sent. `rows_of` returns the requested layout of each, and the block.
 
-    `called`: the call has come by gRPC. `shares`: its client would rather read them in the hot memory.
+    `called`: the call came over gRPC. `shares`: its client prefers to read them in the hot memory.
     """
     connection = find()
     check_count(count)
@@ -179,7 +179,7 @@ def already_stored(
 ) -> tuple[list[bool], set[BlockRequest]]:
     """Determine which blocks are stored, and which will get `key taken` in their flag."""
     if durability is Durability.SYNCED:
-        # The index knows what is written, not what is synced; the store sorts it out when the block lands.
+        # The index knows what is written, not what is synced; the store decides when the block lands.
         return [False] * len(blocks), set()
     found = node.store.lookup([(connection.tenant, block.key) for block in blocks])
     now_ms = node.clock.wall_ms()

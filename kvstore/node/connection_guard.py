@@ -2,16 +2,17 @@
 
 Both libraries accept any connection and keep it for as long as the peer likes. The doorkeeper lists the process's
 sockets ten times a second while there are any, and closes these: a connection to the port for calls that has had no
-call admitted within its time, or within a short time of many bytes; one whose owner does not take an answer, or goes
-on calling when told to wait; those that exceed the limit of one source; and at a fabric endpoint all but the client's
-that it is for. A source that keeps connecting is barred for a time, by a filter on the listening socket that the
-kernel runs on each packet. While there is nothing to check it reads two kernel counters twice a second, which costs an
-idle node nothing. It also has the heap return memory after a load.
+call admitted by its deadline, or shortly after it has sent many bytes; one whose client does not read an answer, goes
+on calling when told to wait, or floods (too much metadata, or too many bytes outside messages); those that exceed the
+limit of one source; and at a fabric endpoint all but those of its own client. A source that keeps connecting is barred
+for a time, by a filter on the listening socket that the kernel runs on each packet. While there is nothing to check,
+it reads two kernel counters twice a second, which costs an idle node almost nothing. It also returns unused heap memory
+after load.
 
 What always holds: a connection that has had a call admitted is closed only if its source exceeds its limit, or if it
-does not take an answer or goes on calling. A socket is closed by `shutdown` on a duplicate of its descriptor, after a
-check that it is the same socket, so its library sees a normal end. A source is one IPv4 address, or the /64 of an
-IPv6 address. No source is barred for ever.
+does not read an answer, goes on calling, or floods. A socket is closed by `shutdown` on a duplicate of its descriptor,
+after a check that it is the same socket, so its library sees a normal end. A source is one IPv4 address, or the /64 of
+an IPv6 address. No source is barred for ever.
 What it doesn't do: look at the contents, only at amounts; or distinguish hosts behind one address.
 """
 
@@ -71,7 +72,7 @@ __all__ = ["Doorkeeper", "source_of"]
 
 log = logging.getLogger(__name__)
 
-_OF_CALLS: Final = "ipv"  # so gRPC names a peer, `ipv4:` or `ipv6:`
+_OF_CALLS: Final = "ipv"  # gRPC's names of peers begin with `ipv4:` or `ipv6:`
 _FOLDER: Final = "/proc/self/fd"
 _COUNTERS: Final = "/proc/self/net/snmp"
 _IPV4: Final = 4
@@ -83,7 +84,7 @@ T = TypeVar("T")
 
 
 def source_of(ip: Ip) -> str:
-    """The part of an address that a caller can't change at no cost: an IPv4 address, or the /64 of an IPv6 one."""
+    """The part of an address that a caller can't change for free: an IPv4 address, or the /64 of an IPv6 one."""
     return str(ip) if ip.version == _IPV4 else str(ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
 
 
@@ -104,7 +105,7 @@ class _Link(NamedTuple):
 
 
 class _Endpoint(NamedTuple):
-    """A fabric endpoint: who may connect there, and what has the kernel see to it."""
+    """A fabric endpoint: the client that may connect there, and the kernel filter that enforces it."""
 
     port: int
     client: Ip
@@ -122,46 +123,40 @@ class Doorkeeper:
         turned_away: Callable[[str, str, int], None],
         clients: Sequence[Network] = (),
     ) -> None:
-        """`turned_away` hears, on the doorkeeper's thread, of a source, why, and of how many connections.
+        """`turned_away` is called, on the doorkeeper's thread, with a source, a reason and a number of connections.
 
-        `clients` are hosts of several addresses: of whichever of these they come to an endpoint, they may.
+        `clients` are hosts with several addresses: they may connect to an endpoint from any of these.
         """
         self._clients = clients
         self._clock = clock
         self._port = port
         self._ports = {port}  # at which sources are counted and barred
         self._turned_away = turned_away
-        self._proved: dict[
-            str, int
-        ] = {}  # peers, in gRPC's words, and when a call of theirs was let in first
+        self._proved: dict[str, int] = {}  # by gRPC's name of a peer: when a call of it was last admitted
         self._fabric: dict[str, _Endpoint] = {}  # by its listening socket
-        self._shut: set[str] = set()  # those of them at which nobody can connect now
-        self._links: dict[str, _Link | None] = {}  # by name; None: a socket that is nothing to us
-        self._listening: dict[str, int] = {}  # the port of each socket that listens, by name
+        self._shut: set[str] = set()  # those to which nobody can connect now
+        self._links: dict[str, _Link | None] = {}  # by name; None: a socket of no interest
+        self._listening: dict[str, int] = {}  # port of each listening socket, by name
         self._at: dict[str, int] = {}  # its descriptor
         self._knocked: dict[str, list[int]] = {}  # by source: when it connected, or was refused a call
         self._refused: deque[str] = deque(maxlen=DOOR_KNOCKS_OF_SOURCE_MAX)  # peers, since the last look
-        self._still: deque[str] = deque(maxlen=DOOR_CONNECTIONS_OF_SOURCE_MAX)  # peers that take no answer
+        self._still: deque[str] = deque(maxlen=DOOR_CONNECTIONS_OF_SOURCE_MAX)  # peers not reading an answer
         self._flooding: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
         self._pressing: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
         self._pressed: dict[str, list[int]] = {}  # by peer: when its calls could not wait their turn
         self._barred: dict[str, int] = {}  # until when
-        # Connections and segments that came to the machine, when that was last read.
+        # Connections and segments received by the machine, as last read.
         self._counts: tuple[int, int] | None = None
         self._much_since: dict[
             str, int
-        ] = {}  # by socket: when it was seen to have brought much, and not let in
-        self._brought: dict[
-            str, int
-        ] = {}  # by peer: what it may have sent, by the calls and messages that it made
-        self._beside: dict[str, int] = {}  # by socket: what had come besides, at the last count,
+        ] = {}  # by socket: when it was first seen to have sent much without an admitted call
+        self._brought: dict[str, int] = {}  # by peer: bytes that its calls and messages account for
+        self._beside: dict[str, int] = {}  # by socket: bytes beyond those, at the last count,
         self._counted_ns = 0  # which was then
-        self._over: dict[
-            str, int
-        ] = {}  # by source: how much of that came, beyond what it may send all the time
-        self.is_busy = False  # much came to the machine since the last look
-        self._unproved = 0  # connections over which no call had been let in, at the last look
-        self._expects_more = False  # there is an endpoint that was not there then
+        self._over: dict[str, int] = {}  # by source: how many of these exceed the permitted rate
+        self.is_busy = False  # the machine has received much since the last look
+        self._unproved = 0  # connections without an admitted call, at the last look
+        self._expects_more = False  # an endpoint was added since then
         self._filter_failed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-door", daemon=True)
@@ -171,19 +166,19 @@ class Doorkeeper:
         self._ports.add(port)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def proved(self, peer: str) -> None:
-        """Note that a call of this peer was let in; again for each, as a port may be another connection's by now.
+        """Note that a call of this peer was admitted. Each call counts: its port may have a new connection by now.
 
-        Requests of HTTP are none of these: each is another peer's, and there is nothing to remember of them.
+        HTTP requests are not recorded: each comes from a new peer.
         """
         if not peer.startswith(_OF_CALLS):
             return
@@ -196,25 +191,25 @@ class Doorkeeper:
         self._brought[peer] = self._brought.get(peer, 0) + more
 
     def refused(self, peer: str) -> None:
-        """Note that a call of this peer was not let in."""
+        """Note that a call of this peer was refused."""
         self._refused.append(peer)
 
     def stands_still(self, peer: str) -> None:
-        """Note that this peer has not taken an answer in its time: at the next look it is hung up on."""
+        """Note that this peer has not read an answer in time: it is disconnected at the next look."""
         self._still.append(peer)
 
     def presses(self, peer: str) -> None:
-        """Note that a call of this peer could not wait its turn; one that goes on is hung up on."""
+        """Note that a call of this peer was Overloaded or cancelled in the queue; too many of these disconnect it."""
         self._pressing.append(peer)
 
     def floods(self, peer: str) -> None:
-        """Note that this peer sent a call that costs a hundred others: it is hung up on, and its source barred."""
+        """Note that this peer sent a call as costly as a hundred others: it is disconnected, and its source barred."""
         self._flooding.append(peer)
 
     def expects(self, listener: int, client: Ip, *, shuts: bool) -> None:
         """Allow only this client at an endpoint's listening socket, from now on until the endpoint is closed.
 
-        If it `shuts`, nobody can connect there for as long as a connection of the client's stands.
+        If it `shuts`, nobody can connect there while a connection of the client is open.
         """
         program = packet_filter.admitting(client, self._clients)
         with suppress(OSError):
@@ -245,13 +240,13 @@ class Doorkeeper:
             looked_ns = now_ns
             try:
                 self.look()
-            except Exception:  # a door without its keeper would stay open, and nobody would know
+            except Exception:  # without this thread the node would be unguarded, and nobody would know
                 log.exception("the connections could not be checked")
 
     def must_look(self) -> bool:
         """Whether there is something to check: a new, unauthenticated, refused or barred peer, or a new endpoint.
 
-        A library may be late to accept, and is seen with it at the next look that comes without a reason.
+        A connection that a library accepts late is found at the next regular look.
         """
         before, self._counts = self._counts, _tcp_counts()
         if self._counts is None or before is None or self._counts[0] != before[0]:
@@ -286,16 +281,16 @@ class Doorkeeper:
             self._keep_calls(source, links, peers, now_ns)
         self._keep_fabric()
         here = {(link.ip, link.port) for link in self._links.values() if link is not None}
-        # A list of pairs takes objects that may set off the garbage collector, and with it another thread.
+        # A list of pairs allocates objects that may trigger the garbage collector, and with it another thread.
         for peer, since_ns in self._proved.copy().items():
             if now_ns - since_ns > DOOR_TIMEOUT_MS * _MS and peers.get(peer) not in here:
                 self._proved.pop(peer, None)
                 self._brought.pop(peer, None)
 
     def _weigh(self, new: Iterable[_Link], peers: dict[str, tuple[Ip, int]], now_ns: int) -> None:
-        """Count new connections as several, if they brought much and no call was let in.
+        """Count new connections as several, if they have sent much and no call was admitted.
 
-        Of connections that come with thousands of calls, reset them and go, few are seen.
+        Of connections that send thousands of calls, reset them and close, few are seen.
         """
         proved = set(peers.values())
         for link in new:
@@ -304,7 +299,7 @@ class Doorkeeper:
                 self._knocks(link.source, times, now_ns)
 
     def _end_frames(self, peers: dict[str, tuple[Ip, int]], now_ns: int) -> None:
-        """Hang up on sources that send bytes without end which belong to no message: pings, settings, and the like."""
+        """Disconnect sources that keep sending bytes that belong to no message: pings, settings, and the like."""
         passed_ns = now_ns - self._counted_ns
         if passed_ns < DOOR_GLANCE_MS * _MS:
             return
@@ -378,7 +373,7 @@ class Doorkeeper:
         return found
 
     def _list(self, now_ns: int) -> list[_Link]:
-        """Bring what is known up to date; give what is new."""
+        """Update the known sockets; returns new connections."""
         before, self._links, self._listening, self._at = self._links, {}, {}, {}
         new = []
         for name, fd in _sockets():
@@ -394,7 +389,7 @@ class Doorkeeper:
                 new.append(link)
                 self._links[name] = link
             elif link is not None:
-                self._listening[name], self._at[name] = link, fd  # looked at each time: they are few
+                self._listening[name], self._at[name] = link, fd  # few, so they are examined each time
             else:
                 self._links[name] = None
         return new
@@ -411,7 +406,7 @@ class Doorkeeper:
         late = [one for one in unproved if now_ns - one.since_ns >= timeout_ms * _MS]
         loud = [one for one in unproved if self._is_loud(one, now_ns)]
         self._knocks(source, len(loud) * DOOR_KNOCKS_OF_LOUD, now_ns)
-        # An honest client has made a call within a moment: the oldest go.
+        # An honest client makes a call within a moment: the oldest are closed.
         crowd = unproved[: max(0, len(unproved) - DOOR_UNPROVED_OF_SOURCE_MAX)]
         gone = {one.name: one for one in (*late, *loud, *crowd)}
         over = len(links) - len(gone) - DOOR_CONNECTIONS_OF_SOURCE_MAX
@@ -423,16 +418,16 @@ class Doorkeeper:
             self._turned_away(source, "connections without an accepted call, or too many", len(gone))
 
     def _is_loud(self, link: _Link, now_ns: int) -> bool:
-        """Whether so much has arrived that its call should have been authenticated by now.
+        """Whether so many bytes have arrived that a call should have been authenticated by now.
 
-        gRPC widens the window of a fresh connection by itself, and the thread that lets calls in may be behind.
+        gRPC widens the window of a new connection by itself, and the thread that admits calls may be behind.
         """
         if _received_bytes(link) <= DOOR_UNPROVED_BYTES_MAX:
             return False
         return now_ns - self._much_since.setdefault(link.name, now_ns) >= DOOR_UNPROVED_BYTES_MS * _MS
 
     def _keep_fabric(self) -> None:
-        endpoints: dict[int, list[str]] = {}  # by port: two may have the same, at addresses of two families
+        endpoints: dict[int, list[str]] = {}  # by port: endpoints of two IP families may share one
         for name, one in self._fabric.copy().items():
             endpoints.setdefault(one.port, []).append(name)
         links = dict(self._grouped(lambda link: link.own_port in endpoints, lambda one: one.own_port))
@@ -443,7 +438,7 @@ class Doorkeeper:
                 self._keep_shut(name, self._fabric[name], is_here=self._fabric[name].client in here)
 
     def _keep_clients(self, clients: set[Ip], links: list[_Link]) -> set[Ip]:
-        """Hang up on whoever else is connected to an endpoint, or too often; returns those who stay."""
+        """Disconnect all but an endpoint's clients, and excess connections of these; returns who remains."""
         own = sorted(
             (one for one in links if one.ip in clients or any(one.ip in many for many in self._clients)),
             key=lambda one: one.since_ns,
@@ -458,7 +453,7 @@ class Doorkeeper:
         return {one.ip for one in own[:most]}
 
     def _keep_shut(self, name: str, endpoint: _Endpoint, *, is_here: bool) -> None:
-        """Nobody needs to connect to an endpoint whose client is there."""
+        """Close an endpoint to new connections while its client is connected."""
         shut = is_here and endpoint.shuts
         if shut == (name in self._shut) or name not in self._at:
             return
@@ -472,7 +467,7 @@ class Doorkeeper:
             with _Copy(link.fd, link.name) as ours, suppress(OSError):
                 if ours is not None:
                     ours.shutdown(socket.SHUT_RDWR)
-            self._links[link.name] = None  # its library closes it in its own time
+            self._links[link.name] = None  # its library closes the descriptor
 
     def _knocks(self, source: str, times: int, now_ns: int) -> None:
         if times:
@@ -531,7 +526,7 @@ def _sockets() -> Iterator[tuple[str, int]]:
 
 
 def _tcp_counts() -> tuple[int, int] | None:
-    """How many connections and segments have come to this network namespace; None if the kernel does not say."""
+    """How many connections and segments this network namespace has received; None if the kernel doesn't report it."""
     try:
         with open(_COUNTERS, "rb") as file:  # noqa: PTH123 - ten times a second
             names, numbers = (line.split() for line in file if line.startswith(b"Tcp:"))
@@ -580,7 +575,7 @@ def _received_bytes(link: _Link) -> int:
 
 
 def _link(ours: socket.socket, fd: int, name: str, now_ns: int) -> _Link | int | None:
-    """A connection; the port, of one that listens; None for what is neither."""
+    """A connection; the port of a listening socket; None for anything else."""
     if ours.family not in (socket.AF_INET, socket.AF_INET6) or ours.type != socket.SOCK_STREAM:
         return None
     try:

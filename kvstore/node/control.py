@@ -1,10 +1,11 @@
-"""The node's end of `kvstore keys` (`kvstore.sealing.control`): keys are rotated while it goes on.
+"""The node's end of `kvstore keys` (`kvstore.sealing.control`): keys are rotated while the node serves.
 
-What always holds: a change is made only for those who prove that they have the master key, and each has a line in the
-audit log, of a user on this machine. A rotation goes on when its caller hangs up; one that was interrupted by the end
-of a process goes on when the next one starts. Rotations take turns, and wait on threads of their own.
+What always holds: a change is made only for a caller that proves possession of the master key, and each has a line in
+the audit log, with the user on this machine. A rotation continues when its caller disconnects; one that was interrupted
+by the end of a process continues when the next one starts. Rotations run one at a time, and wait on threads of their
+own.
 
-What it doesn't do: encrypt what is in the clear (`kvstore.storage.encrypting` does), or rotate for a tenant's token.
+What it doesn't do: encrypt what is in the clear (`kvstore.storage.encrypting` does), or accept a tenant's token.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class ControlSocket:
                 writer.write(line_of({"error": str(error), "kind": type(error).__name__}))
                 await writer.drain()
         except (OSError, TimeoutError, ValueError):
-            pass  # it has left, or says nothing that can be read
+            pass  # it has left, or its message is invalid
         finally:
             writer.close()
 
@@ -142,7 +143,7 @@ class ControlSocket:
         }
 
     def _watch(self, what: str, rotating: Future[Any], peer: str, tenant: bytes = b"") -> None:
-        """Log how it ended, even if the caller has left."""
+        """Log how a rotation ended, even if the caller has left."""
         ended = partial(self._ended, what, peer, tenant.hex())
         rotating.add_done_callback(lambda done: self._loop.call_soon_threadsafe(ended, done))
 

@@ -1,11 +1,11 @@
-"""What was deleted or erased lately: copies that were read before that are refused.
+"""Recent deletions and erasures: copies that were read before them are refused.
 
 A client that finds a block on its second owner puts it back to the first. Between its get and that put, the block may
 have been deleted on both.
 
 What always holds: a copy is refused if its block was deleted since it was read, by this node's own clock; also if it
 was read before the node started, or before a deletion that is no longer remembered. At most `DELETIONS_KEPT_MAX` are
-remembered. For `ERASED_COPIES_REFUSED_MS` after an erasure began here no copy of what it erases is taken.
+remembered. For `ERASED_COPIES_REFUSED_MS` after an erasure began here, copies of what it erases are refused.
 What it doesn't do: refuse a normal put of a deleted block.
 """
 
@@ -28,20 +28,20 @@ _MS = 1_000_000
 
 
 class Deletions:
-    """What was deleted since the node started."""
+    """The deletions since the node started."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._began_ns = clock.monotonic_ns()
-        # The oldest first. No plain dict: its front, if it is taken again and again, is found more and more slowly.
+        # The oldest first. Not a plain dict: repeated removal from its front gets slower and slower.
         self._at_ns: OrderedDict[Name, int] = OrderedDict()
-        self._forgotten_ns = 0  # the latest of those that are not kept any more
+        self._forgotten_ns = 0  # the latest deletion that is no longer remembered
 
     def __len__(self) -> int:
         return len(self._at_ns)
 
     def note(self, names: Iterable[Name]) -> None:
-        """Blocks are being deleted."""
+        """Note that blocks are being deleted."""
         now_ns = self._clock.monotonic_ns()
         for name in names:
             self._at_ns[name] = now_ns
@@ -50,10 +50,10 @@ class Deletions:
             self._forgotten_ns = self._at_ns.popitem(last=False)[1]
 
     def may_be_since(self, name: Name, read_ms_ago: int) -> bool:
-        """Whether a block may have been deleted since a copy of it was read, so long before it was sent here.
+        """Whether a block may have been deleted since a copy of it was read, this long before the copy was sent here.
 
-        How long it was under way nobody knows: to a node that lives no longer than the call may take that brings it,
-        and to another one no longer than a connection lasts that says nothing.
+        The time in flight is unknown. It counts as `REPAIR_CALL_MS`, the longest that the call may take, against the
+        node's start, and as `COPY_LATE_MS`, the longest that a silent connection lasts, against deletions.
         """
         read_ns = self._clock.monotonic_ns() - read_ms_ago * _MS
         since_ns = read_ns - COPY_LATE_MS * _MS
@@ -65,7 +65,7 @@ class Deletions:
 
 
 class Erasures:
-    """What was erased since the node started."""
+    """The erasures since the node started."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -74,17 +74,17 @@ class Erasures:
         ] = {}  # by tenant and domain, None: the whole tenant
 
     def note(self, tenant: bytes, domain: bytes | None) -> None:
-        """An erasure begins, or goes on."""
+        """Note that an erasure begins, or continues."""
         now_ns = self._clock.monotonic_ns()
         self._until_ns = {named: until_ns for named, until_ns in self._until_ns.items() if until_ns > now_ns}
         self._until_ns[tenant, domain] = now_ns + ERASED_COPIES_REFUSED_MS * _MS
 
     def began_since(self, tenant: bytes, domain: bytes, since_ns: int) -> bool:
-        """Whether an erasure of this domain has begun since then, if that was no longer ago than copies are refused."""
+        """Whether an erasure of this domain has begun since then, as long as its copies are still refused."""
         begun_ns = since_ns + ERASED_COPIES_REFUSED_MS * _MS
         return any(self._until_ns.get((tenant, one), 0) >= begun_ns for one in (None, domain))
 
     def refuse_copies(self, tenant: bytes, domain: bytes) -> bool:
-        """Whether copies of blocks of this domain may have been read, elsewhere, before it was erased there."""
+        """Whether copies of this domain's blocks may have been read on another node before it was erased there."""
         now_ns = self._clock.monotonic_ns()
         return any(self._until_ns.get((tenant, one), 0) > now_ns for one in (None, domain))

@@ -1,10 +1,10 @@
 """The lanes of a node's drives: they write landed blocks without Python (`nic_offload.lane`).
 
-A lane takes blocks whose name has this drive as its home. While it is used it gets ground before it has none left, and
-again when the drive has written a record of its own, which takes the ground back. An idle lane's is taken back too.
+A lane takes blocks whose name has this drive as its home. While in use it gets ground before it runs out, and again
+after the drive has written a record of its own, which takes the ground back. An idle lane's ground is taken back too.
 
-What always holds: whatever a lane has begun is counted at once, so `is_ahead` says whether there is a record that
-Python has not yet heard of.
+What always holds: every record is counted when its lane begins it, so `is_ahead` says whether there is a record that
+has not been reported to Python yet.
 
 It doesn't know the blocks themselves: `granted_puts` does, and reports them to the drives.
 """
@@ -45,8 +45,8 @@ class DriveLanes:
             (drive, lane) for drive, lane in zip(store.drives, lanes, strict=True) if lane is not None
         ]
         self.handed = Lanes(lanes, store.homes) if self._pairs else None
-        self.record_pages = 1  # of what comes
-        self._known = 0  # records that were heard of
+        self.record_pages = 1  # of the blocks that arrive
+        self._known = 0  # records that were reported
         self._idle_ticks = ROOMS_IDLE_TICKS
 
     @property
@@ -87,7 +87,7 @@ class DriveLanes:
 
 
 def _open(drive: Drive, fabric: Fabric) -> Lane | None:
-    """Open a lane, if there may be another ring; otherwise all that comes to the drive is written by Python."""
+    """Open a lane, if another ring can be had; otherwise Python writes all blocks of the drive."""
     if drive.direct_fd is None:
         return None
     try:

@@ -1,21 +1,21 @@
-"""The service Erasing: what a user or a tenant stored, gone for good, with a receipt.
+"""The service Erasing: erases what a user or a tenant stored, for good, with a receipt.
 
-First the keys are destroyed, durably: from then on nobody reads what was encrypted with them, whatever happens next.
-Then blocks and sessions leave the index, the memory and the drive as in a deletion; what was in the clear, or was
-encrypted with another key, is overwritten.
+First the keys are destroyed, durably: from then on nobody can read what was encrypted with them, whatever happens next.
+Then blocks and sessions leave the index, the memory and the drive as in a deletion; what was in the clear, or encrypted
+with another key, is overwritten.
 
-What always holds: an erasure is answered when every block and session that was stored when it was asked for is gone
-from the drive, and this would survive a power failure. In the hot memory it is overwritten, what is being sent as soon
-as that has ended. While a drive has failed an erasure fails, but only after the keys are destroyed and what they
-encrypted has left the memory. One that was interrupted, by SIGKILL too, can be asked for again: it has destroyed the
-keys or has not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's run one after
-the other. A receipt is in the audit log, if there is one, durably, before it is given; of a burst, those that the log
-has no room for yet wait before they begin.
+What always holds: an erasure is answered when every block and session that was stored when it was requested is gone
+from the drive, and this would survive a power failure. Their bytes in the hot memory are overwritten, those being sent
+as soon as they are sent. While a drive is failed an erasure fails, but only after the keys are destroyed and what they
+encrypted has left the memory. An interrupted erasure, even by SIGKILL, can be repeated: it has destroyed the keys or
+it has not, and the rest is completed. A call erases only what its caller's tenant has. A tenant's erasures run one
+after the other. A receipt is durably in the audit log, if there is one, before it is returned; in a burst, erasures
+for which the log has no room yet wait before they begin.
 
-What it doesn't do: undo copies: of a user's blocks that another user put as well, in a domain of their own or in the
-tenant's, the others' remain. Without encryption, blocks and sessions that were evicted or deleted before, and earlier
-versions of a session's record, may be in pages that are free.
-It asks no other node of a cluster, but refuses copies from those that have not been asked (`kvstore.node.deletions`).
+What it doesn't do: erase copies that another user put, in a domain of their own or in the tenant's: these remain.
+Without encryption, free pages may still contain blocks and sessions that were evicted or deleted before, and earlier
+versions of a session's record.
+It calls no other node of a cluster, but refuses copies from nodes that were not called (`kvstore.node.deletions`).
 """
 
 from __future__ import annotations
@@ -184,25 +184,25 @@ class _Erasure:
         self.is_encrypted = self._keys is not None
         self.keys: list[Erased] = []
         self.blocks = self.size_bytes = self.removed = self.overwritten = 0
-        self._failure: KvError | None = None  # the first of a drive; memory is cleared all the same
+        self._failure: KvError | None = None  # of a drive, the first; memory is cleared anyway
 
     def raise_failure(self) -> None:
-        """Raise what kept anything from leaving a drive."""
+        """Raise the error that kept data from leaving a drive, if any."""
         if self._failure is not None:
             raise self._failure
 
     @asynccontextmanager
     async def destroyed(self, domains: Sequence[bytes] | None) -> AsyncIterator[None]:
-        """Destroy the keys of domains, all at once, or of the whole tenant; none has another one before this ends.
+        """Destroy the keys of domains, all at once, or of the whole tenant; no domain gets a new key before this ends.
 
-        So what has the number of a destroyed key was encrypted with that key.
+        So whatever carries the number of a destroyed key was encrypted with that key.
         """
         keys, tenant = self._keys, self._tenant
         if keys is None:
             yield
             return
         under_way = asyncio.wrap_future(keys.erase(tenant, domains))
-        # A call that is given up doesn't stop what it began: only its end is the end of the erasure.
+        # A cancelled call doesn't stop the destruction that it began: the erasure ends only when that ends.
         under_way.add_done_callback(lambda _: keys.forget_destroyed(tenant, domains))
         try:
             self.keys += await asyncio.shield(under_way)
@@ -213,8 +213,8 @@ class _Erasure:
     async def sessions(self, user: bytes | None) -> None:
         """Remove the sessions of a user, or of all, and erase the blocks that nothing else names.
 
-        The blocks come first: without the session, nobody would find them if the node died in between. So do those
-        that only it names by the time that the others are erased. Of sessions that are made meanwhile, some remain.
+        The blocks come first: without the session, nobody would find them if the node died in between. So do blocks
+        that only the session names once the others are erased. Sessions created meanwhile may remain.
         """
         node, last = self._node, b""
         while found := self._some_sessions(user, last):
@@ -263,10 +263,10 @@ class _Erasure:
     async def blocks_of(self, domain: bytes | None) -> None:
         """Erase the blocks of a domain, or all."""
         node = self._node
-        node.granted.take_all()  # what has landed is being put
-        # Without a key of its own it has no block: in an entry no key is 0, and that is what is in the clear.
+        node.granted.take_all()  # landed blocks are passed to the store
+        # A domain without a key of its own has no blocks: key 0 in an entry means that the block is in the clear.
         its = [key for key in self.keys if key.id is not None and key.domain == domain]
-        # What a damaged slot encrypted can't be opened any more, whosever it was. None of it is in memory.
+        # Blocks encrypted by a damaged slot can't be decrypted any more, whatever their domain. None is in memory.
         unread = [key for key in self.keys if key.is_unread]
         of = None if domain is None else {_domain_number(key) for key in its + unread}
         steps = node.store.of_domain(self._tenant, domain, of)
@@ -289,7 +289,7 @@ class _Erasure:
             yield [name for name in some if fits_domain(name[1], domain)]
 
     async def wipe_free_memory(self) -> None:
-        """Overwrite the free memory for blocks: evicted and landed ones have left their bytes there."""
+        """Overwrite the free memory for blocks: evicted and landed blocks have left their bytes there."""
         node = self._node
         for connection in [one for one in node.connections.values() if one.tenant == self._tenant]:
             connection.slots.erase()
@@ -300,7 +300,7 @@ class _Erasure:
         page: int | None = 0
         while page is not None:
             async with node.turns.of(self._tenant):
-                if not page:  # what is given beforehand to those who read and receive is free as well
+                if not page:  # memory granted to readers and receivers in advance is free as well
                     node.fabric_calls.cold.empty()
                     node.granted.empty()
                 page = node.hot.pages.wipe_free(page, ERASE_WIPED_BYTES // PAGE_BYTES)
@@ -322,7 +322,7 @@ class _Erasure:
                     await turn.next()
                 some = names[first : first + TURN_STEP_BLOCKS]
                 node.granted.delete(some)
-                if self._keys is not None:  # a failed drive keeps in its index what nobody can read there
+                if self._keys is not None:  # a failed drive's index keeps blocks that nobody can read
                     node.hot.changed(some, lambda asked: [None] * len(asked), are_new=False, are_erased=True)
                 node.store.delete(items[first : first + TURN_STEP_BLOCKS], ends.heard)
                 node.deletions.note(some)
@@ -344,5 +344,5 @@ class _Erasure:
 
 
 def _domain_number(key: Erased) -> int:
-    """Give what entries have of a destroyed key."""
+    """The number of a destroyed key in index entries."""
     return 0 if key.number is None else key.number + 1

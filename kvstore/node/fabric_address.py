@@ -1,11 +1,11 @@
-"""The fabric address that clients are given, and which of their addresses are accepted.
+"""The fabric address given to clients, and which of their addresses are accepted.
 
 Each attachment has an endpoint of its own at the node, with a port of `--fabric-ports`. Its address is that of
 `--fabric-address`, or else the one on which the node listens; if that is a wildcard, the local address of the route to
-the client. A wildcard fabric serves clients of both IP families, each by an endpoint on the address it is given.
+the client. A wildcard fabric serves clients of both IP families, each with an endpoint on the address given to it.
 
-What always holds: a client's address has the family and the length that libfabric expects before libfabric sees it, and
-is the address of its call or lies in `--fabric-clients`: no client can make the node connect to a third party.
+What always holds: before libfabric sees a client's address, it has the family and the length that libfabric expects,
+and is the source of the call or lies in `--fabric-clients`: no client can make the node connect to a third party.
 What it doesn't do: check addresses of fabrics without IP, except for their length.
 """
 
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 _ANY_LENGTH = "shm"  # its addresses are names
-_ROUTED = ("192.0.2.1", "2001:db8::1")  # nobody's: what leads there is the default route
+_ROUTED = ("192.0.2.1", "2001:db8::1")  # addresses for documentation: only the default route leads there
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -81,7 +81,7 @@ def parse_networks(text: str) -> tuple[Network, ...]:
 
 
 def ip_of_peer(peer: str) -> Ip | None:
-    """The address in what gRPC calls a peer, `ipv4:10.0.0.7:50112` or `ipv6:%5Bfd00::7%5D:50112`; None without one."""
+    """The address in gRPC's name of a peer, `ipv4:10.0.0.7:50112` or `ipv6:%5Bfd00::7%5D:50112`; None without one."""
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return None
@@ -92,12 +92,12 @@ def ip_of_peer(peer: str) -> Ip | None:
 
 
 def _resolved(name: str) -> tuple[Ip, ...]:
-    """The addresses of a host, one of each family at most; of an address, itself."""
+    """The addresses of a host, at most one of each family; for an address, itself."""
     with suppress(ValueError):
         return (ip_of(name),)
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # a name whose labels can't be is the second
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid label in the name
         why = getattr(error, "strerror", error)
         raise FabricError(f"--fabric-address {name} has no address: {why}.") from None
     first: dict[int, Ip] = {}
@@ -111,9 +111,9 @@ def _resolved(name: str) -> tuple[Ip, ...]:
 
 
 def fabric_domain(tenant: bytes, attached: Iterable[Connection], domains: int) -> int:
-    """The fabric's domain for one more endpoint of a tenant: the one that it has, or that the fewest tenants have.
+    """The fabric's domain for one more endpoint of a tenant: the one it uses, or the one that the fewest tenants use.
 
-    A key of memory is invalid at endpoints of other domains. So a tenant's keys are its own, unless more tenants are
+    A memory key is invalid at endpoints of other domains. So no two tenants share a domain, unless more tenants are
     attached than the fabric has domains.
     """
     tenants = {(one.endpoint.domain, one.tenant) for one in attached}
@@ -131,10 +131,10 @@ class FabricAddress:
         ports: Ports | None = None,
         clients: Sequence[Network] = (),
     ) -> None:
-        """Without `ports` endpoints have any that is free on loopback, and one of the usual range beyond it."""
+        """Without `ports`, endpoints use any free port on loopback, and one of the usual range elsewhere."""
         self._listens = ip_of(host)
         self._told = told
-        self._addresses: tuple[Ip, ...] = ()  # what that stands for, once it is known
+        self._addresses: tuple[Ip, ...] = ()  # that it resolves to, once known
         if told is not None:
             with suppress(ValueError):
                 self._addresses = (ip_of(told),)
@@ -148,7 +148,7 @@ class FabricAddress:
         self.ports = ports
 
     def clients_max(self) -> int:
-        """How many can be attached: as many as this process has descriptors and ports for."""
+        """How many clients can be attached: as many as this process has descriptors and ports for."""
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         ports = CLIENTS_MAX if self.ports is None else self.ports.last - self.ports.first + 1
         return max(1, min(CLIENTS_MAX, ports, (descriptors - DESCRIPTORS_KEPT) // DESCRIPTORS_OF_CLIENT))
@@ -162,7 +162,7 @@ class FabricAddress:
         return wildcard() if provider in ENDPOINTS_ON_WILDCARDS else self._told
 
     def addresses(self) -> tuple[Ip, ...]:
-        """The address given to clients, as far as it is known in advance. It may resolve a name, and wait."""
+        """The address given to clients, as far as it is known in advance. This may resolve a name, and block."""
         if self._told is not None:
             self._addresses = _resolved(self._told)
             return self._addresses
@@ -170,11 +170,11 @@ class FabricAddress:
             return (self._listens,)
         ways = (source_towards(ip_of(text)) for text in _ROUTED)
         routed = tuple(ip for ip in ways if ip is not None)
-        # Without a default route clients come over the networks of our interfaces; over loopback only without those.
+        # Without a default route, clients come over the networks of our interfaces; without those, over loopback.
         return routed or interface_addresses() or (ip_of("127.0.0.1"),)
 
     def believed(self, claimed: bytes, peer: str, fabric: Fabric) -> SocketAddress | None:
-        """The address that a client gave, if it may; None where addresses have no IP. ProtocolError if it may not."""
+        """The address that a client gave, if it is permitted, else ProtocolError; None where addresses have no IP."""
         if fabric.ip_version == 0:
             return None
         try:
@@ -205,7 +205,7 @@ class FabricAddress:
         return self.open_at(fabric, told, domain)
 
     def open_at(self, fabric: Fabric, told: Ip, domain: int = 0) -> Opened:
-        """Open an endpoint that is told by this address, and listens on it if it is this machine's."""
+        """Open an endpoint that clients reach at this address; it listens on it if it is this machine's."""
         on_wildcard = "::" if fabric.ip_version == 6 else "0.0.0.0"  # noqa: PLR2004, S104 - an address not ours
         endpoint = open_endpoint(fabric, told if is_ours(told) else ip_of(on_wildcard), self.ports, domain)
         port = SocketAddress.of(endpoint.address()).port

@@ -1,14 +1,14 @@
-"""Calls that arrive over the fabric: watched like blocks, executed like those of gRPC, answered with a word.
+"""Calls that arrive over the fabric: watched like blocks, executed like gRPC calls, answered with a word.
 
 A fetch of blocks that are all on the shelf, or of few whose places on the drives are known (`cold_calls`), never comes
-here: the C core answers it (`nic_offload.shelf`), and it is recorded afterwards, before anybody can ask about it.
+here: the C core answers it (`nic_offload.shelf`), and it is recorded afterwards, before any query can ask for it.
 
 Each connection has an area of `CALL_PLACES` places into which its client writes calls (`kvstore.wire.fabric_call`),
-with a random key of its own. The caller is the client that attached: each call and its flag are tagged with a key that
-nobody else has (`kvstore.wire.seal`), and the connection ends when its client's credentials are revoked.
+with a random key of its own. The caller is the client that attached: each call and its flag carry a tag whose key no
+other client has (`kvstore.wire.seal`), and the connection ends when its client's credentials are revoked.
 
 What always holds: a place is watched for its next call before the last one is answered, so a client that waits for the
-answer finds it empty. Anything but the next valid call ends the connection. The bytes of an answer are not reused
+answer finds the place free. Anything but the next valid call ends the connection. The bytes of an answer are not reused
 before the fabric is done with them. Tenants take turns, and after long work for one tenant it pauses (`time_slices`).
 A call of many blocks is done in steps, and a tenant's such calls one at a time.
 """
@@ -97,12 +97,12 @@ class CallArea:
 
     @property
     def base(self) -> int:
-        """How the client's fabric addresses the area."""
+        """The address of the area in the client's fabric."""
         return self._region.base
 
     @property
     def key(self) -> int:
-        """With which key."""
+        """The key of the area's memory."""
         return self._region.key
 
     def watch(self, place: int, generation: int, tag: int) -> Landing:
@@ -118,14 +118,14 @@ class CallArea:
             ack_key=0,
             ack_value=0,
             deadline_ns=0,
-            length=0,  # it has a checksum of its own, over as many bytes as it has
+            length=0,  # a call has its own length and checksum
             quiet=True,
             desk=self.desk,
             region=self._region,
         )
 
     def take(self, place: int, generation: int) -> tuple[Call, Rows]:
-        """The call that has come."""
+        """The call that has arrived."""
         start, endpoint = call_offset(place), self.connection.endpoint
         length = length_said(self._calls[start : start + LENGTH_END])
         data = self._calls[start : start + length + endpoint.tag_bytes]
@@ -135,7 +135,7 @@ class CallArea:
         return read_call(data[:length], generation)
 
     def answer(self, place: int, number: int, data: bytes, call: Call, tag: int) -> TriggeredPut:
-        """Send bytes from one of the places for answers, and the word behind them."""
+        """Send bytes from one of the places for answers, followed by the word."""
         connection, at = self.connection, number * ANSWER_BYTES
         target = self.answers_base + place * ANSWER_BYTES
         data += connection.endpoint.tag(target, connection.acks.key, call.generation, data)
@@ -157,7 +157,7 @@ class CallArea:
         )
 
     def close(self) -> None:
-        """The connection's endpoint is closed: nothing comes in any more, and nothing is being sent."""
+        """Free the area. The connection's endpoint is closed: nothing arrives any more, and nothing is being sent."""
         self.desk.close()
         self._region.close()
         self.region.close()
@@ -175,7 +175,7 @@ class _Due(NamedTuple):
 
 
 class FabricCalls:
-    """All of a node."""
+    """The fabric calls of a node."""
 
     def __init__(self, node: Node, tags: Iterator[int], cold: ColdCalls) -> None:
         self._node = node
@@ -183,13 +183,13 @@ class FabricCalls:
         self.cold = cold
         self._areas: dict[Connection, CallArea] = {}
         self._watched: dict[int, tuple[CallArea, int]] = {}  # by tag: which place of which area
-        self._due: FairQueue[_Due] = FairQueue()  # calls that have come: four of a connection at most
+        self._due: FairQueue[_Due] = FairQueue()  # calls that have arrived: at most four of a connection
         self._again = Again(self._go_on)
         self._long: set[asyncio.Task[None]] = set()  # calls of many blocks that are being done
         self._answering: dict[int, tuple[CallArea, int]] = {}  # by tag: with which of its places for answers
 
     def open(self, connection: Connection, answers_base: int) -> CallArea:
-        """Take calls of a connection from now on."""
+        """Accept calls of a connection from now on."""
         node = self._node
         area = CallArea(
             connection, answers_base, node.hot, shares=node.sharing is not None and node.sharing.shares_hot
@@ -200,12 +200,12 @@ class FabricCalls:
         return area
 
     def limits_changed(self) -> None:
-        """Requests of tenants with a limit are counted one by one, and so they all come to us."""
+        """Apply new rate limits. Calls of a limited tenant are counted one by one, so all of them come to Python."""
         for connection, area in self._areas.items():
             area.desk.answers(answers=not connection.owner.rate.is_limited)
 
     def close(self, connection: Connection) -> None:
-        """The connection's endpoint is closed."""
+        """Stop watching a connection whose endpoint is closed."""
         area = self._areas.pop(connection, None)
         if area is None:
             return
@@ -223,7 +223,7 @@ class FabricCalls:
         watch_landings(self._node.fabric, landings)
 
     def is_one(self, event: Event) -> bool:
-        """Whether what has landed is a call."""
+        """Whether this event is the arrival of a call."""
         return event.tag in self._watched
 
     def served(self, _tag: int = 0) -> None:
@@ -249,7 +249,7 @@ class FabricCalls:
         try:
             told = Told(metadata_of(served.metadata))
         except ProtocolError:
-            told = Told(())  # the call was answered all the same, and its metadata is ignored
+            told = Told(())  # the call was answered anyway; its metadata is ignored
         looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, blocks)
         looking.all_are(Outcome.MEMORY)
         looking.size_bytes = served.size_bytes
@@ -264,13 +264,13 @@ class FabricCalls:
             log.error("a block in the hot memory failed its CRC: this machine's memory may be faulty")
 
     def cancel(self, connection: Connection, generations: Sequence[int]) -> None:
-        """Cancel what the C core reads for a connection; each word confirms it, or follows bytes on the wire."""
+        """Cancel the C core's reads for a connection; each word confirms that, or follows bytes already sent."""
         area = self._areas.get(connection)
         if area is not None and area.desk.cancel(generations):
             self.served()
 
     def sent(self, event: Event) -> bool:
-        """Whether what the fabric is done with is an answer; if so, its bytes may be used again."""
+        """Whether the fabric is done with an answer; if so, its bytes may be reused."""
         area, number = self._answering.pop(event.tag, (None, 0))
         if area is None:
             return False
@@ -278,8 +278,8 @@ class FabricCalls:
         return True
 
     def landed(self, events: Sequence[Event]) -> None:
-        """Do calls, one of each tenant in turn; of many the rest a round of the loop later."""
-        if events:  # what has been written, read and sent before is known first
+        """Execute calls, one of each tenant in turn; of many, the rest in the loop's next round."""
+        if events:  # process earlier writes, reads and sends first
             self._node.granted.take_written()
             self.served()
             self._node.fetches.settle()
@@ -311,7 +311,7 @@ class FabricCalls:
     def _do(self, event: Event) -> None:
         area, place = self._watched.pop(event.tag, (None, 0))
         if area is None:
-            return  # its connection was closed by one before it
+            return  # an earlier event closed its connection
         try:
             call, rows = area.take(place, event.value)
         except ProtocolError as error:
@@ -329,7 +329,7 @@ class FabricCalls:
             raise AssertionError("A call of one step waited.")
 
     async def _doing(self, area: CallArea, place: int, call: Call, rows: Rows) -> None:
-        """Do a call and answer it: at once, or with others' work between its steps."""
+        """Execute a call and answer it: at once, or with others' work between its steps."""
         connection = area.connection
         name = "Reserve" if call.kind.reserves else "Fetch"
         began_ns = self._node.clock.monotonic_ns()
@@ -342,7 +342,7 @@ class FabricCalls:
             self._node.counters.refused += isinstance(error, Overloaded)
             failure = status_of(error).name
             data = error_bytes(call.generation, error)
-        except Exception:  # a bug: others' calls are done all the same
+        except Exception:  # a bug: others' calls are still executed
             log.exception("a call over the fabric failed")
             self._end(area, "Its call failed in the node.")
             return
@@ -398,7 +398,7 @@ class FabricCalls:
                 arm(self._node.fabric, [area.answer(place, number, data, call, tag)])
             else:
                 self._end(area, "It sends calls without waiting for answers.")
-        except KvError as error:  # its word is not one that it has, or the fabric takes nothing more
+        except KvError as error:  # its word is invalid, or the fabric's queue is full
             self._end(area, str(error))
 
     def _end(self, area: CallArea, why: str) -> None:

@@ -2,9 +2,9 @@
 
 What always holds: if handling such an event, or a timer, raises an unexpected exception, the process ends at once with
 `Status.BUG`, and the traceback is in its log. Whatever was acknowledged is on the drives, and the next start finds it.
-If the process went on, the rows behind the failed one would be lost: acknowledged blocks that no get finds.
-What it doesn't do: end the process for a call that fails, which ends alone, or for one of our own errors (`KvError`),
-which are logged. Nothing is ended before `arm`, so nodes inside a test's process raise.
+If the process went on, the rows after the failed one would be lost: acknowledged blocks that no get finds.
+What it doesn't do: end the process for a failed call, which fails by itself, or for one of our own errors (`KvError`),
+which are logged. Before `arm` it does nothing, so nodes inside a test's process raise.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _armed = False
 
 
 def arm() -> None:
-    """From now on a bug ends this process."""
+    """Make bugs end this process from now on."""
     global _armed  # noqa: PLW0603 - it is the process's
     _armed = True
 
 
 def or_stop(handle: Callable[..., object]) -> Callable[..., None]:
-    """The same, but for a bug in it."""
+    """Wrap a handler so that a bug in it ends the process."""
 
     @functools.wraps(handle)
     def handled(*arguments: Any) -> None:

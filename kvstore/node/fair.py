@@ -1,12 +1,12 @@
 """Fair queueing: which tenant is next, and which of its connections; and how much a tenant may hold.
 
-Tenants take turns by bytes (deficit round robin: a turn is worth `TURN_BYTES`, and what is left of it is kept for
-the next), and a tenant's connections take turns within its own. So a tenant that requests a thousand blocks delays
-others by one turn each, not by a thousand blocks.
+Tenants take turns by bytes (deficit round robin: a turn is worth `TURN_BYTES`, and its remainder is kept for the next),
+and a tenant's connections take turns within its own. So a tenant that requests a thousand blocks delays others by one
+turn each, not by a thousand blocks.
 
 What always holds: the requests of one connection stay in order; a waiting tenant is next after at most one turn of each
 other tenant, unless it may hold no more.
-It doesn't know what is waited for, and limits nothing: `Shares` says how much of a common memory may be held briefly,
+What it doesn't do: know what is queued, or limit it: `Shares` limits how much of a common memory may be held briefly,
 and `Places` how much may be held for long.
 """
 
@@ -33,7 +33,7 @@ class Waiting(Protocol):
 
     @property
     def flow(self) -> Hashable:
-        """Through which of its tenant's connections it came."""
+        """The connection of its tenant through which it came."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class Waiting(Protocol):
 
 
 T = TypeVar("T", bound=Waiting)
-Holder: TypeAlias = "tuple[Hashable, Hashable]"  # a tenant and a connection of its own, or the like
+Holder: TypeAlias = "tuple[Hashable, Hashable]"  # a tenant, and one of its connections or the like
 
 
 class _Line(Generic[T]):
@@ -58,11 +58,11 @@ class _Line(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """All that waits."""
+    """The queue of all tenants."""
 
     def __init__(self, places: Places | None = None) -> None:
         """`places` are taken by waiting items; callers check `left` first."""
-        self._lines: OrderedDict[Hashable, _Line[T]] = OrderedDict()  # whose turn it is stands first
+        self._lines: OrderedDict[Hashable, _Line[T]] = OrderedDict()  # the one whose turn it is comes first
         self._count = 0
         self._places = places
 
@@ -89,20 +89,20 @@ class FairQueue(Generic[T]):
             self._places.take(tenant, more)
 
     def put_back(self, thing: T) -> None:
-        """Queue an item again that was taken, before those of its connection, and give its turn back."""
+        """Queue a taken item again, before those of its connection, and give its turn back."""
         self._flow(thing).appendleft(thing)
         self._lines[thing.tenant].credit_bytes += thing.size_bytes
         self._counted(thing.tenant, 1)
 
     def take(self, may: Callable[[T], bool]) -> T | None:
-        """Take the next item of those connections whose first one may be taken; None if there is none."""
+        """Take the next item among the connections whose first item may be taken; None if there is none."""
         spared: list[tuple[Hashable, _Line[T]]] = []
         taken: T | None = None
         while taken is None and self._lines:
             tenant, line = next(iter(self._lines.items()))
             flow = self._first_allowed(line, may)
             if flow is None:
-                # Nobody is passed over for good: the line is where it was once the others have been looked at.
+                # No tenant loses its place: its queue is put back after the others have been examined.
                 spared.append((tenant, line))
                 del self._lines[tenant]
                 continue
@@ -125,7 +125,7 @@ class FairQueue(Generic[T]):
         return self.take(lambda _: True)
 
     def drop(self, tenant: Hashable, flow: Hashable) -> None:
-        """Forget what a connection waits for."""
+        """Drop the items of a connection."""
         line = self._lines.get(tenant)
         if line is not None and flow in line.flows:
             self._counted(tenant, -len(line.flows.pop(flow)))
@@ -171,20 +171,20 @@ class FairQueue(Generic[T]):
         else:
             del line.flows[flow]
         if not line.flows:
-            del self._lines[tenant]  # who has nothing to wait for saves nothing up
+            del self._lines[tenant]  # an idle tenant saves nothing up
         return thing
 
 
 class Shares:
-    """Who holds how much of a common memory; all no more than there is.
+    """How much of a common memory each holder has; together no more than there is.
 
-    A connection holds an eighth of it or a single thing (its puts more, see below), a tenant as much as `Places` leaves
-    it or a single thing: with any number of connections it leaves the others their parts. A holder is a tenant and
-    something of its own.
+    A connection holds at most an eighth of it, or a single item (its puts more, see below); a tenant as much as
+    `Places` permits, or a single item: with any number of connections it leaves the others their parts. A holder is a
+    tenant and one of its connections, or the like.
     """
 
     def __init__(self, capacity_bytes: int, tenants: Callable[[], int] = lambda: 1) -> None:
-        """`tenants` tells of how many the node knows."""
+        """`tenants` returns how many tenants the node knows."""
         self._capacity_bytes = capacity_bytes
         self._held: dict[Holder, int] = {}
         self._of_tenants = Places(capacity_bytes, tenants)
@@ -195,7 +195,7 @@ class Shares:
         return self._of_tenants.total
 
     def may_hold(self, who: Holder, size_bytes: int) -> bool:
-        """Whether somebody may hold so much more."""
+        """Whether a holder may take this many bytes more."""
         if self.total_bytes + size_bytes > self._capacity_bytes:
             return not self.total_bytes
         held, tenant = self._held.get(who, 0), who[0]
@@ -204,9 +204,9 @@ class Shares:
         return size_bytes <= self._of_tenants.left(tenant) or not self._of_tenants.held(tenant)
 
     def may_hold_so_many(self, who: Holder, size_bytes: int, most: int) -> int:
-        """How many more things of one size a connection's puts may hold, up to `most`.
+        """How many more items of one size a connection's puts may hold, up to `most`.
 
-        They may hold as much as they leave free: the drives release it, without the client.
+        They may hold as much as they leave free, because the drives release it, without the client.
         """
         if most <= 0:
             return 0
@@ -216,12 +216,12 @@ class Shares:
         return min(most, left_bytes // size_bytes) or int(self.may_hold(who, size_bytes))
 
     def hold(self, who: Holder, size_bytes: int) -> None:
-        """Note that it does."""
+        """Note that a holder has taken this much."""
         self._held[who] = self._held.get(who, 0) + size_bytes
         self._of_tenants.take(who[0], size_bytes)
 
     def release(self, who: Holder, size_bytes: int) -> None:
-        """Note that it no longer does."""
+        """Note that a holder no longer has this much."""
         left = self._held[who] - size_bytes
         assert left >= 0
         if left:
@@ -232,21 +232,21 @@ class Shares:
 
 
 class Places:
-    """Something that is held for long, such as connections: each tenant has a part that nobody else can take.
+    """Something that is held for long, such as connections: each tenant has a part that no other can take.
 
-    Half of it is divided among all tenants of the node; of the other half a tenant may have no more than
-    it leaves free. So one that comes last finds its own part, and one that is alone has all.
+    Half of it is divided among all tenants of the node; of the other half a tenant may take no more than
+    it leaves free. So the last tenant to come finds its own part, and a single tenant has all.
     """
 
     def __init__(self, capacity: int, tenants: Callable[[], int]) -> None:
-        """`tenants` tells of how many the node knows."""
+        """`tenants` returns how many tenants the node knows."""
         self.capacity = capacity
         self.total = 0
         self._tenants = tenants
         self._held: dict[Hashable, int] = {}
-        self._parts = (0, 0)  # capacity and tenants, for which what follows is so
-        self._own = 0  # the part that each tenant has for certain
-        self._over = 0  # what all have beyond theirs
+        self._parts = (0, 0)  # capacity and tenants for which the next two were computed
+        self._own = 0  # the guaranteed part of each tenant
+        self._over = 0  # the sum of what tenants hold beyond that
 
     def left(self, who: Hashable) -> int:
         """How much more a tenant may take."""
@@ -272,11 +272,11 @@ class Places:
         return self._own
 
     def take(self, who: Hashable, count: int = 1) -> None:
-        """Note that a tenant has taken so much."""
+        """Note that a tenant has taken this many."""
         self._change(who, count)
 
     def give_back(self, who: Hashable, count: int = 1) -> None:
-        """Note that a tenant no longer has it."""
+        """Note that a tenant has given this many back."""
         self._change(who, -count)
 
     def _change(self, who: Hashable, by: int) -> None:

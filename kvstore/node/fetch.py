@@ -1,4 +1,4 @@
-"""A fetch in progress, and groups of fetches that a reader is given together (`kvstore.node.fetching`)."""
+"""A fetch in progress, and groups of fetches that are handed to a reader together (`kvstore.node.fetching`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Fetch", "FetchRequest", "Group"]
 
 
 class FetchRequest(NamedTuple):
-    """A block that a client wants, and where it wants it."""
+    """A block that a client requests, and its target."""
 
     key: bytes
     fingerprint: bytes
@@ -32,13 +32,13 @@ class FetchRequest(NamedTuple):
     ack_word: int
     ack_generation: int
     skip: int = 0
-    part: int = 0  # so many bytes are sent, behind the first `skip`; 0: all
-    shares: bool = False  # the client would rather read them in the hot memory
-    seen: SeenGet | None = None  # who traces the get that it is of
+    part: int = 0  # how many bytes are sent, after the first `skip`; 0: all
+    shares: bool = False  # the client prefers to read them in the hot memory
+    seen: SeenGet | None = None  # the trace of its get
 
     @property
     def sent_bytes(self) -> int:
-        """How many are sent."""
+        """How many bytes are sent."""
         return self.part or self.length
 
 
@@ -49,19 +49,19 @@ class Fetch:
     connection: Connection
     request: FetchRequest
     looking: Looking
-    at: int  # among the blocks of that look-up
+    at: int  # its position in the look-up
     tag: int
     queued_ns: int
-    size_bytes: int = field(init=False)  # of memory that it takes
+    size_bytes: int = field(init=False)  # memory that it uses
     piece: Piece | None = None
     hot: bool = False  # the piece was there before
     generation: int = 0  # of the record in it
     sending: bool = False
     cancelled: bool = False
-    told: bool = False  # that it was cancelled: its look-up waits for it no more
+    told: bool = False  # its cancellation was reported: its look-up no longer waits for it
     entry: Entry | None = None  # of the block that a reader will read,
     group: Group | None = None  # and with which it was handed over
-    late: bool = False  # it is over, but for its memory
+    late: bool = False  # it has ended, but still has its memory
 
     @property
     def name(self) -> tuple[bytes, bytes]:
@@ -75,7 +75,7 @@ class Fetch:
 
     @property
     def flow(self) -> int:
-        """Through which of its tenant's connections it came."""
+        """The connection of its tenant through which it came."""
         return self.connection.number
 
     @property
@@ -97,7 +97,7 @@ class Group:
         self.connection = connection
         self.fetches: list[tuple[Fetch, Entry]] = []
         self.size_bytes = self.payload_bytes = 0
-        # Whose memory is to be given back when the drive is done with it; None: it is.
+        # Those whose memory is freed when the drive is done with it; None: the drive is done.
         self.late: list[Fetch] | None = []
-        self.is_sent = False  # or never will be
+        self.is_sent = False  # or never to be sent
         self.send: Send | None = None

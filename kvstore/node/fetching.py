@@ -2,17 +2,17 @@
 
 A fetch is queued (bounded; tenants and connections take turns), then found in the hot memory or waits for its tenant's
 turn at the drive (`kvstore.storage.sends`), is sent, and is over; the piece stays in the hot memory until something
-else needs the room. Sending is done by the C core: it reads what is not in memory and checks the header
-(`kvstore.node.readers`), checks the payload's CRC and, only if it matches, writes the bytes with the acknowledgement
-word behind them. Python decides beforehand for many at a time (what the index has, whose turn it is, which memory), and
-is notified afterwards.
+else needs the room. The C core does the sending: it reads what is not in memory and checks the header
+(`kvstore.node.readers`), checks the payload's CRC and, only if it matches, writes the bytes followed by the
+acknowledgement word. Python decides beforehand, for many at a time (index entries, turns, memory), and is notified
+afterwards.
 
-If a reader could not read a record, or found another one there, the store reads it once more, because it knows how to
-handle that. The same goes for blocks that are not in the index, and for drives without a reader: simulated ones, which
-have no descriptor, and those for which no ring could be had.
+If a reader could not read a record, or found another one there, the store reads it again, because it can handle that.
+The store also handles blocks that are not in the index, and drives without a reader: simulated ones, which have no
+descriptor, and those for which no ring could be had.
 
-What always holds: no byte of a record that failed a check is sent. Each fetch has one word, written once: behind its
-last byte, or to say that none will come because of a miss or a cancellation. Memory is not reused while the drive or
+What always holds: no byte of a record that failed a check is sent. Each fetch has one word, written once: after its
+last byte, or to report a miss or a cancellation. Memory is not reused while the drive or
 the fabric uses it. A hot piece is sent only for the record that the index has at that moment. A client that doesn't
 receive holds only its share of the memory, and the reads queued before a newcomer's are bounded.
 """
@@ -88,8 +88,8 @@ class Fetches:
         traced: bool,
     ) -> None:
         self._timings = timings
-        self._traced = traced  # the start of sending is recorded
-        # Lengths, by where from and when asked for; not noted yet.
+        self._traced = traced  # record when sending starts
+        # Lengths by source and time of request, not counted yet.
         self._sent: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)
         self._counters = counters
         self._fabric = fabric
@@ -99,14 +99,14 @@ class Fetches:
         self._tags = tags
         self._clock = clock
         self._queued: FairQueue[Fetch] = FairQueue(Places(FETCHES_QUEUED_MAX, tenants))
-        self._goes_on = False  # in the next round of the loop
+        self._goes_on = False  # `pump` runs again in the loop's next round
         self._turns = turns
         self._rested = Again(self.pump)
         self._under_way: dict[int, Fetch] = {}
-        self._lookings: dict[Looking, Connection] = {}  # of which a block is waiting or under way
+        self._lookings: dict[Looking, Connection] = {}  # with a block that is waiting or in progress
         self._reading_bytes = 0
         self._arrived: list[Fetch] = []  # read by a reader, checked and sent
-        self._unread: list[Fetch] = []  # by a reader: the store is to do it
+        self._unread: list[Fetch] = []  # by a reader: the store reads these
         self.readers = Readers(
             fabric,
             store.drives,
@@ -119,7 +119,7 @@ class Fetches:
         )
 
     def refuse_more(self, connection: Connection, count: int) -> None:
-        """Overloaded, if the connection's tenant may not have so many more queued."""
+        """Overloaded, if the connection's tenant may not have this many more queued."""
         if count > self._queued.left(connection.tenant):
             raise Overloaded("The tenant's share of the node's queued fetches is used up; try again later.")
 
@@ -153,7 +153,7 @@ class Fetches:
         self.pump()
 
     def give_up(self, looking: Looking, blocks: int) -> None:
-        """Expect no more of a look-up's last blocks: its call has ended before they were queued."""
+        """Give up a look-up's last blocks: its call has ended before they were queued."""
         looking.left -= blocks
         if not looking.left:
             self._lookings.pop(looking, None)
@@ -180,7 +180,7 @@ class Fetches:
                 fetch.cancelled = True
                 if fetch.sending:
                     sending.append(fetch.tag)
-                else:  # the drive has its memory still
+                else:  # the drive still uses its memory
                     fetch.told = True
                     told.append(fetch.request)
                     self._looked(fetch.request, fetch.looking)
@@ -193,7 +193,7 @@ class Fetches:
         if sending:
             self._fabric.cancel(
                 sending
-            )  # exact: what it takes back ends as cancelled, and the rest has gone out
+            )  # exact: the puts it takes back end as cancelled, and the others were sent
         self.pump()
 
     def _say_cancelled(self, connection: Connection, requests: Iterable[FetchRequest]) -> None:
@@ -206,16 +206,16 @@ class Fetches:
 
     @property
     def waiting(self) -> int:
-        """How many are queued."""
+        """How many fetches are queued."""
         return len(self._queued)
 
     @property
     def are_waiting(self) -> bool:
-        """Whether any is queued, or waits for the drive."""
+        """Whether any fetch is queued or waits for the drive."""
         return len(self._queued) > 0 or self._reading_bytes > 0
 
     def pump(self) -> None:
-        """Send hot blocks, and start reads as far as memory allows; what is left continues in the next round."""
+        """Send hot blocks, and start reads as far as memory allows; the rest continues in the next round."""
         self.settle()
         rested_s = self._turns.rests_s()
         left = 0 if self._goes_on else FETCHES_A_ROUND
@@ -227,7 +227,7 @@ class Fetches:
             asyncio.get_running_loop().call_soon(self._go_on)
         elif self._queued and (
             rests_s := self._turns.rests_s() or rested_s
-        ):  # a rest may have ended meanwhile
+        ):  # a pause may have ended meanwhile
             self._rested.within(rests_s)
 
     def _go_on(self) -> None:
@@ -272,7 +272,7 @@ class Fetches:
         for looking in {fetch.looking for fetch in batch[:begun] if not fetch.hot}:
             looking.drive_first_ns = looking.drive_first_ns or now_ns
         if puts:
-            # The drive doesn't see these uses, and must not evict used blocks.
+            # The drive doesn't see these uses, and must not evict recently used blocks.
             self._store.used([self._under_way[put.tag].generation for put in puts])
             self._send(puts, now_ns)
             self._memory.shelve(
@@ -288,7 +288,7 @@ class Fetches:
             self._store.get(reads, self._read)
 
     def _are_others(self, fetches: Sequence[tuple[Fetch, MissReason]]) -> None:
-        """Answer for blocks that have just landed and are not the requested ones."""
+        """Report misses for landed blocks that are not the requested ones."""
         put_words(self._fabric, [self._miss(fetch, reason) for fetch, reason in fetches])
         self._counters.missed(reason for _, reason in fetches)
         for fetch, reason in fetches:
@@ -366,7 +366,7 @@ class Fetches:
     ) -> MissReason | None:
         request = fetch.request
         if not expires_ms and length == request.length and fingerprint == request.fingerprint:
-            return None  # as nearly always
+            return None  # the usual case
         why = mismatch(self._item(fetch), fingerprint, length, expires_ms, now_ms)
         return why[0] if why else None
 
@@ -444,7 +444,7 @@ class Fetches:
         if puts:
             self._send(puts, now_ns)
             sent = [self._under_way[put.tag] for put in puts]
-            entries = self._store.lookup([fetch.name for fetch in sent])  # it may have gone while it was read
+            entries = self._store.lookup([fetch.name for fetch in sent])  # a block may be gone by now
             self._memory.keep(
                 (fetch.piece, fetch.generation, fetch.name, entry)
                 for fetch, entry in zip(sent, entries, strict=True)
@@ -476,7 +476,7 @@ class Fetches:
             flag_key=connection.acks.key,
             flag_value=ack_word(request.ack_generation, AckCode.SERVED),
             crc32c=crc32c,
-            part=(request.skip, request.part),  # of bytes that were checked, all of them
+            part=(request.skip, request.part),  # all of the block's bytes were checked
             sent=True,  # the caller knows whether it arrived
             shared=request.shares,
         )
@@ -502,7 +502,7 @@ class Fetches:
         self.give_up(looking, 1)
 
     def sent(self, event: Event) -> None:
-        """Handle the completion of a put of ours, or of everything that a reader was given."""
+        """Handle the completion of one of our puts, or of a reader's group."""
         if self.readers.sent(event):
             return
         fetch = self._under_way.get(event.tag)
@@ -531,9 +531,9 @@ class Fetches:
         self._arrived.append(fetch)
 
     def _unread_one(self, fetch: Fetch) -> None:
-        """Handle a block that a reader could not read, or found changed: nothing was sent, and its memory is ours."""
+        """Handle a block that a reader could not read, or found changed: nothing was sent, and we own its memory."""
         fetch.sending, fetch.group = False, None
-        self._reading_bytes += fetch.size_bytes  # once more than its group has it
+        self._reading_bytes += fetch.size_bytes  # in addition to its group's count
         fetch.looking.size_bytes -= fetch.request.sent_bytes
         self._unread.append(fetch)
 
@@ -549,7 +549,7 @@ class Fetches:
             self._looked(fetch.request, fetch.looking)
 
     def _note_sent(self) -> None:
-        """Count the blocks sent by now and the time they took, once for each batch requested together."""
+        """Count the blocks sent so far and their durations, once for each batch requested together."""
         now_ns = self._clock.monotonic_ns()
         for (hot, queued_ns), lengths in self._sent.items():
             self._counters.found(lengths, in_memory=hot)

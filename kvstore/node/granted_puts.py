@@ -1,13 +1,13 @@
 """Puts by grants on the node: takes blocks from the C core's receivers, and brings them to the drives.
 
-A client writes into its slots without asking. The receiver (`nic_offload.receiver`) reads each block once, into a piece
-of hot memory that it was given beforehand, lists it on the shelf, and acknowledges `landed`. Everything here happens
-afterwards and in batches: the store writes the block from that piece, the client is told how durable it is, and the
-piece stays as the hot copy.
+A client writes into its slots without a call. The receiver (`nic_offload.receiver`) reads each block once, into a piece
+of hot memory that it was given in advance, lists it on the shelf, and acknowledges `landed`. Everything here happens
+afterwards and in batches: the store writes the block from that piece, its durability is acknowledged to the client, and
+the piece stays as the hot copy.
 
 What always holds: a landed block can be read from here until the store has it, and never after it was deleted. Its
-piece is released when nothing reads, sends or writes it any more. A receiver without room makes only its own client
-wait. An invalid put ends the connection.
+piece is released when nothing reads, sends or writes it any more. A receiver without rooms delays only its own client.
+An invalid put ends the connection.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _EXPIRED: Final = "The block's time to live ended before it arrived."
 
 
 class Granted:
-    """All of a node."""
+    """The puts by grants of a node."""
 
     def __init__(self, node: Node, tenants_known: Callable[[], int]) -> None:
         self._node = node
@@ -78,11 +78,11 @@ class Granted:
         self._memory = node.hot
         self._areas: dict[int, PutArea] = {}  # by number of the connection
         self._landed: dict[Name, Landed] = {}
-        self._by_tag: dict[int, Landed] = {}  # that the store has
-        self._hungry: set[PutArea] = set()  # those that wait for room
-        self._gathering: set[PutArea] = set()  # whose small blocks wait for each other
-        self._store_at = 0  # as soon as so many writes have ended
-        self._heard = 0  # blocks that we have taken from receivers
+        self._by_tag: dict[int, Landed] = {}  # blocks passed to the store
+        self._hungry: set[PutArea] = set()  # areas that wait for memory
+        self._gathering: set[PutArea] = set()  # areas whose small blocks wait for each other
+        self._store_at = 0  # store these once this many writes have ended
+        self._heard = 0  # blocks taken from receivers
         self._lanes = DriveLanes(node.store, node.fabric)
         self._lent = LaneQuotas(node.store.quotas)
 
@@ -90,7 +90,7 @@ class Granted:
         return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values())
 
     def open(self, connection: Connection, *, shares: bool) -> PutArea | None:
-        """Let a connection's client put by grants; None if it is not to. `shares`: it may have its slots mapped.
+        """Let a connection's client put by grants; None if it can't. `shares`: its slots may be mapped.
 
         A tenant with a rate limit reserves each slot instead, and so does a client whose tenant's share of slots is
         used up, or whose blocks are larger than the hot memory.
@@ -108,18 +108,18 @@ class Granted:
         return area
 
     def _choose_way(self, area: PutArea) -> None:
-        """Puts of a tenant with a quota go through lanes as far as pages of it were lent."""
+        """Configure the use of lanes: puts of a tenant with a quota use them only as far as pages of it were lent."""
         self._lent.take_back(area)
         area.is_limited = self._node.store.quotas.limits(area.connection.tenant)
         area.receiver.use(self._lanes.handed, is_limited=area.is_limited)
 
     def quotas_changed(self) -> None:
-        """Others may have one now."""
+        """Apply changed quotas."""
         for area in self._areas.values():
             self._choose_way(area)
 
     def close(self, connection: Connection) -> None:
-        """The connection's endpoint is closed: keep what had come, and take the rest of the rooms back."""
+        """Close the area of a connection whose endpoint is closed: keep what has arrived, take the other rooms back."""
         area = self._areas.get(connection.number)
         if area is None:
             return
@@ -144,7 +144,7 @@ class Granted:
             self._memory.shares.release(area.holder, sum(piece.pages for piece in pieces) * PAGE_BYTES)
 
     def empty(self) -> None:
-        """Take back all rooms that nothing has come into."""
+        """Take back all empty rooms."""
         for area in self._areas.values():
             self._empty(area)
 
@@ -199,17 +199,17 @@ class Granted:
         return bool(self._hungry)
 
     def feed_hungry(self) -> None:
-        """Memory may have come free."""
+        """Retry clients that wait for memory, some of which may be free now."""
         for area in list(self._hungry):
             self.came(area.connection.number)
 
     # --- arrived blocks
 
     def told(self, number: int) -> None:
-        """A receiver or a lane has results. Small blocks that arrive while a drive is busy are written together."""
+        """Handle results of a receiver or lane. Small blocks that arrive while a drive is busy are batched."""
         if number == LANE_TAG:
             self.take_written()
-            self._node.poll_store()  # now, and not a round of the loop later
+            self._node.poll_store()  # now, not in the loop's next round
         elif (area := self._areas.get(number)) is not None:
             self._area_told(area)
         self._lanes.renew()
@@ -226,7 +226,7 @@ class Granted:
         self._taken(area, state)
 
     def store_gathered(self) -> None:
-        """A drive has completed work: at half of its queue it gets the blocks that arrived meanwhile."""
+        """Handle completed drive work: once half of the queue has ended, store the blocks that arrived meanwhile."""
         if self._gathering and self._node.store.writes[1] >= self._store_at:
             self._store_all_gathered()
 
@@ -264,13 +264,13 @@ class Granted:
         self.take_written()
 
     def before_others(self, names: Sequence[Name]) -> None:
-        """These are going to be put another way: lanes take none of them, and what they have is known."""
+        """Prepare puts of these names by another way: lanes take them no more, and what lanes have is processed."""
         self._memory.stored(names)
         if self._lanes.is_ahead:
             self.take_all()
 
     def removed(self, names: Sequence[Name], *, are_replaced: bool) -> None:
-        """The index has these no more, or another record of each, whose put this is."""
+        """Note that the index no longer has these names, or that puts replaced their records."""
         for name in () if are_replaced else names:
             one = self._landed.get(name)
             if one is not None:
@@ -278,7 +278,7 @@ class Granted:
         self.free_names(names)
 
     def free_names(self, names: Sequence[Name]) -> None:
-        """These may be stored no more: where nothing is, and nothing is on its way there, a name is free again."""
+        """Free those of these names that are neither stored nor being put."""
         if not names:
             return
         store = self._node.store
@@ -292,7 +292,7 @@ class Granted:
         for drive, rows in self._lanes.take():
             for number in {row.tag for row in rows}:
                 if (area := self._areas.get(number)) is not None:
-                    states[area] = self._take(area, every=False)  # of which the store has to know first
+                    states[area] = self._take(area, every=False)  # the store must have these first
             for row in rows:
                 one = self._by_tag[row.id]
                 one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
@@ -301,7 +301,7 @@ class Granted:
             self._go_on(area, state)
 
     def _take(self, area: PutArea, *, every: bool = True) -> State:
-        """Take what has come. Not `every`: what waits for a lane is left to it."""
+        """Take arrived blocks. Not `every`: those that wait for a lane are left to it."""
         while True:
             came, state = area.receiver.take(every=every)
             if came:
@@ -349,7 +349,7 @@ class Granted:
             node.traces.fired_blocks += sum(one.flag_ns > 0 and one.trace is None for one in every)
         if node.spans is not None:
             node.spans.landed(((one, one.leased_ns) for one in every), landed_ns)
-        if told:  # others have no trace
+        if told:  # blocks without metadata have no trace
             node.traces.saw(Step.LANDED, every, at_ns=landed_ns)
 
     def _hear(self, connection: Connection, data: bytes, landed: Sequence[Landed]) -> None:
@@ -358,13 +358,13 @@ class Granted:
             told = Told(metadata_of(data))
             trace = node.traces.hear(told, connection.tenant)
         except ProtocolError:
-            return  # the metadata is invalid; the blocks are stored all the same
+            return  # the metadata is invalid; the blocks are stored anyway
         node.traces.leased(trace, landed)
         if node.spans is not None and (parent := node.spans.parent_of(told)) is not None:
             node.spans.leased(parent, landed[0].leased_ns, landed, landed[0].durability)
 
     def _store(self, area: PutArea) -> None:
-        """Pass arrived blocks on, as far as the drives accept them; others keep their rooms."""
+        """Pass arrived blocks to the store, as far as the drives accept them; others keep their rooms."""
         if not area.unheard:
             return
         self._memory.stored([one.name for one in area.unheard])  # no lane begins another of these names now,
@@ -409,7 +409,7 @@ class Granted:
     def _kept(self, batch: Sequence[PutDone]) -> None:
         node = self._node
         landed = [self._by_tag.pop(done.tag) for done in batch]
-        if all(one.ended_ns for one in landed):  # by the lane, which has acknowledged it to its peers already
+        if all(one.ended_ns for one in landed):  # written by a lane, which has acknowledged them already
             now_ns = max(max(one.ended_ns, one.landed_ns) for one in landed)
         else:
             now_ns = node.clock.monotonic_ns()
@@ -456,7 +456,7 @@ class Granted:
         connection.failed(one.came.ack_generation, error)
 
     def _settle(self, landed: Sequence[Landed], batch: Sequence[PutDone]) -> None:
-        """The store is done with these: where it has the block, the piece stays as its hot copy."""
+        """Finish puts that the store is done with: where it has the block, the piece stays as its hot copy."""
         memory, pages = self._memory, self._memory.pages
         freed: dict[Holder, int] = {}  # pages
         for one in landed:
@@ -482,11 +482,11 @@ class Granted:
             memory.shares.release(holder, count * PAGE_BYTES)
         self._node.freed.set()
         self.feed_hungry()
-        if self._node.fetches.waiting:  # the memory was held against them
+        if self._node.fetches.waiting:  # they may have waited for this memory
             self._node.later(0, self._node.fetches.pump)
 
     def _settle_others(self, landed: Sequence[Landed]) -> None:
-        """Settle those that the C core doesn't list, or that were not written themselves."""
+        """Settle blocks that the C core doesn't list, or of which no record was written."""
         memory, pages = self._memory, self._memory.pages
         entries = self._node.store.lookup([one.name for one in landed])
         hot: list[tuple[bytes, bytes, Entry | None]] = []
@@ -500,7 +500,7 @@ class Granted:
         self.free_names([one.name for one, entry in zip(landed, entries, strict=True) if entry is None])
 
     def _stays(self, came: Came, entry: Entry) -> bool:
-        """Whether its piece becomes the hot copy of what the index names; then the shelf knows it as that."""
+        """Whether the piece becomes the hot copy of the index's record; then the shelf lists it as that."""
         is_same = (entry.length, entry.crc32c, entry.fingerprint) == (
             came.length,
             came.crc32c,
@@ -518,26 +518,26 @@ class Granted:
         one = self._landed.get(name)
         return (
             None if one is None or one.is_gone or one.came.is_stored else one
-        )  # which the store compares first
+        )  # the store must compare such a block first
 
     def forget(self, names: Iterable[Name]) -> None:
-        """These must not be read here any more: their bytes have changed."""
+        """Stop reading these here: their bytes have changed."""
         for name in names:
             one = self._landed.get(name)
             if one is not None:
                 one.is_gone = True
-                self._memory.stored([name])  # no lane takes one of that name until the store is done
+                self._memory.stored([name])  # no lane takes this name until the store is done
                 self._memory.unlist([name])
 
     def of_domain(self, tenant: bytes, domain: bytes | None) -> list[Name]:
-        """Return the names of a tenant's blocks, all or those of a domain, that wait for the store."""
+        """Return the names of a tenant's blocks that wait for the store, all or those of a domain."""
         areas = [area for area in self._areas.values() if area.connection.tenant == tenant]
         return [one.name for area in areas for one in area.unheard if domain in (None, one.came.domain)]
 
     def delete(self, names: Iterable[Name]) -> None:
-        """These are being deleted. Blocks not yet passed to the store never will be: they were put and deleted."""
+        """Delete these here. Blocks not yet passed to the store never will be: they count as put and deleted."""
         gone = set(names)
-        self._memory.stored(gone & self._landed.keys())  # as when it is forgotten
+        self._memory.stored(gone & self._landed.keys())  # as in `forget`
         for area in self._areas.values():
             over = [one for one in area.unheard if one.name in gone]
             if over:

@@ -2,7 +2,7 @@
 
 What always holds: `Check` of health needs no token and reports only whether the node serves; long-lived calls and
 those that list services (`Watch`, reflection) are authenticated like all others. A node whose drives have all failed
-keeps serving, because they can still be read: `Status` says more than health does.
+keeps serving, because they can still be read: `Status` reports more than health does.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _OURS = tuple(
 
 
 class Health(health.aio.HealthServicer):
-    """Whether the node serves; all of it or nothing."""
+    """Whether the node serves: all services or none."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()
         self._gate = gate
 
     async def begin(self, *, ready: bool) -> None:
-        """Return whether each service, and the node as a whole, is serving."""
+        """Set the status of each service, and of the node as a whole."""
         status = health_pb2.HealthCheckResponse
         for name in ("", *_OURS):
             await self.set(name, status.SERVING if ready else status.NOT_SERVING)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:  # noqa: N802 - the proto's name
-        """Return it again whenever it changes."""
+        """Stream the status whenever it changes."""
         async with refusals(context):
             self._gate.enter("watch health", context)
             await super().Watch(request, context)
@@ -77,7 +77,7 @@ class _Reflection(reflection.aio.ReflectionServicer):
         async with refusals(context):
             tenant = self._gate.enter("reflection", context)
             answers: Any = super().ServerReflectionInfo
-            async for question in request_iterator:  # one stream may ask without end
+            async for question in request_iterator:  # a stream may have any number of questions
                 async with self._turns.of(tenant.id, rest=3):
                     told = [answer async for answer in answers(_only(question), context)]
                 for answer in told:
@@ -89,7 +89,7 @@ async def _only(question: Any) -> AsyncIterator[Any]:
 
 
 def add_standard_services(server: grpc.aio.Server, gate: Gate, turns: Turns) -> Health:
-    """Let a server answer for itself."""
+    """Add health and reflection to a server."""
     said = Health(gate)
     health_pb2_grpc.add_HealthServicer_to_server(said, server)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(gate, turns), server)  # type: ignore[no-untyped-call]

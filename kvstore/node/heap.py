@@ -2,7 +2,8 @@
 
 malloc keeps freed memory, mostly in the arenas of gRPC's threads, and thousands of calls leave tens of MiB there.
 The memory of a refused call, up to a message of 8 MiB, stays in a reference cycle of gRPC's until Python's garbage
-collector runs, which depends on the number of objects and not on their size: so it is run when the heap has grown.
+collector runs, which depends on the number of objects and not on their size: so the collector is run when the heap has
+grown.
 
 What always holds: objects that existed when the node began to serve are not scanned again, so a collection takes
 milliseconds.
@@ -18,7 +19,7 @@ from kvstore.limits import HEAP_FREE_BYTES_MAX, HEAP_GROWN_BYTES_MAX
 
 __all__ = ["Heap"]
 
-# In glibc's `struct mallinfo2`: bytes of large pieces, those in use besides, and those free and still the heap's.
+# In glibc's `struct mallinfo2`: bytes of mmapped pieces, other bytes in use, and free bytes that the heap still has.
 _LARGE, _USED, _FREE = 4, 7, 8
 _Numbers = ctypes.c_size_t * 10
 
@@ -41,7 +42,7 @@ class Heap:
             before_bytes = used_bytes
             gc.collect()
             used_bytes, free_bytes = _told()
-            # Memory that was in use then may be released in the same way.
+            # Memory that is still in use may become free in the same way.
             self._has_freed = before_bytes - used_bytes > HEAP_GROWN_BYTES_MAX // 8
             self._used_bytes = used_bytes
         self._used_bytes = min(self._used_bytes, used_bytes)
@@ -51,7 +52,7 @@ class Heap:
 
 
 def _told() -> tuple[int, int]:
-    """The bytes in use, and those that are free; none where the C library doesn't tell."""
+    """The bytes in use, and the free ones; 0 where the C library doesn't report them."""
     try:
         told = ctypes.CDLL(None).mallinfo2
     except AttributeError:

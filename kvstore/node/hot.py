@@ -1,8 +1,8 @@
-"""The node's hot memory: reads from the drive go through it, and blocks that are wanted again stay in it.
+"""The node's hot memory: reads from the drive go through it, and blocks that are requested again stay in it.
 
 A piece is a run of pages, `[header page | payload]`, as on the drive. A read takes one; when the record's header has
-been checked, the piece is kept under its generation, and the next read of that record finds it here and needs no drive.
-Pieces that are kept and not in use make room for new reads.
+been checked, the piece is kept under its generation, and the next read of that record finds it without the drive.
+Kept pieces that are not in use are evicted for new reads.
 
 Always holds:
 
@@ -11,15 +11,15 @@ Always holds:
 - The shelf (`nic_offload.shelf`) lists what the index has: a block is listed in the step in which that was seen, and
   `changed` is called in the step in which it ends. A piece that the shelf is sending is in use.
 - Pieces are kept by name only while the index has the name: when a record is deleted, evicted, replaced, expires or is
-  found broken, its piece is released in that step or, if it is in use, when its last user is done. That of a block
-  which was erased is overwritten then, also if the block was still being read when it was erased.
-- Half of the memory is divided among the node's tenants. What a tenant keeps of its part makes room for its own reads,
-  and for others' only if nothing else can: no read waits for kept pieces.
+  found damaged, its piece is released in that step or, if it is in use, when its last user is done. The piece of an
+  erased block is overwritten then, even if the block was still being read when it was erased.
+- Half of the memory is divided among the node's tenants. What a tenant keeps in its part is evicted for its own reads,
+  and for others' only if nothing else can be: no read waits for kept pieces.
 - A scan does not flush it: pieces that were found again are protected (up to four fifths of the pages), and the
-  unprotected ones make room first, oldest first.
+  unprotected ones are evicted first, oldest first.
 
-It doesn't check payloads: they are checked at each send. It keeps what is read, not what is put: a copy of each put
-would cost the node a core.
+What it doesn't do: check payloads, which are checked at each send; or copy what is put, which would cost the node a
+core.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Piece:
     start: int
     pages: int
     users: int = 1
-    generation: int = 0  # of the record that is kept in it; 0: none
-    name: Name | None = None  # of that record, if its keeper said
-    is_erased: bool = False  # its bytes are to be overwritten as soon as nobody uses it
+    generation: int = 0  # of the kept record; 0: none
+    name: Name | None = None  # of that record, if given
+    is_erased: bool = False  # to be overwritten as soon as it is unused
     wipes: int = 0  # the count of `HotPages` when the index was last known to have its record
 
 
@@ -88,25 +88,23 @@ class HotPages:
     ) -> None:
         """`freed` is called when a piece is released after one was refused.
 
-        `may_go` ends all use of a generation that is not counted here; False while such a use is not over.
-        `tenants` tells of how many the node knows. `wipe` overwrites pages, given the first and how many.
+        `may_go` ends all uses of a generation that are not counted here; False until they have ended.
+        `tenants` returns how many tenants the node knows. `wipe` overwrites pages, given the first and their number.
         """
         self._wipe = wipe
         self._tenants = tenants
         self._kept_of: dict[bytes, int] = {}  # pages, by tenant
         self._freed = freed
         self._may_go = may_go
-        self._named: dict[Name, int] = {}  # what is kept under a name
-        self._going: dict[int, Piece] = {}  # forgotten, by the generation that they had, and still so used
+        self._named: dict[Name, int] = {}  # generation kept under each name
+        self._going: dict[int, Piece] = {}  # forgotten but still in use elsewhere, by former generation
         self.refused = False
         self._pages = pages
         self._protected_pages_max = pages * 4 // 5
         self._free = Extents(0, pages)
         self.used_until = 0  # pages from here on were never used
         self._wipes = 0  # passes over free pages that have begun
-        self._unwiped: int | None = (
-            None  # from this page on one of them has not come yet; None: none is under way
-        )
+        self._unwiped: int | None = None  # the next page of the pass in progress; None: there is none
         self._probation: OrderedDict[int, Piece] = OrderedDict()  # by generation, oldest first
         self._protected: OrderedDict[int, Piece] = OrderedDict()
         self._protected_pages = 0
@@ -126,18 +124,18 @@ class HotPages:
             start = self._free.allocate(pages)
         self.used_until = max(self.used_until, start + pages)
         if self._unwiped is not None and start + pages > self._unwiped:
-            self._wipe(start, pages)  # the pass would go by it
+            self._wipe(start, pages)  # the pass would miss it
         return Piece(start, pages, wipes=self._wipes)
 
     def take_unasked(self, pages: int) -> Piece | None:
-        """Allocate a piece for a read that nobody has requested yet; None while requested reads wait for room."""
+        """Allocate a piece for a read that nobody has requested; None while requested reads wait for memory."""
         refused = self.refused
         piece = None if refused else self.take(pages)
         self.refused = refused
         return piece
 
     def has(self, generation: int) -> bool:
-        """Whether this record is kept. A look is not a use."""
+        """Whether this record is kept. Doesn't count as a use."""
         return generation in self._probation or generation in self._protected
 
     def look_again(self) -> None:
@@ -183,7 +181,7 @@ class HotPages:
         return piece
 
     def peek(self, generation: int) -> Piece | None:
-        """The piece of this record. A look is not a use."""
+        """The piece of this record. Doesn't count as a use."""
         return self._protected.get(generation) or self._probation.get(generation)
 
     def touch(self, generation: int) -> None:
@@ -193,10 +191,10 @@ class HotPages:
             self.release(piece)
 
     def wipe_free(self, page: int, pages_max: int) -> int | None:
-        """Overwrite free pages from one on, so many at most; the page from which to go on, None if that was all.
+        """Overwrite free pages from `page` on, at most `pages_max`; returns the page to continue at, None at the end.
 
-        Pieces that are in use and not kept when it begins, at page 0, are overwritten when they are released: what is
-        being read into them may have been erased meanwhile.
+        Pieces that are in use and not kept when a pass begins, at page 0, are overwritten when they are released: the
+        block being read into them may have been erased meanwhile.
         """
         self._wipes += not page
         for start, pages in self._free.after(page):
@@ -245,7 +243,7 @@ class HotPages:
         self._free.release(piece.start, piece.pages)
 
     def retire(self, piece: Piece, known_as: int) -> None:
-        """A piece that is not kept, and that was known by this number while it was in use: that use is to end."""
+        """End the uses of a piece that is not kept, and was known by this number."""
         if not self._may_go(known_as):
             piece.users += 1
             self._going[known_as] = piece
@@ -262,7 +260,7 @@ class HotPages:
                 piece.is_erased = are_erased
                 self.forget(
                     piece
-                )  # one that is in use is freed, and waiters are woken, when its last user is done
+                )  # a piece in use is freed, and waiters are woken, when its last user is done
 
     def statistics(self) -> HotStatistics:
         """The current counts."""
@@ -300,7 +298,7 @@ class HotPages:
                     elif not piece.users and self._may_go(generation):
                         gone = piece
                         break
-                for generation in stay:  # so that they are not looked at each time
+                for generation in stay:  # so that they are not examined each time
                     kept.move_to_end(generation)
                 if gone is not None:
                     self._evicted += 1
@@ -309,7 +307,7 @@ class HotPages:
         return False
 
     def _is_for_certain(self, piece: Piece, tenant: Hashable) -> bool:
-        """Whether a piece is of the part that its tenant has, whatever others read; its own reads may take it first."""
+        """Whether to spare a piece: it is in the guaranteed part of a tenant other than the reading one."""
         tenants = self._tenants()
         if tenants <= 1 or piece.name is None or piece.name[0] == tenant:
             return False
@@ -333,9 +331,7 @@ class HotMemory:
         self.pages = HotPages(size_bytes // PAGE_BYTES, freed, self.shelf.take, tenants, self._wipe)
         self.shares = Shares(size_bytes, tenants)
         self.view = memoryview(self._memory)
-        self._expected: dict[
-            Name, int
-        ] = {}  # what is being read under a name, and was named by the index ever since
+        self._expected: dict[Name, int] = {}  # generations being read, if the index has named them throughout
 
     def take(self, length_bytes: int, tenant: Hashable) -> Piece | None:
         """Allocate a piece for a tenant's record with a payload of this length."""
@@ -401,8 +397,8 @@ class HotMemory:
     ) -> None:
         """Unlist and drop the blocks of these names: the index has other entries for them now, or none.
 
-        What is new and has landed by a grant stays listed: only its own record can be what the index has now. The core
-        knows the places of what is new already (`cold_calls`), so that a get in between finds one or the other.
+        New blocks that landed by a grant stay listed: the index can only have their own records. The core knows the
+        places of new blocks already (`cold_calls`), so that a get in between finds one or the other.
         """
         self.unlist(names, are_new=are_new)
         for name in names if self._expected else ():
@@ -410,7 +406,7 @@ class HotMemory:
         self.pages.drop_dead(names, lookup, are_erased=are_erased)
 
     def unlist(self, names: Iterable[Name], *, are_new: bool = False) -> None:
-        """Stop the C core from sending these; it may send new ones that land later."""
+        """Stop the C core from sending these; it may send new blocks of these names that land later."""
         self.shelf.unlist(b"".join(map(b"".join, names)), others_only=are_new)
 
     def stored(self, names: Iterable[Name]) -> None:

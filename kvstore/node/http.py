@@ -7,10 +7,10 @@ What always holds: the number of connections is bounded, in all and per source, 
 further one closes the oldest of its source that has sent no request, or one of the source with the most. A request has
 a bounded size and a deadline, and so has its answer. All but health requires authentication; where clients need
 certificates, a client without one gets nothing but health. Nothing can be changed over HTTP.
-What it doesn't do: keep-alive, request bodies, compression. It serves a Prometheus and a few people.
+What it doesn't do: keep-alive, request bodies, compression. It serves Prometheus and a few people.
 
 A node without tenants trusts any caller on loopback. A browser is such a caller for any web page whose name resolves to
-127.0.0.1, so the node answers only if the host is an address or `localhost`.
+127.0.0.1, so the node answers only if the request's host is an address or `localhost`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True)
 class _Caller:
-    """A caller, and how far it has come."""
+    """A caller, and the progress of its request."""
 
     source: str
     connection: socket.socket
@@ -150,12 +150,10 @@ class HttpServer:
         self._closes = closes
         self._wants_certificate = tls is not None and tls.context.verify_mode is not ssl.CERT_NONE
         self._clock = clock
-        self._rates: dict[
-            bytes | None, Rate
-        ] = {}  # by tenant, of which there are no more than files have had
-        self._later_ms: dict[bytes, int] = {}  # by a caller's source and credentials: when it may come again
+        self._rates: dict[bytes | None, Rate] = {}  # by tenant: at most as many as tenants files have named
+        self._later_ms: dict[bytes, int] = {}  # by source and credentials of a caller: when it may retry
         self._closing = threading.Event()
-        self._serving: dict[asyncio.Task[None], _Caller] = {}  # the longest here stands first
+        self._serving: dict[asyncio.Task[None], _Caller] = {}  # oldest first
         self._node_loop: asyncio.AbstractEventLoop | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -163,8 +161,8 @@ class HttpServer:
         self._listener: socket.socket | None = None
 
     def listen(self, host: str, port: int) -> str:
-        """Bind the port; returns the address as people write it. The running loop is the node's."""
-        # As gRPC does, it takes either wildcard for that of both families.
+        """Bind the port; returns the address for people. Call it on the node's loop."""
+        # Like gRPC, it takes either wildcard to mean both families.
         every = host in ("::", "0.0.0.0") and socket.has_dualstack_ipv6()  # noqa: S104
         family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
         try:
@@ -187,7 +185,7 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The address at which it listens."""
+        """The port on which it listens."""
         assert self._listener is not None
         return int(self._listener.getsockname()[1])
 
@@ -200,7 +198,7 @@ class HttpServer:
         self._closing.set()
         loop, stop = self._loop, self._stop
         if loop is not None and stop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
                 loop.call_soon_threadsafe(stop.set)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
         self._listener.close()
@@ -222,9 +220,9 @@ class HttpServer:
         while True:
             try:
                 connection, address = await loop.sock_accept(listener)
-            except OSError as error:  # the process has no descriptor left, or the caller has gone
+            except OSError as error:  # the process has no descriptor left, or the caller has left
                 log.warning("--http could not take a connection: %s", error)
-                await asyncio.sleep(HTTP_ACCEPT_AGAIN_MS / 1000)  # or a busy loop would stop other work
+                await asyncio.sleep(HTTP_ACCEPT_AGAIN_MS / 1000)  # a busy loop would stop other work
                 continue
             caller = _Caller(source_of(ip_of(str(address[0]).partition("%")[0])), connection)
             if not self._make_room(caller.source):
@@ -249,7 +247,7 @@ class HttpServer:
             if one.source == source and not one.has_asked:
                 one.leaves = True
                 with contextlib.suppress(OSError):
-                    one.connection.shutdown(socket.SHUT_RDWR)  # who reads from it sees its end
+                    one.connection.shutdown(socket.SHUT_RDWR)  # its reader sees the end
                 return True
         return False
 
@@ -268,7 +266,7 @@ class HttpServer:
             transport, _ = await loop.connect_accepted_socket(
                 lambda: protocol, caller.connection, ssl=tls, ssl_handshake_timeout=handshake_s
             )
-        except OSError:  # a handshake that failed is its caller's matter
+        except OSError:  # a failed handshake is the caller's problem
             caller.connection.close()
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
@@ -282,7 +280,7 @@ class HttpServer:
                     writer.close()
                     await writer.wait_closed()
         finally:
-            transport.abort()  # a caller that has not read it by now does not get it; no effect after a clean end
+            transport.abort()  # a caller that has not read it by now won't get it; no effect after a clean end
 
     async def _answer(
         self, caller: _Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -302,7 +300,7 @@ class HttpServer:
             return method, _refusal(error)
 
     async def _asked_there(self, who: bytes, asked: _Asked) -> Answer:
-        """Have the node answer, unless it has told this caller to come later: then its thread hears nothing of it."""
+        """Have the node answer, unless this caller was told to retry later: then the node's thread is not involved."""
         now_ms, until_ms = self._clock.monotonic_ns() // 1_000_000, self._later_ms.get(who, 0)
         if now_ms < until_ms:
             raise Overloaded("Too many requests were made; see Retry-After.", until_ms - now_ms)
@@ -326,7 +324,7 @@ class HttpServer:
 
     def _admit(self, asked: _Asked) -> Tenant:
         what, who = f"http {asked.path[:32]}", f"http:{asked.peer[0]}:{asked.peer[1]}"
-        if self._wants_certificate and not asked.certificate:  # before it can use up what others may ask
+        if self._wants_certificate and not asked.certificate:  # before it can use up the others' share
             why = "Clients without a certificate may only use /healthz and /readyz."
             self._gate.audit.refused(what, tenant="", peer=who, why=why)
             raise _Bad(403, why)
@@ -341,7 +339,7 @@ class HttpServer:
         return tenant
 
     def _rate_of(self, tenant: bytes | None) -> Rate:
-        """One bucket per tenant, and one for all unauthenticated callers, so that they can't use up a monitor's."""
+        """One bucket per tenant, and one for all unauthenticated callers, which so can't use up a monitor's."""
         if tenant not in self._rates:
             self._rates[tenant] = Rate(self._clock, HTTP_REQUESTS_PER_S)
         return self._rates[tenant]
@@ -374,7 +372,7 @@ async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str],
 
 
 def _metadata(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """A token as the gate knows it, out of `Bearer`, or out of the password of `Basic`, which browsers ask for."""
+    """A token in the gate's form, from `Bearer`, or from the password of `Basic`, for which browsers prompt."""
     authorization = headers.get("authorization", "")
     kind, _, said = authorization.partition(" ")
     if kind.lower() != "basic":
@@ -387,7 +385,7 @@ def _metadata(headers: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _names(certificate: Mapping[str, Any]) -> dict[str, list[bytes]]:
-    """The names in a client's certificate, as gRPC calls them."""
+    """The names in a client's certificate, in gRPC's form."""
     alternative = list(certificate.get("subjectAltName", ()))
     common = [
         value for part in certificate.get("subject", ()) for kind, value in part if kind == "commonName"

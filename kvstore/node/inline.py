@@ -1,7 +1,7 @@
 """Blocks inside gRPC, for clients that have no fabric: chunk by chunk through the node's hot memory.
 
-Its memory is limited to half of the hot memory, an eighth of that per client, and per tenant to its share. A block that
-finds no room is Overloaded before its first byte is received, and a client that stalls is disconnected after
+Memory is limited to half of the hot memory, to an eighth of that per client, and to its share per tenant. A block that
+finds no memory is Overloaded before its first byte is received, and a client that stalls is disconnected after
 `INLINE_TIMEOUT_MS`. A get checks the whole payload before it sends the first chunk.
 """
 
@@ -40,7 +40,7 @@ __all__ = ["InlineBlocks", "InlineRead", "PendingRead", "check_chunk", "deadline
 
 @asynccontextmanager
 async def deadline(what: str) -> AsyncIterator[None]:
-    """A deadline for the next step of a client, which may have stalled."""
+    """A deadline for a client's next step, in case it stalls."""
     try:
         async with asyncio.timeout(INLINE_TIMEOUT_MS / 1000):
             yield
@@ -49,7 +49,7 @@ async def deadline(what: str) -> AsyncIterator[None]:
 
 
 def check_chunk(length: int) -> None:
-    """Refuse a chunk that is larger than one may be."""
+    """Refuse a chunk that is too large."""
     if length > CHUNK_BYTES_MAX:
         raise ProtocolError(
             f"A chunk has at most {CHUNK_BYTES_MAX} bytes, not {length}; send the block in several."
@@ -75,7 +75,7 @@ class InlineBlocks:
         self._store = store
         self._granted = granted
         self.memory = memory
-        self._shares = Shares(memory.size_bytes // 2, tenants_known)  # a reader here does not stop the fabric
+        self._shares = Shares(memory.size_bytes // 2, tenants_known)  # readers here don't block the fabric
 
     def take(self, who: Holder, length: int) -> Piece:
         """Allocate memory for a block; Overloaded if there is none."""
@@ -106,7 +106,7 @@ class InlineBlocks:
     ) -> Durability:
         """Receive a block in chunks and store it; returns the durability reached.
 
-        `before_kept` is called once all bytes have arrived, right before the store is, and may refuse.
+        `before_kept` is called once all bytes have arrived, right before the store, and may refuse.
         """
         check_block(key, fingerprint, length)
         check_domain(key, domain, encrypts=self._store.keys is not None)
@@ -150,7 +150,7 @@ class InlineBlocks:
         except BaseException:
             self.give_back(who, piece)
             raise
-        # From here on the piece is the drive's until `finish`, whether or not this call is still awaited.
+        # From here on the drive owns the piece until `finish`, whether or not this call is still awaited.
         done = await kept
         if done.error is not None:
             raise done.error
@@ -193,13 +193,13 @@ class InlineBlocks:
         return PendingRead(hot)
 
     def _hot(self, who: Holder, item: GetItem) -> InlineRead | None:
-        """A block in memory, or a miss if one that has just landed there is not the requested one."""
+        """A block in memory; a miss if a landed block of this name is not the requested one."""
         name, now_ms = (item.tenant, item.key), self._clock.wall_ms()
         (entry,) = self._store.lookup([name])
         landed = self._granted.find(name) if entry is None else None
         if entry is not None:
             if mismatch(item, entry.fingerprint, entry.length, entry.expires_ms, now_ms) is not None:
-                return None  # the store says so
+                return None  # the store reports the miss
             piece = self.memory.pages.find(entry.generation)
             length, crc32c, generation = entry.length, entry.crc32c, entry.generation
         elif landed is not None:
@@ -216,7 +216,7 @@ class InlineBlocks:
         if piece is None:
             return None
         if not self._shares.may_hold(who, piece.pages * PAGE_BYTES):
-            self.memory.pages.release(piece)  # before it costs a check of its bytes
+            self.memory.pages.release(piece)  # before its bytes are checked
             raise Overloaded("The client has as many reads under way as the node allows; finish those first.")
         if crc32c_at(self.memory.address(piece) + HEADER_BYTES, length) != crc32c:
             self.memory.pages.forget(piece)  # the drive's bytes may be right
@@ -241,7 +241,7 @@ class InlineBlocks:
             done = self._store.verify_payload(item, batch[0])
             if done.miss is None:
                 name = (item.tenant, item.key)
-                (entry,) = self._store.lookup([name])  # it may have gone while it was read
+                (entry,) = self._store.lookup([name])  # the block may be gone by now
                 self.memory.keep([(piece, done.generation, name, entry)])
                 self.counters.found([done.length], in_memory=False)
                 self.timings.got_from_drive.note(self._clock.monotonic_ns() - began_ns)
@@ -264,7 +264,7 @@ class PendingRead:
             self._read.set_result(read)
 
     def arrived(self, read: InlineRead) -> None:
-        """Deliver it, or free its memory if its caller is gone."""
+        """Deliver the block, or free its memory if the caller has left."""
         if self._read.done():
             read.close()
         else:
@@ -272,21 +272,21 @@ class PendingRead:
 
     @property
     def has_come(self) -> bool:
-        """Whether nothing is left to wait for."""
+        """Whether `read` would return at once."""
         return self._read.done()
 
     async def read(self) -> InlineRead:
-        """The block, once it is there."""
+        """Wait for the block."""
         return await self._read
 
     def drop(self) -> None:
-        """Discard it."""
+        """Discard the block."""
         if not self._read.cancel():
             self._read.result().close()
 
 
 class InlineRead:
-    """A block that was read for an inline get, or a miss, perhaps without memory; `close` gives that back."""
+    """A block that was read for an inline get, or a miss; `close` frees its memory, if any."""
 
     def __init__(
         self,
@@ -299,8 +299,8 @@ class InlineRead:
         in_memory: bool = False,
     ) -> None:
         self.done = done
-        self.in_memory = in_memory  # before it was asked for
-        self.close = release  # gives the memory back
+        self.in_memory = in_memory  # before the request
+        self.close = release  # frees the memory
         self._memory = memory
         self._piece = piece
         self._length = length

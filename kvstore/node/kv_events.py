@@ -4,9 +4,9 @@ A message is `[topic, sequence, batch]`: `kv@` and the tenant in hex; eight byte
 in seconds, events, null]`. An event is a map with a `type` or, if configured, an array that begins with it. Recent
 messages can be replayed: a request with a sequence number returns all from there on, then number -1.
 
-What always holds: the node's loop never waits. What finds no room in the queue is counted and leaves a gap in the
-sequence, so listeners know that they missed events. ZeroMQ authenticates no one, so nothing leaves this machine: only
-loopback and `ipc://` are listened on (`client.watch`, over gRPC, is for others).
+What always holds: the node's loop never waits. Events that find no room in the queue are counted and leave a gap in the
+sequence, so listeners know that they missed some. ZeroMQ authenticates nobody, so nothing leaves this machine: the
+publisher listens only on loopback and `ipc://` (`client.watch`, over gRPC, is for others).
 
 What it doesn't do: report blocks from before the node's start, know tokens, or wait for slow readers.
 """
@@ -42,7 +42,7 @@ _END: Final = (-1).to_bytes(_SEQUENCE_BYTES, signed=True)
 
 
 class _Noted(NamedTuple):
-    """What happened at once, to blocks of any tenants."""
+    """Events of one moment, for blocks of any tenants."""
 
     wall_s: float
     names: Sequence[tuple[bytes, bytes]]
@@ -89,9 +89,9 @@ class KvEvents:
         return socket
 
     def blocks(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        """Note blocks that are stored now or, with a reason, gone. Called by the node's loop."""
+        """Note blocks that are now stored or, with a reason, gone. Called on the node's loop."""
         if reason is Reason.SUPERSEDED:
-            return  # a newer record has the name: the block is there as before
+            return  # a newer record has the name: the block is still stored
         noted = _Noted(self._clock.wall_ms() / 1000, tuple(names), gone=reason is not None)
         with self._lock:
             if self._queued + len(noted.names) > EVENTS_QUEUED_MAX:
@@ -103,7 +103,7 @@ class KvEvents:
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Publish what is queued, and end."""
+        """Publish what is queued, and stop."""
         self._closing = True
         os.eventfd_write(self._bell, 1)
         self._thread.join()
@@ -150,7 +150,7 @@ class KvEvents:
         self._published.send_multipart([topic, sequence.to_bytes(_SEQUENCE_BYTES), payload])
 
     def _answer(self) -> None:
-        """Resend requested events, as far as they are kept."""
+        """Resend requested events, as far as they are still kept."""
         assert self._replay is not None
         who, *envelope, begin = self._replay.recv_multipart()
         if len(begin) != _SEQUENCE_BYTES:

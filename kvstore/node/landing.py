@@ -4,12 +4,12 @@ A slot is `[header page | payload | padding to the page's end]`, so the drive ca
 from where the payload landed. Each connection has a landing area of its own, with a random key: no client can write
 into another's slots.
 
-A slot's life: FREE -> LEASED (a client may write) -> WRITING (its flag came with the lease's generation)
--> FREE. A slot whose lease ends before its flag came is QUARANTINED: the client's late write may still be in flight, so
-the slot is not reused until the client confirms that it is not (`abort`), or its connection is closed.
+A slot's life: FREE -> LEASED (a client may write) -> WRITING (its flag arrived with the lease's generation)
+-> FREE. A slot whose lease ends before its flag arrives is QUARANTINED: the client's late write may still be in flight,
+so the slot is not reused until the client confirms that it is not (`abort`), or its connection is closed.
 
 What always holds: a generation is given out once in the life of a node; a slot in any state but FREE is
-never leased. `Slots` does no I/O and has no notion of time: tests drive it directly.
+never leased. What it doesn't do: I/O, or read a clock, so tests drive `Slots` directly.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LandingLayout:
 
 
 class SlotState(enum.Enum):
-    """The state of a slot, and so what may happen to it next."""
+    """The state of a slot, which determines what may happen to it next."""
 
     FREE = "free"
     LEASED = "leased"
@@ -102,20 +102,20 @@ class Lease:
     leased_ns: int = 0
     deadline_ns: int = 0
     landed_ns: int = 0
-    flag_ns: int = 0  # when its flag was seen, if that came with the block; 0: unknown
-    trace: SessionTrace | None = None  # of the session that the block is for, if its client said so
-    is_taken: bool = False  # its key has another block: whatever lands is not kept, and `landed` is not said
-    traced: PutTrace | None = None  # who adds up what becomes of the put's leases, for its spans
+    flag_ns: int = 0  # when its flag was seen, if that arrived with the block; 0: unknown
+    trace: SessionTrace | None = None  # of the block's session, if the client named one
+    is_taken: bool = False  # another block has its key: what lands is not kept, and `landed` is not sent
+    traced: PutTrace | None = None  # collects the outcomes of the put's leases, for its spans
 
     def ended_in_vain(self, now_ns: int) -> bool:
-        """Whether its client, which gives up some time before the lease ends, held it as long as it could."""
+        """Whether the client held the lease as long as it could: it gives up some time before the lease ends."""
         granted_ns = self.deadline_ns - self.leased_ns
         margin_ns = min(LEASE_MARGIN_MS * 1_000_000, granted_ns // 2)
-        return self.deadline_ns - now_ns <= margin_ns * 5 // 4  # the way there and back takes time too
+        return self.deadline_ns - now_ns <= margin_ns * 5 // 4  # the round trip takes time too
 
 
 class Tracked(Protocol):
-    """What is traced and timed of a block on its way: a lease, or a block that came by a grant."""
+    """The traced and timed fields of a block in flight: a lease, or a block that landed by a grant."""
 
     length: int
     durability: Durability
@@ -127,7 +127,7 @@ class Tracked(Protocol):
 
 
 class LandedLease(NamedTuple):
-    """A block that has landed and is to be stored, as a `FairQueue` has it."""
+    """A block that has landed and is to be stored, as an item of a `FairQueue`."""
 
     connection: Connection
     lease: Lease
@@ -140,7 +140,7 @@ class LandedLease(NamedTuple):
 
     @property
     def flow(self) -> int:
-        """Through which of its tenant's connections it came."""
+        """The connection of its tenant through which it came."""
         return self.connection.number
 
     @property
@@ -152,7 +152,7 @@ class LandedLease(NamedTuple):
 class Slots:
     """The lease table of one connection. Leases are named by their generation.
 
-    After `erase` no slot keeps what it had: `wipe` overwrites the given number of bytes of a slot when its lease ends,
+    After `erase` no slot keeps its bytes: `wipe` overwrites the given number of bytes of a slot when its lease ends,
     or when `wipe_free` finds it free.
     """
 
@@ -161,9 +161,9 @@ class Slots:
         self._wipe = wipe
         self._free = list(range(count - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
-        self.busy = 0  # slots that are leased, or hold what is being written
-        self._left: dict[int, int] = {}  # how many bytes blocks may have left, by slots
-        self._to_wipe: dict[int, int] = {}  # likewise, of erased blocks
+        self.busy = 0  # slots that are leased or being written
+        self._left: dict[int, int] = {}  # how many bytes blocks may have left, by slot
+        self._to_wipe: dict[int, int] = {}  # the same, for erased blocks
 
     def take(self, count: int) -> list[int]:
         """Take free slots, all or none; each must be given to `hold` next."""
@@ -175,18 +175,18 @@ class Slots:
         return [self._free.pop() for _ in range(count)]
 
     def hold(self, lease: Lease) -> None:
-        """Enter a lease of a taken slot."""
+        """Add a lease of a taken slot."""
         assert lease.generation not in self._leases
         self._leases[lease.generation] = lease
         self._left[lease.slot] = max(lease.length, self._left.get(lease.slot, 0))
         self.busy += 1
 
     def lease(self, generation: int) -> Lease:
-        """One that is held."""
+        """The lease of this generation, which must exist."""
         return self._leases[generation]
 
     def landed(self, generation: int) -> Lease | None:
-        """The flag came: from now on the bytes are ours. None when the lease is not waiting for it."""
+        """The flag has arrived: from now on the bytes are ours. None if the lease is not waiting for it."""
         lease = self._leases.get(generation)
         if lease is None or lease.state is not SlotState.LEASED:
             return None
@@ -194,7 +194,7 @@ class Slots:
         return lease
 
     def finished(self, generation: int) -> Lease:
-        """The drive is done with the slot, one way or the other."""
+        """The drive is done with the slot, successfully or not."""
         lease = self._leases.pop(generation)
         assert lease.state is SlotState.WRITING
         self.busy -= 1
@@ -202,7 +202,7 @@ class Slots:
         return lease
 
     def expired(self, generation: int) -> Lease | None:
-        """The lease's time is over. None when its block has landed or it was given back."""
+        """The lease has expired. None if its block has landed or it was given back."""
         lease = self._leases.get(generation)
         if lease is None or lease.state is not SlotState.LEASED:
             return None
@@ -211,7 +211,7 @@ class Slots:
         return lease
 
     def abort(self, slot: int, generation: int) -> Lease | None:
-        """The client promises not to write. None when there is nothing to give back any more."""
+        """The client promises not to write. None if there is nothing left to give back."""
         lease = self._leases.get(generation)
         if lease is None or lease.slot != slot or lease.state is SlotState.WRITING:
             return None
@@ -226,13 +226,13 @@ class Slots:
         return lease is not None and lease.state is SlotState.QUARANTINED
 
     def erase(self) -> None:
-        """Let all bytes that blocks have left be overwritten, in slots in use when their leases end."""
+        """Mark all bytes that blocks have left for overwriting; in slots in use, when their leases end."""
         for slot, length in self._left.items():
             self._to_wipe[slot] = max(length, self._to_wipe.get(slot, 0))
         self._left = {lease.slot: lease.length for lease in self._leases.values()}
 
     def wipe_free(self) -> bool:
-        """Overwrite one free slot that has bytes of erased blocks; False if there is none."""
+        """Overwrite one free slot that contains bytes of erased blocks; False if there is none."""
         slot = next((one for one in self._free if one in self._to_wipe), None)
         if slot is not None:
             self._wipe(slot, self._to_wipe.pop(slot))
@@ -262,29 +262,29 @@ class LeaseTable:
         return len(self._connections)
 
     def refuse_more(self, connection: Connection, count: int) -> None:
-        """Overloaded, if the connection's tenant may not have so many more."""
+        """Overloaded, if the connection's tenant may not have this many more."""
         if count > self._places.left(connection.tenant):
             raise Overloaded("The tenant's share of the node's leases is used up; wait for puts to finish.")
 
     def add(self, generation: int, connection: Connection) -> None:
-        """Enter one."""
+        """Add a lease."""
         self._connections[generation] = connection
         self._places.take(connection.tenant)
 
     def get(self, generation: int) -> Connection | None:
-        """The connection that has this generation; None if none has."""
+        """The connection with this lease; None if there is none."""
         return self._connections.get(generation)
 
     def of(self, generation: int) -> Connection:
-        """The connection that has this generation; one must have it."""
+        """The connection with this lease, which must exist."""
         return self._connections[generation]
 
     def end(self, generation: int) -> Connection:
-        """Remove one that there is; whose it was."""
+        """Remove a lease, which must exist; returns its connection."""
         connection = self._connections.pop(generation)
         self._places.give_back(connection.tenant)
         return connection
 
     def pop(self, generation: int) -> Connection | None:
-        """Remove one, if it is there; whose it was."""
+        """Remove a lease, if it exists; returns its connection."""
         return self.end(generation) if generation in self._connections else None

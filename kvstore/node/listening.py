@@ -38,7 +38,7 @@ def _read(path: Path, holds: str) -> bytes:
 
 
 class Certificates:
-    """The node's own, and whose certificates clients must have, as gRPC and Python's servers take them."""
+    """The node's own certificate, and the CA of its clients' certificates, for gRPC's and Python's servers."""
 
     def __init__(self, config: NodeConfig) -> None:
         self.context = _context(config)
@@ -46,24 +46,24 @@ class Certificates:
         self._renewed: grpc.ServerCertificateConfiguration | None = None
         self.for_grpc = grpc.dynamic_ssl_server_credentials(
             _for_grpc(config),
-            self._fetch,  # type: ignore[arg-type]  # the stubs don't know that it may give None
+            self._fetch,  # type: ignore[arg-type]  # the stubs don't know that it may return None
             require_client_authentication=self._wants_clients,
         )
 
     @classmethod
     def of(cls, config: NodeConfig) -> Certificates | None:
-        """Read them; None where a node has none."""
+        """Read the certificates; None if the node has none."""
         return None if config.tls_certificate is None else cls(config)
 
     def renew(self, config: NodeConfig) -> None:
-        """Read them again, for connections that begin from now on; ConfigError if they can't be used."""
+        """Read them again, for connections that begin from now on; ConfigError if they are invalid."""
         if config.tls_certificate is None or (config.tls_clients is not None) != self._wants_clients:
             raise ConfigError("Turning TLS or client certificates on or off needs a restart.")
         context, self._renewed = _context(config), _for_grpc(config)
         self.context = context
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC before each handshake, on a thread of its own; None: the certificate has not changed."""
+        """Called by gRPC before each handshake, on gRPC's own thread; None: the certificate has not changed."""
         renewed, self._renewed = self._renewed, None
         return renewed
 
@@ -138,5 +138,5 @@ def why_not(error: OSError, host: str, port: int) -> str:
         errno.EADDRNOTAVAIL: f"This machine has no address {host}.",
         errno.EACCES: f"This user may not listen on port {port}.",
     }
-    why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio's has a tuple in it
+    why = os.strerror(error.errno) if error.errno else error.strerror  # asyncio's text contains a tuple
     return known.get(error.errno or 0, f"The node could not listen on {host} port {port}: {why}.")

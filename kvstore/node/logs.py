@@ -1,11 +1,11 @@
 """The node's log: one line per event, with time and level and, where known, connection, tenant and request.
 
-`log.info("attached", extra=about(connection=3, tenant="acme"))` is how a line says what it is about. In text this
-precedes the message; in JSON it has fields of its own.
+`log.info("attached", extra=about(connection=3, tenant="acme"))` gives a line its subject. In text this precedes the
+message; in JSON it has fields of its own.
 
 What always holds: one event is one line, whatever it contains, and foreign text can't move a terminal's cursor. Of one
-kind of message at most `LOG_LINES_PER_S` are written per second; the rest is counted, and reported with the next line
-of that kind. Errors and above are always written, except gRPC's traceback of an answer whose caller has gone: that is
+kind of message at most `LOG_LINES_PER_S` are written per second; the rest are counted, and reported with the next line
+of that kind. Errors and above are always written, except gRPC's traceback for an answer whose caller has left: that is
 no error of the node, and clients can cause any number of them.
 
 What it doesn't do: rotate files. It writes to standard error, as service managers and container engines expect.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["about", "begin_logging"]
 
-_CALLER_HAS_GONE: Final = "ExecuteBatchError raised in core"  # as gRPC's message begins
+_CALLER_HAS_GONE: Final = "ExecuteBatchError raised in core"  # the start of gRPC's message
 _FIELDS: Final = ("connection", "tenant", "request")
 
 
@@ -77,7 +77,7 @@ class _Rate(logging.Filter):
         self._clock = clock
         self._seen: dict[
             str, tuple[int, int, int]
-        ] = {}  # second, lines in it, lines left out since the last told of
+        ] = {}  # second, lines in it, lines left out since the last report
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = str(record.msg)
@@ -100,7 +100,7 @@ class _Rate(logging.Filter):
 
 
 def begin_logging(clock: Clock, level: str, form: str) -> None:
-    """Write what the process logs to standard error from now on."""
+    """Write the process's log to standard error from now on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if form == "json" else _Text())
     handler.addFilter(_Rate(clock))

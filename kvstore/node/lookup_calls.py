@@ -1,4 +1,4 @@
-"""The service Lookups: why blocks of a request hit or missed, for the tenant whose request it was.
+"""The service Lookups: why the blocks of a request hit or missed, for the tenant that made the request.
 
 What always holds: a call sees the look-ups of its caller's tenant and no others; its answer is bounded.
 """

@@ -1,8 +1,8 @@
 """The history of look-ups and their outcomes: bounded, in memory and in a log beside the drives.
 
-What always holds: at most `LOOKUPS_MAX` look-ups and `LOOKUPS_BYTES_MAX`; the tenant that has most of these makes room,
-with its oldest. A tenant's look-ups are found under its own name only. A look-up is recorded once, when it is over, as
-one note whatever the number of its blocks; no key is in it. Nothing that a caller says here ends a call.
+What always holds: at most `LOOKUPS_MAX` look-ups and `LOOKUPS_BYTES_MAX`; the oldest of the tenant that has the most
+make room. A tenant's look-ups are found under its own name only. A look-up is recorded once, when it is over, as one
+note whatever the number of its blocks; it contains no key. Nothing that a caller reports here ends a call.
 What it doesn't do: wait for the disk (`lookup_log`), or decide anything.
 """
 
@@ -78,7 +78,7 @@ class Lookups:
     def begin(
         self, told: HasMetadata, tenant: bytes, kind: Kind, blocks: int, session: SessionName | None = None
     ) -> Looking:
-        """A caller requests blocks. Its report of look-ups that did not reach the node is recorded."""
+        """Begin a look-up. The caller's report of look-ups that did not reach the node is recorded too."""
         request_id = ""
         for key, value in told.invocation_metadata() or ():
             if key == REQUEST_HEADER and isinstance(value, str):
@@ -93,7 +93,7 @@ class Lookups:
         try:
             message = pb.LookupsByCaller.FromString(data[:LOOKUPS_TOLD_BYTES_MAX])
         except DecodeError:
-            return  # it is for people to read, and no reason to refuse blocks
+            return  # the history is for people, and no reason to refuse blocks
         now_ms = self.clock.wall_ms()
         for told in message.lookups:
             ago_ms = min(max(0, message.sent_unix_ms - told.at_unix_ms), LOOKUP_TOLD_LATE_MS)
@@ -115,18 +115,18 @@ class Lookups:
             )
 
     def lease_over(self, tenant: bytes, key: bytes) -> None:
-        """A lease of a block was over before the block landed."""
+        """Note that a lease of a block was over before the block landed."""
         self._leases_over[tenant, key] = self.clock.wall_ms()
         self._leases_over.move_to_end((tenant, key))
         if len(self._leases_over) > LEASES_OVER_REMEMBERED:
             self._leases_over.popitem(last=False)
 
     def lease_over_ms(self, tenant: bytes, key: bytes) -> int:
-        """When the last lease of a block was over without its having landed; 0: none is remembered."""
+        """When the last lease of a block was over before the block landed; 0: none is remembered."""
         return self._leases_over.get((tenant, key), 0)
 
     def record(self, tenant: bytes, session: bytes, lookup: Lookup) -> None:
-        """A look-up is over."""
+        """Record a look-up that is over."""
         message = lookup_message(lookup).SerializeToString()
         kept = Kept(tenant, session, lookup.request_id.encode(), message)
         self._keep(kept)
@@ -142,7 +142,7 @@ class Lookups:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Drop the oldest look-ups of the tenant with most, several at once, so that the search for it is rare."""
+        """Drop the oldest look-ups of the tenant with the most, several at once, so that it is rarely searched for."""
         tenant = max(self._bytes_of, key=self._bytes_of.__getitem__)
         mine = self._of[tenant]
         until_bytes = self._bytes_of[tenant] - LOOKUPS_BYTES_MAX // _ROOM_PART
@@ -158,7 +158,7 @@ class Lookups:
     # --- queries
 
     def missed(self, tenant: bytes, outcomes: Container[int]) -> list[pb.Lookup]:
-        """The last look-ups with such an outcome, of one tenant or with b"" of all; the latest first."""
+        """The last look-ups with one of these outcomes, of one tenant or, with b"", of all; the latest first."""
         notes = (self._of.get(tenant, deque()),) if tenant else tuple(self._of.values())
         share = UI_LOOKUPS_SCANNED_MAX // max(1, len(notes))
         recent = (kept for mine in notes for kept in islice(reversed(mine), share))
@@ -169,7 +169,7 @@ class Lookups:
     def told_of(
         self, tenant: bytes, request_id: str, session: SessionName | None, last: int
     ) -> pb.ListLookupsResponse:
-        """A tenant's look-ups of a request, of a session, or all; the latest, the earliest of them first."""
+        """A tenant's latest look-ups of a request, of a session, or of all; the earliest of them first."""
         mine = self._of.get(tenant, deque())
         wanted = clean_id(request_id).encode()
         whose = None if session is None else session.user + session.session
@@ -190,6 +190,6 @@ class Lookups:
         )
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write what is queued."""
         if self._on_disk is not None:
             self._on_disk.close()

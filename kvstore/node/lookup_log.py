@@ -1,12 +1,12 @@
 """The log of look-ups on the disk: appended to by its own thread, rotated, and read when the node opens.
 
 A frame is its length and a CRC-32 of what follows (4 bytes each, little-endian), then tenant, user and session as
-digests (16 bytes each), the request's id behind its length (one byte), and the look-up as the proto has it. Files are
-numbered upwards; the oldest goes when there are more than `LOOKUP_LOG_FILES`.
+digests (16 bytes each), the request's id after its length (one byte), and the look-up as in the proto. Files are
+numbered upwards; the oldest is removed when there are more than `LOOKUP_LOG_FILES`.
 
-What always holds: no caller waits for the disk; what is not written for lack of room, or because the disk does not
-take it, is counted. What was handed to the kernel survives SIGKILL. A tail that is torn, or wrong in any other way,
-ends its file: the frames before it are good, and new frames take its place.
+What always holds: no caller waits for the disk; look-ups that are not written for lack of room, or because the disk
+refuses, are counted. What was handed to the kernel survives SIGKILL. A tail that is torn, or otherwise invalid, ends
+its file: the frames before it are valid, and new frames take its place.
 What it doesn't do: survive power loss; it is never synced.
 """
 
@@ -48,7 +48,7 @@ _CLOSE_TIMEOUT_S = LOOKUP_LOG_CLOSE_MS / 1000
 
 
 class Kept(NamedTuple):
-    """A look-up as it is kept: whose, of which session (digests; zeros if of none) and request, and its message."""
+    """A stored look-up: its tenant, user and session (digests; zeros if none), its request, and its message."""
 
     tenant: bytes
     session: bytes
@@ -68,7 +68,7 @@ class Kept(NamedTuple):
 
 
 def frames(data: bytes) -> Iterator[tuple[int, Kept]]:
-    """Good frames from the first on, each with where it ends."""
+    """The valid frames from the first on, each with its end offset."""
     at = 0
     while at + _HEAD.size <= len(data):
         length, crc = _HEAD.unpack_from(data, at)
@@ -134,7 +134,7 @@ class LookupLog(Handle):
             self._wake.notify()
 
     def close(self) -> None:
-        """Write what is queued, and end, with a deadline for a stuck disk."""
+        """Write what is queued, and stop, with a deadline for a stuck disk."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -167,7 +167,7 @@ class LookupLog(Handle):
         if self._fd < 0:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
             self._fd = os.open(self._path(self._number), flags, 0o600)
-        # A write that was cut short is written over by the next: a half frame in between would hide what follows it.
+        # The next write overwrites a short one: a half frame in between would hide what follows it.
         if os.pwrite(self._fd, data, self._file_bytes) != len(data):
             raise OSError(0, "it took only a part")
         self._file_bytes += len(data)

@@ -32,7 +32,7 @@ _OF_GONE = {
     Reason.DELETED: Outcome.DELETED,
     Reason.QUARANTINED: Outcome.CORRUPT,
     Reason.ERASED: Outcome.ERASED,
-    Reason.SUPERSEDED: Outcome.NEVER,  # and what took its place went too long ago to be remembered
+    Reason.SUPERSEDED: Outcome.NEVER,  # its successor was removed too long ago to be remembered
 }
 _MAY_HAVE_GONE = {
     MissReason.UNKNOWN,
@@ -98,7 +98,7 @@ class Looking:
         self.outcomes = bytearray((Outcome.GIVEN_UP,)) * self.blocks
 
     def all_are(self, outcome: Outcome, blocks: int | None = None) -> None:
-        """Set it for the first `count` blocks, or for all."""
+        """Set the outcome of the first `blocks` blocks, or of all."""
         self.outcomes = bytearray((outcome,)) * (self.blocks if blocks is None else blocks)
 
     def add(self, outcome: Outcome) -> None:
@@ -106,7 +106,7 @@ class Looking:
         self.outcomes.append(outcome)
 
     def read(self, read: InlineRead) -> None:
-        """A block for a get inside gRPC has been looked for, and is about to be sent if it was found."""
+        """Note that a block for a get inside gRPC was looked up, and is about to be sent if found."""
         now_ns = self._lookups.clock.monotonic_ns()
         if read.done.miss is None:
             self.size_bytes += read.done.length
@@ -115,7 +115,7 @@ class Looking:
             self.drive_last_ns = now_ns
 
     def missed(self, at: int, key: bytes, reason: MissReason) -> None:
-        """A block is not served; find out how it went, if that may be what happened."""
+        """Note that a block is not served; find out how it was removed, if it may have been."""
         outcome = outcome_of_miss(reason)
         if reason in _MAY_HAVE_GONE and len(self._gone) < LOOKUP_MISSES_EXPLAINED_MAX:
             told = self._lookups.store.explain(self._tenant, key)
@@ -133,17 +133,17 @@ class Looking:
             self.outcomes[at] = outcome
 
     def since(self, began_ns: int) -> None:
-        """It began then."""
+        """Set when the look-up began."""
         self._at_ms -= (self._began_ns - began_ns) // 1_000_000
         self._began_ns = began_ns
 
     def was(self, began_ns: int, ended_ns: int) -> None:
-        """Record it as one that began and ended then."""
+        """Record the look-up with these times."""
         self.since(began_ns)
         self.over(ended_ns)
 
     def over(self, now_ns: int | None = None) -> None:
-        """Record it."""
+        """Record the look-up."""
         if self.is_over:
             return
         self.is_over = True

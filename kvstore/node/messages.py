@@ -1,8 +1,8 @@
-"""Messages that are being received: how many at a time, for each tenant.
+"""Limits how many messages are being received at a time, for each tenant.
 
-gRPC allocates room for a message as soon as it is awaited, up to `MESSAGE_BYTES_MAX`, and keeps what has arrived of one
-that never ends. So at most `MESSAGES_COMING_MAX` are awaited at a time, shared among tenants; for all others gRPC
-buffers at most `MESSAGE_AHEAD_BYTES`.
+gRPC allocates room for a message as soon as it is awaited, up to `MESSAGE_BYTES_MAX`, and keeps the part that has
+arrived of one that never ends. So at most `MESSAGES_COMING_MAX` are awaited at a time, shared among tenants; for all
+others gRPC buffers at most `MESSAGE_AHEAD_BYTES`.
 
 What always holds: a tenant's messages are awaited in the order in which its calls asked for them; a waiting call delays
 only its own tenant. What it doesn't do: end a message that does not arrive; its call has a deadline.
@@ -28,13 +28,13 @@ class Messages:
     """The messages of a node."""
 
     def __init__(self, tenants: Callable[[], int]) -> None:
-        """`tenants` tells of how many the node knows."""
+        """`tenants` returns how many tenants the node knows."""
         self._places = Places(MESSAGES_COMING_MAX, tenants)
         self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}
 
     @asynccontextmanager
     async def coming(self, who: str | None) -> AsyncIterator[None]:
-        """Wait for a message under this, once this tenant may wait for one more."""
+        """Wait until this tenant may receive one more message; receive it inside this context."""
         if who in self._waiting or not self._places.left(who):
             mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(who, deque()).append(mine)

@@ -2,8 +2,8 @@
 
 What always holds: names end in their unit, and counters in `_total`. Labels have few values: reasons, calls, statuses
 and drives are few, tenants are those of the node's file, and no user, session or key is one. Values are taken on the
-node's thread, from what it counts anyway, and formatted on another.
-What it doesn't do: take a lock that moving a block takes.
+node's thread, from existing counters, and formatted on another.
+What it doesn't do: take a lock that is used in moving a block.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NS: Final = 1_000_000_000
 
 
 class _Gathered:
-    """Metrics that were taken at one moment, for a registry that makes them into text."""
+    """Metrics taken at one moment, for a registry that formats them as text."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = metrics
@@ -60,7 +60,7 @@ def rendered(metrics: Sequence[Metric]) -> bytes:
 
 
 def gathered(node: Node, tenants: Tenants, asking: Tenant, version: str) -> list[Metric]:
-    """Gather all metrics. Quotas are the caller's own, and everybody's if it is an observer."""
+    """Gather all metrics. Quotas are the caller's own, or all tenants' if it is an observer."""
     return [
         *_of_node(node, version),
         *_of_cluster(node.membership),
@@ -152,7 +152,7 @@ def _of_node(node: Node, version: str) -> list[Metric]:
 
 
 def _of_cluster(membership: Membership | None) -> list[Metric]:
-    """All of them 0 on a node that is in no cluster."""
+    """The cluster's metrics: 0 on a node outside a cluster."""
     members = 0 if membership is None else len(membership.map.members)
     absent = 0 if membership is None else len(membership.map.absent)
     is_member = membership is not None and not membership.outside
@@ -174,7 +174,7 @@ def _of_cluster(membership: Membership | None) -> list[Metric]:
 
 
 def _of_upkeep(upkeep: Upkeep | None) -> list[Metric]:
-    """All of them 0 on a node that keeps up no copies."""
+    """The metrics of copies: 0 on a node that maintains none."""
     found = None if upkeep is None else upkeep.found
     return [
         _gauge(

@@ -1,11 +1,11 @@
 """The node: connections, the store and the fabric, joined by one thread of control.
 
-It takes a put from its lease to its last acknowledgement, and gives fetches and inline blocks to their
-own modules. Everything here runs in the asyncio loop's thread; bytes are moved by the C core and by
-io_uring, which report through two eventfds that the loop watches.
+It takes a put from its lease to its last acknowledgement, and passes fetches and inline blocks to their own modules.
+Everything here runs in the asyncio loop's thread; bytes are moved by the C core and by io_uring, which report through
+two eventfds that the loop watches.
 
-What always holds: an acknowledgement is sent only after the store has reported that durability; a block
-whose flag came before its client left is stored all the same; every wait has an end.
+What always holds: an acknowledgement is sent only after the store has reported that durability; a block whose flag
+arrived before its client left is still stored; every wait has a bound.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ __all__ = ["Node"]
 
 log = logging.getLogger(__name__)
 
-_FILLER_NICE: Final = 10  # of the thread that has memory for puts: it takes what others leave
+_FILLER_NICE: Final = 10  # of the thread that allocates memory for puts: it runs when others are idle
 _ERASED: Final = "The erase domain of the block was erased after it had landed."
 _TAKEN: Final = "Another block, of another length or layout, is stored under this key."
 
@@ -110,7 +110,7 @@ class Node:
         """`tenants_known` returns how many tenants share the node's resources."""
         self.address = address or FabricAddress("127.0.0.1")
         self.readiness = Readiness()
-        self.at_endpoint: Callable[[Endpoint, Ip], object] = lambda *_: None  # for whom each endpoint is
+        self.at_endpoint: Callable[[Endpoint, Ip], object] = lambda *_: None  # with endpoint and client
         self.membership: Membership | None = None  # of a cluster
         self.upkeep: Upkeep | None = None  # of copies of blocks
         self.sharing: Sharing | None = None  # of the hot memory, with clients on this machine
@@ -122,19 +122,19 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self.connections: dict[int, Connection] = {}  # of attached clients, by number
         self._numbers = itertools.count(1)
-        # Tags of fetches and generations of leases: one sequence, begun at random, so no word of an earlier life fits.
+        # Tags of fetches and generations of leases: one sequence from a random start, so that no old word fits.
         self._tags = itertools.count(secrets.randbits(48) + 1)
-        self._leased = LeaseTable(tenants_known)  # until the drive is done or the lease over
+        self._leased = LeaseTable(tenants_known)  # until the drive is done or the lease is over
         self._due: FairQueue[LandedLease] = FairQueue()  # to be stored
-        self._goes_on = False  # with that, in the next round of the loop
-        self.freed = asyncio.Event()  # set whenever memory goes that outlived its connection
+        self._goes_on = False  # that continues in the loop's next round
+        self.freed = asyncio.Event()  # set when memory that outlived its connection is freed
         self.places = Places(self.address.clients_max(), tenants_known)
-        # Others hold all that is registered in the machine's memory, whether or not anything lands in it.
+        # Other providers pin all registered memory, whether or not anything lands in it.
         self._pins = fabric.provider not in {"net", "tcp", "tcp;ofi_rxm", "sockets", "shm", "memory"}
         self.landing = Places(LANDING_BYTES_MAX, tenants_known)  # bytes that clients hold
         self._filler = ThreadPoolExecutor(1, "kvstore-landing", os.nice, (_FILLER_NICE,))
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
-        self.began_ns = self.ticked_ns = clock.monotonic_ns()  # when it was last seen to go on
+        self.began_ns = self.ticked_ns = clock.monotonic_ns()  # `ticked_ns`: when the loop last ran the timer
         self.counters, self.timings, self.turns = Counters(), Timings(clock), Turns(clock)
         self.watchers = Watchers(clock, tenants_known)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
@@ -170,7 +170,7 @@ class Node:
 
     @property
     def leases(self) -> int:
-        """How many slots are leased, or hold blocks that are not on the drive yet."""
+        """How many slots are leased, or contain blocks that are not on the drive yet."""
         return len(self._leased)
 
     def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
@@ -208,7 +208,7 @@ class Node:
     ) -> tuple[Connection, bytes]:
         """Open a connection with its own landing area; returns it and the fabric address for its client.
 
-        `caller` is the source of the call, as gRPC names it. Without a `seal`, fabric messages are not authenticated.
+        `caller` is the source of the call, in gRPC's form. Without a `seal`, fabric messages are not authenticated.
         """
         if provider != self.fabric.provider:
             raise ProtocolError(
@@ -218,7 +218,7 @@ class Node:
         if not 1 <= block_bytes_max <= BLOCK_BYTES_MAX:
             raise ProtocolError(f"A block has 1 to {BLOCK_BYTES_MAX} bytes, not {block_bytes_max}.")
         client = self.address.believed(peer_address, caller, self.fabric)
-        async with self.turns.of(tenant.id, rest=3):  # to open an endpoint takes milliseconds
+        async with self.turns.of(tenant.id, rest=3):  # opening an endpoint takes milliseconds
             return self._attached(
                 tenant, credentials, client, peer_address, acks, block_bytes_max, slots, seal
             )
@@ -264,7 +264,7 @@ class Node:
                 )
             except BaseException:
                 opened.endpoint.close()
-                with contextlib.suppress(BufferError):  # the error that is told may keep it for longer
+                with contextlib.suppress(BufferError):  # the raised error may refer to it for longer
                     memory.close()
                 raise
         except NoMemory as error:
@@ -290,7 +290,7 @@ class Node:
         return LandingLayout(granted, block_bytes_max)
 
     def _let_land(self, connection: Connection, slots: int) -> None:
-        """Allocate the memory of so many more slots of a connection, where it is missing; Overloaded if it can't."""
+        """Allocate missing memory for this many more slots of a connection; Overloaded if it can't."""
         layout, new = connection.layout, connection.slots_not_there(slots)
         if not new:
             return
@@ -307,7 +307,7 @@ class Node:
                 f"The node's machine lacks the {size_bytes} bytes of memory for {new} more slots; try again later."
             ) from error
         self.landing.take(connection.tenant, size_bytes)
-        if rest is not None:  # it takes no longer than the bytes that come
+        if rest is not None:  # it takes no longer than the arrival of the bytes
             connection.filling += 1
             filling = self._loop.run_in_executor(self._filler, rest)
             filling.add_done_callback(lambda done: self._filled(connection, done))
@@ -322,7 +322,7 @@ class Node:
             self.detach(connection)
 
     def left(self, connection: Connection) -> None:
-        """Close the connection of a client that has left. What reached it before counts as sent."""
+        """Close the connection of a client that has left. Puts that reached it before count as sent."""
         if not connection.closed:
             self._fabric_events()
         self.detach(connection)
@@ -345,7 +345,7 @@ class Node:
         log.info("detached", extra=connection.about())
 
     def _free_if_idle(self, connection: Connection) -> None:
-        # Every leased slot still ends in an event: its block had landed, or its watch was withdrawn.
+        # Every leased slot still ends with an event: its block had landed, or its watch was withdrawn.
         if connection.closed and not connection.slots.busy and not connection.filling:
             self._closing.discard(connection)
             self.freed.set()
@@ -353,7 +353,7 @@ class Node:
             connection.free_memory()
 
     def take_note(self) -> None:
-        """Process what the C core has done by itself; called before any request is answered."""
+        """Process the C core's own work; called before any request is answered."""
         self.granted.take_all()
         self.fabric_calls.served()
 
@@ -409,7 +409,7 @@ class Node:
     def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
         """Release leases that a client returns: it promises not to write.
 
-        Returns how many there were to take, and the generations of those that were over: their words have been put.
+        Returns how many were released, and the generations of those that were already over: their words have been put.
         """
         over = [generation for _, generation in leases if connection.slots.is_quarantined(generation)]
         released = [
@@ -432,7 +432,7 @@ class Node:
         self.poll_store()
 
     def poll_store(self) -> None:
-        """Advance what the drives have to do, and report what has ended."""
+        """Advance the drives' work, and report completions."""
         self.store.poll()
         self.granted.store_gathered()
 
@@ -480,7 +480,7 @@ class Node:
             landed.append(LandedLease(connection, lease, event))
 
     def _store_due(self) -> None:
-        """Store blocks that have landed, their tenants in turn; of many the rest a round of the loop later."""
+        """Store landed blocks, their tenants in turn; of many, the rest in the loop's next round."""
         if due := list(itertools.islice(iter(self._due.take_any, None), TURN_STEP_PUTS)):
             self._store(due)
         self._goes_on = len(self._due) > 0
@@ -499,7 +499,7 @@ class Node:
         try:
             self.store.put(items, self._kept)
         except Overloaded:
-            # The blocks are safe in their slots, which their clients can't use meanwhile: that is the back-pressure.
+            # The blocks are safe in their slots, which their clients can't reuse meanwhile: this is the back-pressure.
             self._loop.call_later(0.001, self._store, landed)
 
     def _kept(self, batch: Sequence[PutDone]) -> None:
@@ -507,7 +507,7 @@ class Node:
         lengths: list[int] = []
         vain: list[tuple[bytes, bytes]] = []
         kept: dict[tuple[bytes, Durability], list[Lease]] = {}
-        # Before anybody is told, so that no span outlasts its parent.
+        # Before acknowledgements, so that no span outlasts its parent.
         ended = None if self.spans is None else self._ends(batch)
         now_ns = self.clock.monotonic_ns()
         for done in batch:
@@ -535,7 +535,7 @@ class Node:
             self.spans.ended(ended, now_ns)
 
     def _not_kept(self, connection: Connection, lease: Lease, error: KvError) -> AckCode | None:
-        """Record why a block was not stored; returns the code for its word, unless the word may be reused by now."""
+        """Record why a block was not stored; returns the code for its word, unless the word may have been reused."""
         self.timings.lease_failed(connection.tenant, lease, error)
         if lease.is_taken:  # its word has said so
             return None
@@ -585,7 +585,7 @@ class Node:
             await self.freed.wait()
 
     async def close(self) -> None:
-        """Close all connections, and wait within a bound until all landed blocks are on the drive."""
+        """Close all connections, and wait, with a bound, until all landed blocks are on the drive."""
         self.prefetches.close()
         self.take_note()
         for connection in list(self.connections.values()):

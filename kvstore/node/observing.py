@@ -1,7 +1,7 @@
-"""The service Observing: how the node is doing, and what happens to a tenant's own blocks and sessions.
+"""The service Observing: the node's state, and events of a tenant's own blocks and sessions.
 
-What always holds: a watch ends with its call, with its tenant's right to be here, or when its reader stands still;
-until then something comes at least every `WATCH_HEARTBEAT_MS`.
+What always holds: a watch ends with its call, when its caller's credentials are revoked, or when its reader stalls;
+until then it sends something at least every `WATCH_HEARTBEAT_MS`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ObservingService(observing_pb2_grpc.ObservingServicer):
             with self._node.watchers.watching(tenant.id) as watcher:
                 await context.write(
                     pb.WatchResponse()
-                )  # so that the client knows from when on it hears of all
+                )  # so that the client knows from when on it gets all events
                 while self._gate.tenants.admits(credentials, tenant.name):
                     told = await watcher.next(WATCH_HEARTBEAT_MS / 1000)
                     async with deadline("A watcher"):

@@ -1,8 +1,8 @@
 """Exports a node's spans over OTLP to a collector, on threads of OpenTelemetry's SDK, from a bounded queue.
 
 Imported only with `--otel`. What always holds: a span without a sampled parent is never made. A collector that is slow
-or away costs spans and nothing else: beyond `SPANS_QUEUED_MAX` the oldest are dropped, the log says so when it begins
-and when it is over, and a stopping node waits for the collector for a limited time.
+or down costs only spans: beyond `SPANS_QUEUED_MAX` the oldest are dropped, the beginning and the end of that are
+logged, and a stopping node waits for the collector for a limited time.
 What it doesn't do: have settings of its own. The SDK takes its usual ones from the environment, such as
 `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_EXPORTER_OTLP_CERTIFICATE` and `OTEL_RESOURCE_ATTRIBUTES`.
 """
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class Collector:
-    """The way to one collector."""
+    """The connection to one collector."""
 
     def __init__(self, endpoint: str, node: str, clock: Clock) -> None:
-        # These write a line for each try, and for spans that find no room; one line says it all, below.
+        # These log each attempt, and each dropped span; `_Exporter` logs an outage once.
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
         logging.getLogger("opentelemetry.sdk").setLevel(logging.ERROR)
         self._exporter = _Exporter(endpoint)
@@ -72,16 +72,16 @@ class Collector:
         self.spans = NodeSpans(self._provider, clock)
 
     def close(self) -> None:
-        """Send what waits, for so long and no longer."""
+        """Send what is queued, for a limited time."""
         sending = threading.Thread(target=self._provider.shutdown, name="kvstore-otel", daemon=True)
         sending.start()
         sending.join(SPANS_STOP_MS / 1000)
         if sending.is_alive():
-            self._exporter.shutdown()  # which ends what is under way
+            self._exporter.shutdown()  # ends an export in progress
 
 
 class _Exporter(SpanExporter):
-    """The SDK's exporter, which says in one line that its collector is away, and in one that it is back."""
+    """The SDK's exporter; logs one line when its collector is down, and one when it is back."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -90,7 +90,7 @@ class _Exporter(SpanExporter):
         self._is_over = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send some."""
+        """Send spans."""
         try:
             result = self._to.export(spans)
         except ValueError:  # of a channel that `shutdown` has closed under it
@@ -108,10 +108,10 @@ class _Exporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """End what is under way. Safe to call again."""
+        """End an export in progress. Safe to call again."""
         self._is_over = True
         self._to.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """Nothing is kept here."""
+        """Return at once: nothing is kept here."""
         return self._to.force_flush(timeout_millis)

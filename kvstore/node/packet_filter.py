@@ -1,8 +1,8 @@
-"""Filters of packets that the kernel runs on a socket (classic BPF): by them a peer can't even connect.
+"""Packet filters that the kernel runs on a socket (classic BPF): a refused peer can't even connect.
 
 What always holds: a filter reads the packet's IP header, and so judges an IPv4 peer of an IPv6 socket by its IPv4
-address. Connections that stand keep the filter that their listener had when they began.
-What it doesn't do: look at ports or at what a packet carries.
+address. Open connections keep the filter that their listener had when they began.
+What it doesn't do: look at ports or payloads.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _DROP: Final = (_RETURN, 0, 0, 0)
 
 
 def refusing(sources: Iterable[str]) -> bytes:
-    """Instructions that let every packet through but those of these sources: addresses, and networks of IPv6."""
+    """Instructions that admit every packet except those of these sources: addresses, and IPv6 networks."""
     return _program([ipaddress.ip_network(one) for one in sources], _DROP, _PASS)
 
 
 def admitting(client: Ip, networks: Sequence[Network]) -> bytes:
-    """Instructions that let the packets of this address and of these networks through, and no others."""
+    """Instructions that admit only packets of this address and of these networks."""
     return _program([ipaddress.ip_network(client), *networks], _PASS, _DROP)
 
 
 def _program(networks: Sequence[Network], of_these: _Instruction, of_others: _Instruction) -> bytes:
     v4 = [one for network in networks if network.version == _IPV4 for one in _if_within(network, of_these)]
     v6 = [one for network in networks if network.version != _IPV4 for one in _if_within(network, of_these)]
-    # A conditional jump has eight bits, which many sources go beyond; the other kind has 32.
+    # A conditional jump has an 8-bit offset, too short for many sources; an unconditional one has 32 bits.
     head = [
         (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
         (_SHIFT_RIGHT, 0, 0, 4),
@@ -59,7 +59,7 @@ def _program(networks: Sequence[Network], of_these: _Instruction, of_others: _In
 
 
 def _if_within(network: Network, then: _Instruction) -> list[_Instruction]:
-    """Compare the source's words with the network's, as far as its prefix goes."""
+    """Compare the words of the source with those of the network, up to the length of its prefix."""
     first = _SOURCE_OF_IPV4 if network.version == _IPV4 else _SOURCE_OF_IPV6
     steps: list[_Instruction] = [then]
     words = -(-network.prefixlen // _WORD_BITS)
@@ -80,12 +80,12 @@ NOBODY: Final = _packed(_DROP)
 
 
 def attach(ours: socket.socket, program: bytes) -> None:
-    """Have the kernel run these instructions on each packet for a socket; OSError where it has no such filters."""
+    """Have the kernel run these instructions on each packet for a socket; OSError if it doesn't support them."""
     code = ctypes.create_string_buffer(program, len(program))
     told = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     ours.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
 
 
 def detach(ours: socket.socket) -> None:
-    """Let all packets through again."""
+    """Admit all packets again."""
     ours.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)

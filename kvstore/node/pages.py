@@ -1,8 +1,8 @@
-"""What the node serves over HTTP: /metrics, /healthz, /readyz, and with `--ui` the page and its state.
+"""The node's HTTP pages: /metrics, /healthz, /readyz, and with `--ui` the web page and its state.
 
 What always holds: nothing here changes anything; answers have a bounded size; a tenant's data is shown to that tenant
-and to observers only. The page loads nothing but the state, and its policy (CSP) names its own script and style by
-their digests, so nothing that a client put into a session's name can run in it.
+and to observers only. The page loads nothing but the state, and its policy (CSP) lists its own script and style by
+their digests, so no script in a session's name can run in it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["http_server"]
 
-_PAGES = b"pages of "  # they wait by a name of their own, so that a scrape delays no call of its tenant
+_PAGES = b"pages of "  # a queue of their own, so that a scrape delays no call of its tenant
 _NAME_BYTES = TENANT_BYTES + USER_BYTES + SESSION_BYTES
 
 
 def _policy(page: str) -> str:
-    """Let this page's own script and style run, and let it ask this node; nothing else."""
+    """Permit this page's own script and style, and requests to this node; nothing else."""
 
     def digests(tag: str) -> str:
         parts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -100,7 +100,7 @@ def http_server(node: Node, gate: Gate, tls: Certificates | None, *, ui: bool) -
 def _in_turn(
     node: Node, page: Callable[[Question], Awaitable[Answer]]
 ) -> Callable[[Question], Awaitable[Answer]]:
-    """Answer one request of a tenant at a time; three times as long is left to all calls, its own among them."""
+    """Answer one request of a tenant at a time; three times as long is left to all calls, its own included."""
 
     async def answer(question: Question) -> Answer:
         async with node.turns.whole(_PAGES + question.tenant.id):
@@ -110,7 +110,7 @@ def _in_turn(
 
 
 def _health(node: Node) -> Answer:
-    """On the server's thread: of the node's thread nothing but when it was last seen."""
+    """Run on the server's thread: reads only when the node's thread was last seen."""
     still_ms = (node.clock.monotonic_ns() - node.ticked_ns) // 1_000_000
     if still_ms < HEALTH_STILL_MS:
         return Answer(b"serving\n")
@@ -133,7 +133,7 @@ def _reason(text: str) -> MissReason | None:
 
 
 def _name(text: str, field: str) -> bytes:
-    """The name of a session, as the state has it."""
+    """The name of a session, from its form in the state."""
     try:
         name = bytes.fromhex(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Pins: blocks promised to a tenant for a time, so that they are not evicted between a look-up and a get.
+"""Pins: protect a tenant's blocks for a time, so that they are not evicted between a look-up and a get.
 
 What always holds: a pin expires, even if its owner has died; only its own tenant can find it; all pins together hold
 at most half of the store's drives, and one tenant's at most half of that, so that puts always find something to
@@ -56,7 +56,7 @@ class Pins:
         self._clock = clock
         self._half_bytes = store.statistics().capacity_bytes // 2
         self._of_tenant: dict[bytes, dict[int, _Pin]] = {}
-        self._deadlines: list[tuple[int, bytes, int]] = []  # a heap, with some that were ended before
+        self._deadlines: list[tuple[int, bytes, int]] = []  # a heap, which includes some pins that have ended
         self._bytes: dict[bytes, int] = {}
         self.count = 0
 
@@ -66,17 +66,17 @@ class Pins:
         return sum(record_bytes(entry.length) for entry in entries if entry is not None)
 
     def hold(self, tenant: bytes, keys: Sequence[bytes]) -> list[Held | None]:
-        """Hold blocks, for a pin; None for each that is not stored."""
+        """Protect blocks, for a pin; None for each that is not stored."""
         return self._store.hold([(tenant, key) for key in keys], Guard.LEASE)
 
     def let_go(self, held: Sequence[Held | None]) -> None:
-        """Release blocks that ended up in no pin."""
+        """Release blocks that did not become part of a pin."""
         self._store.release([one for one in held if one is not None], Guard.LEASE)
 
     def pin(
         self, tenant: bytes, held: Sequence[Held | None], size_bytes: int, time_to_live_ms: int
     ) -> Pinned:
-        """Pin blocks that are held; Overloaded, and nothing pinned, if that is more than may be."""
+        """Pin protected blocks; Overloaded, and nothing pinned, if that exceeds a limit."""
         time_to_live_ms = min(time_to_live_ms or PIN_TIMEOUT_MS, PIN_TIMEOUT_MS_MAX)
         self.refuse_too_much(tenant, size_bytes)
         pin = _Pin([one for one in held if one is not None], size_bytes)
@@ -91,7 +91,7 @@ class Pins:
         return Pinned(number, time_to_live_ms, [one is not None for one in held])
 
     def refuse_too_much(self, tenant: bytes, wanted_bytes: int) -> None:
-        """Overloaded, if a tenant, or all, would have too much pinned."""
+        """Overloaded, if a tenant, or all together, would have too much pinned."""
         if self._bytes.get(tenant, 0) + wanted_bytes > self._half_bytes // 2:
             raise Overloaded(
                 f"A tenant may pin at most {self._half_bytes // 2} bytes of this node at a time."
@@ -105,7 +105,7 @@ class Pins:
             )
 
     def expire(self) -> None:
-        """End those whose time is over, a bounded number of blocks at a time."""
+        """End expired pins, a bounded number of blocks at a time."""
         now_ns, blocks = self._clock.monotonic_ns(), 0
         while self._deadlines and self._deadlines[0][0] <= now_ns and blocks < PINNED_ENDED_AT_ONCE:
             _, tenant, number = heapq.heappop(self._deadlines)
@@ -114,7 +114,7 @@ class Pins:
             self.unpin(tenant, number)
 
     def unpin(self, tenant: bytes, number: int) -> bool:
-        """End a pin of a tenant; tell whether it had not ended yet."""
+        """End a tenant's pin; returns whether it had not ended yet."""
         mine = self._of_tenant.get(tenant, {})
         pin = mine.pop(number, None)
         if pin is None:
@@ -123,7 +123,7 @@ class Pins:
         if not mine:
             del self._of_tenant[tenant], self._bytes[tenant]
         self.count -= 1
-        if len(self._deadlines) > 2 * self.count + PINS_OF_TENANT_MAX:  # most of them were ended
+        if len(self._deadlines) > 2 * self.count + PINS_OF_TENANT_MAX:  # most of them have ended
             self._deadlines = [one for one in self._deadlines if one[2] in self._of_tenant.get(one[1], ())]
             heapq.heapify(self._deadlines)
         self._store.release(pin.held, Guard.LEASE)

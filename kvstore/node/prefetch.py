@@ -3,8 +3,9 @@
 What always holds: a prefetch never reads while a fetch waits for the drive, and has at most `PREFETCH_AHEAD_BYTES`
 in flight; one prefetch has at most `PREFETCH_BLOCKS_MAX` blocks, uses at most an eighth of the hot memory, and evicts
 only unused blocks; tenants take turns. Many blocks are looked up in slices, by the caller (`Wish`).
-Prefetched blocks that were never requested are evicted first. It promises nothing: a missing block, or one without
-room, is left out; the caller may be told what was read. It checks no payload: the sender does.
+Prefetched blocks that were never requested are evicted first.
+What it doesn't do: promise anything (a missing block, or one without room, is left out; the caller can learn which were
+read), or check payloads: the sender does.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ __all__ = ["Asked", "Prefetched", "Prefetches", "Wish"]
 class Prefetched(NamedTuple):
     """What a prefetch has read."""
 
-    came: Sequence[bytes]  # lie in the memory, or did a moment ago
+    came: Sequence[bytes]  # in memory, at least a moment ago
     size_bytes: int
 
 
 class Asked:
-    """A prefetch. `ended` is called once, when nothing of it waits or is being read."""
+    """A prefetch. `ended` is called once, when none of its blocks waits or is being read."""
 
     def __init__(self, ended: Callable[[Prefetched], object] | None) -> None:
         self._ended = ended
         self._came: list[bytes] = []
         self._size_bytes = 0
-        self.waiting = 0  # of its blocks
+        self.waiting = 0  # how many of its blocks wait
         self.reading = 0
-        self.blocks = 0  # that there was a share for
+        self.blocks = 0  # how many fit into its share
 
     def came(self, one: _Wanted) -> None:
-        """A block is in the memory."""
+        """Note that a block is in memory."""
         self._came.append(one.key)
         self._size_bytes += one.length
 
@@ -63,7 +64,7 @@ class Asked:
         return Prefetched(tuple(self._came), self._size_bytes)
 
     def end_if_over(self) -> None:
-        """Tell, if this was the last."""
+        """Call `ended` if this was the last block."""
         if not self.waiting and not self.reading:
             ended, self._ended = self._ended, None
             if ended is not None:
@@ -95,7 +96,7 @@ class Wish:
         self._left_bytes = left_bytes
 
     def add(self, keys: Sequence[bytes]) -> bool:
-        """Add blocks; tell whether there may be more."""
+        """Add blocks; returns whether more may be added."""
         for key, entry in zip(keys, self._store.lookup([(self.tenant, key) for key in keys]), strict=True):
             size_bytes = 0 if entry is None else pages_of(entry.length) * PAGE_BYTES
             self._left_bytes -= size_bytes
@@ -117,7 +118,7 @@ class Wish:
 
 
 class Prefetches:
-    """All of a node's."""
+    """The prefetches of a node."""
 
     def __init__(self, store: Store, memory: HotMemory, is_wanted_elsewhere: Callable[[], bool]) -> None:
         """`is_wanted_elsewhere` says whether other work waits for the drive or for memory."""
@@ -125,7 +126,7 @@ class Prefetches:
         self._memory = memory
         self._is_wanted_elsewhere = is_wanted_elsewhere
         self._queued: FairQueue[_Wanted] = FairQueue()
-        self._left: dict[tuple[bytes, Hashable], Asked] = {}  # those of which a block waits
+        self._left: dict[tuple[bytes, Hashable], Asked] = {}  # those with a waiting block
         self._reading: dict[int, tuple[Piece, _Wanted]] = {}
         self._reading_bytes = 0
         self._goes_on: asyncio.Handle | None = None
@@ -137,11 +138,11 @@ class Prefetches:
     def wish(
         self, tenant: bytes, flow: Hashable, ended: Callable[[Prefetched], object] | None = None
     ) -> Wish:
-        """Begin to collect blocks; `ended` is called when they are done. It takes `queue` to have them read."""
+        """Begin to collect blocks, to be passed to `queue`; `ended` is called when they are done."""
         return Wish(self._store, tenant, flow, Asked(ended), self._memory.size_bytes // SHARES)
 
     def queue(self, wish: Wish) -> Asked:
-        """Start reading them."""
+        """Start reading the collected blocks."""
         tenant, flow, asked = wish.tenant, wish.flow, wish.asked
         before = self._left.pop((tenant, flow), None)
         if before is not None:  # requested again before it was done: it starts again
@@ -161,7 +162,7 @@ class Prefetches:
         return asked
 
     def close(self) -> None:
-        """Read no more than what is being read."""
+        """Start no more reads."""
         self._queued = FairQueue()
         self._left.clear()
         if self._goes_on is not None:
@@ -223,7 +224,7 @@ class Prefetches:
                 kept.append((piece, done.generation, (one.tenant, one.key)))
                 one.asked.came(one)
             one.asked.end_if_over()
-        entries = self._store.lookup([name for _, _, name in kept])  # it may have gone while it was read
+        entries = self._store.lookup([name for _, _, name in kept])  # a block may be gone by now
         self._memory.keep((*one, entry) for one, entry in zip(kept, entries, strict=True))
         for piece in pieces:
             self._memory.pages.release(piece)

@@ -1,7 +1,7 @@
-"""Where one client's puts by grants arrive: its slots, the rooms given for what comes there, and what has landed.
+"""Where one client's puts by grants arrive: its slots, the rooms for blocks that arrive there, and landed blocks.
 
-What always holds: a room is in `rooms` until its block has come or it is taken back; its piece of hot memory has one
-user then. When `close` returns, nothing is written into the slots any more.
+What always holds: a room is in `rooms` until its block has arrived or it is taken back; until then its piece of hot
+memory has one user. When `close` returns, nothing is written into the slots any more.
 """
 
 from __future__ import annotations
@@ -60,24 +60,24 @@ class Landed:
     )
 
     def __init__(self, area: PutArea, came: Came, piece: Piece, leased_ns: int, landed_ns: int) -> None:
-        self.area = area  # which holds the piece's memory
+        self.area = area  # the holder of the piece's memory
         self.connection = area.connection
         self.came = came
         self.piece = piece
         self.length = came.length
         self.durability = _DURABILITIES[min(came.durability, _SYNCED)]
-        self.leased_ns = leased_ns  # when the first that was heard of with it landed,
+        self.leased_ns = leased_ns  # when the first block of its batch landed,
         self.landed_ns = landed_ns  # and the last
-        # When its flag was seen, if that is told by a clock that is ours.
+        # When its flag was seen, if that time is from our own clock.
         fired_ns = came.fired_ns
         self.flag_ns = fired_ns if area.has_our_clock and fired_ns < came.landed_ns else 0
         self.trace: SessionTrace | None = None
         self.traced: PutTrace | None = None
-        self.name: Name = (area.connection.tenant, came.key)  # as the index would have it
+        self.name: Name = (area.connection.tenant, came.key)  # its name in the index
         self.is_gone = False  # it must not be read any more
         self.is_answered = False  # by the lane,
         self.ended_ns = 0  # which was done with it then
-        # Whether its client still waits for a word.
+        # Whether its client still waits for an acknowledgement.
         self.is_awaited = bool(came.is_stored) or came.durability > _LANDED
 
 
@@ -85,22 +85,22 @@ class PutArea:
     """A connection's area for puts: its client's slots, and the rooms granted for blocks that arrive there."""
 
     def __init__(self, connection: Connection, memory: HotMemory, *, shares: bool, encrypts: bool) -> None:
-        """`shares`: its client may be on this machine, and have its slots mapped. `encrypts`: puts name domains."""
+        """`shares`: the client may be on this machine, and map its slots. `encrypts`: puts must name domains."""
         self.connection = connection
         self.holder = (connection.tenant, self)
         self.layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
         self.shared: SharedSlots | None = None
         if shares:
-            with suppress(FabricError):  # for want of a descriptor: then it goes on over the fabric
+            with suppress(FabricError):  # no descriptor is left: the client uses the fabric
                 self.shared = SharedSlots(connection.fabric, self.layout.total_bytes)
         self._memory = undumped(self.layout.total_bytes) if self.shared is None else self.shared.memory
         self._region = connection.fabric.register(self._memory, endpoint=connection.endpoint)
         self.rooms: dict[int, Piece] = {}  # by number
-        self.unheard: list[Landed] = []  # of which the store has not heard
+        self.unheard: list[Landed] = []  # not passed to the store yet
         self.target = ROOMS_MIN  # rooms that it should have
         self.idle_ticks = 0
-        self.is_limited = False  # lanes take what arrives only as far as it was lent pages for: these,
-        self.lent_pages = 0  # including those of blocks that were not heard of yet
+        self.is_limited = False  # lanes take only as many pages as were lent: these,
+        self.lent_pages = 0  # including those of blocks not reported yet
         self.area = self._area(self._region.address)
         acks = connection.acks
         self.receiver = Receiver(
@@ -121,7 +121,7 @@ class PutArea:
 
     @property
     def has_our_clock(self) -> bool:
-        """Whether its client is known to be on this machine, so that its CLOCK_MONOTONIC is ours."""
+        """Whether the client is known to be on this machine, so that its CLOCK_MONOTONIC is ours."""
         return self.shared is not None and self.shared.is_mapped
 
     def _area(self, base: int, first_generation: int = 0) -> Area:
@@ -137,11 +137,11 @@ class PutArea:
 
     @property
     def told(self) -> Area:
-        """Its address in the client's fabric."""
+        """The area as it is described to the client."""
         return self._area(self._region.base, self.area.first_generation)
 
     def close(self) -> None:
-        """The connection's endpoint is closed."""
+        """Free the area of a connection whose endpoint is closed."""
         self.receiver.close()
         self._region.close()
         if self.shared is not None:

@@ -1,7 +1,7 @@
 """Reads for fetches by readers of the C core (`nic_offload.reader`), one for each drive that can have one.
 
-What always holds: nothing is handed over before its tenant's turn at the drive, and nothing that is no longer wanted by
-then; the extents and the memory of a group are kept until the drive is done with all of it.
+What always holds: no fetch is handed over before its tenant's turn at the drive, or if it is no longer wanted by then;
+the extents and the memory of a group are kept until the drive is done with all of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Readers:
-    """All of a node."""
+    """The readers of a node."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Readers:
     ) -> None:
         """Callbacks: for blocks no longer wanted at their turn, and for those that could not be handed over.
 
-        Then of a group that was read, and of those of it that were over before, whose memory is free now; and of those
-        that were sent, the last of them at that time.
+        Also for a group that was read, with those of its fetches that had ended before, whose memory is free now; and
+        for fetches that were sent, with the time of the last.
         """
         self._memory = memory
         self._tags = tags
         self._dropped, self._unread = dropped, unread
         self._was_read, self._was_sent = was_read, was_sent
-        self._groups: dict[int, Group] = {}  # that were handed over and are not read and sent, by tag
+        self._groups: dict[int, Group] = {}  # handed over, and not yet read and sent, by tag
         self._of: dict[Drive, Reader] = {}
         for drive in drives:
             if drive.direct_fd is not None:
@@ -77,7 +77,7 @@ class Readers:
         return drive in self._of
 
     def hand_over(self, cold: Iterable[tuple[Fetch, Entry, Drive]]) -> None:
-        """Queue at their drives what readers are to read, in groups of one connection."""
+        """Queue reads at their drives, in groups of one connection."""
         groups: list[Group] = []
         last: Group | None = None
         for fetch, entry, drive in cold:
@@ -114,7 +114,7 @@ class Readers:
         tag = next(self._tags)
         try:
             self._of[group.drive].put(self._memory.region, tag, readings)
-        except FabricError as error:  # it takes nothing more now
+        except FabricError as error:  # its queue is full
             log.warning("%s Python reads them.", error)
             for fetch, _ in wanted:
                 fetch.group = None
@@ -153,7 +153,7 @@ class Readers:
         )
 
     def read(self, event: Event) -> None:
-        """The drive is done with what one of the readers was handed, and with the memory for it."""
+        """Handle the end of a group's reads: the drive is done with its memory."""
         group = self._groups[event.tag]
         assert group.send is not None
         assert group.late is not None
@@ -164,7 +164,7 @@ class Readers:
             del self._groups[event.tag]
 
     def sent(self, event: Event) -> bool:
-        """Whether all blocks handed to a reader have ended: then they were sent, except failed ones."""
+        """Whether this event ends a group: then all of its blocks were sent, except failed ones."""
         group = self._groups.get(event.tag)
         if group is None:
             return False

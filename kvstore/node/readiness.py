@@ -1,9 +1,9 @@
 """Checks that the node can be reached at the fabric address it gives to clients, by reading one of its own words.
 
 What always holds: a node is ready only once that has worked, over an endpoint of the same kind and port range as a
-client's; until then `why` has the reason in words. Each attempt ends within `CONNECT_TIMEOUT_MS`. What it doesn't
-do: test the network between the node and its clients; a client reports that when it attaches. Fabrics without IP are
-ready at once.
+client's; until then `why` gives the reason. Each attempt ends within `CONNECT_TIMEOUT_MS`. Fabrics without IP are ready
+at once.
+What it doesn't do: test the network between the node and its clients; a client reports that when it attaches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORD_BYTES = 8
 
 
 class Readiness:
-    """What `/readyz` and the health service report."""
+    """The readiness that `/readyz` and the health service report."""
 
     def __init__(self) -> None:
         self.why = "the node has not tried its fabric yet"  # empty once it is ready
@@ -43,7 +43,7 @@ class Readiness:
 
 
 def reach_itself(fabric: Fabric, address: FabricAddress) -> None:
-    """Try every address given to clients, from a second fabric; FabricError names the failed one. It blocks."""
+    """Try every address given to clients, from a second fabric; FabricError names a failed one. It blocks."""
     if fabric.ip_version == 0:
         return
     for ip in address.addresses():
@@ -83,7 +83,7 @@ def _read_through(fabric: Fabric, opened: Opened, ip: Ip) -> None:
 
 
 def _ended(other: Fabric) -> bool:
-    """Whether the get came back with its bytes, in time."""
+    """Whether the get returned its bytes in time."""
     clock = SystemClock()
     until_ns = clock.monotonic_ns() + CONNECT_TIMEOUT_MS * 1_000_000
     while (left_ns := until_ns - clock.monotonic_ns()) > 0:

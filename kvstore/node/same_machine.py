@@ -1,16 +1,15 @@
 """Shares a node's memory with clients on the same machine: they map it, copy blocks out of it, and put blocks into it.
 
-An attach is answered with the name of a socket (of the abstract namespace) and a pass. A caller that shows the pass
-there is given descriptors: of the hot memory, to be read, and of the slots that the connection was granted, to be
-written (`shared_slots`). A client on another machine, or in another network namespace, finds no such socket, and goes
-on over the fabric. `nic_offload/desk.c` decides what such a client is told of blocks, and how long these stay where
-they are.
+An attach is answered with the name of a socket (in the abstract namespace) and a pass. A caller that presents the pass
+there gets descriptors: of the hot memory, read-only, and of the slots granted to its connection, writable
+(`shared_slots`). A client on another machine, or in another network namespace, finds no such socket, and uses the
+fabric. `nic_offload/desk.c` decides which blocks such a client can read, and for how long they stay in place.
 
-Always holds: a pass is good once, for `SHARE_PASS_MS`, and until its connection is closed; nobody can write to the hot
-memory, or change the size of either, through a descriptor; a caller that says nothing is hung up on after
-`SHARE_CALL_MS`, and no more than `SHARE_CALLERS_MAX` are listened to at a time.
-What it doesn't do: keep tenants apart in the hot memory. All that it has can be read in it, so a node that has tenants
-shares no more than slots.
+What always holds: a pass is valid once, for `SHARE_PASS_MS`, and until its connection is closed; nobody can write to
+the hot memory, or resize either memory, through a descriptor; a silent caller is disconnected after `SHARE_CALL_MS`,
+and at most `SHARE_CALLERS_MAX` are served at a time.
+What it doesn't do: isolate tenants in the hot memory. A client that maps it can read all of it, so a node that has
+tenants shares only slots.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class _Offer:
-    """What a pass permits."""
+    """The rights of a pass."""
 
     def __init__(
         self, connection: Connection, slots: SharedSlots | None, expires: asyncio.TimerHandle
@@ -61,13 +60,13 @@ class Sharing:
     """Shares a node's memory. Used in the loop's thread only."""
 
     def __init__(self, hot: HotMemory | None, tenants: Callable[[], int]) -> None:
-        """Without the hot memory it shares slots alone. `tenants` tells of how many the node knows."""
+        """Without the hot memory it shares only slots. `tenants` returns how many tenants the node knows."""
         self._hot = hot
         self._loop = asyncio.get_running_loop()
         self._offers: dict[bytes, _Offer] = {}
         self._mapped: set[Connection] = set()
-        self._slots: set[Connection] = set()  # that have theirs mapped, or may
-        self._places = Places(SHARE_SLOTS_MAX, tenants)  # of them
+        self._slots: set[Connection] = set()  # whose slots are or may be mapped
+        self._places = Places(SHARE_SLOTS_MAX, tenants)  # for these
         self._callers: dict[socket.socket, asyncio.TimerHandle] = {}
         self._name = f"triggerkv-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -113,7 +112,7 @@ class Sharing:
             self._give_back(offer.connection)
 
     def withdraw(self, connection: Connection) -> None:
-        """The connection is closed."""
+        """Withdraw the pass and the slots of a closed connection."""
         for one in [one for one, offer in self._offers.items() if offer.connection is connection]:
             self._offers.pop(one).expires.cancel()
         self._mapped.discard(connection)
@@ -131,7 +130,7 @@ class Sharing:
     def _accept(self) -> None:
         try:
             caller, _ = self._listener.accept()
-        except OSError:  # it has left, or we have no descriptor for it, and would be notified endlessly
+        except OSError:  # it has left, or no descriptor is left for it, and we would be notified endlessly
             self._loop.remove_reader(self._listener)
             self._listens_again = self._loop.call_later(SHARE_REST_MS / 1000, self._listen)
             return
@@ -143,7 +142,7 @@ class Sharing:
         self._loop.add_reader(caller, self._hear, caller)
 
     def _hear(self, caller: socket.socket) -> None:
-        """It shows its pass."""
+        """Handle a caller that presents its pass."""
         try:
             offer = self._offers.pop(caller.recv(SHARE_PASS_BYTES), None)
             if offer is not None:
@@ -151,7 +150,7 @@ class Sharing:
                 self._hand_over(caller, offer)
                 return
         except OSError:
-            pass  # it has left, or we have no descriptor for it: it continues over the fabric
+            pass  # it has left, or no descriptor is left for it: it uses the fabric
         self._end(caller)
 
     def _hand_over(self, caller: socket.socket, offer: _Offer) -> None:
@@ -173,7 +172,7 @@ class Sharing:
             self._loop.add_reader(caller, self._hear_mapped, caller, offer.connection, offer.slots)
 
     def _hear_mapped(self, caller: socket.socket, connection: Connection, slots: SharedSlots) -> None:
-        """It has its slots mapped, and puts nothing before it was answered."""
+        """Handle a caller that has mapped its slots; it puts nothing before it gets the answer."""
         try:
             if caller.recv(1) == MAPPED and not connection.closed:
                 slots.mapped(connection, None if self._hot is None else self._hot.region)
@@ -181,7 +180,7 @@ class Sharing:
             else:
                 slots.withhold()
         except (OSError, FabricError):
-            pass  # it has left, or will
+            pass  # it has left, or is about to
         self._end(caller)
 
     def _end(self, caller: socket.socket) -> None:
@@ -190,7 +189,7 @@ class Sharing:
         caller.close()
 
     def close(self) -> None:
-        """Stop sharing; clients that have it mapped keep it until they close it."""
+        """Stop sharing; clients keep their mappings until they close them."""
         if self._listens_again is not None:
             self._listens_again.cancel()
         self._loop.remove_reader(self._listener)

@@ -1,8 +1,8 @@
 """`kvstore serve`: opens the store and the fabric, serves until it is stopped, closes in order.
 
-The first line on standard output is `ready HOST:PORT` and comes when the node takes calls and has reached itself by the
-fabric address that it tells clients (`kvstore.node.readiness`); everything else goes to standard error. SIGTERM and
-SIGINT stop it cleanly; SIGKILL is survived by what was acknowledged as written.
+The first line on standard output is `ready HOST:PORT`, printed when the node accepts calls and has reached itself at
+the fabric address that it gives to clients (`kvstore.node.readiness`); everything else goes to standard error. SIGTERM
+and SIGINT stop it cleanly; blocks acknowledged as written survive SIGKILL.
 """
 
 from __future__ import annotations
@@ -101,19 +101,19 @@ log = logging.getLogger(__name__)
 _STOP_GRACE_S = STOP_GRACE_MS / 1000
 _NS_PER_MS = 1_000_000
 _GRPC_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # a second node on the same port is an error, not a lottery
+    ("grpc.so_reuseport", 0),  # a second node on the same port is an error
     *keepalive_options(),
     ("grpc.max_concurrent_streams", DOOR_STREAMS_MAX),
     ("grpc.http2.max_requests_per_read", 1),  # a flood of one connection doesn't starve the others
-    # Bytes buffered of a message that is not awaited yet; a sender can't increase them.
+    # Fix the bytes buffered of a message that is not awaited yet; a sender can't increase them.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", MESSAGE_AHEAD_BYTES),
-    # Beyond these gRPC ends random calls, also those of other tenants.
+    # Beyond this gRPC ends random calls, including those of other tenants.
     ("grpc.server.max_pending_requests", CALLS_PENDING_MAX),
     ("grpc.server.max_pending_requests_hard_limit", CALLS_PENDING_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.server_handshake_timeout_ms", DOOR_HANDSHAKE_MS),
-    # Once it has refused one ping, gRPC spends 70 us on each that is still to come; else 1.3 us. The doorkeeper counts.
+    # After refusing one ping, gRPC spends 70 us on each later one, else 1.3 us. The doorkeeper limits pings.
     ("grpc.http2.max_ping_strikes", 0),
 )
 
@@ -141,7 +141,7 @@ def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
 
 
 def _progress_shown_by(clock: Clock) -> Progress:
-    """Report long work at its beginning, its end, and once a second in between, with the time that is left."""
+    """Report long work at its beginning, its end, and once a second in between, with the remaining time."""
     begun: dict[str, tuple[int, int]] = {}
     shown: dict[str, int] = {}
     every_ns = START_PROGRESS_MS * _NS_PER_MS
@@ -227,7 +227,7 @@ def _reload_tenants(node: Node, gate: Gate, path: Path) -> None:
 def _serve_http(
     node: Node, gate: Gate, config: NodeConfig, certificates: Certificates | None, host: str, port: int
 ) -> HttpServer:
-    # These, and what writes the metrics, would be a tenth of the start of a node that serves none of it.
+    # These, and the metrics, would take a tenth of the start time of a node that serves none of them.
     from kvstore.node.pages import http_server  # noqa: PLC0415
 
     http = http_server(node, gate, certificates, ui=config.ui)
@@ -263,7 +263,7 @@ def _drives_shown(store: Store) -> str:
 
 
 def _shown_to_nodes(config: NodeConfig) -> dict[str, bytes]:
-    """The node's own certificate, where the others ask each caller for one."""
+    """The node's own certificate, where the others require one of each caller."""
     key, certificate = config.tls_key, config.tls_certificate
     if config.tls_clients is None or key is None or certificate is None:
         return {}
@@ -274,7 +274,7 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
     """Follow the map and maintain copies, if the node is configured for a cluster."""
     if (cluster := config.cluster) is None:
         return
-    from kvstore.cluster.etcd import Etcd  # noqa: PLC0415 - what etcd says is nothing to a node by itself
+    from kvstore.cluster.etcd import Etcd  # noqa: PLC0415 - needed only in a cluster
     from kvstore.cluster.membership import Membership  # noqa: PLC0415 - the same
 
     node.membership = Membership(Etcd(cluster.etcd), node.clock)
@@ -342,7 +342,7 @@ def _collector_kind() -> type[Collector]:
 
 
 def _check_before(config: NodeConfig) -> None:
-    """Find mistakes in what a start uses later, before anything is created."""
+    """Check what the start uses later, before anything is created."""
     check_port(config.host, config.port)
     if config.http is not None:
         check_port(*config.http)
@@ -368,7 +368,7 @@ async def _become_ready(node: Node, health: Health, address: str, stop: asyncio.
         else:
             readiness.why = ""
             await health.begin(ready=True)
-            print(f"ready {address}", flush=True)  # noqa: T201 - what starts a node waits for this line
+            print(f"ready {address}", flush=True)  # noqa: T201 - whoever starts the node waits for this line
             return
 
 
@@ -424,7 +424,7 @@ async def _serve_node(
             membership.join(_member(store, config.cluster, address))
         await stop.wait()
         log.info("stopping")
-    finally:  # also after a failed start: a server left to the interpreter ends in a traceback
+    finally:  # also after a failed start: at interpreter exit, an open server ends in a traceback
         await _leave_cluster(node)
         await _end(control)
         await health.enter_graceful_shutdown()
@@ -442,7 +442,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     begin_logging(clock, config.log_level, config.log_format)
     keep_out_of_dumps()
     fail_stop.arm()
-    certificates, tenants = Certificates.of(config), Tenants(b"", clock)  # its salt is the store's
+    certificates, tenants = Certificates.of(config), Tenants(b"", clock)  # the salt is set from the store
     if config.tenants is not None:
         tenants.load(config.tenants)
     _check_before(config)
@@ -455,7 +455,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     if config.tied:
         try:
             loop.add_reader(sys.stdin.fileno(), stop.set)
-        except PermissionError as error:  # a file can't be waited for
+        except PermissionError as error:  # standard input may be a file, which can't be watched
             raise ConfigError("--tied needs a pipe or a terminal as standard input.") from error
     address = FabricAddress(config.host, config.fabric_address, config.fabric_ports, config.fabric_clients)
     provider = config.provider or load().best_provider()
@@ -473,7 +473,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
             policy=config.eviction,
             open_keys=open_keys,
         ) as store,
-        fabric,  # which is closed before the store
+        fabric,  # closed before the store
     ):
         collector = None
         if collector_kind is not None and config.otel is not None:
@@ -497,6 +497,6 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
 
 
 def serve(told: Settings, read_again: Callable[[], Settings]) -> int:
-    """Run a node until a signal; the exit status. `read_again` gives the settings as they are then, for SIGHUP."""
+    """Run a node until a signal; returns the exit status. `read_again` returns the current settings, for SIGHUP."""
     asyncio.run(_serve(told, read_again))
     return 0

@@ -1,4 +1,4 @@
-"""The gRPC service: words of the proto in, words of the node out, errors of the tree as status codes."""
+"""The main gRPC service: converts the proto's messages into calls of the node, and errors into status codes."""
 
 from __future__ import annotations
 
@@ -129,11 +129,9 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     if shared is not None:
                         answer.shared.CopyFrom(shared)
                 yield answer
-                await (
-                    connection.ended.wait()
-                )  # or until the call ends; nothing more is read that it may bring
+                await connection.ended.wait()  # or until the call ends; later messages are not read
             finally:
-                try:  # to close an endpoint takes milliseconds, and a thousand clients may leave at once
+                try:  # closing an endpoint takes milliseconds, and a thousand clients may leave at once
                     async with self._node.turns.of(tenant.id, rest=3):
                         self._node.left(connection)
                 finally:
@@ -159,7 +157,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
 
     @asynccontextmanager
     async def _over(self, number: int, owner: Tenant | None) -> AsyncIterator[Callable[[], Connection]]:
-        """Find a connection, as often as needed: it may end at any time. A tenant's calls run one at a time."""
+        """Yield a function that finds the connection, which may end at any time. A tenant's calls run one at a time."""
         tenant = self._node.connection(number, owner).tenant
         async with self._node.turns.whole(tenant):
             yield lambda: self._node.connection(number, owner)
@@ -205,7 +203,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         raise AssertionError
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
-        """Take leases back."""
+        """Release leases."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("abort", context)
             async with self._over(request.connection, owner) as find:
@@ -237,7 +235,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def CancelFetch(  # noqa: N802
         self, request: pb.CancelFetchRequest, context: Context
     ) -> pb.CancelFetchResponse:
-        """End fetches whose time is over."""
+        """Cancel fetches."""
         async with refusals(context, self._node.counters):
             owner = self._gate.enter_with("cancel_fetch", context)
             async with self._over(request.connection, owner) as find:
@@ -256,7 +254,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def Put(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.PutRequest], context: Context
     ) -> pb.PutResponse:
-        """Keep a block that comes inside gRPC."""
+        """Store a block sent inside gRPC."""
         async with refusals(context, self._node.counters):
             first = await anext(request_iterator, None)
             if first is None or first.WhichOneof("part") != "start":

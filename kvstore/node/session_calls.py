@@ -1,10 +1,10 @@
-"""The service Sessions: what a user's conversation consists of, turn by turn.
+"""The service Sessions: the blocks of a user's conversation, turn by turn.
 
 What always holds: a call sees only sessions of its caller's tenant, because a session's name on the drive contains the
-tenant's. The steps of one session are done one after the other, each completely or not at all. A call that uses a
+tenant's. The steps of one session are executed one after the other, each completely or not at all. A call that uses a
 cluster's map is answered by the one node that orders the user's sessions (`kvstore.cluster.primacy`). Many blocks, or
 many sessions, are read in slices of the node's thread, with other tenants' turns in between; the store changes a large
-session in slices. A tenant does one such large read or change at a time.
+session in slices. A tenant has one such large read or change at a time.
 What it doesn't do: move a block's bytes, or know their meaning.
 """
 
@@ -107,9 +107,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                     manifest, keys = await self._read(turn, name, request.first_block, until, epoch)
                     answer = await _answer(turn, manifest, keys)
             except NoSession:
-                if (
-                    request.blocks
-                ):  # a resume needs its blocks; a caller that only lists them has missed nothing
+                if request.blocks:  # a resume needs its blocks; for a mere listing, none is missed
                     looking.add(Outcome.NO_SESSION)
                     looking.over()
                 raise
@@ -319,9 +317,9 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     @asynccontextmanager
     async def _ordered(self, tenant: Tenant, name: pb.SessionName) -> AsyncIterator[int | None]:
-        """Do something with a user's sessions in an epoch in which this node orders them; None: it was not asked for.
+        """Work on a user's sessions in an epoch in which this node orders them; None: the call uses no map.
 
-        Whatever comes of it is told only if the node still orders them afterwards: DeadlineExceeded else.
+        The result is returned only if the node still orders them afterwards, else DeadlineExceeded.
         """
         if not name.map_revision:
             yield None
@@ -340,9 +338,9 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     @asynccontextmanager
     async def _reading(self, name: SessionName, blocks: int) -> AsyncIterator[Turn]:
-        """Read so many blocks of a session in turns; a long reading is one of its tenant's at a time."""
+        """Read this many blocks of a session in turns; a tenant has one long read at a time."""
         over = _nothing
-        if blocks > SESSION_STEP_BLOCKS:  # else hundreds of calls would all have parts of theirs
+        if blocks > SESSION_STEP_BLOCKS:  # else hundreds of calls would each hold parts of theirs
             over = await self._node.turns.long(name.tenant)
         try:
             async with self._node.turns.of(name.tenant) as turn:
@@ -353,7 +351,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     async def _read(
         self, turn: Turn, name: SessionName, first: int, until: int, epoch: int | None
     ) -> tuple[Manifest, list[bytes]]:
-        """A session, and some of its keys: those that it had at one time, though it may change meanwhile."""
+        """A session and some of its keys: all as of one moment, even if it changes meanwhile."""
         for last_try in (False, True):
             manifest, keys = self._stored(name, epoch).manifest, list[bytes]()
             try:
@@ -365,7 +363,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             except StorageError:
                 if last_try:
                     raise
-                await turn.next()  # it was cut, or removed, meanwhile
+                await turn.next()  # it was truncated or removed meanwhile
             else:
                 return manifest, keys
         raise AssertionError
@@ -397,7 +395,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         return self._node.clock.wall_ms() + time_to_live_ms if time_to_live_ms else 0
 
     async def _changed(self, item: SessionItem, name: pb.SessionName) -> int:
-        """Execute a step, and notify watchers; returns how many blocks the session has then."""
+        """Execute a step, and notify watchers; returns how many blocks the session has afterwards."""
         blocks = (await self._do(item)).blocks
         self._node.watchers.session(item.name.tenant, name.user, name.session, blocks)
         return blocks
@@ -410,7 +408,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             over = await self._node.turns.long(item.name.tenant)
 
             def heard(ended: Sequence[SessionDone]) -> None:
-                over()  # not when the caller gives up: a step that has begun continues
+                over()  # not when the caller cancels: a step that has begun continues
                 ends.heard(ended)
 
             try:
@@ -440,7 +438,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
 
 async def _answer(turn: Turn, manifest: Manifest, keys: list[bytes]) -> pb.GetSessionResponse:
-    """Return what a session consists of, in steps: a long one has megabytes."""
+    """The message for a session, built in steps: a long one has megabytes."""
     answer = pb.GetSessionResponse(
         blocks=manifest.blocks,
         turns=[
@@ -457,7 +455,7 @@ async def _answer(turn: Turn, manifest: Manifest, keys: list[bytes]) -> pb.GetSe
 
 
 def _nothing() -> None:
-    """End steps that were not begun."""
+    """Do nothing: no long step was begun."""
 
 
 def _name(tenant: Tenant, name: pb.SessionName) -> SessionName:

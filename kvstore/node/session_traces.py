@@ -49,12 +49,12 @@ class TakesFlags(Protocol):
     """A row of puts that takes the flags that fired it."""
 
     def take_flag(self, at_ns: int, blocks: int) -> bool:
-        """A client reported a flag that fired `blocks` blocks; returns whether they belong to this row."""
+        """Take a client's report of a flag that fired `blocks` blocks; returns whether they belong to this row."""
         ...
 
 
 class SessionTrace:
-    """The trace of a session. Since it is trimmed, flags are passed on to the rows of puts as they are reported."""
+    """The trace of a session. It is trimmed, so flags are passed to the rows of puts as they are reported."""
 
     __slots__ = ("_clock", "_flags", "_rows", "_seen", "name")
 
@@ -62,7 +62,7 @@ class SessionTrace:
         self._clock = clock
         self.name = name
         self._seen: deque[Seen] = deque(maxlen=TRACE_STEPS_MAX)
-        self._flags: deque[Seen] = deque(maxlen=TRACE_FLAGS_MAX)  # of no row yet
+        self._flags: deque[Seen] = deque(maxlen=TRACE_FLAGS_MAX)  # not matched with a row yet
         self._rows: deque[TakesFlags] = deque(maxlen=TRACE_FLAGS_MAX)
 
     def saw(
@@ -75,14 +75,14 @@ class SessionTrace:
         detail: str = "",
         at_ns: int | None = None,
     ) -> None:
-        """The node did something, now unless it is said when."""
+        """Record an event of the node, at `at_ns`, by default now."""
         at_ns = self._clock.monotonic_ns() if at_ns is None else at_ns
         self._seen.append(Seen(step, at_ns, blocks, size_bytes, tokens, detail, by_node=True))
 
     def saw_put(
         self, step: Step, blocks: int, size_bytes: int, detail: str = "", at_ns: int | None = None
     ) -> None:
-        """The node did something for blocks that come one by one; those of a moment are one row."""
+        """Record an event of the node for blocks that arrive one by one; those of a moment are one row."""
         now_ns = self._clock.monotonic_ns() if at_ns is None else at_ns
         for at, seen in enumerate(islice(reversed(self._seen), TRACE_LOOKED_BACK), 1):
             is_like = seen.by_node and (seen.step, seen.detail) == (step, detail)
@@ -95,7 +95,7 @@ class SessionTrace:
         self.saw(step, blocks, size_bytes, detail=detail, at_ns=now_ns)
 
     def reported(self, seen: Seen) -> None:
-        """A client saw something; its time is already the node's."""
+        """Record an event of a client; its time is already on the node's clock."""
         self._seen.append(seen)
         if seen.step is Step.FIRED and not any(row.take_flag(seen.at_ns, seen.blocks) for row in self._rows):
             self._flags.append(seen)
@@ -105,13 +105,13 @@ class SessionTrace:
         self._rows.append(row)
 
     def offer(self, row: TakesFlags) -> None:
-        """Offer this row the flags of no row so far."""
+        """Offer this row the unmatched flags so far."""
         for seen in tuple(self._flags):
             if row.take_flag(seen.at_ns, seen.blocks):
                 self._flags.remove(seen)
 
     def in_order(self) -> list[Seen]:
-        """All of it, the earliest first."""
+        """All events, the earliest first."""
         return sorted(self._seen, key=attrgetter("at_ns"))
 
 
@@ -128,18 +128,18 @@ class SeenGet:
         trace.saw(Step.FETCHING, blocks, size_bytes)
 
     def found(self) -> None:
-        """A block was in the hot memory."""
+        """Count a block that was in the hot memory."""
         self._hot += 1
 
     def read(self, size_bytes: int) -> None:
-        """A block came from the drive."""
+        """Count a block that came from the drive."""
         self._read_ns = self._clock.monotonic_ns()
         self._read_first_ns = self._read_first_ns or self._read_ns
         self._reads += 1
         self._read_bytes += size_bytes
 
     def again(self) -> None:
-        """A block that was being sent has to be fetched once more."""
+        """Note that a block that was being sent must be fetched again."""
         self._hot -= 1
         self._left += 1
 
@@ -163,13 +163,13 @@ class Traces:
         self._of: dict[bytes, OrderedDict[SessionName, SessionTrace]] = {}  # by tenant, unused longest first
         self._count = 0
         self._machine = machine_clock()
-        self.fired_blocks = 0  # whose flags are known, of all sessions and of none
+        self.fired_blocks = 0  # with known flags, with or without a session
 
     def __len__(self) -> int:
         return self._count
 
     def of(self, name: SessionName) -> SessionTrace:
-        """The trace of a session; begun, if there is none."""
+        """The trace of a session; created if there is none."""
         trace = self.find(name)
         if trace is None:
             if self._count >= TRACES_MAX:
@@ -186,7 +186,7 @@ class Traces:
         return None if mine is None else mine.get(name)
 
     def forget(self, name: SessionName) -> None:
-        """The session is gone."""
+        """Remove the trace of a session."""
         mine = self._of.get(name.tenant, OrderedDict())
         if mine.pop(name, None) is not None:
             self._count -= 1
@@ -197,10 +197,10 @@ class Traces:
         tenant = max(self._of, key=lambda one: len(self._of[one]))
         self.forget(next(iter(self._of[tenant])))
 
-    # --- what callers say
+    # --- reported by callers
 
     def hear(self, told: HasMetadata, tenant: bytes) -> SessionTrace | None:
-        """The trace of the session that a call says it is for, with what its caller saw; None if it says none."""
+        """The trace of a call's session, with the caller's reported steps added; None if the call names none."""
         for key, value in told.invocation_metadata() or ():
             if key == STEPS_HEADER and isinstance(value, bytes):
                 try:
@@ -229,10 +229,10 @@ class Traces:
             )
         return trace
 
-    # --- what the node sees of puts
+    # --- puts, as the node sees them
 
     def leased(self, trace: SessionTrace | None, leases: Iterable[Tracked | None]) -> None:
-        """Slots were leased for a session's blocks; None stands for a block that was stored already."""
+        """Record leases for a session's blocks; None stands for a block that was stored already."""
         if trace is None:
             return
         given = [lease for lease in leases if lease is not None]
@@ -242,7 +242,7 @@ class Traces:
             trace.saw_put(Step.LEASED, len(given), sum(lease.length for lease in given))
 
     def saw(self, step: Step, leases: Iterable[Tracked], detail: str = "", at_ns: int | None = None) -> None:
-        """Something happened to a batch of leased blocks, of whatever sessions, now unless it is said when."""
+        """Record an event of a batch of leased blocks of any sessions, at `at_ns`, by default now."""
         if not self._count:
             return
         counts: dict[SessionTrace, list[int]] = {}

@@ -1,9 +1,9 @@
 """The slots granted to one client, in memory that it may map, with the words that acknowledge its puts.
 
-Behind them is a row for each word of its fetches, which tells the client where in the hot memory a block is
+After them follows a row for each word of its fetches, which tells the client where in the hot memory a block is
 (`nic_offload/shared_reads.c`).
 
-Each end has a doorbell that wakes its fabric's thread (`nic_offload/shared_puts.c`). A client is given the descriptors
+Each end has a doorbell that wakes its fabric's thread (`nic_offload/shared_puts.c`). A client gets the descriptors
 once: of the memory, of the eventfd that it rings, and of the pipe that the node rings.
 
 What always holds: the memory's size is sealed; nothing is put there before the client has confirmed the mapping; no
@@ -36,7 +36,7 @@ class SharedSlots:
     """The shared slots of a connection."""
 
     def __init__(self, fabric: Fabric, slots_bytes: int) -> None:
-        """NoMemory if there is no descriptor or no memory for it. `slots_bytes`: flags and slots, in whole pages."""
+        """NoMemory if no descriptor or no memory is left. `slots_bytes`: flags and slots, in whole pages."""
         self.words_offset = slots_bytes
         self.rows_offset = slots_bytes + _WORDS_BYTES
         self.size_bytes = self.rows_offset + _ROWS_BYTES
@@ -55,7 +55,7 @@ class SharedSlots:
             os.close(heard)
 
     def mapped(self, connection: Connection, hot: Region | None) -> None:
-        """Its client has it mapped, and watches the words there from now on. `hot`: memory that it can read."""
+        """Note that the client has mapped the memory, and watches its words there. `hot`: memory that it can read."""
         self.is_mapped = True
         self._fabric.hear(self._own_doorbell, is_pipe=False)
         acks = connection.acks
@@ -67,15 +67,15 @@ class SharedSlots:
         self.withhold()
 
     def withhold(self) -> None:
-        """No other process may map it."""
+        """Let no other process map the memory."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def close(self) -> None:
-        """The connection's endpoint is closed."""
+        """Free the memory of a connection whose endpoint is closed."""
         if self._own_doorbell >= 0:
-            self._fabric.ignore(self._own_doorbell)  # the client may have it for as long as it likes
+            self._fabric.ignore(self._own_doorbell)  # the client may keep its copy open indefinitely
         for doorbell in (self._own_doorbell, self._doorbell):
             if doorbell >= 0:
                 os.close(doorbell)

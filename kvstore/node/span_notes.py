@@ -1,4 +1,4 @@
-"""What a node records of sampled work until its spans are made; it needs no OpenTelemetry.
+"""Notes of sampled work, kept until its spans are made; without OpenTelemetry.
 
 What always holds: one put has at most `SPAN_GROUPS_MAX` groups, whatever its number of blocks. A note lives as long
 as a lease refers to it.
@@ -30,10 +30,10 @@ class End(enum.Enum):
 
 
 class LookupTimes(NamedTuple):
-    """When what of a look-up was done; 0: it was not. Times are of CLOCK_MONOTONIC."""
+    """When the phases of a look-up happened, on CLOCK_MONOTONIC; 0: one did not happen."""
 
     began_ns: int
-    turn_ns: int  # the last of its blocks was looked up and begun
+    turn_ns: int  # when its last block was looked up and begun
     drive_first_ns: int
     drive_last_ns: int
     sending_ns: int
@@ -44,11 +44,11 @@ class LookupTimes(NamedTuple):
 class Group:
     """Blocks of a put that landed together."""
 
-    flag_ns: int  # the first was seen
+    flag_ns: int  # when the first flag was seen
     heard_ns: int
     blocks: int = 0
     size_bytes: int = 0
-    kept_ns: int = 0  # the last; 0: none was
+    kept_ns: int = 0  # when the last was stored; 0: none was
 
 
 @dataclass(slots=True)
@@ -65,14 +65,14 @@ class PutTrace:
     left: int = field(init=False)
     ends: Counter[End] = field(default_factory=Counter)
     groups: list[Group] = field(default_factory=list)
-    _of: dict[int, Group] = field(default_factory=dict)  # by when the node heard of them
+    _of: dict[int, Group] = field(default_factory=dict)  # by the time at which the node noticed them
 
     def __post_init__(self) -> None:
-        """No lease has ended yet."""
+        """Count all leases as pending."""
         self.left = self.blocks
 
     def landed(self, flag_ns: int, heard_ns: int, size_bytes: int) -> None:
-        """Note that one has landed; of many groups the last are merged."""
+        """Note a landed block; beyond the maximum, groups are merged into the last."""
         group = self._of.get(heard_ns)
         if group is None:
             if len(self.groups) < SPAN_GROUPS_MAX:
@@ -83,7 +83,7 @@ class PutTrace:
         group.size_bytes += size_bytes
 
     def ended(self, landed_ns: int, how: End, now_ns: int) -> None:
-        """Note that one has ended; `landed_ns` says whether it had landed."""
+        """Note that a lease has ended; `landed_ns` identifies its group, if it had landed."""
         self.left -= 1
         self.ends[how] += 1
         group = self._of.get(landed_ns)

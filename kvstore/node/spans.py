@@ -1,7 +1,7 @@
-"""The node's part of a trace: OpenTelemetry spans of its work for calls that named a sampled parent.
+"""The node's part of a trace: OpenTelemetry spans of its work for calls that name a sampled parent.
 
 The spans of a look-up are made when it ends. A put continues long after its call was answered: its leases carry a
-`PutTrace`, which collects what becomes of them, and the spans are made when the last one ends, as children of the
+`PutTrace`, which collects their outcomes, and the spans are made when the last one ends, as children of the
 reservation's parent. `otel` makes the provider of a process.
 
 What always holds: without a parent, or with one that is unsampled or malformed, nothing is made and nothing recorded.
@@ -50,7 +50,7 @@ class NodeSpans:
 
     @staticmethod
     def parent_of(told: HasMetadata) -> TraceParent | None:
-        """The sampled span that a call is a part of, if its caller said one."""
+        """The sampled parent span that a call names, if any."""
         parent = parent_in(told.invocation_metadata() or ())
         return parent if parent is not None and parent.sampled else None
 
@@ -63,7 +63,7 @@ class NodeSpans:
         leases: Sequence[Tracked | None],
         durability: Durability,
     ) -> None:
-        """A reservation was granted; None stands for a block that was stored already."""
+        """Note a granted reservation; None stands for a block that was stored already."""
         given = [lease for lease in leases if lease is not None]
         now_ns = self._clock.monotonic_ns()
         size_bytes = sum(lease.length for lease in given)
@@ -76,13 +76,13 @@ class NodeSpans:
 
     @staticmethod
     def landed(landed: Iterable[tuple[Tracked, int]], heard_ns: int) -> None:
-        """Blocks have landed, with the time at which each flag was seen."""
+        """Note landed blocks, with the time at which each flag was seen."""
         for lease, flag_ns in landed:
             if lease.traced is not None:
                 lease.traced.landed(flag_ns, heard_ns, lease.length)
 
     def ended(self, leases: Iterable[tuple[Tracked, End]], now_ns: int) -> None:
-        """Leases are over, each in its way."""
+        """Note the end of leases, and how each ended."""
         for lease, how in leases:
             put, lease.traced = lease.traced, None
             if put is not None:
@@ -115,7 +115,7 @@ class NodeSpans:
     def inline_put(
         self, parent: TraceParent, began_ns: int, blocks: int, size_bytes: int, durability: Durability
     ) -> None:
-        """Blocks that came inside gRPC are on the drive."""
+        """Make the spans of blocks that were sent inside gRPC and are on the drive."""
         offset_ns = unix_offset_ns()
         root = self._root(parent, "kvstore.node.put", began_ns + offset_ns, {
             "kvstore.inline": True,
@@ -128,7 +128,7 @@ class NodeSpans:
     # --- look-ups
 
     def looked_up(self, parent: TraceParent, lookup: Lookup, times: LookupTimes) -> None:
-        """A look-up is over."""
+        """Make the spans of a look-up that is over."""
         offset_ns = unix_offset_ns()
         counts: Counter[Outcome] = Counter()
         for run in lookup.runs:

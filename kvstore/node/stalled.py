@@ -1,11 +1,11 @@
-"""Ends connections whose clients take nothing of what is to go to them over the fabric, or which broke there.
+"""Closes connections whose clients read nothing from the fabric, or whose fabric connection broke.
 
 Words for a client that can't be reached, or that reads nothing, wait in the C core, which has a bound for all of them.
-What was on the way when a connection broke is lost, in both directions, though libfabric makes a new one.
+Whatever was in flight when a connection broke is lost, in both directions, although libfabric makes a new one.
 
-What always holds: a connection is closed once nothing has gone out for `STALLED_MS`, though something waits, and
-once it is seen that it broke.
-What it doesn't do: hurry; a client that was stopped for a moment goes on.
+What always holds: a connection is closed if nothing was sent for `STALLED_MS` although something is waiting, or if it
+is seen to have broken.
+What it doesn't do: close the connection of a client that was stopped for a moment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NS = 1_000_000
 
 
 class Stalled:
-    """Ends those connections of a node that stand still."""
+    """Closes stalled connections of a node."""
 
     def __init__(self, clock: Clock, detach: Callable[[Connection], None]) -> None:
         self._clock = clock
@@ -37,7 +37,7 @@ class Stalled:
         self._looked_ns = clock.monotonic_ns()
 
     def look(self, connections: Iterable[Connection]) -> None:
-        """End those that stand still, if it is time to look for them."""
+        """Close stalled connections, if it is time to check."""
         now_ns = self._clock.monotonic_ns()
         if now_ns - self._looked_ns < STALLED_LOOK_MS * _NS:
             return

@@ -49,7 +49,7 @@ class Counters:
     misses: Counter[MissReason] = field(default_factory=Counter)
 
     def kept(self, lengths: Iterable[int], errors: Iterable[KvError | None]) -> None:
-        """Note the ends of a batch of puts: payloads of those kept, and why others were not (None: they were)."""
+        """Count the ends of a batch of puts: lengths of stored payloads, and errors (None: the block was stored)."""
         lengths, failures = list(lengths), [error for error in errors if error is not None]
         taken = sum(isinstance(error, KeyTaken) for error in failures)
         self.puts += len(lengths)
@@ -58,14 +58,14 @@ class Counters:
         self.puts_taken += taken
 
     def lost(self, error: KvError) -> None:
-        """Note why a block that was acknowledged as landed was not kept."""
+        """Count a block that was acknowledged as landed but not stored, by its error."""
         if isinstance(error, KeyTaken):
             self.landed_taken += 1
         else:
             self.landed_failed += 1
 
     def found(self, lengths: Iterable[int], *, in_memory: bool) -> None:
-        """Note blocks that are sent."""
+        """Count blocks that are sent."""
         lengths = list(lengths)
         if in_memory:
             self.hits_memory += len(lengths)
@@ -74,14 +74,14 @@ class Counters:
         self.got_bytes += sum(lengths)
 
     def served(self, blocks: int, size_bytes: int, corrupt: int) -> None:
-        """Note blocks of one call that was answered from the shelf."""
+        """Count the blocks of a call that was answered from the shelf."""
         self.hits_memory += blocks - corrupt
         self.got_bytes += size_bytes
         if corrupt:
             self.misses[MissReason.CORRUPT] += corrupt
 
     def missed(self, reasons: Iterable[MissReason]) -> None:
-        """Note blocks that are not."""
+        """Count misses."""
         self.misses.update(reasons)
 
 

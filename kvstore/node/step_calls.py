@@ -39,7 +39,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
     async def PrefetchBlocks(  # noqa: N802 - named by the proto, like all that follow
         self, request: pb.PrefetchBlocksRequest, context: Context
     ) -> pb.PrefetchBlocksResponse:
-        """Read blocks into memory, and say when that is done."""
+        """Read blocks into memory; returns when that is done."""
         async with refusals(context):
             tenant = self._gate.enter("prefetch blocks", context, request.tenant, len(request.keys))
             check_keys(request.keys)
@@ -47,7 +47,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
             over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
             def ended(_: Prefetched) -> None:
-                if not over.done():  # done: the call was given up
+                if not over.done():  # done: the call was cancelled
                     over.set_result(None)
 
             wish = self._node.prefetches.wish(tenant.id, ("blocks", *request.keys[:1]), ended)

@@ -1,8 +1,8 @@
 """Tenants: how callers authenticate, for which tenant they act, and its limits.
 
-A node without a file of tenants is *open*: it listens on loopback only and takes a caller at its word. With one, every
-call proves who it comes from, by a token (`authorization: Bearer ...`) or by a client certificate that the handshake of
-TLS has checked, and acts for that tenant and no other. The file (TOML):
+A node without a tenants file is *open*: it listens on loopback only and believes a caller's claim. With one, every call
+is authenticated, by a token (`authorization: Bearer ...`) or by a client certificate that the TLS handshake has
+checked, and acts for that tenant and no other. The file (TOML):
 
     [acme]
     tokens_sha256 = ["9f86d0..."]        # `kvstore token` makes one; several while one replaces the other
@@ -12,11 +12,11 @@ TLS has checked, and acts for that tenant and no other. The file (TOML):
     observer = true                      # at --http it sees all tenants' figures and sessions, and not only its own
     replicas = 2                         # on how many nodes of a cluster its blocks are kept (docs/cluster.md)
 
-A node of the same cluster authenticates with the cluster's secret as its token. It is no tenant and acts for none: it
-may copy blocks, and make no other call.
+A node of the same cluster authenticates with the cluster's secret as its token. It is not a tenant and acts for none:
+it may copy blocks, and make no other call.
 
 What always holds: a tenant's name on the drive depends on the store's own secret, so two tenants share nothing, not
-even the time that a look-up takes; tokens are known by their digests alone; a file that can't be used changes nothing.
+even the timing of look-ups; only digests of tokens are kept; an invalid file changes nothing.
 What it doesn't do: count bytes (`kvstore.storage.quotas` does), or keep anything on the drive.
 """
 
@@ -45,19 +45,19 @@ _DEFAULT: Final = "default"  # on an open node, for a caller that names no tenan
 _NODE: Final = "(node)"  # no tenant's name
 _BEARER: Final = "bearer "
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_HOSTS: Final = "peer_dns"  # the names of hosts among the alternative ones, as gRPC calls them
-_ALTERNATIVE: Final = "x509_subject_alternative_name"  # those of all types
+_HOSTS: Final = "peer_dns"  # gRPC's property for the host names among the alternative names
+_ALTERNATIVE: Final = "x509_subject_alternative_name"  # alternative names of all types
 _COMMON: Final = "x509_common_name"
 
 
 def token_digest(token: str) -> str:
-    """A token's digest, as in the file of tenants."""
+    """A token's digest, as in the tenants file."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant, as the node knows it."""
+    """A tenant of the node."""
 
     name: str
     id: bytes  # its name on the drive
@@ -66,10 +66,10 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How a caller authenticates; kept while a call of it stays open."""
+    """A caller's credentials; kept while its call stays open."""
 
     token_sha256: str | None
-    names: tuple[str, ...]  # in the certificate that the handshake has checked
+    names: tuple[str, ...]  # from the certificate that the handshake has checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Caller:
             raise TenantDenied("Only nodes of the cluster may copy blocks here.")
 
     def tenant(self, claimed: str) -> Tenant:
-        """The tenant that it acts for: the one claimed, or, if a call claims none, its own."""
+        """The caller's own tenant, TenantDenied if it claims another; on an open node, the claimed one."""
         if self.proved is None:
             return self.tenants.named(claimed or _DEFAULT)
         if claimed not in ("", self.proved):
@@ -118,7 +118,7 @@ class Tenants:
     _known: dict[str, Tenant] = field(default_factory=dict)
 
     def load(self, path: Path) -> int:
-        """Load the file, replacing what was known; returns how many tenants it has."""
+        """Load the file, replacing the previous tenants; returns how many it has."""
         entries = _read(path)
         self._of_token = {one: name for name, entry in entries.items() for one in entry.tokens_sha256}
         self._of_certificate = {one: name for name, entry in entries.items() for one in entry.certificates}
@@ -129,7 +129,7 @@ class Tenants:
         return len(entries)
 
     def known(self) -> int:
-        """How many tenants share the node. On an open node names prove nothing, so all callers count as one."""
+        """How many tenants share the node. On an open node names are only claims, so all callers count as one."""
         return 1 if self._entries is None else len(self._entries)
 
     @property
@@ -138,7 +138,7 @@ class Tenants:
         return self._entries is None
 
     def admits(self, credentials: Credentials, name: str) -> bool:
-        """Whether these credentials still belong to this tenant: the file may have been read again."""
+        """Whether these credentials still belong to this tenant, as the file may have been read again."""
         try:
             return self.of(credentials).proved in (None, name)
         except NotAuthenticated:
@@ -194,7 +194,7 @@ class Tenants:
         return {tenant_name(name, self.salt): (name, entry.replicas) for name, entry in self._entries.items()}
 
     def copied(self, name: str) -> Tenant:
-        """The tenant whose blocks another node copies here; TenantDenied if there is none of this name."""
+        """The tenant whose blocks another node copies here; TenantDenied if the name is unknown."""
         if self._entries is not None and name not in self._entries:
             raise TenantDenied(f"There is no tenant {name[:64]!r}.")
         return self.named(name)
@@ -218,7 +218,7 @@ def credentials_of(
 ) -> Credentials:
     """The credentials in a call's metadata and its TLS certificate."""
     token = _token(metadata)
-    # The common name counts only if there is no alternative name of any type: with one, it need not be a host's.
+    # The common name counts only without alternative names of any type: with one, it need not be a host's.
     kind = _HOSTS if any(certificate.get(_ALTERNATIVE) or ()) else _COMMON
     names = (one.decode("utf-8", "replace") for one in certificate.get(kind) or ())
     return Credentials(None if token is None else token_digest(token), tuple(names))

@@ -1,7 +1,7 @@
-"""The node's timer: how often it does what only time brings about.
+"""The node's timer: how often it runs periodic work.
 
-What always holds: every `TIMER_TICK_MS` while anything happens or is due; every `TIMER_TICK_IDLE_MS` after `IDLE_TICKS`
-quiet ticks. The first event after that is followed by a tick within `TIMER_TICK_MS`.
+What always holds: a tick every `TIMER_TICK_MS` while anything happens or is due; every `TIMER_TICK_IDLE_MS` after
+`IDLE_TICKS` quiet ticks. The first event after that is followed by a tick within `TIMER_TICK_MS`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ticks:
         self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._come)
 
     def stir(self) -> None:
-        """Something happens."""
+        """Note an event."""
         if self._quiet >= IDLE_TICKS:
             self._timer.cancel()
             self._timer = self._loop.call_later(TIMER_TICK_MS / 1000, self._come)
@@ -47,5 +47,5 @@ class Ticks:
         self._tick()
 
     def cancel(self) -> None:
-        """End them."""
+        """Stop the timer."""
         self._timer.cancel()

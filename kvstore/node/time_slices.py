@@ -1,14 +1,14 @@
 """Time on the node's thread: calls that name many blocks run in slices, and tenants take turns by time used.
 
-What always holds: one slice at a time. Of the waiting tenants, the one that has used least goes next, and its calls in
-their order; a tenant that hasn't waited for long has saved nothing up. While other tenants call, as much time as a
-slice took, or more, is left to them before the next one, so heavy calls use at most half of the thread. Of calls that
-carry a block, `MOVING_MAX` per tenant run at a time while others call; the bytes of the rest wait in the network, not
-between the others and the thread. One that takes longer than `MOVING_MS` no longer counts, so a client that stalls
-delays nobody. Work that can't be sliced, such as a change of a large session, is done one at a time per tenant; while
-others call, as much time as it took is left to them before the tenant's next one. Calls over the fabric, and fetched
-blocks, don't wait here; they are processed as they arrive. But after more than `FABRIC_WORK_US` of work for a tenant at
-a stretch, it pauses `FABRIC_REST` times as long while others call.
+What always holds: one slice at a time. Of the waiting tenants, the one that has used the least time is next, its calls
+in order; an idle tenant saves nothing up. While other tenants call, as much time as a slice took, or more, is left to
+them before the next one, so heavy calls use at most half of the thread. Of calls that carry a block, `MOVING_MAX` per
+tenant run at a time while others call; the bytes of the rest wait in the network, not between the others and the
+thread. One that takes longer than `MOVING_MS` no longer counts, so a client that stalls delays nobody. Work that can't
+be sliced, such as a change of a large session, is done one at a time per tenant; while others call, as much time as it
+took is left to them before the tenant's next one. Calls over the fabric, and fetched blocks, don't wait here; they are
+processed as they arrive. But after more than `FABRIC_WORK_US` of work for a tenant at a stretch, it pauses
+`FABRIC_REST` times as long while others call.
 What it doesn't do: interrupt a slice; its caller keeps it short.
 """
 
@@ -64,7 +64,7 @@ class Turn:
 
 
 class Again:
-    """Something that is done once more, as early as anybody asked for."""
+    """A function that runs once more, at the earliest requested time."""
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do = do
@@ -90,24 +90,24 @@ class Turns:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
-        self._spent_ns: dict[bytes, int] = {}  # of those who wait or work
+        self._spent_ns: dict[bytes, int] = {}  # of tenants that wait or work
         self._moving: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
         self._long: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
         self._whole: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()  # by tenant
         self._rests: dict[bytes, int] = {}  # until when, by tenant
-        self._is_given = False  # somebody works, or will in a moment
+        self._is_given = False  # a turn is in progress, or about to begin
         self._began_ns = 0
-        self._last = self._other = (b"", 0)  # who called last, and which other tenant before it, and when
+        self._last = self._other = (b"", 0)  # the last caller and the last other tenant before it, with times
 
     def heard(self, tenant: bytes) -> None:
-        """Note that a tenant called, for whatever."""
+        """Note that a tenant called."""
         if tenant != self._last[0]:
             self._other = self._last
         self._last = (tenant, self._clock.monotonic_ns())
 
     @asynccontextmanager
     async def of(self, tenant: bytes, rest: int = 1) -> AsyncIterator[Turn]:
-        """Work under this in steps, with `next` between them; `rest` times what each took is left to others."""
+        """Run steps inside this, with `next` between them; `rest` times each step's time is left to others."""
         turn = Turn(self, tenant, rest)
         await turn.begin()
         try:
@@ -142,7 +142,7 @@ class Turns:
 
     @asynccontextmanager
     async def moving(self, tenant: bytes) -> AsyncIterator[None]:
-        """Carry a block, when few enough of this tenant are on their way."""
+        """Carry a block inside this, once few enough of this tenant's are in progress."""
         if not self._others_call(tenant, self._clock.monotonic_ns()):
             yield
             return
@@ -178,7 +178,7 @@ class Turns:
 
     @asynccontextmanager
     async def whole(self, tenant: bytes) -> AsyncIterator[None]:
-        """Do something that has no steps, once this tenant has rested from what was done for it before."""
+        """Run work without steps inside this, once the tenant's pause after earlier work has ended."""
         async with self._whole.setdefault(tenant, asyncio.Semaphore(1)):
             while self.rests(tenant):  # noqa: ASYNC110 - a rest has an end that is known
                 await asyncio.sleep((self._rests[tenant] - self._clock.monotonic_ns()) / _NS)
@@ -189,14 +189,14 @@ class Turns:
                 self.worked(tenant, self._clock.monotonic_ns() - began_ns)
 
     def worked(self, tenant: bytes, took_ns: int) -> None:
-        """Note that something was done for a tenant, in one go: then it may have to rest."""
+        """Note the time of unsliced work for a tenant, which may pause the tenant."""
         if took_ns > FABRIC_WORK_US * 1_000:
             now_ns = self._clock.monotonic_ns()
             if self._others_call(tenant, now_ns):
                 self._rests[tenant] = max(self._rests.get(tenant, 0), now_ns) + FABRIC_REST * took_ns
 
     def rests(self, tenant: bytes) -> bool:
-        """Whether nothing is to be done for it now."""
+        """Whether the tenant is paused."""
         until_ns = self._rests.get(tenant, 0)
         if until_ns and until_ns <= self._clock.monotonic_ns():
             del self._rests[tenant]

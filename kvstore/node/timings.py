@@ -1,7 +1,7 @@
-"""Latencies in histograms, and the latest puts with their times, failed ones too.
+"""Latencies in histograms, and the latest puts with their times, including failed ones.
 
 What always holds: everything is recorded on the node's own thread, once for blocks that began and ended together, so no
-lock is shared with another thread. Its size is bounded: `PUTS_SEEN_MAX` puts, and a histogram for each kind of call.
+lock is needed. The size is bounded: `PUTS_SEEN_MAX` puts, and a histogram for each kind of call.
 What it doesn't do: keep anything across a restart, or know a block's key.
 """
 
@@ -28,9 +28,9 @@ __all__ = ["BUCKETS_S", "Histogram", "PutSeen", "Timings"]
 
 _TOGETHER_NS: Final = PUTS_TOGETHER_MS * 1_000_000
 _ROW_NS: Final = PUTS_ROW_MS * 1_000_000
-_FLIGHT_NS: Final = RPC_TIMEOUT_MS * 1_000_000  # a flag longer before a landing belongs to another put
+_FLIGHT_NS: Final = RPC_TIMEOUT_MS * 1_000_000  # an earlier flag belongs to another put
 
-# From ten microseconds, which a block out of memory takes, to the ten seconds after which calls end.
+# From ten microseconds, which a block from memory takes, to ten seconds, after which calls end.
 _BUCKETS_NS: Final[tuple[int, ...]] = (
     *(step * 10**power for power in range(3, 9) for step in (10, 25, 50)),
     10_000_000_000,
@@ -39,7 +39,7 @@ BUCKETS_S: Final[tuple[float, ...]] = tuple(bound / 1_000_000_000 for bound in _
 
 
 class Histogram:
-    """Durations in buckets; `counts` has one more than there are bounds, for what is longer than all."""
+    """Durations in buckets; `counts` has one more entry than there are bounds, for longer durations."""
 
     __slots__ = ("counts", "sum_ns")
 
@@ -54,11 +54,11 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many were noted."""
+        """How many durations were noted."""
         return sum(self.counts)
 
     def quantile_s(self, share: float) -> float | None:
-        """The bound of the histogram bucket with this quantile; None if it is empty, or beyond all bounds."""
+        """The upper bound of the bucket with this quantile; None without durations, or beyond all bounds."""
         seen, wanted = 0, share * self.count
         for bound_s, count in zip(BUCKETS_S, self.counts, strict=False):
             seen += count
@@ -79,16 +79,16 @@ class PutSeen:
     blocks: int = 0
     size_bytes: int = 0
     landed_first_ns: int = 0
-    landed_ns: int = 0  # the last of them
-    kept_ns: int = 0  # the last of them, and of those that failed
-    flag_ns: int = 0  # the first flag, as its client reported it; 0: it has not
-    flagged: int = 0  # blocks whose flags it has reported
+    landed_ns: int = 0  # when the last landed
+    kept_ns: int = 0  # when the last was stored or failed
+    flag_ns: int = 0  # the first flag that the client reported; 0: none yet
+    flagged: int = 0  # blocks whose flags were reported
     failed: int = 0
-    failure: str = ""  # of the last that failed: the type of its error
-    fired: Histogram | None = None  # where the time from the flag to landed is noted
+    failure: str = ""  # the error type of the last failed block
+    fired: Histogram | None = None  # for the times from flag to landed
 
     def add(self, blocks: int, size_bytes: int, landed_ns: int, kept_ns: int) -> None:
-        """Some of them have been kept."""
+        """Note that some of the blocks were stored."""
         self.blocks += blocks
         self.size_bytes += size_bytes
         self.landed_first_ns = min(self.landed_first_ns or landed_ns, landed_ns)
@@ -98,14 +98,14 @@ class PutSeen:
             self.trace.offer(self)
 
     def fail(self, blocks: int, size_bytes: int, why: str, at_ns: int) -> None:
-        """Some of them have not been kept."""
+        """Note that some of the blocks failed."""
         self.failed += blocks
         self.failure = why
         self.size_bytes += size_bytes
         self.kept_ns = max(self.kept_ns, at_ns)
 
     def take_flag(self, at_ns: int, blocks: int) -> bool:
-        """A flag fired `blocks` blocks. Take it if ours landed soon after it and have no flag yet."""
+        """Take a flag that fired `blocks` blocks, if ours landed soon after it and have no flag yet."""
         if self.flagged >= self.blocks or not 0 <= self.landed_ns - at_ns < _FLIGHT_NS:
             return False
         self.flagged += blocks
@@ -120,11 +120,9 @@ class Timings:
     """A node's timings."""
 
     clock: Clock
-    kept: dict[Durability, Histogram] = field(default_factory=dict)  # from landed to kept
-    fired: Histogram = field(
-        default_factory=Histogram
-    )  # from the flag to landed, where the flag was reported
-    got_from_memory: Histogram = field(default_factory=Histogram)  # from asked for to sent
+    kept: dict[Durability, Histogram] = field(default_factory=dict)  # from landed to stored
+    fired: Histogram = field(default_factory=Histogram)  # from the flag to landed, if the flag was reported
+    got_from_memory: Histogram = field(default_factory=Histogram)  # from request to sent
     got_from_drive: Histogram = field(default_factory=Histogram)
     lookups: Histogram = field(default_factory=Histogram)
     calls: dict[str, Histogram] = field(default_factory=dict)
@@ -134,7 +132,7 @@ class Timings:
     def leases_kept(
         self, tenant: bytes, durability: Durability, leases: Iterable[Tracked], at_ns: int | None = None
     ) -> None:
-        """Blocks of one tenant that had landed are on the drive, since now unless it is said when."""
+        """Note that landed blocks of one tenant are on the drive, since `at_ns`, by default now."""
         together: dict[tuple[int, int], list[Tracked]] = {}
         for lease in leases:
             together.setdefault((lease.leased_ns, lease.landed_ns), []).append(lease)
@@ -143,7 +141,7 @@ class Timings:
             self._kept(durability).note(now_ns - landed_ns, len(some))
             put = self._put(tenant, leased_ns, durability, some[0].trace, inline=False)
             put.add(len(some), sum(lease.length for lease in some), landed_ns, now_ns)
-            if put.trace is None:  # of a session's, the client reports the flags
+            if put.trace is None:  # for a session's blocks, the client reports the flags
                 for lease in some:
                     if lease.flag_ns:
                         put.take_flag(lease.flag_ns, 1)
@@ -157,7 +155,7 @@ class Timings:
         lengths: Iterable[int],
         errors: Iterable[KvError | None] = (),
     ) -> None:
-        """Blocks that came inside gRPC have ended: those of these lengths are on the drive, others have errors."""
+        """Note the ends of blocks sent inside gRPC: lengths of those on the drive, and errors of the others."""
         lengths = list(lengths)
         now_ns = self.clock.monotonic_ns()
         for error in errors:
@@ -172,11 +170,11 @@ class Timings:
         put.add(len(lengths), sum(lengths), landed_ns, now_ns)
 
     def lease_failed(self, tenant: bytes, lease: Tracked, error: KvError) -> None:
-        """A block that had landed was not kept."""
+        """Note that a landed block was not stored."""
         self._fail(tenant, lease, type(error).__name__)
 
     def lease_over(self, tenant: bytes, lease: Tracked) -> None:
-        """A lease ended before its block landed."""
+        """Note that a lease ended before its block landed."""
         self._fail(tenant, lease, LeaseExpired.__name__)
 
     def _fail(self, tenant: bytes, lease: Tracked, why: str) -> None:
@@ -184,7 +182,7 @@ class Timings:
         put.fail(1, lease.length, why, self.clock.monotonic_ns())
 
     def called(self, call: str, began_ns: int, failure: str | None, ended_ns: int | None = None) -> None:
-        """A call has ended, now unless a time is given."""
+        """Note the end of a call, at `ended_ns`, by default now."""
         histogram = self.calls.get(call)
         if histogram is None:
             histogram = self.calls.setdefault(call, Histogram())

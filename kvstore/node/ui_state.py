@@ -1,7 +1,7 @@
-"""What the node's web page shows, as values of a bounded size: the state, a session's trace, and explained misses.
+"""The data of the node's web page, of bounded size: the state, a session's trace, and explained misses.
 
-What always holds: durations are in milliseconds and end in `_ms`. Puts, sessions, traces and look-ups are the asking
-tenant's own. An observer sees all tenants', or those of the tenant it chooses. Nothing here changes anything.
+What always holds: durations are in milliseconds and end in `_ms`. Puts, sessions, traces and look-ups are the calling
+tenant's own. An observer sees those of all tenants, or of the tenant it chooses. Nothing here changes anything.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def whose(tenants: Tenants, asking: Tenant, chosen: str) -> tuple[bytes, str]:
 def state(
     node: Node, tenants: Tenants, asking: Tenant, version: str, chosen: str, after: bytes, history: History
 ) -> dict[str, Any]:
-    """All of the page's first view."""
+    """The data of the page's first view."""
     tenant, name = whose(tenants, asking, chosen)
     store, memory, counters = node.store.statistics(), node.hot.pages.statistics(), node.counters
     quota = node.store.quota(tenant or asking.id)
@@ -142,7 +142,7 @@ def state(
 
 
 def cluster(membership: Membership, upkeep: Upkeep | None, name: str) -> dict[str, Any]:
-    """The members of the cluster as this node has them, which ones are absent, and its own blocks with one copy."""
+    """The members of the cluster on this node's map, which are absent, and the node's blocks with one copy."""
     now = membership.map
     members = [
         {
@@ -176,7 +176,7 @@ def _tenants(node: Node, tenants: Tenants) -> list[dict[str, Any]]:
 
 
 def trace(node: Node, tenant: bytes, session: bytes) -> dict[str, Any]:
-    """The recorded steps of one session; times count from its first one."""
+    """The recorded steps of a session; times count from the first one."""
     user_end = TENANT_BYTES + USER_BYTES
     name = SessionName(session[:TENANT_BYTES], session[TENANT_BYTES:user_end], session[user_end:])
     if tenant not in (b"", name.tenant):
@@ -203,7 +203,7 @@ def trace(node: Node, tenant: bytes, session: bytes) -> dict[str, Any]:
 
 
 def misses(node: Node, asking: Tenant, tenant: bytes, reason: MissReason | None) -> dict[str, Any]:
-    """The last look-ups that missed for a reason, or for any, explained, and what to do about them."""
+    """The last look-ups that missed for a reason, or for any, explained, and how to fix them."""
     wanted = set(Outcome) - HITS if reason is None else _OUTCOMES.get(reason, {outcome_of_miss(reason)})
     lookups = [lookup_of(one) for one in node.lookups.missed(tenant, wanted)]
     now_ms = node.clock.wall_ms()
@@ -253,7 +253,7 @@ def _puts(node: Node, tenant: bytes) -> list[dict[str, Any]]:
 
 
 def _put(put: PutSeen, now_ns: int) -> dict[str, Any]:
-    """One row of the time line, in milliseconds since its slots were leased or its first byte came."""
+    """One row of the time line, in milliseconds since its slots were leased or its first byte arrived."""
 
     def ms(at_ns: int) -> float | None:
         return round((at_ns - put.began_ns) / _NS_PER_MS, 3) if at_ns else None
@@ -275,7 +275,7 @@ def _put(put: PutSeen, now_ns: int) -> dict[str, Any]:
 
 def _sessions(node: Node, tenant: bytes, after: bytes) -> dict[str, Any]:
     if not after.startswith(tenant):
-        after = b""  # the page of another tenant: this one's own begins at its beginning
+        after = b""  # a page token of another tenant: begin with this tenant's first page
     page, more = node.store.manifests.page(tenant, after, UI_SESSIONS_MAX)
     now_ms = node.clock.wall_ms()
     return {

@@ -1,14 +1,14 @@
 """Upkeep: a node scans its blocks, and copies those that another owner should have and lacks.
 
-It scans when the map has changed, when copies could not be made, and periodically: in slices of its index, each of
-which is one question to each other owner. Of the nodes that have a block, the first in its order copies it, so nobody
-is in charge; two that do so at once waste bytes and nothing else (docs/cluster.md has the argument for deletions).
+It scans when the map has changed, when copies could not be made, and periodically: in slices of its index, with one
+call to each other owner per slice. Of the nodes that have a block, the first in its order copies it, so no coordinator
+is needed; two that do so at once only waste bytes (docs/cluster.md has the argument for deletions).
 
 What always holds: a block is copied only if this node is sure that it has missed no deletion of it, only to a member
 that is on the map under the lease with which it answered, and only after it was announced there; with its tenant and
-its own expiry; at most `UPKEEP_BYTES_PER_S`, `UPKEEP_AT_ONCE` blocks at a time. An owner that is away, full or silent
+its own expiry; at most `UPKEEP_BYTES_PER_S`, `UPKEEP_AT_ONCE` blocks at a time. An owner that is down, full or silent
 costs the copies of its blocks and a deadline; the rest continues. A draining node copies everything that its owners
-lack, whichever other node has it, also blocks with one replica.
+lack, whichever other node has it, including blocks with one replica.
 What it doesn't do: copy blocks of sessions (they are on their user's node), or of tenants whose names it doesn't know;
 delete surplus copies.
 """
@@ -70,9 +70,9 @@ _HAVE = {pb.OFFERED_STORED, pb.OFFERED_STORED_SURELY}
 class Found:
     """Results of a scan so far."""
 
-    one_copy: int = 0  # blocks that this node is to copy, or can't, and has not yet
-    unsure: int = 0  # of them, those of which a deletion may have been missed
-    full: int = 0  # of them, those for which the other owner has no room
+    one_copy: int = 0  # blocks that this node has not copied yet, or can't
+    unsure: int = 0  # of these, those of which a deletion may have been missed
+    full: int = 0  # of these, those for which the other owner has no room
 
 
 class Block(NamedTuple):
@@ -86,18 +86,18 @@ class Block(NamedTuple):
 
 
 class _Changed(Exception):
-    """The map is another one than when the look began."""
+    """The map has changed since the scan began."""
 
 
 class Pace:
-    """Lets so many bytes go in a second, and saves none up."""
+    """Limits bytes per second; unused ones are not saved up."""
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
         self._paid_s = 0.0
 
     async def wait(self, length: int) -> None:
-        """Wait until so many more may go."""
+        """Wait until this many more bytes may be sent."""
         now_s = asyncio.get_running_loop().time()
         self._paid_s = max(self._paid_s, now_s) + length / self._bytes_per_s
         await asyncio.sleep(self._paid_s - now_s)
@@ -115,7 +115,7 @@ class Upkeep:
         secret: str | None,
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
-        """`replicas` are of tenants that say nothing; `secret` and `credentials`, for TLS, are for the other nodes."""
+        """`replicas`: for tenants without a number; `secret` and `credentials` (for TLS): for calls to other nodes."""
         self.replicas = replicas
         self._node, self._tenants, self._membership = node, tenants, membership
         self.waited = Waited(node.clock)
@@ -124,18 +124,18 @@ class Upkeep:
         self.found = Found()
         self.copied_blocks = self.copied_bytes = 0
         self.is_looking = False
-        self.looked = 0  # the digest of the map by which all blocks were looked at last
+        self.looked = 0  # digest of the map of the last complete scan
         self._places = asyncio.Semaphore(UPKEEP_AT_ONCE)
         self._pace = Pace(UPKEEP_BYTES_PER_S)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the scans."""
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(_ended)
 
     async def close(self) -> None:
-        """End."""
+        """Stop."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -164,7 +164,7 @@ class Upkeep:
                 self.is_looking = False
             self.looked = digest
             wait_ms = min(2 * wait_ms, UPKEEP_EVERY_MS) if self.found.one_copy else UPKEEP_EVERY_MS
-            if self._is_draining():  # a client with an older map may have put something
+            if self._is_draining():  # a client with an older map may have put a block
                 wait_ms = UPKEEP_RETRY_MS
             if await self._changes(digest, wait_ms):
                 wait_ms = UPKEEP_RETRY_MS // 2
@@ -174,7 +174,7 @@ class Upkeep:
         return any(now.members[at].name == self._membership.name for at in now.draining)
 
     async def _changes(self, digest: int, within_ms: int) -> bool:
-        """Whether the members, or their leases, come to be others within this time."""
+        """Whether the members, or their leases, change within this time."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + within_ms / 1000
         while self._membership.digest == digest and (left_s := until_s - loop.time()) > 0:
@@ -182,10 +182,10 @@ class Upkeep:
             self.sureness.note_lease()
         return self._membership.digest != digest
 
-    # --- looking
+    # --- scanning
 
     async def _look(self, digest: int) -> None:
-        """Go through all blocks once."""
+        """Scan all blocks once."""
         names = self._tenants.names()
         for drive in self._node.store.drives:
             after = b""
@@ -224,7 +224,7 @@ class Upkeep:
         return [block for block, sessions in zip(blocks, named, strict=True) if not sessions]
 
     async def _keep_up(self, blocks: Sequence[Block]) -> None:
-        """Ask the other owners of each block whether they have it, and copy to those that don't, if that is ours."""
+        """Ask the other owners of each block whether they have it, and copy it where it is missing, if that is ours."""
         now = self._membership.map
         me = next((at for at, one in enumerate(now.members) if one.name == self._membership.name), -1)
         if me < 0:
@@ -236,7 +236,7 @@ class Upkeep:
             for owner in lacking(me, block, has, is_draining=is_draining):
                 self.found.one_copy += 1
                 if has[owner, block.name] != pb.OFFERED_MISSING:
-                    continue  # it is away, or may not say
+                    continue  # it is down, or may not answer
                 if block.is_sure:
                     wanted[owner, block.tenant].append(block)
                 else:
@@ -247,7 +247,7 @@ class Upkeep:
                 await self._copy(now.members[owner].name, tenant, part)
 
     async def _asked(self, me: int, now: Map, blocks: Sequence[Block]) -> dict[tuple[int, Name], int]:
-        """What the other owners report of blocks."""
+        """Ask the other owners about blocks; returns their answers."""
         asked: dict[tuple[int, str], list[Block]] = defaultdict(list)
         for block in blocks:
             for owner in block.owners:
@@ -269,7 +269,7 @@ class Upkeep:
     async def _ask(
         self, peer: str, tenant: str, blocks: Sequence[Block], *, surely: bool = False
     ) -> tuple[int, Sequence[int]]:
-        """A member's answer about blocks, and the ticket for those that it accepts; empty if it is away."""
+        """A member's answer about blocks, and the ticket for those that it accepts; empty if it is down."""
         nothing = 0, [pb.OFFERED_UNSPECIFIED] * len(blocks)
         lease = self._membership.lease
         request = pb.OfferRequest(node=self._membership.name, lease=lease, tenant=tenant)
@@ -287,7 +287,7 @@ class Upkeep:
             log.debug("%s does not answer about copies: %s", peer, told.refused)
             return nothing
         if not told.lease or self._membership.lease_of.get(peer) != told.lease:
-            return nothing  # it was away, and doesn't know it yet
+            return nothing  # it was off the map, and doesn't know it yet
         return told.ticket, told.blocks
 
     def _stub(self, peer: str) -> Any:
@@ -316,13 +316,13 @@ class Upkeep:
             except (grpc.aio.AioRpcError, KvError, _Changed) as error:
                 log.debug("A block was not copied to %s: %s", peer, error)
                 return
-        self.found.one_copy -= 1  # it is there, or gone here as well
+        self.found.one_copy -= 1  # it was copied, or is gone here too
         if kept:
             self.copied_blocks += 1
             self.copied_bytes += block.entry.length
 
     async def _sent(self, peer: str, ticket: int, block: Block) -> bool:
-        """Read a block, check it and send it; False if it has gone here, or is not welcome there any more."""
+        """Read a block, check it and send it; False if it is gone here, or no longer accepted there."""
         inline, entry, (tenant, key) = self._node.inline, block.entry, block.name
         who = UPKEEP, ""
         piece = inline.take(who, entry.length)
@@ -364,7 +364,7 @@ class Upkeep:
     def _domain_of(self, block: Block) -> bytes | None:
         """The erase domain of a block that has been read; None if its key has been destroyed since.
 
-        A node that doesn't encrypt doesn't know what was asked for. One that does keeps as shared what it had before.
+        A node that doesn't encrypt doesn't know the requested domain. On one that does, blocks in the clear are shared.
         """
         keys, (tenant, key) = self._node.store.keys, block.name
         if keys is None:
@@ -376,7 +376,7 @@ class Upkeep:
         return named if owner == tenant and fits_domain(key, named) else None
 
     async def _read(self, item: GetItem) -> GetDone | None:
-        """Read a block into memory that stays ours until the drive is done with it, whatever becomes of us."""
+        """Read a block into memory that we own until the drive is done with it, even if we are cancelled."""
         read: asyncio.Future[GetDone] = asyncio.get_running_loop().create_future()
         self._node.store.get([item], lambda batch: read.set_result(batch[0]))
         is_cancelled = False
@@ -391,7 +391,7 @@ class Upkeep:
 
 
 def _ended(task: asyncio.Task[None]) -> None:
-    """Check how the task ended: unless it was cancelled, that is a bug, which must not be hidden."""
+    """Check how the task ended: unless it was cancelled, its end is a bug, which must be logged."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("Blocks are no longer replicated.", exc_info=error)
 
@@ -399,7 +399,7 @@ def _ended(task: asyncio.Task[None]) -> None:
 def lacking(me: int, block: Block, has: dict[tuple[int, Name], int], *, is_draining: bool) -> list[int]:
     """The owners to which this node should copy a block: none if a node before it in order has the block.
 
-    One that is draining waits for nobody: when it says that it may be stopped, each owner has each of its blocks.
+    A draining node relies on no other: when it reports that it may be stopped, each owner has each of its blocks.
     """
     owners = block.owners
     before = owners[: owners.index(me)] if me in owners else owners
@@ -424,7 +424,7 @@ class _Peers:
         self._closing: set[asyncio.Future[None]] = set()
 
     def stub(self, node: str) -> Any:
-        """The one for a node at this address."""
+        """The stub for the node at this address."""
         if node not in self._channels:
             options = (
                 *keepalive_options(),
@@ -440,7 +440,7 @@ class _Peers:
         return self._channels[node][1]
 
     def keep(self, nodes: Iterable[str]) -> None:
-        """Close those to nodes that have left."""
+        """Close channels to nodes that have left."""
         for node in self._channels.keys() - set(nodes):
             channel, _ = self._channels.pop(node)
             self._closing.add(closing := asyncio.ensure_future(channel.close()))

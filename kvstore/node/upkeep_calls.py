@@ -1,6 +1,6 @@
-"""The service Upkeep: what other nodes of the cluster offer, and what is accepted of it.
+"""The service Upkeep: blocks that other nodes of the cluster offer, and which of them are accepted.
 
-What always holds: the caller has proved that it is a node of the cluster, and offers under the lease that this node's
+What always holds: the caller is authenticated as a node of the cluster, and offers under the lease that this node's
 map has. A block is accepted only if it was announced here before its bytes were read there, and if it has not been
 deleted since: that check and the store's acceptance are one step. It belongs to its tenant, within the tenant's quota.
 When little room is left, nothing is accepted.
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = ["UPKEEP", "UpkeepService", "Waited"]
 
-UPKEEP = b"upkeep"  # whose turn it is at the node's thread, and whose places blocks take that are copied
+UPKEEP = b"upkeep"  # the pseudo-tenant of copies, for turns on the node's thread and for memory
 
 
 class _Unwelcome(KvError):
-    """A block is not waited for, or no longer."""
+    """A block is not expected, or no longer."""
 
 
 class _One(NamedTuple):
@@ -55,13 +55,13 @@ class _One(NamedTuple):
 
 
 class Waited:
-    """The blocks that a node waits for."""
+    """The blocks that a node expects."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._by_name: dict[Name, _One] = {}  # the oldest first
         self._tickets = itertools.count(secrets.randbits(48) + 1)
-        self.size_bytes = 0  # what they will take on the drives
+        self.size_bytes = 0  # that they will use on the drives
         self.size_bytes_of: Counter[bytes] = Counter()  # the same by tenant
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Waited:
 
     @property
     def has_room(self) -> bool:
-        """Whether as many more as one offer has can be waited for."""
+        """Whether the blocks of one more offer can be expected."""
         now_ns = self._clock.monotonic_ns()
         for name, one in list(
             itertools.takewhile(lambda row: row[1].until_ns <= now_ns, self._by_name.items())
@@ -78,7 +78,7 @@ class Waited:
         return len(self._by_name) + UPKEEP_ASKED_BLOCKS <= UPKEEP_WAITED_BLOCKS_MAX
 
     def ticket(self) -> int:
-        """A number that no other offer has."""
+        """A unique number for an offer."""
         return next(self._tickets)
 
     def add(self, name: Name, ticket: int, size_bytes: int) -> None:
@@ -90,13 +90,13 @@ class Waited:
         self.size_bytes_of[name[0]] += size_bytes
 
     def cancel(self, names: Iterable[Name]) -> None:
-        """Blocks are being deleted: wait for them no longer."""
+        """Expect these no longer: they are being deleted."""
         for name in names:
             if (one := self._by_name.get(name)) is not None:
                 self._drop(name, one)
 
     def take(self, name: Name, ticket: int) -> None:
-        """Its bytes are there; _Unwelcome if it is not waited for."""
+        """Take a block whose bytes have arrived; _Unwelcome if it is not expected."""
         one = self._by_name.get(name)
         if one is None or one.ticket != ticket:
             raise _Unwelcome("The node does not expect the block.")
@@ -117,7 +117,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
         self._node, self._gate = node, gate
 
     async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.OfferResponse:  # noqa: N802 - named by the proto
-        """Return which blocks are here, and wait for the others."""
+        """Return which blocks are stored here, and expect the others."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter_node("offer", context, request.tenant)
             check_keys([block.key for block in request.blocks], UPKEEP_ASKED_BLOCKS)
@@ -174,7 +174,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
     async def Copy(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.CopyRequest], context: Context
     ) -> pb.CopyResponse:
-        """Keep a block that was waited for."""
+        """Store an expected block."""
         async with refusals(context, self._node.counters):
             first = await anext(request_iterator, None)
             if first is None or first.WhichOneof("part") != "start":

@@ -46,7 +46,7 @@ class Watcher:
     async def next(self, heartbeat_s: float) -> pb.WatchResponse:
         """The next events, or nothing after a heartbeat's time."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(heartbeat_s):  # `wait_for` may swallow what ends the call
+            async with asyncio.timeout(heartbeat_s):  # `wait_for` may swallow the call's cancellation
                 await self._some.wait()
         count = min(len(self._events), WATCH_EVENTS_SENT_MAX)
         told = pb.WatchResponse(events=[self._events.popleft() for _ in range(count)], dropped=self._dropped)
@@ -57,10 +57,10 @@ class Watcher:
 
 
 class Watchers:
-    """All of a node."""
+    """The watchers of a node."""
 
     def __init__(self, clock: Clock, tenants: Callable[[], int]) -> None:
-        """`tenants` tells of how many the node knows."""
+        """`tenants` returns how many tenants the node knows."""
         self._clock = clock
         self._places = Places(WATCHERS_MAX, tenants)
         self._of_tenant: dict[bytes, list[Watcher]] = {}
@@ -70,7 +70,7 @@ class Watchers:
 
     @contextmanager
     def watching(self, tenant: bytes) -> Iterator[Watcher]:
-        """Watch a tenant's events for as long as this lasts; Overloaded if too many do."""
+        """Watch a tenant's events inside this; Overloaded if there are too many watchers."""
         mine = self._of_tenant.get(tenant, [])
         if len(mine) >= WATCHERS_OF_TENANT_MAX or not self._places.left(tenant):
             raise Overloaded("The node has its maximum number of watching clients; watch with fewer.")
@@ -88,7 +88,7 @@ class Watchers:
                 del self._of_tenant[tenant]
 
     def blocks(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        """Note blocks that are stored now or, with a reason, gone."""
+        """Note blocks that are now stored or, with a reason, gone."""
         if not self._of_tenant:
             return
         now_ms = self._clock.wall_ms()

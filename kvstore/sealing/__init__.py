@@ -1,1 +1,1 @@
-"""The keys that blocks are sealed with: master keys, the keyring, and receipts of what was erased."""
+"""The keys that encrypt blocks: master keys, the keyring, and receipts of erasures."""

@@ -1,14 +1,14 @@
-"""How `kvstore keys` speaks to the node that has a data folder open: a socket in that folder, lines of JSON.
+"""How `kvstore keys` talks to the node that has a data folder open: a socket in that folder, lines of JSON.
 
     node      {"challenge": HEX, "clear": {DRIVE: [BYTES, WHY], ...}, "damaged": SLOTS}
     command   {"do": "rotate-tenant", "tenant": HEX or null, "proof": HEX}
               {"do": "rotate-master", "new_master_key": "KIND:WHERE", "proof": HEX}
     node      {"done": ...}   or   {"error": SENTENCE, "kind": NAME}
 
-What always holds: only the node's user and root can open the socket; whoever asks for a change proves that they have
-the current master key: with it they have unwrapped the root key in the keyring, under which they take a digest of the
-node's challenge. So another process of the node's user, which may not look into the node's memory, can't put its own
-master key in the place of the one in use. No key is sent.
+What always holds: only the node's user and root can open the socket. A caller that requests a change proves that it has
+the current master key: it unwraps the keyring's root key with it, and returns a digest of the node's challenge under
+the root key. So another process of the node's user, which can't read the node's memory, can't replace the master key
+with its own. No key is sent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GONE: Final = "The node ended before it had answered; `kvstore keys status` say
 
 
 def proof(root_key: Buffer, challenge: bytes) -> bytes:
-    """What only those can give that have the root key."""
+    """The answer to a challenge, which only a holder of the root key can compute."""
     return blake2b(challenge, key=root_key, digest_size=32, person=b"tkv control").digest()
 
 
@@ -52,25 +52,25 @@ def address_in(data: Path) -> Iterator[str]:
 
 
 def line_of(said: dict[str, Any]) -> bytes:
-    """One line."""
+    """A message as one line."""
     return json.dumps(said, separators=(",", ":")).encode() + b"\n"
 
 
 class Control:
-    """One call."""
+    """A connection to a node."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lines = connection.makefile("rb")
         hello = self._heard()
         self.challenge = bytes.fromhex(hello["challenge"])
-        self.damaged = int(hello["damaged"])  # slots of the keyring, those that were moved among them
-        # What of each drive is in the clear and being encrypted, and why that doesn't go on.
+        self.damaged = int(hello["damaged"])  # slots of the keyring, including moved ones
+        # How many bytes of each drive are still to be encrypted, and why that has stopped, if it has.
         self.clear = {int(drive): (int(size), str(why)) for drive, (size, why) in hello["clear"].items()}
 
     def ask(self, **what: Any) -> Any:
-        """Have it do something; the error that it answers with, or NodeUnavailable."""
-        with suppress(OSError):  # what it said before it ended is read all the same
+        """Send a command; returns the result. Raises the error that the node answers with, or NodeUnavailable."""
+        with suppress(OSError):  # the answer that it sent before it ended is still read
             self._connection.sendall(line_of(what))
         answer = self._heard()
         if "error" in answer:
@@ -90,7 +90,7 @@ class Control:
         return said
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._lines.close()
         self._connection.close()
 

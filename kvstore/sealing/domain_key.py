@@ -30,13 +30,13 @@ class DomainKey(Handle):
 
     @property
     def key(self) -> memoryview:
-        """Its 32 bytes; Closed once they are wiped."""
+        """The key's 32 bytes; Closed once they are wiped."""
         if self._wiped:
             raise Closed("The domain key was wiped.")
         return self._key
 
     def close(self) -> None:
-        """Wipe it."""
+        """Wipe the key."""
         self._wiped = True
         aead.wipe(self._key)
 
@@ -44,8 +44,8 @@ class DomainKey(Handle):
 class Erased(NamedTuple):
     """A destroyed key, by its slot's number and its id; without them if the domain never had one.
 
-    With a number and no id: a slot that could not be read, and was overwritten, since it might have had the key; if it
-    is lost, it has no bytes of any key, and was spared.
+    With a number and no id: a slot that could not be read, and was overwritten because it might have had the key. If it
+    is lost, it has no bytes of any key, and was not overwritten.
     """
 
     tenant: bytes
@@ -53,10 +53,10 @@ class Erased(NamedTuple):
     number: int | None
     id: bytes | None
     at_ms: int
-    is_earlier: bool = False  # an erasure of before destroyed it
+    is_earlier: bool = False  # an earlier erasure destroyed it
     is_lost: bool = False
 
     @property
     def is_unread(self) -> bool:
-        """Whether it isn't known whose key was in the slot that was overwritten."""
+        """Whether the slot was overwritten without knowing whose key it had."""
         return self.number is not None and self.id is None and not self.is_lost

@@ -1,20 +1,20 @@
 """The keyring of a store: wrapped keys of its tenants and erase domains, each in a slot that is overwritten in place.
 
     keyring = Keyring.open(path, master, store_uuid)
-    (key,) = keyring.ensure([(tenant, domain)])  # durable before it is given
+    (key,) = keyring.ensure([(tenant, domain)])  # durable before it is returned
 
 The master key wraps a root key, which wraps the store's key and a key per tenant, which wraps that tenant's domain
 keys; docs/sealing.md has the format, and says what an attacker can do with which of them.
 
-What always holds: a key is durable before it is given to anybody; a destroyed one is overwritten, and that is durable,
-before `erase` returns; a slot has another id whenever it is used again. A process or a machine that dies at any step
-leaves each key as it was or as it was to be: an erasure or rotation that was under way is finished by the next opening
-or by asking again. After a failed write nothing more is written.
+What always holds: a key is durable before it is returned to anybody; a destroyed one is overwritten, durably, before
+`erase` returns; a slot gets another id whenever it is reused. A crash of the process or the machine at any step leaves
+each key in its old or its new state: an interrupted erasure or rotation is finished by the next opening or by repeating
+it. After a failed write nothing more is written.
 
 An erasure checks everything first: a slot that was moved or damaged is never taken for another's key.
 
-What it doesn't do: keep unsealed domain keys, which are their caller's to wipe; notice that its file was replaced by an
-older one. It may be used by several threads: one changes it at a time, and others read meanwhile.
+What it doesn't do: keep unsealed domain keys, which the caller must wipe; or notice that its file was replaced by an
+older one. Several threads may use it: one changes it at a time, and others read meanwhile.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ Name = tuple[bytes, bytes]  # of a tenant and a domain
 
 
 class Keyring(RotatingKeyring):
-    """An open keyring that keys can be made in and destroyed."""
+    """An open keyring, in which keys can be made and destroyed."""
 
     def __init__(
         self, file: KeyringFile, master: Master, store_uuid: bytes, *, clock: Clock, slots_max: int
     ) -> None:
         super().__init__(file, master, store_uuid, clock=clock, slots_max=slots_max)
-        self._homes: dict[bytes, int | None] = {}  # of slots that were moved, by their bytes
+        self._homes: dict[bytes, int | None] = {}  # the right slots of moved ones, by their bytes
         try:
             self._finish()
         except BaseException:
@@ -82,7 +82,7 @@ class Keyring(RotatingKeyring):
 
     @classmethod
     def open(cls, path: Path, master: Master, store_uuid: bytes, clock: Clock | None = None) -> Self:
-        """Open the keyring of a store, and finish what was under way when a process died."""
+        """Open the keyring of a store, and finish what a process left unfinished when it died."""
         return cls.of(FolderFile(path), master, store_uuid, clock)
 
     @classmethod
@@ -94,7 +94,7 @@ class Keyring(RotatingKeyring):
         clock: Clock | None = None,
         slots_max: int = KEYRING_SLOTS_MAX,
     ) -> Self:
-        """Open one of any file, which is closed with it, and if that fails."""
+        """Open a keyring in any kind of file; the keyring owns the file, which is closed if opening fails."""
         try:
             return cls(file, master, store_uuid, clock=clock or SystemClock(), slots_max=slots_max)
         except BaseException:
@@ -102,7 +102,7 @@ class Keyring(RotatingKeyring):
             raise
 
     def _finish(self) -> None:
-        """Continue what a process that died had begun."""
+        """Finish what a process left unfinished when it died."""
         if header_sectors(self._file) != [pack_header(self._header)] * HEADER_PAGES:
             self._write_header(self._header)
         self._free(self._twins)
@@ -112,7 +112,7 @@ class Keyring(RotatingKeyring):
     # Making keys
 
     def ensure(self, names: Sequence[Name]) -> list[DomainKey]:
-        """The keys of these domains; those that are missing are made, and durable with one sync."""
+        """The keys of these domains; missing ones are made, and made durable with one sync."""
         with self._writing:
             self._check_usable()
             known = {name: self.domain(*name) for name in dict.fromkeys(names)}
@@ -163,10 +163,10 @@ class Keyring(RotatingKeyring):
     # Destroying keys
 
     def erase(self, names: Iterable[Name]) -> list[Erased]:
-        """Destroy the keys of domains, in whatever slots, durably before it returns; some domains have none.
+        """Destroy the keys of domains, in all of their slots, durably before it returns; some domains have none.
 
-        All is checked before anything is destroyed. A damaged slot that may have a key of theirs is overwritten as
-        well; the answer has it without an id, and so it has those that are lost, which are spared.
+        All is checked before anything is destroyed. A damaged slot that may have a key of theirs is overwritten too,
+        and reported without an id. So are lost slots, which are not overwritten.
         """
         with self._writing:
             self._check_usable()
@@ -193,7 +193,7 @@ class Keyring(RotatingKeyring):
         known = {number: name for name in plan.of for number in self._slots.numbers_of(*name)}
         for number in self._slots.damaged():
             stray = self._stray(number)
-            if stray is not None:  # it says whose it is, authentically
+            if stray is not None:  # authentic, so its name is known
                 slot, home = stray
                 name = slot.tenant, slot.domain
                 if slot.kind == Kind.DOMAIN and name in plan.of:
@@ -208,7 +208,7 @@ class Keyring(RotatingKeyring):
                 plan.overwrites(number)
 
     def _is_sound(self, name: Name) -> bool:
-        """Whether the slots of a domain are as they were, and have its keys."""
+        """Whether the slots of a domain are unchanged, and have its keys."""
         for number in self._slots.numbers_of(*name):
             if self._slots.is_damaged(number):
                 continue
@@ -225,7 +225,7 @@ class Keyring(RotatingKeyring):
         return True
 
     def _stray(self, number: int) -> tuple[Slot, int] | None:
-        """What is in a damaged slot that was moved, and the number of its own; None if that can't be told."""
+        """The contents of a damaged slot that was moved, and its right number; None if that is unknown."""
         row = self._slots.row(number)
         try:
             slot = parse_slot(row)
@@ -244,7 +244,7 @@ class Keyring(RotatingKeyring):
         return None if home is None else (slot, home)
 
     def erase_tenant(self, tenant: bytes) -> list[Erased]:
-        """Destroy all keys of a tenant, durably before it returns. The first answer is its own key's, if it had one.
+        """Destroy all keys of a tenant, durably before it returns. The first answer is for its own key, if it had one.
 
         As in `erase`, all is checked first, and damaged slots that may be the tenant's are overwritten.
         """
@@ -266,7 +266,7 @@ class Keyring(RotatingKeyring):
                     self._gone_tenants[tenant] = gone
                 answers = self._destroy_rest_of(tenant)
             elif known is not None:
-                # Again, perhaps after an interruption: the receipt names what was destroyed then, as such.
+                # A repetition, perhaps after an interruption: the receipt lists the keys destroyed before as earlier.
                 before = [
                     _erased(tenant, known)._replace(is_earlier=True),
                     *self._slots.gone_with(known.slot),
@@ -278,7 +278,7 @@ class Keyring(RotatingKeyring):
             return [*answers, *_unread(unread, now_ms), *_unread(lost, now_ms, are_lost=True)]
 
     def _damaged_of(self, tenant: bytes) -> tuple[dict[int, tuple[Slot, int]], list[int], list[int]]:
-        """Damaged slots that have keys of a tenant, those of which that can't be told, and those that are lost."""
+        """Damaged slots with keys of a tenant, those of unknown tenants, and lost ones."""
         strays, unread, lost = {}, [], []
         of_keys = {self._store_slot, *(key.number for keys in self._tenants.values() for key in keys)}
         others = self._tenants.keys() - {tenant}
@@ -320,7 +320,7 @@ class Keyring(RotatingKeyring):
 
 
 class _Plan:
-    """What an erasure of domains will destroy, and its answers."""
+    """The keys that an erasure of domains will destroy, and its answers."""
 
     def __init__(self, names: Iterable[Name], now_ms: int) -> None:
         self.of: dict[Name, list[Erased]] = {name: [] for name in names}
@@ -331,13 +331,13 @@ class _Plan:
         self._homes: dict[int, Slot] = {}
 
     def destroys(self, name: Name, number: int, home: int, slot: Slot) -> None:
-        """Plan to destroy the key in a slot, which records name by the number of its own slot, its home."""
+        """Plan to destroy the key in a slot; records refer to it by `home`, the number of its right slot."""
         self.changes[number] = slot.gone(self._now_ms)
         self._homes[home] = self.changes[number]
         self.of[name].append(Erased(*name, home, slot.id, self._now_ms))
 
     def marks_homes(self) -> None:
-        """Plan to say of lost slots whose keys were found elsewhere that these are destroyed."""
+        """Plan to mark lost slots as destroyed whose keys were found elsewhere."""
         self.changes.update({one: self._homes[one] for one in self.lost if one in self._homes})
 
     def overwrites(self, number: int) -> None:
@@ -346,7 +346,7 @@ class _Plan:
         self._unread.append(number)
 
     def answers(self) -> list[Erased]:
-        """Answer for each name, and for what could not be read."""
+        """The answers for each name, and for slots that could not be read."""
         answers: list[Erased] = []
         for name, erased in self.of.items():
             answers += erased or [Erased(*name, None, None, self._now_ms)]

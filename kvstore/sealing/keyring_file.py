@@ -1,8 +1,8 @@
 """The file of a keyring, in whole pages, and the seam that tests replace.
 
-Always holds: the file has its name only once all of it is durable, so there is never half a keyring; one process has
-it open; only its owner may read it. Pages are written directly where the file system can (O_DIRECT), so that a page
-in memory is never written while it changes, and what was read after a crash is what the drive has.
+What always holds: the file has its name only once all of it is durable, so there is never half a keyring; only one
+process has it open; only its owner may read it. Pages are written with O_DIRECT where the file system supports it, so a
+page in memory is never written while it changes, and a read after a crash returns what is on the drive.
 
 What it doesn't do: make a write of several sectors atomic. Each sector of a page is old or new until `sync`.
 """
@@ -29,12 +29,12 @@ _COPIES_ON_WRITE: Final = ("bcachefs", "btrfs", "nilfs2", "overlay", "zfs")
 
 
 def keyring_path(data: Path) -> Path:
-    """Where a data folder has its keyring."""
+    """The path of a data folder's keyring."""
     return data / "keyring"
 
 
 class KeyringFile(Protocol):
-    """What a keyring asks of its file."""
+    """The interface of a keyring's file."""
 
     @property
     def pages(self) -> int:
@@ -42,19 +42,19 @@ class KeyringFile(Protocol):
         ...
 
     def read(self, page: int, count: int) -> bytes:
-        """Read pages, beyond its end zeros; StorageError if any can't be had."""
+        """Read pages, zeros beyond the end; StorageError if any can't be read."""
         ...
 
     def write(self, page: int, data: bytes) -> None:
-        """Write pages, at its end too; StorageError if any was not."""
+        """Write pages, also at the end; StorageError if any was not written."""
         ...
 
     def sync(self) -> None:
-        """Wait until all that was written survives power loss; StorageError if that can't be had."""
+        """Wait until all that was written survives power loss; StorageError if it may not."""
         ...
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Close the file, so that another process can open it."""
         ...
 
 
@@ -99,7 +99,7 @@ class FolderFile:
         return data.ljust(wanted, b"\0")
 
     def write(self, page: int, data: bytes) -> None:
-        """Write pages, in turns of as many as the buffer has."""
+        """Write pages, as many at a time as fit into the buffer."""
         for at in range(0, len(data), len(self._buffer)):
             part = data[at : at + len(self._buffer)]
             self._buffer[: len(part)] = part
@@ -121,12 +121,12 @@ class FolderFile:
 
     @property
     def copies_on_write(self) -> str | None:
-        """The kind of its file system, if that writes changed data elsewhere and so keeps what was overwritten."""
+        """The kind of the file system, if it is copy-on-write, and so keeps overwritten data."""
         kind = _file_system(os.fstat(self._fd).st_dev)
         return kind if kind in _COPIES_ON_WRITE else None
 
     def close(self) -> None:
-        """Close it, which unlocks it."""
+        """Close the file, which unlocks it."""
         for fd in (self._writing, self._fd):
             if fd >= 0:
                 os.close(fd)
@@ -147,7 +147,7 @@ def create_file(path: Path, image: bytes) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.link(part, path)  # which replaces nothing
+        os.link(part, path)  # never replaces a file
         part.unlink()
         _sync_folder(path.parent)
     except FileExistsError:
@@ -185,7 +185,7 @@ def _open_directly(fd: int) -> int:
 
 
 def _file_system(device: int) -> str:
-    """The kind of the file system that has this number; nothing if it can't be found out."""
+    """The kind of the file system with this device number; empty if unknown."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")

@@ -1,6 +1,6 @@
-"""What a keyring's file shows without any key: its header, and the owners and the number of its keys.
+"""The part of a keyring's file that is readable without any key: its header, and the owners and number of its keys.
 
-What always holds: of two slots with the same key, as a rotation of the master key leaves them that was cut off, the one
+What always holds: of two slots with the same key, as an interrupted rotation of the master key leaves them, the one
 that the header's root key wraps counts. What it doesn't do: write, or unwrap more than the root key.
 """
 
@@ -58,9 +58,9 @@ class KeyringStatus(NamedTuple):
     erased: int
     damaged: int
     tenants: tuple[tuple[bytes, int], ...]  # each with the version of its key
-    rotating: tuple[bytes, ...]  # tenants whose rotation was begun and not finished
+    rotating: tuple[bytes, ...]  # tenants with an unfinished rotation
     copies_on_write: str | None  # the kind of file system, if it keeps overwritten data
-    mark: KeyringMark | None  # what drives would have of it; None if it has no store key
+    mark: KeyringMark | None  # the mark that drives store; None if it has no store key
 
 
 class TenantKey(NamedTuple):
@@ -71,7 +71,7 @@ class TenantKey(NamedTuple):
 
 
 def read_status(path: Path) -> KeyringStatus:
-    """The state of a keyring without its master key, also while a node has it open."""
+    """The state of a keyring without its master key, even while a node has it open."""
     file = FolderFile(path, locks=False)
     try:
         header = header_of(file)
@@ -86,19 +86,19 @@ def read_status(path: Path) -> KeyringStatus:
 
 
 def header_sectors(file: KeyringFile) -> list[bytes]:
-    """Both copies."""
+    """Both copies of the header."""
     return [file.read(copy, 1)[:SECTOR_BYTES] for copy in range(HEADER_PAGES)]
 
 
 def header_of(file: KeyringFile) -> Header:
-    """The copy that counts; Corrupt if none does."""
+    """The current copy of the header; Corrupt if no copy is valid."""
     if file.pages <= HEADER_PAGES:
         raise Corrupt("The keyring was truncated; it was left unchanged.")
     return parse_header(header_sectors(file))
 
 
 def unwrapped_root(header: Header, master: Master) -> memoryview:
-    """The root key, which the caller has to wipe; WrongMasterKey if another master key wraps it."""
+    """The root key, which the caller must wipe; WrongMasterKey if another master key wraps it."""
     if header.master_id != master.id:
         raise WrongMasterKey(
             f"The keyring is sealed with master key {header.master_id}, and the given one is {master.id}."
@@ -113,7 +113,7 @@ def unwrapped_root(header: Header, master: Master) -> memoryview:
 
 
 def read_root(path: Path, master: Master) -> memoryview:
-    """The root key of a keyring that a node may have open; the caller has to wipe it."""
+    """The root key of a keyring that a node may have open; the caller must wipe it."""
     file = FolderFile(path, locks=False)
     try:
         return unwrapped_root(header_of(file), master)
@@ -122,12 +122,12 @@ def read_root(path: Path, master: Master) -> memoryview:
 
 
 class Found(NamedTuple):
-    """Keys that a root key wraps, as they were loaded."""
+    """The loaded keys that a root key wraps."""
 
     store: tuple[int, Slot] | None
     tenants: dict[bytes, list[TenantKey]]  # live ones by version
     gone: dict[bytes, TenantKey]
-    twins: list[int]  # slots of the same keys, wrapped by another root key: a rotation was cut off
+    twins: list[int]  # slots of the same keys, wrapped by another root key: an interrupted rotation
 
 
 def found_in(slots: SlotTable, root_id: bytes) -> Found:
@@ -159,7 +159,7 @@ def found_in(slots: SlotTable, root_id: bytes) -> Found:
 
 
 def why_not_the_drives(keyring: KeyringMark | None, drives: Iterable[KeyringMark]) -> str | None:
-    """Say in a sentence why this isn't the keyring that drives were last in use with; None if it may be."""
+    """A sentence why this isn't the keyring that the drives were last used with; None if it may be."""
     for mark in drives:
         if keyring is None:
             how = "has no store key"

@@ -1,6 +1,6 @@
-"""The interface of a master key, and one whose 32 bytes this process has.
+"""The interface of a master key, and one whose 32 bytes are in this process.
 
-What always holds: neither a key nor what a source said is in an error, a log line or a `repr`.
+What always holds: no error, log line or `repr` contains a key or the output of a source.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _ID_BYTES: Final = 8
 
 
 class Master(Protocol):
-    """What wraps the root keys of keyrings."""
+    """Wraps the root keys of keyrings."""
 
     @property
     def id(self) -> str:
-        """Says which master key it is; no secret."""
+        """Identifies the master key; not secret."""
         ...
 
     def wrap(self, associated: bytes, key: Buffer) -> bytes:
-        """Encrypt a key; MasterKeyUnavailable if that can't be done now."""
+        """Encrypt a key; MasterKeyUnavailable if that is impossible now."""
         ...
 
     def unwrap(self, associated: bytes, wrapped: bytes) -> memoryview:
-        """Give the key back, in locked memory that the caller wipes; WrongMasterKey if it didn't wrap it."""
+        """Decrypt a key, into locked memory that the caller wipes; WrongMasterKey if another master key wrapped it."""
         ...
 
     def close(self) -> None:
-        """Wipe what is in memory."""
+        """Wipe the key in memory, if any."""
         ...
 
 
@@ -53,12 +53,12 @@ class LocalMaster:
         return f"LocalMaster({self.id})"
 
     def wrap(self, associated: bytes, key: Buffer) -> bytes:
-        """Nonce, encrypted key, tag."""
+        """Encrypt a key: nonce, encrypted key, tag."""
         nonce = secrets.token_bytes(aead.NONCE_BYTES)
         return nonce + aead.seal(self._key, nonce, associated, key)
 
     def unwrap(self, associated: bytes, wrapped: bytes) -> memoryview:
-        """Give the key back."""
+        """Decrypt a key."""
         nonce, sealed = wrapped[: aead.NONCE_BYTES], wrapped[aead.NONCE_BYTES :]
         try:
             return aead.unseal_key(self._key, nonce.ljust(aead.NONCE_BYTES, b"\0"), associated, sealed)
@@ -66,5 +66,5 @@ class LocalMaster:
             raise WrongMasterKey(f"The master key {self.id} did not wrap this key.") from error
 
     def close(self) -> None:
-        """Wipe it."""
+        """Wipe the master key."""
         aead.wipe(self._key)

@@ -1,13 +1,13 @@
-"""Where the master key comes from, by one option: `--master-key KIND:WHERE`.
+"""The source of the master key, given by one option: `--master-key KIND:WHERE`.
 
     file:/etc/triggerkv/master.key      64 hexadecimal digits, or 32 bytes; no file that others can read
     credential:NAME                     the same, in a systemd credential (LoadCredential=NAME:...)
     command:/usr/bin/get-key --for kv   the same, on a command's standard output; no shell runs it
     vault:https://HOST:8200/transit/keys/NAME?token=FILE[&ca=FILE][&namespace=NAME]
 
-Vault's transit engine keeps the master key and wraps with it; all others have it read into this process.
+Vault's transit engine keeps the master key and wraps with it; the other sources are read into this process.
 
-What always holds: every source has a deadline; an error says which source failed and how, and nothing that it said.
+What always holds: every source has a deadline; an error says which source failed and how, without any of its output.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _ENDS: Final = (b"", b"\n", b"\r\n")
 
 
 def check_master(option: str) -> None:
-    """ConfigError unless the option has one of the forms; nothing that it names is opened."""
+    """ConfigError unless the option has one of the forms; opens nothing."""
     _source(option)
 
 
 def open_master(option: str, clock: Clock | None = None) -> Master:
-    """The master key that an option names; MasterKeyUnavailable if it can't be had, ConfigError if it can't be used."""
+    """The master key that an option names; MasterKeyUnavailable if it can't be read, ConfigError if it is invalid."""
     reason = aead.available()
     if reason is not None:
         raise MasterKeyUnavailable(f"Nothing can be encrypted here: {reason}.")
@@ -101,7 +101,7 @@ def _from_file(path: Path, *, is_credential: bool) -> LocalMaster:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            if not is_credential:  # systemd keeps those from others
+            if not is_credential:  # systemd protects those
                 _check_private(path, os.fstat(fd))
             size = os.readv(fd, [text])
         finally:
@@ -112,7 +112,7 @@ def _from_file(path: Path, *, is_credential: bool) -> LocalMaster:
 
 
 def _check_private(path: Path, status: os.stat_result) -> None:
-    """A group may read what root gives to it, as with secrets of Kubernetes; nobody else ever."""
+    """Refuse files that others can read. A group may read a file of root's, such as a Kubernetes secret."""
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"The master key {path} is not a regular file.")
     allowed = 0o740 if status.st_uid == 0 != os.geteuid() else 0o700
@@ -139,7 +139,7 @@ def _from_command(words: list[str], clock: Clock) -> LocalMaster:
     deadline_ns = clock.monotonic_ns() + MASTER_COMMAND_MS * 1_000_000
     try:
         size = _read_until(process, text, clock, deadline_ns)
-        is_too_long = size == len(text)  # and it may have no end
+        is_too_long = size == len(text)  # it may be endless
         status = 0 if is_too_long else process.wait(max((deadline_ns - clock.monotonic_ns()) / 1e9, 0))
     except subprocess.TimeoutExpired:
         aead.wipe(text)
@@ -159,7 +159,7 @@ def _from_command(words: list[str], clock: Clock) -> LocalMaster:
 
 
 def _read_until(process: subprocess.Popen[bytes], text: bytearray, clock: Clock, deadline_ns: int) -> int:
-    """Read to the end of its output, or more than a key has; the number of bytes."""
+    """Read the output to its end, or until it is longer than a key; returns the number of bytes."""
     assert process.stdout is not None
     out = process.stdout.fileno()
     size = 0
@@ -246,7 +246,7 @@ def _vault(where: str) -> VaultKey:
 
 
 def new_master_file(path: Path) -> str:
-    """Make a file with a random master key; its id. A file that is there is left as it is."""
+    """Make a file with a random master key; returns the key's id. An existing file is not changed."""
     key = bytearray(aead.KEY_BYTES)
     with Path("/dev/urandom").open("rb", buffering=0) as source:
         source.readinto(key)

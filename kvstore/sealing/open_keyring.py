@@ -1,8 +1,8 @@
-"""An open keyring: what it reads and what it writes, below `kvstore.sealing.keyring`, which makes and destroys keys.
+"""An open keyring: its reads and writes, below `kvstore.sealing.keyring`, which makes and destroys keys.
 
-What always holds: what is in use was authentic at its place when the keyring was opened; a slot that is not, then or
-later, is damaged, and its key is neither used nor taken for destroyed. Nor is one that a record names and the keyring
-doesn't know. After a failed write nothing more is written.
+What always holds: every key in use was authentic in its slot when the keyring was opened; a slot that is not, then or
+later, is damaged, and its key is neither used nor considered destroyed. The same goes for a key that a record names and
+the keyring doesn't know. After a failed write nothing more is written.
 What it doesn't do: decide which keys there are.
 """
 
@@ -55,15 +55,15 @@ __all__ = ["OpenKeyring"]
 
 
 class OpenKeyring(Handle):
-    """A keyring's slots, and the keys that wrap what is in them."""
+    """A keyring's slots, and the keys that wrap their contents."""
 
     def __init__(
         self, file: KeyringFile, master: Master, store_uuid: bytes, *, clock: Clock, slots_max: int
     ) -> None:
         self._file = file
         self._clock = clock
-        self._writing = RLock()  # of whoever changes the file
-        self._keys = Lock()  # of unsealed tenants' keys
+        self._writing = RLock()  # held while the file is changed
+        self._keys = Lock()  # for unsealed tenants' keys
         self._failed = False
         self._root = _no_key()
         self._store_slot = -1
@@ -71,7 +71,7 @@ class OpenKeyring(Handle):
         self._unsealed: OrderedDict[bytes, memoryview] = (
             OrderedDict()
         )  # tenants' keys by id, latest used last
-        self._tenants: dict[bytes, list[TenantKey]] = {}  # live ones by version: the last is in use
+        self._tenants: dict[bytes, list[TenantKey]] = {}  # live keys by version: the last is in use
         self._gone_tenants: dict[bytes, TenantKey] = {}
         self._twins: list[int] = []
         self._store_key = _no_key()
@@ -99,7 +99,7 @@ class OpenKeyring(Handle):
             )
 
     def _mark_free(self) -> None:
-        """Mark the free slots of a keyring of the format without marks, which has zeros there."""
+        """Mark the free slots of a keyring of the format without marks, in which they are zeros."""
         for page in range(HEADER_PAGES, self._file.pages, KEYRING_LOAD_PAGES):
             raw = self._file.read(page, min(KEYRING_LOAD_PAGES, self._file.pages - page))
             self._file.write(page, marked(raw))
@@ -107,11 +107,11 @@ class OpenKeyring(Handle):
         self._note_slots((self._file.pages - HEADER_PAGES) * SLOTS_PER_PAGE)
 
     def _note_slots(self, slots: int) -> None:
-        """Have the header say how many slots there are: all of these are marked, durably."""
+        """Write to the header how many slots there are: all of these are marked, durably."""
         self._write_header(self._header._replace(sequence=self._header.sequence + 1, slots=slots))
 
     def proof(self, challenge: bytes) -> bytes:
-        """What only those can give that have its master key."""
+        """The answer to a challenge, which only a holder of the master key can compute."""
         with self._keys:
             return proof(self._root, challenge)
 
@@ -123,7 +123,7 @@ class OpenKeyring(Handle):
         self._store_key = unwrapped(slot, self._root, self._header.store_uuid, self._store_slot)
 
     def _check_others(self) -> None:
-        """Look at the slots that the root key wraps."""
+        """Check the slots that the root key wraps."""
         for number in self._slots.others:
             slot = self._slots.read(number)
             if slot is not None and slot.wrapped_by == self._header.root.id:
@@ -131,14 +131,14 @@ class OpenKeyring(Handle):
                     aead.wipe(self._unwrapped(slot, self._root, number, met=False))
 
     def _check_domains(self, *, met: bool) -> None:
-        """Look at every slot of a domain: one that isn't authentic there, or can't be, is damaged."""
+        """Check every slot of a domain: one that isn't authentic, or can't be, is damaged."""
         with self._keys:
             ids = {one.slot.id: one for keys in self._tenants.values() for one in keys}
             gone = set(self._gone_tenants)
 
         def judge(by: bytes, some: Some) -> Good:
             one = ids.get(by)
-            if one is None:  # damaged, given up, or destroyed: an erasure of a tenant goes on
+            if one is None:  # damaged, given up, or destroyed: a tenant's erasure is unfinished
                 return some.are_of(gone)
             with self._keys:
                 return are_authentic(some, self.store_uuid, self._unsealed_key(one))
@@ -149,21 +149,21 @@ class OpenKeyring(Handle):
 
     @property
     def store_key(self) -> memoryview:
-        """The key of the store; the keyring's own, which it wipes when it is closed."""
+        """The key of the store; owned by the keyring, which wipes it when closed."""
         return self._store_key
 
     @property
     def store_key_id(self) -> bytes:
-        """The id of the key of the store, which is the keyring's own: no rotation changes it."""
+        """The id of the store's key, which identifies the keyring: no rotation changes it."""
         return self._store_id
 
     @property
     def sequence(self) -> int:
-        """How often its header was changed."""
+        """How many times the header was changed."""
         return self._header.sequence
 
     def count_up(self) -> None:
-        """Change the header's sequence, durably: a copy from before is known by it."""
+        """Increase the header's sequence, durably, so that an older copy can be recognized."""
         with self._writing:
             self._check_usable()
             self._write_header(self._header._replace(sequence=self._header.sequence + 1))
@@ -174,7 +174,7 @@ class OpenKeyring(Handle):
         return self._header.store_uuid
 
     def domain(self, tenant: bytes, domain: bytes) -> DomainKey | None:
-        """The key of a domain; None if it has none that can be used."""
+        """The key of a domain; None if it has no usable one."""
         for number, slot in self._slots.find_all(tenant, domain):
             if slot.state == State.LIVE:
                 with suppress(Corrupt):
@@ -186,13 +186,13 @@ class OpenKeyring(Handle):
     def by_number(self, number: int, key_id: bytes) -> DomainKey | None:
         """The key that a record names; None if it was destroyed.
 
-        Corrupt if its slot is damaged, or it is in another, or its tenant's key is damaged, or its slot never had a
-        key, as in an older copy of the keyring: nobody has destroyed it.
+        Corrupt if it was not destroyed but its slot is damaged, it is in another slot, its tenant's key is damaged, or
+        its slot never had a key, as in an older copy of the keyring.
         """
         return self._unseal(number, key_id)
 
     def has(self, number: int, key_id: bytes) -> bool:
-        """Whether it can open what this key encrypted."""
+        """Whether the keyring can decrypt what this key encrypted."""
         with suppress(Corrupt):
             key = self._unseal(number, key_id)
             if key is not None:
@@ -215,7 +215,7 @@ class OpenKeyring(Handle):
         return max((slot.when_ms for slot in found), default=None)
 
     def _unseal(self, number: int, key_id: bytes) -> DomainKey | None:
-        for is_again in (False, True):  # its tenant's key may be replaced meanwhile
+        for is_again in (False, True):  # the tenant's key may be replaced meanwhile
             if not self._slots.is_live(number, key_id):
                 if not self._slots.was_destroyed(number):
                     raise Corrupt(
@@ -227,7 +227,7 @@ class OpenKeyring(Handle):
                 return None
             slot = self._slots.read(number)
             if slot is None or slot.id != key_id or slot.kind != Kind.DOMAIN or slot.state != State.LIVE:
-                if is_again:  # it isn't that it was erased meanwhile
+                if is_again:  # not an erasure in between
                     self._slots.mark_damaged([number])
                     raise Corrupt(f"Slot {number} of the keyring was changed by somebody else.")
                 continue
@@ -247,14 +247,14 @@ class OpenKeyring(Handle):
             raise
 
     def _tenant_key(self, wraps: Slot) -> memoryview | None:
-        """The unsealed key that wraps a domain's, under the lock of these."""
+        """The unsealed key that wraps a domain's; call it with the lock of these held."""
         for one in self._tenants.get(wraps.tenant, ()):
             if one.slot.id == wraps.wrapped_by:
                 return self._unsealed_key(one)
         return None
 
     def _unsealed_key(self, one: TenantKey) -> memoryview:
-        """A tenant's key, under the lock of these."""
+        """A tenant's key, unsealed; call it with the lock of these held."""
         known = self._unsealed.get(one.slot.id)
         if known is not None:
             self._unsealed.move_to_end(one.slot.id)
@@ -274,7 +274,7 @@ class OpenKeyring(Handle):
                 aead.wipe(key)
 
     def expect(self, numbers: NDArray[np.int64]) -> int:
-        """Take free slots for damaged whose keys records name, so that none is used again; how many these are."""
+        """Mark as damaged those of these slots that are free: records name their keys. Returns how many."""
         return self._slots.expect(numbers)
 
     def status(self) -> KeyringStatus:
@@ -301,7 +301,7 @@ class OpenKeyring(Handle):
             raise
 
     def _overwrite(self, changes: Mapping[int, Slot | None]) -> None:
-        """Destroy keys, durably before it returns; slots that have no name then may be used again."""
+        """Destroy keys, durably before it returns; slots without a name may then be reused."""
         if changes:
             self._slots.publish(changes)  # nobody gets them any more, whatever becomes of the write
             self._write(changes)
@@ -321,7 +321,7 @@ class OpenKeyring(Handle):
         self._header = header
 
     def close(self) -> None:
-        """Wipe the keys and let another process have the file."""
+        """Wipe the keys and release the file."""
         self._wipe()
         self._file.close()
 

@@ -1,12 +1,12 @@
-"""What an erasure answers: a receipt, whose line is also the line in the audit log.
+"""The receipt of an erasure, whose line is also the line in the audit log.
 
     {"at_ms":1763716000000,"at":"2025-11-21T09:06:40.000Z","what":"erase-domain","how":"keys destroyed",...}
 
-What always holds: a receipt says what was done, which keys were destroyed, each once, and apart from them those that an
-earlier erasure has destroyed, and which slots were overwritten without its being known whose keys they had. It has no
-key, no token and no name of a user, whose name it would keep although they asked to be forgotten: a domain is named by
-its digest. It is of a bounded length, and its digest covers all destroyed keys.
-What it doesn't do: prove anything to somebody who doesn't trust the node: it isn't signed.
+What always holds: a receipt says what was done, which keys were destroyed, each once, separately those that an earlier
+erasure destroyed, and which slots were overwritten without knowing whose keys they had. It contains no key, no token
+and no user's name, because the user asked to be forgotten: a domain is named by its digest. Its length is bounded, and
+its digest covers all destroyed keys.
+What it doesn't do: prove anything to a person who doesn't trust the node: it isn't signed.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Receipt:
     """One erasure on one node: of an erase domain, or of a tenant."""
 
     at_ms: int
-    tenant: str  # as the node's file of tenants names it
+    tenant: str  # as in the node's tenants file
     domain: bytes | None  # None: all of the tenant
     blocks: int
     overwritten: int  # of these: they were in the clear, or encrypted with a key that was not destroyed
     size_bytes: int
-    keys: tuple[Erased, ...]  # none on a node that doesn't seal, which overwrites
+    keys: tuple[Erased, ...]  # none on a node without encryption, which overwrites
     node: str
     store_uuid: bytes
     drives: tuple[int, ...]
@@ -79,11 +79,11 @@ class Receipt:
 
     @property
     def at(self) -> str:
-        """When, in UTC."""
+        """The time, in UTC."""
         return _shown(self.at_ms)
 
     def fields(self) -> dict[str, str | int]:
-        """All of it but the time, the tenant and the caller, which each line of the audit log has."""
+        """All fields except the time, the tenant and the caller, which each line of the audit log has."""
         destroyed = self.destroyed
         earlier = sorted(_destroyed(self.keys, is_earlier=True).difference(destroyed))
         unread = sorted(key.number for key in self.keys if key.number is not None and key.is_unread)
@@ -118,13 +118,13 @@ class Receipt:
 
     @property
     def destroyed(self) -> list[tuple[int, bytes]]:
-        """The keys that this erasure destroyed and that are known to have been of what it erased, by slot and id."""
+        """The keys that this erasure destroyed and that are known to belong to what it erased, by slot and id."""
         return sorted(_destroyed(self.keys))
 
     def _how(self, destroyed: Sequence[object], earlier: Sequence[object], unread: Sequence[object]) -> str:
         if destroyed:
             return _BOTH if self.overwritten else _KEYS_DESTROYED
-        if earlier and self.blocks > self.overwritten:  # an interrupted one had not come to these
+        if earlier and self.blocks > self.overwritten:  # an interrupted erasure had not reached these
             return _EARLIER_AND_REST if self.overwritten else _EARLIER
         if unread:
             return _SLOTS_AND_BLOCKS if self.overwritten else _SLOTS_OVERWRITTEN

@@ -1,8 +1,8 @@
-"""A keyring's rotations: another master key over it, or another key over a tenant's domains.
+"""A keyring's rotations: a new master key for it, or a new key for a tenant's domains.
 
-What always holds: no domain key changes, and no data is written anew. A rotation that was cut off is done or goes on.
-None begins, or ends, while a slot is damaged: with the old key gone, the slot's bytes from a backup would open nothing.
-What it doesn't do: know who may ask for one.
+What always holds: no domain key changes, and no data is rewritten. An interrupted rotation is complete or continues.
+None begins or ends while a slot is damaged: with the old key gone, the slot's bytes from a backup would open nothing.
+What it doesn't do: check who may request one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["RotatingKeyring"]
 
 
 class RotatingKeyring(OpenKeyring):
-    """One that makes keys of tenants, and replaces them."""
+    """An open keyring that can make and replace tenants' keys."""
 
     @property
     def tenants(self) -> list[bytes]:
@@ -45,19 +45,19 @@ class RotatingKeyring(OpenKeyring):
 
     @property
     def rotating(self) -> list[bytes]:
-        """Tenants whose rotation was begun and not finished."""
+        """Tenants with an unfinished rotation."""
         with self._keys:
             return sorted(tenant for tenant, keys in self._tenants.items() if len(keys) > 1)
 
     def rotate_master(self, new: Master) -> None:
-        """Seal the keyring with another master key, under a new root key. No data is written anew.
+        """Seal the keyring with another master key, under a new root key. No data is rewritten.
 
-        What the root key wraps is wrapped by the new one in other slots; the header, which has one root key, decides
-        which of them count. So the old root key is never wrapped by the new master key.
+        The keys that the root key wraps are wrapped by the new one in other slots; the header, which has one root key,
+        decides which of them count. So the old root key is never wrapped by the new master key.
         """
         root_id, root = fresh_id(), fresh_key()
         try:
-            new_root = self._wrapped_root(new, root_id, root)  # it may take seconds: nobody waits for it
+            new_root = self._wrapped_root(new, root_id, root)  # it may take seconds, so no lock is held
         except KvError:
             aead.wipe(root)
             raise
@@ -91,7 +91,7 @@ class RotatingKeyring(OpenKeyring):
             self._free(old)
 
     def _check_undamaged(self) -> None:
-        """StorageError if a slot is damaged: with the key that wraps it, the last hope for it would go."""
+        """StorageError if a slot is damaged: without the key that wraps it, it could never be restored."""
         if damaged := self._slots.damaged():
             raise StorageError(
                 f"{len(damaged)} slots of the keyring are damaged (first: {damaged[0]}), and a rotation would make that"
@@ -100,7 +100,7 @@ class RotatingKeyring(OpenKeyring):
             )
 
     def give_up_damaged(self) -> list[int]:
-        """Overwrite all damaged slots, durably; which they were. What they encrypted counts as erased."""
+        """Overwrite all damaged slots, durably; returns their numbers. What their keys encrypted counts as erased."""
         with self._writing:
             self._check_usable()
             damaged = self._slots.damaged()
@@ -108,7 +108,7 @@ class RotatingKeyring(OpenKeyring):
             return damaged
 
     def _take(self, count: int) -> list[int]:
-        """So many free slots."""
+        """Take this many free slots."""
         self._slots.check_room(count, kept=len(self._gone_tenants))
         taken: list[int] = []
         for _ in range(count):
@@ -116,7 +116,7 @@ class RotatingKeyring(OpenKeyring):
         return taken
 
     def _wrapped_root(self, master: Master, root_id: bytes, key: memoryview) -> Root:
-        """Wrapped so that it was seen to come back, before anything depends on it."""
+        """Wrap a root key, and check that unwrapping returns it, before anything depends on it."""
         associated = root_associated(self.store_uuid, root_id)
         blob = master.wrap(associated, key)
         back = master.unwrap(associated, blob)
@@ -127,9 +127,9 @@ class RotatingKeyring(OpenKeyring):
         return Root(root_id, blob)
 
     def rotate_tenant(self, tenant: bytes, goes_on: Callable[[], bool] = lambda: True) -> int:
-        """Give a tenant a new key, and wrap those of its domains by it; how many. An unfinished rotation goes on.
+        """Give a tenant a new key, and wrap its domains' keys with it; returns how many. Continues an unfinished one.
 
-        Closed, and unfinished, as soon as `goes_on` says no.
+        Raises Closed, and remains unfinished, as soon as `goes_on` returns False.
         """
         with self._writing:
             self._check_usable()
@@ -170,7 +170,7 @@ class RotatingKeyring(OpenKeyring):
             except Corrupt:
                 continue  # it is noted; the others move
             if slot is None or slot.state != State.LIVE or slot.wrapped_by != old_id:
-                continue  # destroyed meanwhile, or done by another rotation
+                continue  # destroyed meanwhile, or rewrapped by another rotation
             with self._keys:
                 old, new = self._tenant_key(slot), self._tenant_key(slot._replace(wrapped_by=new_id))
                 if old is not None and new is not None:
@@ -181,7 +181,7 @@ class RotatingKeyring(OpenKeyring):
         return len(changes)
 
     def _rewrapped(self, slot: Slot, by: tuple[int, memoryview], to: tuple[int, bytes, memoryview]) -> Slot:
-        """A slot with its key wrapped by another: its number and the key that wraps it, then both anew with an id."""
+        """Wrap a slot's key by another. `by`: its number and wrapping key; `to`: the new number, key id and key."""
         key = self._unwrapped(slot, by[1], by[0])
         try:
             return wrapped(slot._replace(wrapped_by=to[1]), key, to[2], self.store_uuid, to[0])
@@ -210,12 +210,12 @@ class RotatingKeyring(OpenKeyring):
             self._gone_tenants.pop(tenant, None)
 
     def _place(self, gone: tuple[int, Slot] | None, taken: Collection[int] = ()) -> tuple[int, bytes]:
-        """A slot, that of the same name whose key was destroyed or another, and an id that it didn't have last."""
+        """A slot, and an id other than its last one: the slot of the destroyed key of the same name, or another."""
         number = self._slots.take(taken) if gone is None else gone[0]
         while self._slots.has_id(number, key_id := fresh_id()):
             pass
         return number, key_id
 
     def _free(self, numbers: Sequence[int]) -> None:
-        """Free the slots of tenants' keys that nothing is wrapped by any more."""
+        """Free the slots of tenants' keys that no longer wrap anything."""
         self._overwrite(dict.fromkeys(numbers))

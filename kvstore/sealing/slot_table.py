@@ -1,10 +1,10 @@
-"""The slots of an open keyring: which of them has what, found by name, and how they are written.
+"""The slots of an open keyring: what each contains, look-up by name, and writes.
 
-What always holds: a slot's bytes in the file decide; what is kept in memory (30 bytes a slot) says where to look. Only
-free slots are taken, and those whose key was destroyed, the oldest first, once the keyring can't grow; damaged ones
-never are, until an erasure has overwritten them. A slot that was moved, or changed since it was loaded, or that is
-zeros, is damaged: free ones are marked before the keyring counts them.
-What it doesn't do: know a key, or order one write before another: its caller syncs.
+What always holds: a slot's bytes in the file decide; memory (30 bytes a slot) only says where to look. Only free slots
+are taken and, once the keyring can't grow, those whose key was destroyed, the oldest first; a damaged one is never
+taken until an erasure has overwritten it. A slot that was moved, or changed since it was loaded, or is all zeros, is
+damaged: free ones are marked before the keyring counts them.
+What it doesn't do: know a key, or order writes: its caller syncs.
 
 One thread writes at a time; the others may read meanwhile.
 """
@@ -92,27 +92,27 @@ class SlotTable:
         grown: Callable[[int], object] = lambda _: None,
         are_marked: bool = True,
     ) -> None:
-        """Load so many slots; `grown` notes, durably, that there are more. Unless `are_marked`, zeros are free."""
+        """Load this many slots; `grown` records, durably, that there are more. Unless `are_marked`, zeros are free."""
         self.file = file
         self._grown = grown
         self._are_marked = are_marked
-        self._lock = Lock()  # of what is in memory; never held while the drive is waited for
+        self._lock = Lock()  # for the state in memory; never held during I/O
         self._slots_max = slots_max
         self._mixing = [int(one) | 1 for one in np.frombuffer(np.random.default_rng().bytes(24), "<u8")]
         pages = HEADER_PAGES + slots // SLOTS_PER_PAGE
-        self._versions: NDArray[np.uint32] = np.zeros(pages, np.uint32)  # how often each page was written
-        self._under_way: dict[int, bytes] = {}  # pages that are being written, as they were
+        self._versions: NDArray[np.uint32] = np.zeros(pages, np.uint32)  # number of writes of each page
+        self._under_way: dict[int, bytes] = {}  # old contents of pages being written
         self._states: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._ids: NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._sorted: NDArray[np.uint64] = np.zeros(0, np.uint64)  # tenants and tags of domains, mixed, and
-        self._order: NDArray[np.uint32] = np.zeros(0, np.uint32)  # the slots that have them
-        self._new: dict[bytes, list[int]] = {}  # by tenant and tag, written since these were sorted
-        self._live_of: Counter[int] = Counter()  # by the first 8 bytes of tenants, their live domain keys
-        self._vacant: list[int] = []  # free, or whose destroyed key has no name; the next one at the end
-        self._oldest_gone: list[int] = []  # to be taken when nothing else is left; the next one at the end
-        self.others: list[int] = []  # slots of keys that are no domain's, as they were loaded
-        self._moved: dict[int, int] = {}  # by the ids of whole keys in wrong slots: where they are
-        self._met: set[int] = set()  # slots that were damaged when they were in use already
+        self._sorted: NDArray[np.uint64] = np.zeros(0, np.uint64)  # hashes of tenants and domains' tags, and
+        self._order: NDArray[np.uint32] = np.zeros(0, np.uint32)  # the slots with them
+        self._new: dict[bytes, list[int]] = {}  # slots by tenant and tag, written since the last sort
+        self._live_of: Counter[int] = Counter()  # live domain keys by the tenant's first 8 bytes
+        self._vacant: list[int] = []  # free, or with a destroyed key without a name; the next one at the end
+        self._oldest_gone: list[int] = []  # taken when no other is left; the next one at the end
+        self.others: list[int] = []  # loaded slots of keys other than domains'
+        self._moved: dict[int, int] = {}  # slots of intact keys in wrong slots, by key id
+        self._met: set[int] = set()  # slots found damaged after the opening
         self._load(pages)
 
     def _load(self, pages: int) -> None:
@@ -139,7 +139,7 @@ class SlotTable:
         self._vacant = np.flatnonzero((self._states == FREE) | nameless)[::-1].tolist()
 
     def _chunks(self, pages: int) -> Iterator[tuple[int, _Rows, bytes]]:
-        """The number of the first slot, the slots, and their bytes, thousands at a time."""
+        """Yield the number of the first slot, the slots, and their bytes, thousands at a time."""
         for page in range(HEADER_PAGES, pages, KEYRING_LOAD_PAGES):
             raw = self.file.read(page, min(KEYRING_LOAD_PAGES, pages - page))
             if not self._are_marked:
@@ -154,7 +154,7 @@ class SlotTable:
 
     @property
     def _pages(self) -> int:
-        """The number of pages of the file, as far as its slots are known."""
+        """The number of pages of the header and the known slots."""
         return HEADER_PAGES + len(self._states) // SLOTS_PER_PAGE
 
     def __len__(self) -> int:
@@ -166,13 +166,13 @@ class SlotTable:
         return free, live, gone, damaged
 
     def damaged(self) -> list[int]:
-        """Slots whose keys can't be opened: whose they were can't be told."""
+        """Slots whose keys can't be opened."""
         with self._lock:
             numbers: list[int] = np.flatnonzero(self._states == DAMAGED).tolist()
         return numbers
 
     def read(self, number: int) -> Slot | None:
-        """What a slot has, None if it is free; Corrupt if it is damaged, which is noted."""
+        """The contents of a slot, None if it is free; Corrupt if it is damaged, which is noted."""
         try:
             return parse_slot(self.row(number))
         except Corrupt:
@@ -186,7 +186,7 @@ class SlotTable:
         return page[at : at + SLOT_BYTES]
 
     def mark_damaged(self, numbers: Sequence[int], *, ids: Sequence[int] = (), met: bool = True) -> None:
-        """Note that slots are damaged, and the ids of whole keys in them; `met`: since the keyring was opened."""
+        """Note that slots are damaged, and the ids of intact keys in them; `met`: since the keyring was opened."""
         with self._lock:
             for number in numbers:
                 if self._states[number] != DAMAGED and met:
@@ -195,9 +195,9 @@ class SlotTable:
             self._moved.update((one, number) for one, number in zip(ids, numbers, strict=False) if one)
 
     def check(self, judge: Callable[[bytes, Some], Good], *, met: bool) -> None:
-        """Mark slots as damaged that have changed since they were loaded, or have a domain's key that isn't theirs.
+        """Mark slots as damaged that have changed since they were loaded, or contain another slot's domain key.
 
-        `judge` tells which keys are authentic: of slots with these numbers, wrapped by the key of this id.
+        `judge` returns which keys are authentic, given the id of the key that wraps them, and their slots.
         """
         for first, rows, raw in self._chunks(self._pages):
             known, ids = self._states[first : first + len(rows)], self._ids[first : first + len(rows)]
@@ -211,7 +211,7 @@ class SlotTable:
             self.mark_damaged((found + first).tolist(), ids=whole, met=met)
 
     def expect(self, numbers: NDArray[np.int64]) -> int:
-        """Mark those of these slots as damaged that are free, since records name them; how many."""
+        """Mark as damaged those of these slots that are free, because records name them; returns how many."""
         there = numbers[numbers < len(self._states)]
         lost = there[self._states[there] == FREE].tolist()
         self.mark_damaged(lost, met=False)
@@ -222,7 +222,7 @@ class SlotTable:
         return self.row(number) in (bytes(SLOT_BYTES), pack_slot(None))
 
     def have_changed(self) -> bool:
-        """Return whether any slot has other contents in the file than it is known to have, apart from damaged ones."""
+        """Whether the file's contents of any slot, except damaged ones, differ from what is known."""
         for first, rows, raw in self._chunks(self._pages):
             known, ids = self._states[first : first + len(rows)], self._ids[first : first + len(rows)]
             states = _states_of(rows, raw)
@@ -231,24 +231,24 @@ class SlotTable:
         return False
 
     def is_moved(self, key_id: bytes) -> bool:
-        """Whether a key is in a slot that isn't its own."""
+        """Whether a key is in another slot than its own."""
         return int.from_bytes(key_id, "little") in self._moved
 
     def was_met(self, number: int) -> bool:
-        """Whether a damaged slot was whole when the keyring was opened."""
+        """Whether a damaged slot was intact when the keyring was opened."""
         return number in self._met
 
     def tenant_of(self, number: int) -> bytes | None:
-        """Return the tenant of a slot that was whole before; None if its name was damaged as well."""
+        """The tenant of a slot that was intact before; None if its name was damaged too."""
         (one,) = np.frombuffer(self.row(number), _ROW)
         return one["name"].tobytes()[:TENANT_BYTES] if int(one["id"]) == int(self._ids[number]) else None
 
     def id_of(self, number: int) -> bytes:
-        """The id of the key that was last known in a slot."""
+        """The last known id of a slot's key."""
         return int(self._ids[number]).to_bytes(8, "little")
 
     def _page(self, page: int) -> bytes:
-        """A page as it was before a write or after it, and no mixture."""
+        """A page as it was before or after a write, never a mixture."""
         while True:
             with self._lock:
                 known = self._under_way.get(page)
@@ -259,21 +259,21 @@ class SlotTable:
                     return data
 
     def is_live(self, number: int, key_id: bytes) -> bool:
-        """Whether a slot has the key of this id."""
+        """Whether a slot has the live key of this id."""
         with self._lock:
             if not 0 <= number < len(self._states) or self._states[number] != LIVE:
                 return False
             return int(self._ids[number]) == int.from_bytes(key_id, "little")
 
     def is_damaged(self, number: int) -> bool:
-        """Whether a slot was found to be damaged, and not overwritten since."""
+        """Whether a slot was found damaged, and not overwritten since."""
         with self._lock:
             return 0 <= number < len(self._states) and int(self._states[number]) == DAMAGED
 
     def was_destroyed(self, number: int) -> bool:
-        """Whether a slot without the key that is asked for had it once: no key leaves its slot but by being destroyed.
+        """Whether a slot once had a key that it doesn't have now: only destruction removes a key from its slot.
 
-        A slot that is free never had one, as far as this keyring knows.
+        A free slot never had one, as far as this keyring knows.
         """
         with self._lock:
             return 0 <= number < len(self._states) and self._states[number] in (LIVE, GONE)
@@ -283,12 +283,12 @@ class SlotTable:
         return int(self._ids[number]) == int.from_bytes(key_id, "little")
 
     def find_all(self, tenant: bytes, domain: bytes) -> list[tuple[int, Slot]]:
-        """All whole slots of a domain: more than one if a damaged one came back."""
+        """All intact slots of a domain: more than one if a damaged one was restored."""
         found = self._whole(self.numbers_of(tenant, domain))
         return [one for one in found if (one[1].tenant, one[1].domain) == (tenant, domain)]
 
     def tagged(self, tenant: bytes, tag: bytes) -> list[tuple[int, Slot]]:
-        """All whole slots of a tenant's domains with this tag."""
+        """All intact slots of a tenant's domains with this tag."""
         found = self._whole(self._numbers_of(tenant, tag))
         return [one for one in found if (one[1].tenant, domain_tag(one[1].domain)) == (tenant, tag)]
 
@@ -302,7 +302,7 @@ class SlotTable:
                         yield one, slot
 
     def numbers_of(self, tenant: bytes, domain: bytes) -> list[int]:
-        """The slots that may have this name, as far as is known in memory."""
+        """The slots that may have this name, according to memory."""
         if (len(tenant), len(domain)) != (TENANT_BYTES, DOMAIN_BYTES):
             raise InvalidArgument(f"A tenant and a domain have {TENANT_BYTES} and {DOMAIN_BYTES} bytes.")
         return self._numbers_of(tenant, domain_tag(domain))
@@ -325,14 +325,14 @@ class SlotTable:
         return [int(one) for one in order[first:last]]
 
     def check_room(self, count: int, kept: int) -> None:
-        """NoSpace unless so many slots can be taken, and those of erased tenants kept."""
+        """NoSpace unless this many slots can be taken while those of erased tenants are kept."""
         growing = max(self._slots_max - len(self._states), 0)
         gone = int(np.count_nonzero((self._states == GONE) & (self._ids != 0))) - kept
         if count > len(self._vacant) + growing + gone:
             raise NoSpace(f"The keyring has {self._slots_max} keys, which is its maximum.")
 
     def check_tenants(self, names: Iterable[tuple[bytes, bytes]]) -> None:
-        """QuotaExceeded if a tenant would have too many keys, were one made for each of these domains."""
+        """QuotaExceeded if one key for each of these domains would exceed a tenant's maximum."""
         for tenant, count in Counter(_tenant_word(tenant) for tenant, _ in names).items():
             if self._live_of[tenant] + count > KEYRING_TENANT_KEYS_MAX:
                 raise QuotaExceeded(
@@ -341,7 +341,7 @@ class SlotTable:
                 )
 
     def take(self, taken: Collection[int] = ()) -> int:
-        """A slot to be written, and none of those that are taken already."""
+        """Take a slot to be written, other than those already taken."""
         if not self._vacant and len(self._states) < self._slots_max:
             self._grow()
         while self._vacant:
@@ -357,7 +357,7 @@ class SlotTable:
         raise NoSpace(f"The keyring has {self._slots_max} keys, which is its maximum.")
 
     def give_back(self, number: int) -> None:
-        """A slot was freed, or a key in it destroyed that has no name."""
+        """Note that a slot was freed, or that its key without a name was destroyed."""
         self._vacant.append(number)
 
     def _grow(self) -> None:
@@ -386,7 +386,7 @@ class SlotTable:
         self._oldest_gone = [number for _, number in reversed(found)]
 
     def gone_with(self, tenant: Slot) -> list[Erased]:
-        """The keys of domains that were destroyed together with their tenant's."""
+        """The domains' keys that were destroyed together with their tenant's."""
         low, high = (np.uint64(int.from_bytes(tenant.tenant[at : at + 8], "little")) for at in (0, 8))
         found: list[Erased] = []
         for first, rows, _ in self._chunks(self._pages):
@@ -399,7 +399,7 @@ class SlotTable:
         return found
 
     def write(self, changes: Mapping[int, Slot | None]) -> None:
-        """Overwrite slots in place; nothing is durable, or known to readers, until the caller has synced."""
+        """Overwrite slots in place; the caller makes this durable (sync) and known to readers (`publish`)."""
         pages: dict[int, tuple[bytes, bytearray]] = {}
         for number, slot in sorted(changes.items()):
             page = HEADER_PAGES + number // SLOTS_PER_PAGE
@@ -419,7 +419,7 @@ class SlotTable:
                     del self._under_way[page]
 
     def publish(self, changes: Mapping[int, Slot | None]) -> None:
-        """Have readers see slots as they are now."""
+        """Make changed slots visible to readers."""
         with self._lock:
             self._met.difference_update(changes)
             self._moved = {one: where for one, where in self._moved.items() if where not in changes}
@@ -437,11 +437,11 @@ class SlotTable:
             self._sort_in()
 
     def _sort_in(self) -> None:
-        """Move the names of the dictionary to the sorted ones. The lock is held only to replace these."""
+        """Merge the dictionary's names into the sorted ones. The lock is held only to replace these."""
         pairs = [(name, number) for name, numbers in self._new.items() for number in numbers]
         names = np.frombuffer(b"".join(name for name, _ in pairs), "<u8").reshape(-1, len(self._mixing))
         numbers = np.array([number for _, number in pairs], np.uint32)
-        kept = np.isin(self._order, numbers, invert=True)  # the others may have had other names
+        kept = np.isin(self._order, numbers, invert=True)  # these may have had other names
         mixed = np.concatenate([self._sorted[kept], self._mix(names)])
         numbers = np.concatenate([self._order[kept], numbers])
         order = np.argsort(mixed, kind="stable")
@@ -450,7 +450,7 @@ class SlotTable:
             self._new = {}
 
     def live_where(self, tenant: bytes | None = None, wrapped_by: bytes | None = None) -> Iterator[list[int]]:
-        """The numbers of live domain keys that are of a tenant, or wrapped by a key, some at a time."""
+        """Yield the slots of live domain keys of a tenant, wrapped by a key (each if given), some at a time."""
         for first, rows, _ in self._chunks(self._pages):
             of = (self._states[first : first + len(rows)] == LIVE) & (rows["kind"] == Kind.DOMAIN)
             if tenant is not None:
@@ -464,12 +464,12 @@ class SlotTable:
 
 
 def _named(tenant: bytes, tag: bytes) -> bytes:
-    """What slots are found by."""
+    """The name by which slots are found."""
     return tenant + tag.ljust(_WORD_BYTES, b"\0")
 
 
 def _tagged(names: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The same of many, by their tenants and domains: three words each."""
+    """The same for many slots, from tenants and domains: three words each."""
     tenants, domains = names[:, :2], np.ascontiguousarray(names[:, 2:])
     tags = np.frombuffer(wrapped_keys.domain_tags(domains.tobytes()), "<u8")
     return np.column_stack([tenants, tags])
@@ -480,7 +480,7 @@ def _tenant_word(tenant: bytes) -> int:
 
 
 def _apart(some: NDArray[np.intp], by: NDArray[np.uint64]) -> Iterator[tuple[int, NDArray[np.intp]]]:
-    """Slots by the key that wraps theirs."""
+    """Group slots by the key that wraps theirs."""
     order = np.argsort(by, kind="stable")
     if len(some):
         ends = np.flatnonzero(np.diff(by[order])) + 1
@@ -498,7 +498,7 @@ def _states_of(rows: _Rows, raw: bytes) -> NDArray[np.uint8]:
 
 
 def marked(raw: bytes) -> bytes:
-    """Return the bytes of slots with the mark of free ones in the place of zeros."""
+    """The bytes of slots, with the mark of free ones instead of zeros."""
     rows = np.frombuffer(raw, np.uint8).reshape(-1, SLOT_BYTES).copy()
     rows[~rows.any(axis=1)] = np.frombuffer(pack_slot(None), np.uint8)
     return rows.tobytes()

@@ -1,8 +1,8 @@
 """The keyring's bytes: its header, and slots with one wrapped key each (docs/sealing.md).
 
-What always holds: a slot lies within one sector, and so does a header; no slot is zeros, so zeros are a slot that the
-drive has lost; whatever of a slot is in clear, with the store
-and the slot's number, is authenticated by the tag of its wrapped key. Every wrapping draws a nonce of its own.
+What always holds: a slot lies within one sector, and so does a header; no slot is all zeros, so zeros are a slot that
+the drive has lost; the clear part of a slot, with the store and the slot's number, is authenticated by the tag of its
+wrapped key. Every wrapping draws a new nonce.
 What it doesn't do: read or write a file, or decide which key wraps which.
 """
 
@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 FORMAT_VERSION: Final = 2
-VERSION_WITHOUT_MARKS: Final = 1  # of the format in which free slots are zeros
+VERSION_WITHOUT_MARKS: Final = 1  # the format in which free slots are zeros
 DOMAIN_BYTES: Final = 16
 ID_BYTES: Final = 8
 UUID_BYTES: Final = 16
 SLOT_BYTES: Final = 128
-CLEAR_BYTES: Final = 64  # of a slot, which the tag of its key covers
-CHECKED_BYTES: Final = SLOT_BYTES - 4  # which its CRC32C covers
+CLEAR_BYTES: Final = 64  # of a slot, covered by the tag of its key
+CHECKED_BYTES: Final = SLOT_BYTES - 4  # covered by its CRC32C
 SLOTS_PER_PAGE: Final = PAGE_BYTES // SLOT_BYTES
 HEADER_PAGES: Final = 2  # a copy in the first sector of each
 NO_ID: Final = bytes(ID_BYTES)
@@ -83,17 +83,17 @@ assert _HEADER.size + _ROOT.size <= _CRC_AT
 
 
 class State(enum.IntEnum):
-    """What a slot has. Far apart, so that a few flipped bits don't make one of another."""
+    """The state of a slot. The values are far apart, so that a few flipped bits don't turn one into another."""
 
     FREE = int.from_bytes(b"FREE", "little")  # no record names it
     LIVE = int.from_bytes(b"LIVE", "little")
-    GONE = int.from_bytes(b"GONE", "little")  # its key was destroyed; it still says whose, and when
+    GONE = int.from_bytes(b"GONE", "little")  # its key was destroyed; its name and the time remain
 
 
 class Kind(enum.IntEnum):
-    """What a key is for."""
+    """The purpose of a key."""
 
-    UNREAD = 0  # it was destroyed without its being known what it was
+    UNREAD = 0  # destroyed while unreadable
     STORE = 1
     TENANT = 2
     DOMAIN = 3
@@ -117,37 +117,37 @@ class Slot(NamedTuple):
         return int.from_bytes(self.domain[:8], "little")
 
     def gone(self, at_ms: int) -> Slot:
-        """The same without its key."""
+        """The slot after its key was destroyed."""
         return self._replace(state=State.GONE, when_ms=at_ms, wrapped_by=NO_ID, sealed=bytes(_SEALED_BYTES))
 
 
 class Root(NamedTuple):
-    """A root key: its id, and how the master key wraps it."""
+    """A root key: its id, and the key as the master key wraps it."""
 
     id: bytes
     wrapped: bytes
 
 
 class Header(NamedTuple):
-    """What the keyring says about itself."""
+    """The keyring's header."""
 
     store_uuid: bytes
-    sequence: int  # of two copies the one with the higher counts
+    sequence: int  # of two copies, the one with the higher sequence counts
     made_ms: int
     master_id: str
     root: Root
-    slots: int  # how many it has; 0: of the format in which free slots are zeros, which didn't say
+    slots: int  # how many there are; 0: unknown, in the format in which free slots are zeros
 
 
 def fresh_id() -> bytes:
-    """A random id; never zeros."""
+    """A random id; never all zeros."""
     while (drawn := secrets.token_bytes(ID_BYTES)) == NO_ID:
         pass
     return drawn
 
 
 def fresh_key() -> memoryview:
-    """A random key in locked memory, of which there is no other copy; its owner wipes it."""
+    """A random key in locked memory, without another copy; its owner wipes it."""
     key = new_key()
     with FileIO("/dev/urandom") as source:
         got = source.readinto(key)
@@ -156,12 +156,12 @@ def fresh_key() -> memoryview:
 
 
 def root_associated(store_uuid: bytes, root_id: bytes) -> bytes:
-    """What a master key authenticates beside a root key."""
+    """The associated data that a master key authenticates with a root key."""
     return _PURPOSE + store_uuid + root_id
 
 
 def pack_header(header: Header) -> bytes:
-    """One sector."""
+    """A header as one sector."""
     master = header.master_id.encode()
     assert len(master) <= MASTER_ID_BYTES_MAX, master
     fixed = _HEADER.pack(
@@ -172,7 +172,7 @@ def pack_header(header: Header) -> bytes:
 
 
 def parse_header(sectors: list[bytes]) -> Header:
-    """The copy that counts; Corrupt if none is whole."""
+    """The valid copy with the highest sequence; Corrupt if none is valid."""
     found = [header for header in map(_header_in, sectors) if header is not None]
     if found:
         return max(found, key=lambda header: header.sequence)
@@ -195,18 +195,18 @@ def _header_in(sector: bytes) -> Header | None:
 
 
 def overwritten(at_ms: int) -> Slot:
-    """What a slot has after a key in it was destroyed that could not be read: the slot may be used again."""
+    """A slot after an unreadable key in it was destroyed: it may be reused."""
     return Slot(State.GONE, Kind.UNREAD, NO_ID, NO_NAME, NO_NAME, at_ms, NO_ID)
 
 
 def pack_slot(slot: Slot | None) -> bytes:
-    """A slot's bytes; None: of a free one."""
+    """A slot's bytes; None: a free slot."""
     row = _FREE if slot is None else _CLEAR.pack(*slot[:-1]) + slot.sealed
     return row + _CRC.pack(crc32c(row))
 
 
 def parse_slot(row: bytes) -> Slot | None:
-    """What a slot has, None if it is free; Corrupt if it is damaged."""
+    """A slot from its bytes, None if it is free; Corrupt if it is damaged."""
     if row == pack_slot(None):
         return None
     slot = Slot._make((*_CLEAR.unpack_from(row), row[CLEAR_BYTES:CHECKED_BYTES]))
@@ -217,13 +217,13 @@ def parse_slot(row: bytes) -> Slot | None:
 
 
 def wrapped(slot: Slot, key: Buffer, by: Buffer, store_uuid: bytes, number: int) -> Slot:
-    """The slot with a key in it, wrapped by another under a nonce of its own."""
+    """The slot with a key in it, wrapped by another under a new nonce."""
     nonce = secrets.token_bytes(aead.NONCE_BYTES)
     return slot._replace(sealed=nonce + aead.seal(by, nonce, _associated(slot, store_uuid, number), key))
 
 
 def unwrapped(slot: Slot, by: Buffer, store_uuid: bytes, number: int) -> memoryview:
-    """The key in a slot, in locked memory that its caller wipes; Corrupt if any of the slot was changed."""
+    """The key in a slot, in locked memory that the caller wipes; Corrupt if any part of the slot was changed."""
     nonce, sealed = slot.sealed[: aead.NONCE_BYTES], slot.sealed[aead.NONCE_BYTES :]
     try:
         return aead.unseal_key(by, nonce, _associated(slot, store_uuid, number), sealed)

@@ -1,13 +1,13 @@
-"""The keys of an open store: the keyring behind, the C core's vault in front.
+"""The keys of an open store: the C core's vault as a cache of the keyring.
 
     open_keys = keys_opener(data, "file:/etc/triggerkv/master.key")
     store = Store.open(data, open_keys=open_keys, ...)
 
-What always holds: a key is durable before anybody is told of it. Keys are made and destroyed by a thread of their own,
-since that waits for the drive; callers are called back by `settle_finished`, in the order of asking. A data folder that
-has a keyring is not opened without its master key: its records would look damaged.
+What always holds: a key is durable before it is returned. Keys are made and destroyed on a thread of their own, since
+that waits for the drive; `settle_finished` calls callers back, in the order of their requests. A data folder that has
+a keyring is not opened without its master key: its records would look damaged.
 
-What it doesn't do: keep unwrapped keys anywhere but in the vault, from which those go that were not used lately.
+What it doesn't do: keep unwrapped keys anywhere but in the vault, which evicts those not used recently.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ __all__ = ["StoreKeys", "keys_opener"]
 
 log = logging.getLogger(__name__)
 
-_SHARED_TAG: Final = domain_tag(NO_NAME)  # blocks with other keys are their tenant's own
+_SHARED_TAG: Final = domain_tag(NO_NAME)  # the domain of blocks without a tag in their keys
 
 
 class StoreKeys:
     """The keys of a store. All calls come from one thread, except `wake`."""
 
     def __init__(self, keyring: Keyring) -> None:
-        """Take over an open keyring."""
+        """Take ownership of an open keyring."""
         self._keyring = keyring
         self.vault = Vault(VAULT_KEYS_MAX)
         self.header_secret = keyring.store_key
@@ -81,31 +81,29 @@ class StoreKeys:
                 " a copy, or they are given up (`kvstore keys accept-keyring` on the stopped node).",
                 damaged,
             )
-        self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # those used last
+        self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # the last used
         self._erasing: Counter[tuple[bytes, bytes | None]] = Counter()
         self._worker = ThreadPoolExecutor(1, "kvstore-keys")
-        self._rotator = ThreadPoolExecutor(
-            1, "kvstore-rotation"
-        )  # a long rotation keeps nobody from new keys
+        self._rotator = ThreadPoolExecutor(1, "kvstore-rotation")  # a long rotation doesn't delay new keys
         self._closing = False
-        self._warned: set[int] = set()  # slots of which the log has said that they are damaged
+        self._warned: set[int] = set()  # damaged slots that were logged
         self._lock = Lock()  # for these three:
-        self._destroyed: list[int] = []  # keys, by number, that the vault may still have
+        self._destroyed: list[int] = []  # numbers of keys that the vault may still have
         self._asked: list[tuple[tuple[bytes, bytes], Then]] = []
         self._made: deque[tuple[Then, StorageError | None]] = deque()
         self._wake: Callable[[], object] = lambda: None
 
     def name_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
-        """Tell which key a domain has; None if it has none yet."""
+        """The key of a domain; None if it has none yet."""
         if self._erasing and (self._erasing[tenant, None] or self._erasing[tenant, domain]):
-            return None  # it gets another key when that has ended
+            return None  # it gets another key after the erasure
         name = self._names.get((tenant, domain))
         if name is not None:
             self._names.move_to_end((tenant, domain))
             return name
         try:
             key = self._keyring.domain(tenant, domain)
-        except KvError as error:  # `ensure` raises the same for each write
+        except KvError as error:  # `ensure` reports the same for each write
             log.warning("A key of the keyring can't be used: %s", error)
             return None
         return None if key is None else self._take(key)
@@ -119,9 +117,9 @@ class StoreKeys:
             self._worker.submit(self._make)
 
     def erase(self, tenant: bytes, domains: Sequence[bytes] | None) -> Future[list[Erased]]:
-        """Destroy the keys of domains, or all of a tenant; from here on nothing is encrypted with them.
+        """Destroy the keys of domains, or all of a tenant; from now on nothing is encrypted with them.
 
-        `forget_destroyed` is to be called when this has ended, and `erased` when nothing is left that they encrypted.
+        Call `forget_destroyed` when this has ended, and `erased` when nothing is left that the keys encrypted.
         """
         for domain in _each(domains):
             self._forget(tenant, domain)
@@ -129,7 +127,7 @@ class StoreKeys:
         return self._worker.submit(self._erase, tenant, domains)
 
     def forget_destroyed(self, tenant: bytes, domains: Sequence[bytes] | None) -> None:
-        """Forget, in the store's thread, keys that `erase` has destroyed."""
+        """Forget keys that `erase` has destroyed. Call it on the store's thread."""
         with self._lock:
             destroyed, self._destroyed = self._destroyed, []
         for number in destroyed:  # also those that are only read, whose names may be known no more
@@ -138,7 +136,7 @@ class StoreKeys:
             self._forget(tenant, domain)  # again: a read may have loaded a key while it was still there
 
     def erased(self, tenant: bytes, domains: Sequence[bytes] | None) -> None:
-        """Note in the store's thread that an erasure has ended, however: its domains may have keys again."""
+        """Note, on the store's thread, that an erasure has ended or failed: its domains may have keys again."""
         self.forget_destroyed(tenant, domains)
         for domain in _each(domains):
             self._erasing[tenant, domain] -= 1
@@ -169,9 +167,9 @@ class StoreKeys:
         return gone
 
     def erased_ms(self, tenant: bytes, keys: Sequence[bytes]) -> list[int | None]:
-        """Tell when the domains that blocks' keys were made for were erased; None of one that has a key, or never had.
+        """When the domains of these blocks were erased; None for one that has a key, or never had one.
 
-        The keyring says it, so it is known of every erasure, after each start. A domain is looked for once in a call.
+        This comes from the keyring, so it is known after each start. Each domain is looked up once per call.
         """
         tags = [domain_tag_in(key) or _SHARED_TAG for key in keys]
         erased: dict[bytes, int | None] = dict.fromkeys(tags)
@@ -181,7 +179,7 @@ class StoreKeys:
         return [erased[tag] for tag in tags]
 
     def load(self, name: KeyName) -> bool:
-        """Put a key into the vault again; False if it was destroyed, Corrupt or StorageError if that is unknown."""
+        """Load a key into the vault again; False if it was destroyed, Corrupt or StorageError if that is unknown."""
         try:
             key = self._keyring.by_number(name.number, name.id.to_bytes(8, "little"))
         except Corrupt as error:
@@ -193,7 +191,7 @@ class StoreKeys:
         return True
 
     def expect(self, numbers: NDArray[np.int64]) -> None:
-        """Take note of the keys that a drive's records name, by number."""
+        """Check the keys that a drive's records name, by number, and log missing ones."""
         if lost := self._keyring.expect(numbers):
             log.warning(
                 "The keyring lacks %d keys that blocks and sessions name, as an older copy does: these are misses until"
@@ -202,7 +200,7 @@ class StoreKeys:
             )
 
     def _warn_of(self, number: int, error: Corrupt) -> None:
-        """Once for a slot: each block that is read meets it."""
+        """Log once per slot: each read of a block would repeat it."""
         if number not in self._warned and len(self._warned) < KEYRING_DAMAGED_TOLD_MAX:
             self._warned.add(number)
             log.warning(
@@ -213,11 +211,11 @@ class StoreKeys:
 
     @property
     def mark(self) -> KeyringMark:
-        """What drives store about the keyring."""
+        """The mark of the keyring that drives store."""
         return KeyringMark(self._keyring.store_key_id, self._keyring.sequence)
 
     def count_up(self) -> None:
-        """Make it another one, durably."""
+        """Advance the mark, durably."""
         self._keyring.count_up()
 
     @property
@@ -232,19 +230,19 @@ class StoreKeys:
 
     @property
     def status(self) -> KeyringStatus:
-        """What the keyring has."""
+        """The state of the keyring."""
         return self._keyring.status()
 
     def proof(self, challenge: bytes) -> bytes:
-        """What only those can give that have the master key."""
+        """The answer to a challenge, which only a holder of the master key can compute."""
         return self._keyring.proof(challenge)
 
     def rotate_tenant(self, tenant: bytes) -> Future[int]:
-        """Wrap the keys of a tenant's domains by a new one; how many. `close` interrupts it."""
+        """Wrap the keys of a tenant's domains with a new one; returns how many. `close` interrupts it."""
         return self._rotator.submit(self._keyring.rotate_tenant, tenant, lambda: not self._closing)
 
     def rotate_master(self, option: str) -> Future[str]:
-        """Seal the keyring with another master key; its id."""
+        """Seal the keyring with another master key; returns its id."""
         return self._rotator.submit(self._rotate_master, option)
 
     def _rotate_master(self, option: str) -> str:
@@ -256,7 +254,7 @@ class StoreKeys:
             master.close()
 
     def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
-        """Which tenant's and which domain's key has this number; None if it is gone, or can't be read now."""
+        """The tenant and the domain of the key with this number; None if it is gone, or can't be read now."""
         try:
             return self._keyring.domain_of(number)
         except KvError as error:
@@ -264,17 +262,17 @@ class StoreKeys:
             return None
 
     def settle_finished(self) -> None:
-        """Call back for what is done."""
+        """Call back the callers of finished work."""
         while self._made:
             then, error = self._made.popleft()
             then(error)
 
     def on_finished(self, wake: Callable[[], object]) -> None:
-        """Call this, from the keys' thread, when there is something to settle."""
+        """Call `wake`, on the keys' thread, when there is something to settle."""
         self._wake = wake
 
     def close(self) -> None:
-        """Wipe all keys. The fabric and the drives are closed before."""
+        """Wipe all keys. The fabric and the drives must be closed already."""
         self._closing = True
         self._rotator.shutdown(cancel_futures=True)
         self._worker.shutdown()
@@ -304,7 +302,7 @@ class StoreKeys:
     def _ensure(self, names: Sequence[tuple[bytes, bytes]]) -> StorageError | None:
         try:
             for key in self._keyring.ensure(list(dict.fromkeys(names))):
-                key.close()  # it is taken when it is asked for, by the store's thread
+                key.close()  # the store's thread loads it when it is needed
         except StorageError as error:
             return error
         except KvError as error:
@@ -319,10 +317,10 @@ def _each(domains: Sequence[bytes] | None) -> Sequence[bytes | None]:
 def keys_opener(
     data: Path, master_key: str | None
 ) -> Callable[[bytes, Sequence[KeyringMark]], StoreKeys] | None:
-    """Give what opens the keys of the store in a data folder; None if its records are not encrypted.
+    """A function that opens the keys of the store in a data folder; None if its records are not encrypted.
 
-    ConfigError if they are, and no master key is given. The first opening with one makes the keyring; if a drive has a
-    mark of one, there was one, and it is not replaced.
+    ConfigError if they are, and no master key is given. The first opening with a master key makes the keyring; if a
+    drive has a mark of a keyring, there was one, and no new one is made.
     """
     path = keyring_path(data)
     if master_key is None:

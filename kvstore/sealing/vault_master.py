@@ -1,14 +1,14 @@
-"""A master key that stays in HashiCorp Vault's transit engine, which wraps and unwraps by HTTP.
+"""A master key that stays in HashiCorp Vault's transit engine, which wraps and unwraps over HTTP.
 
     POST /v1/MOUNT/encrypt/NAME   {"plaintext": BASE64, "associated_data": BASE64}  ->  {"data": {"ciphertext": ...}}
     POST /v1/MOUNT/decrypt/NAME   {"ciphertext": ..., "associated_data": BASE64}    ->  {"data": {"plaintext": BASE64}}
 
-The key in Vault must be of a kind that authenticates associated data (aes256-gcm96, its default, or
-chacha20-poly1305). Its own versions may be rotated at any time: what is wrapped names the version.
+The key in Vault must be of a type that authenticates associated data (aes256-gcm96, its default, or
+chacha20-poly1305). It may be rotated in Vault at any time: a ciphertext names the key's version.
 
 What always holds: an answer within the deadline or MasterKeyUnavailable; TLS is verified, no proxy is used and no
-redirect followed; nothing of an answer is in an error. The token is read from its file for each call, so that it may be
-renewed there. What it doesn't do: renew the token, or wipe what Python's JSON and TLS have of a key.
+redirect followed; no part of an answer is in an error. The token is read from its file for each call, so it may be
+renewed there. What it doesn't do: renew the token, or wipe copies of a key in Python's JSON and TLS code.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ADVICE: Final = {
 
 
 class VaultKey(NamedTuple):
-    """Where Vault is, and which key of it."""
+    """The address of Vault, and the key in it."""
 
     host: str
     port: int
@@ -57,12 +57,12 @@ class VaultKey(NamedTuple):
     mount: str
     name: str
     token: Path  # a file
-    ca: Path | None = None  # the authority of Vault's certificate, instead of those that the system trusts
+    ca: Path | None = None  # the CA of Vault's certificate, instead of the system's
     namespace: str = ""
 
     @property
     def id(self) -> str:
-        """Which key it is, wherever Vault is reached."""
+        """Identifies the key, independently of Vault's address."""
         inner = f"{self.namespace}/{self.mount}/{self.name}".strip("/")
         return f"vault:{inner}".encode()[:MASTER_ID_BYTES_MAX].decode("utf-8", "ignore")
 
@@ -102,7 +102,7 @@ class VaultMaster:
         return key_of(key)
 
     def close(self) -> None:
-        """It has nothing to wipe."""
+        """Do nothing: there is nothing to wipe."""
 
     def _failed(self, how: str) -> MasterKeyUnavailable:
         where = f"{self._key.host}:{self._key.port}"
@@ -138,7 +138,7 @@ class VaultMaster:
 
 
 class _Call(Thread):
-    """One call, on a thread of its own: looking up a name has no deadline otherwise."""
+    """One call, on a thread of its own, because a name look-up has no deadline."""
 
     def __init__(self, key: VaultKey, what: str, asked: dict[str, str]) -> None:
         super().__init__(name="kv-vault", daemon=True)
@@ -151,7 +151,7 @@ class _Call(Thread):
         self.broken = ""  # why there is no answer
 
     def run(self) -> None:
-        """Make it."""
+        """Make the call."""
         try:
             self._make()
         except ssl.SSLCertVerificationError as error:
@@ -192,7 +192,7 @@ class _Call(Thread):
             self._connection.close()
 
     def abandon(self) -> None:
-        """Have a late call end soon."""
+        """Make a late call end soon."""
         connection = self._connection
         sock = None if connection is None else connection.sock
         if sock is not None:
