@@ -27,7 +27,7 @@ struct tk_pieces;
 
 enum tk_event_kind {
 	TK_FIRED,	/* value: the nanosecond at which the threshold was seen reached; only with TK_REPORT_FIRED,
-			 * and never if the NIC moves the counters itself */
+			 * and never if the counter's value is the NIC's own */
 	TK_DONE,	/* all of it has arrived at the peer; value: the nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
 	TK_SENT,	/* as TK_DONE, with TK_SENT_PUT: it is not known whether it arrived or was refused */
 	TK_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EPIPE (one before it in the chain failed), -EBADMSG
@@ -40,7 +40,7 @@ enum tk_event_kind {
 	TK_ACKED,	/* value: the acknowledgement word; final once its code is at least the one requested */
 	TK_WATCH_FAILED, /* status: -ETIMEDOUT, or -ECANCELED */
 	TK_OVER,	 /* the last row of a group is over, and no caller was waiting for it */
-	TK_CAME,	 /* a receiver has blocks for the application; tag: the receiver's */
+	TK_CAME,	 /* a receiver, lane or desk has something for the application to take; tag: as it was set up */
 	TK_READ		 /* the drive no longer uses the memory of a batch of records; tag: the batch's */
 };
 
