@@ -3,14 +3,14 @@
  * will answer the call, and the put that brings the call into one of our places and into the same place on the node.
  *
  * A call gets its place on the progress thread. If all places are in use it waits; its bytes have been copied and
- * everything it needs is allocated, so nothing can refuse it later. An answer that frees a place lets the next call
+ * everything it needs is allocated, so it can't be refused later. An answer that frees a place lets the next call
  * go out.
  *
  * What always holds: a place is reused only after its answer: after DONE, or after BYTES once the reader has
  * confirmed that it has read them. Calls go out in order, and the generations of a place only rise. A call whose
  * deadline passes before it goes out ends and never goes out; it has used no generation, and its place serves the
- * next call. A call begins whole or not at all: if it is larger than a place, or too many calls are waiting, it is
- * not begun, and the application uses gRPC.
+ * next call. A call is queued completely or not at all: if it is larger than a place, or too many calls are waiting,
+ * it is refused, and the application uses gRPC.
  *
  * What it doesn't do: read answers, or decide what a failed call means. The application gets both as words or events.
  */

@@ -1,7 +1,7 @@
 /*
- * A caller's calls go out and are answered: the progress thread's part of it. caller.c makes the calls.
+ * The progress thread's part of a caller: calls go out, and their answers arrive. caller.c makes the calls.
  *
- * What always holds: a call goes out when it has a place, and a place is another call's once its answer was read.
+ * What always holds: a call goes out when it has a place, and the place serves another call once the answer was read.
  */
 #define _GNU_SOURCE
 #include "caller_inside.h"

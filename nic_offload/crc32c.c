@@ -2,9 +2,9 @@
  * CRC32C (Castagnoli), the checksum of every payload.
  *
  * It uses ISA-L if that library is installed (wide carry-less multiplications). Otherwise it uses the processor's CRC
- * instruction: three independent lanes hide its latency of three cycles, and their results are joined by shifting a
- * CRC over the zeros of the lanes behind it. Without the instruction it uses a table, eight bytes at a time. All
- * three give the same value; a test compares them on random input. ISA-L is looked up once, and used only if it
+ * instruction: three independent lanes hide its latency of three cycles, and their results are joined by shifting each
+ * CRC over as many zeros as the later lanes have bytes. Without the instruction it uses a table, eight bytes at a time.
+ * All three give the same value; a test compares them on random input. ISA-L is looked up once, and used only if it
  * computes the check value.
  */
 #define _GNU_SOURCE

@@ -2,12 +2,12 @@
  * The desk: receives the calls of one peer. The progress thread answers those that the shelf can serve completely.
  *
  * `kvstore/wire/fabric_call.py` describes a call. It is copied before it is examined, because the caller can still
- * write to it. If it is a complete fetch that asks for nothing but blocks, and all of these are on the shelf, each
+ * write to it. If it is a valid fetch that requests nothing but blocks, and all of these are on the shelf, each
  * block goes out like any put with a checksum, followed by its acknowledgement, and the desk waits for the next call.
  * A record of what was served is kept for the application. Any other call becomes an ordinary landing, and the
- * application answers it. A peer on this machine that has mapped the shelf's region may ask for the blocks' locations
- * instead of their bytes (shared.c). If some are not in memory, but their places on the drives are known, they are read from
- * there (desk_cold.c).
+ * application answers it. A peer on this machine that has mapped the shelf's region may request the blocks' locations
+ * instead of their bytes (shared.c). Blocks that are not in memory, but whose places on the drives are known, are read
+ * from there (desk_cold.c).
  *
  * What always holds: a call is answered here completely or not at all. A block whose checksum differs is not sent:
  * its caller gets a miss, and the block leaves the shelf. At most `bytes_max` of one desk are under way. On a sealed

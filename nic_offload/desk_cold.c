@@ -1,18 +1,17 @@
 /*
- * A desk's answers from the drives: calls for blocks of which some are not in memory, but their places are known.
+ * A desk's answers from the drives: to calls for blocks some of which are not in memory, but have known places.
  *
  * Each such block is read (reader.c) into a room, a piece of the shelf's region that the application has provided in
- * advance, and sent from there. The application learns of the call afterwards, with a row for each block: it keeps the
- * rooms' bytes in its hot memory, or reuses them.
+ * advance, and sent from there. The application gets the call afterwards, with a row for each block: it keeps the
+ * rooms' bytes in its hot memory, or reuses the rooms.
  *
- * What always holds: a call is answered completely or not at all, but a block that could not be read or is not the
- * right one is left to the application, which knows why, and which is told at once. A block is sent only if its header
- * has the name that was asked for, without an expiry and with a valid tag for that place, its payload has the CRC of that
- * header, or its own tag, and its name still had that place after all of it had been read. The application unlists a
- * name before the drive gives its pages to others: so no pin is needed. Of what may be read at a time an owner has at
- * most as much as it leaves to others.
+ * What always holds: a call is answered completely or not at all, except that a block that could not be read, or is the
+ * wrong one, is left to the application, which gets the reason at once. A block is sent only if its header has the
+ * requested name, no expiry and a valid tag for that place, its payload has the CRC of that header, or its own tag, and
+ * its name still had that place after all of it had been read. The application unlists a name before its pages on the
+ * drive are reused, so no pin is needed. An owner's reads under way never exceed what it leaves of the limit to others.
  *
- * What it doesn't do: count, decide who goes first, or read large calls: these are the application's.
+ * What it doesn't do: count, order calls, or read large calls: the application does.
  */
 #define _GNU_SOURCE
 #include "desk_inside.h"

@@ -1,5 +1,5 @@
 /*
- * AES-256-GCM of OpenSSL's libcrypto.
+ * AES-256-GCM from OpenSSL's libcrypto.
  */
 #define _GNU_SOURCE
 #include "gcm.h"

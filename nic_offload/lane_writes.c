@@ -1,8 +1,8 @@
 /*
- * A lane's writes: records become pieces, encrypted if they are to be, that go to the drive through its io_uring.
+ * A lane's writes: records become pieces, encrypted if required, that go to the drive through its io_uring.
  *
- * What always holds: pieces are begun, and their staged memory is given back, in one order. A record that could not be encrypted
- * is not written on. A write that was cut short goes on behind what was written; after a failed one its record has failed.
+ * What always holds: pieces begin, and give back their staged memory, in one order. If a record can't be encrypted, no more
+ * of it is written. A short write continues where it stopped; after a failed write its record has failed.
  */
 #define _GNU_SOURCE
 #include "lane_inside.h"
