@@ -74,14 +74,14 @@ struct work {
 	uint64_t fired_ns, posted_ns;
 	uint32_t code; /* of an ack watch: the last code received */
 	uint64_t flag_word; /* the word that is sent for `flag_value` */
-	int is_word;	    /* a word of words.c, */
-	struct work *next_word; /* of its endpoint, */
-	int follows;	    /* a later write to the same place waits for this one: */
+	int is_word;	    /* a word of words.c; */
+	struct work *next_word; /* the next one of its endpoint; */
+	int follows;	    /* a later word to the same place waits for this one: */
 	uint64_t later;
 	uint64_t sequence;
-	struct slot *slot; /* of one that the NIC holds */
+	struct slot *slot; /* at the NIC, if the NIC holds it */
 	struct reading *reading; /* NULL, or the read that fetches its bytes from a drive, */
-	struct batch *batch;	 /* and together with what */
+	struct batch *batch;	 /* and the batch of that read */
 	struct shelved *shelved; /* of a put from the shelf: the block, the call, and the place of the call */
 	struct served *served;
 	struct tk_desk *desk;

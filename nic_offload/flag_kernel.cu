@@ -1,15 +1,15 @@
 /*
- * The kernels that ring flag words and doorbells from a GPU stream: one 64-bit store a thread.
+ * The kernels that store to flag words and doorbells from a GPU stream: one 64-bit store per thread.
  *
  * A flag word is host memory mapped for the GPU, which the agent polls: `st.release.sys`, so that any thread that
  * acquires the value sees all that the stream did before the kernel. A doorbell is a NIC's register: memory-mapped I/O,
  * for which PTX has `st.mmio.relaxed.sys`, done exactly once and never merged, torn or speculated; as it orders
  * nothing, a fence of the whole system comes before it. A volatile store promises neither.
  *
- * What always holds: one store of the word a thread; each thread orders for itself, because a barrier orders threads, not
+ * What always holds: each thread stores its word once, and orders its own stores, because a barrier orders threads, not
  * what other devices see.
  *
- * What they don't do: read a word that is not in the GPU's own memory. `totals` are; only these kernels touch them, in
+ * What they don't do: read a word outside the GPU's own memory. `totals` lie in it; only these kernels touch them, in
  * stream order, so they need no atomics.
  */
 

@@ -60,12 +60,12 @@ struct memory_endpoint {
 
 extern pthread_mutex_t memory_lock; /* of all of these, in all fabrics */
 extern struct memory_endpoint *memory_endpoints;
-extern struct fi_ops memory_plain_ops; /* of a thing that has nothing but its own memory to free */
+extern struct fi_ops memory_plain_ops; /* of an object that has only its own memory to free */
 
 int memory_close_plain(struct fid *fid);
 int memory_control(struct fid *fid, int command, void *argument);
 
-/* Room in a queue for one more end, which the caller may change as long as it holds the lock. */
+/* Adds a completion to a queue; the caller may change it while it holds the lock. */
 int memory_complete(struct memory_queue *queue, void *context, int error);
 
 int memory_open_endpoint(struct fid_domain *domain, struct fi_info *info, struct fid_ep **out, void *context);

@@ -4,15 +4,15 @@
  *
  * What always holds: an operation that is known to have fired is not taken back, so it is not sent twice. Operations
  * that come back wait in our own queue, and are handed over again or cancelled there. If the bytes of an operation
- * were under way its flag was dropped by the flush, and the agent puts it once they have arrived.
+ * were under way, the flush dropped its flag, and the agent puts it once the bytes have arrived.
  *
  * The flush takes a second, and a thread of its own waits for it. Meanwhile nothing is handed over, and no counter of the NIC
- * is read or set, which would have to wait for the flush; all else goes on. What the NIC held when it began, and
- * counters without a word, stand still until its end. Commands that need it are put off until then (core.c).
+ * is read or set, which would have to wait for the flush; everything else goes on. Operations that the NIC held when the
+ * flush began, and counters without a word, stand still until its end. Commands that need it are put off until then (core.c).
  *
  * What can't be known: whether an operation whose counter reached its threshold during the flush had fired before it.
- * It had most of a second to complete. If it did not complete it has not gone out, unless something else that went to
- * the same peer is stuck as well.
+ * It had most of a second to complete. If it did not, it has not gone out, unless something else that went to the same
+ * peer is stuck as well.
  */
 #define _GNU_SOURCE
 #include "progress.h"

@@ -1,9 +1,9 @@
 /*
- * Asks a NIC with counters of its own what its thresholds are compared with: successes, as the source of cxi has it, or
- * successes plus failures, as fi_trigger(3) has it.
+ * Finds out what a NIC with counters of its own compares thresholds with: successes, as in the source of cxi, or
+ * successes plus failures, as in fi_trigger(3).
  *
- * What always holds: a NIC that does not answer, or has no slot left for the question, counts as one where failures
- * fire: then nothing is handed over that would be wrong there.
+ * What always holds: if the probe has no result, or the NIC no slot left for it, failures are assumed to fire: then
+ * nothing is handed over that would be wrong there.
  */
 #define _GNU_SOURCE
 #include "nic.h"

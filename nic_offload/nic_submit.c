@@ -1,8 +1,8 @@
 /*
  * Hands operations to the NIC, as many as it has room for, each as one or more steps.
  *
- * What always holds: the first step is queued first, so a NIC that takes only some of them has taken none that waits for a
- * step that it lacks, and no slot is lost.
+ * What always holds: the first step is queued first. So a NIC that accepts only some steps has none that waits for a step it
+ * doesn't have, and no slot is lost.
  */
 #define _GNU_SOURCE
 #include "nic.h"

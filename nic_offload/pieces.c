@@ -3,7 +3,7 @@
  * arrived.
  *
  * Why copies, and not a message for each piece: a page of KV is a few KiB, and a message costs more than copying it
- * (docs/performance.md). The copy of a put and its checksum are made in one pass.
+ * (docs/performance.md). A put is copied and checksummed in one pass.
  *
  * What always holds: each piece lies in one region, which can't be closed while a put of the pieces is queued. The
  * list of pieces never changes, and is freed when neither its owner nor an operation uses it.

@@ -1,9 +1,9 @@
 /*
  * Posts puts and gets, their chained flags and acknowledgements, and takes their completions.
  *
- * What always holds: where the provider keeps writes of that size in order, and takes two target ranges, a flag put goes out
- * in the same message as its bytes; otherwise only after the bytes were delivered. A counter is moved only after both were delivered. Each
- * endpoint has its own share of the wire.
+ * What always holds: where the provider keeps writes of that size in order, and accepts two target ranges, a flag put goes
+ * out in the same message as its bytes; otherwise only after the bytes were delivered. A counter is moved only after both
+ * were delivered. Each endpoint has its own share of the wire.
  */
 #define _GNU_SOURCE
 #include "progress.h"

@@ -1,8 +1,8 @@
 /*
  * A reader's pieces: read from the drive through its io_uring, compared, and copied or decrypted to where they stay.
  *
- * What always holds: pieces are begun, and their staged memory is given back, in one order; those of one record are copied in
- * order. Bytes of an encrypted record that turn out to be others are wiped.
+ * What always holds: pieces begin, and give back their staged memory, in one order; those of one record are copied in order.
+ * Bytes of an encrypted record that turn out to be wrong are wiped.
  */
 #define _GNU_SOURCE
 #include "reader_inside.h"

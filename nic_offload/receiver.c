@@ -1,6 +1,5 @@
 /*
- * The receiver: takes the blocks that one peer puts by grants. Each is read once, from its slot into memory of our
- * own.
+ * The receiver: takes the blocks that one peer puts by grants. Each is read once, from its slot into our own memory.
  *
  * The peer may write to all slots, one put per generation. When a slot's flag has the expected generation, the head
  * is copied and checked, and the payload is copied into a room that the application has provided, with its checksum
@@ -8,13 +7,13 @@
  * `landed`, and the slot waits for its next put.
  *
  * What always holds: nothing that the peer writes into a slot after its flag has any effect, because nothing there is
- * read twice. A block's bytes are overwritten there once they were copied. A block is on the shelf before its peer gets
+ * read twice. A block's bytes are overwritten there after they are copied. A block is on the shelf before its peer gets
  * `landed`, and only if its bytes have the checksum in its head, if there is one. If something may be stored under its
  * name already, it is not listed, and the application, which knows the stored bytes, answers. A room holds one block.
  * An invalid put ends the connection: nothing more is taken from that peer. Without a free room a put waits in its slot.
  *
- * What it doesn't do: decide whether a block may stay. The application does, which gets each block from
- * `tk_receiver_take`.
+ * What it doesn't do: decide whether a block may stay. The application gets each block from `tk_receiver_take`, and
+ * decides.
  */
 #define _GNU_SOURCE
 #include "call.h"

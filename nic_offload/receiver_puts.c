@@ -1,7 +1,7 @@
 /*
  * A receiver's puts, on the progress thread: from the flag of a slot to the block on the shelf, and the word for its peer.
  *
- * What always holds is said in receiver.c; what is here reads a slot once, and gives no word for bytes that it doesn't have.
+ * What always holds: see receiver.c. This part reads a slot once, and acknowledges no bytes that it doesn't have.
  */
 #define _GNU_SOURCE
 #include "call.h"

@@ -6,8 +6,8 @@
  * contents. So a tag is invalid in another location, for another use of the same location, in the other direction,
  * and on another connection.
  *
- * A word (a flag, an acknowledgement) has 56 bits of its tag; its lowest byte is in the clear, and is the code of an
- * acknowledgement. It doesn't contain its generation, which its reader knows. Heads of puts, calls and answers have
+ * A word (a flag, an acknowledgement) has 56 bits of its tag; its lowest byte is in the clear: the code of an
+ * acknowledgement. It doesn't contain its generation, which the reader knows. Heads of puts, calls and answers have
  * tags of 64 bits.
  *
  * What it doesn't do: protect payloads. Their CRC32C is in the head, and a process that can write to a slot can make

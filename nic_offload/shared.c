@@ -1,17 +1,17 @@
 /*
- * The client's side of reading blocks from the memory of a node on the same machine, where that is mapped.
+ * The client's side of reading blocks from the memory of a node on the same machine, if that is mapped.
  *
- * The client requests blocks as usual, and adds that it prefers their locations. A node whose desk finds all of them
+ * The client requests blocks as usual, and adds that it accepts locations. A node whose desk finds all of them
  * on the shelf answers with locations and checksums (desk.c), and keeps the blocks there until the place of the call
  * is reused, or for `hold_ns`. Each block is then copied to its destination, a bounded piece per round, with its
- * checksum computed from the copy. A node that can't answer so answers as it would any other client.
+ * checksum computed from the copy. A node that can't answer this way answers as it would any other client.
  *
  * Blocks that must first be read from a drive, or are sent by the application, are reported one by one: a block's
  * word says that its location is in a row of memory that both ends have mapped (shared_reads.c).
  *
  * What always holds: a row of the group ends when all of its block's bytes have arrived with the checksum that the
  * node gave, or as a miss. Nothing is written for a row that is over. If a copy took so long that the node may have
- * reused the memory, it is a miss whatever its checksum. After one wrong checksum this client reads over the fabric,
+ * reused the memory, it is a miss, whatever the checksum. After one wrong checksum this client reads over the fabric,
  * where the node checks its memory itself. The place of a call is reused after the last copy.
  *
  * What it doesn't do: write to the node's memory, which is mapped read-only.

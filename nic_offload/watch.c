@@ -2,7 +2,7 @@
  * Watched words: flags of landing slots, and acknowledgements; and checksums of blocks that landed or are to be sent.
  *
  * What always holds: a landing is accepted at exactly the expected generation, and `landed` is sent before the
- * checksum is computed. A word that is not the peer's, or is for another use of its place, changes nothing.
+ * checksum is computed. A word that is not from the peer, or is for another use of its place, has no effect.
  */
 #define _GNU_SOURCE
 #include "call.h"

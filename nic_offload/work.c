@@ -1,8 +1,8 @@
 /*
  * A work item: its queues, its end, and the reports about it.
  *
- * What always holds: an item is in one place at a time (a queue, a heap, a watch, or on the wire), and after its end
- * it is not reused before the round is over.
+ * What always holds: an item is in one place at a time (a queue, a heap, a watch, or on the wire), and is not reused
+ * before the round in which it ended is over.
  */
 #define _GNU_SOURCE
 #include "progress.h"
