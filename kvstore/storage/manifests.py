@@ -398,7 +398,7 @@ class Manifests:
 
         If that releases more than the limit, chunks are owed. StorageError, and nothing changed, if the new one names a
         chunk that is neither known nor written. If the record `is_clear`, so is the label.
-        Given earlier places of a session that is `erased`, these are noted for overwriting, and so is what becomes free.
+        Earlier places of a session that is `erased` are noted for overwriting, and so is what becomes free.
         """
         if new is not None and not is_clear:
             label = self._labels.seal(name.tenant, name.user, b"".join(name), new.manifest.label)
