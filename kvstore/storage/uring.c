@@ -1,9 +1,9 @@
 /* A thin layer over io_uring: arrays of operations go in, arrays of results come out.
  *
- * Always holds: a result is the whole length that was asked for or -errno. A short transfer is carried on
+ * Always holds: a result is the whole requested length or -errno. A short transfer is continued
  * from where it stopped; one that ends at the end of the file is -EIO.
  *
- * Not thread safe: one thread calls it. No SQPOLL (burns a core), no IOPOLL (not had on most drives), no
+ * Not thread-safe: one thread calls it. No SQPOLL (burns a core), no IOPOLL (most drives lack it), no
  * DEFER_TASKRUN (hangs behind an eventfd unless every peek enters the kernel first).
  */
 #include <errno.h>

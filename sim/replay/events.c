@@ -1,4 +1,4 @@
-/* See events.h. This part has the heap of events, and what follows from each: messages along their routes. */
+/* See events.h. This part has the heap of events, and processes each: messages along their routes. */
 #include "events_inside.h"
 
 #include <errno.h>

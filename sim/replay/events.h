@@ -1,12 +1,12 @@
 /* A discrete-event core: trains of messages that queue, first come first served, at resources along routes.
  *
- * Always holds: events are taken in the order of their time, and of their making where times are equal, so a run
- * depends on its input alone. Nothing is ever handed back for a time that is not over yet.
+ * Always holds: events are processed in the order of time, and of creation where times are equal, so a run
+ * depends only on its input. Nothing is ever returned for a time that is not over yet.
  *
- * How a queue is kept without one: messages reach a resource in the order of time, so when one arrives, the
- * end of its service is known there and then (Lindley's recursion). A message costs one event a step.
+ * Queues need no queue: messages reach a resource in the order of time, so when one arrives, the end of its
+ * service is known at once (Lindley's recursion). A message costs one event per step.
  *
- * Not thread safe, and no preemption: what is served is served to its end.
+ * Not thread-safe, and no preemption: service always runs to its end.
  */
 #ifndef SIM_REPLAY_EVENTS_H
 #define SIM_REPLAY_EVENTS_H

@@ -1,5 +1,5 @@
-/* The state of the simulator's core, for its parts alone: the events (events.c), and the resources with what is measured
- * of them (resources.c). */
+/* The internal state of the simulator's core: the events (events.c), and the resources with their measurements
+ * (resources.c). */
 #ifndef SIM_REPLAY_EVENTS_INSIDE_H
 #define SIM_REPLAY_EVENTS_INSIDE_H
 

@@ -1,4 +1,4 @@
-/* Exact LRU: one ring, the coldest row first; 16 bytes a row. */
+/* Exact LRU: one ring, the coldest row first; 16 bytes per row. */
 #include "inside.h"
 
 enum { HEAD = 0, HEADS = 1 };

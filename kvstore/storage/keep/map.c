@@ -1,9 +1,9 @@
 /* Ids by 64-bit keys, in chains; 8 bytes an id beside the key, which stands in the owner's table.
  *
- * The number of chains follows the number of ids, one chain at a time (linear hashing), so nothing is ever laid out
- * anew, and no call pays for earlier ones. If there is no memory for one more chain, chains are longer. Keys are numbers
- * that the node chose, or digests made with a secret: nobody can make them meet. Sixteen neighbours share a line of
- * the table of heads, since blocks that were put together are asked for together.
+ * The number of chains follows the number of ids, one chain at a time (linear hashing), so the table is never rebuilt,
+ * and no call pays for earlier ones. Without memory for one more chain, chains get longer. Keys are numbers that the
+ * node chose, or digests made with a secret, so clients can't make them collide. Sixteen neighbours share a line of the
+ * table of heads, because blocks that were put together are requested together.
  */
 #include "inside.h"
 

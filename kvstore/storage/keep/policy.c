@@ -1,4 +1,4 @@
-/* The policies as what `kvstore.storage.eviction` and a simulator see of them: they check what the core knows. */
+/* The policies as `kvstore.storage.eviction` and a simulator call them: with checks that the core doesn't need. */
 #include "inside.h"
 
 int keep_policy_reserve(keep_policy *p, uint64_t rows)

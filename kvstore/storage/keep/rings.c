@@ -1,4 +1,4 @@
-/* Doubly linked rings in one array, 8 bytes a node. The owner says which nodes are heads. */
+/* Doubly linked rings in one array, 8 bytes per node. The owner decides which nodes are heads. */
 #include "inside.h"
 
 int keep_rings_reach(struct keep_rings *rings, uint64_t nodes)

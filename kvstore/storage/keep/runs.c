@@ -1,8 +1,8 @@
-/* Items in order, in runs of up to KEEP_RUN_ITEMS, and an array that says where each run begins.
+/* Items in order, in runs of up to KEEP_RUN_ITEMS, and an array with the first item of each run.
  *
  * A search is two bisections. An insertion moves at most one run's items, and the places of runs when a run is
- * split; nothing is ever laid out anew, and a run that has lost most of its items is joined with its neighbour, so
- * the memory follows the number of items. Once `keep_runs_reserve` has said yes, an insertion can't fail.
+ * split; nothing is ever rebuilt, and a run that has lost most of its items is joined with its neighbour, so the
+ * memory follows the number of items. Once `keep_runs_reserve` has succeeded, an insertion can't fail.
  */
 #include "inside.h"
 

@@ -13,7 +13,7 @@
  * - A call makes a bounded number of steps; the next calls finish a jump forward.
  * - After a jump back, rows whose time is in between are held until the clock reaches it again.
  *
- * It doesn't read a clock: the time is passed in. Rows that expire beyond 890,000 years never do.
+ * It doesn't read a clock: the time is passed in. Rows with an expiry more than 890,000 years ahead never expire.
  */
 #include "inside.h"
 
