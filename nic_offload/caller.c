@@ -141,7 +141,7 @@ void tk_caller_read(struct tk_caller *caller, uint64_t tag)
 
 /* --- a call is made. Any thread. */
 
-/* Returns the bytes of a call as they are to be put, but for what the place says of it. NULL: there is no memory. */
+/* Returns the bytes of a call as they will be put, without the fields that depend on the place. NULL: no memory. */
 static struct called *write_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata,
 				 const void *rows, size_t rows_bytes)
 {
@@ -176,7 +176,7 @@ static struct called *write_call(struct tk_caller *caller, const struct tk_call 
 	return called;
 }
 
-/* The words in which the node reports each block's arrival, or why it did not come. */
+/* The words in which the node reports each block's arrival, or why it did not arrive. */
 static void watch_blocks(const struct tk_caller *caller, const struct tk_call *call, const char *rows,
 			 struct shared_fetch *fetch)
 {
@@ -250,7 +250,7 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 		return -EMSGSIZE;
 	struct shared_fetch *fetch = NULL;
 	int shares = is_fetch && wanted && __atomic_load_n(&caller->shares, __ATOMIC_ACQUIRE);
-	if (shares) /* without memory for that it is an ordinary one */
+	if (shares) /* without memory for that it is an ordinary call */
 		fetch = shared_fetch(caller, &caller->shared, call->blocks, rows, call_row_bytes(call->kind), wanted);
 	struct called *called = write_call(caller, call, metadata, rows, rows_bytes);
 	if (!called) {

@@ -16,8 +16,8 @@
 
 #define POLYNOMIAL 0x82f63b78u
 #define LANE_BYTES 2048u
-#define ISAL_BYTES_MAX (1u << 30) /* of one call: it counts them in an int */
-#define CHECK_VALUE 0xe3069283u	  /* of the digits 1 to 9, as RFC 3720 has it */
+#define ISAL_BYTES_MAX (1u << 30) /* of one call, which counts them in an int */
+#define CHECK_VALUE 0xe3069283u	  /* of the digits 1 to 9, as in RFC 3720 */
 
 static uint32_t byte_table[8][256];
 static uint32_t lane_shift[4][256]; /* what LANE_BYTES zeros do to each byte of a CRC */

@@ -21,8 +21,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define IN_MEMORY UINT32_MAX /* in the place of a room */
-#define CALL_SHARE 2	     /* a call reads at most this part of what may be read at a time */
+#define IN_MEMORY UINT32_MAX /* instead of a room */
+#define CALL_SHARE 2	     /* a call reads at most this part of the limit */
 #define TOLD_NS 2000000u     /* answered calls are reported together, after this time, */
 #define ROOMS_LOW 4	     /* or when so few rooms are left as the last call used, times this */
 
@@ -173,7 +173,7 @@ static void tell(struct tk_shelf *shelf)
 	report(shelf->fabric, TK_CAME, shelf->cold.setup.tag, 0, 0, tk_now_ns());
 }
 
-/* A caller waits for what was not sent, and without rooms later calls go to the application. */
+/* A caller waits for blocks that were not sent, and without rooms later calls go to the application. */
 void cold_tell(struct tk_shelf *shelf, const struct served *served)
 {
 	uint64_t at_ns = served->told.ended_ns + TOLD_NS;
@@ -298,7 +298,7 @@ int cold_is_there(struct work *work, uint64_t place, uint64_t generation)
 	return is_there;
 }
 
-/* A block has ended, successfully or not. What was not read, or is another one, is for the application to find out about. */
+/* A block has ended, successfully or not. The application handles a block that was not read, or is the wrong one. */
 void cold_over(struct work *work)
 {
 	struct tk_desk *desk = work->desk;
@@ -335,7 +335,7 @@ void poll_cold(struct tk_fabric *fabric)
 	}
 }
 
-/* --- what the application says and gives; any thread */
+/* --- the application's side; any thread */
 
 void tk_shelf_use_readers(struct tk_shelf *shelf, const struct tk_cold_setup *setup)
 {

@@ -24,10 +24,10 @@ struct tk_group {
 	uint32_t count;
 	uint32_t users; /* atomic: its owner, and each work that knows it */
 	uint32_t open;	/* rows that are not over */
-	uint32_t unlanded; /* of these, and nothing was said of them yet */
+	uint32_t unlanded; /* of these, those without any word yet */
 	uint32_t prefix; /* number of leading rows that are over */
 	uint32_t waiters;
-	uint32_t wanted_prefix; /* the least that one of the waiters wants */
+	uint32_t wanted_prefix; /* the smallest number that a waiter waits for */
 	int told;	/* TK_OVER was reported, or a waiter knows */
 	uint8_t *copies; /* of each row: its block is being read from the node's memory */
 	struct tk_row rows[];

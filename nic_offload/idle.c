@@ -35,7 +35,7 @@
 #define SPIN_NS 50000u
 #define SPIN_AWAITED_NS 500000u /* while a peer's answer is due: it may be computing the checksum of its next message */
 #define SPINS_A_YIELD 8
-#define TAKEN_NS 2000u		/* a yield that takes longer has let somebody else run */
+#define TAKEN_NS 2000u		/* a yield that takes longer has let another thread run */
 #define NAP_SHARE 16		/* a nap is this part of the idleness before it */
 #define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that stands still */
 #define NAP_NS_MIN 30000u
@@ -182,7 +182,7 @@ static int is_working(const struct tk_fabric *fabric)
 	return fabric->in_flight || fabric->ready_first || fabric->summing.head;
 }
 
-/* Without an endpoint nothing can arrive; who opens one wakes us. */
+/* Without an endpoint nothing can arrive; opening one wakes us. */
 static int has_endpoints(struct tk_fabric *fabric)
 {
 	pthread_mutex_lock(&fabric->handle_lock);

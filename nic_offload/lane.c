@@ -23,7 +23,7 @@
 #include <string.h>
 
 #define TOLD_COUNT 64u	     /* records reported to the application together, */
-#define TOLD_NS 4000000u     /* or after this time: nobody waits for the report */
+#define TOLD_NS 4000000u     /* or after this time: no caller waits for the report */
 #define ENCRYPTED_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
 
 static const uint8_t no_domain[TK_DOMAIN_BYTES];
@@ -200,7 +200,7 @@ void lane_landed(struct record *record)
 	record->has_landed = 1;
 }
 
-/* Whether the peer is sent all its acknowledgements. One that takes nothing now holds up no other's. */
+/* Whether all the peer's acknowledgements were sent. One that accepts nothing now doesn't hold up others'. */
 static int tell_peer(struct tk_lane *lane, struct record *record)
 {
 	const struct lane_word *word = &record->word;

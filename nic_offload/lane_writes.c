@@ -10,7 +10,7 @@
 #include <errno.h>
 #include <string.h>
 
-#define STUMBLES_MAX 16u     /* attempts at one write: EINTR and EAGAIN are no errors of the drive */
+#define STUMBLES_MAX 16u     /* attempts at one write: EINTR and EAGAIN are not errors of the drive */
 #define DIRECT_ALIGN 512u
 #define UNHURRIED_COUNT 16u  /* writes that are submitted together where no peer waits for one, */
 #define UNHURRIED_NS 500000u /* or after so long */
@@ -33,7 +33,7 @@ static struct piece *piece_of(struct tk_lane *lane, uint64_t number)
 	return &lane->pieces[number % lane->setup.depth];
 }
 
-/* Begins to write a piece; there is a place for it. */
+/* Begins to write a piece; a place must be free. */
 static void begin_piece(struct tk_lane *lane, const struct piece *piece)
 {
 	struct piece *placed = piece_of(lane, lane->pieces_begun++);

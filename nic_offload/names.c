@@ -116,7 +116,7 @@ uint64_t names_place(struct names *names, const uint8_t *name)
 void names_put_place(struct names *names, const uint8_t *name, uint64_t place)
 {
 	struct names_entry *entry = add(names, hash_of(names, name));
-	if (!entry) /* what is there already must not keep an old one */
+	if (!entry) /* an existing entry must not keep an old place */
 		names_forget_place(names, name);
 	else
 		entry->place = place;

@@ -211,7 +211,7 @@ void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns)
 		report(fabric, TK_FIRED, work->op.tag, now_ns, 0, now_ns);
 }
 
-/* The word has moved: so does the NIC's counter. Where the NIC moves no counters itself, that is what fires. */
+/* Moves the NIC's counter after the word. If the NIC moves no counters itself, this fires operations. */
 void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint64_t value)
 {
 	struct nic *nic = &fabric->nic;

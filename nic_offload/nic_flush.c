@@ -35,7 +35,7 @@ static int have_moved(const struct slot *slot)
 	return is_pair(slot) && fi_cntr_read(slot->moved) > slot->moved_before;
 }
 
-/* The agent puts the flag now. The NIC had none, or it was dropped, which is certain only later. */
+/* The agent now puts the flag: the NIC had none, or has dropped it, which is certain only later. */
 void nic_put_flag(struct tk_fabric *fabric, struct slot *slot, int lost)
 {
 	struct work *work = slot->work;
@@ -46,7 +46,7 @@ void nic_put_flag(struct tk_fabric *fabric, struct slot *slot, int lost)
 	get_ready(fabric, work, WORK_FLAG_READY);
 }
 
-/* Whether the bytes of one whose flag is not at the NIC have arrived. */
+/* Whether the bytes of an operation whose flag is not at the NIC have arrived. */
 int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot)
 {
 	if (!have_moved(slot))
@@ -62,7 +62,7 @@ static void goes_on(struct tk_fabric *fabric, struct slot *slot, int cut)
 		nic_fired(fabric, slot, tk_now_ns());
 }
 
-/* Whether something that had fired before the flush, to the same peer, has not come through yet. */
+/* Whether an operation to the same peer that fired before the flush has not completed yet. */
 static int is_stuck(const struct nic *nic, const struct slot *slot)
 {
 	for (uint32_t i = 0; i < nic->slots_opened; i++) {

@@ -105,7 +105,7 @@ int tk_receiver_close(struct tk_receiver *receiver)
 	return status;
 }
 
-/* --- what the application gives and takes; any thread */
+/* --- the application's side; any thread */
 
 void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes, int is_limited)
 {
@@ -290,7 +290,7 @@ int poll_receivers(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The application is about to get a call: it must first know of all blocks that came before. */
+/* The application is about to get a call: it must first get all blocks that arrived before it. */
 void receivers_tell(struct tk_fabric *fabric)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {
@@ -304,7 +304,7 @@ void receivers_tell(struct tk_fabric *fabric)
 	}
 }
 
-/* The endpoint is about to be closed. Blocks that have come are taken if there are rooms; nothing is acknowledged. */
+/* The endpoint is about to be closed. Blocks that have arrived are taken if there are rooms; nothing is acknowledged. */
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {

@@ -61,7 +61,7 @@ static int holds(uint64_t start, uint64_t length, uint64_t word)
 uint64_t ack_in(const struct tk_ack_watch *watch, uint64_t word)
 {
 	const struct seal *seal = &watch->endpoint->seal;
-	if (holds(seal->shared, seal->shared_bytes, watch->word)) /* it came through no network */
+	if (holds(seal->shared, seal->shared_bytes, watch->word)) /* it did not come over a network */
 		return word >> ACK_CODE_BITS == watch->generation ? word : 0;
 	struct spot spot = {seal->words.address + (watch->word - seal->here), seal->words.key};
 	uint64_t said = watch->generation << ACK_CODE_BITS | (word & IN_THE_CLEAR);

@@ -36,7 +36,7 @@ struct tk_sender {
 	struct tk_sender *next;
 	struct queue ungranted;
 	uint64_t *generations; /* generation of each slot's next put */
-	uint32_t *slots, *words; /* free ones, the last used first: its memory is warm */
+	uint32_t *slots, *words; /* free ones, last used first: its memory is warm */
 	uint32_t slots_free, words_free;
 	uint64_t ack_generation;
 
@@ -180,8 +180,8 @@ static uint64_t shared_payload(const struct work *work)
 	return setup->shared_slots + (uint64_t)(work->grant - 1) * setup->slot_bytes + TK_HEAD_PAGE;
 }
 
-/* The next bytes into its slot. The checksum is of the application's bytes: if what is in the slot differs, because somebody
- * writes to either of the two meanwhile, the node refuses it. */
+/* The next bytes into its slot. The checksum is of the application's bytes: if those in the slot differ, because either
+ * was written to meanwhile, the node refuses it. */
 uint32_t sender_copies(struct work *work, uint32_t bytes_max)
 {
 	uint32_t bytes = bytes_max < BYTES_A_STEP ? bytes_max : BYTES_A_STEP;

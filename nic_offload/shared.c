@@ -27,10 +27,10 @@
 
 struct shared_block {
 	struct shared_row *told; /* by the node, of this block alone; NULL: by the answer to the call */
-	uint64_t until_ns;	 /* then its bytes stay so long */
+	uint64_t until_ns;	 /* its bytes stay until then */
 	struct work *watch; /* for the word that ends it another way; NULL: it is over */
 	uint64_t from, to;
-	struct tk_pieces *pieces; /* it goes there, and not to `to`; NULL: there are none */
+	struct tk_pieces *pieces; /* it goes there instead of to `to`; NULL: there are none */
 	struct pieces_end end;
 	uint32_t length, skip, part; /* a `part` of 0: all */
 	uint32_t crc32c;
@@ -97,7 +97,7 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place)
 	fetch->asked_ns = tk_now_ns();
 }
 
-/* The node may have the memory back. */
+/* Releases the node's memory. */
 static void done_with(struct shared_block *block, struct work *watch)
 {
 	if (!block->told)
@@ -220,7 +220,7 @@ int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region 
 	return 1;
 }
 
-/* All of a block's bytes go through the checksum; of one of which a part is wanted the others go no further. */
+/* All of a block's bytes are checksummed; if only a part is wanted, the others are not copied. */
 static void copy_step(struct shared_block *block, struct work *work, uint32_t bytes)
 {
 	char step[BYTES_A_STEP], *to = (char *)(uintptr_t)block->to;

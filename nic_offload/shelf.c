@@ -80,14 +80,14 @@ void shelf_unlist(struct tk_shelf *shelf, struct shelved *block)
 	forget_if_idle(shelf, block);
 }
 
-/* Its sending is over. */
+/* It is no longer being sent. */
 void shelf_let_go(struct tk_shelf *shelf, struct shelved *block)
 {
 	block->sending--;
 	forget_if_idle(shelf, block);
 }
 
-/* More chains, when blocks get more than them. Without memory for that, the chains grow longer. */
+/* Adds chains when there are more blocks than chains. Without memory for that, chains get longer. */
 static void spread(struct tk_shelf *shelf)
 {
 	uint32_t before = shelf->chains, chains = before * 2;

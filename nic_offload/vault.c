@@ -123,7 +123,7 @@ static void drop(struct tk_vault *vault, struct entry *entry)
 	vault->count--;
 }
 
-/* A place that is free; if none is, that of a key that was not used since the hand came by the last time. */
+/* A free place; if there is none, that of a key that was not used since the clock hand last passed it. */
 static struct entry *place(struct tk_vault *vault)
 {
 	for (;;) {

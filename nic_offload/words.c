@@ -89,7 +89,7 @@ int post_or_queue_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, u
 	return 0;
 }
 
-/* Also after a failure: the next one may come through. */
+/* Also after a failure: the next one may succeed. */
 void word_is_over(struct tk_fabric *fabric, struct work *work)
 {
 	if (!work->follows) {
