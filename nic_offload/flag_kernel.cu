@@ -27,7 +27,7 @@ extern "C" __global__ void tk_ring(unsigned long long *words, unsigned long long
 	release(words + threadIdx.x, value);
 }
 
-/* For graphs, whose arguments are frozen when they are captured: each replay counts on by itself. */
+/* For graphs, whose arguments are frozen when they are captured: each replay adds to the totals itself. */
 extern "C" __global__ void tk_ring_next(unsigned long long *words, unsigned long long *totals, unsigned long long step)
 {
 	unsigned long long total = totals[threadIdx.x] + step;
@@ -36,7 +36,7 @@ extern "C" __global__ void tk_ring_next(unsigned long long *words, unsigned long
 	release(words + threadIdx.x, total);
 }
 
-/* st.mmio came with PTX 8.2, which is CUDA 12.2; an older compiler makes no kernel for doorbells. */
+/* st.mmio requires PTX 8.2, which is CUDA 12.2; an older compiler makes no kernel for doorbells. */
 #if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 2)
 extern "C" __global__ void tk_ring_doorbell(unsigned long long *doorbell, unsigned long long step)
 {

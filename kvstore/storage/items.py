@@ -1,6 +1,6 @@
 """The inputs and outputs of the store: plain values, no behaviour.
 
-Those that are made once a block are named tuples, which Python makes several times faster than data classes.
+Those that are made for each block are named tuples, which Python makes several times faster than data classes.
 """
 
 from __future__ import annotations

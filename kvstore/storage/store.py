@@ -11,8 +11,8 @@ is its home.
 Always holds:
 
 - A block is looked up at home first, then on the other drives in order, and counts as missing when none has it. It is
-  put where it already is, or else on the first drive in order that accepts writes; likewise if it is on a failed drive
-  that will never make it as durable, or extend its life, as requested.
+  put where it already is, or else on the first drive in order that accepts writes; the latter also if it is on a failed
+  drive that will never make it as durable, or extend its life, as requested.
 - A deletion is reported when all drives have done it. So while a drive has failed, deletions fail.
 - A session is on one drive, the one that held it first, until its removal has been synced there; new ones go to the
   first drive in their user's order that accepts writes. Data on a failed drive can be read, not changed.

@@ -25,7 +25,7 @@ uint64_t keep_runs_bytes(const struct keep_runs *runs)
 	return (uint64_t)(runs->count + runs->spare_count) * sizeof(struct keep_run) + runs->room * sizeof *runs->tops;
 }
 
-/* Reserves memory for so many insertions. */
+/* Reserves memory for this many insertions. */
 int keep_runs_reserve(struct keep_runs *runs, unsigned insertions)
 {
 	int error = keep_grow((void **)&runs->tops, &runs->room, (uint64_t)runs->count + insertions, sizeof *runs->tops);
@@ -163,7 +163,7 @@ void keep_runs_insert(struct keep_runs *runs, struct keep_item item)
 	at = at_of(run, item.a, item.b);
 	keep_assert(at == run->count || run->items[at].a != item.a || run->items[at].b != item.b);
 	if (run->count == KEEP_RUN_ITEMS) {
-		/* Appends mostly come in a row: then the full run stays full. */
+		/* Appends mostly come in sequence: then the full run stays full. */
 		uint32_t kept = at == run->count ? run->count : run->count / 2;
 		struct keep_run *after = open_run(runs, where + 1);
 
@@ -186,7 +186,7 @@ void keep_runs_insert(struct keep_runs *runs, struct keep_item item)
 		note_first(runs, where);
 }
 
-/* Joins a run with the one behind it if they are short enough. */
+/* Joins a run with the one after it if they are short enough. */
 static int join(struct keep_runs *runs, uint32_t at)
 {
 	struct keep_run *into, *from;
