@@ -6,7 +6,7 @@
  * rooms' bytes in its hot memory, or reuses the rooms.
  *
  * What always holds: a call is answered completely or not at all, except that a block that could not be read, or is the
- * wrong one, is left to the application, which gets the reason at once. A block is sent only if its header has the
+ * wrong one, is left to the application, which is notified at once. A block is sent only if its header has the
  * requested name, no expiry and a valid tag for that place, its payload has the CRC of that header, or its own tag, and
  * its name still had that place after all of it had been read. The application unlists a name before its pages on the
  * drive are reused, so no pin is needed. An owner's reads under way never exceed what it leaves of the limit to others.
