@@ -22,7 +22,7 @@
  *     flag arrived before the endpoint was closed ends as landed;
  *   - an operation that has not gone out by its deadline ends, and never goes out. One that can no longer be recalled is
  *     reported as late, once, and its owner closes the endpoint;
- *   - once an endpoint is closed, no byte comes in through it and none of its operations touches memory: this, and
+ *   - once an endpoint is closed, no byte arrives through it and none of its operations touches memory: this, and
  *     not a revoked key alone, makes memory safe to reuse after a peer misbehaved (a message whose key was checked
  *     earlier may still be arriving when the key is revoked);
  *   - a call that has to wait for the progress thread waits for `answer_ns` at most. After that the provider counts as hung

@@ -26,7 +26,7 @@
 #define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
 
 struct shared_block {
-	struct shared_row *told; /* by the node, of this block alone; NULL: by the answer to the call */
+	struct shared_row *told; /* the node's row for this block alone; NULL: the answer to the call has its location */
 	uint64_t until_ns;	 /* its bytes stay until then */
 	struct work *watch; /* for the word that ends it another way; NULL: it is over */
 	uint64_t from, to;

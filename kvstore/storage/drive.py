@@ -8,7 +8,7 @@ to check (see `GetDone`); memory of a slot is not touched after its report; ever
 
 Room is made by eviction (`kvstore.storage.room`), in steps of `poll`, which is called every `TIMER_TICK_MS` as well.
 
-It asks other drives only which blocks and sessions they have, and tells them which it has (`others`).
+It asks other drives only which blocks and sessions they have, and reports its own to them (`others`).
 """
 
 from __future__ import annotations

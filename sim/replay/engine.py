@@ -162,7 +162,7 @@ class Speeds:
 
 
 class Engine:
-    """The steps of one engine. Its driver begins a stretch, and ends it when its time has come."""
+    """The steps of one engine. Its driver begins a stretch, and ends it when its time is over."""
 
     def __init__(self, memory: Memory, speeds: Speeds, step_tokens: int, slots: int) -> None:
         self.memory, self.speeds = memory, speeds

@@ -224,7 +224,7 @@ def turns(demand: Demand, turns_per_s: float, count: int, seed: int) -> Turns:
     rng = random.Random(seed)  # noqa: S311 - a load, not a secret
     shared = demand.stored_tokens // BLOCK_TOKENS
     wanted = -(-demand.prompt_tokens // BLOCK_TOKENS)
-    fresh = demand.users * shared  # the first block that is nobody's history
+    fresh = demand.users * shared  # the first block that is in no user's history
     requests: list[Request] = []
     stored: dict[int, tuple[int, ...]] = {}
     now_s = 0.0
