@@ -1,4 +1,4 @@
-"""Builds the C core (`nic_offload._core`) through cffi; the declarations are read from its public headers."""
+"""Builds the C core (`nic_offload._core`) with cffi, which reads the declarations from its public headers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Authenticated encryption: AES-256-GCM of OpenSSL's libcrypto or Intel's IPSec-MB (`aead.c`).
+"""Authenticated encryption: AES-256-GCM from OpenSSL's libcrypto or Intel's IPSec-MB (`aead.c`).
 
-What always holds: a library that fails a test vector is not used; of a message with a wrong tag, no byte is returned.
+What always holds: a library that fails a test vector is not used; no byte of a message with a wrong tag is returned.
 What it doesn't do: prevent the use of a nonce twice with one key, which would expose both messages.
 """
 
@@ -40,7 +40,7 @@ class NotAuthentic(KvError):
 
 
 def available() -> str | None:
-    """Say why there is no encryption on this machine; None if there is."""
+    """Return why this machine has no encryption; None if it has."""
     code, message = _load()
     return message if code else None
 
@@ -73,7 +73,7 @@ def unseal(key: Buffer, nonce: bytes, associated: bytes, sealed: Buffer) -> byte
 
 
 def unseal_key(key: Buffer, nonce: bytes, associated: bytes, sealed: Buffer) -> memoryview:
-    """Decrypt a key into locked memory, which its caller wipes; NotAuthentic as above, and if it isn't one."""
+    """Decrypt a key into locked memory, which the caller wipes; NotAuthentic as above, and if it is not a key."""
     view = ffi.from_buffer(sealed)
     if len(view) != KEY_BYTES + TAG_BYTES:
         raise NotAuthentic("A sealed key has another length.")
@@ -105,7 +105,7 @@ def _of(key: Buffer, nonce: bytes, associated: bytes) -> tuple[object, object]:
 
 
 def check(code: int) -> None:
-    """Raise what an answer of the core means; it is 0, or a negative errno."""
+    """Raise the error for a result of the core, which is 0 or a negative errno."""
     if code == -errno.EBADMSG:
         raise NotAuthentic("Sealed bytes were changed, or belong to another key or place.")
     if code == -errno.ENOENT:

@@ -22,20 +22,20 @@ struct tk_pieces;
 
 /* Shared with the cffi build, as in core.h. */
 /* cdef begin */
-/* Blocks that the progress thread may send to peers that ask at a desk; see shelf.c and desk.c. All lie in one region, and
- * are freed with the fabric. */
+/* Blocks that the progress thread may send to peers that request them at a desk; see shelf.c and desk.c. All lie in one
+ * region. Shelves are freed with the fabric. */
 #define TK_CALL_BYTES 73728
 #define TK_CALL_BLOCKS 1024
 #define TK_CALL_PLACES 4
-#define TK_CALLS_WAITING 1024	       /* of a caller, for a place, */
-#define TK_CALLS_WAITING_BYTES 8388608 /* and bytes of theirs */
+#define TK_CALLS_WAITING 1024	       /* calls of one caller that may wait for a place, */
+#define TK_CALLS_WAITING_BYTES 8388608 /* and their bytes */
 #define TK_HELD_NS 2000000000 /* how long a desk keeps a block whose location it gave */
-#define TK_CALL_AREA_HEAD 4096 /* before the places of a node's area are their flags */
+#define TK_CALL_AREA_HEAD 4096 /* a node's area begins with the flags of its places */
 struct tk_shelved {
 	uint8_t owner[TK_OWNER_BYTES];
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
-	uint64_t id; /* not that of any other block in the life of the shelf */
+	uint64_t id; /* never given to another block of this shelf */
 	uint64_t address;
 	uint32_t length, crc32c;
 };
@@ -46,8 +46,8 @@ struct tk_desk_setup {
 	uint64_t ack_base; /* the peer's acknowledgement words */
 	uint64_t ack_key;
 	uint64_t bytes_max; /* under way at a time */
-	uint64_t flags;	    /* those of the places that calls come in at, our own memory */
-	uint64_t answers;   /* where the peer reads what answers them */
+	uint64_t flags;	    /* of the places in which calls arrive, in our own memory */
+	uint64_t answers;   /* where the peer reads the answers */
 	uint32_t ack_words;
 	uint32_t served_code, corrupt_code; /* the codes for a block that was sent, and for one that was found damaged */
 	uint32_t shares; /* the peer can map the shelf's region, and may get locations in it */
@@ -57,8 +57,8 @@ struct tk_served {
 	uint64_t desk;
 	uint64_t began_ns, ended_ns;
 	uint64_t size_bytes;
-	uint32_t bytes; /* of this, of the ids of its blocks and of the call's metadata, which follow it, and then, if any was
-			   cold, of a `tk_cold_head` with its rows */
+	uint32_t bytes; /* of this struct and all that follows it: the ids of its blocks, the call's metadata and, if any block
+			   was cold, a `tk_cold_head` with its rows */
 	uint32_t blocks;
 	uint32_t metadata_bytes;
 	uint32_t corrupt; /* blocks found damaged: their callers got a miss */
@@ -67,15 +67,15 @@ struct tk_served {
 };
 int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out);
 int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int count);
-/* Names: owner and key, one after the other. If others only, blocks that have landed and have no other id yet stay, and so do
- * places. */
+/* `names`: owner and key of each. `others_only`: blocks that still have the id they landed with stay listed, and places on
+ * drives are kept. */
 void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only);
 int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
 int tk_shelf_count(struct tk_shelf *shelf);
-uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have for the application, ever */
+uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have noted for the application, ever */
 /* Adds or removes names (owner and key of each) that are stored. */
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored);
-/* Gives blocks other ids: `done[i]` is 1, or 0 if one is not known any more, or another one has its new id. */
+/* Gives blocks other ids. `done[i]` is 1, or 0 if the block is no longer known or its new id is in use. */
 void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t *new_ids, size_t count, uint8_t *done);
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
 void tk_desk_answers(struct tk_desk *desk, int answers); /* initially the application answers all calls */
@@ -96,17 +96,17 @@ struct tk_caller_setup {
 struct tk_shared {
 	uint64_t address, length;
 	uint64_t hold_ns; /* how long after a call the node keeps the blocks whose locations it gave */
-	uint64_t rows; /* a row for each word, where the node says of a single block where it is; 0: it doesn't */
+	uint64_t rows; /* a row for each word, in which the node gives a single block's location; 0: it gives none */
 	uint32_t served_code, scattered_code, corrupt_code, late_code;
 };
 /* Where a block of a fetch is wanted in our own memory. */
 struct tk_wanted {
 	uint64_t address;
-	uint64_t pieces; /* a struct tk_pieces: it is copied there instead, if it is read from the node's memory; 0: there are none */
+	uint64_t pieces; /* a struct tk_pieces: a block read from the node's memory is copied there instead; 0: none */
 };
 struct tk_call {
-	uint64_t tag; /* block i is watched with this and 2i, the call put with 2 `blocks` more, its answer with one more */
-	uint64_t deadline_ns; /* deadline to go out, besides its blocks' deadline; the answer has as long again */
+	uint64_t tag; /* block i is watched as tag + 2i, the call is put as tag + 2 `blocks`, its answer watched as one more */
+	uint64_t deadline_ns; /* for going out, besides its blocks' deadline; the answer gets the same time again */
 	uint64_t blocks_deadline_ns;
 	uint64_t expires_unix_ms;
 	struct tk_group *group; /* a fetch's blocks are its first rows */
@@ -116,8 +116,8 @@ struct tk_call {
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 };
 int tk_caller_open(const struct tk_caller_setup *setup, struct tk_caller **out);
-/* `wanted`: for each block of a fetch, which may be read from the node's memory then; or NULL.
- * -EBUSY, -EMSGSIZE, -EAGAIN, -ENOMEM: it can't be made this way now. Of one that did not go out in its time a TK_FAILED
+/* `wanted`: one for each block of a fetch, which may then be read from the node's memory; or NULL.
+ * -EBUSY, -EMSGSIZE, -EAGAIN, -ENOMEM: the call can't be made this way now. If it does not go out by its deadline, TK_FAILED
  * with -ETIMEDOUT is reported, before any report about its blocks. */
 int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata, const void *rows,
 		   size_t rows_bytes, const struct tk_wanted *wanted);
@@ -126,7 +126,7 @@ uint64_t tk_caller_shared(const struct tk_caller *caller); /* blocks that were r
 int tk_caller_free(struct tk_caller *caller); /* how many calls could go out now */
 /* The place with the answer to the call of this tag, and its generation; -ENOENT: there is none. */
 int tk_caller_answer(struct tk_caller *caller, uint64_t tag, uint64_t *generation);
-void tk_caller_read(struct tk_caller *caller, uint64_t tag); /* these bytes: the place is free */
+void tk_caller_read(struct tk_caller *caller, uint64_t tag); /* its answer has been read: the place is free */
 int tk_caller_close(struct tk_caller *caller); /* its endpoint is closed */
 
 /* A client's puts to its node by grants: slots that it may write to without a call; see sender.c. */
@@ -135,20 +135,20 @@ struct tk_sender_setup {
 	struct tk_region *region; /* has `words` and `heads`, our own memory */
 	uint64_t peer;
 	uint64_t flags, slots, slot_bytes, area_key; /* the node's: flag words, and slots with a page for the head each */
-	uint64_t words;		   /* where acknowledgements come in, */
-	uint64_t heads;		   /* and a page for each slot */
+	uint64_t words;		   /* where acknowledgements arrive */
+	uint64_t heads;		   /* a page for each slot */
 	uint64_t first_generation; /* of every slot */
 	uint64_t first_ack_generation;
 	uint64_t grace_ns;     /* a put is answered within this time of its deadline, or its watch fails */
 	uint32_t first_word;   /* which of the client's words `words` is, as the node counts them */
-	uint32_t words_count;  /* puts that are not over at a time */
-	uint32_t slots_count;  /* puts that have not landed at a time; of more, the others wait */
+	uint32_t words_count;  /* puts at a time that are not over */
+	uint32_t slots_count;  /* puts at a time that have not landed; further ones wait */
 	uint32_t good_max;
-	int32_t doorbell; /* the node's, with these: */
-	uint64_t shared_flags, shared_slots; /* 0, or where the node's are mapped here, and `words` with them */
+	int32_t doorbell; /* the node's, if there are these: */
+	uint64_t shared_flags, shared_slots; /* 0, or where the node's flags and slots are mapped here, as `words` are then */
 };
 int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out);
-/* Where puts of pieces are gathered, this many bytes per slot. Called before the first of them is armed. */
+/* Where puts of pieces are gathered, with this many bytes per slot. Called before the first of them is armed. */
 int tk_sender_gather(struct tk_sender *sender, struct tk_region *region, uint64_t address, uint64_t slot_bytes);
 int tk_sender_close(struct tk_sender *sender); /* its endpoint is closed */
 uint64_t tk_sender_shared(const struct tk_sender *sender); /* how many puts went through shared memory */
@@ -157,12 +157,12 @@ uint64_t tk_sender_shared(const struct tk_sender *sender); /* how many puts went
 /* A write to this eventfd or pipe wakes the progress thread, which reads the pipe and not the eventfd. */
 int tk_fabric_hear(struct tk_fabric *fabric, int doorbell, int is_pipe);
 int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell);
-/* The peer watches some of its words in memory of ours that it has mapped. So they are stored, and its doorbell is rung. */
+/* The peer watches some of its words in memory of ours that it has mapped: these are stored there, and its doorbell is rung. */
 int tk_endpoint_share_words(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t words, uint32_t count,
 			    int doorbell);
 
-/* It reads blocks of TK_SHARED_PUT there, as far as they are in this memory, and hears where they are from so many rows,
- * one for each of its first words, in the same memory as those words. */
+/* The peer reads blocks of TK_SHARED_PUT itself, if they are in this memory. It gets their locations in rows, one for each
+ * of its first `count` words, in the same memory as those words. */
 int tk_endpoint_share_reads(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t rows, uint32_t count,
 			    uint64_t memory, uint64_t bytes);
 /* cdef end */

@@ -14,7 +14,7 @@
 #define CALL_DONE 1  /* code of an answer without bytes */
 #define CALL_WHERE 3 /* code of an answer with the blocks' locations */
 #define BLOCK_WHERE 0x87 /* code of a block's word: it is in the shared memory, see its row. The same as MISS(NODE_AWAY), \
-			    which it is for a client that does not wait for it any more */
+			    which is what a client that no longer waits for it reads */
 #define ANSWER_BYTES 36864
 #define ANSWER_WHERE 3 /* kind of its bytes */
 #define CALL_ALIGN 8
@@ -37,7 +37,7 @@ struct call_fetch_row {
 	uint64_t ack_generation, target, target_key;
 };
 
-/* The part of a block of `length` that is wanted, from this offset on; a `part` of 0: all. */
+/* Requests `part` bytes, from this offset on, of a block of `length`; a `part` of 0: all. */
 struct call_part_row {
 	struct call_fetch_row row;
 	uint32_t skip, part;
@@ -59,11 +59,11 @@ struct where_row {
 struct shared_row {
 	uint64_t generation; /* of the word */
 	uint64_t offset, until_ns;
-	uint64_t read; /* by the client: the generation of which it has read the block, or wants it no more */
+	uint64_t read; /* set by the client: the generation whose block it has read or no longer wants */
 	uint32_t crc32c, zero[7];
 };
 
-/* Of one block in a fetch; 0: it is another call. */
+/* Bytes per block of a fetch; 0: the call is not a fetch. */
 static inline size_t call_row_bytes(uint8_t kind)
 {
 	if (kind == CALL_FETCH_PARTS)

@@ -3,14 +3,14 @@
  * will answer the call, and the put that brings the call into one of our places and into the same place on the node.
  *
  * A call gets its place on the progress thread. If all places are in use it waits; its bytes have been copied and
- * everything it needs is allocated, so nothing can refuse it later. An answer that frees a place lets the next call
+ * everything it needs is allocated, so it can't be refused later. An answer that frees a place lets the next call
  * go out.
  *
  * What always holds: a place is reused only after its answer: after DONE, or after BYTES once the reader has
  * confirmed that it has read them. Calls go out in order, and the generations of a place only rise. A call whose
  * deadline passes before it goes out ends and never goes out; it has used no generation, and its place serves the
- * next call. A call begins whole or not at all: if it is larger than a place, or too many calls are waiting, it is
- * not begun, and the application uses gRPC.
+ * next call. A call is queued completely or not at all: if it is larger than a place, or too many calls are waiting,
+ * it is refused, and the application uses gRPC.
  *
  * What it doesn't do: read answers, or decide what a failed call means. The application gets both as words or events.
  */
@@ -141,7 +141,7 @@ void tk_caller_read(struct tk_caller *caller, uint64_t tag)
 
 /* --- a call is made. Any thread. */
 
-/* Returns the bytes of a call as they are to be put, but for what the place says of it. NULL: there is no memory. */
+/* Returns the bytes of a call as they will be put, without the fields that depend on the place. NULL: no memory. */
 static struct called *write_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata,
 				 const void *rows, size_t rows_bytes)
 {
@@ -176,7 +176,7 @@ static struct called *write_call(struct tk_caller *caller, const struct tk_call 
 	return called;
 }
 
-/* The words in which the node reports each block's arrival, or why it did not come. */
+/* The words in which the node reports each block's arrival, or why it did not arrive. */
 static void watch_blocks(const struct tk_caller *caller, const struct tk_call *call, const char *rows,
 			 struct shared_fetch *fetch)
 {
@@ -250,7 +250,7 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 		return -EMSGSIZE;
 	struct shared_fetch *fetch = NULL;
 	int shares = is_fetch && wanted && __atomic_load_n(&caller->shares, __ATOMIC_ACQUIRE);
-	if (shares) /* without memory for that it is an ordinary one */
+	if (shares) /* without memory for that it is an ordinary call */
 		fetch = shared_fetch(caller, &caller->shared, call->blocks, rows, call_row_bytes(call->kind), wanted);
 	struct called *called = write_call(caller, call, metadata, rows, rows_bytes);
 	if (!called) {

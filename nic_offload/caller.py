@@ -1,8 +1,8 @@
 """A client's calls to its node over the fabric, each in one step of the C core (`caller.c`).
 
 What always holds: a call is begun completely or not at all. If all places are in use it waits in order, behind at
-most `WAITING` others. A place is reused after its answer: an answer that is only DONE frees it at once, one with
-bytes when these have been read.
+most `WAITING` others. A place is reused after its answer: an answer that is only DONE frees it at once, an answer
+with bytes when they have been read.
 """
 
 from __future__ import annotations
@@ -94,11 +94,10 @@ class Caller:
         late_code: int,
         rows: int = 0,
     ) -> None:
-        """The node's memory is mapped here until this is closed: blocks may be read from it.
+        """Allow reading blocks from the node's memory, which stays mapped here until this is closed.
 
-        `rows`: the address of those in which the node says of a single block where it is; 0: there are none.
-        The codes are what a group's row says of a block that was; that is in its pieces as well; that was not what it
-        should be; that came too late.
+        `rows`: the address of the rows in which the node gives locations of single blocks; 0: there are none.
+        The codes of a group's row for such a block: it was read; read into its pieces as well; corrupt; too late.
         """
         shared = ffi.new("struct tk_shared *")
         shared.address, shared.length, shared.hold_ns = address_of(memory), len(memory), lib.TK_HELD_NS
@@ -113,10 +112,10 @@ class Caller:
         return int(lib.tk_caller_shared(self._handle))
 
     def call(self, call: Call, metadata: bytes, rows: bytes, wanted: Sequence[int] | None = None) -> int:
-        """Make a call, now or when a place is free; a negative code where it can't be made this way.
+        """Make a call, now or when a place is free; a negative code if it can't be made this way.
 
-        `wanted`: of each block of a fetch the address where it is wanted in our own memory, and the pointer of the
-        pieces into which it is copied if it can be read from the node's (0: none).
+        `wanted`: for each block of a fetch its destination in our own memory, and the pointer of the pieces into which
+        it is copied if it can be read from the node's memory (0: none).
         """
         packed = _CALL.pack(
             call.tag,
@@ -145,17 +144,17 @@ class Caller:
         return int(lib.tk_caller_free(self._handle))
 
     def answer(self, tag: int) -> tuple[int, int] | None:
-        """Where the bytes are that answer the call of this tag: their place and generation. None: there are none."""
+        """The place and generation of the bytes that answer the call of this tag; None: there are none."""
         generation = ffi.new("uint64_t *")
         place = int(lib.tk_caller_answer(self._handle, tag, generation))
         return None if place < 0 else (place, int(generation[0]))
 
     def read(self, tag: int) -> None:
-        """These bytes have been read."""
+        """Free the place of this call: its answer has been read."""
         lib.tk_caller_read(self._handle, tag)
 
     def close(self) -> None:
-        """Its endpoint is closed."""
+        """Free it, after its endpoint was closed."""
         if self._handle is not None:
             lib.tk_caller_close(self._handle)
             self._handle = None

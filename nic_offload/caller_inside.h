@@ -12,13 +12,13 @@ enum place_state { PLACE_FREE, PLACE_CALLED, PLACE_ANSWERED /* with an answer th
 struct place {
 	enum place_state state;
 	uint64_t tag;	     /* of the call that is in it */
-	uint64_t generation; /* of that call, or of the next */
+	uint64_t generation; /* of that call; if it is free, of the next one */
 };
 
-/* What is kept of a call until its put is over. */
+/* A call, until its put is over. */
 struct called {
 	struct tk_caller *caller;
-	struct work *watch; /* for its answer; of no list as long as the call has no place */
+	struct work *watch; /* for its answer; in no list until the call has a place */
 	uint64_t tag;
 	uint64_t answer_ns; /* deadline of the answer, counted from when the call has a place; 0: none */
 	uint32_t good_code;
@@ -32,14 +32,14 @@ struct tk_caller {
 
 	pthread_mutex_t lock;
 	struct place places[TK_CALL_PLACES];
-	uint32_t waiting; /* calls without a place, and how many bytes these are */
+	uint32_t waiting; /* calls without a place, and their bytes */
 	uint64_t waiting_bytes;
 
 	/* The progress thread's own. */
 	struct tk_caller *next;
 	struct queue unplaced;
 
-	struct tk_shared shared; /* of a length of 0: the node's memory is not mapped here */
+	struct tk_shared shared; /* length 0: the node's memory is not mapped here */
 	int shares;		 /* atomic: blocks may be read from there */
 	uint64_t shared_blocks;	 /* atomic: number of blocks read from there */
 };

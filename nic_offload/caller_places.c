@@ -1,7 +1,7 @@
 /*
- * A caller's calls go out and are answered: the progress thread's part of it. caller.c makes the calls.
+ * The progress thread's part of a caller: calls go out, and their answers arrive. caller.c makes the calls.
  *
- * What always holds: a call goes out when it has a place, and a place is another call's once its answer was read.
+ * What always holds: a call goes out when it has a place, and the place serves another call once the answer was read.
  */
 #define _GNU_SOURCE
 #include "caller_inside.h"
@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Where a place's flag is, as we address it. */
+/* The address of a place's flag, at the node. */
 static uint64_t flag_of(const struct tk_caller_setup *setup, uint32_t number)
 {
 	return setup->area + (uint64_t)number * 8;
@@ -81,7 +81,7 @@ static void fill_place(struct work *work, uint32_t number)
 	memcpy((char *)head + called->length, &tag, tag_bytes(setup->endpoint));
 }
 
-/* Gives the call a place, if there is one; it is to be posted next. */
+/* Gives the call a place, if one is free; then it is ready to be posted. */
 static int find_it_a_place(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_caller *caller = work->called->caller;

@@ -13,7 +13,7 @@ __all__ = ["crc32c", "crc32c_at"]
 
 
 def crc32c(data: Buffer, seed: int = 0) -> int:
-    """CRC32C of anything that gives its bytes; `seed` is the value of what came before."""
+    """CRC32C of a buffer; `seed` is the value of the bytes before it."""
     view = ffi.from_buffer(data)
     return int(lib.tk_crc32c(view, len(view), seed))
 

@@ -1,8 +1,8 @@
 /*
  * Commands that callers wait for, on the progress thread.
  *
- * What always holds: each is answered once. One that needs a flush of the NIC is put off until it has ended, and all others
- * go on meanwhile.
+ * What always holds: each is answered once. One that needs a flush of the NIC is put off until the flush has ended; all
+ * others are executed meanwhile.
  */
 #define _GNU_SOURCE
 #include "progress.h"

@@ -38,7 +38,7 @@ static void take_in(struct tk_fabric *fabric, struct work *work)
 		break;
 	case WORK_ACK:
 		status = watch_add(&fabric->acks, (const uint64_t *)work->ack.word, 0, work);
-		if (!status && ack_in(&work->ack, fabric->acks.items[work->place].before)) /* it came before its watch */
+		if (!status && ack_in(&work->ack, fabric->acks.items[work->place].before)) /* it arrived before its watch */
 			fabric->acks.items[work->place].before = 0;
 		break;
 	}
@@ -51,7 +51,7 @@ static int is_get(const struct work *work)
 	return work->kind == WORK_OPERATION && work->op.flags & TK_GET;
 }
 
-/* Takes an item out of whatever it waits in. False when its bytes are on the wire already, or have moved. */
+/* Removes an item from whatever it waits in. False if its bytes are already on the wire, or have moved. */
 static int withdraw(struct tk_fabric *fabric, struct work *work)
 {
 	switch (work->state) {
@@ -179,7 +179,7 @@ static void unlist_ready(struct tk_fabric *fabric, const struct tk_endpoint *end
 	}
 }
 
-/* It may be introducing itself; what has been stalled for longer will not come through in a moment. */
+/* It may still be connecting; an endpoint that has been stalled for longer will not recover in a moment. */
 static int may_still_post(const struct tk_endpoint *endpoint, uint64_t now_ns)
 {
 	return endpoint->stalled && now_ns - endpoint->stalled_ns < DRAIN_NS;
@@ -347,7 +347,7 @@ static void give_back_finished(struct tk_fabric *fabric)
 void *core_progress(void *argument)
 {
 	struct tk_fabric *fabric = argument;
-	prctl(PR_SET_TIMERSLACK, 1000UL); /* naps as short as they are meant to be */
+	prctl(PR_SET_TIMERSLACK, 1000UL); /* naps as short as they should be */
 	uint64_t busy_ns = tk_now_ns();
 	for (;;) {
 		fabric->now_ns = tk_now_ns();

@@ -19,21 +19,22 @@
  *     that was to move a counter fails, whatever waits for the counter doesn't fire: it fails with -EPIPE;
  *   - every operation and every watch ends with exactly one final event, unless it was queued as quiet or, for
  *     operations and ack watches, its endpoint was closed; a landing always ends with one, and a block whose
- *     flag had come before the endpoint was closed ends as landed;
- *   - an operation that has not gone out by its deadline ends, and never goes out. One that can't be recalled any more is
+ *     flag arrived before the endpoint was closed ends as landed;
+ *   - an operation that has not gone out by its deadline ends, and never goes out. One that can no longer be recalled is
  *     reported as late, once, and its owner closes the endpoint;
- *   - once an endpoint is closed, no byte comes in through it and none of its operations touches memory: this, and
- *     not a revoked key alone, makes memory safe to reuse after a peer misbehaved (a message whose key was checked before
- *     may still be arriving when the key is revoked);
- *   - a call that has to wait for the progress thread waits for `answer_ns` at most. If that is exceeded the provider hangs
- *     (shm does if a peer died with its lock), and the fabric is given up: this call and all later ones return TK_STUCK,
+ *   - once an endpoint is closed, no byte arrives through it and none of its operations touches memory: this, and
+ *     not a revoked key alone, makes memory safe to reuse after a peer misbehaved (a message whose key was checked
+ *     earlier may still be arriving when the key is revoked);
+ *   - a call that has to wait for the progress thread waits for `answer_ns` at most. After that the provider counts as hung
+ *     (shm hangs if a peer died with its lock), and the fabric is given up: this call and all later ones return TK_STUCK,
  *     and memory that the thread might still touch is never freed;
  *   - nothing queued is unbounded: `work_max` is fixed when the fabric is opened; past it, -EAGAIN.
  *
  * What it does not do: use memory other than the host's. All functions return 0 (or a count) or a negative errno.
- * libfabric is loaded by dlopen, so the module imports on a machine without it.
+ * libfabric is loaded by dlopen, so the module can be imported on a machine without it.
  *
- * Parts of it: operations.h (operations, events, pieces), attached.h (calls and puts by grants), records.h (a drive's).
+ * Its parts: operations.h (operations, events, pieces), attached.h (calls and puts by grants), records.h (records of a
+ * drive).
  */
 #ifndef TRIGGERKV_CORE_H
 #define TRIGGERKV_CORE_H
@@ -63,8 +64,8 @@ struct tk_pieces;
 /* cdef begin */
 int tk_library_load(const char *path, char *message);
 uint32_t tk_library_version(void);
-/* How long a message may be, flag included, for its flag to be written last, by what a provider promises: the orders of its
- * writes, the longest that they hold for, the target ranges and the parts that one message may have. 0: none. */
+/* The longest message, flag included, whose flag is written last. It follows from what the provider promises: the orders of
+ * its writes, the size up to which they hold, the target ranges and the parts that a message may have. 0: none. */
 uint64_t tk_order_max(uint64_t orders, uint64_t size_max, uint64_t ranges, uint64_t parts);
 int tk_library_providers(struct tk_provider_info *out, int out_max);
 
@@ -76,36 +77,36 @@ int tk_fabric_event_fd(struct tk_fabric *fabric);
 #define TK_BINDS_MEMORY 2    /* peers reach memory only through the endpoint to which it is bound */
 #define TK_IPV4 4	     /* addresses are socket addresses of IPv4 */
 #define TK_IPV6 8	     /* ... of IPv6 */
-#define TK_HAS_DOMAINS 16    /* it may have TK_DOMAINS_MAX of them */
+#define TK_HAS_DOMAINS 16    /* it may have up to TK_DOMAINS_MAX domains */
 #define TK_DOMAINS_MAX 16    /* each is polled in each round of the thread: 0.1 us with net */
 int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name);
 int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max);
 int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out);
 
-/* `source` is the address to listen on, in the fabric's own format; with a `length` of 0 the fabric's, at any port. A key
- * of memory that was registered through an endpoint is invalid at endpoints of other domains. */
+/* `source` is the address to listen on, in the fabric's own format; a `length` of 0 means the fabric's address, any port.
+ * The key of memory registered through an endpoint is invalid at endpoints of other domains. */
 int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length, uint32_t domain,
 		     struct tk_endpoint **out, char *message);
 int tk_endpoint_close(struct tk_endpoint *endpoint);
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out);
 int tk_endpoint_listener(struct tk_endpoint *endpoint); /* the provider's own descriptor; -ENOENT: it listens on none */
-/* For how long its peer has taken nothing of what is to go out; 0: nothing waits. */
+/* How long its peer has accepted nothing although something is to go out; 0: nothing waits. */
 uint64_t tk_endpoint_stalled_ns(const struct tk_endpoint *endpoint);
-/* Whether its connection has broken since something went through it, as far as the provider shows it: what was sent before
- * may never have arrived, though its end was reported. Seen when something is to go out. */
+/* Whether its connection broke after something went through it, as far as the provider shows it: earlier sends may never
+ * have arrived, though they were reported as sent. Detected only when something is to go out. */
 int tk_endpoint_has_broken(const struct tk_endpoint *endpoint);
-/* Called once, before anything goes through it: from now on each word, head, call and answer is sent with a tag made with
- * one key, and accepted only with a tag made with the other; see seal.c. `words`: where acknowledgements come in, or NULL. */
+/* Called once, before anything goes through it. From then on each word, head, call and answer is sent with a tag made with
+ * `out`, and accepted only with a tag made with `in`; see seal.c. `words`: where acknowledgements arrive, or NULL. */
 #define TK_SEAL_BYTES 16
 #define TK_TAG_BYTES 8
 int tk_endpoint_seal(struct tk_endpoint *endpoint, const uint8_t *out, const uint8_t *in, struct tk_region *words);
-/* The tag of bytes that will lie at this address of the peer's memory, or that lie at this one of ours. */
+/* Makes the tag of bytes for this address of the peer's memory; the next one checks the tag of bytes at an address of ours. */
 uint64_t tk_endpoint_tag(struct tk_endpoint *endpoint, uint64_t address, uint64_t key, uint64_t generation,
 			 const void *data, size_t length);
 int tk_endpoint_believes(struct tk_endpoint *endpoint, struct tk_region *region, uint64_t address, uint64_t generation,
 			 const void *data, size_t length, uint64_t tag);
 
-/* A peer is known to the endpoints of one domain. */
+/* A peer is added to one domain: only that domain's endpoints can reach it. */
 int tk_peer_add(struct tk_fabric *fabric, uint32_t domain, const void *address, size_t length, uint64_t *out);
 int tk_peer_remove(struct tk_fabric *fabric, uint32_t domain, uint64_t peer);
 
@@ -120,18 +121,18 @@ uint64_t tk_region_key(struct tk_region *region);
 uint64_t tk_region_base(struct tk_region *region);
 uint64_t tk_region_uses(struct tk_region *region); /* operations that are queued or under way */
 
-/* With a `word`, the counter's value is that word, which any process that maps it may store to, and which only grows;
- * without one it is the NIC's own if there is deferred work with doorbells, and otherwise a word of ours. */
+/* With a `word`, the counter's value is that word, which only grows, and which any process that maps it may store to.
+ * Without one the value is the NIC's own if there is deferred work with doorbells, and otherwise a word of ours. */
 int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, int pipe_fd,
 		    struct tk_counter **out);
 int tk_counter_close(struct tk_counter *counter);
-int tk_words_watched(struct tk_fabric *fabric, uint64_t *addresses, size_t count); /* zeroes those that no counter has */
+int tk_words_watched(struct tk_fabric *fabric, uint64_t *addresses, size_t count); /* zeroes addresses that no counter uses */
 int tk_counter_add(struct tk_counter *counter, uint64_t value);
 int tk_counter_set(struct tk_counter *counter, uint64_t value);
 int tk_counter_reset(struct tk_counter *counter);
 int tk_counter_read(struct tk_counter *counter, uint64_t *value);
 int tk_counter_failed(struct tk_counter *counter);
-/* The address whose store moves it; does a store add (a NIC's doorbell) or set (a word)? */
+/* The address to store to in order to move it, and whether a store adds (a NIC's doorbell) or sets (a word). */
 int tk_counter_doorbell(struct tk_counter *counter, uint64_t *address, int *adds);
 
 int tk_arm(struct tk_fabric *fabric, const struct tk_operation *operations, int count);
@@ -141,7 +142,7 @@ int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count);
 
 int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out);
 int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct tk_row *out);
-int tk_group_land(struct tk_group *group, uint32_t row, uint64_t now_ns); /* as a first word does */
+int tk_group_land(struct tk_group *group, uint32_t row, uint64_t now_ns); /* as the peer's first word does */
 int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code); /* 0 leaves the code; returns the open rows */
 int tk_group_open_rows(struct tk_group *group);
 /* Waits until the first `rows` rows are over, or until all have landed; returns whether they are. */
@@ -150,12 +151,12 @@ void tk_group_close(struct tk_group *group);
 
 int tk_flush(struct tk_fabric *fabric);
 
-/* Where a node's client puts blocks by grants; see receiver.c. */
+/* Takes the blocks that one client puts by grants; see receiver.c. */
 struct tk_receiver_setup {
 	struct tk_endpoint *endpoint;
 	uint64_t tag; /* of its events */
 	uint64_t peer;
-	uint64_t told_flags, told_key; /* what the peer calls `flags` */
+	uint64_t told_flags, told_key; /* address and key by which the peer names `flags` */
 	uint64_t flags, slots, slot_bytes; /* our memory */
 	uint64_t first_generation;
 	uint64_t ack_base, ack_key; /* the peer's acknowledgement words */
@@ -163,11 +164,11 @@ struct tk_receiver_setup {
 	uint32_t landed_code;  /* codes of words: landed; */
 	uint32_t differs_code; /* the bytes differ from those sent; */
 	uint32_t taken_code;   /* another block has the key; */
-	uint32_t expired_code; /* it had expired before it arrived; */
+	uint32_t expired_code; /* the block expired before it arrived; */
 	uint32_t written_code; /* written, sent by a lane; */
-	uint32_t unsaid_code;  /* it names no domain; 0: none needs to be named */
+	uint32_t unsaid_code;  /* the put names no domain; 0: it needs none */
 	uint8_t owner[TK_OWNER_BYTES];
-	uint8_t shared[TK_DOMAIN_BYTES]; /* the name by which peers give the owner's own domain, which is zeros for lanes */
+	uint8_t shared[TK_DOMAIN_BYTES]; /* the name by which peers give the owner's own domain, whose name in lanes is zeros */
 };
 /* Writes landed blocks to a drive without the application; see lane.c. */
 struct tk_lane_setup {
@@ -176,36 +177,37 @@ struct tk_lane_setup {
 	uint32_t depth; /* writes at a time */
 	uint8_t magic[8]; /* of a record's header, */
 	uint16_t version, kind; /* and what follows that */
-	uint32_t bytes_max; /* bytes under way, plus one block; beyond that the application schedules writes */
-	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* what headers are tagged with */
+	uint32_t bytes_max; /* bytes under way, or one block of any size; beyond that the application schedules writes */
+	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* key and name for headers' tags */
 	struct tk_encryption encryption;
 };
-/* Consecutive pages, and a generation for each record that may be written there. */
+/* Consecutive pages, and a generation for each record that may be written in them. */
 struct tk_ground {
 	uint64_t page, generation;
 	uint32_t pages, records;
 };
 /* A record that has been written, or has failed. */
 struct tk_written {
-	uint64_t id; /* as reported by the receiver with this tag: */
+	uint64_t id; /* the block's, as the receiver with this tag reported it: */
 	uint64_t tag;
 	uint64_t generation, offset, ended_ns;
-	uint64_t key_id; /* of what it was encrypted with */
+	uint64_t key_id; /* of the key it was encrypted with */
 	int32_t result; /* 0, or an errno */
 	uint32_t is_answered; /* the lane acknowledges it to its peer, if requested */
-	uint32_t key_number, zero; /* from 1 on; 0: it is in the clear */
+	uint32_t key_number, zero; /* from 1; 0: it is in the clear */
 };
-/* The lanes of a store's drives, and which drive a name belongs to: that of its lot, the upper bits of CRC-32 of owner and key. */
+/* The lanes of a store's drives, and the drive of each lot. A name's lot is the upper bits of the CRC-32 of owner and key. */
 struct tk_lanes {
 	struct tk_lane *lanes[TK_DRIVES_MAX]; /* NULL: the drive has none */
 	uint8_t homes[TK_LOTS];
 };
 int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, struct tk_lane **out); /* ends with the fabric */
-/* In the place of what it had: how many records stand on that, and the rest of it. An errno if the lane has failed. */
+/* Replaces the lane's ground. `used`, `left`: the records written on the old ground, and what is left of it. Fails with an
+ * errno if the lane has failed. */
 int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground, struct tk_ground *left, uint32_t *used);
-void tk_lane_left(struct tk_lane *lane, struct tk_ground *left); /* what there is of it now */
-uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left); /* takes it back; returns the records on it */
-/* All other records with a lower generation are on the drive. */
+void tk_lane_left(struct tk_lane *lane, struct tk_ground *left); /* the ground that is left now */
+uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left); /* takes the ground back; returns the records on it */
+/* Confirms that all records of lower generations that the lane did not write are on the drive. */
 void tk_lane_clear(struct tk_lane *lane, uint64_t generation);
 void tk_lane_fail(struct tk_lane *lane); /* begins no more writes, and acknowledges nothing */
 uint64_t tk_lane_begun(struct tk_lane *lane); /* how many records it has begun */
@@ -218,8 +220,8 @@ struct tk_reader_setup {
 	uint8_t magic[8]; /* of a record's header, */
 	uint16_t version, kind; /* and what follows that */
 	uint32_t zero;
-	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* what headers are tagged with */
-	struct tk_encryption encryption; /* of records that are encrypted; with a vault of NULL there are none */
+	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* key and name for headers' tags */
+	struct tk_encryption encryption; /* of encrypted records; if its vault is NULL there are none */
 };
 /* A record: what its header must contain, and where its payload goes. */
 struct tk_reading {
@@ -231,56 +233,56 @@ struct tk_reading {
 	uint64_t flag_target, flag_key, flag_value;
 	uint64_t offset, generation;
 	uint32_t length, crc32c;
-	uint32_t skip, part; /* the part of the payload that is put, and the bytes before it; 0: all */
+	uint32_t skip, part; /* puts `part` bytes of the payload after the first `skip`; 0: all */
 	uint32_t shares, zero; /* TK_SHARED_PUT, or 0 */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t owner[TK_OWNER_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 };
 int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup, struct tk_reader **out); /* ends with the fabric */
-/* Reads the records into a region, together, and puts each payload, as an operation of which only failures are told. All or
- * none. With this tag comes one TK_READ, when the drive is done with their memory, and one TK_SENT, when all puts are over,
- * those whose endpoint was closed among them; value: the nanosecond at which the last one was posted. */
+/* Reads the records into a region as one batch, and puts each payload, as an operation that reports only failures. All or
+ * none. Two events have this tag: TK_READ, when the drive is done with their memory, and TK_SENT, when all puts are over,
+ * including those whose endpoint was closed; value: the nanosecond at which the last one was posted. */
 int tk_reader_put(struct tk_reader *reader, struct tk_region *region, uint64_t tag, const struct tk_reading *records,
 		  int count);
 
 /* Memory for one block: pages, the first for a header. */
 struct tk_room {
 	uint64_t address;
-	uint32_t pages, number; /* the application's name for it */
+	uint32_t pages, number; /* the application's number for it */
 };
 /* A block that has arrived completely, in a room. Its metadata lies at the end of the room's first page. */
 struct tk_came {
 	uint64_t id; /* on the shelf, if it is listed there */
 	uint64_t address;
 	uint64_t ack_generation, expires_unix_ms, landed_ns;
-	uint64_t fired_ns; /* as the peer has it: only a peer on this machine has the same clock */
+	uint64_t fired_ns; /* by the peer's clock: comparable only if the peer is on this machine */
 	uint32_t ack_word, room, length, crc32c, metadata_bytes;
 	uint8_t durability, listed;
 	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and a peer that asked
 			      only for `landed` has not been answered */
-	uint8_t under_way; /* to a drive, by the lane of this number in `tk_lanes`, from 1 on; 0: by none */
+	uint8_t under_way; /* one more than the number in `tk_lanes` of the lane that writes it; 0: none does */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 	uint8_t domain[TK_DOMAIN_BYTES];
 };
 struct tk_receiver_state {
 	uint32_t rooms;	       /* of the last size requested */
-	uint32_t wanted_pages; /* that size; 0: nothing has come yet */
+	uint32_t wanted_pages; /* that size; 0: nothing has arrived yet */
 	uint32_t starved;      /* a put waits for a room of that size, and none was given since */
-	uint32_t differed, taken, expired, unsaid; /* how many were answered so since the last call */
+	uint32_t differed, taken, expired, unsaid; /* how many got each of these answers since the last call */
 	int32_t broken;	       /* the peer's put was invalid: an errno */
 };
 int tk_receiver_open(struct tk_shelf *shelf, const struct tk_receiver_setup *setup, struct tk_receiver **out);
-/* The lanes for what comes from now on; NULL: none. `is_limited`: they get no more of it than was lent. */
+/* The lanes for blocks that arrive from now on; NULL: none. `is_limited`: they get no more pages than were lent. */
 void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes, int is_limited);
 void tk_receiver_lend(struct tk_receiver *receiver, uint64_t pages); /* of drives, headers included */
-uint64_t tk_receiver_recall(struct tk_receiver *receiver);	     /* what is left of them */
+uint64_t tk_receiver_recall(struct tk_receiver *receiver);	     /* takes unused pages back; returns their number */
 int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count);
-/* What has come: all of it, or all but what waits for a lane, unless a call is about to be reported. */
+/* The blocks that have arrived: all, or all but those that wait for a lane, unless a call is about to be reported. */
 int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out, int out_max,
 		     struct tk_receiver_state *state);
-int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out_max); /* takes unused ones back */
+int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out_max); /* takes unused rooms back */
 int tk_receiver_close(struct tk_receiver *receiver);				       /* its endpoint is closed */
 /* cdef end */
 

@@ -195,7 +195,7 @@ static int poll_counter(struct tk_fabric *fabric, struct tk_counter *counter)
 	}
 	if (counter->nic && counter->count)
 		busy |= nic_hand_over(fabric, counter);
-	if (!counter->word && counter->count && !fabric->nic.flushing) /* what the NIC has no room for */
+	if (!counter->word && counter->count && !fabric->nic.flushing) /* those for which the NIC has no room */
 		busy |= fire_reached(fabric, counter, counter_value(counter));
 	return busy;
 }

@@ -7,7 +7,7 @@ of ours.
 
 What always holds: a counter only grows until it is reset, and is reset only while nothing waits for it and nothing
 will increment it. If an operation that should have incremented it fails, the counter fails: it no longer changes, and
-whatever waits for it fails too.
+everything that waits for it fails too.
 
 A flag word's memory stays mapped for as long as the fabric may read it, whatever is closed first.
 """
@@ -28,7 +28,7 @@ __all__ = ["Counter", "Doorbell"]
 
 
 class Doorbell(NamedTuple):
-    """Where a 64-bit store moves a counter: by the stored value if it adds, else to it."""
+    """The address at which a 64-bit store moves a counter: by the stored value if `adds`, otherwise to it."""
 
     address: int
     adds: bool
@@ -65,11 +65,11 @@ class Counter(Handle):
         return int(out[0])
 
     def add(self, value: int) -> None:
-        """Publish everything written before, then move the counter by so much: this is what fires operations."""
+        """Publish everything written before, then add to the counter: this is what fires operations."""
         self._check(lib.tk_counter_add(self.handle, value), "Adding to a counter")
 
     def set(self, value: int) -> None:
-        """Move the counter to a value that is not below its own."""
+        """Move the counter to a value that is not below its current one."""
         self._check(lib.tk_counter_set(self.handle, value), "Setting a counter")
 
     def reset(self) -> None:
@@ -83,7 +83,7 @@ class Counter(Handle):
         return Doorbell(int(address[0]), bool(adds[0]))
 
     def close(self) -> None:
-        """Let it go; what waits for it waits on, and it lives as long as that."""
+        """Release it. What waits for it keeps waiting, and the counter exists until then."""
         if self.handle is None:
             return
         self._check(lib.tk_counter_close(self.handle), "Closing a counter")
@@ -92,6 +92,6 @@ class Counter(Handle):
         self.detach()
 
     def detach(self) -> None:
-        """Forget the handle: the fabric that owned it is closed, or is closing it."""
+        """Mark the handle as closed: the fabric that owned it is closed, or is closing it."""
         self.handle, self.pointer = None, 0
         self._fabric.counters.discard(self)

@@ -29,7 +29,7 @@ int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, 
 	if ((uintptr_t)word % 8)
 		return -EINVAL;
 	if (bell && rest_hear(fabric, pipe_fd))
-		bell = NULL; /* it is looked at now and then all the same */
+		bell = NULL; /* it is checked now and then all the same */
 	struct tk_counter *counter = calloc(1, sizeof *counter);
 	if (!counter)
 		return -ENOMEM;
@@ -46,7 +46,7 @@ int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, 
 	if (!status && fabric->nic.used)
 		status = on_the_thread(fabric, open_nic_counter, &counter, sizeof counter);
 	if (status == TK_STUCK)
-		return status; /* the thread may be at it still */
+		return status; /* the thread may still be using it */
 	if (status) {
 		free(counter->own_word);
 		free(counter);

@@ -2,9 +2,9 @@
  * CRC32C (Castagnoli), the checksum of every payload.
  *
  * It uses ISA-L if that library is installed (wide carry-less multiplications). Otherwise it uses the processor's CRC
- * instruction: three independent lanes hide its latency of three cycles, and their results are joined by shifting a
- * CRC over the zeros of the lanes behind it. Without the instruction it uses a table, eight bytes at a time. All
- * three give the same value; a test compares them on random input. ISA-L is looked up once, and used only if it
+ * instruction: three independent lanes hide its latency of three cycles, and their results are joined by shifting each
+ * CRC over as many zeros as the later lanes have bytes. Without the instruction it uses a table, eight bytes at a time.
+ * All three give the same value; a test compares them on random input. ISA-L is looked up once, and used only if it
  * computes the check value.
  */
 #define _GNU_SOURCE
@@ -16,8 +16,8 @@
 
 #define POLYNOMIAL 0x82f63b78u
 #define LANE_BYTES 2048u
-#define ISAL_BYTES_MAX (1u << 30) /* of one call: it counts them in an int */
-#define CHECK_VALUE 0xe3069283u	  /* of the digits 1 to 9, as RFC 3720 has it */
+#define ISAL_BYTES_MAX (1u << 30) /* of one call, which counts them in an int */
+#define CHECK_VALUE 0xe3069283u	  /* of the digits 1 to 9, as in RFC 3720 */
 
 static uint32_t byte_table[8][256];
 static uint32_t lane_shift[4][256]; /* what LANE_BYTES zeros do to each byte of a CRC */

@@ -1,12 +1,12 @@
 """A GPU behind the seam of `device`: the CUDA driver through ctypes. PyTorch owns the tensors; CuPy is not needed.
 
 What always holds: importing this loads nothing; opening a device without a driver or a GPU is a CudaUnavailable that
-says which. Every call makes the device's primary context, which PyTorch uses too, the calling thread's while it lasts,
-so any thread may call. A flag is stored by cuStreamWriteValue64, which puts a memory barrier before it, or, on a GPU
-without it and in graphs, by the kernels of `flag_kernel.cu`.
+says which is missing. Every call makes the device's primary context, which PyTorch uses too, current on the calling
+thread while it lasts, so any thread may call. A flag is stored by cuStreamWriteValue64, which puts a memory barrier
+before it, or, on a GPU without it and in graphs, by the kernels of `flag_kernel.cu`.
 
-What it doesn't do: wait for the GPU, but in `close` of what is mapped and of the device. Has never run on a GPU: see
-docs/gpu.md.
+What it doesn't do: wait for the GPU, except in `close` of mapped memory and of the device. It has never run on a GPU:
+see docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 _NON_BLOCKING = 1  # a stream that does not wait for the legacy default stream
 _NO_TIMING = 2
 _PORTABLE, _DEVICE_MAP, _IO_MEMORY = 1, 2, 4
-_THREAD_LOCAL = 1  # a capture that other threads' calls don't spoil
+_THREAD_LOCAL = 1  # a capture that other threads' calls don't invalidate
 
 
 def load_driver() -> Any:
@@ -101,7 +101,7 @@ class _CudaMapped(Mapped):
 
 
 class _Event:
-    """Destroyed when nothing refers to it; the driver keeps it until the stream is past it."""
+    """Destroyed when nothing refers to it; the driver keeps it until the stream has passed it."""
 
     def __init__(self, device: CudaDevice, handle: int) -> None:
         self._device, self.handle = device, handle
@@ -154,7 +154,7 @@ class CudaDevice:
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """The device's context is the calling thread's meanwhile."""
+        """Make the device's context current on the calling thread meanwhile."""
         if self._context is None:
             raise DeviceError("The GPU's handle is closed.")
         if code := self._driver.cuCtxPushCurrent_v2(self._context):
@@ -169,7 +169,7 @@ class CudaDevice:
             raise DeviceError(f"{name} failed: {self._said(code)}.")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """One function of the driver, in the device's context."""
+        """Call a function of the driver, in the device's context."""
         with self._here():
             self._check(name, getattr(self._driver, name)(*arguments))
 
@@ -204,7 +204,7 @@ class CudaDevice:
         return _CudaMapped(self, start, on_device + address - start)
 
     def unmap(self, start: int) -> None:
-        """Wait for the GPU, then unmap; of a GPU that is gone nothing is left to unmap."""
+        """Wait for the GPU, then unmap; if the GPU is gone there is nothing to unmap."""
         try:
             self.call("cuCtxSynchronize")
         finally:
@@ -218,7 +218,7 @@ class CudaDevice:
                 self._check("cuMemcpyAsync", run(target, source, length, stream))
 
     def store(self, stream: int, word: int, value: int) -> None:
-        """Queue a store behind a barrier of the whole system."""
+        """Queue a store after a system-wide barrier."""
         if self._writes_values:
             with self._here():
                 code = self._driver.cuStreamWriteValue64_v2(stream, word, value, 0)
@@ -229,7 +229,7 @@ class CudaDevice:
         self._launch(b"tk_ring", stream, word, value)
 
     def open_total(self) -> int:
-        """Make a total, and load the kernel: a capture does not survive that."""
+        """Make a total, and load the kernel, which can't be done during a capture."""
         total = self._made("cuMemAlloc_v2", c_uint64, 8)
         self._totals.append(total)
         self.call("cuMemsetD8_v2", total, 0, 8)
@@ -238,7 +238,7 @@ class CudaDevice:
         return total
 
     def count(self, stream: int, word: int, total: int, step: int) -> None:
-        """Queue the kernel that counts on."""
+        """Queue the kernel that adds to the total and stores it."""
         self._launch(b"tk_ring_next", stream, word, total, step)
 
     def ring_doorbell(self, stream: int, doorbell: int, step: int) -> None:
@@ -256,7 +256,7 @@ class CudaDevice:
         self.call("cuStreamWaitEvent", stream, event.handle, 0)
 
     def is_done(self, event: _Event) -> bool:
-        """Ask the driver; it tells of failed work here, too."""
+        """Ask the driver, which also reports failed work here."""
         with self._here():
             code = self._driver.cuEventQuery(event.handle)
         if code == _NOT_READY:
@@ -265,7 +265,7 @@ class CudaDevice:
         return True
 
     def forget_event(self, handle: int) -> None:
-        """Nothing refers to it; whatever goes wrong, there is nobody to tell."""
+        """Destroy an event that nothing refers to; errors are ignored, since there is no caller to report them to."""
         if self._context is not None:
             self._driver.cuEventDestroy_v2(handle)
 
@@ -304,7 +304,7 @@ class CudaDevice:
             return self._functions[name]
 
     def close(self) -> None:
-        """Wait for the GPU, and release all of this handle's; the context stays PyTorch's."""
+        """Wait for the GPU, and release all that this handle owns; the context stays PyTorch's."""
         if self._context is None:
             return
         try:

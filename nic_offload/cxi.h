@@ -10,7 +10,7 @@
 #include <time.h>
 
 #define CXI_COUNTER_OPS "cxi_counter_ops"
-#define CXI_DOMAIN_OPS "dom_ops_v4" /* the first that tells the depth */
+#define CXI_DOMAIN_OPS "dom_ops_v4" /* the first version that reports the depth */
 #define CXI_DEPTH 504		    /* of the default service, whose 512 slots are shared by all processes */
 
 #define CXI_SET_PROV_KEY_CACHE (-(0xccc << 16) + 7) /* of a domain, by fi_control: a bool */

@@ -2,12 +2,12 @@
  * The desk: receives the calls of one peer. The progress thread answers those that the shelf can serve completely.
  *
  * `kvstore/wire/fabric_call.py` describes a call. It is copied before it is examined, because the caller can still
- * write to it. If it is a complete fetch that asks for nothing but blocks, and all of these are on the shelf, each
+ * write to it. If it is a valid fetch that requests nothing but blocks, and all of these are on the shelf, each
  * block goes out like any put with a checksum, followed by its acknowledgement, and the desk waits for the next call.
  * A record of what was served is kept for the application. Any other call becomes an ordinary landing, and the
- * application answers it. A peer on this machine that has mapped the shelf's region may ask for the blocks' locations
- * instead of their bytes (shared.c). If some are not in memory, but their places on the drives are known, they are read from
- * there (desk_cold.c).
+ * application answers it. A peer on this machine that has mapped the shelf's region may request the blocks' locations
+ * instead of their bytes (shared.c). Blocks that are not in memory, but whose places on the drives are known, are read
+ * from there (desk_cold.c).
  *
  * What always holds: a call is answered here completely or not at all. A block whose checksum differs is not sent:
  * its caller gets a miss, and the block leaves the shelf. At most `bytes_max` of one desk are under way. On a sealed
@@ -83,7 +83,7 @@ int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes)
 	return (int)taken;
 }
 
-/* A copy of the call in a place, if it is a fetch that can be answered here as far as the call itself goes. */
+/* A copy of the call in a place, if by its contents it is a fetch that can be answered here. */
 static const struct call_head *read_call(struct tk_shelf *shelf, const struct tk_landing *landing)
 {
 	const struct call_head *there = (const void *)landing->payload;
@@ -134,7 +134,7 @@ void desk_give_back(struct tk_shelf *shelf, uint32_t count)
 			shelf_let_go(shelf, shelf->found[count]);
 }
 
-/* Under the shelf's lock: all of its blocks, or none. Each is held for sending. Returns their bytes, 0 for none. */
+/* Under the shelf's lock: holds all of its blocks for sending, or none. Returns their bytes, 0 for none. */
 uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint64_t *sent_bytes)
 {
 	struct tk_shelf *shelf = desk->shelf;
@@ -158,7 +158,7 @@ uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint6
 	return 0;
 }
 
-/* Under the shelf's lock: makes the report about a call, to be given once it is over. */
+/* Under the shelf's lock: makes the report about a call, for when it is over. */
 struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
 			 uint32_t cold)
 {
@@ -231,7 +231,7 @@ void desk_send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk
 		.length = row->length,
 		.crc32c = block->block.crc32c,
 		.flags = TK_QUIET | TK_FLAG_PUT | TK_VERIFY_CRC,
-		.skip = wanted->skip, /* all of it is checked, whatever part of it goes out */
+		.skip = wanted->skip, /* all of it is checked, even if only a part goes out */
 		.part = wanted->part,
 	};
 	__atomic_add_fetch(&desk->shelf->region->uses, 1, __ATOMIC_RELAXED);
@@ -295,7 +295,7 @@ void miss_at_desk(struct work *work)
 {
 	struct tk_shelf *shelf = work->desk->shelf;
 	pthread_mutex_lock(&shelf->lock);
-	shelf_unlist(shelf, work->shelved); /* known still, because it is being sent */
+	shelf_unlist(shelf, work->shelved); /* still known, because it is being sent */
 	work->served->told.corrupt++;
 	pthread_mutex_unlock(&shelf->lock);
 	uint64_t generation = work->op.flag_value >> ACK_CODE_BITS;

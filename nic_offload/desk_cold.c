@@ -1,18 +1,17 @@
 /*
- * A desk's answers from the drives: calls for blocks of which some are not in memory, but their places are known.
+ * A desk's answers from the drives: to calls for blocks some of which are not in memory, but have known places.
  *
  * Each such block is read (reader.c) into a room, a piece of the shelf's region that the application has provided in
- * advance, and sent from there. The application learns of the call afterwards, with a row for each block: it keeps the
- * rooms' bytes in its hot memory, or reuses them.
+ * advance, and sent from there. The application gets the call afterwards, with a row for each block: it keeps the
+ * rooms' bytes in its hot memory, or reuses the rooms.
  *
- * What always holds: a call is answered completely or not at all, but a block that could not be read or is not the
- * right one is left to the application, which knows why, and which is told at once. A block is sent only if its header
- * has the name that was asked for, without an expiry and with a valid tag for that place, its payload has the CRC of that
- * header, or its own tag, and its name still had that place after all of it had been read. The application unlists a
- * name before the drive gives its pages to others: so no pin is needed. Of what may be read at a time an owner has at
- * most as much as it leaves to others.
+ * What always holds: a call is answered completely or not at all, except that a block that could not be read, or is the
+ * wrong one, is left to the application, which is notified at once. A block is sent only if its header has the
+ * requested name, no expiry and a valid tag for that place, its payload has the CRC of that header, or its own tag, and
+ * its name still had that place after all of it had been read. The application unlists a name before its pages on the
+ * drive are reused, so no pin is needed. An owner's reads under way never exceed what it leaves of the limit to others.
  *
- * What it doesn't do: count, decide who goes first, or read large calls: these are the application's.
+ * What it doesn't do: count, order calls, or read large calls: the application does.
  */
 #define _GNU_SOURCE
 #include "desk_inside.h"
@@ -22,8 +21,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define IN_MEMORY UINT32_MAX /* in the place of a room */
-#define CALL_SHARE 2	     /* a call reads at most this part of what may be read at a time */
+#define IN_MEMORY UINT32_MAX /* instead of a room */
+#define CALL_SHARE 2	     /* a call reads at most this part of the limit */
 #define TOLD_NS 2000000u     /* answered calls are reported together, after this time, */
 #define ROOMS_LOW 4	     /* or when so few rooms are left as the last call used, times this */
 
@@ -174,7 +173,7 @@ static void tell(struct tk_shelf *shelf)
 	report(shelf->fabric, TK_CAME, shelf->cold.setup.tag, 0, 0, tk_now_ns());
 }
 
-/* A caller waits for what was not sent, and without rooms later calls go to the application. */
+/* A caller waits for blocks that were not sent, and without rooms later calls go to the application. */
 void cold_tell(struct tk_shelf *shelf, const struct served *served)
 {
 	uint64_t at_ns = served->told.ended_ns + TOLD_NS;
@@ -299,7 +298,7 @@ int cold_is_there(struct work *work, uint64_t place, uint64_t generation)
 	return is_there;
 }
 
-/* A block has ended, successfully or not. What was not read, or is another one, is for the application to find out about. */
+/* A block has ended, successfully or not. The application handles a block that was not read, or is the wrong one. */
 void cold_over(struct work *work)
 {
 	struct tk_desk *desk = work->desk;
@@ -336,7 +335,7 @@ void poll_cold(struct tk_fabric *fabric)
 	}
 }
 
-/* --- what the application says and gives; any thread */
+/* --- the application's side; any thread */
 
 void tk_shelf_use_readers(struct tk_shelf *shelf, const struct tk_cold_setup *setup)
 {

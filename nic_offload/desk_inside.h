@@ -10,19 +10,19 @@
 
 /* Finds all blocks of a call and marks them in use; returns their bytes, 0 if one is missing. */
 uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint64_t *sent_bytes);
-void desk_give_back(struct tk_shelf *shelf, uint32_t count); /* those that were found */
+void desk_give_back(struct tk_shelf *shelf, uint32_t count); /* the blocks that were found */
 
-/* The application's record of an answered call; with cold blocks, with a row for each. */
+/* The application's record of an answered call, with a row for each block if some are cold. */
 struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
 			 uint32_t cold);
 void desk_forget_note(struct tk_shelf *shelf, struct served *served);
 void desk_list_served(struct tk_shelf *shelf, struct served *served);
 
-void desk_let_go(struct tk_desk *desk, uint32_t place); /* blocks whose locations its peer had */
+void desk_let_go(struct tk_desk *desk, uint32_t place); /* the blocks whose locations the peer had */
 
-/* Of a call, without the lock, and of what answers it. */
+/* A call's rows and its answers, without the lock. */
 struct call_part_row desk_row(const struct call_head *head, uint32_t number);
-int desk_may_send(const struct tk_desk *desk, const struct call_part_row *row); /* a part of the block, and a word that its peer has */
+int desk_may_send(const struct tk_desk *desk, const struct call_part_row *row); /* the part lies in the block, and the peer has the word */
 void desk_send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk *desk, const struct call_part_row *wanted,
 		     struct shelved *block, struct served *served);
 void desk_send_word(struct tk_fabric *fabric, struct work *work, const struct tk_desk *desk, uint32_t word,

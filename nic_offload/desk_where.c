@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Under the shelf's lock: its peer has read the blocks whose locations it got. */
+/* Under the shelf's lock: the peer has read the blocks whose locations it got. */
 void desk_let_go(struct tk_desk *desk, uint32_t place)
 {
 	struct held *held = &desk->held[place];

@@ -1,13 +1,13 @@
-"""The seam to a device with memory of its own: streams that copy, store flags and wait for each other.
+"""The seam to a device with its own memory: streams that copy, store flags and wait for each other.
 
 Two implementations: `cuda_device` (a GPU, through the CUDA driver) and `host_device` (this machine's memory, for tests
 and machines without a GPU). Everything above this seam is the same code on both.
 
-What always holds: a call only queues work on a stream, in order, and returns; nothing here waits for the device but
-`close`. A flag that `store` or `count` writes is seen only after all earlier work of its stream is visible to every
+What always holds: a call only queues work on a stream, in order, and returns; only `close` waits for the device. A flag
+that `store` or `count` writes is seen only after all earlier work of its stream is visible to every
 thread. A call that can't be queued raises DeviceError; after a reset of the device every call does.
 
-What it doesn't do: own the memory that is copied or mapped. Keep both until the work is done.
+What it doesn't do: own the memory that is copied or mapped. The caller keeps both until the work is done.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mapped(Handle):
 
 
 class Graph(Protocol):
-    """Work that was captured once, to be queued again by one call."""
+    """Work that was captured once; one call queues all of it again."""
 
     def launch(self, stream: Any) -> None:
         """Queue all of it."""
@@ -46,7 +46,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """One device. Streams and events are its own kind of value."""
+    """One device. Each kind of device has its own types of streams and events."""
 
     def open_stream(self) -> Any:
         """Create a stream; it ends with the device's handle."""
@@ -73,7 +73,7 @@ class Device(Protocol):
         ...
 
     def count(self, stream: Any, word: int, total: int, step: int) -> None:
-        """Queue: add to the total, and store it to the mapped word. In a graph each launch counts on."""
+        """Queue: add to the total, and store it to the mapped word. In a graph each launch adds again."""
         ...
 
     def record(self, stream: Any) -> Any:
@@ -89,9 +89,9 @@ class Device(Protocol):
         ...
 
     def capture(self, stream: Any) -> AbstractContextManager[Graph]:
-        """Capture what is queued on the stream meanwhile, instead of running it."""
+        """Capture work that is queued on the stream meanwhile, instead of running it."""
         ...
 
     def close(self) -> None:
-        """Wait for the device and release everything of this handle's."""
+        """Wait for the device, and release all that this handle owns."""
         ...

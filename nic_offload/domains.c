@@ -1,9 +1,10 @@
 /*
- * Domains of a fabric: what is registered with one is reached through its own endpoints and through no others.
+ * Domains of a fabric: memory registered with one is reached only through that domain's endpoints.
  *
- * What always holds: the first is there as long as the fabric. Another is opened with the first endpoint or peer in it; if its
- * provider's connections are of TCP, it is closed, with its descriptors, when its last endpoint, peer and region has gone.
- * Others may still take back what is on the wire, and keep it. What it doesn't do: know whose a domain is.
+ * What always holds: the first domain exists as long as the fabric. Another is opened with its first endpoint or peer; if the
+ * provider's connections are TCP, it is closed, with its descriptors, when its last endpoint, peer and region are gone.
+ * Other providers may still return operations that are on the wire, so their domains stay open. What it doesn't do: know to
+ * whom a domain belongs.
  */
 #include "cxi.h"
 #include "progress.h"
@@ -30,7 +31,7 @@ void domain_close(struct domain *domain)
 	domain->fid = NULL;
 }
 
-/* A key of a Cassini would otherwise give access to all memory of the process, whatever was registered, for ever. */
+/* Otherwise a Cassini's key would give access to all memory of the process, registered or not, for ever. */
 static int confine_keys(struct tk_fabric *fabric, struct domain *domain)
 {
 	bool is_cached = false;
@@ -73,7 +74,7 @@ void domain_hold(struct tk_fabric *fabric, uint32_t number)
 	__atomic_add_fetch(&fabric->domains[number].uses, 1, __ATOMIC_SEQ_CST);
 }
 
-/* Whoever opens an endpoint or a peer in it holds it before this thread is asked to. */
+/* The caller that opens an endpoint or a peer in it holds it before it calls this thread. */
 static int close_unused(struct tk_fabric *fabric, void *argument)
 {
 	struct domain *domain = &fabric->domains[*(uint32_t *)argument];

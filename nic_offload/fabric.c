@@ -200,7 +200,7 @@ static int waited(struct tk_fabric *fabric, uint64_t until_ns)
 	return pthread_cond_timedwait(&fabric->command_done, &fabric->inbox_lock, &until) != ETIMEDOUT;
 }
 
-/* The same for an answer; after the first one that did not come in time, no caller waits again. */
+/* The same for an answer; after the first one that did not arrive in time, no caller waits again. */
 static int answered(struct tk_fabric *fabric, uint64_t until_ns)
 {
 	if (!fabric->stuck && !waited(fabric, until_ns))

@@ -3,8 +3,8 @@
  * files).
  *
  * Work travels one way: a caller fills free items under `inbox_lock` and links them into the inbox; the progress
- * thread takes the whole inbox at once and owns each item until it is final; then the item goes back to the free
- * list. Nothing but the inbox, the free list and the events is shared.
+ * thread takes the whole inbox at once and owns each item until its end; then the item returns to the free list.
+ * Only the inbox, the free list and the events are shared.
  */
 #ifndef TRIGGERKV_FABRIC_H
 #define TRIGGERKV_FABRIC_H
@@ -41,7 +41,7 @@ enum work_state {
 	WORK_UNGRANTED,	  /* fired, and waiting for a slot; a call: for a place */
 	WORK_HELD,	  /* held by the NIC, which fires it */
 	WORK_READING,	  /* its bytes are being read from a drive */
-	WORK_SUMMING,	  /* its CRC is being made */
+	WORK_SUMMING,	  /* its CRC is being computed */
 	WORK_READY,	  /* to be posted */
 	WORK_POSTED,	  /* the bytes are on their way */
 	WORK_FLAG_READY,  /* the bytes have arrived, the chained flag put is to be posted */
@@ -51,13 +51,13 @@ enum work_state {
 	WORK_STRANDED,	  /* its endpoint is closed, and the provider may still complete it */
 };
 
-/* How far pieces are used, in their order. */
+/* How far the pieces have been processed, in order. */
 struct pieces_end {
 	uint32_t piece, done; /* bytes of that piece */
 };
 
 struct work {
-	struct fi_context2 context; /* first: libfabric gives its address back */
+	struct fi_context2 context; /* must be first: libfabric returns its address */
 	struct work *next;	    /* in the inbox, the free list or a queue */
 	struct work *previous;	    /* in a queue */
 	struct work *before, *after; /* all items that the thread owns */
@@ -74,26 +74,26 @@ struct work {
 	uint64_t fired_ns, posted_ns;
 	uint32_t code; /* of an ack watch: the last code received */
 	uint64_t flag_word; /* the word that is sent for `flag_value` */
-	int is_word;	    /* a word of words.c, */
-	struct work *next_word; /* of its endpoint, */
-	int follows;	    /* a later write to the same place waits for this one: */
+	int is_word;	    /* a word of words.c; */
+	struct work *next_word; /* the next one of its endpoint; */
+	int follows;	    /* a later word to the same place waits for this one: */
 	uint64_t later;
 	uint64_t sequence;
-	struct slot *slot; /* of one that the NIC holds */
+	struct slot *slot; /* at the NIC, if the NIC holds it */
 	struct reading *reading; /* NULL, or the read that fetches its bytes from a drive, */
-	struct batch *batch;	 /* and together with what */
+	struct batch *batch;	 /* and the batch of that read */
 	struct shelved *shelved; /* of a put from the shelf: the block, the call, and the place of the call */
 	struct served *served;
 	struct tk_desk *desk;
 	/* Of a put by grant or a call, and of the watch for the peer's answer. */
-	struct work *partner; /* the other of the two; NULL: it has ended, or there was none */
+	struct work *partner; /* the other of these two; NULL: it has ended, or there was none */
 	uint32_t grant;	      /* one more than the slot, or the place; 0: none */
 	uint32_t word;	      /* one more than a put's acknowledgement word */
 	struct tk_sender *sender; /* of the watch, as is this: */
 	struct tk_caller *caller;
 	struct called *called; /* of a call's put */
-	struct shared_fetch *fetch; /* of a watch: the call whose blocks may be read from the node, and the block's number, */
-	uint32_t fetch_row;	    /* or the number of blocks: the call itself */
+	struct shared_fetch *fetch; /* of a watch: the call whose blocks may be read from the node's memory; */
+	uint32_t fetch_row;	    /* and which block of it; the number of blocks stands for the call itself */
 	union {
 		struct tk_operation op;
 		struct tk_landing landing;
@@ -105,7 +105,7 @@ struct queue {
 	struct work *head, *tail;
 };
 
-/* An item in a heap. The keys of the order are copied here, so that finding its place touches no other item's memory. */
+/* An item in a heap. Its sort keys are copied here, so that finding its place touches no other item's memory. */
 struct waiting {
 	uint64_t threshold, sequence;
 	struct work *work;
@@ -116,17 +116,17 @@ struct tk_counter {
 	struct tk_fabric *fabric;
 	struct tk_counter *next;
 	uint64_t *word;	      /* its value; NULL: the NIC has it */
-	struct tk_bell *bell; /* rung by whoever stores to `word`; NULL: nobody rings */
+	struct tk_bell *bell; /* rung after each store to `word`; NULL: none */
 	uint64_t *own_word;   /* storage of `word` if the caller gave none; freed with the counter */
 	struct fid_cntr *nic; /* with deferred work: the counter that the NIC's operations wait for */
 	uint64_t uses;	      /* atomic: operations that wait for it or are to move it */
 	int failed;	      /* atomic: the errno of the first operation that failed to move it; 0: none */
 
 	/* The progress thread's own. */
-	uint64_t mirrored; /* how far `nic` has been brought to follow `word` */
+	uint64_t mirrored; /* the value of `word` up to which `nic` has been moved */
 	struct waiting *heap;
 	uint32_t count, capacity;
-	uint32_t held; /* at the NIC and unfired, as far as known */
+	uint32_t held; /* operations at the NIC and unfired, as far as known */
 	int listed;    /* among the fabric's active counters */
 };
 
@@ -143,9 +143,9 @@ struct watches {
 	uint32_t count, capacity;
 };
 
-/* A call that waits for the progress thread to do it. All that changes what the thread's queue reads from
- * goes this way: rxm, for one, crashes when an endpoint is enabled while its completion queue is read. It has a
- * copy of its argument, because the thread may be at it when nobody waits any more. */
+/* A call that the progress thread executes while its caller waits. Everything that changes what the thread polls goes
+ * this way: rxm, for one, crashes when an endpoint is enabled while its completion queue is read. The command has a copy
+ * of its argument, because the thread may still be executing it when the caller no longer waits. */
 #define NOT_YET INT_MIN /* the command is run again when a flush has ended */
 struct command {
 	struct command *next; /* put off */
@@ -169,7 +169,7 @@ struct shared_words {
 	uint32_t count; /* 0: none */
 };
 
-/* Memory of ours that a peer can read, and the rows that give it locations there. */
+/* Memory of ours that a peer can read, and the rows in which it gets locations there. */
 struct shared_reads {
 	struct spot first; /* of its words */
 	uint64_t rows, memory, bytes;
@@ -188,24 +188,24 @@ struct tk_endpoint {
 	uint32_t domain;
 	struct tk_endpoint *next;
 	struct fid_ep *fid;
-	int fds_from; /* its descriptors are not far above this */
+	int fds_from; /* its descriptors are at or a little above this number */
 	uint16_t port; /* of TCP, in the network's order; 0: none */
 	struct seal seal; /* set before anything goes through it */
 
 	/* The progress thread's own. Each endpoint has its own queue and its own share of the wire, so that a
-	 * peer that takes nothing, or can't be reached, holds up nobody else. */
+	 * peer that accepts nothing, or can't be reached, doesn't hold up others. */
 	struct queue ready;
 	struct tk_endpoint *next_ready;
 	int is_ready; /* it is in the fabric's list */
 	uint32_t in_flight;
 	struct work *words; /* see words.c; linked by `next_word` */
-	int stalled; /* the provider took nothing when last asked; it may be introducing itself to the peer */
+	int stalled; /* the provider accepted nothing at the last attempt; it may still be connecting to the peer */
 	uint64_t stalled_ns; /* since when; atomic */
-	uint64_t again_ns; /* when it is asked again */
+	uint64_t again_ns; /* when to try again */
 	int has_sent, has_broken; /* the second is atomic */
 	struct shared_words shared_words;
 	struct shared_reads shared_reads;
-	int doorbell; /* the peer's, if it is on this machine and receives words without the fabric */
+	int doorbell; /* the peer's, if it is on this machine and gets words without the fabric */
 	int is_due;   /* the next endpoint whose bell is to be rung at the end of the round */
 	struct tk_endpoint *next_due;
 };
@@ -223,7 +223,7 @@ struct tk_region {
 
 #define STEPS_MAX 2u
 
-/* A place at the NIC: all that one operation needs there. Places are reused, so their two counters only grow. */
+/* A slot at the NIC: all that one operation needs there. Slots are reused, so their two counters only grow. */
 struct slot {
 	struct slot *next; /* free */
 	struct work *work; /* NULL: free, or lost */
@@ -231,8 +231,8 @@ struct slot {
 	struct tk_counter *trigger, *completion;
 	struct tk_endpoint *endpoint;
 	int fired; /* its counter has reached the threshold, as far as known */
-	int cut;   /* the NIC does the first of two steps; the thread does the second after it */
-	int told;  /* the queue reports the end of that first step */
+	int cut;   /* the NIC does the first of two steps, and the thread then does the second */
+	int told;  /* the completion queue reports the end of that first step */
 	int moved_by_then, reached_before; /* as known when the last flush began */
 	struct fid_cntr *moved, *done;	    /* the bytes have moved; all is done */
 	uint64_t moved_before, done_before; /* their values when the operation was handed over */
@@ -251,29 +251,29 @@ struct nic {
 	int used;
 	int own_counters; /* counters have doorbells, and the NIC moves them itself */
 	int silent;	  /* no completions: only its counter shows that an operation is done */
-	int failures_fire; /* failures count towards a threshold as successes do */
+	int failures_fire; /* failures count towards a threshold, like successes */
 	uint32_t depth, room; /* steps it may hold, and those still free */
 	struct slot *slots, *free;
 	uint32_t slots_count, slots_opened;
 	uint32_t held, fired, lost;
-	uint64_t try_again_ns; /* after a refusal: not asked again before this time */
+	uint64_t try_again_ns; /* after a refusal: no attempt before this time */
 	uint64_t kicked_ns;
 	int flushing;	   /* `flusher` is running; meanwhile counters can be neither read nor set, only added to */
-	int flushed;	   /* atomic: it is through */
+	int flushed;	   /* atomic: it has finished */
 	int flush_status;
 	int just_flushed; /* nothing is held, and nothing has been handed over since */
 	pthread_t flusher;
 };
 
 struct tk_fabric {
-	const struct library *library; /* which has its provider */
+	const struct library *library; /* the one with its provider */
 	pid_t pid;
 	struct fi_info *info;
 	struct fid_fabric *fid;
 	struct domain domains[TK_DOMAINS_MAX];
-	uint32_t domains_end; /* behind the last that is open */
+	uint32_t domains_end; /* one after the last open one */
 	size_t order_max; /* messages of up to this many bytes are written in order, their flag last; 0: none */
-	int keeps_order;  /* of words to one place */
+	int keeps_order;  /* words to one place arrive in order */
 	uint32_t posted_max; /* puts of one endpoint on the wire at a time */
 	int streams;	  /* its connections are of TCP, and end with their endpoint */
 	int loses_context; /* for writes without a context, see library.h; words are written with this one: */
@@ -288,11 +288,11 @@ struct tk_fabric {
 	pthread_mutex_t handle_lock;
 	struct tk_region *regions;
 	struct tk_endpoint *endpoints;
-	struct known_peer *peers; /* the addresses that our sockets may be connected to */
+	struct known_peer *peers; /* addresses to which our sockets may be connected */
 	uint32_t peers_count, peers_capacity;
 	struct tk_counter *counters;
 	struct tk_shelf *shelves;
-	struct tk_counter *closing; /* closed, and to be freed; its head is atomic */
+	struct tk_counter *closing; /* closed, and to be freed; the list's head is atomic */
 
 	pthread_mutex_t inbox_lock;
 	pthread_cond_t command_done;
@@ -305,11 +305,11 @@ struct tk_fabric {
 	struct command *command;
 	struct command *put_off; /* the thread's own */
 	uint64_t answer_ns; /* the deadline for the thread to answer a call */
-	int stuck;	    /* atomic: it has missed that once, and is not asked again */
+	int stuck;	    /* atomic: it has missed that once, and gets no more calls */
 	int stop, ended;
 	int posted_something; /* atomic: the inbox has something, or a command waits */
 	int sleeping;	      /* atomic */
-	int sockets_changed;  /* atomic: the sockets are to be searched for again */
+	int sockets_changed;  /* atomic: the search for sockets must be repeated */
 
 	pthread_mutex_t event_lock;
 	struct tk_event *events;
@@ -322,7 +322,7 @@ struct tk_fabric {
 	struct queue summing;
 	struct queue shared; /* WORK_SHARED */
 	struct tk_endpoint *ready_first, *ready_last; /* endpoints that have something to post */
-	struct tk_endpoint *due; /* those whose doorbells are */
+	struct tk_endpoint *due; /* endpoints whose doorbells are to be rung */
 	struct tk_counter **active; /* counters for which something waits */
 	uint32_t active_count, active_capacity;
 	struct nic nic;
@@ -331,7 +331,7 @@ struct tk_fabric {
 	struct tk_receiver *receivers;
 	struct tk_lane *lanes;
 	struct tk_reader *readers;
-	uint32_t reading; /* records that they have */
+	uint32_t reading; /* records that the readers have */
 	struct watches landings, acks;
 	uint64_t held_until_ns; /* the earliest time at which a block that a desk holds for a peer may be released */
 	uint64_t cold_tell_ns; /* when calls that desks answered from drives are reported */
@@ -339,10 +339,10 @@ struct tk_fabric {
 	uint64_t next_deadline_ns;
 	uint64_t now_ns; /* the time of this round: reading the clock costs as much as polling a word */
 	uint32_t spins_alone; /* rounds left until it yields again */
-	int rested; /* rounds since the completion queue was read last */
+	int rested; /* rounds since the completion queue was last read */
 	int overslept; /* the last sleep timed out: whatever is there now did not wake the thread */
-	uint32_t sockets; /* that wake the thread */
-	uint64_t looked_ns, look_until_ns; /* for sockets */
+	uint32_t sockets; /* those that wake the thread */
+	uint64_t looked_ns, look_until_ns; /* the last search for sockets, and the end of the searches */
 	uint64_t started_ns;
 	struct work *finished;
 	struct tk_event *pending;
@@ -367,12 +367,12 @@ void endpoint_free(struct tk_endpoint *endpoint); /* handles.c */
 struct work *take_free_work(struct tk_fabric *fabric, uint32_t count); /* inbox.c; the progress thread's */
 
 struct cancellation {
-	struct tk_desk *desk; /* NULL; or it is what this desk reads, by the generations of its words */
+	struct tk_desk *desk; /* NULL, or cancels what this desk reads, by the generations of its words */
 	uint64_t count;
 	uint64_t tags[];
 };
 
-/* Commands that need the thread's own lists. Endpoints and counters are given by a pointer to their pointer. */
+/* Commands that need the thread's own lists. Endpoints and counters are passed as a pointer to their pointer. */
 int core_cancel(struct tk_fabric *fabric, void *cancellation);
 int core_close_endpoint(struct tk_fabric *fabric, void *endpoint);
 int core_flush(struct tk_fabric *fabric, void *unused);

@@ -37,25 +37,25 @@ __all__ = ["MEMORY", "Endpoint", "Event", "EventKind", "Fabric", "Region", "Stat
 
 MEMORY = "memory"  # a provider of our own: between fabrics of one process, without libfabric
 
-ANSWER_TIMEOUT_MS = 10_000  # of the progress thread; a flush of a whole domain takes a second on Cassini
+ANSWER_TIMEOUT_MS = 10_000  # for the progress thread; a flush of a whole domain takes a second on Cassini
 WORK_MAX = 1 << 18  # puts and watches queued in one fabric at a time
 _REAP_MAX = 256
 _WORDS_MIN = 64
-_given_up: list[Fabric] = []  # stuck when they were closed: their threads may touch all their memory for ever
-_open: set[Fabric] = set()  # those not closed stay alive, even unreferenced, since their threads do
+_given_up: list[Fabric] = []  # stuck when they were closed: their threads may touch their memory at any time
+_open: set[Fabric] = set()  # open ones stay alive even if unreferenced, because their threads do
 _EVENT = struct.Struct("=QQQii")  # struct tk_event, whose fields have no gaps
 assert _EVENT.size == ffi.sizeof("struct tk_event")
 
 
 def _close_at_exit() -> None:
-    """End every thread of ours: libfabric takes itself down with the process, and none may be inside it then."""
+    """End all our threads: libfabric shuts down with the process, and no thread may be inside it then."""
     for fabric in tuple(_open):
-        with contextlib.suppress(FabricError):  # a forked child has none of the threads
+        with contextlib.suppress(FabricError):  # a forked child doesn't have the threads
             fabric.close()
 
 
 class EventKind(enum.IntEnum):
-    """What an event says; the numbers are the C core's own."""
+    """The kind of an event; the numbers are the C core's."""
 
     FIRED = lib.TK_FIRED
     DONE = lib.TK_DONE
@@ -114,7 +114,7 @@ class Statistics:
 class Region(Handle):
     """Registered memory. `base + offset` is how a peer names a byte of it, with `key`.
 
-    To revoke the key is not enough while a peer writes: a message whose key was checked before may still be arriving.
+    Revoking the key is not enough while a peer writes: a message whose key was checked before may still be arriving.
     So a caller that asks a peer to write here holds the region until the peer is done, or the endpoint is closed.
     """
 
@@ -152,7 +152,7 @@ class Region(Handle):
         fabric.regions.add(self)
 
     def through(self, endpoint: Endpoint) -> Region:
-        """What peers of this endpoint call the region: itself, but for NICs that bind memory to endpoints."""
+        """The region as peers of this endpoint name it: itself, unless the NIC binds memory to endpoints."""
         if not self._fabric.binds_memory:
             return self
         for other in [other for other in self._named if other.handle is None]:
@@ -168,7 +168,7 @@ class Region(Handle):
             return not self._holds and (self.handle is None or not lib.tk_region_uses(self.handle))
 
     def hold(self) -> None:
-        """A peer is to write to it, for one: until as many `let_go`, the region can't be closed."""
+        """Keep the region from being closed, for example while a peer writes to it, until a matching `let_go`."""
         with self._lock:
             if self.handle is None:
                 raise FabricError("The region is closed; register the memory again.")
@@ -181,7 +181,7 @@ class Region(Handle):
             self._holds -= 1
 
     def close(self) -> None:
-        """Take the memory back: when this returns, no byte is written or read. RegionBusy if one still may be."""
+        """Take the memory back: after this no byte of it is written or read. RegionBusy if one still may be."""
         with self._lock:
             if self.handle is None:
                 return
@@ -206,7 +206,7 @@ class Region(Handle):
             del self._named[endpoint]
 
     def detach(self, *, release: bool = True) -> None:
-        """Forget the handle: the fabric that owned it is closed, or is closing it."""
+        """Mark the handle as closed: the fabric that owned it is closed, or is closing it."""
         self.handle, self.pointer = None, 0
         if release:
             self._fabric.regions.discard(self)
@@ -214,7 +214,7 @@ class Region(Handle):
 
 
 class Endpoint(Handle):
-    """What one connection sends and receives with. Closing it is how a connection is ended for certain."""
+    """What one connection sends and receives with. Closing it is the certain way to end a connection."""
 
     def __init__(self, fabric: Fabric, source: bytes = b"", domain: int = 0) -> None:
         self._fabric = fabric
@@ -231,7 +231,7 @@ class Endpoint(Handle):
             raise FabricError(f"The provider {fabric.provider} could not open an endpoint: {why}.")
         self.handle: Any = out[0]
         self.pointer = int(ffi.cast("uintptr_t", self.handle))
-        self.tag_bytes = 0  # of a tag behind authenticated bytes
+        self.tag_bytes = 0  # size of the tag after authenticated bytes
         fabric.endpoints.add(self)
 
     def address(self) -> bytes:
@@ -243,24 +243,24 @@ class Endpoint(Handle):
         return bytes(ffi.buffer(out, length))
 
     def listener(self) -> int | None:
-        """The descriptor, the provider's own, of the TCP socket at which peers connect; None if there is none."""
+        """The provider's own descriptor of the TCP socket to which peers connect; None if there is none."""
         fd = int(lib.tk_endpoint_listener(self.handle))
         return fd if fd >= 0 else None
 
     @property
     def stalled_ns(self) -> int:
-        """For how long its peer has taken none of the pending data; 0: nothing is pending."""
+        """How long its peer has accepted none of the pending data; 0: nothing is pending."""
         return int(lib.tk_endpoint_stalled_ns(self.handle))
 
     @property
     def has_broken(self) -> bool:
-        """Whether its connection has broken, so that what was sent may be lost. It shows once more is to be sent."""
+        """Whether its connection broke, so that sent data may be lost. Detected only when more is to be sent."""
         return bool(lib.tk_endpoint_has_broken(self.handle))
 
     def seal(self, out: bytes, into: bytes, words: Region | None = None) -> None:
-        """Tag all that is put through it to be believed, and believe only what is tagged: see `seal.c`.
+        """From now on tag all that is sent, and accept only what has a valid tag: see `seal.c`.
 
-        Once, before anything goes through it. Acknowledgements come into `words`, if any do.
+        Called once, before anything goes through it. `words`: where acknowledgements arrive, if any do.
         """
         assert len(out) == len(into) == lib.TK_SEAL_BYTES
         code = lib.tk_endpoint_seal(self.handle, out, into, ffi.NULL if words is None else words.handle)
@@ -269,12 +269,12 @@ class Endpoint(Handle):
         self.tag_bytes = int(lib.TK_TAG_BYTES)
 
     def tag(self, target: int, target_key: int, generation: int, data: bytes) -> bytes:
-        """The tag of bytes that are put into this place of the peer's; none without a seal."""
+        """The tag of bytes that are put into this place at the peer; empty without a seal."""
         tag = int(lib.tk_endpoint_tag(self.handle, target, target_key, generation, data, len(data)))
         return tag.to_bytes(lib.TK_TAG_BYTES, "little")[: self.tag_bytes]
 
     def believes(self, region: Region, address: int, generation: int, data: bytes, tag: bytes) -> bool:
-        """Whether bytes that came into this place of ours are the peer's; without a seal all are."""
+        """Whether bytes that arrived at this place of ours are from the peer; without a seal all are."""
         said = int.from_bytes(tag, "little")
         told = lib.tk_endpoint_believes(
             self.handle, region.handle, address, generation, data, len(data), said
@@ -288,7 +288,7 @@ class Endpoint(Handle):
             raise FabricError.from_code("Sharing words with a peer", code)
 
     def share_reads(self, target: int, target_key: int, rows: int, count: int, memory: Region) -> None:
-        """The peer reads this memory of ours itself, and hears where its blocks are from `count` rows of its words."""
+        """The peer reads this memory of ours itself; `count` rows, one for each of its words, give it locations."""
         code = lib.tk_endpoint_share_reads(
             self.handle, target, target_key, rows, count, memory.address, memory.length
         )
@@ -306,18 +306,18 @@ class Endpoint(Handle):
             raise FabricError.from_code("Closing an endpoint", code)
 
     def detach(self) -> None:
-        """Forget the handle: the fabric that owned it is closed, or is closing it."""
+        """Mark the handle as closed: the fabric that owned it is closed, or is closing it."""
         self.handle, self.pointer = None, 0
         self._fabric.endpoints.discard(self)
 
 
 class Fabric(Handle):
-    """A domain or `domains_max`, with one progress thread and trigger agent.
+    """A libfabric domain, or up to `domains_max`, with one progress thread and trigger agent.
 
     With `deferred_work`, operations are handed to libfabric's own (`sockets`, `cxi`) as far as they fit; by default
-    that is so where it is hardware. A call that has to wait for the progress thread waits for `answer_timeout_ms` at
-    most; if the provider hangs inside, the call and all later ones are `FabricStuck`. The provider `memory` reaches
-    other fabrics of the same process, and needs no libfabric.
+    only where that is hardware. A call that has to wait for the progress thread waits for `answer_timeout_ms` at
+    most; if the provider hangs, this call and all later ones raise `FabricStuck`. The provider `memory` reaches other
+    fabrics of the same process, and needs no libfabric.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class Fabric(Handle):
         self.counters: set[Counter] = set()
         self._words: dict[
             int, FlagWord
-        ] = {}  # of counters that are closed and may be waited for still, by address
+        ] = {}  # of closed counters that operations may still wait for, by address
         self._words_max = _WORDS_MIN
         self.deferred_work = deferred
         self._events = ffi.new("struct tk_event[]", _REAP_MAX)
@@ -357,7 +357,7 @@ class Fabric(Handle):
         self.flag_in_message = bool(traits & lib.TK_FLAG_IN_MESSAGE)
         self.binds_memory = bool(traits & lib.TK_BINDS_MEMORY)
         self.domains_max = int(lib.TK_DOMAINS_MAX) if traits & lib.TK_HAS_DOMAINS else 1
-        # Of the addresses of its endpoints; 0: they are none of IP.
+        # Of the addresses of its endpoints; 0: they are not IP addresses.
         self.ip_version = 4 if traits & lib.TK_IPV4 else 6 if traits & lib.TK_IPV6 else 0
         self.provider: str = ffi.string(name).decode()
         self._fd = int(lib.tk_fabric_event_fd(self.handle))
@@ -371,20 +371,20 @@ class Fabric(Handle):
         return self.handle is None
 
     def open_endpoint(self, source: bytes = b"", domain: int = 0) -> Endpoint:
-        """Open one more endpoint; `source`, a socket address of the fabric's family, is what it listens on.
+        """Open another endpoint, which listens on `source`, a socket address of the fabric's family.
 
-        Keys of memory that is registered for an endpoint are invalid at endpoints of other domains.
+        The key of memory registered for an endpoint is invalid at endpoints of other domains.
         """
         return Endpoint(self, source, domain)
 
     def hear(self, doorbell: int, *, is_pipe: bool) -> None:
-        """Have the progress thread woken by what is written to an eventfd, or into a pipe, until `ignore`."""
+        """Let writes to an eventfd or a pipe wake the progress thread, until `ignore`."""
         code = lib.tk_fabric_hear(self.handle, doorbell, is_pipe)
         if code:
             raise FabricError.from_code("Hearing a doorbell", code)
 
     def ignore(self, doorbell: int) -> None:
-        """The opposite of `hear`. When this returns, nothing reads from the doorbell, which may be closed."""
+        """Undo `hear`. After this nothing reads from the doorbell, and it may be closed."""
         lib.tk_fabric_ignore(self.handle, doorbell)
 
     def fileno(self) -> int:
@@ -392,7 +392,7 @@ class Fabric(Handle):
         return self._fd
 
     def reap(self) -> list[Event]:
-        """Take a batch of events; an empty list says that there are none left."""
+        """Take a batch of events; an empty list means that none are left."""
         count = lib.tk_fabric_reap(self.handle, self._events, _REAP_MAX)
         if count < 0:
             raise FabricError.from_code("Taking events", count)
@@ -401,11 +401,11 @@ class Fabric(Handle):
         ]
 
     def open_counter(self, word: FlagWord | None = None) -> Counter:
-        """Open a counter, over a flag word or of its own."""
+        """Open a counter, over a flag word or with its own value."""
         return Counter(self, word)
 
     def keep_word(self, word: FlagWord) -> None:
-        """Keep a word mapped until no operation waits for it any more, though its counter is closed."""
+        """Keep a word mapped until no operation waits for it, though its counter is closed."""
         self._words[word.address] = word
         if len(self._words) > self._words_max:
             addresses = ffi.new("uint64_t[]", list(self._words))
@@ -422,15 +422,15 @@ class Fabric(Handle):
         remote_read: bool = False,
         endpoint: Endpoint | None = None,
     ) -> Region:
-        """Register memory, for our own operations and, where asked, for peers to write to or read from.
+        """Register memory, for our own operations and, if requested, for peers to write to or read from.
 
-        Some NICs (cxi) bind memory to an endpoint: what peers may do they may do through that one, while it is open.
+        Some NICs (cxi) bind memory to an endpoint: peers can access it only through that one, while it is open.
         There, memory registered without one is for our own operations, and `Region.through` names it to peers.
         """
         return Region(self, memory, endpoint, remote_write=remote_write, remote_read=remote_read)
 
     def add_peer(self, address: bytes, domain: int = 0) -> int:
-        """Make a peer known by the address it gave; from then on the number names it for the endpoints of a domain."""
+        """Add a peer by the address it gave; the returned number names it for the endpoints of a domain."""
         out = ffi.new("uint64_t *")
         code = lib.tk_peer_add(self.handle, domain, address, len(address), out)
         if code == -errno.EINVAL and self.provider == MEMORY:
@@ -440,7 +440,7 @@ class Fabric(Handle):
         return int(out[0])
 
     def remove_peer(self, peer: int, domain: int = 0) -> None:
-        """Forget a peer to whom nothing is on the wire any more."""
+        """Remove a peer to which nothing is on the wire."""
         code = lib.tk_peer_remove(self.handle, domain, peer)
         if code:
             raise FabricError.from_code("Removing a peer", code)
@@ -448,8 +448,8 @@ class Fabric(Handle):
     def cancel(self, tags: Sequence[int]) -> int:
         """Cancel waiting operations and watches by tag; returns how many had not gone out.
 
-        It is exact: what is counted will never be sent, and has its final event already. What a NIC with counters
-        of its own holds is taken back by a flush of the whole domain first, which on Cassini takes a second.
+        It is exact: a counted operation will never be sent, and already has its final event. Operations at a NIC with
+        its own counters are first taken back by a flush of the whole domain, which on Cassini takes a second.
         """
         count = lib.tk_cancel(self.handle, ffi.new("uint64_t[]", list(tags)), len(tags))
         if count < 0:
@@ -457,7 +457,7 @@ class Fabric(Handle):
         return int(count)
 
     def flush(self) -> int:
-        """Cancel every operation that has not gone out; returns how many. Exact, and as slow, as `cancel`."""
+        """Cancel every operation that has not gone out; returns how many. As exact and as slow as `cancel`."""
         count = lib.tk_flush(self.handle)
         if count < 0:
             raise FabricError.from_code("Flushing", count)
@@ -474,8 +474,8 @@ class Fabric(Handle):
     def close(self) -> None:
         """Stop the thread and close everything that belongs to the fabric, endpoints and regions included.
 
-        When it returns no peer can write to any of its regions, and nothing reads from them. If it raises `FabricStuck`
-        that is not so, and the memory of the regions is kept as it is until the process ends.
+        After this no peer can write to any of its regions, and nothing reads from them. If it raises `FabricStuck`
+        that is not guaranteed, and the memory of the regions is kept until the process ends.
         """
         if self.handle is None:
             return

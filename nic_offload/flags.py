@@ -6,8 +6,8 @@ thread where the words are mapped for it (it fences first, then stores).
 
 What always holds: a store is one 64-bit release store, never torn; what the storing process wrote before
 it is visible to all that see the new value. The words vanish with the process that made them: they live
-in an unnamed memory file, so a killed process leaves nothing behind. The file is sealed: nobody who has its path can
-cut it, which would end every process that then looks at a word. A store wakes the threads that sleep until one.
+in an unnamed memory file, so a killed process leaves nothing behind. The file is sealed against truncation, which
+would kill every process that then reads a word. A store wakes the threads that sleep until one.
 
 A store by a GPU, or by a program without this module, wakes no thread: it is seen within two milliseconds.
 
@@ -34,7 +34,7 @@ __all__ = ["FlagWord", "FlagWords"]
 _WORD_BYTES = 8
 _NAME = "triggerkv-flags"
 _MEMORY_FILE = f"/memfd:{_NAME} "
-_BELL = struct.Struct("=QIIi4x")  # struct tk_bell, behind the words
+_BELL = struct.Struct("=QIIi4x")  # struct tk_bell, after the words
 assert ffi.sizeof("struct tk_bell") == _BELL.size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -134,9 +134,9 @@ class FlagWords(Handle):
 
 
 def _checked(fd: int, path: str) -> int:
-    """Refuse what is no set of flag words; else open its bell."""
+    """Refuse a file that is not a set of flag words; otherwise open its bell."""
     if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(_MEMORY_FILE):
-        # The maker has closed its words and something else has taken the number.
+        # The maker has closed its words, and the number belongs to another file.
         raise KvError(f"{path} is not a set of flag words.")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise KvError(f"{path} could be truncated by its creator, which would kill its readers: not opened.")

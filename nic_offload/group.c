@@ -1,9 +1,9 @@
 /*
  * A group: what one caller waits for, with a row for each of its operations.
  *
- * The progress thread writes into the rows when puts fire and when the peer acknowledges them. A caller sleeps in
- * here until enough rows are over, and is woken at once. So a successful batch costs no event, whatever its number of
- * blocks, or one (TK_OVER) if nobody is waiting when its last row ends. An acknowledgement above `good_max` of the
+ * The progress thread writes into the rows when puts fire and when the peer acknowledges them. A caller sleeps
+ * here until enough rows are over, and is woken at once. So a successful batch, of any number of blocks, costs no
+ * event, or one (TK_OVER) if no caller is waiting when its last row ends. An acknowledgement above `good_max` of the
  * row's watch, and every failure, is reported as an event; the application decides, and ends the row itself.
  *
  * What always holds: a row ends once and doesn't change afterwards. A group is freed when its owner has closed it and
@@ -24,10 +24,10 @@ struct tk_group {
 	uint32_t count;
 	uint32_t users; /* atomic: its owner, and each work that knows it */
 	uint32_t open;	/* rows that are not over */
-	uint32_t unlanded; /* of these, and nothing was said of them yet */
+	uint32_t unlanded; /* of these, those without any word yet */
 	uint32_t prefix; /* number of leading rows that are over */
 	uint32_t waiters;
-	uint32_t wanted_prefix; /* the least that one of the waiters wants */
+	uint32_t wanted_prefix; /* the smallest number that a waiter waits for */
 	int told;	/* TK_OVER was reported, or a waiter knows */
 	uint8_t *copies; /* of each row: its block is being read from the node's memory */
 	struct tk_row rows[];

@@ -1,7 +1,7 @@
-"""Groups: a caller waits for many operations, a row for each, in one call and without the GIL.
+"""Groups: one call waits, without the GIL, for many operations, each with a row.
 
 The C core writes to the rows (`group.c`): when a put fired, and what the peer acknowledged. A batch without errors
-causes no events; if nobody is waiting when its last row completes, there is one event, OVER, with the group's tag.
+causes no events; if no caller is waiting when its last row completes, there is one event, OVER, with the group's tag.
 Exceptional results are reported as events, and their reader completes the row.
 
 What always holds: a row completes once, and doesn't change after that.
@@ -33,15 +33,15 @@ class Row(NamedTuple):
 
     fired_ns: int
     landed_ns: int  # the peer's first word
-    over_ns: int  # its last one
-    code: int  # of that; 0: none came
+    over_ns: int  # its last word
+    code: int  # of that; 0: none arrived
     over: int
 
 
 class Group:
-    """Rows for one batch of operations. The memory goes when neither this object nor work of the fabric's has it.
+    """Rows for one batch of operations. The memory is freed when neither this object nor the fabric's work uses it.
 
-    Of one that `is_awaited`, by who opens it and until its end, no OVER is ever reported.
+    If it `is_awaited`, by its opener until its end, OVER is never reported.
     """
 
     def __init__(self, fabric: Fabric, tag: int, count: int, *, is_awaited: bool = False) -> None:
@@ -54,7 +54,7 @@ class Group:
         self._count = count
 
     def row(self, number: int) -> Row:
-        """As it is now."""
+        """The current state of a row."""
         out = ffi.new("struct tk_row *")
         lib.tk_group_read(self._handle, number, 1, out)
         return Row._make(_ROW.unpack(ffi.buffer(out)))
@@ -67,7 +67,7 @@ class Group:
         return map(Row._make, _ROW.iter_unpack(ffi.buffer(out)))
 
     def codes(self, count: int) -> list[int]:
-        """The last word on each of the first `count`; 0: none."""
+        """The code of the last word for each of the first `count`; 0: none."""
         out = ffi.new("struct tk_row[]", count)
         lib.tk_group_read(self._handle, 0, count, out)
         return [code for _, _, _, code, _ in _ROW.iter_unpack(ffi.buffer(out))]
@@ -78,7 +78,7 @@ class Group:
         return int(lib.tk_group_open_rows(self._handle))
 
     def land(self, row: int, at_ns: int) -> None:
-        """A first word has come for a row, and its reader is still to end it."""
+        """Note that the first word for a row has arrived; its reader ends the row later."""
         lib.tk_group_land(self._handle, row, at_ns)
 
     def end(self, row: int, code: int = 0) -> None:

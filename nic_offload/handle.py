@@ -12,7 +12,7 @@ __all__ = ["Handle"]
 
 
 class Handle(ABC):
-    """Something that is open until `close`. Nothing happens when it is merely forgotten."""
+    """An object that is open until `close`. Garbage collection alone closes nothing."""
 
     @abstractmethod
     def close(self) -> None:

@@ -19,7 +19,7 @@
 struct opening {
 	struct tk_endpoint *endpoint;
 	size_t length;
-	char source[TK_ADDRESS_BYTES]; /* where it is to listen, if there are any bytes of it */
+	char source[TK_ADDRESS_BYTES]; /* where to listen, if any bytes are given */
 };
 
 static int open_from(struct tk_fabric *fabric, const struct opening *opening)
@@ -89,7 +89,7 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 	int status = on_the_thread(fabric, open_endpoint, &opening, sizeof opening);
 	if (status) {
 		if (status == TK_STUCK)
-			return status; /* the thread may be at it still */
+			return status; /* the thread may still be using it */
 		domain_leave(fabric, domain);
 		free(endpoint);
 		return refused(fabric, message, "opening an endpoint", status);
@@ -103,7 +103,7 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 	fabric->endpoints = endpoint;
 	pthread_mutex_unlock(&fabric->handle_lock);
 	rest_look_again(fabric);
-	fabric_wake(fabric); /* it may sleep as if there were none */
+	fabric_wake(fabric); /* it may be sleeping as if there were none */
 	*out = endpoint;
 	return 0;
 }
@@ -128,7 +128,7 @@ int tk_endpoint_address(struct tk_endpoint *endpoint, void *out)
 	return status ? status : (int)length;
 }
 
-/* Its keys are nowhere afterwards. */
+/* No copy of its keys is left. */
 void endpoint_free(struct tk_endpoint *endpoint)
 {
 	explicit_bzero(endpoint, sizeof *endpoint);
@@ -173,7 +173,7 @@ static int add_peer(struct tk_fabric *fabric, void *argument)
 	return added == 1 ? 0 : added < 0 ? added : -EINVAL;
 }
 
-/* If one can't be remembered, the thread only sleeps less well. */
+/* If one can't be remembered, the thread only naps instead of sleeping. */
 static void remember_peer(struct tk_fabric *fabric, const struct peer *peer)
 {
 	pthread_mutex_lock(&fabric->handle_lock);

@@ -1,12 +1,12 @@
 /*
- * The start of a record on a drive, for lanes, which write it, and for readers.
+ * The start of a record on a drive, for lanes (which write it) and readers.
  */
 #ifndef TRIGGERKV_HEADER_H
 #define TRIGGERKV_HEADER_H
 
 #include "core.h"
 
-/* What a tag covers of a record's header: docs/record-format.md. */
+/* The part of a record's header that its tag covers: docs/record-format.md. */
 struct header_fixed {
 	uint8_t magic[8];
 	uint16_t version, kind;

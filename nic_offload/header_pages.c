@@ -2,7 +2,7 @@
  * Makes header pages in batches: fixed bytes, a tag, zeros. The tag is 16 bytes of keyed BLAKE2b over a name, a number
  * and the fixed bytes, which together fit into one of its blocks.
  *
- * It doesn't know what the bytes mean; `kvstore.wire.record` does.
+ * What it doesn't do: interpret the bytes; `kvstore.wire.record` does.
  */
 #include "blake2b.h"
 #include "core.h"

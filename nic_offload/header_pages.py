@@ -21,7 +21,7 @@ _PLACE = "=QQII"
 
 
 def row_of(fixed: str) -> struct.Struct:
-    """A function that packs a page: address and number, the bounds of its zeros, then fields in this little format."""
+    """The struct of a page: address and number, bounds of its zeros, then fields of this little-endian format."""
     row = struct.Struct(_PLACE + fixed)
     assert row.size == ffi.sizeof("struct tk_tagged")
     return row

@@ -1,11 +1,11 @@
-"""A device whose memory is this machine's, and whose streams are queues that run only when they are told to.
+"""A device whose memory is this machine's, and whose streams are queues that run only on request.
 
-`run` takes work from the streams in any order that events allow, by dice; so a wait that was forgotten shows as wrong
-bytes, and a flag without its copy too.
+`run` takes work from the streams in a random order that events allow; so a forgotten wait shows as wrong bytes, and so
+does a flag without its copy.
 
-What always holds: work of one stream runs in order, and work behind `wait` after the event. A copy has exactly one side
-in mapped memory, as a page-locked copy has; device addresses of mapped memory are not its host addresses, so that a
-mix-up fails.
+What always holds: work of one stream runs in order, and work queued after `wait` runs after the event. A copy has
+exactly one side in mapped memory, as a page-locked copy has; device addresses of mapped memory differ from its host
+addresses, so that mixing them up fails.
 
 What it doesn't do: run by itself, or show what only a GPU can, such as the order in which others see its stores.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HostDevice", "HostStream"]
 
-_APART = 1 << 44  # from a mapped host address to what the device calls it
+_APART = 1 << 44  # from a mapped host address to its device address
 
 
 class _Event:
@@ -45,7 +45,7 @@ class HostStream:
         self.captured: list[Callable[[], bool]] | None = None
 
     def queue(self, work: Callable[[], bool]) -> None:
-        """Run it after all that was queued before."""
+        """Queue work, to run after all that was queued before."""
         (self.work if self.captured is None else self.captured).append(work)
 
 
@@ -85,11 +85,11 @@ class HostDevice:
             return self._streams[-1]
 
     def current_stream(self) -> HostStream:
-        """There is one that computes."""
+        """The one stream that computes."""
         return self.compute
 
     def map(self, address: int, length: int) -> Mapped:
-        """Take note of the memory."""
+        """Record the memory."""
         with self._lock:
             self._mapped[address] = length
         return _HostMapped(self, address)
@@ -126,7 +126,7 @@ class HostDevice:
         stream.queue(work)
 
     def open_total(self) -> int:
-        """It is addressed as the device's own memory is."""
+        """Make a total, addressed like the device's own memory."""
         self._totals.append(ctypes.c_uint64(0))
         return ctypes.addressof(self._totals[-1])
 

@@ -1,5 +1,5 @@
 /*
- * How the progress thread idles when a round found nothing to do.
+ * How the progress thread idles after a round that found nothing to do.
  *
  * It spins for a short time and then sleeps until there is a call of our own process, a byte on one of the fabric's
  * sockets, a store to a flag word followed by its bell, or a deadline. If there are endpoints, and no sockets of the
@@ -7,15 +7,15 @@
  *
  * Providers over TCP have a descriptor to wait for, but it is useless: that of net (1.17) is always readable once
  * something is connected. So their sockets are found as in streams.c: those at the ports of our endpoints, and those
- * that lead to our peers. The search is repeated for a second each time endpoints or peers change, or the wire moved
- * without a wake-up. A socket that is missed until then costs a nap, no more.
+ * connected to our peers. The search is repeated for a second each time endpoints or peers change, or the wire moves
+ * without a wakeup. A socket that is missed until then costs no more than a nap.
  *
  * A flag word's bell is a pipe and a count of sleeping threads. A store reads the count, and writes to the pipe if it
  * is not zero. A GPU stores without ringing: while a word is waited for that a GPU may store to, no sleep is longer
  * than a nap.
  *
  * What always holds: nothing that arrives before the sleep is missed, because posted work and words are checked once
- * more after the sleeper has been counted. No deadline is slept over. A thread that was woken spins before it sleeps
+ * more after the sleeper has been counted. No sleep goes past a deadline. A thread that was woken spins before it sleeps
  * again: a provider may have read more than it has processed.
  */
 #define _GNU_SOURCE
@@ -35,7 +35,7 @@
 #define SPIN_NS 50000u
 #define SPIN_AWAITED_NS 500000u /* while a peer's answer is due: it may be computing the checksum of its next message */
 #define SPINS_A_YIELD 8
-#define TAKEN_NS 2000u		/* a yield that takes longer has let somebody else run */
+#define TAKEN_NS 2000u		/* a yield that takes longer has let another thread run */
 #define NAP_SHARE 16		/* a nap is this part of the idleness before it */
 #define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that stands still */
 #define NAP_NS_MIN 30000u
@@ -182,7 +182,7 @@ static int is_working(const struct tk_fabric *fabric)
 	return fabric->in_flight || fabric->ready_first || fabric->summing.head;
 }
 
-/* Without an endpoint nothing can arrive; who opens one wakes us. */
+/* Without an endpoint nothing can arrive; opening one wakes us. */
 static int has_endpoints(struct tk_fabric *fabric)
 {
 	pthread_mutex_lock(&fabric->handle_lock);

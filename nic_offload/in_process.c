@@ -2,14 +2,14 @@
  * The provider `memory`: a fabric between endpoints of one process, without libfabric, sockets or a NIC.
  *
  * It offers the tables that libfabric's providers fill in, as far as this core uses them, so everything above is the
- * same code as over a network. A write is a copy into the peer's memory, and over when the call returns; an aligned
- * 8-byte range is stored in one piece, after all bytes before it.
+ * same code as over a network. A write is a copy into the peer's memory, complete when the call returns; an aligned
+ * 8-byte range is stored at once, after all bytes before it.
  *
- * What always holds: a write goes only into a region that is open, within its bounds, with its key and a right to it,
- * through an endpoint that is open; once a region or an endpoint is closed, nothing more is written through it. An
+ * What always holds: a write goes only into an open region, within its bounds, with its key and the right to write,
+ * through an open endpoint; once a region or an endpoint is closed, nothing more is written through it. An
  * endpoint of another process, or of this one before a fork, is not reached.
- * What it doesn't do: triggered operations of its own (our agent fires them), messages, atomics, throughput: one lock
- * is held for each copy.
+ * What it doesn't do: triggered operations of its own (our agent fires them), messages, atomics, or high throughput: each
+ * copy holds one lock.
  */
 #define _GNU_SOURCE
 #include "in_process.h"

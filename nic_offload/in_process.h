@@ -10,7 +10,7 @@
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_eq.h>
 
-/* The first bytes are those of an address family, which it has none of. */
+/* The first bytes are where an address family would be; it has none. */
 struct location {
 	uint32_t no_family;
 	int32_t process;
@@ -29,12 +29,12 @@ struct memory_region {
 struct memory_domain {
 	struct fid_domain fid;
 	struct memory_region *regions;
-	struct tk_fabric *woken; /* when something was written into one of them */
+	struct tk_fabric *woken; /* when something is written into one of them */
 };
 
 struct memory_peers {
 	struct fid_av fid;
-	struct location *locations; /* a place without an endpoint is free */
+	struct location *locations; /* one without an endpoint is free */
 	size_t count;
 };
 
@@ -45,7 +45,7 @@ struct completion {
 
 struct memory_queue {
 	struct fid_cq fid;
-	struct completion *entries; /* those that nobody has read: from `first` on */
+	struct completion *entries; /* unread ones begin at `first` */
 	size_t first, end, capacity;
 };
 
@@ -60,12 +60,12 @@ struct memory_endpoint {
 
 extern pthread_mutex_t memory_lock; /* of all of these, in all fabrics */
 extern struct memory_endpoint *memory_endpoints;
-extern struct fi_ops memory_plain_ops; /* of a thing that has nothing but its own memory to free */
+extern struct fi_ops memory_plain_ops; /* of an object that has only its own memory to free */
 
 int memory_close_plain(struct fid *fid);
 int memory_control(struct fid *fid, int command, void *argument);
 
-/* Room in a queue for one more end, which the caller may change as long as it holds the lock. */
+/* Adds a completion to a queue; the caller may change it while it holds the lock. */
 int memory_complete(struct memory_queue *queue, void *context, int error);
 
 int memory_open_endpoint(struct fid_domain *domain, struct fi_info *info, struct fid_ep **out, void *context);

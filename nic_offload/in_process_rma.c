@@ -37,7 +37,7 @@ static const struct memory_endpoint *peer_of(const struct memory_endpoint *endpo
 	return other;
 }
 
-/* One range, out of the next bytes of the local ones or into them. */
+/* One range, from or to the next local bytes. */
 static void copy(char *remote, size_t length, const struct iovec **local, size_t *at, int is_read)
 {
 	while (length) {
@@ -84,7 +84,7 @@ static ssize_t post(struct fid_ep *fid, const struct fi_msg_rma *message, int is
 {
 	struct memory_endpoint *endpoint = (struct memory_endpoint *)fid;
 	pthread_mutex_lock(&memory_lock);
-	/* The room comes first: what was written can't be taken back. */
+	/* The completion's room comes first: a write can't be undone. */
 	ssize_t status = is_told ? memory_complete(endpoint->queue, message->context, 0) : 0;
 	if (!status) {
 		int error = transfer(endpoint, message, is_read);

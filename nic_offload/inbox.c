@@ -19,7 +19,7 @@ int reserve_work(struct tk_fabric *fabric, uint32_t count)
 	if (count > fabric->free_count + (fabric->work_max - fabric->work_count))
 		return -EAGAIN;
 	if (__atomic_load_n(&fabric->events_count, __ATOMIC_RELAXED) > EVENTS_FOR_EACH * fabric->work_max)
-		return -EAGAIN; /* nobody takes the events */
+		return -EAGAIN; /* the events are not being taken */
 	while (fabric->free_count < count) {
 		uint32_t left = fabric->work_max - fabric->work_count;
 		uint32_t more = left < WORK_CHUNK ? left : WORK_CHUNK;

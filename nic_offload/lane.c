@@ -4,14 +4,14 @@
  * The application lends it ground: pages of the drive, and a generation for each record that may be written there.
  * Each block that a receiver hands over gets the next pages and the next generation, and is written with a header
  * page made here, through the lane's own io_uring. The progress thread does all of it: it takes some microseconds to
- * start a write, and the kernel does the rest. If records are to be encrypted, they are on the way, a piece at a time,
- * into memory of the lane's own, and written from there; a record of several pieces gets its header page with the last.
+ * start a write, and the kernel does the rest. Records that are to be encrypted are encrypted a piece at a time, into
+ * memory of the lane's own, and written from there; a record of several pieces gets its header page with the last.
  *
  * What always holds: records are reported, to the application and then to their peers, in the order of their
- * generations, and only when all lower generations are on the drive; the application confirms those before the ground
- * (`tk_lane_clear`). After a failed write no record is acknowledged to a peer and no write begins. Bytes in a room
- * beyond the payload don't reach the drive. Nothing touches a room after its record was reported. A block whose key is
- * not in the vault is not taken, so nothing reaches the drive in the clear that should be encrypted.
+ * generations, and only when all lower generations are on the drive; the application confirms those that the lane did
+ * not write (`tk_lane_clear`). After a failed write no record is acknowledged to a peer and no write begins. Bytes in a
+ * room beyond the payload don't reach the drive. Nothing touches a room after its record was reported. A block whose key
+ * is not in the vault is not taken, so nothing that should be encrypted reaches the drive in the clear.
  *
  * What it doesn't do: decide which blocks may be written this way (the receiver does), or put them into the index
  * (the application does). A crash before that leaves it to recovery, which scans the ground.
@@ -23,7 +23,7 @@
 #include <string.h>
 
 #define TOLD_COUNT 64u	     /* records reported to the application together, */
-#define TOLD_NS 4000000u     /* or after this time: nobody waits for the report */
+#define TOLD_NS 4000000u     /* or after this time: no caller waits for the report */
 #define ENCRYPTED_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
 
 static const uint8_t no_domain[TK_DOMAIN_BYTES];
@@ -200,7 +200,7 @@ void lane_landed(struct record *record)
 	record->has_landed = 1;
 }
 
-/* Whether the peer is sent all its acknowledgements. One that takes nothing now holds up no other's. */
+/* Whether all the peer's acknowledgements were sent. One that accepts nothing now doesn't hold up others'. */
 static int tell_peer(struct tk_lane *lane, struct record *record)
 {
 	const struct lane_word *word = &record->word;

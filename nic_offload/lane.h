@@ -16,10 +16,10 @@ struct lane_word {
 
 /* The drive that a name belongs to. */
 uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name);
-/* Whether it takes no block of this length now, because of other records of the same owner: so waiting for them takes nobody's turn. */
+/* Whether it is full for a block of this length, of records of the same owner only: waiting for them delays no other owner. */
 int lane_is_full_of(const struct tk_lane *lane, uint32_t length, const uint8_t *owner);
-/* Begins to write a block. Its room must not change until the record was reported, which happens after the peer was told
- * `landed` or is gone. NULL: there is no ground. */
+/* Begins to write a block. Its room must not change until the record is reported, which happens after the peer got
+ * `landed` or is gone. NULL: the lane doesn't take it. */
 struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, const uint8_t *owner,
 			  const struct lane_word *word);
 void lane_landed(struct record *record);

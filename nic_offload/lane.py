@@ -31,7 +31,7 @@ assert _WRITTEN.size == ffi.sizeof("struct tk_written")
 
 
 class RecordFormat(NamedTuple):
-    """What begins a record's header, and what its tag is made with."""
+    """The first fields of a record's header, and the key and name of its tag."""
 
     magic: bytes
     version: int
@@ -40,7 +40,7 @@ class RecordFormat(NamedTuple):
     name: bytes
 
     def put_into(self, setup: Any) -> None:
-        """Tell the core, in the setup of a lane or of a reader."""
+        """Write it into the setup of a lane or a reader."""
         setup.version, setup.kind = self.version, self.kind
         ffi.memmove(setup.magic, self.magic, len(self.magic))
         ffi.memmove(setup.secret, self.secret, len(self.secret))
@@ -48,7 +48,7 @@ class RecordFormat(NamedTuple):
 
 
 class Ground(NamedTuple):
-    """Contiguous pages, and as many generations as records fit there."""
+    """Contiguous pages, and a generation for each record that fits there."""
 
     page: int
     generation: int
@@ -71,7 +71,7 @@ class Written(NamedTuple):
 
     @property
     def key(self) -> KeyName | None:
-        """What it was encrypted with, whatever key its domain has now; None: it is in the clear."""
+        """The key it was encrypted with, whatever key its domain has now; None: it is in the clear."""
         return KeyName(self.key_number - 1, self.key_id) if self.key_number else None
 
 
@@ -88,7 +88,7 @@ class Lane:
         record: RecordFormat,
         cipher: RecordCipher | None = None,
     ) -> None:
-        """`tag` is that of its events; so many writes are under way at a time, and so many bytes.
+        """`tag` is that of its events; at most `depth` writes are under way at a time, and about `bytes_max` bytes.
 
         With a cipher it writes encrypted records, and takes no block whose domain's key is not in the vault.
         """
@@ -97,7 +97,7 @@ class Lane:
         record.put_into(setup)
         if cipher is not None:
             setup.encryption = cipher.setup[0]
-        self._cipher = cipher  # of which the core has the vault
+        self._cipher = cipher  # kept, because the core uses its vault
         out = ffi.new("struct tk_lane **")
         code = lib.tk_lane_open(fabric.handle, setup, out)
         if code:
@@ -114,7 +114,7 @@ class Lane:
         return 0 if self._fabric.closed else int(lib.tk_lane_begun(self.handle))
 
     def lend(self, ground: Ground) -> tuple[int, Ground] | None:
-        """Provide ground in the place of what it had, which is returned as by `seal`; None if it has failed."""
+        """Replace its ground, and return the old one as `seal` does; None if it has failed."""
         lent = ffi.new("struct tk_ground *", tuple(ground))
         if self._fabric.closed or lib.tk_lane_lend(self.handle, lent, self._left, self._used):
             return None
@@ -133,7 +133,7 @@ class Lane:
         return Ground(left.page, left.generation, left.pages, left.records)
 
     def clear(self, generation: int) -> None:
-        """Let it tell of its records below this generation: all lower ones that are not its own are on the drive."""
+        """Let it report records below this generation: all lower ones that are not its own are on the drive."""
         if not self._fabric.closed:
             lib.tk_lane_clear(self.handle, generation)
 
@@ -145,12 +145,12 @@ class Lane:
         return used, self._ground_left()
 
     def fail(self) -> None:
-        """Start nothing more, and send no answers: later blocks are not kept."""
+        """Begin no more writes and acknowledge nothing: later blocks are not kept."""
         if not self._fabric.closed:
             lib.tk_lane_fail(self.handle)
 
     def take(self) -> list[Written]:
-        """Take some of what has ended; of a full list there may be more."""
+        """Take some of the records that have ended; if the list is full there may be more."""
         if self._fabric.closed:
             return []
         count = lib.tk_lane_take(self.handle, self._out, _TAKEN_MAX)
@@ -162,7 +162,7 @@ class Lanes:
     """The lanes of a store's drives, in their order; None for a drive without one."""
 
     def __init__(self, lanes: Sequence[Lane | None], homes: bytes) -> None:
-        """`homes` has the position of each lot's drive."""
+        """`homes` has the position of the drive of each lot."""
         assert len(homes) == lib.TK_LOTS, "a home for each lot"
         assert max(homes) < len(lanes) <= lib.TK_DRIVES_MAX, "homes are drives"
         self.handle: Any = ffi.new("struct tk_lanes *")

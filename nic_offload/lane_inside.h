@@ -15,15 +15,15 @@
 
 #define PAGE TK_TAGGED_PAGE
 
-/* A record on its way. */
+/* A record under way. */
 struct record {
 	struct lane_word word;
 	struct tk_written told;
 	uint64_t size;
-	uint32_t pieces; /* that are not over */
+	uint32_t pieces; /* those that are not over */
 	int is_whole;	 /* no more pieces will begin */
 	int has_ended, is_told; /* reported to the application; its peer is next */
-	int has_landed; /* the peer's acknowledgement, after that report */
+	int has_landed; /* the peer got `landed`, or is gone */
 
 	/* Of an encrypted record, until it is complete. */
 	char *payload;
@@ -55,7 +55,7 @@ struct tk_lane {
 	uint32_t first, count;
 	uint64_t bytes; /* of these */
 	struct piece *pieces; /* a ring of `depth`, by their numbers: */
-	uint64_t pieces_begun, pieces_freed; /* the next record, and the oldest whose place is still in use */
+	uint64_t pieces_begun, pieces_freed; /* of the next piece, and of the oldest still in use */
 
 	/* With encryption. */
 	struct record_stream stream; /* the first record that is not complete */
@@ -66,10 +66,10 @@ struct tk_lane {
 
 	pthread_mutex_t lock; /* for all that follows */
 	struct tk_ground ground; /* what is left of it */
-	uint32_t used;	       /* records that stand on it */
+	uint32_t used;	       /* records written on it */
 	uint64_t begun;	       /* since the lane was opened, atomic */
 	uint64_t clear_until;  /* records of lower generations may be acknowledged */
-	int failed; /* an errno: a write did */
+	int failed; /* the errno of a failed write; 0: none */
 	struct tk_written *written;
 	uint32_t written_count, written_capacity;
 	int told;
@@ -77,7 +77,7 @@ struct tk_lane {
 };
 
 /* lane_writes.c */
-void write_plain(struct tk_lane *lane, struct record *record); /* there is a place for it */
+void write_plain(struct tk_lane *lane, struct record *record); /* a piece must be free */
 int encrypt_some(struct tk_lane *lane, uint32_t budget);
 int reap_writes(struct tk_lane *lane);
 void submit_writes(struct tk_lane *lane);

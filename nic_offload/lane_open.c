@@ -72,7 +72,7 @@ int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, st
 	int status = fabric_refusal(fabric);
 	if (status)
 		return status;
-	if (setup->depth < 2) /* the last piece of a large record is two */
+	if (setup->depth < 2) /* the last piece of a large record takes two */
 		return -EINVAL;
 	struct tk_lane *lane = calloc(1, sizeof *lane);
 	if (!lane)

@@ -1,8 +1,8 @@
 /*
- * A lane's writes: records become pieces, encrypted if they are to be, that go to the drive through its io_uring.
+ * A lane's writes: records become pieces, encrypted if required, that go to the drive through its io_uring.
  *
- * What always holds: pieces are begun, and their staged memory is given back, in one order. A record that could not be encrypted
- * is not written on. A write that was cut short goes on behind what was written; after a failed one its record has failed.
+ * What always holds: pieces begin, and give back their staged memory, in one order. If a record can't be encrypted, no more
+ * of it is written. A short write continues where it stopped; after a failed write its record has failed.
  */
 #define _GNU_SOURCE
 #include "lane_inside.h"
@@ -10,10 +10,10 @@
 #include <errno.h>
 #include <string.h>
 
-#define STUMBLES_MAX 16u     /* attempts at one write: EINTR and EAGAIN are no errors of the drive */
+#define STUMBLES_MAX 16u     /* attempts at one write: EINTR and EAGAIN are not errors of the drive */
 #define DIRECT_ALIGN 512u
 #define UNHURRIED_COUNT 16u  /* writes that are submitted together where no peer waits for one, */
-#define UNHURRIED_NS 500000u /* or after so long */
+#define UNHURRIED_NS 500000u /* or after this time */
 #define PIECE_BYTES (512u << 10) /* of a payload that are encrypted and written together */
 
 static void prepare(struct tk_lane *lane, struct piece *piece)
@@ -33,7 +33,7 @@ static struct piece *piece_of(struct tk_lane *lane, uint64_t number)
 	return &lane->pieces[number % lane->setup.depth];
 }
 
-/* Begins to write a piece; there is a place for it. */
+/* Begins to write a piece; a place must be free. */
 static void begin_piece(struct tk_lane *lane, const struct piece *piece)
 {
 	struct piece *placed = piece_of(lane, lane->pieces_begun++);

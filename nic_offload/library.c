@@ -179,7 +179,7 @@ int library_confirms(const char *provider_name)
 
 int library_shows_breaks(const char *provider_name)
 {
-	static const char *const all[] = {"net", "tcp", NULL}; /* tcp;ofi_rxm takes nothing without credits either */
+	static const char *const all[] = {"net", "tcp", NULL}; /* tcp;ofi_rxm accepts nothing without credits either */
 	return is_one_of(provider_name, all);
 }
 

@@ -1,6 +1,6 @@
 /*
  * libfabric, loaded at run time. Nearly all of libfabric's calls are inline functions over tables in its
- * handles; only these few are real exports, and the module is not linked against them.
+ * handles; only these few are exported, and the module is not linked against them.
  */
 #ifndef TRIGGERKV_LIBRARY_H
 #define TRIGGERKV_LIBRARY_H
@@ -24,7 +24,7 @@ extern const struct library memory_library;
 /* The library with this provider: libfabric (NULL until tk_library_load has succeeded), or our own. */
 const struct library *library_of(const char *provider);
 
-/* The version of the interface to ask for: what this was compiled for, or the library's if it is older. */
+/* The version of the interface to request: the one this was compiled for, or the library's if that is older. */
 uint32_t library_version_asked(const struct library *library);
 
 /* Hints for an endpoint that can do what a fabric here needs; free with freeinfo. NULL: no memory. */
@@ -36,8 +36,8 @@ int library_defers_work(const char *provider_name);
 /* Whether FI_DELIVERY_COMPLETE makes a difference. */
 int library_confirms(const char *provider_name);
 
-/* Whether it takes whatever there is a connection for, so that one that takes nothing more has lost it. It reports no loss
- * itself if nothing was under way, as far as it knows. */
+/* Whether an endpoint of it accepts everything while there is a connection, so that one that accepts nothing more has lost
+ * it. The provider itself reports no loss if, as far as it knows, nothing was under way. */
 int library_shows_breaks(const char *provider_name);
 
 /* Whether the failure of a write without a context of its own crashes it. */
@@ -49,14 +49,14 @@ int library_keeps_order(const struct fi_info *info);
 /* How many puts of one endpoint may be on the wire at a time. */
 uint32_t library_posted_max(const char *provider_name);
 
-/* How long a message may be for its bytes to be written in order, by what the provider promises; 0: none is. */
+/* The longest message whose bytes are written in order, as the provider promises; 0: none. */
 size_t library_order_max(const struct fi_info *info);
 
-/* Whether its connections are of TCP, and all that was under way ends with its endpoint. */
+/* Whether its connections are TCP, and everything under way ends with its endpoint. */
 int library_has_streams(const char *provider_name);
 
-/* Whether a further domain costs next to nothing: no thread of its own (`sockets` has three), and no registration of memory
- * that peers don't reach. */
+/* Whether another domain costs next to nothing: no thread of its own (`sockets` has three), and no registration of memory
+ * that peers don't access. */
 int library_has_domains(const struct fi_info *info);
 
 /* The environment that libfabric is loaded and opened in: begins, ends. */

@@ -1,7 +1,7 @@
-"""libfabric itself: found, loaded once, and its capabilities.
+"""libfabric itself: finds it, loads it once, and knows its capabilities.
 
 Nothing is loaded on import. `load()` is the only way to load it; without libfabric its error says in one sentence
-what to install. TRIGGERKV_LIBFABRIC names another library than the system's.
+what to install. TRIGGERKV_LIBFABRIC names a library to use instead of the system's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PREFERRED = ("cxi", "verbs;ofi_rxm", "efa", "tcp", "net", "tcp;ofi_rxm", "socke
 
 @dataclass(frozen=True, slots=True)
 class ProviderInfo:
-    """One provider of libfabric, as far as it concerns us."""
+    """One provider of libfabric, and its properties that matter here."""
 
     name: str
     rma: bool  # remote writes over reliable datagrams
@@ -54,7 +54,7 @@ class Library:
         ]
 
     def best_provider(self) -> str:
-        """The provider of the data plane by default."""
+        """The default provider of the data plane."""
         usable = {provider.name for provider in self.providers() if provider.rma}
         for name in _PREFERRED:
             if name in usable:

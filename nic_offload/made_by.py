@@ -1,4 +1,4 @@
-"""For classes of which applications are given objects: `help` says by what, instead of showing a constructor."""
+"""For classes that applications don't construct: `help` says what makes their objects, and shows no constructor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SELF = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONA
 
 
 def made_by(what: str) -> Callable[[type[T]], type[T]]:
-    """Say of a class what makes its objects. Its constructor is used, and checked by mypy, as before."""
+    """Document what makes a class's objects. Its constructor is used, and checked by mypy, as before."""
 
     def hide(kind: type[T]) -> type[T]:
         begin = vars(kind)["__init__"]

@@ -1,10 +1,10 @@
-"""The match-action table: which entry a request hits, and so what is done with all KV of its user.
+"""The match-action table: which entry a request hits, and thus what is done with all KV of its user.
 
 Rules have two sources: a file, whose rules are replaced all at once (`replace`), and sessions, whose rules are added
-and removed one by one (`add`, `remove`). Of the matching entries the one with the highest priority wins; of equals
-the more specific, then the older; those of a file in its order and before all added ones. A rule with bindings gives
-its user a guard: a request that claims to be this user from any other 5-tuple is denied, whatever other rules say. An
-added binding can narrow what a file binds, but not widen it.
+and removed one by one (`add`, `remove`). Of the matching entries the one with the highest priority wins; among equals
+the more specific, then the older; a file's entries rank in its order, before all added ones. A rule with bindings
+gives its user a guard: a request that claims to be this user from any other 5-tuple is denied, whatever other rules
+say. An added binding can narrow what a file binds, but not widen it.
 
 What always holds: a match sees the table before a change or after it, never in between, and waits for no lock. An
 entry that stays (same pattern and priority) keeps its counters when the rules are replaced. The table is bounded by
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 ENTRIES_MAX = 2_000_000
-MASKS_MAX = 128  # each is one more hash map to ask for a request that nothing better matches
+MASKS_MAX = 128  # each is one more hash map to probe for a request that nothing better matches
 _FIRST_ADDED_AGE = ENTRIES_MAX
 
 assert 4 * ENTRIES_MAX < 1 << ROW_BITS
@@ -161,7 +161,7 @@ class Table:
             self._added.check(compiled, rule)
             self._check_masks(self._filed, self._added, compiled)
             before = self._shape()
-            if rule.pattern.bind:  # the guard first: no moment with the entry and without it
+            if rule.pattern.bind:  # the guard first: the entry is never there without it
                 self._added.bind(_who(rule), rule.pattern.bind, self._ledger.allocate)
             self._age += 1
             entry = self._added.add(compiled, rule, self._ledger.allocate(), self._age)
@@ -170,7 +170,7 @@ class Table:
         return entry
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry that was added; the file's go with the next `replace`."""
+        """Remove an added entry; a file's entries are removed by the next `replace`."""
         with self._changing:
             if not self._added.holds(entry) or entry.is_guard:
                 raise RuleError(
@@ -187,7 +187,7 @@ class Table:
                 self._stages = arrange((self._filed, self._added))
 
     def replace(self, rules: Sequence[Rule]) -> Replaced:
-        """Put these rules in the place of the file's; added entries stay. All or nothing, in one moment."""
+        """Replace the file's rules by these, atomically; added entries stay."""
         with self._replacing:
             old, new = self._filed, Layer()
             fresh: list[int] = []
@@ -213,7 +213,7 @@ class Table:
         return self._ledger.read(entry.row)
 
     def add_bytes(self, entry: Entry, moved_bytes: int) -> None:
-        """Count bytes that were moved for the entry; from one thread at a time, like `match`."""
+        """Count bytes moved for the entry; from one thread at a time, like `match`."""
         self._ledger.moved_bytes[entry.row] += moved_bytes
 
     def statistics(self) -> Statistics:
@@ -230,7 +230,7 @@ class Table:
         return self._filed.count + self._added.count
 
     def __iter__(self) -> Iterator[Entry]:
-        """Every entry, guards among them, in no order; don't change the table meanwhile."""
+        """Every entry, guards included, in no order; don't change the table meanwhile."""
         yield from self._filed
         yield from self._added
 
@@ -262,7 +262,7 @@ class Table:
             self._ledger.release(row)
 
     def _shape(self) -> tuple[int, ...]:
-        """What the stages depend on, of the added entries."""
+        """The properties of the added entries that the stages depend on."""
         return tuple(space.bound for space in self._added.spaces.values())
 
     def _check_entries(self, count: int) -> None:
@@ -284,7 +284,7 @@ class Table:
 
 
 def perform(entry: Entry, request: Request, requester: Requester) -> bool:
-    """Hand the entry's actions to the requester, in order; False says that the request is denied."""
+    """Pass the entry's actions to the requester, in order; False means that the request is denied."""
     sessions = entry.sessions_of(request)
     for action in entry.actions:
         if action.kind is ActionKind.DENY:

@@ -31,21 +31,21 @@ Mask = tuple[tuple[int, int], ...]  # index of a request's field, and the bits s
 
 _SOURCE, _SOURCE_PORT, _PROTOCOL = 4, 6, 8
 _FIELDS = _PROTOCOL + 1
-_DISTINCT = (1, 2)  # users and contexts; of tenants and models there are few, and one string of each will do
+_DISTINCT = (1, 2)  # users and contexts; there are few tenants and models, so one string of each is shared
 
 
 class Compiled(NamedTuple):
-    """Where a rule belongs, and what the table knows it by; two rules with all of it equal are the same."""
+    """Where a rule belongs in the table, and its identity: two rules with equal fields are the same."""
 
     mask: Mask
     key: Hashable
     level: int  # priority and specificity in one number
-    conditions: tuple[FiveTuple, ...] | None  # of which one has to hold
+    conditions: tuple[FiveTuple, ...] | None  # one of them must hold
     bound: bool  # the conditions are bindings
 
 
 class Plan:
-    """What entries may share: most exact ones differ in nothing but their key."""
+    """The part that entries may share: most exact ones differ only in their key."""
 
     __slots__ = ("actions", "bound", "conditions", "guard", "level", "mask", "name", "sessions", "users")
 
@@ -63,10 +63,10 @@ class Plan:
         self.sessions = sessions
         self.name = name
         self.guard = guard
-        self.users = 0  # entries in the space; a shared plan goes with the last of them
+        self.users = 0  # entries in the space; a shared plan is removed with the last of them
 
     def admits(self, request: Request) -> bool:
-        """Whether the conditions hold; those of a guard say where it has nothing to object."""
+        """Whether the conditions hold; a guard's list the requests that it lets pass."""
         if self.conditions is None:
             return True
         for condition in self.conditions:
@@ -76,18 +76,18 @@ class Plan:
 
 
 class Entry:
-    """A rule in the table. To be read and handed back; only the table changes it."""
+    """A rule in the table. Callers read it and pass it back; only the table changes it."""
 
     __slots__ = ("key", "plan", "stamp")
 
     def __init__(self, plan: Plan, key: Hashable, row: int, age: int) -> None:
         self.plan = plan
         self.key = key
-        self.stamp = age << ROW_BITS | row  # two numbers in one object: it is a sixth of an entry
+        self.stamp = age << ROW_BITS | row  # two numbers in one object, which is a sixth of an entry's size
 
     @property
     def age(self) -> int:
-        """The smaller, the older; entries of a file are older than all added ones."""
+        """Smaller is older; entries of a file are older than all added ones."""
         return self.stamp >> ROW_BITS
 
     @property
@@ -96,7 +96,7 @@ class Entry:
         return self.stamp & ROW_MASK
 
     def leave(self) -> int:
-        """Count into the void from now on; gives the row that is free."""
+        """Count into the void row from now on; returns the row that is now free."""
         row = self.row
         self.stamp ^= row
         return row
@@ -108,7 +108,7 @@ class Entry:
 
     @property
     def priority(self) -> int:
-        """The rule's priority; one above all rules for a guard."""
+        """The rule's priority; for a guard, one above all rules."""
         return self.plan.level >> SPECIFICITY_BITS
 
     @property
@@ -118,7 +118,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The rule's name, or one put together from what it matches."""
+        """The rule's name, or one made from what it matches."""
         if self.plan.guard:
             tenant, user = self.pattern[:2]
             return f"guard of {tenant}/{user}"
@@ -128,7 +128,7 @@ class Entry:
 
     @property
     def pattern(self) -> Pattern:
-        """Return its pattern, put together again. A guard's bindings are the 5-tuples that it lets pass."""
+        """Return its pattern, reconstructed. A guard's bindings are the 5-tuples that it lets pass."""
         values: list[Any] = [None] * _FIELDS
         mask, conditions = self.plan.mask, self.plan.conditions or ()
         for (index, shift), value in zip(mask, _parts(mask, self.key), strict=True):
@@ -145,7 +145,7 @@ class Entry:
         return Pattern(tenant, user, context, model, five)
 
     def sessions_of(self, request: Request) -> str:
-        """The handle of all KV of the user: the rule's own, or one made of the request's tenant and user."""
+        """The handle of all KV of the user: the rule's own, or one made from the request's tenant and user."""
         if self.plan.sessions is not None:
             return self.plan.sessions
         return f"{quote(request.tenant, safe='')}/{quote(request.user, safe='')}"

@@ -33,7 +33,7 @@ __all__ = [
     "show_protocol",
 ]
 
-TEXT_CHARACTERS_MAX = 256  # of a tenant, a user, a context, a model, a node, a name, a handle
+TEXT_CHARACTERS_MAX = 256  # in a tenant, a user, a context, a model, a node, a name, a handle
 BINDINGS_MAX = 16  # network 5-tuples that one entry may bind its user to
 PORT_MAX = 65535
 PROTOCOL_MAX = 255
@@ -44,7 +44,7 @@ FIVE_FIELDS = ("source", "destination", "source_port", "destination_port", "prot
 FIELDS = TEXT_FIELDS + FIVE_FIELDS
 
 _PORT_BITS = 16
-_PORT_BLOCK_BITS = 4  # blocks of ports are 1, 16, 256, 4096 wide, so that ranges make few masks
+_PORT_BLOCK_BITS = 4  # blocks of ports are 1, 16, 256, 4096 wide, so that ranges need few masks
 _V4_BITS, _V6_BITS = 32, 128
 _PREFIX_SHIFT, _PROTOCOL_SHIFT, _NAMES_SHIFT = 17, 26, 27
 _PROTOCOLS = {"icmp": 1, "tcp": 6, "udp": 17, "icmpv6": 58, "sctp": 132}
@@ -62,7 +62,7 @@ assert len(TEXT_FIELDS) < 1 << (SPECIFICITY_BITS - _NAMES_SHIFT)
 
 
 class Request(NamedTuple):
-    """One request as it came in: all nine fields, parsed. Addresses are numbers of `address_number`."""
+    """One request as it arrived: all nine fields, parsed. Addresses are numbers made by `address_number`."""
 
     tenant: str
     user: str
@@ -76,7 +76,7 @@ class Request(NamedTuple):
 
     @classmethod
     def parse(cls, fields: Mapping[str, object]) -> Request:
-        """A request from what people and programs write; every field has to be there."""
+        """Make a request from its text form; every field is required."""
         for name in fields:
             if name not in FIELDS:
                 raise RuleError(f"A request has no field {name!r}; its fields are {', '.join(FIELDS)}.")
@@ -113,7 +113,7 @@ class Prefix(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The bits that are fixed: 8 of 10.0.0.0/8."""
+        """The number of fixed bits: 8 in 10.0.0.0/8."""
         return self.value.bit_length() - 1
 
     def __str__(self) -> str:
@@ -131,13 +131,13 @@ class Ports(NamedTuple):
 
     @property
     def block_shift(self) -> int:
-        """The shift of the smallest block of ports around these; 16 is all of them."""
+        """The shift of the smallest block that contains these ports; 16 is all ports."""
         bits = (self.low ^ self.high).bit_length()
         return -(-bits // _PORT_BLOCK_BITS) * _PORT_BLOCK_BITS
 
     @property
     def is_block(self) -> bool:
-        """Whether these are the whole of that block, so that the shift decides alone."""
+        """Whether these ports are that whole block, so that the shift alone decides."""
         return self.high - self.low + 1 == 1 << self.block_shift
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ class FiveTuple(NamedTuple):
     protocol: int | None = None
 
     def matches(self, request: Request) -> bool:
-        """Whether the request's 5-tuple is one of these."""
+        """Whether the request's 5-tuple matches."""
         source, destination, source_port, destination_port, protocol = self
         return (
             (source is None or request[4] >> source[1] == source[0])
@@ -166,7 +166,7 @@ class FiveTuple(NamedTuple):
 
     @property
     def specificity(self) -> int:
-        """Protocol given, then the fixed bits of both prefixes, then the ports left out of both ranges."""
+        """Protocol given, then the fixed bits of both prefixes, then the ports excluded by both ranges."""
         prefixes = sum(prefix.length + 1 for prefix in self[:2] if prefix is not None)
         ports = sum(PORT_MAX - (ports.high - ports.low) for ports in self[2:4] if ports is not None)
         return (self.protocol is not None) << _PROTOCOL_SHIFT | prefixes << _PREFIX_SHIFT | ports
@@ -183,7 +183,7 @@ _ANY = FiveTuple()
 
 
 class Pattern(NamedTuple):
-    """What an entry matches; None is any. With `bind`, one of those 5-tuples has to match, and `five` is any."""
+    """What an entry matches; None is any. With `bind`, one of those 5-tuples must match, and `five` is any."""
 
     tenant: str | None = None
     user: str | None = None
@@ -194,19 +194,19 @@ class Pattern(NamedTuple):
 
     @property
     def specificity(self) -> int:
-        """How many of the four names are given, then the 5-tuple's own; of bindings the least specific."""
+        """How many of the four names are given, then the 5-tuple's own; with bindings, the least specific one's."""
         names = sum(name is not None for name in self[:4])
         five = min((bound.specificity for bound in self.bind), default=self.five.specificity)
         return names << _NAMES_SHIFT | five
 
     def show(self) -> dict[str, str]:
-        """The fields that are given, as people write them; bindings not among them."""
+        """The fields that are given, as people write them, without bindings."""
         names = zip(TEXT_FIELDS, self[:4], strict=True)
         return {name: text for name, text in names if text is not None} | self.five.show()
 
 
 def parse_pattern(where: str, fields: Mapping[str, object]) -> Pattern:
-    """A pattern from a table of TOML; `where` begins the sentence of whatever error there is."""
+    """Parse a pattern from a TOML table; `where` begins the sentence of any error."""
     tenant, user, context, model = (
         parse_text(where, name, fields[name]) if name in fields else None for name in TEXT_FIELDS
     )
@@ -230,7 +230,7 @@ def _parse_binding(where: str, number: int, fields: Mapping[str, object]) -> Fiv
 
 
 def parse_five(where: str, fields: Mapping[str, object]) -> FiveTuple:
-    """The network 5-tuple's part of a table; what is absent is any."""
+    """Parse the network 5-tuple of a table; an absent field is any."""
     return FiveTuple(
         _prefix(where, "source", fields["source"]) if "source" in fields else None,
         _prefix(where, "destination", fields["destination"]) if "destination" in fields else None,
@@ -243,7 +243,7 @@ def parse_five(where: str, fields: Mapping[str, object]) -> FiveTuple:
 
 
 def parse_text(where: str, field: str, value: object) -> str:
-    """A name of the kind that is compared as it stands."""
+    """Parse a name, which is compared literally."""
     if not isinstance(value, str) or not 1 <= len(value) <= TEXT_CHARACTERS_MAX or not value.isprintable():
         raise RuleError(
             f"{where}: {field} takes a text of 1 to {TEXT_CHARACTERS_MAX} printable characters, not {_short(value)}."
@@ -254,7 +254,7 @@ def parse_text(where: str, field: str, value: object) -> str:
 
 
 def show_protocol(number: int) -> str:
-    """Its name where it has one here."""
+    """The protocol's name, if it has one here."""
     return _PROTOCOL_NAMES.get(number, str(number))
 
 
@@ -277,7 +277,7 @@ def _refuse(where: str, field: str, takes: str, value: object) -> RuleError:
 
 
 def _address(where: str, field: str, value: object) -> int:
-    if isinstance(value, str) and "%" not in value:  # an address with a zone is another on every machine
+    if isinstance(value, str) and "%" not in value:  # an address with a zone differs on every machine
         try:
             return address_number(ipaddress.ip_address(value))
         except ValueError:
@@ -304,7 +304,7 @@ def _prefix(where: str, field: str, value: object) -> Prefix:
 
 
 def _whole(value: object, top: int) -> int | None:
-    """The number from 0 to `top` that this is or says."""
+    """The number from 0 to `top` that this is, or that its text says."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= len(str(top)):
         value = int(value)
     return value if type(value) is int and 0 <= value <= top else None
@@ -318,7 +318,7 @@ def _port(where: str, field: str, value: object) -> int:
 
 
 def _ports(where: str, field: str, value: object) -> Ports | None:
-    """A range; all of the ports is any."""
+    """Parse a range; all ports is any."""
     first, dash, last = value.partition("-") if isinstance(value, str) else (value, "", "")
     low = _whole(first, PORT_MAX)
     high = _whole(last, PORT_MAX) if dash else low

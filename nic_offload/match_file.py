@@ -30,7 +30,7 @@ _ACTION_TAKES = f'one of {", ".join(_PLAIN)}, or {{ route = "NODE" }}'
 
 
 def parse_rules(text: str) -> list[Rule]:
-    """The rules of a text, in its order."""
+    """Parse the rules of a text, in its order."""
     if len(text) > TEXT_BYTES_MAX:
         raise RuleError(f"The rules are {len(text)} characters long; at most {TEXT_BYTES_MAX} are possible.")
     try:
@@ -59,7 +59,7 @@ def parse_rules(text: str) -> list[Rule]:
 
 
 def _places(text: str, count: int) -> list[str]:
-    """What to call each rule in an error. Headers in comments or long strings would miscount: then no lines."""
+    """How errors name each rule. Headers in comments or long strings would miscount: then there are no lines."""
     headers = [number for number, line in enumerate(text.split("\n"), 1) if _HEADER.match(line)]
     if len(headers) != count:
         return [f"Rule {number}" for number in range(1, count + 1)]
@@ -83,7 +83,7 @@ def _rule(place: str, table: Mapping[str, object]) -> Rule:
     actions = _actions(where, table.get("actions"))
     try:
         return Rule(pattern, actions, priority, sessions, name)
-    except RuleError as error:  # it begins with the rule; its line is known here
+    except RuleError as error:  # its text begins with the rule, and the line is known here
         unplaced = "A rule" if name is None else f"Rule {name!r}"
         raise RuleError(where + str(error).removeprefix(unplaced)) from None
 

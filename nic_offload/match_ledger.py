@@ -1,7 +1,7 @@
-"""The counters of the match-action table: three numbers an entry, in arrays, at 24 bytes an entry.
+"""The counters of the match-action table: three numbers per entry, in arrays, at 24 bytes per entry.
 
-What always holds: row 0 belongs to no entry. An entry that leaves the table is counted there from then on, so a match
-that was under way doesn't change another entry's counters. A new row starts at zero. Arrays never shrink and are
+What always holds: row 0, the void row, belongs to no entry. An entry that has left the table is counted there, so a
+match that was under way doesn't change another entry's counters. A new row starts at zero. Arrays never shrink and are
 never replaced, so a matching thread may keep references to them.
 
 What it doesn't do: lock the counting. Only one thread matches; rows are allocated under a lock.
@@ -16,9 +16,7 @@ from typing import NamedTuple
 __all__ = ["Counters", "Ledger"]
 
 VOID_ROW = 0
-ROW_BITS = (
-    24  # twice the entries there may be, each with a guard: while rules are replaced there are two sets
-)
+ROW_BITS = 24  # twice the maximum of entries, each with a guard: while rules are replaced there are two sets
 ROW_MASK = (1 << ROW_BITS) - 1
 
 
@@ -60,7 +58,7 @@ class Ledger:
             self._free.append(row)
 
     def read(self, row: int) -> Counters:
-        """The numbers of one row; zeros for the void row, whatever was counted there."""
+        """The numbers of one row; zeros for the void row, whatever it counted."""
         if row == VOID_ROW:
             return Counters(0, 0, 0)
         return Counters(self.hits[row], self.last_hit_ns[row], self.moved_bytes[row])

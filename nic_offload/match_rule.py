@@ -30,8 +30,8 @@ class ActionKind(enum.Enum):
     """What may be done for a request; the set is closed."""
 
     FETCH = "fetch"  # bring all KV of the user to where the request runs, now
-    PREFETCH = "prefetch"  # the same with low priority, while the user still thinks
-    STORE = "store"  # keep what the request will make
+    PREFETCH = "prefetch"  # the same with low priority, before the request needs it
+    STORE = "store"  # keep the KV that the request will make
     ROUTE = "route"  # the user's KV is on this node
     DENY = "deny"  # refuse the request; terminal
     COUNT = "count"  # nothing besides the counting that every hit has
@@ -56,15 +56,15 @@ class Requester(Protocol):
     def begin(self, action: Action, sessions: str, request: Request) -> None:
         """Begin a fetch, prefetch, store or route for all KV behind the handle; return without waiting.
 
-        Bytes are reported when they have moved, to `Table.add_bytes`. A handle that stands for nothing is a
-        miss and no error.
+        Bytes are reported to `Table.add_bytes` when they have moved. A handle that stands for nothing is a
+        miss, not an error.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a person or a session asks of the table.
+    """A rule, from an operator or a session.
 
     Without `sessions`, the handle is that of the user in the request (`Entry.sessions_of`).
     """
@@ -76,7 +76,7 @@ class Rule:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what could not mean anything, or could give away what is another's."""
+        """Refuse a rule that means nothing, or could give access to another tenant's KV."""
         if not 0 <= self.priority <= PRIORITY_MAX:
             raise RuleError(f"{self}: priority takes a number from 0 to {PRIORITY_MAX}, not {self.priority}.")
         self._check_actions()

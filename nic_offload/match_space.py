@@ -1,10 +1,10 @@
-"""Tuple-space search: entries with the same mask share one hash map, and a look-up probes one map per mask.
+"""Tuple-space search: entries with the same mask share one hash map, and a lookup probes one map per mask.
 
 Exact entries have a mask without shifts and need no special case. Conditions beyond the key are tested on the few
 entries under it.
 
-What always holds: the entries under one key are ordered best first. What a reader may be using is replaced by one
-assignment into a dict, never modified. No entry of a space has a level above the space's `bound`.
+What always holds: the entries under one key are ordered best first. Values that a reader may be using are replaced by
+one assignment into a dict, never modified. No entry of a space has a level above the space's `bound`.
 
 What it doesn't do: lock, count, or know other layers: the table does.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Layer", "Space", "Stage", "arrange"]
 
-ENTRIES_PER_KEY_MAX = 256  # behind one key they are tried one by one
+ENTRIES_PER_KEY_MAX = 256  # entries under one key are tried one by one
 BINDINGS_PER_USER_MAX = 256  # and so are these
 
 _GUARD_MASK: Mask = ((0, 0), (1, 0))  # tenant and user
@@ -49,12 +49,12 @@ class Space:
         self.plans: dict[tuple[int, tuple[Action, ...]], Plan] = {}
 
     def behind(self, key: Hashable) -> tuple[Entry, ...]:
-        """The entries behind a key, best first."""
+        """The entries under a key, best first."""
         found = self.map.get(key, ())
         return found if isinstance(found, tuple) else (found,)
 
     def put(self, entry: Entry) -> None:
-        """Take an entry in, where it belongs behind its key."""
+        """Add an entry, in its position under its key."""
         there = self.behind(entry.key)
         place = sum(other.beats(entry) for other in there)
         self.map[entry.key] = (*there[:place], entry, *there[place:]) if there else entry
@@ -82,7 +82,7 @@ class Space:
                 self.bound = max(self.levels, default=-1)
 
     def plan(self, compiled: Compiled, rule: Rule) -> Plan:
-        """A plan for the rule: the one of its likes where they share everything."""
+        """A plan for the rule: that of equal rules if they share everything."""
         if rule.sessions is not None or rule.name is not None or compiled.conditions is not None:
             return Plan(compiled, rule.actions, rule.sessions, rule.name)
         shared = (compiled.level, rule.actions)
@@ -97,8 +97,8 @@ class Layer:
     def __init__(self, guards_age: int = 0) -> None:
         self._guards_age = guards_age
         self.spaces: dict[tuple[Mask, bool], Space] = {}  # by mask, guards apart
-        self.bindings: dict[Hashable, dict[FiveTuple, int]] = {}  # of each bound user, with how often
-        self.count = 0  # guards are not counted: there are no more of them than of bound entries
+        self.bindings: dict[Hashable, dict[FiveTuple, int]] = {}  # of each bound user, refcounted
+        self.count = 0  # without guards, of which there are no more than bound entries
 
     def __iter__(self) -> Iterator[Entry]:
         for space in self.spaces.values():
@@ -121,7 +121,7 @@ class Layer:
         return entries[0] if entries else None
 
     def add(self, compiled: Compiled, rule: Rule, row: int, age: int) -> Entry:
-        """Take a rule in; refused, with nothing changed, where it could never win or its key is full."""
+        """Add a rule; refused, with nothing changed, if it could never win or its key is full."""
         self.check(compiled, rule)
         space = self._space(compiled.mask, guard=False)
         entry = Entry(space.plan(compiled, rule), compiled.key, row, age)
@@ -145,7 +145,7 @@ class Layer:
             )
 
     def remove(self, entry: Entry) -> None:
-        """Let an entry of this layer go."""
+        """Remove an entry of this layer."""
         self._drop((entry.plan.mask, False), entry)
         self.count -= 1
 
@@ -155,7 +155,7 @@ class Layer:
         return space is not None and any(other is entry for other in space.behind(entry.key))
 
     def bind(self, who: Hashable, bindings: tuple[FiveTuple, ...], new_row: Callable[[], int]) -> None:
-        """Let the user (tenant, user) pass from these 5-tuples too, and from none but theirs."""
+        """Let the user (tenant, user) pass from these 5-tuples too, and from no unbound ones."""
         counts = dict(self.bindings.get(who, {}))
         for binding in bindings:
             counts[binding] = counts.get(binding, 0) + 1
@@ -173,7 +173,7 @@ class Layer:
             space.map[who] = new
 
     def unbind(self, who: Hashable, bindings: tuple[FiveTuple, ...]) -> Entry | None:
-        """Take back what `bind` gave; gives the guard if it left with the last of the bindings."""
+        """Undo `bind`; returns the guard if it was removed with the last of the bindings."""
         counts = {
             binding: count - bindings.count(binding)
             for binding, count in self.bindings[who].items()
@@ -207,9 +207,9 @@ class Layer:
 
 
 class Stage(NamedTuple):
-    """Some of the spaces to probe: what to derive from the request first, then how to ask each of them."""
+    """Some of the spaces to probe: what to derive from the request first, then how to probe each of them."""
 
-    bound: int  # of the first step, which is the highest
+    bound: int  # that of the first step, which is the highest
     derived: tuple[tuple[int, int], ...]
     steps: tuple[tuple[int, Callable[[Any], Any], Callable[[Any], Bucket | None]], ...]
 

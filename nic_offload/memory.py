@@ -29,15 +29,15 @@ __all__ = [
     "undumped",
 ]
 
-_F_SEAL_FUTURE_WRITE = 0x10  # what is mapped to be written stays so, and nothing else is
+_F_SEAL_FUTURE_WRITE = 0x10  # existing writable mappings stay, and no new ones are allowed
 
 
 def allocate(length: int) -> mmap.mmap:
-    """Zeroed memory in huge pages where the kernel has them, all of it present; NoMemory if there is not as much.
+    """Zeroed memory, in huge pages where the kernel has them, all of it present; NoMemory if there is not enough.
 
     It is in no core dump.
 
-    It takes a while for a large piece, and lets other threads run meanwhile.
+    A large piece takes a while; other threads run meanwhile.
     """
     memory = set_aside(length)
     try:
@@ -49,7 +49,7 @@ def allocate(length: int) -> mmap.mmap:
 
 
 def allocate_shared(length: int) -> tuple[mmap.mmap, int]:
-    """The same, and a descriptor through which other processes can map it, to be read, and change nothing."""
+    """The same, and a descriptor through which other processes can map it read-only."""
     try:
         fd = os.memfd_create("triggerkv-hot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -75,9 +75,9 @@ def allocate_shared(length: int) -> tuple[mmap.mmap, int]:
 
 
 def allocate_mapped(length: int) -> tuple[mmap.mmap, int]:
-    """Zeroed memory that is there as it is used, and a descriptor through which another process can map it.
+    """Zeroed memory, allocated on first use, and a descriptor through which another process can map it.
 
-    That one can write to it, and not change its size. It is in no core dump of ours.
+    That process can write to it, but not change its size. It is in no core dump of ours.
     """
     fd = -1
     try:
@@ -94,7 +94,7 @@ def allocate_mapped(length: int) -> tuple[mmap.mmap, int]:
 
 
 def address_of(memory: Buffer) -> int:
-    """Where it begins; so for as long as it is not closed."""
+    """Where it begins, as long as it is not closed."""
     view = ffi.from_buffer(memory)
     address = int(ffi.cast("uintptr_t", view))
     ffi.release(view)
@@ -106,14 +106,14 @@ def _not_had(length: int, error: OSError) -> FabricError:
 
 
 def undumped(length: int) -> mmap.mmap:
-    """Zeroed memory that is there as it is used, and is in no core dump."""
+    """Zeroed memory that is allocated on first use, and is in no core dump."""
     memory = mmap.mmap(-1, length)
     hide_from_dumps(memory)
     return memory
 
 
 def set_aside(length: int) -> mmap.mmap:
-    """Addresses for as much memory, none of which is there yet; NoMemory if there are not as many."""
+    """Reserve addresses for this much memory, without allocating it; NoMemory if there are not enough."""
     try:
         return mmap.mmap(-1, length)
     except OSError as error:
@@ -121,7 +121,7 @@ def set_aside(length: int) -> mmap.mmap:
 
 
 def populate(memory: mmap.mmap, start: int, length: int) -> None:
-    """Have a part of it there, in whole pages; NoMemory if there is not as much."""
+    """Allocate a part of it, in whole pages; NoMemory if there is not enough."""
     view = ffi.from_buffer(memory)
     code = lib.tk_memory_populate(view + start, length)
     ffi.release(view)
@@ -130,25 +130,25 @@ def populate(memory: mmap.mmap, start: int, length: int) -> None:
 
 
 def hide_from_dumps(memory: mmap.mmap) -> None:
-    """Have it in no core dump."""
+    """Exclude it from core dumps."""
     memory.madvise(mmap.MADV_DONTDUMP)
 
 
 def copy_runs(runs: Buffer, sources: Sequence[int], target: int) -> None:
     """Copy pieces of several sources, given by their addresses, in one call without the GIL.
 
-    `runs` has four 64-bit numbers for each: which source, from where in it, to where in the target, how many bytes.
-    The caller vouches for the memory behind them.
+    `runs` has four 64-bit numbers for each piece: which source, offset in it, offset in the target, length.
+    The caller guarantees that the memory is valid.
     """
     table = ffi.from_buffer("struct tk_run[]", runs)
     lib.tk_copy_runs(table, len(table), ffi.new("uint64_t[]", list(sources)), target)
 
 
 class Runs:
-    """Pieces of several sources that make up one target, to be copied as often as there are such sources."""
+    """Pieces of several sources that make up one target; the list can be used again for other sources."""
 
     def __init__(self, runs: Sequence[tuple[int, int, int, int]]) -> None:
-        """Each run is: which source, from where, to where, how many bytes."""
+        """Each run is: which source, offset in it, offset in the target, length."""
         self._runs = ffi.new("struct tk_run[]", list(runs))
         self.source_bytes = [0] * (1 + max((run[0] for run in runs), default=-1))
         for piece, source, _, length in runs:
@@ -156,5 +156,5 @@ class Runs:
         self.target_bytes = max((target + length for _, _, target, length in runs), default=0)
 
     def copy(self, sources: Sequence[int], target: int) -> None:
-        """Copy, given the addresses of the sources and of the target; the caller vouches for the memory behind them."""
+        """Copy, given the addresses of the sources and the target; the caller guarantees that the memory is valid."""
         lib.tk_copy_runs(self._runs, len(self._runs), ffi.new("uint64_t[]", list(sources)), target)

@@ -1,10 +1,10 @@
 /*
- * The set of stored names, as keyed hashes, with the place of each on its drive. With it the receiver knows, without
- * Python, which blocks it can't judge itself, and a desk where to read those that are not in memory.
+ * The set of stored names, as keyed hashes, with the place of each on its drive. It tells the receiver, without Python,
+ * which blocks it can't judge itself, and a desk where to read blocks that are not in memory.
  *
  * What always holds: a name that was added is found until it is removed. A name that was not added may be found too,
  * by collision (one in 2^64 for each stored name) or when memory runs out. So a name that is not found is not stored,
- * and one that is found has to be looked up; so has the name in the header at its place. To grow the set never takes
+ * and one that is found must be looked up, and compared with the header at its place. Growing the set never takes
  * longer than moving a 256th of it.
  */
 #define _GNU_SOURCE
@@ -116,7 +116,7 @@ uint64_t names_place(struct names *names, const uint8_t *name)
 void names_put_place(struct names *names, const uint8_t *name, uint64_t place)
 {
 	struct names_entry *entry = add(names, hash_of(names, name));
-	if (!entry) /* what is there already must not keep an old one */
+	if (!entry) /* an existing entry must not keep an old place */
 		names_forget_place(names, name);
 	else
 		entry->place = place;

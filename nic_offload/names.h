@@ -1,5 +1,5 @@
 /*
- * The set of stored names: may a block be stored under this name, and where? The caller holds a lock for it.
+ * The set of stored names: whether a block may be stored under a name, and where. The caller holds a lock for it.
  */
 #ifndef TRIGGERKV_NAMES_H
 #define TRIGGERKV_NAMES_H
@@ -22,7 +22,7 @@ struct names_part {
 struct names {
 	uint64_t secret[2];
 	struct names_part parts[NAMES_PARTS];
-	int is_blind; /* there was no memory for one: any may be stored */
+	int is_blind; /* memory ran out for a name: any name may be stored */
 };
 
 int names_init(struct names *names);
@@ -30,7 +30,7 @@ void names_free(struct names *names);
 int names_have(struct names *names, const uint8_t *name);
 void names_change(struct names *names, const uint8_t *all, size_t count, int are_stored);
 uint64_t names_place(struct names *names, const uint8_t *name); /* 0: not known */
-void names_put_place(struct names *names, const uint8_t *name, uint64_t place); /* it is stored there; 0: that is not known */
-void names_forget_place(struct names *names, const uint8_t *name); /* but it may be stored as before */
+void names_put_place(struct names *names, const uint8_t *name, uint64_t place); /* where it is stored; 0: not known */
+void names_forget_place(struct names *names, const uint8_t *name); /* the name stays in the set if it is in it */
 
 #endif

@@ -10,7 +10,7 @@
  * reused only when nothing unfinished can refer to it, and counts as lost until then. Operations for which the NIC
  * has no room are fired by the agent. Nothing waits at a NIC for a counter that a failed transfer could bring to its
  * threshold: fi_trigger(3) compares thresholds with successes plus failures, the source of cxi with successes. Each NIC
- * is asked when it is opened, and one that doesn't answer is taken for the first kind.
+ * is probed when it is opened (nic_probe.c); if the result is unclear it counts as the first kind.
  *
  * There are two kinds of NIC. `sockets` moves none of our counters: they are words, and the NIC's counter is made to
  * follow the word here, so it is known which operations have fired; an unfired operation is taken back by closing its
@@ -211,7 +211,7 @@ void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns)
 		report(fabric, TK_FIRED, work->op.tag, now_ns, 0, now_ns);
 }
 
-/* The word has moved: so does the NIC's counter. Where the NIC moves no counters itself, that is what fires. */
+/* Moves the NIC's counter after the word. If the NIC moves no counters itself, this fires operations. */
 void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint64_t value)
 {
 	struct nic *nic = &fabric->nic;

@@ -1,6 +1,6 @@
 /*
- * What the files about libfabric's deferred work share: nic.c (slots, firing, taking back), nic_submit.c (handing
- * operations to the NIC), and other readers of slots.
+ * Shared by the files about libfabric's deferred work, nic.c (slots, firing, taking back) and nic_submit.c (handing
+ * operations to the NIC), and by other readers of slots.
  */
 #ifndef TRIGGERKV_NIC_H
 #define TRIGGERKV_NIC_H
@@ -17,15 +17,15 @@ static inline int has_flag(const struct tk_operation *op)
 	return !!(op->flags & TK_FLAG_PUT);
 }
 
-/* Whether the NIC itself moves the counter that the operation is to move. A transfer may fail, and what waits for its counter
- * must not fire then: where failures fire too, we move the counter once the transfer has succeeded. */
+/* Whether the NIC itself moves the counter that the operation is to move. A transfer may fail, and operations that wait for
+ * its counter must not fire then: where failures fire too, we move the counter once the transfer has succeeded. */
 static inline int has_counter(const struct tk_operation *op)
 {
 	const struct tk_counter *counter = op->completion;
 	return counter && !counter->word && !(op->endpoint && counter->fabric->nic.failures_fire);
 }
 
-/* Which counter the last step moves. */
+/* The counter that the last step moves. */
 static inline struct fid_cntr *moved_at_last(const struct slot *slot)
 {
 	const struct tk_operation *op = &slot->work->op;

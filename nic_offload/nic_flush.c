@@ -4,15 +4,15 @@
  *
  * What always holds: an operation that is known to have fired is not taken back, so it is not sent twice. Operations
  * that come back wait in our own queue, and are handed over again or cancelled there. If the bytes of an operation
- * were under way its flag was dropped by the flush, and the agent puts it once they have arrived.
+ * were under way, the flush dropped its flag, and the agent puts it once the bytes have arrived.
  *
  * The flush takes a second, and a thread of its own waits for it. Meanwhile nothing is handed over, and no counter of the NIC
- * is read or set, which would have to wait for the flush; all else goes on. What the NIC held when it began, and
- * counters without a word, stand still until its end. Commands that need it are put off until then (core.c).
+ * is read or set, which would have to wait for the flush; everything else goes on. Operations that the NIC held when the
+ * flush began, and counters without a word, stand still until its end. Commands that need it are put off until then (core.c).
  *
  * What can't be known: whether an operation whose counter reached its threshold during the flush had fired before it.
- * It had most of a second to complete. If it did not complete it has not gone out, unless something else that went to
- * the same peer is stuck as well.
+ * It had most of a second to complete. If it did not, it has not gone out, unless something else that went to the same
+ * peer is stuck as well.
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -35,7 +35,7 @@ static int have_moved(const struct slot *slot)
 	return is_pair(slot) && fi_cntr_read(slot->moved) > slot->moved_before;
 }
 
-/* The agent puts the flag now. The NIC had none, or it was dropped, which is certain only later. */
+/* The agent now puts the flag: the NIC had none, or has dropped it, which is certain only later. */
 void nic_put_flag(struct tk_fabric *fabric, struct slot *slot, int lost)
 {
 	struct work *work = slot->work;
@@ -46,7 +46,7 @@ void nic_put_flag(struct tk_fabric *fabric, struct slot *slot, int lost)
 	get_ready(fabric, work, WORK_FLAG_READY);
 }
 
-/* Whether the bytes of one whose flag is not at the NIC have arrived. */
+/* Whether the bytes of an operation whose flag is not at the NIC have arrived. */
 int nic_follow_cut(struct tk_fabric *fabric, struct slot *slot)
 {
 	if (!have_moved(slot))
@@ -62,7 +62,7 @@ static void goes_on(struct tk_fabric *fabric, struct slot *slot, int cut)
 		nic_fired(fabric, slot, tk_now_ns());
 }
 
-/* Whether something that had fired before the flush, to the same peer, has not come through yet. */
+/* Whether an operation to the same peer that fired before the flush has not completed yet. */
 static int is_stuck(const struct nic *nic, const struct slot *slot)
 {
 	for (uint32_t i = 0; i < nic->slots_opened; i++) {

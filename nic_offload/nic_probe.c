@@ -1,14 +1,14 @@
 /*
- * Asks a NIC with counters of its own what its thresholds are compared with: successes, as the source of cxi has it, or
- * successes plus failures, as fi_trigger(3) has it.
+ * Finds out what a NIC with counters of its own compares thresholds with: successes, as in the source of cxi, or
+ * successes plus failures, as in fi_trigger(3).
  *
- * What always holds: a NIC that does not answer, or has no slot left for the question, counts as one where failures
- * fire: then nothing is handed over that would be wrong there.
+ * What always holds: if the probe has no result, or the NIC no slot left for it, failures are assumed to fire: then
+ * nothing is handed over that would be wrong there.
  */
 #define _GNU_SOURCE
 #include "nic.h"
 
-#define PROBE_NS 5000000u	   /* time within which a step fires that should */
+#define PROBE_NS 5000000u	   /* a step that should fire does so within this time */
 #define PROBE_STUCK_NS 1000000000u /* time after which a step that must fire is considered lost */
 
 static int wait_for(struct fid_cntr *counter, uint64_t value, uint64_t timeout_ns)
@@ -20,14 +20,14 @@ static int wait_for(struct fid_cntr *counter, uint64_t value, uint64_t timeout_n
 	return 1;
 }
 
-/* One step that waits for two, and a counter with one success and one failure: it fires where failures do. */
+/* A step with a threshold of two, and a counter with one success and one failure: does the step fire? */
 static int step_fires(struct tk_fabric *fabric, struct fid_cntr *counted, struct fid_cntr *seen)
 {
 	struct fi_op_cntr count = {.cntr = seen, .value = 1};
 	struct fi_deferred_work step = {.triggering_cntr = counted, .threshold = 2, .op_type = FI_OP_CNTR_ADD,
 					.op.cntr = &count};
 	if (fi_control(&fabric->domains->fid->fid, FI_QUEUE_WORK, &step))
-		return 1; /* others have all slots */
+		return 1; /* other processes have all slots */
 	fi_cntr_adderr(counted, 1);
 	fi_cntr_add(counted, 1);
 	if (wait_for(seen, 1, PROBE_NS))

@@ -1,8 +1,8 @@
 /*
  * Hands operations to the NIC, as many as it has room for, each as one or more steps.
  *
- * What always holds: the first step is queued first, so a NIC that takes only some of them has taken none that waits for a
- * step that it lacks, and no slot is lost.
+ * What always holds: the first step is queued first. So a NIC that accepts only some steps has none that waits for a step it
+ * doesn't have, and no slot is lost.
  */
 #define _GNU_SOURCE
 #include "nic.h"
@@ -78,7 +78,7 @@ static void make_steps(struct slot *slot)
 	struct fid_cntr *trigger = op->trigger->nic;
 	uint64_t threshold = op->threshold;
 	slot->steps_count = 0;
-	/* A flag that waited for the bytes' counter would go if they failed. */
+	/* A flag that waited for the bytes' counter would go out if they failed. */
 	slot->cut = slot->told = op->trigger->fabric->nic.failures_fire && has_bytes(op) && has_flag(op);
 	if (has_bytes(op)) {
 		add_bytes(slot, trigger, threshold);
@@ -89,7 +89,7 @@ static void make_steps(struct slot *slot)
 		add_flag(slot, trigger, threshold);
 	if (!op->endpoint) {
 		enum fi_op_type type = op->flags & TK_SET_COUNTER ? FI_OP_CNTR_SET : FI_OP_CNTR_ADD;
-		/* Its end is detected by this. */
+		/* This detects its end. */
 		add_count(slot, add_step(slot, trigger, threshold, NULL, FI_OP_CNTR_ADD), 0, slot->done, 1);
 		add_count(slot, add_step(slot, trigger, threshold, NULL, type), 1, op->completion->nic, op->step);
 	}
@@ -108,7 +108,7 @@ static int queue_steps(struct tk_fabric *fabric, struct slot *slot)
 	return 0;
 }
 
-/* The NIC's counter follows the word forwards only: after a word that went back it would fire at once. */
+/* The NIC's counter follows the word only forwards: after a word that went back it would fire at once. */
 static int waits_at_the_nic(const struct tk_operation *op)
 {
 	return !op->trigger->word || op->threshold > op->trigger->mirrored;

@@ -3,7 +3,7 @@
 PyTorch for CUDA brings the compiler, as does `triggerkv[cuda]`.
 
 What always holds: importing this needs neither a GPU nor the compiler; `compiled` says in one sentence what is missing,
-or what the compiler said. A text is compiled once a process for each architecture.
+or what the compiler reported. A source is compiled once per process for each architecture.
 
 What it doesn't do: load or launch anything.
 """
@@ -28,11 +28,11 @@ class Compiled(NamedTuple):
     """The kernels for GPUs of one compute capability."""
 
     ptx: str
-    machine_code: bytes  # a driver older than the compiler can load it, and perhaps not the PTX
+    machine_code: bytes  # a driver older than the compiler can load it, but perhaps not the PTX
 
 
 def _path() -> str | None:
-    """Where the compiler is: in a wheel of NVIDIA's, which share the package `nvidia`, or the system's."""
+    """Where the compiler is: in one of NVIDIA's wheels, which share the package `nvidia`, or the system's."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec and spec.submodule_search_locations) or ():
         for path in sorted(Path(folder).glob("**/lib/libnvrtc.so.*[0-9]")):

@@ -1,5 +1,5 @@
 /*
- * Operations and watches of a fabric, what it reports of them, and the memory that they use. A part of the public
+ * Operations and watches of a fabric, the events that report on them, and the memory that they use. A part of the public
  * header, core.h.
  */
 #ifndef TRIGGERKV_OPERATIONS_H
@@ -27,33 +27,33 @@ struct tk_pieces;
 
 enum tk_event_kind {
 	TK_FIRED,	/* value: the nanosecond at which the threshold was seen reached; only with TK_REPORT_FIRED,
-			 * and never of a NIC that keeps its counters to itself */
+			 * and never if the counter's value is the NIC's own */
 	TK_DONE,	/* all of it has arrived at the peer; value: the nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
-	TK_SENT,	/* the same with TK_SENT_PUT, but it is not known whether it arrived or was refused */
+	TK_SENT,	/* as TK_DONE, with TK_SENT_PUT: it is not known whether it arrived or was refused */
 	TK_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EPIPE (one before it in the chain failed), -EBADMSG
 			 * (a put's CRC differs), -ENODATA (its record was not read): nothing went out, nor will; any other
-			 * is the provider's, and bytes may have moved, in whole or in part. value: of -EPIPE, the errno of
-			 * the one that failed first */
-	TK_LATE,	/* not final: the deadline is over and the operation can't be recalled. Closing its endpoint ends it */
+			 * is the provider's, and bytes may have moved, in whole or in part. value: with -EPIPE, the errno
+			 * of the one that failed first */
+	TK_LATE,	/* not final: the deadline has passed and the operation can't be recalled. Closing its endpoint ends it */
 	TK_LANDED,	/* the expected generation is in the slot's flag word; value: CRC32C of the payload; at a desk:
 			 * the generation */
-	TK_ACKED,	/* value: the acknowledgement word; final once its code is not below the one asked for */
+	TK_ACKED,	/* value: the acknowledgement word; final once its code is at least the one requested */
 	TK_WATCH_FAILED, /* status: -ETIMEDOUT, or -ECANCELED */
 	TK_OVER,	 /* the last row of a group is over, and no caller was waiting for it */
-	TK_CAME,	 /* a receiver has blocks for its owner; tag: the receiver's */
+	TK_CAME,	 /* a receiver, lane or desk has something for the application to take; tag: as it was set up */
 	TK_READ		 /* the drive no longer uses the memory of a batch of records; tag: the batch's */
 };
 
 /* Flags of an operation. */
 #define TK_VERIFY_CRC 1   /* a put or a get fails unless its bytes have the expected CRC32C */
 #define TK_QUIET 2        /* report nothing, not even a failure */
-#define TK_REPORT_FIRED 4 /* one more event when the threshold was seen reached */
+#define TK_REPORT_FIRED 4 /* one more event, when the threshold is seen reached */
 #define TK_FLAG_PUT 8     /* an 8-byte flag put follows the bytes, or stands alone if length is 0 */
 #define TK_ACKED_PUT 16   /* an ack watch reports its success; only failures are reported here */
 #define TK_GET 32         /* the bytes come from the peer */
-#define TK_SENT_PUT 128	  /* it ends when local memory may be reused: on success with TK_SENT */
+#define TK_SENT_PUT 128	  /* it ends when local memory may be reused; on success with TK_SENT */
 #define TK_SHARED_PUT 256 /* a peer that shares our memory can read these bytes itself: see shared_reads.c */
-#define TK_SET_COUNTER 64 /* `completion` is set to `step`, not moved by it */
+#define TK_SET_COUNTER 64 /* `completion` is set to `step` instead of moved by it */
 
 /* How a fabric is opened. */
 #define TK_DEFERRED_WORK 1 /* hand operations to libfabric's deferred work; refused where it has none */
@@ -80,7 +80,7 @@ struct tk_operation {
 	uint64_t local;
 	uint64_t remote;
 	uint64_t remote_key;
-	uint64_t flag_target; /* where the 8-byte flag goes once the bytes are there */
+	uint64_t flag_target; /* where the 8-byte flag goes once the bytes have arrived */
 	uint64_t flag_key;
 	uint64_t flag_value;
 	struct tk_counter *trigger; /* NULL: it fires at once */
@@ -89,15 +89,15 @@ struct tk_operation {
 	uint64_t step;
 	uint64_t deadline_ns;
 	struct tk_region *region; /* holds the local bytes; NULL when length is 0 */
-	struct tk_group *group;	  /* NULL, or where the time of its firing is noted */
+	struct tk_group *group;	  /* NULL, or the group that notes when it fired */
 	struct tk_sender *sender; /* NULL, or the sender that assigns a slot when it fires, and sets `remote` and the flag; */
-	const struct tk_put_head *head; /* then this is the block's head, with the metadata before it. Read when it fires */
+	const struct tk_put_head *head; /* then the block's head, with the metadata before it. Read when it fires */
 	struct tk_pieces *pieces; /* NULL, or the pieces that are gathered at `local` when it fires */
 	uint32_t length;
 	uint32_t crc32c;
 	uint32_t flags;
 	uint32_t row; /* of the group */
-	uint32_t skip, part; /* with TK_VERIFY_CRC: of the checksummed bytes, this many after these are put; 0: all */
+	uint32_t skip, part; /* with TK_VERIFY_CRC: `part` of the checksummed bytes are put, after the first `skip`; 0: all */
 };
 
 /* The head of a put: it describes the block. It lies right before the payload, in the last bytes of the slot's first page;
@@ -106,26 +106,26 @@ struct tk_operation {
 #define TK_FINGERPRINT_BYTES 16
 #define TK_OWNER_BYTES 16
 #define TK_DRIVES_MAX 32 /* of a store */
-#define TK_LOTS 8192 /* into which names fall; see kvstore/placement.py */
+#define TK_LOTS 8192 /* each name belongs to one; see kvstore/placement.py */
 #define TK_HEAD_PAGE 4096 /* the room for both */
 #define TK_PUT_HAS_CRC 1
 struct tk_put_head {
-	uint32_t head_crc32c; /* of the metadata and all following fields, with a tag of 0; the sender sets this, and others */
+	uint32_t head_crc32c; /* of the metadata and all following fields, with a tag of 0. Set by the sender */
 	uint32_t metadata_bytes;
-	uint64_t generation;	 /* of the slot; the sender */
-	uint64_t ack_generation; /* the sender */
+	uint64_t generation;	 /* of the slot. Set by the sender */
+	uint64_t ack_generation; /* set by the sender */
 	uint64_t expires_unix_ms;
-	uint32_t ack_word; /* the sender */
+	uint32_t ack_word; /* set by the sender */
 	uint32_t length;
-	uint32_t crc32c; /* of the payload; the sender */
-	uint8_t flags;	 /* the sender */
+	uint32_t crc32c; /* of the payload. Set by the sender */
+	uint8_t flags;	 /* set by the sender */
 	uint8_t durability;
 	uint8_t zeros[2];
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
-	uint8_t domain[TK_DOMAIN_BYTES]; /* whose key it is encrypted with on the drive; zeros: none was named */
-	uint64_t fired_ns; /* when the flag was seen, by the sender's CLOCK_MONOTONIC; 0: an earlier version. The sender */
-	uint64_t tag; /* on a sealed connection, of the metadata and all fields before it; otherwise 0. The sender */
+	uint8_t domain[TK_DOMAIN_BYTES]; /* its key encrypts the block on the drive; zeros: none was named */
+	uint64_t fired_ns; /* when the flag was seen, by the sender's CLOCK_MONOTONIC; 0: an earlier version. Set by the sender */
+	uint64_t tag; /* on a sealed connection, of the metadata and all fields before it; otherwise 0. Set by the sender */
 };
 
 struct tk_landing {
@@ -135,14 +135,14 @@ struct tk_landing {
 	uint64_t generation; /* what the word must become */
 	uint64_t payload;
 	uint64_t peer;
-	uint64_t ack_target; /* where `ack_value` is put the moment the generation matches */
+	uint64_t ack_target; /* where `ack_value` is put as soon as the generation matches */
 	uint64_t ack_key;
 	uint64_t ack_value;
 	uint64_t deadline_ns;
 	uint32_t length;
 	uint32_t quiet;	      /* no acknowledgement: this is not a block, and is answered otherwise */
-	struct tk_desk *desk; /* NULL, or calls come in here, which the desk may answer: then there is no event,
-			       * and the next generation is waited for */
+	struct tk_desk *desk; /* NULL, or calls arrive here, and this desk may answer them. If it does there is no
+			       * event, and the landing waits for the next generation */
 	struct tk_region *region; /* has the flag word; NULL only where the connection is not sealed */
 };
 
@@ -152,8 +152,8 @@ struct tk_ack_watch {
 	uint64_t word; /* holds generation << 8 | code */
 	uint64_t generation;
 	uint64_t deadline_ns;
-	struct tk_group *group; /* NULL, or the row that notes codes up to `good_max`, which are then not reported */
-	uint32_t final_code; /* a code of at least this ends the watch; lower ones are reported once each */
+	struct tk_group *group; /* NULL, or the group whose row notes codes up to `good_max`, which are then not reported */
+	uint32_t final_code; /* this code or a higher one ends the watch; lower ones are reported once each */
 	uint32_t good_max;
 	uint32_t row; /* of the group */
 	uint32_t zero;
@@ -161,7 +161,7 @@ struct tk_ack_watch {
 
 /* One operation of a group; see group.c. Times are of CLOCK_MONOTONIC, 0: not yet. */
 struct tk_row {
-	uint64_t fired_ns, landed_ns, over_ns; /* the threshold was seen; the peer's first word; its last one */
+	uint64_t fired_ns, landed_ns, over_ns; /* when the threshold was seen; the peer's first word; its last word */
 	uint32_t code; /* of the last good one; 0: none */
 	uint32_t over;
 };
@@ -171,8 +171,8 @@ struct tk_statistics {
 	uint64_t put_bytes, got_bytes;
 	uint64_t landed, stale_words, acks_sent;
 	uint64_t served;	/* blocks sent from the shelf, for calls that the desk answered */
-	uint64_t handed;	/* to the NIC, in all */
-	uint64_t taken_back;	/* taken back unfired, to be cancelled or handed over again */
+	uint64_t handed;	/* to the NIC, in total */
+	uint64_t taken_back;	/* from the NIC unfired, to be cancelled or handed over again */
 	uint64_t waiting;	/* now, in our own queue */
 	uint64_t held;		/* now, by the NIC */
 	uint64_t slots_lost;	/* places at the NIC that can't be used before a flush or the end */
@@ -188,8 +188,8 @@ uint64_t tk_siphash(const uint64_t secret[2], const void *data, size_t length);
 
 uint64_t tk_word_load(const void *address);
 void tk_word_store(void *address, uint64_t value);
-/* The bell after a set of flag words, in the same memory. A store to a word rings it: if a thread sleeps, a byte is written
- * to a pipe, for which each process has its own descriptor. */
+/* The bell after a set of flag words, in the same memory. Each store to a word rings it: if a thread sleeps, a byte is
+ * written to a pipe, for which each process has its own descriptor. */
 #define TK_BELL_MAGIC 0x6c6c65622d6b7476
 struct tk_bell {
 	uint64_t magic;
@@ -207,7 +207,7 @@ struct tk_run {
 };
 void tk_copy_runs(const struct tk_run *runs, size_t count, const uint64_t *sources, uint64_t target);
 
-/* Bytes that lie in pieces of registered memory, and are one block's in their order; see pieces.c. */
+/* Pieces of registered memory that, in their order, are the bytes of one block; see pieces.c. */
 struct tk_piece {
 	uint32_t region; /* which of the regions */
 	uint32_t length;

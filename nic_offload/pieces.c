@@ -3,7 +3,7 @@
  * arrived.
  *
  * Why copies, and not a message for each piece: a page of KV is a few KiB, and a message costs more than copying it
- * (docs/performance.md). The copy of a put and its checksum are made in one pass.
+ * (docs/performance.md). A put is copied and checksummed in one pass.
  *
  * What always holds: each piece lies in one region, which can't be closed while a put of the pieces is queued. The
  * list of pieces never changes, and is freed when neither its owner nor an operation uses it.
@@ -26,7 +26,7 @@ struct tk_pieces {
 	uint32_t users; /* atomic: references, by its owner and each operation */
 	uint32_t count, regions_count;
 	uint64_t bytes;
-	struct tk_region **regions; /* behind the pieces */
+	struct tk_region **regions; /* after the pieces */
 	struct placed pieces[];
 };
 
@@ -94,7 +94,7 @@ void pieces_let_go(struct tk_pieces *pieces)
 	tk_pieces_close(pieces);
 }
 
-/* The next bytes of a put, copied to where it goes out from, and summed as they were copied. Returns how many. */
+/* Gathers the next bytes of a put, and adds the copy to the checksum. Returns how many. */
 uint32_t gather_some(struct work *work, uint32_t bytes_max)
 {
 	const struct placed *piece = &work->op.pieces->pieces[work->gathered.piece];
@@ -115,7 +115,7 @@ uint32_t gather_some(struct work *work, uint32_t bytes_max)
 	return bytes;
 }
 
-/* The next bytes of a block that is scattered, no more than are left of it; `crc`, if there is one, goes on with the copy. */
+/* Scatters the next bytes of a block, no more than are left of it; `crc`, if given, is updated with the copy. */
 void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, uint32_t *crc)
 {
 	while (bytes) {

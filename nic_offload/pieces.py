@@ -52,7 +52,7 @@ class Pieces:
 
     @classmethod
     def each(cls, regions: Sequence[Region], tables: Iterable[Buffer]) -> list[Pieces]:
-        """The same of many blocks in the same regions."""
+        """The same for many blocks in the same regions."""
         shared = tuple(regions)
         handles = _handles_of(shared)
         return [cls(shared, rows, handles=handles) for rows in tables]
@@ -64,7 +64,7 @@ class Pieces:
 
 
 def pieces_said(rows: Buffer) -> list[tuple[int, int, int]]:
-    """What such an array says: of each piece the number of its memory, its length, its offset."""
+    """Decode such an array: for each piece the number of its region, its length, its offset."""
     return list(_PIECE.iter_unpack(rows))
 
 
@@ -73,7 +73,7 @@ def _handles_of(regions: Sequence[Region]) -> Any:
 
 
 def scatter(blocks: Sequence[tuple[Pieces, int]]) -> None:
-    """Copy blocks into their pieces, each from an address on, in one call without the GIL."""
+    """Copy blocks, each from its address, into their pieces, in one call without the GIL."""
     rows = ffi.new("struct tk_scattered[]", len(blocks))
     for row, (pieces, source) in zip(rows, blocks, strict=True):
         row.pieces = ffi.cast("struct tk_pieces *", pieces.pointer)

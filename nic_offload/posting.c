@@ -1,9 +1,9 @@
 /*
  * Posts puts and gets, their chained flags and acknowledgements, and takes their completions.
  *
- * What always holds: where the provider keeps writes of that size in order, and takes two target ranges, a flag put goes out
- * in the same message as its bytes; otherwise only after the bytes were delivered. A counter is moved only after both were delivered. Each
- * endpoint has its own share of the wire.
+ * What always holds: where the provider keeps writes of that size in order, and accepts two target ranges, a flag put goes
+ * out in the same message as its bytes; otherwise only after the bytes were delivered. A counter is moved only after both
+ * were delivered. Each endpoint has its own share of the wire.
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -100,7 +100,7 @@ static int post_flag(struct tk_fabric *fabric, struct work *work)
 
 static int flag_travels_along(const struct tk_fabric *fabric, const struct tk_operation *op)
 {
-	size_t whole = TK_HEAD_PAGE + op->length + sizeof(uint64_t); /* with the most that may lie before them */
+	size_t whole = TK_HEAD_PAGE + op->length + sizeof(uint64_t); /* with the most that may be before them */
 	return whole <= fabric->order_max && op->length && (op->flags & (TK_FLAG_PUT | TK_GET)) == TK_FLAG_PUT;
 }
 
@@ -283,7 +283,7 @@ int post_ready(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The bytes are there. A get's may have to be summed first, and a flag may have to follow them. */
+/* The bytes have arrived. A get's may have to be checksummed first, and a flag may have to follow. */
 static void moved(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;

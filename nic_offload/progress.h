@@ -1,5 +1,5 @@
 /*
- * What the files of the progress thread call in each other. All of it runs on that thread alone, unless marked.
+ * Functions that the files of the progress thread call in each other. All run on that thread only, unless marked.
  */
 #ifndef TRIGGERKV_PROGRESS_H
 #define TRIGGERKV_PROGRESS_H
@@ -12,7 +12,7 @@ void queue_push(struct queue *queue, struct work *work);
 struct work *queue_pop(struct queue *queue);
 void queue_remove(struct queue *queue, struct work *work);
 int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes);
-/* For work that can't be refused any more. Without memory the thread blocks until there is some: callers get TK_STUCK at
+/* For work that can no longer be refused. Without memory the thread blocks until there is some: callers get TK_STUCK at
  * their deadline, and nothing is lost. */
 void grow_surely(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes);
 void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uint64_t value, int status, uint64_t time_ns);
@@ -36,7 +36,7 @@ void get_ready(struct tk_fabric *fabric, struct work *work, enum work_state stat
 /* commands.c */
 void run_command(struct tk_fabric *fabric, struct command *command);
 int run_put_off(struct tk_fabric *fabric);     /* commands whose flush has ended; returns whether there was one */
-void refuse_put_off(struct tk_fabric *fabric); /* the thread ends */
+void refuse_put_off(struct tk_fabric *fabric); /* because the thread ends */
 
 /* counter.c: operations that wait for counters */
 int wait_for_counter(struct tk_fabric *fabric, struct work *work);
@@ -60,7 +60,7 @@ void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint6
 int nic_completed(struct tk_fabric *fabric, void *context, int status);
 int nic_poll(struct tk_fabric *fabric);
 int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter);
-int nic_flush(struct tk_fabric *fabric); /* 0: it is done; NOT_YET: ask again when it has ended */
+int nic_flush(struct tk_fabric *fabric); /* 0: it is done; NOT_YET: call again when it has ended */
 int nic_end_flush(struct tk_fabric *fabric); /* whether one has */
 void nic_flush_at_last(struct tk_fabric *fabric); /* before the thread ends; waits for it */
 int nic_withdraw(struct tk_fabric *fabric, struct work *work);
@@ -77,17 +77,17 @@ void nic_put_flag(struct tk_fabric *fabric, struct slot *slot, int lost);
 
 /* inbox.c: work for the thread, under the inbox's lock; any thread */
 int reserve_work(struct tk_fabric *fabric, uint32_t count);
-struct work *take_free(struct tk_fabric *fabric, enum work_kind kind); /* of what was reserved */
+struct work *take_free(struct tk_fabric *fabric, enum work_kind kind); /* from what was reserved */
 int check_operation(const struct tk_fabric *fabric, const struct tk_operation *op); /* without the lock */
 struct work *enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op);
 struct work *enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch);
 
-/* group.c: what callers wait for; the first two any thread */
+/* group.c: what callers wait for; any thread for the first two */
 void group_use(struct tk_group *group);
 void group_let_go(struct tk_group *group);
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code);
-void group_copies(struct tk_group *group, uint32_t row, int copies); /* until it has, no word ends that row */
+void group_copies(struct tk_group *group, uint32_t row, int copies); /* while it does, no word ends that row */
 
 /* posting.c: what is posted, what has completed */
 int status_of_provider(int error);
@@ -95,7 +95,7 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 	      uint64_t key); /* its end is not reported */
 int post_landed(struct tk_fabric *fabric, struct work *work);
 int post_confirmed_flag(struct work *work); /* when it ends, the flag has been delivered */
-int note_taken(struct tk_endpoint *endpoint, int status); /* the provider's answer to an attempt to send */
+int note_taken(struct tk_endpoint *endpoint, int status); /* status: the provider's result of an attempt to send */
 int post_ready(struct tk_fabric *fabric);
 int drain_completions(struct tk_fabric *fabric);
 int progress_wire(struct tk_fabric *fabric);
@@ -103,13 +103,13 @@ int progress_wire(struct tk_fabric *fabric);
 /* words.c: words that wait, or might be overtaken */
 int post_or_queue_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,
 		       uint64_t target, uint64_t key); /* as post_word; if the provider has no room now, later */
-int word_follows(struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, struct spot spot); /* whether it waits for another one there */
+int word_follows(struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, struct spot spot); /* whether it waits for one to the same place */
 int post_word_in_order(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,
 		       struct spot spot);
 void word_is_over(struct tk_fabric *fabric, struct work *work);
 void forget_word(struct work *work);
 
-/* domains.c: open and close, the progress thread once there is one; the others any thread */
+/* domains.c: open and close on the progress thread once there is one; any thread for the others */
 int domain_open(struct tk_fabric *fabric, uint32_t number, char *message); /* if it is not open */
 void domain_close(struct domain *domain);
 void close_fid(struct fid *fid); /* NULL: nothing to do */
@@ -118,8 +118,8 @@ void domain_leave(struct tk_fabric *fabric, uint32_t number);
 
 /* streams.c: addresses of TCP, and what it leaves behind */
 int address_is_same(const union address *a, const union address *b);
-uint16_t address_port(const union address *address); /* 0: it is none of IP */
-int lowest_free_fd(void); /* what is opened next will be it, or one above it */
+uint16_t address_port(const union address *address); /* 0: it is not an IP address */
+int lowest_free_fd(void); /* the next descriptor opened is this one, or one above it */
 void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
 
 /* idle.c: how the thread idles. Any thread, except for `rest`. */
@@ -128,7 +128,7 @@ int rest_hear(struct tk_fabric *fabric, int pipe_fd);
 int rest_hear_writes(struct tk_fabric *fabric, int event_fd);
 int rest_ignore(struct tk_fabric *fabric, int event_fd);
 void rest_look_again(struct tk_fabric *fabric);
-int rest(struct tk_fabric *fabric, uint64_t idle_ns); /* returns whether something has woken it */
+int rest(struct tk_fabric *fabric, uint64_t idle_ns); /* returns whether something woke the thread */
 
 /* watch.c: watched words, checksums */
 uint64_t flag_awaited(const struct tk_landing *landing);
@@ -145,16 +145,16 @@ void over_at_desk(struct work *work, int status);
 void poll_desks(struct tk_fabric *fabric);
 
 /* desk_cold.c: blocks of such calls that a reader reads */
-int cold_is_there(struct work *work, uint64_t place, uint64_t generation); /* the name of what was read there is still at that place */
+int cold_is_there(struct work *work, uint64_t place, uint64_t generation); /* the name of what was read still has that place */
 void cold_over(struct work *work);
 void poll_cold(struct tk_fabric *fabric);
 
 /* sender.c: puts by grants, the client's side */
 void sender_fire(struct tk_fabric *fabric, struct work *work);
 void sender_summed(struct work *work);
-uint32_t sender_head(const struct work *work, const void **bytes); /* returns how many */
+uint32_t sender_head(const struct work *work, const void **bytes); /* returns their number */
 void *sender_head_desc(const struct work *work);
-int sender_shares(const struct work *work); /* whether its slot is mapped here; then these: */
+int sender_shares(const struct work *work); /* whether its slot is mapped here; if so, these apply: */
 uint32_t sender_copies(struct work *work, uint32_t bytes_max);
 void sender_put(struct tk_fabric *fabric, struct work *work);
 void sender_put_over(struct tk_fabric *fabric, struct work *work);
@@ -162,18 +162,18 @@ void sender_acked(struct work *watch, int is_final);
 struct queue *sender_queue(const struct work *work); /* where it waits for a slot */
 int poll_senders(struct tk_fabric *fabric);
 
-uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region); /* copies up to so many bytes of a put there */
+uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region); /* bytes of a put that it can gather in this region */
 
 /* caller.c: calls, the client's side */
 void caller_fire(struct tk_fabric *fabric, struct work *work);
 void caller_put_over(struct tk_fabric *fabric, struct work *work);
-uint32_t caller_answered(struct tk_fabric *fabric, struct work *watch, uint32_t code); /* what it comes to */
+uint32_t caller_answered(struct tk_fabric *fabric, struct work *watch, uint32_t code); /* returns the code to report */
 struct queue *caller_queue(const struct work *work); /* where it waits for a place */
 int poll_callers(struct tk_fabric *fabric);
 
-uint64_t caller_word(const struct tk_caller *caller, uint64_t address); /* which of its words it is */
+uint64_t caller_word(const struct tk_caller *caller, uint64_t address); /* the word's number among the caller's */
 void caller_read(struct tk_caller *caller, uint32_t place); /* the bytes of an answer have been read */
-void caller_shared(struct tk_caller *caller, int is_good); /* a block was read from the node's memory, and passed its check */
+void caller_shared(struct tk_caller *caller, int is_good); /* a block was read from the node's memory; is_good: it passed its check */
 
 /* shared.c: blocks that are read from the node's memory, the client's side */
 struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shared *shared, uint32_t blocks,
@@ -184,12 +184,12 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place);
 int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address);
 uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max);
 void shared_over(struct work *watch);
-int shared_told(struct tk_fabric *fabric, struct work *watch); /* a word gives the location of a single block; 0: it must not be read */
+int shared_told(struct tk_fabric *fabric, struct work *watch); /* a word refers to a single block's location; 0: it must not be read */
 
 /* shared_reads.c: the same, the node's side */
 int may_share(const struct work *work);
-int tell_where(struct tk_fabric *fabric, struct work *work); /* 0, or what posting gives */
-void was_told(struct tk_fabric *fabric, struct work *work); /* it is in no other queue any more */
+int tell_where(struct tk_fabric *fabric, struct work *work); /* 0, or the error of posting */
+void was_told(struct tk_fabric *fabric, struct work *work); /* it has left all other queues */
 int poll_shared_reads(struct tk_fabric *fabric);
 
 /* shared_puts.c: puts and words between two ends on one machine */
@@ -197,7 +197,7 @@ int put_shared_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint
 void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 void ring_doorbells(struct tk_fabric *fabric);
 
-/* pieces.c; all but the last any thread */
+/* pieces.c; any thread for all but the last */
 void pieces_use(struct tk_pieces *pieces);
 void pieces_let_go(struct tk_pieces *pieces);
 void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, uint32_t *crc);
@@ -208,7 +208,7 @@ int poll_receivers(struct tk_fabric *fabric);
 void receivers_tell(struct tk_fabric *fabric);
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 
-/* reader.c: puts of what is read from a drive */
+/* reader.c: puts of bytes that are read from a drive */
 void reader_begin(struct work *work);
 void reader_let_go(struct work *work); /* it no longer needs the bytes */
 void reader_put_over(struct work *work);

@@ -1,22 +1,22 @@
 /*
  * The reader: sends blocks from a drive to peers without the application.
  *
- * For each block the application says where its record lies, what its header must contain, into which pages to read
- * it and where its payload goes; it has already decided on the order and on how much may be under way. From there on
- * the block is an operation like any other (`tk_operation`) whose bytes have not arrived yet. The progress thread
- * reads header and payload through the reader's own io_uring, in pieces, into memory of the reader's own in huge
- * pages: drives read into these up to half as fast again as into the small pages of shared memory. As pieces arrive
- * it compares the header, and copies the payload to its final place, computing the CRC on the way; then it fires the
- * operation, which sends the bytes followed by the flag. So one block is read while others are copied and sent. What is
- * encrypted is decrypted where it would be copied, and its tag is compared instead of the CRC.
+ * For each block the application gives the location of its record, what its header must contain, the pages to read it
+ * into and the destination of its payload; it has already decided on the order and on how much may be under way. From
+ * there on the block is an operation like any other (`tk_operation`) whose bytes have not arrived yet. The progress
+ * thread reads header and payload through the reader's own io_uring, in pieces, into memory of the reader's own in huge
+ * pages: drives are up to one and a half times as fast with these as with the small pages of shared memory. As pieces
+ * arrive it compares the header, and copies the payload to its final place, computing the CRC on the way; then it fires
+ * the operation, which sends the bytes followed by the flag. So one block is read while others are copied and sent. An
+ * encrypted record is decrypted instead of copied, and its tag is compared instead of the CRC.
  *
  * What always holds: nothing of a record is sent unless its header is the expected one, bit by bit, including its tag
  * for this place on this drive (except its expiry, which may have been extended), and its payload has the expected
- * CRC, or, if it is encrypted, its tag. An operation that is cancelled, late, or whose endpoint is closed ends at once,
- * as it would without a reader, and nothing more is copied for it; but the drive may still be reading its extent. So
- * records are read in batches, and the pages and extents of a batch may be reused after its TK_READ, which is reported
- * once, whatever became of the operations. The pieces of one record are copied in order; those of different records as
- * they arrive.
+ * CRC, or, if it is encrypted, its tag. An operation that is cancelled or late, or whose endpoint is closed, ends at
+ * once, as it would without a reader, and nothing more is copied for it; but the drive may still be reading its extent.
+ * So records are read in batches, and the pages and extents of a batch may be reused after its TK_READ, which is
+ * reported once, whatever became of the operations. The pieces of one record are copied in order; those of different
+ * records as they arrive.
  *
  * What it doesn't do: read anything twice. If a read failed or found another record, the operation fails with
  * -ENODATA, and the application finds out why. It doesn't keep extents from being freed: the application does, from

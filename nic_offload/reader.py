@@ -1,10 +1,10 @@
-"""A reader: sends blocks from a drive to peers without a call of the application in between (`reader.c`).
+"""A reader: sends blocks from a drive to peers without the application (`reader.c`).
 
 The application gives it records in batches: the place of each, the expected header, the pages to read it into, and
-the destination of its payload. Each is then an operation like any other: it is cancelled, and ends with its endpoint,
-in the same way; a failure is reported. When all have ended, an event SENT has the batch's tag.
+the destination of its payload. Each is then an operation like any other: it can be cancelled, and it ends with its
+endpoint; a failure is reported. When all have ended, an event SENT has the batch's tag.
 
-What always holds: nothing is sent of a record whose header or CRC is not the expected one. The pages of a batch, and
+What always holds: nothing of a record is sent if its header or CRC is not the expected one. The pages of a batch, and
 its extents on the drive, must not change until its READ has been reported, which may be before or after SENT.
 """
 
@@ -65,13 +65,13 @@ class Reader:
         record: RecordFormat,
         cipher: RecordCipher | None = None,
     ) -> None:
-        """So many reads are under way at a time. With a cipher it reads encrypted records, too."""
+        """At most `depth` reads are under way at a time. With a cipher it reads encrypted records, too."""
         setup = ffi.new("struct tk_reader_setup *")
         setup.fd, setup.depth = drive_fd, depth
         record.put_into(setup)
         if cipher is not None:
             setup.encryption = cipher.setup[0]
-        self._cipher = cipher  # of which the core has the vault
+        self._cipher = cipher  # kept, because the core uses its vault
         out = ffi.new("struct tk_reader **")
         code = lib.tk_reader_open(fabric.handle, setup, out)
         if code:

@@ -1,5 +1,5 @@
 /*
- * What the two files of a reader share: reader.c and reader_pieces.c.
+ * Shared by the two files of a reader: reader.c and reader_pieces.c.
  */
 #ifndef TRIGGERKV_READER_INSIDE_H
 #define TRIGGERKV_READER_INSIDE_H
@@ -15,16 +15,16 @@
 #define PAGE TK_TAGGED_PAGE
 #define STAGED_BYTES (8u << 20)	 /* pieces being read, or read and waiting to be copied */
 
-/* A record that is being read. The progress thread's own once its work was taken in. */
+/* A record that is being read. The progress thread's own once it has taken in the work. */
 struct reading {
-	struct reading *next; /* waits for places */
+	struct reading *next; /* among those that wait for free pieces */
 	struct batch *batch;
 	struct tk_reader *reader;
 	struct work *work; /* NULL: the bytes are no longer wanted */
 	uint32_t size, begun, over; /* bytes: in total; of pieces begun; of pieces finished */
 	int failed;
 	uint64_t offset;
-	uint64_t place; /* of a cold block: generation and CRC are what its header says */
+	uint64_t place; /* of a cold block: its generation and CRC are taken from its header */
 	struct header_fixed header;
 	struct aead *aead; /* NULL: not encrypted, or not begun */
 	uint8_t payload_tag[TK_AEAD_TAG];
@@ -32,7 +32,7 @@ struct reading {
 
 /* Of a record. Memory is taken and given back in the order in which pieces are begun. */
 struct piece {
-	struct piece *next; /* was read, too */
+	struct piece *next; /* in the list of pieces that were read */
 	struct reading *reading;
 	uint64_t number;
 	char *memory;
@@ -50,7 +50,7 @@ struct batch {
 	uint32_t unread;   /* records whose pages the drive still uses */
 	uint32_t not_over; /* puts */
 	int read_is_told;
-	int is_cold; /* the blocks of a call that a desk answers, from whatever drives; the application is not told of it */
+	int is_cold; /* blocks of a call that a desk answers, from any drives; the application gets no event */
 	struct reading readings[];
 };
 
@@ -62,19 +62,19 @@ struct tk_reader {
 	/* The progress thread's own. */
 	struct io_uring ring;
 	int event_fd; /* rings when a read has ended */
-	struct reading *first, *last; /* that wait for places */
+	struct reading *first, *last; /* those that wait for free pieces */
 	struct piece *pieces; /* as many as the ring is deep, by number */
-	uint64_t begun, freed; /* the numbers of the next piece, and of the oldest whose memory is in use */
+	uint64_t begun, freed; /* the numbers of the next piece, and of the oldest one whose memory is in use */
 	struct staged staged;
 	struct piece *read_first_piece, *read_last_piece; /* to be copied */
 	uint32_t in_ring, in_ring_bytes;
 	int unsubmitted;
-	struct batch *read_first; /* batches whose READ waits for the end of their puts */
+	struct batch *read_first; /* batches whose TK_READ waits for the end of their puts */
 	char *scratch; /* a page */
 };
 
 void reading_fill_in(struct reading *reading, struct batch *batch, struct tk_reader *reader, uint32_t length,
-		     const uint8_t *key, const uint8_t *owner, const uint8_t *fingerprint); /* and the rest is zero */
+		     const uint8_t *key, const uint8_t *owner, const uint8_t *fingerprint); /* the rest is zero */
 void reading_over(struct tk_reader *reader, struct reading *reading); /* the drive no longer uses its memory */
 
 /* reader_pieces.c */

@@ -1,8 +1,8 @@
 /*
  * A reader's pieces: read from the drive through its io_uring, compared, and copied or decrypted to where they stay.
  *
- * What always holds: pieces are begun, and their staged memory is given back, in one order; those of one record are copied in
- * order. Bytes of an encrypted record that turn out to be others are wiped.
+ * What always holds: pieces begin, and give back their staged memory, in one order; those of one record are copied in order.
+ * Bytes of an encrypted record that turn out to be wrong are wiped.
  */
 #define _GNU_SOURCE
 #include "reader_inside.h"
@@ -11,13 +11,13 @@
 #include <string.h>
 
 #define HEADER_BYTES (TK_TAGGED_FIXED + TK_TAGGED_TAG) /* the rest of its page is not read */
-#define STUMBLES_MAX 16u /* attempts at one read: EINTR and EAGAIN are no errors of the drive */
+#define STUMBLES_MAX 16u /* attempts at one read: EINTR and EAGAIN are not errors of the drive */
 #define DIRECT_ALIGN 512u
 #define PIECE_BYTES (256u << 10) /* of a payload that are read together; the header comes with the first */
-#define READ_BYTES (STAGED_BYTES / 2) /* at a time: the drive reads on while the others are copied */
+#define READ_BYTES (STAGED_BYTES / 2) /* at a time: the drive continues to read while the others are copied */
 #define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
 
-/* What is known of a cold block beforehand is its name, and where it is: the rest is what its header says, which has a tag. */
+/* Of a cold block only name and place are known beforehand: the rest is taken from its header, which has a tag. */
 static int learns(struct reading *reading, const struct header_fixed *found)
 {
 	if (!reading->place)
@@ -97,7 +97,7 @@ static void ended(struct tk_reader *reader, struct reading *reading)
 	reading_over(reader, reading);
 }
 
-/* Begins to read the next piece of a record; 0: it is not the time for that. */
+/* Begins to read the next piece of a record; 0: not now. */
 static int begin_piece(struct tk_reader *reader, struct reading *reading)
 {
 	uint32_t left = reading->size - reading->begun, most = reading->begun ? PIECE_BYTES : PAGE + PIECE_BYTES, taken;
@@ -129,7 +129,7 @@ int start_readings(struct tk_reader *reader)
 	while (reader->first && reader->begun - reader->freed < reader->setup.depth) {
 		struct reading *reading = reader->first;
 		if (!reading->work || reading->failed)
-			reading->size = reading->begun; /* nobody wants the rest */
+			reading->size = reading->begun; /* the rest is not needed */
 		if (reading->begun < reading->size && !begin_piece(reader, reading))
 			break;
 		busy = 1;

@@ -1,6 +1,5 @@
 /*
- * The receiver: takes the blocks that one peer puts by grants. Each is read once, from its slot into memory of our
- * own.
+ * The receiver: takes the blocks that one peer puts by grants. Each is read once, from its slot into our own memory.
  *
  * The peer may write to all slots, one put per generation. When a slot's flag has the expected generation, the head
  * is copied and checked, and the payload is copied into a room that the application has provided, with its checksum
@@ -8,13 +7,13 @@
  * `landed`, and the slot waits for its next put.
  *
  * What always holds: nothing that the peer writes into a slot after its flag has any effect, because nothing there is
- * read twice. A block's bytes are overwritten there once they were copied. A block is on the shelf before its peer gets
+ * read twice. A block's bytes are overwritten there after they are copied. A block is on the shelf before its peer gets
  * `landed`, and only if its bytes have the checksum in its head, if there is one. If something may be stored under its
  * name already, it is not listed, and the application, which knows the stored bytes, answers. A room holds one block.
  * An invalid put ends the connection: nothing more is taken from that peer. Without a free room a put waits in its slot.
  *
- * What it doesn't do: decide whether a block may stay. The application does, which gets each block from
- * `tk_receiver_take`.
+ * What it doesn't do: decide whether a block may stay. The application gets each block from `tk_receiver_take`, and
+ * decides.
  */
 #define _GNU_SOURCE
 #include "call.h"
@@ -106,7 +105,7 @@ int tk_receiver_close(struct tk_receiver *receiver)
 	return status;
 }
 
-/* --- what the application gives and takes; any thread */
+/* --- the application's side; any thread */
 
 void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes, int is_limited)
 {
@@ -291,7 +290,7 @@ int poll_receivers(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The application is about to get a call: it must first know of all blocks that came before. */
+/* The application is about to get a call: it must first get all blocks that arrived before it. */
 void receivers_tell(struct tk_fabric *fabric)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {
@@ -305,7 +304,7 @@ void receivers_tell(struct tk_fabric *fabric)
 	}
 }
 
-/* The endpoint is about to be closed. Blocks that have come are taken if there are rooms; nothing is acknowledged. */
+/* The endpoint is about to be closed. Blocks that have arrived are taken if there are rooms; nothing is acknowledged. */
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {

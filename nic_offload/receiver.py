@@ -1,7 +1,7 @@
-"""Blocks put with grants: the node's side of one connection (`receiver.c`).
+"""Blocks put by grants: the node's side of one connection (`receiver.c`).
 
 Each block is read once from its slot, into a room that was provided in advance, and can be read from there, on the
-shelf, before its client is told that it landed. Received blocks are taken in batches.
+shelf, before its client gets `landed`. Received blocks are taken in batches.
 
 What always holds: a room holds one block, and then belongs to the taker; without rooms, clients wait.
 """
@@ -42,7 +42,7 @@ class Room(NamedTuple):
 
 
 class Came(NamedTuple):
-    """A block that has come."""
+    """A block that has arrived."""
 
     id: int
     address: int  # of its room's first page
@@ -54,27 +54,27 @@ class Came(NamedTuple):
     room: int
     length: int
     crc32c: int
-    metadata_bytes: int  # which are before the room's second page, followed by the head
+    metadata_bytes: int  # the metadata ends at the room's second page, followed by the head
     durability: int
     listed: int
-    is_stored: int  # or may be: not listed, and a client that wants to hear `landed` has not heard it
-    under_way: int  # to a drive, by the lane of this number, from 1 on; 0: by none
+    is_stored: int  # its name is or may be stored: it is not listed, and a client that waits for `landed` has no answer
+    under_way: int  # the number, from 1, of the lane that writes it; 0: none does
     key: bytes
     fingerprint: bytes
-    domain: bytes  # whose key it is encrypted with; zeros: its owner's own
+    domain: bytes  # its key encrypts the block; zeros: the owner's own
 
 
 class State(NamedTuple):
-    """How a receiver stands."""
+    """The state of a receiver."""
 
-    rooms: int  # of the size that was wanted last
-    wanted_pages: int  # that size; 0: nothing has come yet
-    starved: int  # whether a put waits for one, and none was given since
-    differed: int  # how many were refused since then: other bytes came than were sent;
-    taken: int  # another block has the key;
-    expired: int  # its life was over before it came;
-    unsaid: int  # it named no domain
-    broken: int  # a code: what came was no put, and nothing more is taken
+    rooms: int  # of the size last requested
+    wanted_pages: int  # that size; 0: nothing has arrived yet
+    starved: int  # whether a put waits for a room, and none was given since
+    differed: int  # puts refused since the last call, because other bytes arrived than were sent;
+    taken: int  # because another block has the key;
+    expired: int  # because the block expired before it arrived;
+    unsaid: int  # because the put named no domain
+    broken: int  # a code: an invalid put arrived, and nothing more is taken
 
 
 class Receiver:
@@ -96,11 +96,11 @@ class Receiver:
         shared: bytes = b"",
         unsaid_code: int = 0,
     ) -> None:
-        """`area` is in our own memory. `acks` are base, key and number of the client's words; `codes` what they say.
+        """`area` is in our own memory. `acks` are base, key and number of the client's words; `codes` are their codes.
 
-        That is: landed; other bytes came than were sent; another block has the key; its life was over; written. `told`
-        is what the client calls the flags, address and key; needed where the endpoint is sealed. `shared` is as which
-        domain it names its owner's own; a put that names none gets the word `unsaid_code`, unless that is 0.
+        These are: landed; other bytes arrived than were sent; another block has the key; expired; written. `told` is
+        address and key by which the client names the flags; needed if the endpoint is sealed. `shared` is the client's
+        name for its owner's own domain; a put that names no domain gets the word `unsaid_code`, unless that is 0.
         """
         setup = ffi.new("struct tk_receiver_setup *")
         setup.endpoint, setup.tag, setup.peer = endpoint.handle, tag, peer
@@ -125,20 +125,20 @@ class Receiver:
         self._state = ffi.new("struct tk_receiver_state *")
 
     def use(self, lanes: Lanes | None, *, is_limited: bool = False) -> None:
-        """Hand arrivals from now on to lanes, or to none. `is_limited`: no more than they were lent pages for."""
-        self._lanes = lanes  # of which the core has the address
+        """Hand arrivals from now on to lanes, or to none. `is_limited`: no more pages than they were lent."""
+        self._lanes = lanes  # kept, because the core has their address
         lib.tk_receiver_use(self._handle, ffi.NULL if lanes is None else lanes.handle, is_limited)
 
     def lend(self, pages: int) -> None:
-        """Let blocks take so many more pages on lanes, headers included."""
+        """Let blocks take `pages` more on lanes, headers included."""
         lib.tk_receiver_lend(self._handle, pages)
 
     def recall(self) -> int:
-        """Let them take no more, and return what is left of what was lent."""
+        """Let blocks take no more pages, and return how many of the lent ones are left."""
         return int(lib.tk_receiver_recall(self._handle))
 
     def feed(self, rooms: Sequence[Room]) -> None:
-        """Grant it slots."""
+        """Provide rooms."""
         packed = ffi.from_buffer("struct tk_room[]", b"".join([_ROOM.pack(*room) for room in rooms]))
         code = lib.tk_receiver_feed(self._handle, packed, len(rooms))
         if code:
@@ -147,14 +147,14 @@ class Receiver:
     def take(self, *, every: bool = True) -> tuple[list[Came], State]:
         """Take some of the arrived blocks; if the list is full there may be more.
 
-        Not `every`: those that wait for a lane, which is full, are left to it.
+        Without `every`, blocks that wait for a full lane stay.
         """
         count = lib.tk_receiver_take(self._handle, every, self._out, _TAKEN_MAX, self._state)
         rows = _CAME.iter_unpack(ffi.buffer(self._out, count * _CAME.size))
         return list(map(Came._make, rows)), State._make(_STATE.unpack(ffi.buffer(self._state)))
 
     def rooms(self) -> list[int]:
-        """Take back what is unused; the rooms' numbers."""
+        """Take unused rooms back; returns their numbers."""
         numbers: list[int] = []
         out = ffi.new("struct tk_room[]", _TAKEN_MAX)
         while count := lib.tk_receiver_rooms(self._handle, out, _TAKEN_MAX):
@@ -162,7 +162,7 @@ class Receiver:
         return numbers
 
     def close(self) -> None:
-        """Its endpoint is closed; nothing lies in it any more."""
+        """Free it, after its endpoint was closed and everything was taken."""
         if self._handle is not None and not self._fabric.closed:
             lib.tk_receiver_close(self._handle)
         self._handle = None

@@ -1,5 +1,5 @@
 /*
- * What the two files of a receiver share: receiver.c and receiver_puts.c.
+ * Shared by the two files of a receiver: receiver.c and receiver_puts.c.
  */
 #ifndef TRIGGERKV_RECEIVER_INSIDE_H
 #define TRIGGERKV_RECEIVER_INSIDE_H
@@ -16,13 +16,13 @@ struct reading {
 	struct tk_room room;
 	struct tk_put_head head;
 	uint32_t crc;
-	uint64_t began_ns, id; /* id: once it is whole */
+	uint64_t began_ns, id; /* id: set once it is whole */
 };
 
-#define LATER 0xff /* instead of a lane's number: it waits for one that is full */
+#define LATER 0xff /* instead of a lane's number: it waits for a lane that is full */
 _Static_assert(TK_DRIVES_MAX < LATER, "no lane has this number");
 
-/* A slot: the generation of its next or current put; the flag's value when that comes, 0 once it has; its last value. */
+/* A slot: the generation of its next or current put; the flag value that announces it, 0 once it has arrived; the last value. */
 struct flag {
 	uint64_t generation, due, before;
 };
@@ -48,13 +48,13 @@ struct tk_receiver {
 	uint32_t rooms_count, rooms_capacity;
 	struct tk_came *came;
 	uint32_t came_count, came_capacity;
-	uint32_t later_count; /* of those, how many wait for a lane; written atomically, because it is read without the lock */
-	int is_call_next;     /* the application is about to get a call: it takes these too */
+	uint32_t later_count; /* how many of those wait for a lane; written atomically, because it is read without the lock */
+	int is_call_next;     /* the application is about to get a call, and takes these with it */
 	uint32_t wanted_pages, starved;
 	uint32_t differed, taken, expired, unsaid;
 	int broken;
 	int told;	     /* reported: there is something to take */
-	uint64_t told_ns;    /* when it last was */
+	uint64_t told_ns;    /* when it was last reported */
 	uint64_t tell_at_ns; /* when to report it; atomic, because it is read without the lock; 0: nothing to report */
 };
 

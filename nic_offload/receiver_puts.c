@@ -1,7 +1,7 @@
 /*
  * A receiver's puts, on the progress thread: from the flag of a slot to the block on the shelf, and the word for its peer.
  *
- * What always holds is said in receiver.c; what is here reads a slot once, and gives no word for bytes that it doesn't have.
+ * What always holds: see receiver.c. This part reads a slot once, and acknowledges no bytes that it doesn't have.
  */
 #define _GNU_SOURCE
 #include "call.h"
@@ -13,7 +13,7 @@
 
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
 
-#define LATER_NS 1000000000u	   /* so long a block waits for a lane that is full */
+#define LATER_NS 1000000000u	   /* how long a block waits for a full lane */
 
 static const uint8_t unsaid[TK_DOMAIN_BYTES];
 
@@ -119,7 +119,7 @@ static void copy(struct tk_receiver *receiver, uint32_t *budget)
 			piece = BYTES_A_STEP;
 		memcpy(to + reading->copied, from + reading->copied, piece);
 		reading->crc = tk_crc32c(to + reading->copied, piece, reading->crc);
-		/* While it is in the cache. An erasure can't do it: the slot is the peer's. */
+		/* While it is in the cache. An erasure can't do this: the slot belongs to the peer. */
 		memset(from + reading->copied, 0, piece);
 		reading->copied += piece;
 		*budget -= piece < *budget ? piece : *budget;
@@ -155,7 +155,7 @@ static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 	return is_other ? setup->taken_code : came->is_stored ? 0 : setup->landed_code;
 }
 
-/* A peer that asked only for `landed` could not be told afterwards that it was too late. */
+/* A peer that requested only `landed` could not be notified afterwards that it was too late. */
 static int is_expired(const struct tk_receiver *receiver, const struct tk_put_head *head)
 {
 	if (!head->expires_unix_ms || head->durability != receiver->setup.landed_code)
@@ -216,7 +216,7 @@ static struct record *hand_over(struct tk_receiver *receiver, struct tk_came *ca
 	return record;
 }
 
-/* Blocks that found the lane full, in the order in which they came, but for one whose peer has no word yet. */
+/* Blocks that found the lane full, in order of arrival, except one whose peer has no word yet. */
 void hand_over_later(struct tk_receiver *receiver)
 {
 	const struct reading *reading = &receiver->reading;
@@ -273,7 +273,7 @@ static int settle(struct tk_receiver *receiver)
 	else if (came.listed)
 		reading->record = hand_over(receiver, &came);
 	if (!reading->code || reading->code == receiver->setup.landed_code) {
-		receiver->came[receiver->came_count++] = came; /* nobody else adds to them */
+		receiver->came[receiver->came_count++] = came; /* only this thread adds to them */
 		count_later(receiver, came.under_way == LATER);
 		reading->id = came.id;
 		__atomic_add_fetch(&receiver->shelf->came, 1, __ATOMIC_RELEASE);
@@ -312,7 +312,7 @@ static void over(struct reading *reading)
 		lane_landed(reading->record);
 }
 
-/* Releases the slot, which is the peer's again once it has had a word, now or from the application. */
+/* Releases the slot, which belongs to the peer again once it has had a word, now or from the application. */
 static int answer(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;

@@ -1,5 +1,5 @@
 /*
- * Encrypted records: what lanes write, and readers read.
+ * Encrypted records, as lanes write and readers read them.
  */
 #ifndef TRIGGERKV_RECORD_ENCRYPTION_H
 #define TRIGGERKV_RECORD_ENCRYPTION_H
@@ -8,7 +8,7 @@
 #include "header.h"
 #include "vault.h"
 
-/* What is in a header page in the clear, and what its tag covers: docs/record-format.md. */
+/* The part of a header page that is in the clear, and that its tag covers: docs/record-format.md. */
 struct encrypted_fixed {
 	uint8_t magic[8];
 	uint16_t version, kind;
@@ -22,13 +22,13 @@ struct encrypted_fixed {
 };
 _Static_assert(sizeof(struct encrypted_fixed) == TK_TAGGED_FIXED, "an encrypted record's header is tagged like any other");
 
-/* Writes a record, its header page as well, in steps: begin, payload in order, end. The key may be wiped after the begin. */
+/* Writes a record, header page included, in steps: begin, payload in order, end. The key may be wiped after the begin. */
 struct record_stream {
 	struct aead *aead;
 	struct encrypted_fixed fixed;
 	struct header_fixed plain;
 	uint64_t offset;
-	int is_keyed; /* `aead` has the key of `fixed`; 0 once it was made to forget it */
+	int is_keyed; /* `aead` has the key of `fixed`; 0 after `record_forget` */
 };
 int record_begin(struct record_stream *stream, const struct tk_encryption *with, const struct vault_key *key,
 		 const struct header_fixed *plain, uint64_t offset);
@@ -36,8 +36,8 @@ int record_end(struct record_stream *stream, const struct tk_encryption *with, c
 void record_forget(struct record_stream *stream); /* overwrites its key */
 
 int is_encrypted(const char *page);
-/* What a header page says: 0; -EBADMSG: it is not one of this place; -ENOKEY: its key is not in the vault. Then the payload
- * can be decrypted in steps with `aead`, which ends with this tag. */
+/* Opens a header page. 0: then the payload can be decrypted in steps with `aead`, which ends with this tag. -EBADMSG: it is
+ * not a header of this place; -ENOKEY: its key is not in the vault. */
 int record_open(struct aead *aead, const struct tk_encryption *with, uint64_t offset, const char *page,
 		struct header_fixed *plain);
 void record_payload_tag(const char *page, uint8_t tag[TK_AEAD_TAG]);

@@ -12,12 +12,11 @@ What always holds:
   again, unless it failed.
 - Bytes and gets in flight are bounded, in total and per user, including those being cancelled.
 - Tenants share the bytes evenly, and so do the users of one tenant; of these, urgent ones come first.
-- Every request ends exactly once, in a result of `pump`. One that is cancelled before its gets were issued has caused
-  none.
-- Everything is bounded: what finds no room is refused, or dropped and counted, and the result says which.
+- Every request ends exactly once, in a result of `pump`. A request cancelled before its gets were issued causes none.
+- Everything is bounded: what exceeds a bound is refused, or dropped and counted, and the result says which.
 
 What it doesn't do: place the bytes, retry (the next request does), decide what is kept. `store` and `route` are
-recorded for whoever puts (`placement`); the catalogue says where a user's KV is fetched from. Call it from one
+recorded for the code that puts (`placement`); the catalogue says where a user's KV is fetched from. Call it from one
 thread; the fetcher must not call back.
 """
 
@@ -53,7 +52,7 @@ _NO_PLACEMENT = Placement()
 
 @dataclass(slots=True)
 class _Fetch:
-    """The fetches of one user. Each of their known keys is in one of the three, or has arrived."""
+    """The fetches of one user. Each of the user's known keys is in one of the three, or has arrived."""
 
     queued: OrderedDict[bytes, None]
     asked: set[bytes] = field(default_factory=set)
@@ -66,7 +65,7 @@ class _Fetch:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A user for whom something is queued or on its way."""
+    """A user for whom something is queued or in flight."""
 
     fetch: _Fetch | None = None
     bytes_in_flight: int = 0
@@ -93,7 +92,7 @@ class KvRequester:
         self._placements: dict[User, Placement] = {}
         self._waiting: dict[User, _Waiting] = {}
         self._requests: dict[int, User] = {}
-        self._deadlines: list[tuple[int, int]] = []  # a heap of deadlines and numbers, ended ones among them
+        self._deadlines: list[tuple[int, int]] = []  # a heap of deadlines and numbers, including ended ones
         self._number = 0
         self._lines = Lines(limits.extent_bytes_max)
         self._tickets: dict[Hashable, _Ticket] = {}
@@ -104,7 +103,7 @@ class KvRequester:
     # What is known.
 
     def stored(self, user: User, extent: Extent) -> Change:
-        """A block of the user was stored; a fetch that is under way takes it along."""
+        """A block of the user was stored; a fetch that is under way includes it."""
         change = self._catalogue.stored(user, extent)
         return self._reported(user, extent.key, change)
 
@@ -114,12 +113,12 @@ class KvRequester:
         return self._reported(user, extent.key, change)
 
     def dropped(self, user: User, key: bytes, generation: int) -> Change:
-        """A block of the user is gone; if it was queued, it is no longer."""
+        """A block of the user is gone; if it was queued, it is removed from the queue."""
         change = self._catalogue.dropped(user, key, generation)
         return self._reported(user, key, change)
 
     def forget(self, user: User) -> int:
-        """All KV of the user is gone; gives how many extents that were. His requests end by the next `pump`."""
+        """All KV of the user is gone; returns the number of extents. The user's requests end by the next `pump`."""
         count = self._catalogue.forget(user)
         self._placements.pop(user, None)
         waiting = self._waiting.get(user)
@@ -134,7 +133,7 @@ class KvRequester:
         return tuple(self._catalogue.of(user).values())
 
     def placement(self, user: User) -> Placement:
-        """What the rules said about KV that the user's requests make."""
+        """The rules' placement of KV that the user's requests make."""
         return self._placements.get(user, _NO_PLACEMENT)
 
     # Requests.
@@ -172,14 +171,14 @@ class KvRequester:
         return Answer(Outcome.MERGED if merged else Outcome.QUEUED, self._number)
 
     def cancel(self, number: int) -> bool:
-        """End a request; False if it has ended. With the last request of a user their fetch ends."""
+        """End a request; False if it has ended already. With the last request of a user their fetch ends."""
         if number not in self._requests:
             return False
         self._end(number, Ending.CANCELLED)
         return True
 
     def cancel_user(self, user: User) -> int:
-        """End all requests for the user; gives how many that were."""
+        """End all requests for the user; returns their number."""
         waiting = self._waiting.get(user)
         numbers = () if waiting is None or waiting.fetch is None else tuple(waiting.fetch.requests)
         for number in numbers:
@@ -187,7 +186,7 @@ class KvRequester:
         return len(numbers)
 
     def pump(self, now_ms: int) -> list[Ended]:
-        """Let deadlines pass, issue what there is room for, and give the requests that have ended."""
+        """Apply deadlines, issue what there is room for, and return the requests that have ended."""
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             _, number = heapq.heappop(self._deadlines)
             if number in self._requests:
@@ -247,7 +246,7 @@ class KvRequester:
         else:
             self._counts.missed += 1
 
-    # The inside.
+    # Internals.
 
     def _reported(self, user: User, key: bytes, change: Change) -> Change:
         """Let a fetch that is under way follow the catalogue."""
@@ -273,11 +272,11 @@ class KvRequester:
             self._counts.gets_failed += 1
         known = self._catalogue.of(user).get(extent.key)
         if known is not None and known != extent:
-            fetch.queued[extent.key] = None  # it is somewhere else by now: ask there
+            fetch.queued[extent.key] = None  # it has moved: request it there
         elif missing or known is None:
             self._catalogue.dropped(user, extent.key, extent.generation)
             fetch.missing = True
-            current = self._waiting[user].fetch  # another one, if this one was cancelled
+            current = self._waiting[user].fetch  # a different one if the ticket's was cancelled
             if current is not None:
                 current.queued.pop(extent.key, None)
                 current.failed.discard(extent.key)
@@ -285,14 +284,14 @@ class KvRequester:
             fetch.failed.add(extent.key)
 
     def _pick(self) -> dict[tuple[User, str], list[Extent]]:
-        """Take from the queues, in fair turns, what may go out now; by user and node."""
+        """Take from the queues, in fair order, what may go out now; by user and node."""
         picked: dict[tuple[User, str], list[Extent]] = {}
         limits = self._limits
         while len(self._lines) and self._gets_in_flight < limits.gets_in_flight_max:
             user = self._lines.head(self._cost)
             extent = self._next(user)
             if self._bytes_in_flight + extent.length > limits.bytes_in_flight_max:
-                break  # nothing smaller goes before it, or it would wait for ever
+                break  # nothing smaller may go first, or it would wait for ever
             self._lines.charge(user, extent.length)
             waiting = self._waiting[user]
             assert waiting.fetch is not None
@@ -324,14 +323,14 @@ class KvRequester:
         self._counts.gets += len(extents)
 
     def _land(self, user: User, extents: tuple[Extent, ...]) -> None:
-        """These are no longer on their way."""
+        """Count these as no longer in flight."""
         length = sum(extent.length for extent in extents)
         self._waiting[user].bytes_in_flight -= length
         self._bytes_in_flight -= length
         self._gets_in_flight -= len(extents)
 
     def _end(self, number: int, ending: Ending) -> None:
-        """End one request; the fetch goes with the last one, its gets are called back."""
+        """End one request; with the last one its fetch ends, and its gets are cancelled."""
         user = self._requests[number]
         waiting = self._waiting[user]
         fetch = waiting.fetch
@@ -353,7 +352,7 @@ class KvRequester:
         counts.expired += ending is Ending.EXPIRED
 
     def _settle(self, user: User) -> None:
-        """Whatever happened to the user: end their fetch if nothing is left of it, and put them where they belong."""
+        """After any change to a user: end the fetch if nothing is left of it, and put the user in the right line."""
         waiting = self._waiting[user]
         fetch = waiting.fetch
         if fetch is not None and not fetch.queued and not fetch.asked:
@@ -366,7 +365,7 @@ class KvRequester:
             del self._waiting[user]
 
     def _line_up(self, user: User) -> None:
-        """Be in line while there is something to request; pause while there is no room for it."""
+        """Keep the user in line while there is something to request, and paused while there is no room for it."""
         waiting = self._waiting[user]
         fetch = waiting.fetch
         if fetch is None or not fetch.queued:
@@ -386,6 +385,6 @@ class KvRequester:
 
     def _remember_deadline(self, deadline_ms: int) -> None:
         heapq.heappush(self._deadlines, (deadline_ms, self._number))
-        if len(self._deadlines) > 2 * self._limits.requests_max:  # mostly of requests that ended before
+        if len(self._deadlines) > 2 * self._limits.requests_max:  # mostly of requests that have ended
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
             heapq.heapify(self._deadlines)

@@ -1,14 +1,14 @@
 """What the requester knows: for each user, in order, where every extent of their KV is.
 
 An `Extent` is one block on a drive of a node. Its generation grows each time the block is stored again or moved, so
-of two reports about a block the one with the higher generation is the newer, in whatever order they arrive.
+of two reports about a block the one with the higher generation is newer, in whatever order they arrive.
 
 What always holds: a report that is not newer than what is known changes nothing. Users, extents per user and all
 extents are bounded. Past a bound a block is left out and earlier ones stay, so a user keeps a usable prefix.
 
-What it doesn't do: prove anything. The drive is authoritative: a node that is asked for an extent checks key and
-generation, and may answer MISS. It doesn't remember dropped extents either: a late report adds one again, until that
-MISS.
+What it doesn't do: prove anything. The drive is authoritative: when an extent is requested the node checks key and
+generation, and may answer MISS. The catalogue doesn't remember dropped extents either: a late report adds one again,
+until that MISS.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalogue", "Change", "Extent", "User"]
 
-TEXT_MAX = 256  # characters of a tenant, a user or a node
+TEXT_MAX = 256  # characters in a tenant, a user or a node
 KEY_BYTES_MAX = 64
 
 
@@ -47,7 +47,7 @@ class Extent(NamedTuple):
 
 
 class Change(enum.Enum):
-    """What a report did."""
+    """The effect of a report."""
 
     ADDED = "added"
     REPLACED = "replaced"
@@ -77,11 +77,11 @@ class Catalogue:
         return len(self._users)
 
     def of(self, user: User) -> Mapping[bytes, Extent]:
-        """The user's extents by key, in order; empty for somebody unknown. To be read only."""
+        """The user's extents by key, in order; empty for an unknown user. Read-only."""
         return self._users.get(user, _NOTHING)
 
     def stored(self, user: User, extent: Extent) -> Change:
-        """A block was stored: it is new, or the known one has become this."""
+        """A block was stored: it is new, or replaces the known one."""
         self._check(user, extent)
         theirs = self._users.get(user)
         known = None if theirs is None else theirs.get(extent.key)
@@ -119,7 +119,7 @@ class Catalogue:
         return Change.REMOVED
 
     def forget(self, user: User) -> int:
-        """All KV of the user is gone; gives how many extents that were."""
+        """All KV of the user is gone; returns the number of extents."""
         count = len(self._users.pop(user, ()))
         self.extents -= count
         return count

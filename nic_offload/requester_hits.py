@@ -3,7 +3,7 @@
 What always holds: a handle stands for KV of the request's own tenant or for nothing; a handle that stands for nothing
 is counted, and is not an error.
 
-What it doesn't do: read a clock, or wait. Make one for each moment; it is two numbers.
+What it doesn't do: read a clock, or wait. Make an `At` for each moment; it is two numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["At"]
 
 
 class At:
-    """The requester at a moment: what the match-action table's `perform` begins actions with."""
+    """The requester at a moment: the match-action table's `perform` begins actions with it."""
 
     def __init__(self, requester: KvRequester, now_ms: int, deadline_ms: int) -> None:
         self._requester = requester

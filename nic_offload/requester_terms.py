@@ -1,6 +1,6 @@
 """The inputs and outputs of the requester: its seam, bounds, answers and counters.
 
-What always holds: bounds under which some extent could never be fetched are refused. Nothing here has behaviour.
+What always holds: bounds that would keep some extent from ever being fetched are refused. Nothing here has behaviour.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Fetcher(Protocol):
     """Issues gets: the one seam."""
 
     def issue(self, user: User, extents: Sequence[Extent]) -> Hashable:
-        """Begin to get these, all on one node; returns a ticket. A KvError means that none was begun.
+        """Begin to get these, all from one node; returns a ticket. A KvError means that none was begun.
 
         Every ticket is reported to `KvRequester.finished` once, later, whatever becomes of it.
         """
         ...
 
     def cancel(self, ticket: Hashable) -> None:
-        """It is no longer awaited. It may still arrive, and is reported as finished all the same."""
+        """Cancel a ticket whose result is no longer needed. It may still arrive, and is reported as finished anyway."""
         ...
 
 
@@ -51,7 +51,7 @@ class Limits:
     users_max: int = 100_000
     extents_max: int = 1_000_000
     extents_per_user_max: int = 65_536
-    extent_bytes_max: int = 16 << 20  # also what a turn is worth
+    extent_bytes_max: int = 16 << 20  # also the quantum of a turn
     requests_max: int = 10_000
     bytes_in_flight_max: int = 1 << 30
     user_bytes_in_flight_max: int = 256 << 20
@@ -59,7 +59,7 @@ class Limits:
     gets_per_ticket_max: int = 256
 
     def __post_init__(self) -> None:
-        """Refuse bounds at which something could never be fetched."""
+        """Refuse bounds that would keep something from ever being fetched."""
         for name in self.__slots__:
             if getattr(self, name) < 1:
                 raise KvError(f"{name} must be at least 1, not {getattr(self, name)}.")
@@ -71,7 +71,7 @@ class Limits:
 
 
 class Outcome(enum.Enum):
-    """What became of the asking."""
+    """The outcome of a request call."""
 
     QUEUED = "queued"
     MERGED = "merged with the user's earlier request"
@@ -81,7 +81,7 @@ class Outcome(enum.Enum):
 
 
 class Answer(NamedTuple):
-    """The request's number where it was taken, or why not."""
+    """The request's number if it was accepted, or why not."""
 
     outcome: Outcome
     number: int | None = None
@@ -105,17 +105,17 @@ class Ended(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What a ticket brought: for whom, and how many bytes (`Table.add_bytes` takes them)."""
+    """The result of a ticket: the user, and how many bytes (for `Table.add_bytes`)."""
 
     user: User
     moved_bytes: int
 
 
 class Placement(NamedTuple):
-    """What the rules said about KV that the user's requests will make."""
+    """The rules' placement of KV that the user's requests will make."""
 
     keep: bool = False
-    node: str = ""  # "": no matter which
+    node: str = ""  # "": any
 
 
 @dataclass(slots=True)

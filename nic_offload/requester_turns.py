@@ -1,13 +1,13 @@
-"""Who is served next, fairly by bytes: deficit round robin, between tenants and then between users of one.
+"""Which user is served next, fairly by bytes: deficit round robin between tenants, then between one tenant's users.
 
 Members are in a ring, each with a credit of bytes. The first is served while its credit covers its next piece; then
-it gets a quantum and moves to the end. A member that can't be served for a while (it is at a bound of its own)
-pauses: it keeps its credit and returns to the front, because otherwise its bound would cost it its share as well.
+it gets a quantum and moves to the end. A member that can't be served for a while (it is at its own bound) pauses: it
+keeps its credit and returns to the front, because otherwise its bound would cost it its share as well.
 
 What always holds: of two members that are always waiting, neither gets more than two quanta ahead of the other. With
-a quantum no smaller than any piece, finding the next member takes at most one step per member. A member with nothing
-to wait for loses its credit, so turns can't be saved up. Urgent users of a tenant come before its others, and no
-tenant gets more because it has urgent users.
+a quantum no smaller than any piece, finding the next member takes at most one step per member. A member that waits for
+nothing loses its credit, so turns can't be saved up. A tenant's urgent users come before its others, and no tenant gets
+more because it has urgent users.
 
 What it doesn't do: know what is served. It asks for the cost of a member's next piece, which must not change between
 `head` and `charge`.
@@ -36,7 +36,7 @@ class Turns(Generic[Member]):
 
     def __init__(self, quantum_bytes: int) -> None:
         self._quantum_bytes = quantum_bytes
-        self._credit: dict[Member, int] = {}  # of those in the ring, and of those that pause
+        self._credit: dict[Member, int] = {}  # of members in the ring, and of paused ones
         self._ring: OrderedDict[Member, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class Turns(Generic[Member]):
         return bool(self._credit)
 
     def add(self, member: Member) -> None:
-        """Enter at the end, or return from a pause; no effect on a member that is in already."""
+        """Add a member at the end, or end its pause; no effect on a member that is in the ring."""
         if member in self._ring:
             return
         self._ring[member] = None
@@ -58,12 +58,12 @@ class Turns(Generic[Member]):
             self._credit[member] = self._quantum_bytes
 
     def pause(self, member: Member) -> None:
-        """Not to be served until added again."""
+        """Don't serve a member until it is added again."""
         self._credit.setdefault(member, self._quantum_bytes)
         self._ring.pop(member, None)
 
     def discard(self, member: Member) -> None:
-        """Leave, if in."""
+        """Remove a member, if present."""
         self._credit.pop(member, None)
         self._ring.pop(member, None)
 
@@ -82,7 +82,7 @@ class Turns(Generic[Member]):
 
 
 class Line(enum.Enum):
-    """Where a user stands."""
+    """The line that a user is in."""
 
     URGENT = "urgent"
     AHEAD = "ahead of time"
@@ -118,7 +118,7 @@ class Lines:
         return bool(self._tenants)
 
     def stand(self, user: User, line: Line | None, *, pauses: bool = False) -> None:
-        """Be in this line and in no other; None: in none."""
+        """Put the user in this line and no other; None: in none."""
         tenant = self._tenants.get(user.tenant)
         if tenant is None:
             if line is None:

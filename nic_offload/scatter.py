@@ -1,4 +1,4 @@
-"""Scatter and gather: the pages of an engine's KV cache, wherever they are, as one transfer with one flag.
+"""Scatter and gather: scattered pages of an engine's KV cache, as one transfer with one flag.
 
 An engine's blocks are paged: one block of the store is many pieces in the GPU's memory. Pieces that adjoin on both
 sides become one extent, and each extent one put (or one get). One flag follows all of them, chained to a counter that
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["LENGTH_MAX", "Flag", "Piece", "coalesce", "gather_get", "scatter_put"]
 
-LENGTH_MAX = (4 << 30) - 1  # of one operation, on every backend
+LENGTH_MAX = (4 << 30) - 1  # for one operation, on every backend
 
 
 class Piece(NamedTuple):
-    """Bytes here and there: an address inside the region, and what the peer calls its own."""
+    """Bytes at both ends: an address inside the region, and the address by which the peer names its own."""
 
     local: int
     remote: int
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 class Flag(NamedTuple):
-    """The 8-byte word that tells the peer that all is there."""
+    """The 8-byte word that tells the peer that everything has arrived."""
 
     target: int
     key: int
@@ -104,7 +104,7 @@ def scatter_put(
     threshold: int = 0,
     deadline_ns: int = 0,
 ) -> int:
-    """Arm a put of all the pieces and, behind them, of the flag; returns how many puts it takes."""
+    """Arm a put of all the pieces, followed by the flag; returns how many puts it takes."""
     extents = coalesce(pieces)
     with fabric.open_counter() as moved:
         puts: list[Operation] = [

@@ -6,8 +6,8 @@
  * contents. So a tag is invalid in another location, for another use of the same location, in the other direction,
  * and on another connection.
  *
- * A word (a flag, an acknowledgement) has 56 bits of its tag; its lowest byte is in the clear, and is the code of an
- * acknowledgement. It doesn't contain its generation, which its reader knows. Heads of puts, calls and answers have
+ * A word (a flag, an acknowledgement) has 56 bits of its tag; its lowest byte is in the clear: the code of an
+ * acknowledgement. It doesn't contain its generation, which the reader knows. Heads of puts, calls and answers have
  * tags of 64 bits.
  *
  * What it doesn't do: protect payloads. Their CRC32C is in the head, and a process that can write to a slot can make
@@ -61,7 +61,7 @@ static int holds(uint64_t start, uint64_t length, uint64_t word)
 uint64_t ack_in(const struct tk_ack_watch *watch, uint64_t word)
 {
 	const struct seal *seal = &watch->endpoint->seal;
-	if (holds(seal->shared, seal->shared_bytes, watch->word)) /* it came through no network */
+	if (holds(seal->shared, seal->shared_bytes, watch->word)) /* it did not come over a network */
 		return word >> ACK_CODE_BITS == watch->generation ? word : 0;
 	struct spot spot = {seal->words.address + (watch->word - seal->here), seal->words.key};
 	uint64_t said = watch->generation << ACK_CODE_BITS | (word & IN_THE_CLEAR);

@@ -4,8 +4,8 @@
     ...
     wipe(key)  # from here on it can't be used
 
-What always holds: a key is of 32 bytes that nothing else has until it is wiped; a wiped one raises ValueError. What
-it doesn't do: find copies that somebody makes, with `bytes` for example.
+What always holds: a key has 32 bytes that nothing else uses until it is wiped; a wiped one raises ValueError. What
+it doesn't do: find copies that a caller makes, with `bytes` for example.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNK_BYTES: Final = 64 << 10  # 2048 keys
 
 
 class _Places:
-    """All of this process: chunks of pages that are never given back."""
+    """All places of this process, in chunks of pages that are never freed."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -72,7 +72,7 @@ def key_of(secret: bytearray) -> memoryview:
 
 
 def wipe(secret: bytearray | memoryview) -> None:
-    """Overwrite a secret with zeros. A key of this memory is over with it, also if it is wiped twice."""
+    """Overwrite a secret with zeros. A key of this memory can't be used afterwards; it may be wiped twice."""
     try:
         view = ffi.from_buffer(secret)
     except ValueError:  # it is over

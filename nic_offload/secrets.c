@@ -1,9 +1,9 @@
 /*
- * Memory for keys, and texts that are sealed with them.
+ * Memory for keys, and texts that are sealed with keys.
  *
- * What always holds: the pages are in no core dump and no forked process, are never swapped as far as the system lets us lock
- * them, and are wiped before they are given back. The key of a text is made of its domain's and of its nonce, for texts
- * alone: a text is lost with the key of its domain. What it doesn't do: draw nonces.
+ * What always holds: the pages are in no core dump and no forked process, are never swapped if the system lets us lock
+ * them, and are wiped before they are freed. The key of a text is derived from its domain's key and its nonce, for texts
+ * only: a text is lost with the key of its domain. What it doesn't do: generate nonces.
  */
 #define _GNU_SOURCE
 #include "aead.h"

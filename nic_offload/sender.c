@@ -3,13 +3,13 @@
  *
  * A put gets its slot when it fires, not when it is armed: so any number may be armed, and a few slots serve them
  * all. The head of the block goes before its payload, in one message where the provider carries messages as a stream,
- * and the flag follows. The node's first word, whatever it says, means that the slot was read; it frees the slot for
+ * and the flag follows. The node's first word, whatever its code, means that the slot was read; it frees the slot for
  * its next generation. The last word frees the acknowledgement word. Both sides count generations, so none are sent.
  *
  * What always holds: a slot is written by one put per generation. A put that was taken back before it was posted has
  * used no generation, and its slot serves the next. The slot of a put that was posted and never answered is not used
- * again; a caller that waits for its word in vain closes the link. Payloads are checksummed when they go out, so the
- * node receives the bytes of that moment or refuses them. On a sealed connection the head has a tag for its slot and
+ * again; a caller whose word never arrives closes the link. Payloads are checksummed when they go out, so the node
+ * receives the bytes of that moment or refuses them. On a sealed connection the head has a tag for its slot and
  * generation.
  *
  * If the node is on the same machine and its slots are mapped here, payload, head and flag are copied into them, in
@@ -36,7 +36,7 @@ struct tk_sender {
 	struct tk_sender *next;
 	struct queue ungranted;
 	uint64_t *generations; /* generation of each slot's next put */
-	uint32_t *slots, *words; /* free ones, the last used first: its memory is warm */
+	uint32_t *slots, *words; /* free ones, last used first: its memory is warm */
 	uint32_t slots_free, words_free;
 	uint64_t ack_generation;
 
@@ -180,8 +180,8 @@ static uint64_t shared_payload(const struct work *work)
 	return setup->shared_slots + (uint64_t)(work->grant - 1) * setup->slot_bytes + TK_HEAD_PAGE;
 }
 
-/* The next bytes into its slot. The checksum is of the application's bytes: if what is in the slot differs, because somebody
- * writes to either of the two meanwhile, the node refuses it. */
+/* The next bytes into its slot. The checksum is of the application's bytes: if those in the slot differ, because either
+ * was written to meanwhile, the node refuses it. */
 uint32_t sender_copies(struct work *work, uint32_t bytes_max)
 {
 	uint32_t bytes = bytes_max < BYTES_A_STEP ? bytes_max : BYTES_A_STEP;

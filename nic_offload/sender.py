@@ -1,13 +1,13 @@
-"""Puts with grants: the sender's side of one connection (`sender.c`).
+"""Puts by grants: the client's side of one connection (`sender.c`).
 
-A grant is a slot of the node that this client may write to, with the generation that is due there. A put takes a
-grant when it fires, and the node's first word returns it, renewed. So any number of puts may be armed, and the node
-is not called before or after. Each payload is preceded by a description of the block: key, layout, durability,
-expiry, where to acknowledge, and the checksum of the bytes as they were when they were sent.
+A grant is a slot of the node that this client may write to, with its next generation. A put takes a grant when it
+fires, and the node's first word returns it, renewed. So any number of puts may be armed, and the node is not called
+before or after. Each payload is preceded by a description of the block: key, layout, durability, expiry, where to
+acknowledge, and the checksum of the bytes as they were when they were sent.
 
 What always holds: a put fires once, and its row of the group completes with the node's last word, or with an event
 that says why there will be none. The description of a block is read when its put fires, and must not move until then:
-the owner of the puts keeps a `Heads` for it.
+the owner of the puts keeps it in a `Heads`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Area(NamedTuple):
 
 
 class SharedArea(NamedTuple):
-    """The same area, mapped here: its flags, its slots, the words for our puts, and what wakes the node."""
+    """The same area, mapped here: its flags, its slots, the words for our puts, and the node's doorbell."""
 
     flags: int
     slots: int
@@ -80,7 +80,7 @@ class Heads:
     ) -> None:
         """A block without a key is named later. `metadata`: of the first block, and of each of the others.
 
-        `domains`: of each block, whose key it is encrypted with; empty: none is named.
+        `domains`: for each block the domain whose key encrypts it; empty: none is named.
         """
         first, others = [one + bytes(-len(one) % 8) for one in metadata]
         size, pack = max(len(first), len(others)), _HEAD.pack
@@ -114,11 +114,11 @@ class Heads:
         self._first = int(ffi.cast("uintptr_t", self._memory)) + size
 
     def address(self, number: int) -> int:
-        """Where the head of one of them is."""
+        """The address of the head with this number."""
         return self._first + number * self._stride
 
     def name(self, number: int, key: bytes, durability: int) -> None:
-        """Say late which block it is, of one whose durability was 0: until then it can't be sent."""
+        """Name a block late, whose durability was 0: until then it can't be sent."""
         head = ffi.cast("struct tk_put_head *", self.address(number))
         ffi.memmove(head.key, key, len(key))
         head.durability = durability
@@ -137,7 +137,7 @@ class GrantedPut(NamedTuple):
     deadline_ns: int  # CLOCK_MONOTONIC; 0: none
     group: Group
     row: int
-    pieces: Pieces | None = None  # where the bytes are; then `region` is where the sender gathers them
+    pieces: Pieces | None = None  # the bytes; `region` is then where the sender gathers them
 
 
 class Sender:
@@ -160,7 +160,7 @@ class Sender:
     ) -> None:
         """`words` and `heads` are addresses in the region, which has a page for the head of each slot.
 
-        With a `shared` area nothing goes over the fabric, and its words are watched in place of `words`.
+        With a `shared` area nothing goes over the fabric, and its words are watched instead of `words`.
         """
         shared = shared or SharedArea(0, 0, words, -1)
         setup = ffi.new(
@@ -198,7 +198,7 @@ class Sender:
         self.slots_count = area.slots_count
 
     def gather(self, region: Region, address: int, slot_bytes: int) -> None:
-        """Have puts of pieces put together there, so many bytes for each slot. Once, before the first of them."""
+        """Gather puts of pieces there, with `slot_bytes` for each slot. Called once, before the first of them."""
         code = lib.tk_sender_gather(self._handle, region.handle, address, slot_bytes)
         if code:
             raise FabricError.from_code("Giving a sender memory for pieces", code)
@@ -209,7 +209,7 @@ class Sender:
         return int(lib.tk_sender_shared(self._handle)) if self.pointer else 0
 
     def close(self) -> None:
-        """Its endpoint is closed."""
+        """Free it, after its endpoint was closed."""
         if self.pointer:
             lib.tk_sender_close(self._handle)
             self.pointer = 0

@@ -1,17 +1,17 @@
 /*
- * The client's side of reading blocks from the memory of a node on the same machine, where that is mapped.
+ * The client's side of reading blocks from the memory of a node on the same machine, if that is mapped.
  *
- * The client requests blocks as usual, and adds that it prefers their locations. A node whose desk finds all of them
+ * The client requests blocks as usual, and adds that it accepts locations. A node whose desk finds all of them
  * on the shelf answers with locations and checksums (desk.c), and keeps the blocks there until the place of the call
  * is reused, or for `hold_ns`. Each block is then copied to its destination, a bounded piece per round, with its
- * checksum computed from the copy. A node that can't answer so answers as it would any other client.
+ * checksum computed from the copy. A node that can't answer this way answers as it would any other client.
  *
  * Blocks that must first be read from a drive, or are sent by the application, are reported one by one: a block's
  * word says that its location is in a row of memory that both ends have mapped (shared_reads.c).
  *
  * What always holds: a row of the group ends when all of its block's bytes have arrived with the checksum that the
  * node gave, or as a miss. Nothing is written for a row that is over. If a copy took so long that the node may have
- * reused the memory, it is a miss whatever its checksum. After one wrong checksum this client reads over the fabric,
+ * reused the memory, it is a miss, whatever the checksum. After one wrong checksum this client reads over the fabric,
  * where the node checks its memory itself. The place of a call is reused after the last copy.
  *
  * What it doesn't do: write to the node's memory, which is mapped read-only.
@@ -26,11 +26,11 @@
 #define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
 
 struct shared_block {
-	struct shared_row *told; /* by the node, of this block alone; NULL: by the answer to the call */
-	uint64_t until_ns;	 /* then its bytes stay so long */
+	struct shared_row *told; /* the node's row for this block alone; NULL: the answer to the call has its location */
+	uint64_t until_ns;	 /* its bytes stay until then */
 	struct work *watch; /* for the word that ends it another way; NULL: it is over */
 	uint64_t from, to;
-	struct tk_pieces *pieces; /* it goes there, and not to `to`; NULL: there are none */
+	struct tk_pieces *pieces; /* it goes there instead of to `to`; NULL: there are none */
 	struct pieces_end end;
 	uint32_t length, skip, part; /* a `part` of 0: all */
 	uint32_t crc32c;
@@ -97,7 +97,7 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place)
 	fetch->asked_ns = tk_now_ns();
 }
 
-/* The node may have the memory back. */
+/* Releases the node's memory. */
 static void done_with(struct shared_block *block, struct work *watch)
 {
 	if (!block->told)
@@ -220,7 +220,7 @@ int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region 
 	return 1;
 }
 
-/* All of a block's bytes go through the checksum; of one of which a part is wanted the others go no further. */
+/* All of a block's bytes are checksummed; if only a part is wanted, the others are not copied. */
 static void copy_step(struct shared_block *block, struct work *work, uint32_t bytes)
 {
 	char step[BYTES_A_STEP], *to = (char *)(uintptr_t)block->to;

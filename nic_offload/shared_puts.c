@@ -8,7 +8,7 @@
  * neither reads nor writes; the client's is a pipe, whose other end only the node has. So whatever a client does with
  * its descriptors, no call of the node blocks.
  *
- * What always holds: the memory belongs to the node, which lets nobody change its size; it holds the slots and words
+ * What always holds: the memory belongs to the node, and its size can't be changed; it holds the slots and words
  * of one connection and nothing else. The node reads nothing there twice. The client relies on nothing there but its
  * words, and of these only on the expected generation. A lost ring costs the sleep of an idle thread, and no more.
  */

@@ -2,16 +2,16 @@
  * The node's side of reads through shared memory, block by block: for blocks that a reader has read from a drive or
  * that the application sends, to a client on the same machine.
  *
- * What would be a put of a block's bytes becomes a row in memory that both ends have mapped, and a word that refers
- * to it. The block stays where it is until the client has noted in the row that it has read it, or for TK_HELD_NS;
+ * Instead of a put of its bytes, the block gets a row in memory that both ends have mapped, and a word that refers to
+ * the row. The block stays where it is until the client has noted in the row that it has read it, or for TK_HELD_NS;
  * then the put is over like any other. (Blocks on the shelf are reported for a whole call, see desk.c.)
  *
- * What always holds: a row belongs to the word with its generation, and says until when the bytes stay. The client
- * may use half of that time, so a client that was suspended does not read other bytes instead. The payload's checksum
- * was checked before.
+ * What always holds: a row belongs to the word with its generation, and says how long the bytes stay. The client may
+ * use half of that time, so a client that was suspended does not read other bytes instead. The payload's checksum was
+ * checked before.
  *
- * What it doesn't do: trust anything that the client writes there, except that it is done with a generation, which
- * can harm only that client.
+ * What it doesn't do: trust anything that the client writes there, except that it is done with a generation; a lie
+ * about that can harm only the client itself.
  */
 #define _GNU_SOURCE
 #include "call.h"

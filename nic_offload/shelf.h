@@ -10,7 +10,7 @@
 
 #define LANDED_ID (UINT64_C(1) << 63) /* of blocks that came by grants, until they are renamed */
 
-/* A block on the shelf. It is found by name while it is listed, and by id until nobody sends it any more. */
+/* A block on the shelf. It is found by name while it is listed, and by id until it is no longer being sent. */
 struct shelved {
 	struct tk_shelved block;
 	struct shelved *next_named, *next_known; /* in their chains */
@@ -18,7 +18,7 @@ struct shelved {
 	int listed;
 };
 
-/* A call that was answered from the shelf, told once all of its blocks are over. */
+/* A call that was answered from the shelf, reported once all of its blocks are over. */
 struct served {
 	struct served *next;
 	uint32_t left;
@@ -27,7 +27,7 @@ struct served {
 	uint64_t rest[]; /* ids, then metadata, then rows of cold blocks */
 };
 
-/* Blocks whose peer was told where they are. */
+/* Blocks whose locations a peer has. */
 struct held {
 	struct shelved **blocks;
 	uint32_t count;
@@ -44,7 +44,7 @@ struct tk_desk {
 	uint64_t under_way_bytes; /* the progress thread's own */
 };
 
-#define COLD_SHARES 256 /* owners are told apart by their first byte: tenants' ids are digests */
+#define COLD_SHARES 256 /* by the first byte of the owner: tenants' ids are digests */
 
 /* For calls that are answered from drives. */
 struct cold {
@@ -54,7 +54,7 @@ struct cold {
 	uint32_t wanted_pages;
 	uint64_t bytes, bytes_of[COLD_SHARES]; /* being read: in total, and by owner */
 	int told;   /* reported: there is something to take */
-	int is_due; /* it will be, at the fabric's `cold_tell_ns` */
+	int is_due; /* it will be reported at the fabric's `cold_tell_ns` */
 };
 
 struct tk_shelf {
@@ -62,20 +62,20 @@ struct tk_shelf {
 	struct tk_shelf *next;
 	struct tk_region *region;
 	uint64_t secret[2];
-	uint8_t *call;		/* the progress thread's copy of the one that it reads */
-	struct shelved **found; /* its blocks; NULL: it is not in memory, but */
-	uint64_t *places;	/* here, and is read into */
-	struct tk_room *into;	/* this */
+	uint8_t *call;		/* the progress thread's copy of the call that it examines */
+	struct shelved **found; /* the call's blocks; NULL: one that is not in memory; */
+	uint64_t *places;	/* its place on a drive, */
+	struct tk_room *into;	/* and the room it is read into */
 
 	pthread_mutex_t lock; /* for all that follows */
-	struct names stored; /* or on their way there from here */
+	struct names stored; /* on drives, or on their way there */
 	struct shelved **named, **known;
 	uint32_t chains, count;
-	uint64_t landed; /* ids that were given to what has just come */
+	uint64_t landed; /* ids given to blocks that have landed */
 	uint64_t came;	 /* atomic: rows that receivers have noted for the application */
 	struct tk_desk *desks;
 	struct served *first, *last; /* over, and not taken yet */
-	size_t served_bytes;	     /* of these and of those under way */
+	size_t served_bytes;	     /* of these, and of those under way */
 	struct cold cold;
 };
 

@@ -3,10 +3,10 @@
 A `Shelf` lists blocks of one registered region by owner and name. A peer's calls arrive at a `Desk`. Calls that
 request only blocks on the shelf are answered by the progress thread: each block is sent if its checksum still
 matches, followed by its acknowledgement. Calls for blocks whose places on the drives are known are answered too, if
-there are rooms that readers (`nic_offload.reader`) can read them into. All other calls are landings, as without a desk.
+there are rooms for readers (`nic_offload.reader`) to read them into. All other calls are landings, as without a desk.
 
 What always holds: a block that is not listed is not sent; `take` says whether a block's memory may be reused; an
-answered call is reported once, by `served`, and if nobody fetches these reports, calls go to the application again.
+answered call is reported once, by `served`, and if these reports aren't fetched, calls go to the application again.
 The caller decides whether a block may be sent, and must unlist it as soon as it may not; that ends its place as well.
 """
 
@@ -46,12 +46,12 @@ IN_MEMORY = (1 << 32) - 1
 
 
 class Shelved(NamedTuple):
-    """A block that may be asked for."""
+    """A block that may be requested."""
 
     owner: bytes
     key: bytes
     fingerprint: bytes
-    id: int  # never used for another
+    id: int  # never used for another block
     address: int
     length: int
     crc32c: int
@@ -69,16 +69,14 @@ class ColdRow(NamedTuple):
     skip: int
     part: int
     room: int  # where it was read into, or IN_MEMORY
-    status: (
-        int  # 0, or why it was not sent: then the application has to, unless it was cancelled (-ECANCELED)
-    )
+    status: int  # 0, or why it was not sent: then the application has to send it, unless it was cancelled (-ECANCELED)
 
 
 class ColdCall(NamedTuple):
-    """What such a call asked for."""
+    """What such a call requested."""
 
     fingerprint: bytes
-    shares: bool  # its client would rather read single blocks in our memory
+    shares: bool  # its client accepts locations of single blocks in our memory
     rows: Sequence[ColdRow]
 
 
@@ -91,13 +89,13 @@ class Served(NamedTuple):
     size_bytes: int
     ids: Sequence[int]
     metadata: bytes
-    corrupt: int  # blocks that were found broken, of which their caller was told
-    failed: int  # blocks of which is not known whether they came
+    corrupt: int  # blocks that were found corrupt: their caller got a miss
+    failed: int  # blocks of which it is not known whether they arrived
     cold: ColdCall | None  # None: all blocks were in memory
 
 
 def place_of(drive: Any, page: Any, generation: Any) -> Any:
-    """Return a place, as `tk_place` has it, of a record on a drive of this number; or of many, in arrays of words."""
+    """Return the place, as in `tk_place`, of a record on the drive of this number; or of many, in arrays of words."""
     return page | drive << lib.TK_PLACE_DRIVE_BIT | (generation << lib.TK_PLACE_GENERATION_BIT) & _WORD_MASK
 
 
@@ -118,30 +116,30 @@ class Shelf:
 
     @property
     def came(self) -> int:
-        """How many blocks receivers have ever received: each is counted before it is acknowledged."""
+        """The number of blocks ever received by receivers: each is counted before it is acknowledged."""
         return 0 if self._fabric.closed else int(lib.tk_shelf_came(self.handle))
 
     def put(self, blocks: Sequence[Shelved]) -> None:
-        """List blocks; one of the same owner and key takes another's place."""
+        """List blocks; a block replaces one of the same owner and key."""
         rows = ffi.from_buffer("struct tk_shelved[]", b"".join([_SHELVED.pack(*block) for block in blocks]))
         code = lib.tk_shelf_put(self.handle, rows, len(blocks))
         if code:
             raise FabricError.from_code(f"Putting {len(blocks)} blocks on the shelf", code)
 
     def unlist(self, names: bytes, *, others_only: bool = False) -> None:
-        """Send no more of blocks, owner and key of each, and forget their places.
+        """Stop sending blocks, given by owner and key, and forget their places.
 
-        `others_only`: but those that have landed and have not been renamed yet, and the places, stay.
+        `others_only`: blocks that have landed and have not been renamed yet stay, and so do the places.
         """
         if not self._fabric.closed:
             lib.tk_shelf_unlist(self.handle, names, len(names) // _NAME_BYTES, others_only)
 
     def take(self, block_id: int) -> bool:
-        """Send no more of a block; whether its memory may be used for something else now."""
+        """Stop sending a block; returns whether its memory may be reused now."""
         return self._fabric.closed or lib.tk_shelf_take(self.handle, block_id) != -errno.EBUSY
 
     def rename(self, ids: Sequence[int], new_ids: Sequence[int]) -> bytes:
-        """Know blocks by other ids from now on; 0 for each that is not known, or whose new id another one has."""
+        """Give blocks other ids; returns 0 for each that is not known, or whose new id is in use."""
         count = len(ids)
         if self._fabric.closed or not count:
             return bytes(count)
@@ -151,15 +149,15 @@ class Shelf:
         return bytes(ffi.buffer(done))
 
     def stored(self, names: bytes, *, are_stored: bool) -> None:
-        """Note names, owner and key of each, under which something is stored now, or nothing.
+        """Note names, owner and key of each, under which something is stored from now on, or no longer.
 
-        What comes under a name that is stored is not listed, nor acknowledged before its bytes were compared.
+        A block that arrives under a stored name is not listed, nor acknowledged before its bytes were compared.
         """
         if not self._fabric.closed:
             lib.tk_shelf_stored(self.handle, names, len(names) // _NAME_BYTES, are_stored)
 
     def use_readers(self, readers: Mapping[int, Reader], tag: int, bytes_max: int) -> None:
-        """Answer calls from drives, by their numbers, so many bytes at a time; events CAME have this tag."""
+        """Answer calls from these drives, with up to `bytes_max` being read at a time; events CAME have this tag."""
         setup = ffi.new("struct tk_cold_setup *")
         for number, reader in readers.items():
             setup.readers[number] = reader.handle
@@ -173,14 +171,14 @@ class Shelf:
             lib.tk_shelf_place(self.handle, places, len(rows) // _PLACE_BYTES)
 
     def feed(self, rooms: Sequence[Room]) -> None:
-        """Give it rooms to read blocks into, all of one size, which those that it has must not exceed."""
+        """Give it rooms to read blocks into, all of one size, which must not be below that of the rooms it has."""
         rows = ffi.from_buffer("struct tk_room[]", b"".join([_ROOM.pack(*room) for room in rooms]))
         code = lib.tk_shelf_feed(self.handle, rows, len(rooms))
         if code:
             raise FabricError.from_code("Giving rooms to a shelf", code)
 
     def rooms(self) -> list[int]:
-        """Take its unused rooms back; their numbers."""
+        """Take its unused rooms back; returns their numbers."""
         numbers: list[int] = []
         out = ffi.new("struct tk_room[]", _ROOMS_AT_ONCE)
         while not self._fabric.closed and (count := lib.tk_shelf_rooms(self.handle, out, _ROOMS_AT_ONCE)):
@@ -189,7 +187,7 @@ class Shelf:
 
     @property
     def wanted(self) -> tuple[int, int]:
-        """How many pages the room had that was wanted last, 0 if none was, and how many rooms it has for that."""
+        """The pages of the room last requested, 0 if none was, and how many rooms of that size it has."""
         state = ffi.new("struct tk_cold_state *")
         if not self._fabric.closed:
             lib.tk_shelf_cold_state(self.handle, state)
@@ -208,10 +206,10 @@ class Shelf:
         *,
         shares: bool,
     ) -> Desk:
-        """Open a desk for one peer. `acks` are base, key and number of its words; `codes` mean served, and broken.
+        """Open a desk for one peer. `acks` are base, key and number of its words; `codes` mean served, and corrupt.
 
-        `places` are the address of the first flag of its calls, and where it reads answers. A peer of one that
-        `shares` is told where blocks are, if it asks for that, and has the region mapped.
+        `places` are the address of the first flag of its calls, and where it reads answers. If it `shares`, the peer
+        has the region mapped, and gets locations of blocks if it requests them.
         """
         setup = ffi.new("struct tk_desk_setup *")
         setup.endpoint, setup.peer, setup.tag = endpoint.handle, peer, tag
@@ -227,7 +225,7 @@ class Shelf:
         return Desk(self._fabric, out[0])
 
     def served(self) -> Iterator[Served]:
-        """Return what was answered since the last call."""
+        """The calls that were answered since the last time."""
         if self._fabric.closed:
             return
         while count := lib.tk_served_take(self.handle, self._told, _SERVED_BYTES):
@@ -264,7 +262,7 @@ def _cold_in(data: bytes) -> ColdCall:
 
 
 class Desk:
-    """Where one peer's calls come in. It leaves all of them to the application until `answers` is set."""
+    """Where one peer's calls arrive. It leaves all of them to the application until `answers` is set."""
 
     def __init__(self, fabric: Fabric, handle: Any) -> None:
         self._fabric = fabric
@@ -272,11 +270,11 @@ class Desk:
         self.pointer = int(ffi.cast("uintptr_t", handle))
 
     def answers(self, *, answers: bool) -> None:
-        """Whether it answers what it can."""
+        """Set whether it answers what it can."""
         lib.tk_desk_answers(self.handle, answers)
 
     def cancel(self, generations: Sequence[int]) -> int:
-        """Send no more of blocks that are being read, by the generations of their words; how many had not gone out."""
+        """Stop sending blocks that are being read, by their words' generations; returns how many were not sent."""
         count = lib.tk_desk_cancel(
             self._fabric.handle, self.handle, ffi.new("uint64_t[]", list(generations)), len(generations)
         )
@@ -285,7 +283,7 @@ class Desk:
         return int(count)
 
     def close(self) -> None:
-        """Its endpoint is closed."""
+        """Free it, after its endpoint was closed."""
         if not self._fabric.closed:
             lib.tk_desk_close(self.handle)
         self.pointer = 0

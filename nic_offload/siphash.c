@@ -1,5 +1,5 @@
 /*
- * SipHash-2-4: a keyed hash. Without the key nobody can choose names that collide.
+ * SipHash-2-4: a keyed hash. Names that collide can't be chosen without the key.
  */
 #include "seal.h"
 

@@ -1,4 +1,4 @@
-"""Socket addresses as libfabric has them: the addresses of endpoints of `net`, `tcp` and `sockets`.
+"""Socket addresses in libfabric's form: the addresses of endpoints of `net`, `tcp` and `sockets`.
 
 What always holds: bytes of another family, or of a wrong length for their family, are not an address and never reach
 libfabric: after one of an unknown family, the address vector of net and tcp;ofi_rxm (1.17) accepts no further peer.
@@ -24,7 +24,7 @@ _MAPPED = bytes(10) + b"\xff\xff"
 
 
 def ip_of(text: str) -> Ip:
-    """An address as people write it, an IPv4 one also where it was mapped into IPv6; ValueError if it is none."""
+    """Parse an address; IPv4 mapped into IPv6 becomes IPv4. ValueError if it is not an address."""
     ip = ipaddress.ip_address(text)
     return ip if ip.version == 4 else ip.ipv4_mapped or ip  # noqa: PLR2004 - the protocol's own number
 
@@ -39,7 +39,7 @@ class SocketAddress(NamedTuple):
         return f"{self.ip}:{self.port}" if self.ip.version == 4 else f"[{self.ip}]:{self.port}"  # noqa: PLR2004
 
     def packed(self, version: int) -> bytes:
-        """Its bytes in a fabric of this version of IP; ValueError for an IPv6 address in one of IPv4."""
+        """Its bytes in a fabric of this IP version; ValueError for an IPv6 address in an IPv4 fabric."""
         port = struct.pack(">H", self.port)
         if version == 4:  # noqa: PLR2004
             if self.ip.version != version:
@@ -55,7 +55,7 @@ class SocketAddress(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> SocketAddress:
-        """What these bytes say; ValueError if they are not an IPv4 or IPv6 address, to the byte."""
+        """Decode an address; ValueError if the bytes are not exactly an IPv4 or IPv6 address."""
         for form, family in ((_IPV4, socket.AF_INET), (_IPV6, socket.AF_INET6)):
             if len(data) == form.size and int.from_bytes(data[:2], "little") == family:
                 fields = form.unpack(data)

@@ -1,6 +1,6 @@
 /*
  * Memory in huge pages through which bytes go to a drive and come from it: a ring, given back in the order in which it was
- * taken. Drives move bytes from and to these up to half as fast again as with the small pages of shared memory.
+ * taken. Drives are up to one and a half times as fast with these as with the small pages of shared memory.
  */
 #ifndef TRIGGERKV_STAGED_H
 #define TRIGGERKV_STAGED_H
@@ -12,9 +12,9 @@ struct staged {
 	uint32_t bytes, at, in_use; /* at: where the next part goes */
 };
 
-int staged_open(struct staged *staged, uint32_t bytes); /* the memory is there when it is used first */
+int staged_open(struct staged *staged, uint32_t bytes); /* the memory is allocated on first use */
 void staged_close(struct staged *staged);
-/* NULL: so much is not free now. `taken` is to be given back, what was left out before the memory's end included. */
+/* NULL: not enough is free now. `taken` is what to give back; it includes bytes skipped at the memory's end. */
 char *staged_take(struct staged *staged, uint32_t size, uint32_t *taken);
 void staged_give(struct staged *staged, uint32_t taken);
 

@@ -4,7 +4,7 @@
  * A peer that has connected but not yet identified itself is known to the provider as a half-open request that points
  * to the endpoint's listener. libfabric 1.17 frees the listener and keeps the request (see its source): one close in
  * five killed a client whose node had been suspended and then resumed. So before an endpoint is closed its listener
- * and all connections that came in through it are shut down, and the provider is given time to notice while the
+ * and all connections accepted through it are shut down, and the provider is given time to notice while the
  * endpoint still exists.
  *
  * What always holds: only sockets with exactly the endpoint's own local address are touched; no other socket can have

@@ -9,7 +9,7 @@ What always holds, on every backend (`cxi` and `sockets` through libfabric's def
 provider with remote writes):
 
 1. An operation never fires before its counter reaches the threshold.
-2. It fires at most once, and DONE means that all of it is at the peer.
+2. It fires at most once, and DONE means that all of it has arrived at the peer.
 3. Operations have no order, whatever their thresholds, except in a chain.
 4. If an operation fails, what follows it in its chain, its flag included, never happens and fails too.
 5. `Fabric.cancel` and `Fabric.flush` are exact: counted operations are never sent. On cxi they flush the whole
@@ -72,22 +72,20 @@ class TriggeredPut(NamedTuple):
     flag_value: int = 0
     trigger: Counter | None = None
     threshold: int = 0
-    completion: Counter | None = None  # moved by one once bytes and flag are there
+    completion: Counter | None = None  # moved by one once bytes and flag have arrived
     deadline_ns: int = 0  # CLOCK_MONOTONIC; 0: none
     crc32c: int | None = None  # send only if the bytes still have this checksum
     report_fired: bool = False
-    acked: bool = False  # an ack watch tells of its success: report only its failure
-    sent: bool = (
-        False  # it ends in SENT, and not in DONE: the source may be written again, and no more is known
-    )
-    group: Group | None = None  # in which it is noted when it fired
+    acked: bool = False  # an ack watch reports its success: report only its failure
+    sent: bool = False  # it ends in SENT instead of DONE: the source may be reused, and no more is known
+    group: Group | None = None  # notes when it fired
     row: int = 0
-    quiet: bool = False  # report nothing: what waits for `completion` fails with it
-    pieces: Pieces | None = None  # where the bytes are: they are put together at `source` when it fires
+    quiet: bool = False  # report nothing: operations that wait for `completion` fail with it
+    pieces: Pieces | None = None  # the bytes, which are gathered at `source` when it fires
     part: tuple[int, int] = (
         0,
         0,
-    )  # of what has the checksum, only so many bytes (the second) behind the first
+    )  # of the checksummed bytes, skip the first number and put the second; 0: all
     shared: bool = False  # the peer reads these bytes itself, if it has our memory mapped
 
 
@@ -102,14 +100,14 @@ class TriggeredGet(NamedTuple):
     length: int
     source: int
     source_key: int
-    flag_target: int | None = None  # told to the peer once the bytes are here; None: it isn't
+    flag_target: int | None = None  # where the peer gets a flag once the bytes are here; None: it gets none
     flag_key: int = 0
     flag_value: int = 0
     trigger: Counter | None = None
     threshold: int = 0
     completion: Counter | None = None
     deadline_ns: int = 0
-    crc32c: int | None = None  # fail unless the bytes have this checksum: then no flag, and no count
+    crc32c: int | None = None  # fail, with no flag and no count, unless the bytes have this checksum
     report_fired: bool = False
     quiet: bool = False
 
@@ -134,7 +132,7 @@ class TriggeredNotify(NamedTuple):
 class CounterMove(NamedTuple):
     """Add to a counter, or set it, when another reaches a threshold.
 
-    Setting it to less than it has moves nothing, but for a counter of a NIC's own, where it must not be done.
+    Setting it below its value has no effect, except on a NIC's own counter, where it must not be done.
     """
 
     tag: int
@@ -144,7 +142,7 @@ class CounterMove(NamedTuple):
     threshold: int = 0
     sets: bool = False
     deadline_ns: int = 0
-    group: Group | None = None  # in which it is noted when it fired
+    group: Group | None = None  # notes when it fired
     row: int = 0
 
 
@@ -152,7 +150,7 @@ Operation = TriggeredPut | TriggeredGet | TriggeredNotify | CounterMove
 
 
 class WordPut(NamedTuple):
-    """An 8-byte put at once, about which nothing is reported."""
+    """An immediate 8-byte put that reports nothing."""
 
     endpoint: Endpoint
     peer: int
@@ -176,8 +174,8 @@ class Landing(NamedTuple):
     deadline_ns: int
     length: int
     quiet: bool = False  # not a block, and not reported to the peer
-    desk: Desk | None = None  # that may answer what comes here
-    region: Region | None = None  # has the word; needed where the endpoint is sealed
+    desk: Desk | None = None  # may answer calls that arrive here
+    region: Region | None = None  # has the word; needed if the endpoint is sealed
 
 
 class AckWatch(NamedTuple):
@@ -189,12 +187,12 @@ class AckWatch(NamedTuple):
     generation: int
     deadline_ns: int
     final_code: int
-    group: Group | None = None  # in which codes up to `good_max` are noted, and not reported
+    group: Group | None = None  # its row notes codes up to `good_max`, which are then not reported
     good_max: int = 0
     row: int = 0
 
 
-# The structures of operations.h, field by field; the sizes are checked, so a change there is seen here.
+# The structures of operations.h, field by field; the sizes are checked, so a change there fails here.
 _OPERATION = struct.Struct("=19Q6I")
 _LANDING = struct.Struct("=10Q2I2Q")
 _ACK = struct.Struct("=6Q3I4x")
@@ -331,7 +329,7 @@ def _word_row(word: WordPut) -> bytes:
 
 
 def arm(fabric: Fabric, operations: Sequence[Operation]) -> None:
-    """Queue the operations, all or none. They need no further call."""
+    """Queue the operations, all or none. No further call is needed."""
     rows = ffi.from_buffer("struct tk_operation[]", b"".join(map(_row, operations)))
     _check(lib.tk_arm(fabric.handle, rows, len(operations)), f"Arming {len(operations)} operations")
 
@@ -361,7 +359,7 @@ def watch_landings(fabric: Fabric, landings: Sequence[Landing]) -> None:
 def watch_acks(fabric: Fabric, watches: Sequence[AckWatch]) -> None:
     """Wait for acknowledgements; each gives ACKED events and ends in a final one or WATCH_FAILED.
 
-    Of a watch with a group, codes up to `good_max` are noted in its row instead.
+    If a watch has a group, codes up to `good_max` are noted in its row instead.
     """
     packed = [
         _ACK.pack(

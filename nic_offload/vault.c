@@ -1,12 +1,12 @@
 /*
- * The vault: keys of erase domains, each found by its owner and domain, with which records are written, and by the
- * number and id that a record names.
+ * The vault: keys of erase domains. Each is found by its owner and domain, for writing records, and by the number and id
+ * that a record names, for reading it.
  *
- * What always holds: the keys lie in pages of their own that are in no core dump and in no forked process, and, as far as
- * the system allows, never swapped. A key that was dropped or had to go for another is overwritten in the same call. If
- * all places are taken, one that has not been used lately goes.
+ * What always holds: the keys lie in pages of their own that are in no core dump and in no forked process, and, if the
+ * system allows, are never swapped. A key that is dropped or evicted is overwritten in the same call. If the vault is
+ * full, a key that has not been used lately is evicted.
  *
- * What it doesn't do: keep all keys, or know where they come from. One that is not here is looked for by the application.
+ * What it doesn't do: hold all keys, or know where they come from. The application looks up a key that is not here.
  */
 #define _GNU_SOURCE
 #include "vault.h"
@@ -123,7 +123,7 @@ static void drop(struct tk_vault *vault, struct entry *entry)
 	vault->count--;
 }
 
-/* A place that is free; if none is, that of a key that was not used since the hand came by the last time. */
+/* A free place; if there is none, that of a key that was not used since the clock hand last passed it. */
 static struct entry *place(struct tk_vault *vault)
 {
 	for (;;) {

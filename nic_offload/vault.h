@@ -12,7 +12,7 @@ struct vault_key {
 	uint32_t number;
 };
 
-/* Each copies the key, which the caller wipes. Any thread. -ENOKEY: it is not here. */
+/* Each copies the key; the caller wipes the copy. Any thread. -ENOKEY: the vault doesn't have it. */
 int vault_by_name(struct tk_vault *vault, const uint8_t *owner, const uint8_t *domain, struct vault_key *out);
 int vault_by_number(struct tk_vault *vault, uint32_t number, uint64_t id, struct vault_key *out);
 /* A key for one purpose (16 bytes) and one message (1 to 128 bytes), which the caller wipes. */

@@ -4,8 +4,8 @@ A `Vault` holds keys of erase domains in locked memory, where lanes and readers 
 decrypts whole records of one drive for the application.
 
 What always holds: a returned header is authentic for its place on its drive, and so is a payload; the memory of a
-payload that isn't is zeroed. What it doesn't do: keep keys that were not used for long; a missing key is reported
-(`Decrypted.key`), and its owner adds it again.
+payload that isn't is zeroed. What it doesn't do: keep keys that have long been unused; a missing key is reported
+(`Decrypted.key`), and the application adds it again.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def row_of(fixed: str) -> struct.Struct:
 
 
 def address_of(data: bytes) -> int:
-    """Tell where bytes are that the caller keeps alive."""
+    """The address of bytes that the caller keeps alive."""
     return int(ffi.cast("uintptr_t", ffi.from_buffer(data)))
 
 
 class KeyName(NamedTuple):
-    """Which key of a domain a record was encrypted with."""
+    """The key that a record was encrypted with."""
 
     number: int
-    id: int  # random: tells whether the number was given to another since
+    id: int  # random: shows whether the number has since been given to another key
 
 
 class Decrypted(NamedTuple):
@@ -76,7 +76,7 @@ class Vault(Handle):
     """Keys for all drives of a node. Close it after the fabric and the drives."""
 
     def __init__(self, capacity: int) -> None:
-        """So many keys are kept; of more, those not used lately go."""
+        """Keep up to `capacity` keys; beyond that, keys not used lately are evicted."""
         out = ffi.new("struct tk_vault **")
         code = lib.tk_vault_open(capacity, out)
         if code:
@@ -95,7 +95,7 @@ class Vault(Handle):
         return not lib.tk_vault_drop(self.handle, number)
 
     def seal_text(self, key: KeyName, nonce: bytes, associated: bytes, text: bytes) -> bytes | None:
-        """Encrypt a short text for a domain, with a tag behind it; None if its key is not here."""
+        """Encrypt a short text for a domain, followed by a tag; None if its key is not here."""
         out = ffi.new("char[]", len(text) + GCM_TAG_BYTES)
         row, kept = _text(key, nonce, associated, text, len(text))
         code = lib.tk_seal_text(self.handle, row, out)
@@ -152,9 +152,9 @@ class RecordCipher:
     """The cipher of one opening of a drive."""
 
     def __init__(self, vault: Vault, secret: Buffer, salt: bytes, drive: bytes) -> None:
-        """`secret`, the key of headers' tags, is used where it lies; `salt` must be new and random."""
+        """`secret`, the key of headers' tags, is used in place, not copied; `salt` must be new and random."""
         self.vault = vault
-        self._secret = secret  # kept, and not exported: whoever closes the keyring before us is not to fail
+        self._secret = secret  # kept, but not exported: closing the keyring before us must not fail
         self.setup: Any = ffi.new("struct tk_encryption *")
         self.setup.vault = vault.handle
         with ffi.from_buffer("uint8_t[]", secret) as view:
@@ -181,9 +181,9 @@ class RecordCipher:
         return bytes(ffi.buffer(out))
 
     def open(self, offset: int, page: int) -> tuple[Decrypted, Decryption | None] | None:
-        """Look at the header page that is at this address; without its key there is no decryption.
+        """Open the header page at this address; without its key there is no decryption.
 
-        None: it is no record of this place, or was changed.
+        None: it is not a record of this place, or was changed.
         """
         out, opened = ffi.new("struct tk_decrypted *"), ffi.new("struct tk_decryption **")
         code = lib.tk_decryption_open(self.setup, offset, ffi.cast("void *", page), out, opened)
@@ -195,7 +195,7 @@ class RecordCipher:
         return said, None if code else Decryption(opened[0])
 
     def decrypt(self, offset: int, record: int, length: int) -> Decrypted | None:
-        """Decrypt a record in place that has a payload of this length; None, and zeros, if that can't be done."""
+        """Decrypt, in place, a record with a payload of this length; if that fails, zero it and return None."""
         opened = self.open(offset, record)
         decryption = None if opened is None else opened[1]
         if opened is None or decryption is None:
@@ -208,7 +208,7 @@ class RecordCipher:
 
 
 class Decryption(Handle):
-    """A payload that is being decrypted in place. What it gives is not to be believed before `is_authentic` says so."""
+    """A payload that is being decrypted in place. Its bytes must not be used before `is_authentic` returns True."""
 
     def __init__(self, opened: Any) -> None:
         self._handle = opened
@@ -218,7 +218,7 @@ class Decryption(Handle):
         return not lib.tk_decryption_step(self._handle, ffi.cast("void *", address), length)
 
     def is_authentic(self) -> bool:
-        """Return, once after all bytes, whether they are the ones written."""
+        """Whether all bytes are the ones written; called once, after the last step."""
         return not lib.tk_decryption_end(self._handle)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
  * Watched words: flags of landing slots, and acknowledgements; and checksums of blocks that landed or are to be sent.
  *
  * What always holds: a landing is accepted at exactly the expected generation, and `landed` is sent before the
- * checksum is computed. A word that is not the peer's, or is for another use of its place, changes nothing.
+ * checksum is computed. A word that is not from the peer, or is for another use of its place, has no effect.
  */
 #define _GNU_SOURCE
 #include "call.h"
@@ -10,7 +10,7 @@
 
 #include <errno.h>
 
-#define CRC_BYTES_A_ROUND (256u << 10) /* so that the wire is not kept waiting by arithmetic */
+#define CRC_BYTES_A_ROUND (256u << 10) /* so that checksums don't delay the wire */
 
 int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, struct work *work)
 {
@@ -29,7 +29,7 @@ void watch_remove(struct watches *watches, const struct work *work)
 	last.work->place = work->place;
 }
 
-/* What its flag becomes when it comes. */
+/* The value of its flag when the put has arrived. */
 uint64_t flag_awaited(const struct tk_landing *landing)
 {
 	struct spot spot = landing->region ? spot_of(landing->region, landing->word) : (struct spot){0};
@@ -138,7 +138,7 @@ static void summed_operation(struct tk_fabric *fabric, struct work *work)
 	} else if (work->crc != op->crc32c) {
 		finish(fabric, work, -EBADMSG);
 	} else if (!(op->flags & TK_GET)) {
-		if (op->part) { /* all of it is as it was, and a part is wanted */
+		if (op->part) { /* all of it is unchanged, and a part is wanted */
 			op->local += op->skip;
 			op->length = op->part;
 		}

@@ -1,8 +1,8 @@
 /*
  * A work item: its queues, its end, and the reports about it.
  *
- * What always holds: an item is in one place at a time (a queue, a heap, a watch, or on the wire), and after its end
- * it is not reused before the round is over.
+ * What always holds: an item is in one place at a time (a queue, a heap, a watch, or on the wire), and is not reused
+ * before the round in which it ended is over.
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -15,7 +15,7 @@
 
 #define EVENTS_A_BATCH 64
 #define EVENTS_PACE_NS 1000000u
-#define EVENTS_STREAM 8u /* with fewer items under way a caller may be waiting for just this one */
+#define EVENTS_STREAM 8u /* with fewer items under way a caller may be waiting for exactly this one */
 
 void queue_push(struct queue *queue, struct work *work)
 {
@@ -118,7 +118,7 @@ void publish(struct tk_fabric *fabric)
 	if (!fabric->pending_count)
 		return;
 	pthread_mutex_lock(&fabric->event_lock);
-	while (make_room(fabric)) { /* not under the lock: to take events makes room */
+	while (make_room(fabric)) { /* not under the lock: taking events makes room */
 		pthread_mutex_unlock(&fabric->event_lock);
 		nap();
 		pthread_mutex_lock(&fabric->event_lock);
@@ -293,12 +293,12 @@ static void count_end(struct tk_fabric *fabric, const struct tk_operation *op, i
 /* Operations that wait for its counter see it moved, or fail, before the end is reported. */
 void finish(struct tk_fabric *fabric, struct work *work, int status)
 {
-	if (work->is_word) { /* nobody counts it, or waits for it */
+	if (work->is_word) { /* no counter or waiter depends on it */
 		release(fabric, work);
 		return;
 	}
 	const struct tk_operation *op = &work->op;
-	int cause = status == -EPIPE && op->trigger ? op->trigger->failed : 0; /* what began it, or this itself */
+	int cause = status == -EPIPE && op->trigger ? op->trigger->failed : 0; /* the first failure; 0: this one is */
 	work->failed = status;
 	count_end(fabric, op, status);
 	if (op->completion && status)

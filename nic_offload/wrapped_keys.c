@@ -1,8 +1,8 @@
 /*
- * Looks at the slots of a keyring, thousands in one call: whether each is whole, whose it is, and whether a key wraps those in it.
+ * Checks the slots of a keyring, thousands in one call: whether each is intact, its domain's tag, and whether a key wraps it.
  *
- * A slot is `struct slot`. What is authenticated with a wrapped key is the store, the slot's number and what the slot says in
- * clear. What it doesn't do: know what that means (`kvstore.sealing.slots` does), or give out a key.
+ * A slot is `struct slot`. A wrapped key is authenticated together with the store, the slot's number and the part of the slot
+ * that is in the clear. What it doesn't do: interpret that part (`kvstore.sealing.slots` does), or give out a key.
  */
 #include "aead.h"
 #include "blake2b.h"

@@ -1,6 +1,6 @@
-"""Slots of a keyring, looked at in batches by the C core (`wrapped_keys.c`).
+"""Slots of a keyring, checked in batches by the C core (`wrapped_keys.c`).
 
-What it doesn't do: say what a slot means, which `kvstore.sealing.slots` does.
+What it doesn't do: interpret a slot; `kvstore.sealing.slots` does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STORE_BYTES: int = lib.TK_SLOT_STORE
 
 
 def are_whole(slots: Buffer) -> bytearray:
-    """Tell of each slot whether its CRC32C is right: 1 or 0."""
+    """Whether the CRC32C of each slot is right: 1 or 0."""
     view = ffi.from_buffer(slots)
     assert len(view) % SLOT_BYTES == 0, len(view)
     whole = bytearray(len(view) // SLOT_BYTES)
@@ -40,9 +40,9 @@ def domain_tags(domains: Buffer) -> bytearray:
 
 
 def are_authentic(key: Buffer, store: bytes, slots: Buffer, which: Buffer) -> bytearray:
-    """Tell of some of these slots whether this key wraps the one in it: 1 or 0.
+    """Whether this key wraps the key in each of some of these slots: 1 or 0.
 
-    `which` has two u32 for each: where it lies among them, and its number in the keyring.
+    `which` has two u32 for each: its position among them, and its number in the keyring.
     """
     keyed, view = ffi.from_buffer(key), ffi.from_buffer(slots)
     asked = ffi.from_buffer("struct tk_slot_at[]", which)

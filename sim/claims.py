@@ -34,7 +34,7 @@ class Band:
     high: float
 
 
-# The claims as they are worded: at least so much. Nothing may lie above 23 where that is the largest figure.
+# The claims as they are worded: lower bounds. Nothing may lie above 23 where that is the largest figure.
 BANDS = (
     Band((32_000,), 22.5, 23.5),
     Band((10**6, 16 * 10**6, 128 * 10**6, 256 * 10**6), 20.0, 24.5),
@@ -42,7 +42,7 @@ BANDS = (
 )
 
 # The curve that they describe falls from 23 over 20 to 19: "> 19x" would be "> 20x" if it were 20. Without this, a
-# ratio of 23 everywhere would do, which fits the words and no figure.
+# ratio of 23 everywhere would pass, which fits the words but no figure.
 CURVE = (
     Band((32_000,), 22.5, 23.5),
     Band((10**6,), 20.0, 24.5),

@@ -1,7 +1,7 @@
 """`kvsim curve`: the two paths by size, as a table, CSV, JSON, stage by stage, or as the paper's Figs. 5 to 7.
 
-What always holds: the preset's caveats come with the numbers, and the fair preset's S stands beside that of
-every other.
+What always holds: the preset's caveats come with the numbers, and the fair preset's S is shown beside every
+other's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _preset(arguments: argparse.Namespace) -> Preset:
 
 
 def _fair(assignments: Sequence[str]) -> tuple[Preset, list[str]]:
-    """The fair preset with other speeds, which are named as in a cluster; and the settings left for the preset."""
+    """The fair preset with other speeds, named as in a cluster, and the remaining settings."""
     pairs = [(name.strip(), value) for name, _, value in (text.partition("=") for text in assignments)]
     speeds = [(name, value) for name, value in pairs if name in hardware.SPREADS and value]
     names = {name for name, _ in speeds}
@@ -68,7 +68,7 @@ _RANGE_SIZES = (32_000, 10**6, 512 * 10**6)
 def _spreads(
     arguments: argparse.Namespace, setting: curve.Setting
 ) -> tuple[list[dict[str, Any]], Sequence[int]]:
-    """S of the fair preset with each speed at the ends of its range, the most influential first."""
+    """S of the fair preset with each speed at the ends of its range, most influential first."""
     sizes = [units.parse_bytes("--size", text) for text in arguments.size or ()] or _RANGE_SIZES
 
     def speedups(name: str, value: float) -> list[float]:

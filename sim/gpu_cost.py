@@ -41,7 +41,7 @@ class CostRow:
 
     @property
     def holds(self) -> bool:
-        """Whether the printed total is right, to the last digit that is printed."""
+        """Whether the printed total is right to its last digit."""
         exponent = self.printed_total_usd.as_tuple().exponent
         step = Decimal(1).scaleb(exponent) if isinstance(exponent, int) else Decimal(1)
         return abs(self.right_total_usd - self.printed_total_usd) <= step / 2
@@ -92,6 +92,6 @@ def read_cost_table(path: Path) -> list[CostRow]:
 
 
 def gpus_for(kv_bytes: int, weight_bytes: float, gpu_bytes: int) -> int:
-    """How many GPUs hold a model and its KV, all of their memory used."""
+    """How many GPUs hold a model and its KV, using all of their memory."""
     require("--gpu-memory", gpu_bytes, "bytes", 1e9, 1e13)
     return math.ceil((kv_bytes + weight_bytes) / gpu_bytes)

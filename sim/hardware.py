@@ -1,8 +1,8 @@
-"""The speeds of the parts on KV's way: one set of numbers for `kvsim curve`, `replay` and `plan`, with their ranges.
+"""The speeds of the parts on KV's path: one set of numbers for `kvsim curve`, `replay` and `plan`, with their ranges.
 
 What always holds: the preset `fair` and the default cluster use these numbers only, so a single message takes as long
 in the closed form as in the event model with nothing else under way. A number's name ends with its unit. Its range
-covers such parts elsewhere; its source is given beside it.
+covers such parts in other machines; its source is given beside it.
 
 What it doesn't do: know your machine. `kvsim calibrate` measures one.
 """
@@ -22,7 +22,7 @@ __all__ = ["HARDWARE", "SPREADS", "Hardware", "Spread", "accepted", "changed"]
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Speeds and costs of a transfer's stops, in the order in which a put passes them."""
+    """Speeds and costs of a transfer's stops, in the order of a put."""
 
     pcie_bytes_per_s: float = 55e9  # each direction, by root
     pcie_latency_s: float = 1e-6
@@ -92,7 +92,7 @@ def accepted(name: str) -> tuple[str, float, float]:
     ):
         if name.endswith(ending):
             return unit, low, high
-    first, _, per = name.partition("_per_")  # what is left counts things: links_per_node, decode_slots
+    first, _, per = name.partition("_per_")  # the other names are counts: links_per_node, decode_slots
     return f"a number of {first if per else name.rpartition('_')[2]}", 1, 4096
 
 

@@ -234,7 +234,7 @@ def layout_of(config: _Config) -> Layout:
 
 
 def read_config(path: Path, dtype: str | None = None) -> tuple[str, Layout, str]:
-    """The model's name, its layout, and the type of its KV's numbers, which is the file's unless one is given."""
+    """The model's name, its layout, and the type of its KV's numbers: the file's, unless one is given."""
     config = _read(path)
     named = config.get("_name_or_path") or path.resolve().parent.name
     return str(named), layout_of(config), dtype or _dtype({**config, **_decoder(config)})

@@ -29,9 +29,9 @@ class Model:
     parameters: float
     latent: bool = False
     active_parameters: float | None = None  # of a mixture of experts; None: all of them
-    plain_widths: tuple[int, int] | None = None  # K and V of a head, where they aren't head_dim
+    plain_widths: tuple[int, int] | None = None  # K and V of a head, if they aren't head_dim
     kept: Layout | None = None  # the layout of each layer, if it doesn't follow from the counts
-    kv_bits: int = 16  # of a number, as it is served
+    kv_bits: int = 16  # of a number, as served
 
     @property
     def token_bytes(self) -> int:
@@ -51,15 +51,15 @@ class Model:
 
     @property
     def token_flops(self) -> float:
-        """Floating-point operations to prefill a token, attention to earlier tokens left out."""
+        """Floating-point operations to prefill a token, without attention to earlier tokens."""
         return 2 * (self.active_parameters or self.parameters)
 
     def prefill_flops(self, new_tokens: float, context_tokens: float = 0.0) -> float:
-        """Floating-point operations to prefill tokens behind a context, each of which attends to all before it."""
+        """Floating-point operations to prefill tokens after a context; each attends to all tokens before it."""
         return new_tokens * self.token_flops + self.attention_flops(new_tokens, context_tokens)
 
     def attention_flops(self, new_tokens: float, context_tokens: float = 0.0) -> float:
-        """Of these, the attention."""
+        """The attention's part of these operations."""
         key, value = self.plain_widths or (self.head_dim, self.head_dim)
         pairs = new_tokens * (context_tokens + new_tokens / 2)
         return pairs * 2 * self.layers * self.heads * (key + value)

@@ -131,7 +131,7 @@ def _speedups(name: str, sizes: Sequence[int]) -> str:
 
 
 def _curves() -> Iterator[Finding]:
-    """The sentences about S: the tables alone, the same stops on both paths, and what is needed to get theirs."""
+    """The sentences about S: from the tables alone, with the same stops on both paths, and what reproduces theirs."""
     literal = judge(preset("literal-ms"))
     with_additions = [
         name for name, entry in PRESETS.items() if all(v.holds for v in judge(entry)[: len(BANDS)])

@@ -80,7 +80,7 @@ def _fit_of(name: str) -> tuple[str, str] | None:
 
 
 def value_of(preset: Preset, name: str) -> float | None:
-    """The number; None is 'no bound'."""
+    """The number; None: no bound."""
     fit = _fit_of(name)
     holder: Fit | Stages | Preset = preset
     if fit is not None:

@@ -8,8 +8,8 @@ the stops of the event model, at the speeds of `sim.hardware`.
 How the equations were determined. `paper` is given in full. Of `two-param`, `no-nvme` and `literal-ms` the
 stages of the host copy were left open (how often DRAM and the CPU are charged). Of one to three DRAM passes
 with one to four CPU copies, two pairs reproduce all three tables to their printed digits: 2 with 1, and 1
-with 4. The first is taken because it describes something that happens (the bounce buffer is written, read,
-and copied once); the tables cannot tell the two apart.
+with 4. The first is used because it describes a real sequence (the bounce buffer is written, read,
+and copied once); the tables can't distinguish the two.
 
 What it doesn't do: choose between them. No parameter-exact reading of the tables gives the paper's curves.
 """
@@ -77,9 +77,9 @@ class Preset:
     nvme_on_cpu_path: bool = True
     nvme_on_triggered_path: bool = True
     nvme_latency_unit_s: float = 0.0  # 0: not charged; 1e-3: the latency fit read as ms; 1: read as s
-    fit_bytes_max: int | None = None  # the NVMe fit is held at this size beyond it; None: extrapolated
+    fit_bytes_max: int | None = None  # beyond this size the NVMe fit stays constant; None: extrapolated
     nic_message_s: float = 0.0  # both paths, each message
-    node_memory_s_per_byte: float = 0.0  # both paths: into the node's memory, or out of it
+    node_memory_s_per_byte: float = 0.0  # both paths: into or out of the node's memory
 
 
 _ASYMMETRY = (

@@ -10,8 +10,8 @@ parameter and solves for its interval.
 What always holds: a reading matches if S lies in the bands of `sim.claims` at every size there, so each match can be
 entered into `kvsim curve` and examined.
 
-How 2^30 readings are tried in a second: S(32 KB) has to be within 2 % of 23, so of the CPU readings, sorted by their
-time at 32 KB, each triggered reading is compared with a thin slice only.
+How 2^30 readings are tried in a second: S(32 KB) must be within 2 % of 23, so each triggered reading is compared only
+with a thin slice of the CPU readings, which are sorted by their time at 32 KB.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 _LATENCY_UNITS_S = {"ms": 1e-3, "s": 1.0}
 _BANDWIDTHS, _LATENCIES = 8, 3
 COMBINATIONS = 4**_BANDWIDTHS * 2**_BANDWIDTHS * 4**_LATENCIES
-_SLACK = 1e-9  # of the comparison, so that a figure on a band's edge is inside it on every machine
+_SLACK = 1e-9  # in comparisons, so that a figure on a band's edge is inside it on every machine
 
 _SIZES = tuple(size for band in CURVE for size in band.sizes_bytes)
 _LOW: Array = np.array([band.low for band in CURVE for _ in band.sizes_bytes])
@@ -65,7 +65,7 @@ def _messages(size_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _over_messages(cost_s: Callable[[int], float]) -> Array:
-    """What something costs at each size, summed over the messages."""
+    """The cost at each size, summed over the messages."""
     return np.array([sum(count * cost_s(m) for count, m in _messages(size)) for size in _SIZES])
 
 
@@ -127,7 +127,7 @@ def literal(direction: Direction, unit: str, progress: Progress = lambda _: None
     cpu = cpu[np.argsort(cpu[:, 0], kind="stable")]
     begins = np.searchsorted(cpu[:, 0], _LOW[0] * triggered[:, 0] * (1 - _SLACK), side="left")
     ends = np.searchsorted(cpu[:, 0], _HIGH[0] * triggered[:, 0] * (1 + _SLACK), side="right")
-    last = np.ascontiguousarray(cpu[:, -1])  # the size that a thin slice most often fails at
+    last = np.ascontiguousarray(cpu[:, -1])  # the size at which a thin slice fails most often
     matches = 0
     for i in range(1, len(triggered)):  # the first is the empty sum, a transfer that costs nothing
         near = last[begins[i] : ends[i]]
@@ -142,7 +142,7 @@ def literal(direction: Direction, unit: str, progress: Progress = lambda _: None
 
 @dataclass(frozen=True, slots=True)
 class Coherent:
-    """A reading that hardware could be: what each path is charged for."""
+    """A reading that hardware could have: what each path is charged for."""
 
     direction: Direction
     nvme: str  # "both", "cpu", "neither"
@@ -198,11 +198,11 @@ def _times(reading: Coherent) -> tuple[Array, Array]:
 
 
 def coherent(candidates: list[Coherent]) -> list[Coherent]:
-    """Which of them match as they are."""
+    """Those that match as they are."""
     return [reading for reading in candidates if bool(_in_bands(*_times(reading)))]
 
 
-# What one more number could be: how its weight grows with the messages and their bytes.
+# Candidates for one more number: how its weight grows with the messages and their bytes.
 EXTRAS: dict[str, Callable[[Coherent], Array]] = {
     "kappa, a factor on the CPU's copies": lambda reading: (
         reading.cpu_copies * STAGES.cpu_s_per_byte * _BYTES
@@ -222,7 +222,7 @@ class Solved(NamedTuple):
 
 
 def with_one_extra(candidates: list[Coherent], progress: Progress = lambda _: None) -> list[Solved]:
-    """Which match with one free number on the CPU path, and for which of its values."""
+    """Those that match with one free number on the CPU path, and for which of its values."""
     found = []
     for i, reading in enumerate(candidates):
         if i % 64 == 0:
@@ -234,7 +234,7 @@ def with_one_extra(candidates: list[Coherent], progress: Progress = lambda _: No
             if extra.startswith("kappa"):
                 if not reading.cpu_copies:
                     continue
-                base_s = cpu_s - weight  # the factor replaces the copies that are charged already
+                base_s = cpu_s - weight  # the factor replaces the copies that are already charged
             low = float(np.max((_LOW * triggered_s - base_s) / weight))
             high = float(np.min((_HIGH * triggered_s - base_s) / weight))
             if high > 0 and low <= high:

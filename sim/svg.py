@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "Bars", "Chart", "Series", "bytes_label", "figure", "seconds_label", "si"]
 
-# Told apart by people who don't see red and green apart, too.
+# Distinguishable by people who can't distinguish red and green, too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 _WIDTH, _HEIGHT = 600, 400
@@ -29,7 +29,7 @@ _TICKS = 6
 _LEGEND_CHARACTER_PX = 6.6
 _CAPTION_CHARACTER_PX = 6.3
 _LINE_PX = 18
-_BAR_PX, _BARS_SHARE = 11, 0.82  # a bar's thickness at least, and the share of a group's height that is bars
+_BAR_PX, _BARS_SHARE = 11, 0.82  # a bar's minimum thickness, and the share of a group's height that is bars
 
 
 def si(value: float, unit: str = "") -> str:
@@ -42,18 +42,18 @@ def si(value: float, unit: str = "") -> str:
 
 
 def bytes_label(value: float) -> str:
-    """For an axis of bytes."""
+    """A label for an axis of bytes."""
     return si(value, "B")
 
 
 def seconds_label(value: float) -> str:
-    """For an axis of seconds; nobody says kiloseconds."""
+    """A label for an axis of seconds, without kiloseconds."""
     return f"{value:,.0f} s" if value >= 1000 else si(value, "s")  # noqa: PLR2004 - where the prefix would begin
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line, or the points of one, with its name in the legend."""
+    """One line, or its points, with its name in the legend."""
 
     name: str
     xs: Sequence[float]
@@ -82,7 +82,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One panel of horizontal bars; each group has one bar a series."""
+    """One panel of horizontal bars; each group has one bar per series."""
 
     title: str
     x_label: str
@@ -113,7 +113,7 @@ class _Axis:
             low, high = math.log10(low), math.log10(high)
             if high - low < 1e-6:  # noqa: PLR2004 - one value, or what rounds to one
                 low, high = low - 0.5, high + 0.5
-            elif zero:  # bars need to begin somewhere below the smallest
+            elif zero:  # bars must begin somewhere below the smallest
                 low = math.floor(low - 1e-9)
             margin = 0.02 * (high - low)
             low, high = low - (0 if zero else margin), high + margin
@@ -166,7 +166,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, extra: str = 
 
 
 def _legend(names: Sequence[tuple[str, str, bool]]) -> list[str]:
-    """Name, colour, dashed; in one row under the title, or two."""
+    """Entries of name, colour, dashed; in one row under the title, or two."""
     parts, x, y = [], float(_LEFT), 42.0
     for name, colour, dashed in names:
         width = 30 + _LEGEND_CHARACTER_PX * len(name)
@@ -190,7 +190,7 @@ def _usable(chart: Chart, one: Series) -> list[tuple[float, float]]:
 
 
 def _height(chart: Chart | Bars) -> int:
-    """Of a panel: bars need so much that the number behind one does not touch the next one's."""
+    """The height of a panel: enough that the number after a bar doesn't touch the next one's."""
     if isinstance(chart, Chart):
         return _HEIGHT
     return max(
@@ -249,7 +249,7 @@ def _chart(chart: Chart) -> list[str]:
         ]
     for value, word in chart.rules:
         y = y_axis(value)
-        below = 13 if y + 13 < _HEIGHT - _BOTTOM else -5  # what is drawn tends to lie above such a line
+        below = 13 if y + 13 < _HEIGHT - _BOTTOM else -5  # curves tend to lie above such a line
         parts += [
             _line(_LEFT, y, _WIDTH - _RIGHT, y, _FAINT, ' stroke-dasharray="2 3"'),
             _text(_WIDTH - _RIGHT - 4, y + below, word, anchor="end", size=11, extra=f' fill="{_FAINT}"'),

@@ -62,7 +62,7 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits, as the model's tables have them; all digits of a thousand seconds and more."""
+    """Three digits, as in the model's tables; all digits from a thousand seconds on."""
     if seconds < _PLAIN_SECONDS_MIN:
         return f"{seconds:.2e}"
     decimals = max(0, 2 - math.floor(math.log10(seconds)))

@@ -1,6 +1,6 @@
 """Builds `kvstore.storage._uring`, the C wrapper of io_uring. Run as a program, it builds in place.
 
-liburing is linked statically, so a wheel needs nothing on the target machine but a kernel.
+liburing is linked statically, so a wheel needs only a kernel on the target machine.
 """
 
 from __future__ import annotations

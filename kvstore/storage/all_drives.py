@@ -2,7 +2,7 @@
 
 Always holds: a deletion is reported when every drive has reported it, with the first error if there was one; the
 steps of one session go to the drive that holds it, in order; a removal is synced before it is reported, so that
-nothing of a session is left when another drive takes its name; blocks deleted with a session are reported when they
+nothing of a session is left when another drive gets its name; blocks deleted with a session are reported when they
 are gone from every drive.
 
 A store of one drive does not use it.
@@ -40,7 +40,7 @@ class Deletions:
         self.outbox: Outbox[DeleteDone] = Outbox()
 
     def accept(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
-        """Have each drive delete them. Overloaded, and nothing done, if one has no room."""
+        """Delete them on each drive. Overloaded, and nothing done, if one has no room."""
         if any(len(items) > drive.deletes_left for drive in self._drives):
             raise Overloaded("A drive's queue of deletions is full.")
         self.outbox.promised += len(items)
@@ -51,7 +51,7 @@ class Deletions:
 
 
 class _Deletions:
-    """One batch, until every drive has answered for each of it."""
+    """One batch, until every drive has reported each of its deletions."""
 
     def __init__(
         self, outbox: Outbox[DeleteDone], items: Sequence[DeleteItem], done: DeletesDone, drives: int
@@ -88,7 +88,7 @@ class SessionSteps:
         self.outbox: Outbox[SessionDone] = Outbox()
 
     def accept(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
-        """Have each step done where its session is. Overloaded, and nothing done, if a drive has no room."""
+        """Execute each step on the drive of its session. Overloaded, and nothing done, if a drive has no room."""
         by_drive: dict[int, list[SessionItem]] = {}
         for item in items:
             by_drive.setdefault(self._where(item.name), []).append(item)
@@ -116,7 +116,7 @@ class SessionSteps:
 
 
 class _Steps:
-    """The steps of one batch that one drive does."""
+    """The steps of one batch that one drive executes."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Steps:
         self._others = others
 
     def heard(self, answers: Sequence[SessionDone]) -> None:
-        """Take what the drive says; its tags are positions among the items."""
+        """Take the drive's results; its tags are positions among the items."""
         for answer in answers:
             item = self._items[answer.tag]
             told = answer._replace(tag=item.tag)
@@ -143,7 +143,7 @@ class _Steps:
                 self._outbox.add(self._done, told)
 
     def _gone(self, told: SessionDone) -> Callable[[StorageError | None], None]:
-        """Report the step when the other drives have dropped its blocks as well."""
+        """Report the step when the other drives have dropped its blocks too."""
         left, first = len(self._others), None
 
         def gone(error: StorageError | None) -> None:
@@ -157,7 +157,7 @@ class _Steps:
 
 
 class AllManifests:
-    """The sessions of all drives, to be read."""
+    """The sessions of all drives, read-only."""
 
     def __init__(self, drives: Sequence[Drive]) -> None:
         self._manifests = [drive.manifests for drive in drives]
@@ -177,7 +177,7 @@ class AllManifests:
     def keys_of(
         self, tenant: bytes, manifest: Manifest, first: int = 0, until: int | None = None
     ) -> list[bytes]:
-        """Return block keys of a session that was found; StorageError if a chunk of theirs is no more."""
+        """Return block keys of a session that was found; StorageError if one of their chunks is gone."""
         *others, last = self._manifests
         for manifests in others:
             with suppress(StorageError):
@@ -185,12 +185,12 @@ class AllManifests:
         return last.keys_of(tenant, manifest, first, until)
 
     def of_user(self, tenant: bytes, user: bytes, after: bytes = b"", limit: int = 1000) -> list[Listed]:
-        """List a user's sessions, in order, from behind `after` on."""
+        """List a user's sessions, in order, starting after `after`."""
         found = (manifests.of_user(tenant, user, after, limit) for manifests in self._manifests)
         return sorted(chain.from_iterable(found))[:limit]
 
     def page(self, tenant: bytes, after: bytes, limit: int) -> tuple[list[tuple[SessionName, Listed]], bool]:
-        """List sessions of one tenant, or with b"" of all, in the order of their names, from behind `after` on."""
+        """List sessions of one tenant, or with b"" of all, in the order of their names, starting after `after`."""
         pages = [manifests.page(tenant, after, limit) for manifests in self._manifests]
         found = sorted((one for some, _ in pages for one in some), key=lambda one: one[0])
         return found[:limit], len(found) > limit or any(more for _, more in pages)
@@ -199,7 +199,7 @@ class AllManifests:
         return sum(map(len, self._manifests))
 
     def own_keys(self, name: SessionName) -> Iterator[set[bytes]]:
-        """Give the keys whose refcounts fall with this session, some at a time, and as often as they fall."""
+        """Yield the keys whose refcounts fall with this session, some at a time; a key repeats for each reference."""
         return chain.from_iterable(manifests.own_keys(name) for manifests in self._manifests)
 
     def references(self, names: Iterable[Name]) -> list[int]:

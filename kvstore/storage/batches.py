@@ -22,7 +22,7 @@ def check_batch(items: Sequence[object]) -> None:
 
 
 def check_steps(items: Sequence[SessionItem]) -> None:
-    """Refuse steps of sessions that are too many, or too large."""
+    """Refuse too many steps of sessions, or too large ones."""
     check_batch(items)
     if any(len(item.keys) > SESSION_BLOCKS_MAX for item in items):
         raise ProtocolError(f"At most {SESSION_BLOCKS_MAX} blocks are appended to a session at a time.")

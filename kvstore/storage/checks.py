@@ -1,4 +1,4 @@
-"""Verifies stored records, for puts that would be acknowledged because of them.
+"""Verifies stored records on which the acknowledgement of a put would rely.
 
 Always holds: a record is whole if its header is exactly the one in the index, tag included, and its payload has that
 header's CRC, and the right tag if it is encrypted, all read from the drive after the request; a failed read is retried
@@ -42,7 +42,7 @@ class Finding(enum.Enum):
 
     WHOLE = enum.auto()
     DAMAGED = enum.auto()
-    FOREIGN = enum.auto()  # there is another record's good header, which is not ours to wipe
+    FOREIGN = enum.auto()  # another record's valid header is there, which must not be wiped
     UNREADABLE = enum.auto()
 
 
@@ -59,7 +59,7 @@ class Checks:
         self._waiting: deque[_Check] = deque()
 
     def check(self, name: Name, entry: Entry, then: Callable[[Finding], None]) -> None:
-        """Read a record; `then` is told what it is, from `poll`."""
+        """Read a record; `then` gets the finding, from `poll`."""
         if self._memory is None:
             self._memory = undumped(CHECKS_AT_ONCE * CHECK_PIECE_BYTES)
             first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -90,7 +90,7 @@ class Checks:
         one.then(finding)
 
     def _read_on(self, one: _Check, result: int) -> Finding | None:
-        """Look at a piece; None if there is more to read."""
+        """Check a piece; None if there is more to read."""
         if result < 0:
             one.failed += 1
             return None if one.failed == 1 else Finding.UNREADABLE

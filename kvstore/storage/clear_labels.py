@@ -1,11 +1,11 @@
-"""Takes labels in the clear out of an index: those of a store that got its keys after it had sessions.
+"""Removes labels in the clear from an index, for a store that got its keys after it had sessions.
 
-It happens at the first opening with keys, before anything is served: each label is sealed with its user's key, which
+This happens at the first opening with keys, before anything is served: each label is sealed with its user's key, which
 is made if there is none; then the rows of the index are copied to a new file, and the old one is overwritten with
-zeros. So an erasure finds no label in the clear in an index, neither in a row nor in pages that LMDB has freed.
+zeros. So an erasure leaves no label in the clear in an index, neither in a row nor in pages that LMDB has freed.
 
-Always holds: an opening that dies in between leaves an index that is taken up again, or built anew from the drive. One
-that can't make the keys leaves the labels as they are, and says so; the next one tries again.
+Always holds: an opening that dies in between leaves an index that the next one continues with, or rebuilds from the
+drive. An opening that can't make the keys leaves the labels as they are, and logs it; the next one tries again.
 
 It doesn't touch records on the drive: the drive's own encryption rewrites them (`kvstore.storage.encrypting`).
 """
@@ -44,11 +44,11 @@ __all__ = ["without_clear_labels"]
 log = logging.getLogger(__name__)
 
 _COPY = "copied"
-_SMALL_BYTES = 1 << 20  # of a file that is smaller than the new one's first pages
+_SMALL_BYTES = 1 << 20  # a file of this size is smaller than the new one's first pages
 
 
 def without_clear_labels(index: Index, folder: Path, volume: Volume, undo: ExitStack) -> Index:
-    """Return an index of the same rows, opened anew, that has no label in the clear to the last byte of its file.
+    """Return an index with the same rows, newly opened, whose file has no label in the clear anywhere.
 
     `undo` abandons it.
     """
@@ -92,7 +92,7 @@ def _make_keys(keys: Keys, users: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def _copy(folder: Path) -> None:
-    """Copy what is in use of the index's file, and nothing else, and put the copy in its place."""
+    """Copy only the part of the index's file that is in use, and replace the file by the copy."""
     copy = folder / _COPY
     if copy.exists():
         shutil.rmtree(copy)
@@ -116,7 +116,7 @@ def _copy(folder: Path) -> None:
 
 
 def _copy_rows(env: lmdb.Environment, new: lmdb.Environment) -> None:
-    """Row by row: LMDB copies pages with their unused ends, where bytes of other pages are that were once in memory."""
+    """Copy row by row: LMDB copies pages with their unused ends, which may hold bytes of other pages from memory."""
     with env.begin() as reading:
         for name in [bytes(name) for name, _ in reading.cursor()]:
             rows = iter(reading.cursor(env.open_db(name, txn=reading, create=False)))

@@ -26,13 +26,13 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._times_ms: dict[SessionName, int] = {}
-        self._heap: list[tuple[int, SessionName]] = []  # and some that are not so any more
+        self._heap: list[tuple[int, SessionName]] = []  # including outdated ones
 
     def __len__(self) -> int:
         return len(self._times_ms)
 
     def set(self, name: SessionName, time_ms: int) -> None:
-        """Set when a session expires; 0 is never."""
+        """Set when a session expires; 0: never."""
         if self._times_ms.get(name, 0) == time_ms:
             return
         if not time_ms:

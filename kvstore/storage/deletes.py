@@ -2,7 +2,7 @@
 
 Always holds: a block that is being deleted is not found from the call on; a deletion is reported when no header of
 its name is left on the drive and, if requested, this is synced; a block whose put is in progress is deleted after it.
-One that is erased is reported when its bytes are overwritten as well, unless their key is destroyed.
+An erased block is reported when its bytes are overwritten as well, unless their key is destroyed.
 
 It doesn't check references to a block: sessions keep listing deleted blocks, and find them gone.
 """
@@ -41,7 +41,7 @@ class Deletes:
         self.outbox: Outbox[DeleteDone] = Outbox()
 
     def accept(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
-        """Take deletions on; each is reported through the outbox."""
+        """Accept deletions; each is reported through the outbox."""
         self.outbox.promised += len(items)
         self._delete([item for item in items if not self._is_deferred(item, done)], done)
 
@@ -52,7 +52,7 @@ class Deletes:
         if not items:
             return
         names = [(item.tenant, item.key) for item in items]
-        erased = items[0].erased  # those of one call are alike
+        erased = items[0].erased  # the same for all items of one call
         try:
             if erased is None:
                 gone = self._keeping.drop(names, Reason.DELETED)
@@ -75,7 +75,7 @@ class Deletes:
             else:
                 self._report(items, gone, done, error)
 
-        # Behind those of before, too: an older record of a name may be among them.
+        # After earlier wipes, too: an older record of a name may be among them.
         self._keeping.leaving.when_gone(names, wiped)
 
     def _report(

@@ -34,7 +34,7 @@ class DiskOpKind(enum.IntEnum):
 
     READ = 0
     WRITE = 1
-    SYNC = 2  # address, length and offset are not looked at
+    SYNC = 2  # address, length and offset are ignored
 
 
 class DiskOp(NamedTuple):
@@ -48,7 +48,7 @@ class DiskOp(NamedTuple):
 
 
 class DiskDone(NamedTuple):
-    """How an operation ended: all its bytes, or `-errno`."""
+    """The result of an operation: all its bytes, or `-errno`."""
 
     tag: int
     result: int
@@ -59,20 +59,20 @@ class Disk(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """How large the drive is."""
+        """The size of the drive."""
         ...
 
     @property
     def direct_fd(self) -> int | None:
-        """What a lane may write through, beside us; None if nothing can."""
+        """A descriptor through which a lane may write as well; None if there is none."""
         ...
 
     def submit(self, ops: Sequence[DiskOp]) -> int:
-        """Start operations, in one system call; return how many, from the first, were accepted."""
+        """Start operations, in one system call; return how many of the first ones were accepted."""
         ...
 
     def reap(self) -> list[DiskDone]:
-        """Collect what has ended since the last time; never waits."""
+        """Collect the operations that have ended since the last call; never waits."""
         ...
 
     def fileno(self) -> int:
@@ -80,15 +80,15 @@ class Disk(Protocol):
         ...
 
     def read_at(self, offset: int, length: int) -> bytes:
-        """Read whole pages, waiting for them; StorageError if any byte cannot be had."""
+        """Read whole pages, waiting for them; StorageError if any byte can't be read."""
         ...
 
     def write_at(self, offset: int, data: bytes) -> None:
-        """Write whole pages, waiting for it; StorageError if any byte was not."""
+        """Write whole pages, waiting for it; StorageError if any byte wasn't written."""
         ...
 
     def sync(self) -> None:
-        """Wait until all that has been written survives power loss; StorageError if that cannot be had."""
+        """Wait until everything written survives power loss; StorageError if that fails."""
         ...
 
     def data_ranges(self, start: int) -> Iterator[tuple[int, int]]:

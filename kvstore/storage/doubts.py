@@ -7,7 +7,7 @@ recorded no doubts.
 Always holds:
 
 - A block is doubted until its CRC has been checked and confirmed (`believe`), over any number of restarts: the doubts
-  are a table of the index, and go with it.
+  are a table of the index, and are lost only with it.
 - A doubted block is served like any other, because its CRC is checked then. But no put is acknowledged because of it,
   and a reserve does not report it as stored, since that would be a promise.
 
@@ -52,7 +52,7 @@ class Doubts:
             return 0
         with self._index.reading() as transaction:
             noted = int(transaction.stat(self._index.doubts)["entries"])
-        return max(0, noted - len(self._believed))  # of those believed, some may be gone meanwhile
+        return max(0, noted - len(self._believed))  # some believed ones may be gone by now
 
     def of(self, generations: Iterable[int]) -> set[int]:
         """Return which of these blocks are doubted."""
@@ -67,7 +67,7 @@ class Doubts:
             }
 
     def add(self, generations: Iterable[int]) -> None:
-        """Mark these blocks as doubted, as far as they are stored."""
+        """Mark those of these blocks that are stored as doubted."""
         generations = set(generations)
         self._believed -= generations
 
@@ -101,12 +101,12 @@ class Doubts:
     def believe(self, generations: Iterable[int]) -> None:
         """Record that the CRCs of these blocks were checked and are right; `commit` makes that durable."""
         if self._index.has_doubts:
-            self._believed |= self.of(generations)  # others would cost a commit for nothing
+            self._believed |= self.of(generations)  # others would cost a useless commit
             if len(self._believed) > BATCH_BLOCKS_MAX:
                 self.commit()
 
     def commit(self) -> None:
-        """Make it durable which blocks were verified. If that fails they are doubted again, and checked once more."""
+        """Make durable which blocks were verified. If that fails they are doubted again, and checked once more."""
         believed, self._believed = self._believed, set()
         if not believed:
             return
@@ -119,7 +119,7 @@ class Doubts:
             self._write(strike)
 
     def _write(self, change: Any) -> None:
-        self._index.has_doubts = True  # what is removed meanwhile takes its doubts along
+        self._index.has_doubts = True  # a block that is removed meanwhile takes its doubt along
         self._index.write(change)
         with self._index.reading() as transaction:
             self._index.has_doubts = transaction.stat(self._index.doubts)["entries"] > 0

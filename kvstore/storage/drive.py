@@ -1,14 +1,14 @@
 """One drive of a store: blocks and sessions in and out of it, for one thread, without asyncio.
 
 The store calls `put` and `get`, watches `fileno()` for reading and calls `poll()` when it is readable. Callbacks
-are called from `poll` (and from `close`, which polls) and from nowhere else; they may call the store again.
+are called only from `poll` (and from `close`, which polls); they may call the store again.
 
-Always holds: what is reported as kept is kept as the durability says; what is handed out has a checked header and a CRC
+Always holds: a block reported as kept is kept as its durability says; a block handed out has a checked header and a CRC
 to check (see `GetDone`); memory of a slot is not touched after its report; everything accepted is reported.
 
 Room is made by eviction (`kvstore.storage.room`), in steps of `poll`, which is called every `TIMER_TICK_MS` as well.
 
-Of the other drives it asks only which blocks and sessions they have, and tells them of its own (`others`).
+It asks other drives only which blocks and sessions they have, and reports its own to them (`others`).
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ class Drive(Handle):
         boot_id: str | None = None,
         policy: str = POLICY_DEFAULT,
     ) -> Drive:
-        """Open a formatted drive, with a new index in this folder if the one there can't be believed.
+        """Open a formatted drive, with a new index in this folder if the existing one can't be trusted.
 
-        A drive that is said to be empty has no valid record, so nothing is looked for. The drive's disk is closed
-        with it; if this fails, it is still the caller's.
+        A drive that is said to be empty has no valid record, so it is not scanned. The drive's disk is closed with
+        it; if this fails, the caller still owns it.
         """
         opened = open_index(folder, notes, volume, boot_id or kernel_boot_id(), progress, is_empty=is_empty)
         with ExitStack() as undo:
@@ -182,7 +182,7 @@ class Drive(Handle):
 
     @property
     def store_uuid(self) -> bytes:
-        """Return which store it belongs to."""
+        """Return the uuid of the store it belongs to."""
         return self._volume.superblock.store_uuid
 
     @property
@@ -224,7 +224,7 @@ class Drive(Handle):
         if not self.has_doubts:
             return ()
         found = self._doubts.of(generations)
-        if self._writes.sync_failed:  # the drive may have lost what it was to sync, in part
+        if self._writes.sync_failed:  # the drive may have lost a part of what it was to sync
             found.update(one for one in generations if not self.has_synced(one))
         return found
 
@@ -268,12 +268,12 @@ class Drive(Handle):
 
     @property
     def cipher(self) -> RecordCipher | None:
-        """Return what lanes and readers encrypt and decrypt its records with; None: they are in the clear."""
+        """Return the cipher with which lanes and readers process its records; None: they are in the clear."""
         return self._volume.codec.cipher
 
     @property
     def record_format(self) -> RecordFormat:
-        """What a lane makes headers of blocks with, and a reader compares them with."""
+        """The format with which a lane makes headers of blocks, and a reader compares them."""
         return self._volume.record_format
 
     def use_lane(self, lane: Lane) -> None:
@@ -281,20 +281,20 @@ class Drive(Handle):
         self._writes.lane = lane
 
     def lend(self, record_pages: int = 1) -> None:
-        """Lend the lane ground, if it needs some, and no record is about to be written which would take it back."""
+        """Lend the lane ground if it needs some, unless a record is about to be written, which would take it back."""
         pages = lent_pages(self.capacity_bytes // PAGE_BYTES, self._extents.free_pages, record_pages)
         if self._writes.needs_ground and self.keeping.refusal(pages) is None:
             self._writes.lend(pages)
             self._set_off()
 
     def seal(self) -> int:
-        """Take back what the lane has not used; what is put from here on has a higher generation than the one given."""
+        """Take back what the lane has not used; later puts have higher generations than the one returned."""
         self._writes.seal()
         self._set_off()
         return self._volume.last_generation
 
     def written(self, rows: Iterable[LaneEnd]) -> None:
-        """Note the ends of what the lane wrote, in the order of generations. They go into the index."""
+        """Add the records that the lane has ended to the index, in the order of generations."""
         self.puts.written(rows)
         self._writes.settle_finished()
         self._set_off()
@@ -313,7 +313,7 @@ class Drive(Handle):
         self._set_off()
 
     def get(self, items: Sequence[GetItem], done: GetsDone) -> None:
-        """Read blocks into slots; `done` is called with each result: a miss BUSY if the queue is full."""
+        """Read blocks into slots; `done` is called with each result, a BUSY miss if the queue is full."""
         self._check(items)
         if self._gets.outbox.promised + len(items) > STORE_QUEUED_MAX:
             self._gets.refuse(items, done)
@@ -322,13 +322,13 @@ class Drive(Handle):
         self._set_off()
 
     def send(self, sends: Sequence[Send]) -> None:
-        """Let another reader read blocks that the index has now; each is `sent` once the drive is done."""
+        """Let another reader read blocks that are in the index now; each is `sent` once the drive is done."""
         self._check(sends)
         self._sends.accept(sends)
         self._set_off()
 
     def sent(self, send: Send) -> None:
-        """Take note that the drive is done with what it was handed."""
+        """Note that the drive is done with a send."""
         self._sends.over(send)
         self._set_off()
 
@@ -352,7 +352,7 @@ class Drive(Handle):
         return sum(record_bytes(entry.length) for entry in gone if entry is not None)
 
     def of_domain(self, tenant: bytes, of: set[int] | None, after: bytes) -> tuple[list[Name], bytes | None]:
-        """Return blocks of a tenant, all or those of some keys, and from where to look on; None: there are no more."""
+        """Return blocks of a tenant, all or those of some keys, and where to continue; None: there are no more."""
         return self._index.of_domain(tenant, of, after, ERASE_LOOK_BLOCKS)
 
     def drop(self, names: Sequence[Name], then: Wiped) -> None:
@@ -381,7 +381,7 @@ class Drive(Handle):
         self._set_off()
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes]) -> int:
-        """Return how many of these keys, counted from the first, are stored without a gap."""
+        """Return how many of these keys are stored, from the first up to the first gap."""
         self._check(keys)
         return self._index.prefix(tenant, keys, self._clock.wall_ms())
 
@@ -401,7 +401,7 @@ class Drive(Handle):
         """Return the index entry of each (tenant, key), expired ones included, or None. A failed index has none."""
         try:
             return self._index.lookup(keys)
-        except StorageError:  # the drive has stopped by it
+        except StorageError:  # it has stopped the drive
             return [None] * len(keys)
 
     def verify_payload(self, item: GetItem, done: GetDone) -> GetDone:
@@ -417,10 +417,10 @@ class Drive(Handle):
     def quarantine(self, tenant: bytes, key: bytes, generation: int) -> None:
         """Remove a block that failed a check. Its extent is reused once the drive has overwritten all of it.
 
-        Its header is wiped first: it may be good, and would come back after a later deletion of the name.
+        Its header is wiped first: it may be valid, and the block would return after a later deletion of the name.
         """
         self.keeping.quarantine((tenant, key), generation, wipe=True)
-        self._traffic.pump()  # after a check of the payload, the next call may be late
+        self._traffic.pump()  # this follows a check of the payload, so the next call may be late
 
     def used(self, generations: Sequence[int]) -> None:
         """Record that blocks were read from memory, so that eviction counts it as a use."""
@@ -529,11 +529,11 @@ class Drive(Handle):
             self._drain()
             self._doubts.commit()
             if self._writes.stopped is None:
-                self._volume.end_epoch()  # the sync in it takes in all blocks as well
+                self._volume.end_epoch()  # its sync covers all blocks as well
                 self._index.close_clean(self._volume.superblock, self._boot_id)
 
     def share_quotas(self, quotas: Quotas) -> None:
-        """Take on the quotas of the whole store."""
+        """Use the quotas of the whole store."""
         self._quota_queue.quotas = quotas
 
     def wake(self) -> None:
@@ -542,7 +542,7 @@ class Drive(Handle):
         self._wake_if_due()
 
     def _index_failed(self, error: StorageError) -> None:
-        """Take no more puts: the next opening makes another index, of what the drive has then."""
+        """Accept no more puts: the next opening makes another index from what the drive has then."""
         if self._writes.stopped is None:
             log.warning("%s It is rebuilt at the next start.", error)
         self._writes.stop(ReadOnly(f"{error} The drive accepts no more puts until the store is reopened."), 0)
@@ -558,7 +558,7 @@ class Drive(Handle):
         self._wake_if_due()
 
     def _wake_if_due(self) -> None:
-        # Reports are given, and room is made, only from `poll`, so what needs no drive has to bring it about.
+        # Reports are made, and room is made, only from `poll`, so work that needs no drive must trigger it.
         if self._is_due or any(self._outboxes):
             os.eventfd_write(self.fileno(), 1)
 

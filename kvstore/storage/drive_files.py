@@ -1,7 +1,7 @@
 """The files of a store's drives: files, or links to files and block devices, named by number in the data folder.
 
-`drive-0.kv` is a file of the folder, or a link to a file elsewhere or to a raw block device; so are those of higher
-numbers. A new drive gets its link here: under its own number if it has been formatted, else under the first free
+`drive-0.kv` is a file of the folder, or a link to a file elsewhere or to a raw block device; the same holds for higher
+numbers. A new drive gets its link here: under its own number if it has been formatted, otherwise under the first free
 one.
 
 Always holds: a file that we create has its full size before it has its name; no link replaces another; a file is
@@ -37,11 +37,11 @@ class Bay(Protocol):
     """Opens drives by their numbers."""
 
     def numbers(self) -> Sequence[int]:
-        """Return which drives there are."""
+        """Return the numbers of the drives."""
         ...
 
     def open(self, number: int) -> Disk:
-        """Open one; StorageError if that cannot be."""
+        """Open one; StorageError if that fails."""
         ...
 
     def take_back(self) -> None:
@@ -59,7 +59,7 @@ class FolderBay:
         self._made: list[Path] = []
 
     def numbers(self) -> list[int]:
-        """Return which drives there are, those that were asked for among them."""
+        """Return the numbers of the drives, including those requested."""
         for spec in self._specs:
             self._adopt(spec)
         linked = self.linked()
@@ -79,7 +79,7 @@ class FolderBay:
         self._made.clear()
 
     def linked(self) -> list[int]:
-        """Return which drives the folder has names for."""
+        """Return the numbers for which the folder has a name."""
         return [number for number in range(DRIVES_MAX) if os.path.lexists(drive_path(self._data, number))]
 
     def _adopt(self, spec: DriveSpec) -> None:
@@ -88,7 +88,7 @@ class FolderBay:
         if any(drive_path(self._data, number).resolve() == path.resolve() for number in linked):
             return
         if not os.path.lexists(path):
-            if spec.capacity_bytes is None:  # it may have been meant to be a device
+            if spec.capacity_bytes is None:  # a device may have been meant
                 raise ConfigError(
                     f"{path} does not exist. To create a file there, give its size: {path}:100GiB"
                 )
@@ -105,7 +105,7 @@ class FolderBay:
         link = drive_path(self._data, number)
         link.symlink_to(
             path
-        )  # not what it resolves to: names below /dev/disk/by-id outlive a reboot, others may not
+        )  # not what it resolves to: names below /dev/disk/by-id survive a reboot, others may not
         self._made.append(link)
         sync_folder(self._data)
 
@@ -134,7 +134,7 @@ def _preallocate(path: Path, capacity_bytes: int | None) -> None:
         raise ConfigError(
             f"A drive has at most {show_size(DRIVE_CAPACITY_BYTES_MAX)}, not {show_size(capacity_bytes)}."
         )
-    part = path.with_name(f"{path.name}.part")  # a crash leaves this name, which is made anew
+    part = path.with_name(f"{path.name}.part")  # a crash leaves this file, which is then overwritten
     try:
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -8,7 +8,7 @@ Always holds:
 
 - Nothing is accepted before the number of its set is current. So a drive that isn't stale has missed nothing. What a
   stale drive has may meanwhile have been deleted, replaced or stored again on another drive, so all of it is voided
-  when the drive returns. That is all it takes to keep deleted blocks deleted.
+  when the drive returns. That is enough to keep deleted blocks deleted.
 - No drive is left out without an operator's decision, or while the folder's file is missing: then only the drives
   themselves can show which of them is stale, and only if all are present.
 - A stale drive is never used alone, and a blank drive never replaces one that held blocks.
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class DriveSet(NamedTuple):
-    """What the folder's file says of the last set that counts."""
+    """The folder's file: the current set."""
 
     store_uuid: bytes
     number: int
@@ -50,20 +50,20 @@ class DriveSet(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to do with the drives that there are, by number."""
+    """What to do with the present drives, by number."""
 
     known: list[int]  # take as they are
     stale: list[int]  # void, then take
     blank: list[int]  # format, then take
     drives: int  # how many the store has, those left out included
     set_number: int
-    begins: bool  # whether that is a new set
+    begins: bool  # whether this is a new set
 
 
 def read_set(data: Path) -> DriveSet | None:
-    """Read the folder's file; None, and a word in the log, if there is none or it is damaged.
+    """Read the folder's file; None, and a warning in the log, if there is none or it is damaged.
 
-    It is believed to the last bit or not at all: a set's number that is too high would void every drive.
+    It is trusted as a whole or not at all: a set number that is too high would void every drive.
     """
     try:
         text = (data / SET_NAME).read_bytes()
@@ -88,7 +88,7 @@ def read_set(data: Path) -> DriveSet | None:
 
 
 def write_set(data: Path, drive_set: DriveSet) -> None:
-    """Make a set count, durably. Its number has to be on all its drives already."""
+    """Make a set current, durably. Its number must be on all its drives already."""
     part = data / f"{SET_NAME}.part"
     try:
         with part.open("wb") as file:
@@ -113,7 +113,7 @@ def plan(
     indexes: Collection[int] = (),
     without: Collection[int] = (),
 ) -> Plan:
-    """Decide which drives to open. `found` is what each link leads to, None: blank; `indexes` are those there are."""
+    """Decide which drives to open. `found`: what each link leads to, None: blank; `indexes`: the existing indexes."""
     formatted = _formatted(found, without)
     drives = count_drives(found, drive_set, indexes)
     if drives > DRIVES_MAX:
@@ -145,7 +145,7 @@ def count_drives(
     drive_set: DriveSet | None,
     indexes: Collection[int] = (),
 ) -> int:
-    """Return how many drives the store has. What the file says counts: a drive may be of a set that never did."""
+    """Return how many drives the store has. The file decides: a drive may be of a set that never became current."""
     if drive_set is not None:
         said = [drive_set.drives]
     else:
@@ -155,7 +155,7 @@ def count_drives(
 
 
 def not_usable(number: int, error: StorageError, *, alone: bool) -> StorageError:
-    """Say which drive stops the opening, and how to go on without it if one can; the same kind of error."""
+    """Return the same kind of error, which names the drive and how to open without it, if that is possible."""
     how = "" if alone else f" To go on without it: --without-drive {number}"
     return type(error)(f"Drive {number} cannot be used. {error}{how}")
 
@@ -188,7 +188,7 @@ def _fault(
     drive_set: DriveSet | None,
     indexes: Collection[int],
 ) -> StorageError | None:
-    """Say what is wrong with a drive that should be here."""
+    """Return what is wrong with a drive that should be here."""
     if number not in found:
         return StorageError(
             f"It is missing: the folder has no drive-{number}.kv. Restore it, or remove index-{number} and give"

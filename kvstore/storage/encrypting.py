@@ -1,4 +1,4 @@
-"""Encrypts in the background what a drive stored before it had keys, and overwrites remains in the clear.
+"""Encrypts in the background what a drive stored before it had keys, and overwrites what is left in the clear.
 
 Blocks come first: each is read, checked and rewritten, encrypted with its tenant's own key. Then come sessions and
 their chunks. Then all free space that isn't zeros is overwritten with zeros.
@@ -8,7 +8,7 @@ Always holds:
 - A record older than the drive's first key is encrypted, and the new copy survives power loss, before the old place
   is overwritten. The index alone says which records are left, and which old places, so a process that dies at any
   moment leaves nothing that the next one would not find.
-- Once nothing is left, durably, the superblock says so. Until then each process scans the free pages again.
+- Once it is durable that nothing is left, the superblock says so. Until then each process scans the free pages again.
 - It uses at most one part in `ENCRYPT_SHARE` of the time, handles one record or piece at a time, and starts none,
   except the first of a stretch, while a tenant's work is queued.
 - It makes no room: a record that finds no room stays as it is, and is retried later.
@@ -58,7 +58,7 @@ _LABELS_WHY: Final = "Labels of sessions may be in the index in the clear until 
 
 
 class Encrypting:
-    """Encrypts what a drive has in the clear."""
+    """Encrypts the records that a drive has in the clear."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class Encrypting:
         self._sessions = sessions
         self._clock = clock
         self.is_active = volume.keys is not None and bool(volume.superblock.plain_below)
-        self.is_working = False  # something of it is on its way to or from the drive
+        self.is_working = False  # an operation of it is on its way to or from the drive
         has_labels = volume.keys is not None and not index.is_label_free
         self._why_at_end = _LABELS_WHY if has_labels else ""
-        self.why = "" if self.is_active else self._why_at_end  # it doesn't go on
+        self.why = "" if self.is_active else self._why_at_end  # why it doesn't continue
         self._closed = False
-        self._plain: list[tuple[Name, Entry]] = []  # of those looked at, still to be done
+        self._plain: list[tuple[Name, Entry]] = []  # found, and still to be encrypted
         self._after: bytes | None = (
-            b""  # the name from behind which the index is to be looked at; None: it was
+            b""  # the name after which the scan of the index continues; None: it is done
         )
-        self._left_out = False  # some were, on the way through the index, to be tried again
+        self._left_out = False  # some were left out during the scan, and are tried again
         self._sweep: _Sweep | None = None
         self._is_ending = False
         self._since_ns = self._rest_until_ns = 0
@@ -101,9 +101,9 @@ class Encrypting:
 
     @property
     def clear_bytes(self) -> int:
-        """Return how much of the drive may be in the clear, at most; records of sessions are not counted.
+        """Return an upper bound of what the drive has in the clear; records of sessions are not counted.
 
-        It is 0 once it is durable that nothing is, and its index has no label in the clear either.
+        It is 0 once it is durable that there is nothing, and the index has no label in the clear either.
         """
         if not self.is_active:
             return PAGE_BYTES if self._why_at_end else 0
@@ -112,7 +112,7 @@ class Encrypting:
         return max(PAGE_BYTES, self._keeping.plain_bytes + free * PAGE_BYTES)
 
     def step(self) -> None:
-        """Begin a stretch of work, if it is time for one."""
+        """Begin a stretch of work, if one is due."""
         if not self.is_active or self.is_working or self._closed:
             return
         if self._is_ending and not self._has_ended():
@@ -128,7 +128,7 @@ class Encrypting:
         self._go_on()
 
     def _has_ended(self) -> bool:
-        """Return whether all of the last stretch is over, old places overwritten; then it rests."""
+        """Return whether the last stretch is over, with old places overwritten; then it pauses."""
         if self._puts.rewriting or self._keeping.is_overwriting:
             return False
         self._is_ending = False
@@ -156,7 +156,7 @@ class Encrypting:
             return self._sweep_on(self._sweep)
         try:
             return self._begin_block() or self._begin_session() or self._begin_sweep()
-        except StorageError as error:  # of the index, by which the drive has stopped
+        except StorageError as error:  # of the index: the drive has stopped
             self.why = str(error)
             return False
 
@@ -171,7 +171,7 @@ class Encrypting:
                 continue
             name, entry = self._plain.pop()
             if self._index.lookup([name])[0] != entry:
-                continue  # what took its place is encrypted
+                continue  # what replaced it is encrypted
             size_bytes = record_bytes(entry.length)
             if self._puts.is_under_way(name):
                 self._left_out = True
@@ -186,7 +186,7 @@ class Encrypting:
         return self._after is not None and self._nothing_yet()
 
     def _nothing_yet(self) -> bool:
-        """Look on at the next step: an index may have many blocks that are encrypted."""
+        """Continue the scan at the next step: an index may have many encrypted blocks."""
         self._left_bytes = 0
         return False
 
@@ -240,20 +240,22 @@ class Encrypting:
         self._left_bytes -= size_bytes
         return size_bytes > 0
 
-    # What is free.
+    # Free pages.
 
     def _begin_sweep(self) -> bool:
-        """Wait until nothing that was in the clear is about to become free, and then look at all that is free."""
+        """Wait until nothing in the clear is about to become free, then scan all that is free."""
         if self._after is not None or not self._sessions.is_done or self._puts.rewriting:
             return False
-        if self._keeping.plain_bytes:  # something came to stand where it had been looked at
+        if self._keeping.plain_bytes:  # a block was added behind the scan
             self._after = b""
             return False
         self._sweep = _Sweep(self._extents.first_page)
         self._extents.unwritten = []
         self._writes.seal()
         self.is_working = True
-        self._writes.after_sync(self._synced, unhurried=True)  # behind all that replaced records wait for
+        self._writes.after_sync(
+            self._synced, unhurried=True
+        )  # after everything that replaced records wait for
         self._writes.sync_if_awaited(at_once=True)
         return self.is_working
 
@@ -273,7 +275,7 @@ class Encrypting:
         extents = self._extents
         found = extents.free_from(sweep.page, sweep.until_page)
         while found is None:
-            if self._writes.lends:  # all was looked at but for what a lane has, or gave back as it was
+            if self._writes.lends:  # all was scanned except what a lane has, or gave back unwritten
                 self._writes.lends = False
                 self._writes.seal()
                 sweep.begun = self._writes.begun
@@ -305,7 +307,7 @@ class Encrypting:
         return True
 
     def _end(self, sweep: _Sweep) -> bool:
-        """Say on the drive that nothing is left."""
+        """Write to the drive that nothing is left."""
 
         def overwritten(error: StorageError | None) -> None:
             if error is not None or sweep.failed or self._keeping.leaves_some:
@@ -343,30 +345,28 @@ class Encrypting:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def address_at(self, at: int) -> int:
-        """Return where a byte of what is read or written lies."""
+        """Return the address of a byte that is read or written."""
         return self._address + at
 
     def next_piece(self, pieces: _Pieces) -> None:
-        """Queue what is left of some work."""
+        """Queue the rest of some work."""
         self._traffic.add(pieces)
 
 
 class _Sweep:
-    """How far the free pages have been looked at."""
+    """How far the free pages have been scanned."""
 
     def __init__(self, page: int) -> None:
         self.page = page
         self.until_page: int | None = None  # None: the drive's end
-        self.begun = (
-            0  # so many writes had begun when all was looked at: what is under way is on no free page
-        )
+        self.begun = 0  # writes that had begun when all was scanned: what is under way is on no free page
         self.failed = 0
 
 
 class _Pieces:
     """A range of the drive that is read or written, piece by piece."""
 
-    reads: Final = False  # nobody waits for it
+    reads: Final = False  # no caller waits for it
     tenant: Final = b""
 
     __slots__ = ("_at", "_encrypting", "_kind", "_offset", "_over", "size_in_all")

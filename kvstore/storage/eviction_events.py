@@ -4,11 +4,10 @@ Always holds:
 
 - The core knows exactly the blocks that are in the index, from the opening on, and where each lies.
 - A block is guarded while a get reads it, and while a put of it waits for a sync; a request for a block is a use.
-- Whatever leaves the index leaves it with a reason, and the latest reasons are remembered.
-- A session's blocks are in the core in the order of its manifest, as far as they are stored. A block that is replaced
-  passes on its places in all its sessions; one that comes back takes its place again, if the last session it was in
-  has a gap there.
-- What a session's manifest protects is protected from the opening on, before anything may be evicted.
+- A block leaves the index with a reason, and the latest reasons are remembered.
+- A session's stored blocks are in the core in the order of its manifest. A block that is replaced passes on its places
+  in all its sessions; one that is stored again takes its place again, if the last session it was in has a gap there.
+- Blocks that a session's manifest protects are protected from the opening on, before anything may be evicted.
 
 It decides nothing: the core does, at the request of `kvstore.storage.room`. Other guards last as long as the process.
 """
@@ -107,18 +106,18 @@ class Held(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Where a block is, or where it went."""
+    """Where a block is, or why it is gone."""
 
-    stored: bool  # it can be got, unless its time is over or it fails a check
+    stored: bool  # a get finds it, unless it has expired or fails a check
     doubted: bool  # not checked since a crash
-    gone: Eviction | None  # the last one of its name that went, if that is remembered
+    gone: Eviction | None  # the last removal of a block of its name, if that is remembered
     now_ms: int
     erased_ms: int | None = (
         None  # when the domain that its key was made for was erased, if nothing else is known
     )
 
     def __str__(self) -> str:
-        """Say it in one sentence."""
+        """The explanation in one sentence."""
         if self.stored and self.doubted:
             return "The block was found after a crash, and has not been checked yet."
         if self.stored:
@@ -135,7 +134,7 @@ class Explanation(NamedTuple):
 
     @property
     def gone_ms(self) -> int:
-        """Return when it went; 0 if that isn't known."""
+        """Return when it was removed; 0 if that isn't known."""
         return (self.erased_ms or 0) if self.gone is None else self.gone.at_ms
 
     @property
@@ -153,13 +152,13 @@ class Explanation(NamedTuple):
 
 
 def watermarks(capacity_pages: int) -> Watermarks:
-    """Return how much of a drive is kept free, so that puts need not wait."""
+    """Return how much of a drive is kept free so that puts needn't wait."""
     low = min(capacity_pages // _LOW_FRACTION, EVICTION_LOW_PAGES_MAX)
     return Watermarks(low, 2 * low)
 
 
 class Keeping:
-    """The eviction's core of one drive, told what happens on it."""
+    """The eviction core of one drive, with everything that is reported to it."""
 
     def __init__(
         self,
@@ -191,17 +190,17 @@ class Keeping:
         self.space = SessionSpace(pages)
         self._history = History(EVICTIONS_REMEMBERED)
         self.listener: Listener | None = None
-        self.placed: Placed | None = None  # is told where blocks are, before the listener
-        self.owner_numbers: Mapping[bytes, int] = {}  # of tenants who have a quota
-        self.erasing: Counter[bytes] = Counter()  # under way, by tenant; they take their blocks out
+        self.placed: Placed | None = None  # gets the places of blocks, before the listener
+        self.owner_numbers: Mapping[bytes, int] = {}  # of tenants that have a quota
+        self.erasing: Counter[bytes] = Counter()  # erasures under way, by tenant; they remove their blocks
         self.quarantined = 0  # since the opening
         self.protected: set[SessionName] = set()
         self.plain_bytes = 0  # of blocks in the clear, while there may be any
-        self.leaves_some = False  # pages stay as they are, and out of use, until the next opening
+        self.leaves_some = False  # some pages stay as they are, and unused, until the next opening
         self._moved: dict[int, tuple[int, int]] = {}  # generations that blocks had when they were guarded
         self._places: dict[Name, tuple[list[int], int]] = {}  # of blocks that are being replaced
 
-    # Ways in.
+    # Entering.
 
     def published(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
         """Note blocks that are in the index now."""
@@ -240,17 +239,17 @@ class Keeping:
         self._tell([name for name, _ in blocks], None)
 
     def _rejoin(self, name: Name, generation: int, now_ms: int) -> None:
-        """Let a block that was in a session when it went take its place again, if there is a gap."""
+        """Put a block that was in a session when it was removed into its place again, if there is a gap."""
         before = self._history.of(name)
         if before is not None and self.core.lacks(before.session, before.position):
             self.core.joined([generation], before.session, before.position, now_ms)
 
-    # Ways out.
+    # Leaving.
 
     def drop(
         self, names: Sequence[Name], reason: Reason, *, spared: Collection[int] = ()
     ) -> list[Entry | None]:
-        """Take blocks out of the index, then wipe and free them; return what they were. `spared` is as in `let_go`."""
+        """Remove blocks from the index, then wipe and free them; return their entries. `spared` is as in `let_go`."""
         if self._writes.stopped is not None:
             raise self._writes.stopped_again()
         gone = self._forget(names, spared if reason is Reason.ERASED else None)
@@ -266,19 +265,19 @@ class Keeping:
         wipe: bool = True,
         spared: Collection[int] = (),
     ) -> None:
-        """Wipe and free blocks that the index does not have any more.
+        """Wipe and free blocks that the index no longer has.
 
-        What is quarantined or erased is overwritten too, except what was encrypted with the keys of `spared`. Its
-        header comes last if it is in the clear, so that power loss leaves nothing which no erasure would find.
+        Quarantined or erased blocks are overwritten too, except those encrypted with the keys of `spared`. The header
+        comes last if a block is in the clear, so that power loss leaves nothing that an erasure would not find.
         """
         blocks = list(blocks)
         names, entries = [name for name, _ in blocks], [entry for _, entry in blocks]
         self._tell(names, reason)
-        if reason is Reason.SUPERSEDED:  # what comes next under the name stands where this one stood
+        if reason is Reason.SUPERSEDED:  # the next block of the name takes this one's places
             for name, entry in blocks:
                 self._places[name] = self.core.places(entry.generation)
         told = self.core.gone([entry.generation for entry in entries], reason, self._clock.wall_ms())
-        if len(told) < len(blocks):  # the core has forgotten the others before
+        if len(told) < len(blocks):  # the core has already forgotten the others
             known = set(told.generations)
             names = [name for name, entry in blocks if entry.generation in known]
         self._history.add(names, told)
@@ -317,7 +316,7 @@ class Keeping:
         self._leave_ground([entry for entry in gone if entry is not None])
 
     def clear(self, generations: Sequence[int]) -> None:
-        """Drop blocks that stand where room is needed, but for those that have got a guard meanwhile."""
+        """Drop blocks that lie where room is needed, except those that have got a guard meanwhile."""
         free = [one for one in generations if not self.core.is_guarded(one)]
         with suppress(StorageError):  # then the store has stopped
             names = [name for name in self._index.names_of(free) if name is not None]
@@ -326,13 +325,13 @@ class Keeping:
     def quarantine(self, name: Name, generation: int, *, wipe: bool) -> None:
         """Forget a block that failed a check, or could not be read.
 
-        Its extent counts against its tenant, until the drive has overwritten it without an error (`scrubs`); one where
-        another record's header stands is not ours to wipe, and stays so until the store is opened anew.
+        Its extent counts against its tenant until the drive has overwritten it without an error (`scrubs`); an extent
+        with another record's header must not be wiped, and stays as it is until the store is opened again.
         """
         try:
             entry = self._index.lookup([name])[0]
             if entry is None or entry.generation != generation:
-                return  # a newer one has taken its place, or it has been forgotten
+                return  # a newer one has replaced it, or it has been forgotten
             self._forget([name], () if wipe and not entry.domain else None)  # no erasure would find it
         except StorageError:  # the block will be checked, and missed, again
             return
@@ -340,9 +339,9 @@ class Keeping:
         self.quarantined += 1
 
     def unreadable(self, name: Name, generation: int, *, wipe: bool) -> None:
-        """Quarantine a block that could not be read, twice; on a drive that takes no writes, doubt it.
+        """Quarantine a block that could not be read twice; on a drive that accepts no writes, doubt it.
 
-        Such a drive may be away for a while with all that it has, and can wipe nothing.
+        Such a drive may be unreadable for a while as a whole, and can wipe nothing.
         """
         if self._writes.stopped is None:
             self.quarantine(name, generation, wipe=wipe)
@@ -356,11 +355,11 @@ class Keeping:
 
     @property
     def quarantined_bytes(self) -> int:
-        """How much is not in use because it failed a check."""
+        """Bytes that are unused because a block there failed a check."""
         return self.leaving.pages.total() * PAGE_BYTES
 
     def quarantined_pages_of(self, tenant: bytes) -> int:
-        """How much of it was a tenant's."""
+        """Pages of these that belonged to a tenant."""
         return self.leaving.pages[tenant]
 
     def _tell(self, names: Sequence[Name], reason: Reason | None) -> None:
@@ -386,10 +385,10 @@ class Keeping:
         if wipe:
             self._wipes.free([(entry.offset, entry.length) for entry in entries], instead=instead)
 
-    # What is written anew.
+    # Rewritten records.
 
     def moved(self, name: Name, old: Entry, new: Entry) -> None:
-        """Note that a block was written anew elsewhere, and is the same to all that know it."""
+        """Note that a block was rewritten elsewhere; its guards and sessions don't change."""
         guards = self.core.moved(old.generation, new.generation, new.offset // PAGE_BYTES)
         if guards:
             self._moved[old.generation] = (new.generation, guards)
@@ -406,7 +405,7 @@ class Keeping:
         return self._scrubs.pending > 0 or self.left.is_erasing
 
     def after_scrubs(self, then: Callable[[StorageError | None], None]) -> None:
-        """Call back when all that is being overwritten is, what is erased with its header, or never will be."""
+        """Call back when everything that is being overwritten, erased headers included, is so or has failed."""
 
         def overwritten(error: StorageError | None) -> None:
             if error is None:
@@ -421,7 +420,7 @@ class Keeping:
         self._wipes.free([(entry.offset, entry.length)])
 
     def _known_as(self, generation: int) -> int:
-        """Return the generation of a block that somebody guards, and takes one guard back of."""
+        """Return the current generation of a block that was guarded under this one, and takes one guard back."""
         if generation not in self._moved:
             return generation
         now, guards = self._moved.pop(generation)
@@ -432,7 +431,7 @@ class Keeping:
     # Uses and guards.
 
     def used(self, generations: Sequence[int]) -> None:
-        """Note that blocks were asked for, and got from wherever."""
+        """Note that blocks were requested and served, from anywhere."""
         self.core.touched(generations, self._clock.wall_ms())
 
     def guard(self, generations: Sequence[int], guard: Guard) -> None:
@@ -440,7 +439,7 @@ class Keeping:
         self.core.hold(generations, guard)
 
     def unguard(self, generations: Sequence[int], guard: Guard) -> None:
-        """Take that back; a block that is gone has lost its guards."""
+        """Release such guards; a block that is gone has none."""
         if self._moved:
             generations = [self._known_as(one) for one in generations]
         self.core.release(generations, guard, self._clock.wall_ms())
@@ -456,7 +455,7 @@ class Keeping:
 
     @property
     def takes_writes(self) -> bool:
-        """Return whether blocks can go from the drive."""
+        """Return whether blocks can be removed from the drive."""
         return self._writes.stopped is None
 
     def generations_of(self, tenant: bytes) -> array[int]:
@@ -468,7 +467,7 @@ class Keeping:
         self.core.renewed(generation, expires_ms)
 
     def refusal(self, pages: int) -> NoSpace | None:
-        """Say why a block of so many pages could not stay: what is protected leaves no room for it for good."""
+        """Return why a block of this many pages can't be stored: protected blocks leave no room for it."""
         protected = self.core.protected_pages
         if not protected or protected + self.marks.low_pages + pages <= self._pages:
             return None
@@ -478,12 +477,12 @@ class Keeping:
         )
 
     def has_passing_guards(self) -> bool:
-        """Return whether any block has a guard that is to end by and by."""
+        """Return whether any block has a guard that will end on its own."""
         guarded = self.core.statistics().guarded
         return any(blocks for guard, blocks in guarded.items() if guard is not Guard.PROTECTED)
 
     def protect(self, name: SessionName, blocks: int) -> Refusal | None:
-        """Let nothing of a session's first blocks go, until it is unprotected."""
+        """Protect a session's first blocks, until it is unprotected."""
         refusal = self.core.protect_session(self._digest(*name), blocks, now_ms=self._clock.wall_ms())
         if refusal is None:
             self.protected.add(name)
@@ -494,7 +493,7 @@ class Keeping:
         return name in self.protected or len(self.protected) < PROTECTED_SESSIONS_MAX
 
     def protect_first(self, name: SessionName, blocks: int, length: int) -> Iterator[None]:
-        """Do what the manifest of a session of this length says, 0 blocks included, in slices."""
+        """Apply the protection in the manifest of a session of this length, even of 0 blocks, in slices."""
         before = min(self.core.protected_blocks(self._digest(*name)), length)
         after = min(blocks, length)
         step = SESSION_STEP_BLOCKS if before < after else -SESSION_STEP_BLOCKS
@@ -507,7 +506,7 @@ class Keeping:
             self.unprotect(name)
 
     def unprotect(self, name: SessionName) -> Refusal | None:
-        """Let a session's blocks go again."""
+        """End the protection of a session's blocks."""
         self.protected.discard(name)
         return self.core.unprotect_session(self._digest(*name), self._clock.wall_ms())
 
@@ -516,21 +515,21 @@ class Keeping:
     def joined(self, name: SessionName, keys: Sequence[bytes], first_position: int) -> None:
         """Note that a session names blocks, from a position on; those that are not stored leave gaps."""
         session, now_ms = self._digest(*name), self._clock.wall_ms()
-        generations = self._index.generations_of(name.tenant, keys)  # 0, of those not stored, is nobody's
+        generations = self._index.generations_of(name.tenant, keys)  # 0, for those not stored, is never used
         self.core.joined(generations, session, first_position, now_ms)
 
     def cut(self, name: SessionName, blocks: int) -> None:
-        """Note that a session has no more than so many blocks."""
+        """Note that a session has at most this many blocks."""
         self.core.left(self._digest(*name), blocks, self._clock.wall_ms())
 
-    # What is asked.
+    # Queries.
 
     def after(self, name: bytes, limit: int) -> list[tuple[Name, Entry]]:
-        """The next so many blocks after a name (tenant and key), in order of names, including expired ones."""
+        """The next `limit` blocks after a name (tenant and key), in order of names, including expired ones."""
         return self._index.after(name, limit)
 
     def explain(self, name: Name) -> Explanation:
-        """Return where a block is, or went."""
+        """Return where a block is, or why it is gone."""
         entry = self._index.lookup([name])[0]
         doubted = entry is not None and entry.generation in self._doubts.of([entry.generation])
         return Explanation(entry is not None, doubted, self._history.of(name), self._clock.wall_ms())
@@ -543,7 +542,7 @@ class Keeping:
     # The opening.
 
     def restore(self, lives: NDArray[Any]) -> None:
-        """Fill the core with what the index says of its blocks, oldest first."""
+        """Fill the core with the blocks of the index, oldest first."""
         lives = lives[np.argsort(lives["generation"])]
         generations = _column("Q", lives["generation"])
         pages = HEADER_BYTES // PAGE_BYTES - (-lives["length"].astype(np.int64) // PAGE_BYTES)
@@ -561,14 +560,16 @@ class Keeping:
 
 
 def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequence[Keeping]) -> None:
-    """Let all drives of a store know who stands where in the sessions of one of them, and itself when they end."""
+    """Report the places of blocks in one drive's sessions to all drives, and to that drive when the sessions expire."""
     for name, stored in manifests.all():
         deadlines.set(name, stored.manifest.expires_ms)
         if stored.manifest.protected:
             for keeping in of_drives:
                 keeping.protect(name, stored.manifest.protected)
         keys: Sequence[bytes] = ()
-        with suppress(StorageError):  # a session that contradicts itself is for fsck; its blocks stand alone
+        with suppress(
+            StorageError
+        ):  # a session that contradicts itself is left to fsck; its blocks count alone
             keys = manifests.keys(name) or ()
         for keeping in of_drives:
             with suppress(StorageError):
@@ -578,7 +579,7 @@ def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequ
 def with_erased(
     told: Sequence[Explanation], keys: Keys | None, tenant: bytes, names: Sequence[bytes]
 ) -> list[Explanation]:
-    """Return explanations of blocks of one tenant, and what the keys know of those that nothing else explains."""
+    """Return explanations of blocks of one tenant; where nothing else explains one, the erasure of its domain."""
     unknown = [at for at, one in enumerate(told) if not one.stored and one.gone is None]
     found = [None] * len(unknown) if keys is None else keys.erased_ms(tenant, [names[at] for at in unknown])
     told = list(told)

@@ -1,9 +1,9 @@
 """Which pages of the drive are free: best fit, always from the start of a free extent.
 
 Always holds: free extents never adjoin (neighbours are merged); an allocation is the prefix of a free extent, on
-which recovery by scan depends ("Why jumping is sound" in docs/record-format.md); of several that fit alike the one is
-taken that has been so long for the longest time; a pinned extent is not reused until its last pin is released. A call
-that would break this is an AssertionError, and changes nothing; of a batch, what stands before the breach is done.
+which recovery by scan depends ("Why jumping is sound" in docs/record-format.md); of several that fit equally well the
+one that has had its length for the longest time is taken; a pinned extent is not reused until its last pin is released.
+A call that would break this is an AssertionError, and changes nothing; of a batch, the items before it are done.
 
 It stores nothing about live extents: those are in the index. Units are pages, not bytes. The work is done in C
 (`keep/extents.c`), in time that grows with the logarithm of the number of free extents, each of which takes 48 to 100
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Extents", "lent_pages"]
 
-_AT_ONCE: Final = 4096  # are asked for
+_AT_ONCE: Final = 4096  # requested at a time
 _LONGEST: Final = (1 << 64) - 1
 
 
@@ -50,7 +50,7 @@ class Extents:
         self._until = until_page
         self._kept = _new(first_page, until_page)
         self._word = ffi.new("uint64_t *")
-        self.unwritten: list[tuple[int, int]] | None = None  # given back as they were, if it is to be noted
+        self.unwritten: list[tuple[int, int]] | None = None  # given back unwritten, if that is to be noted
         if first_page < until_page:
             self.release(first_page, until_page - first_page)
 
@@ -82,7 +82,7 @@ class Extents:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be allocated, in whatever pieces."""
+        """Pages that can be allocated, in pieces of any size."""
         return int(lib.keep_extents_pages(self._kept))
 
     @property
@@ -107,7 +107,7 @@ class Extents:
 
     @property
     def memory_bytes(self) -> int:
-        """What the free extents take in memory."""
+        """The memory that the free extents take."""
         return int(lib.keep_extents_bytes(self._kept))
 
     @property
@@ -116,7 +116,7 @@ class Extents:
         return int(lib.keep_extents_pinned(self._kept))
 
     def longest_starts(self, count: int) -> list[int]:
-        """Return where the longest free extents begin, the longest first."""
+        """Return where the longest free extents begin, longest first."""
         found: list[int] = []
         for starts in self._by_length(count):
             found += starts
@@ -131,14 +131,14 @@ class Extents:
         return [start for start in in_turn if start is not None][:count]
 
     def _by_length(self, count: int) -> Iterator[Sequence[int]]:
-        """The starts of each length, as many of each at most, the longest first."""
+        """The starts of each length, up to `count` of each, longest first."""
         starts, length = array("Q", bytes(8 * count)), ffi.new("uint64_t *", _LONGEST)
         room = ffi.from_buffer("uint64_t[]", starts)
         while found := lib.keep_extents_of_length(self._kept, length[0], room, count, length):
             yield starts[:found]
 
     def free_from(self, page: int, until: int | None = None) -> tuple[int, int] | None:
-        """Return the first free pages from one on, and how many there are; None if there are none before the last."""
+        """Return the first free pages from `page` on, and their number; None if there are none before `until`."""
         until = self._until if until is None else until
         if page >= until:
             return None
@@ -166,22 +166,22 @@ class Extents:
         lib.keep_extents_hold(self._kept, start, start + length)
 
     def let_go(self) -> None:
-        """End that."""
+        """End `hold`."""
         lib.keep_extents_hold(self._kept, 0, 0)
 
     def free_at(self, start: int) -> int:
-        """Return how many pages the free extent that begins here has; 0 if there is none."""
+        """Return the pages of the free extent that begins here; 0 if there is none."""
         return int(lib.keep_extents_at(self._kept, start))
 
     def allocate(self, length: int) -> int | None:
-        """Take the start of the smallest free extent that is long enough; None if there is none."""
+        """Allocate the start of the smallest free extent that is long enough; None if there is none."""
         start = lib.keep_extents_allocate(self._kept, length)
         if start >= 0:
             return int(start)
         return None if start == lib.KEEP_NONE else check(start)
 
     def release(self, start: int, length: int, *, unwritten: bool = False) -> None:
-        """Free an extent, of which nothing may have been written; if it is being read, when its readers are done."""
+        """Free an extent, `unwritten` if nothing was written to it; if it is being read, once its readers are done."""
         check(lib.keep_extents_release(self._kept, start, length))
         if unwritten and self.unwritten is not None:
             self.unwritten.append((start, length))
@@ -192,12 +192,12 @@ class Extents:
         check(lib.keep_extents_release_all(self._kept, ffi.from_buffer("uint64_t[]", pairs), len(extents)))
 
     def pin(self, start: int) -> None:
-        """Keep a live extent from being given out again."""
+        """Keep a live extent from being reused."""
         self._word[0] = start
         check(lib.keep_extents_pin(self._kept, self._word, 1))
 
     def pin_all(self, starts: Iterable[int]) -> None:
-        """Do so for each of many."""
+        """Pin many extents."""
         column = array("Q", starts)
         check(lib.keep_extents_pin(self._kept, ffi.from_buffer("uint64_t[]", column), len(column)))
 
@@ -224,9 +224,9 @@ def _new(first_page: int, until_page: int) -> Any:
 
 
 def lent_pages(drive_pages: int, free_pages: int, record_pages: int) -> int:
-    """Return how large ground for a lane is.
+    """Return the size of the ground for a lane.
 
-    On a small drive it is larger where otherwise it would hold few records of the size that comes, but no more than a
+    On a small drive it is larger if it would otherwise hold only few records of the usual size, but never more than a
     part of what is free: nothing is evicted for that.
     """
     most_pages = min(drive_pages // LENT_SHARE_OF_LARGE, free_pages // LENT_SHARE_OF_FREE)

@@ -37,8 +37,8 @@ _LOCK_NAME: Final = "kvstore.lock"
 _NOTE: Final = struct.Struct("<16sQQ")
 _NOTE_BYTES: Final = _NOTE.size + 8  # with its check, and in whole words
 _NO_NOTE: Final = (bytes(16), 0, 0)
-_SYNCED_AT: Final = PAGE_BYTES // 2  # behind all notes of commits
-_BEGUN_AT: Final = PAGE_BYTES  # behind those of syncs
+_SYNCED_AT: Final = PAGE_BYTES // 2  # after all notes of commits
+_BEGUN_AT: Final = PAGE_BYTES  # after those of syncs
 _LENT: Final = struct.Struct("<16sQQQII")
 _LENT_BYTES: Final = _LENT.size + 8
 _LENT_AT: Final = 2 * PAGE_BYTES
@@ -61,7 +61,7 @@ def index_path(data: Path, number: int) -> Path:
 
 
 class CommitNote(NamedTuple):
-    """The last commit of an index that is known to have happened: of which drive, in which epoch, its number."""
+    """The last commit of an index that is known to have happened: its drive, epoch and number."""
 
     drive_uuid: bytes
     epoch: int
@@ -69,7 +69,7 @@ class CommitNote(NamedTuple):
 
 
 class SyncNote(NamedTuple):
-    """The last sync that is known to have happened: of which drive, in which epoch, up to which generation."""
+    """The last sync that is known to have happened: its drive and epoch, and the generation up to which it reached."""
 
     drive_uuid: bytes
     epoch: int
@@ -77,7 +77,7 @@ class SyncNote(NamedTuple):
 
 
 class BegunNote(NamedTuple):
-    """The last generation that was given: of which drive, in which epoch. No record on the drive has a higher one."""
+    """The last generation that was given, with its drive and epoch. No record on the drive has a higher one."""
 
     drive_uuid: bytes
     epoch: int
@@ -131,7 +131,7 @@ class FolderLock:
 
 
 class NotePlace:
-    """Where commits of one index, and syncs and generations of its drive are noted; good while the lock is held."""
+    """Where commits of one index, and syncs and generations of its drive are noted; valid while the lock is held."""
 
     def __init__(self, page: mmap.mmap, number: int) -> None:
         self._page = page
@@ -167,13 +167,13 @@ class NotePlace:
 
     @property
     def lent(self) -> list[LentNote]:
-        """All ground whose records may not all be in the index; what is damaged is left out."""
+        """All ground whose records may not all be in the index; damaged notes are left out."""
         starts = range(self._lent_at, self._lent_at + LENT_MAX * _LENT_BYTES, _LENT_BYTES)
         rows = [self._page[at : at + _LENT.size + CHECK_BYTES] for at in starts]
         return [LentNote._make(_LENT.unpack_from(row)) for row in rows if is_whole(b"lent", row)]
 
     def write_lent(self, place: int, note: LentNote | None) -> None:
-        """Note ground before a lane has it; None: all that stands there is in the index."""
+        """Note ground before a lane has it; None: all records on it are in the index."""
         at = self._lent_at + place * _LENT_BYTES
         row = bytes(_LENT.size + CHECK_BYTES) if note is None else checked(b"lent", _LENT.pack(*note))
         self._page[at : at + len(row)] = row

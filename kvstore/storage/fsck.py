@@ -85,7 +85,7 @@ _NOTES: Final = (
 
 @dataclass
 class Report:
-    """The findings: how many of each kind of damage, with one example."""
+    """The findings: the count of each kind of damage, with one example."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Report:
             self.examples.setdefault(what, example)
 
     def include(self, other: Report) -> None:
-        """Take in what was found on one drive."""
+        """Add the findings of one drive."""
         self.counts.update(other.counts)
         for what, example in other.examples.items():
             self.examples.setdefault(what, example)
@@ -155,7 +155,7 @@ def check(
     progress: Progress | None = None,
     open_keys: OpenKeys | None = None,
 ) -> Report:
-    """Check a folder; with `repair`, put indexes made from the drives in the place of those that are wrong."""
+    """Check a folder; with `repair`, replace wrong indexes by ones made from the drives."""
     if not data.is_dir():
         raise ConfigError(f"There is no data folder {data}.")
     if bay is None and not FolderBay(data, None).linked():
@@ -188,7 +188,7 @@ def check(
 def usable_drives(
     data: Path, bay: Bay, report: Report, last: ExitStack
 ) -> list[tuple[int, Disk, Superblock]]:
-    """Return the drives that an opening would believe; report the others. If there is none, raise what is wrong."""
+    """Return the drives that an opening would trust; report the others. If there is none, raise what is wrong."""
     disks, found = find_drives(bay, last)
     drive_set = read_set(data)
     count = count_drives(found, drive_set)
@@ -267,7 +267,7 @@ class _Checked:
             self.report.add("unusable index", f"{example}: {doubt}")
 
     def count(self, everywhere: list[Index]) -> None:
-        """Say how much there is; a block that a session names may be on any drive."""
+        """Count what there is; a block that a session names may be on any drive."""
         manifests = Manifests(self.second)
         self.report.add("blocks", count=len(self.second))
         self.report.add("sessions", count=sum(1 for _ in manifests.all()))
@@ -277,7 +277,7 @@ class _Checked:
                 self.report.add("missing blocks of sessions", name[1].hex())
 
     def swap(self, boot_id: str) -> None:
-        """Begin an epoch with what the second index has, on the drive first; then let it take the first one's place."""
+        """Begin an epoch with the second index, on the drive first; then let it replace the first index."""
         volume = self.volume
         live, _ = extents_around(self.second, self._superblock)
         volume.skip_generations(self._highest)
@@ -378,7 +378,7 @@ def _check_references(manifests: Manifests, report: Report) -> None:
 def _check_payloads(
     volume: Volume, index: Index, doubts: Doubts, report: Report, progress: Progress | None
 ) -> None:
-    whole = array("Q")  # to be believed when nothing is read from the index any more
+    whole = array("Q")  # believed once nothing is read from the index any more
     for number, ((_, key), entry) in enumerate(index.entries()):
         if progress is not None:
             progress("reading payloads", number, len(index))

@@ -1,11 +1,11 @@
-"""Reads a block from the drive into a slot: look-up, read, check of the header.
+"""Reads a block from the drive into a slot: lookup, read, check of the header.
 
 Always holds: a block is returned only if its header is exactly the one that the index and the request name, tag
-included. From the look-up to the end of the read its extent is pinned, so nothing new is written there, and the block
+included. From the lookup to the end of the read its extent is pinned, so nothing new is written there, and the block
 is guarded, so it is not evicted. A failed read is retried once; if that fails too, the block is quarantined, so its
 name can be put again.
 
-It doesn't check payloads; `GetDone` says who does. Encrypted blocks are decrypted here, in the slot.
+It doesn't check payloads; `GetDone` says where that is done. Encrypted blocks are decrypted here, in the slot.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Gets:
         except StorageError as error:  # the keys can't be read now
             self._miss(item, read.done, MissReason.UNREADABLE, str(error))
             return
-        # Another record's good header is not ours to wipe.
+        # Another record's valid header must not be wiped.
         is_its = is_header_of(found, name, entry)
         is_foreign = isinstance(found, Header) and not is_its
         if read.failed == READS_OF_BLOCK_MAX - 1:
@@ -140,7 +140,7 @@ class Gets:
 
 
 class _Read:
-    """One record on its way into a slot."""
+    """One record being read into a slot."""
 
     reads: Final = True
 
@@ -171,7 +171,7 @@ class _Read:
 def mismatch(
     item: GetItem, fingerprint: bytes, length: int, expires_ms: int, now_ms: int
 ) -> tuple[MissReason, str] | None:
-    """Return why a block is not the requested one; None if it is. A request without a fingerprint is for any."""
+    """Return why a block is not the requested one; None if it is. A request without a fingerprint accepts any."""
     assert item.slot_address % PAGE_BYTES == 0
     if 0 < expires_ms <= now_ms:
         return MissReason.EXPIRED, ""

@@ -54,7 +54,7 @@ _ENCRYPTED_VERSION: Final = 1
 
 
 class Lost(NamedTuple):
-    """What nobody can read."""
+    """Records that can't be read."""
 
     records: int
     size_bytes: int
@@ -88,12 +88,12 @@ class EncryptedStore(Handle):
         return Lost(records, size_bytes)
 
     def give_up(self) -> None:
-        """Let the next opening take another keyring, and forget what that doesn't open."""
+        """Let the next opening accept another keyring, and forget what that doesn't open."""
         for (
             _,
             disk,
             superblock,
-        ) in self._drives:  # of another epoch than the index, which is not believed then
+        ) in self._drives:  # in an epoch other than the index's, which is then not trusted
             write_superblock(disk, superblock._replace(epoch=superblock.epoch + 1, keyring=None))
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class _Unopened(HeaderCodec):
         return (RECORD_MAGIC, ENCRYPTED_MAGIC)
 
     def parse(self, data: bytes, at: int, offset: int) -> Header | Flaw:
-        """Read what is in the clear."""
+        """Read the fields that are in the clear."""
         if not data.startswith(ENCRYPTED_MAGIC, at):
             return super().parse(data, at, offset)
         if len(data) - at < _SAID.size:

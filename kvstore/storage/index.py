@@ -1,6 +1,6 @@
 """The index: (tenant, key) -> where the block is, and generation -> which block, in LMDB. A cache of the drive.
 
-At a start it is trusted only if its file is whole (`kvstore.storage.index_file`), if it names the same drive and
+At a start it is trusted only if its file is intact (`kvstore.storage.index_file`), if it names the same drive and
 epoch as the superblock, and if it was either closed cleanly, or written since the machine booted (the kernel's page
 cache survives a killed process) and has every commit that the folder's lock file has noted. An index whose file is
 not byte for byte the one that was closed is checked first (`kvstore.storage.index_check`). Otherwise it is discarded
@@ -10,8 +10,8 @@ Always holds:
 
 - An epoch is durable in the superblock before any index has it, and each start and each clean stop makes a new one.
   So an index restored from an earlier time has a past epoch, or, if it was copied from a running node and restored
-  after SIGKILL, lacks a noted commit. One that was restored together with its notes contradicts the drive, most
-  likely (`kvstore.storage.index_check`).
+  after SIGKILL, lacks a noted commit. An index restored together with its notes most likely contradicts the drive
+  (`kvstore.storage.index_check`).
 - Commits are not synced, so after power loss the file may be any mixture of old and new pages. The boot id has
   changed then, and nothing in the file is trusted. Only the commit that marks the index as clean is synced, with all
   before it.
@@ -87,16 +87,16 @@ _PLACE_ROW: Final = np.dtype([("offset", "<u8"), ("length", "<u4")])
 _OWNER_ROW: Final = np.dtype([("name", "V48"), ("place", _PLACE_ROW)])
 _LIFE_ROW: Final = np.dtype([(name, _ROW[name]) for name in _LIFE])
 _NAME_BYTES: Final = TENANT_BYTES + KEY_BYTES
-_GENERATION: Final = struct.Struct(">Q")  # so that LMDB's order is that of numbers
+_GENERATION: Final = struct.Struct(">Q")  # big-endian, so that LMDB's order is that of numbers
 _OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
-_PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in whatever table
-_BLOCKS: Final = (b"blocks", _NAME_BYTES, _ROW.itemsize)  # a table, and what its names and values take
+_PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in every table
+_BLOCKS: Final = (b"blocks", _NAME_BYTES, _ROW.itemsize)  # a table, and the sizes of its names and values
 _OWNERS: Final = (b"generations", _GENERATION.size, _OWNER_ROW.itemsize)
 _META: Final = struct.Struct("<16sQ?36s")  # drive uuid, epoch, clean, boot id
 _META_KEY: Final = b"store 3"  # the rows had no checks before 2, and no domains before 3
 _SEALED_META_KEY: Final = b"store 3, sealed"  # no label of a session was ever in this file in the clear
 _COMMIT: Final = struct.Struct("<Q")
-_COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another one is not believed
+_COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another one is not trusted
 _CAPACITY_PER_MAP_BYTE: Final = 16  # the smallest record takes 8 KiB and its entry far less than 512 bytes
 _DOUBTED_KEY: Final = b"doubts"  # with the epoch up to which doubts are noted
 _EPOCH: Final = struct.Struct("<Q")
@@ -118,7 +118,7 @@ class Entry(NamedTuple):
     generation: int
     expires_ms: int
     fingerprint: bytes
-    domain: int = 0  # the number of the key that it is encrypted with, from 1 on; 0: it is in the clear
+    domain: int = 0  # the number, from 1, of the key that it is encrypted with; 0: it is in the clear
 
 
 def header_of(name: Name, entry: Entry) -> Header:
@@ -128,7 +128,7 @@ def header_of(name: Name, entry: Entry) -> Header:
 
 
 def is_header_of(found: object, name: Name, entry: Entry) -> bool:
-    """Return whether a header is the one that the index names, but for its expiry, which may have been put off."""
+    """Return whether a header is the one that the index names, except its expiry, which may have been extended."""
     return isinstance(found, Header) and found._replace(expires_ms=entry.expires_ms) == header_of(name, entry)
 
 
@@ -151,17 +151,17 @@ class Index:
         self._meta_key = _SEALED_META_KEY if sealed else _META_KEY
         self._map_bytes = max(INDEX_MAP_BYTES_MIN, capacity_bytes // _CAPACITY_PER_MAP_BYTE)
         self._readonly = readonly
-        self._notes: NotePlace | None = None  # where commits are noted, from the epoch's beginning on
+        self._notes: NotePlace | None = None  # where commits are noted, from the start of the epoch
         self._noted = (b"", 0)
         self.was_clean = False
         self.knows_doubts = True  # an older build noted none
         self.doubts: Any = None  # the tables; an older build's index that is only read has none
         self.owed: Any = None
         self.erased: Any = None
-        self.has_doubts = False  # or may have
-        self.is_sealed = False  # its file is, to the last byte, what was closed
+        self.has_doubts = False  # whether there may be any
+        self.is_sealed = False  # its file is byte for byte the one that was closed
         self._doubted = False
-        self.failed: Callable[[StorageError], object] = lambda _: None  # hears when LMDB has raised
+        self.failed: Callable[[StorageError], object] = lambda _: None  # called when LMDB has raised
         self._covered_bytes = 0
         self._open(durable=False)
 
@@ -169,11 +169,11 @@ class Index:
     def trusted(
         cls, folder: Path, superblock: Superblock, boot_id: str, note: CommitNote, *, readonly: bool = False
     ) -> Index:
-        """Open the index of yesterday if it can be believed; Corrupt, with the reason in half a sentence, if not.
+        """Open the existing index if it can be trusted; otherwise Corrupt, with the reason as a phrase.
 
-        That of a drive that has nothing in the clear must never have had anything in the clear itself, unless it is
-        only read.
-        One that is not sealed has to be looked through before a row of it is taken for true.
+        The index of a drive that has nothing in the clear must never have had anything in the clear itself, unless it
+        is only read.
+        An index that is not sealed must be checked before any row of it is trusted.
         """
         if not (folder / DATA_NAME).is_file():
             raise Corrupt("there is none")
@@ -199,9 +199,9 @@ class Index:
 
     @classmethod
     def empty(cls, folder: Path, capacity_bytes: int, *, sealed: bool = False) -> Index:
-        """Discard the index and create an empty one. A `sealed` one is never to have a label in the clear.
+        """Discard the index and create an empty one. A `sealed` one must never have a label in the clear.
 
-        Then the one before is overwritten, because it may have some.
+        Then the discarded one is overwritten, because it may have some.
         """
         if folder.is_dir() and not folder.is_symlink():
             if sealed:
@@ -213,7 +213,7 @@ class Index:
         return cls(folder, capacity_bytes, sealed=sealed)
 
     def begin_epoch(self, superblock: Superblock, boot_id: str, notes: NotePlace) -> None:
-        """Say which epoch this index belongs to. The superblock has to be durable with it already."""
+        """Record which epoch this index belongs to. The superblock with it must be durable already."""
         unseal(self._folder)
         self._notes = notes
         self._noted = (superblock.drive_uuid, superblock.epoch)
@@ -222,7 +222,7 @@ class Index:
     def close_clean(self, superblock: Superblock, boot_id: str) -> None:
         """Make everything durable, mark the index as clean, and close. Superblock and records are durable already."""
         # LMDB's synced commit makes all data pages durable before the page that makes them current, so
-        # power loss in the middle leaves the mark of the epoch before, which is over.
+        # power loss in the middle leaves the mark of the previous epoch, which is over.
         if self._doubted:
             self.abandon()
             return
@@ -231,7 +231,7 @@ class Index:
         self._put_meta(superblock, boot_id, clean=True)
         self._env.sync(True)
         self._env.close()
-        with suppress(OSError):  # one that has no seal is looked through at the next opening
+        with suppress(OSError):  # an index without a seal is checked at the next opening
             seal(self._folder)
 
     @property
@@ -256,9 +256,9 @@ class Index:
             raise self._unreadable(error) from error
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> int:
-        """Return how many keys from the first are stored and not over, every one of them looked at.
+        """Return how many keys from the first are stored and not expired; each one is looked up.
 
-        Bisection would not do: expiry and quarantine leave holes.
+        Bisection would be wrong: expiry and quarantine leave holes.
         """
         try:
             with self._env.begin(db=self.blocks, buffers=True) as transaction:
@@ -275,7 +275,7 @@ class Index:
         return len(keys)
 
     def missing(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> list[bytes]:
-        """Return those of these keys that are not stored, or over, in their order."""
+        """Return those of these keys that are not stored or have expired, in their order."""
         missing = []
         try:
             with self._env.begin(db=self.blocks, buffers=True) as transaction:
@@ -294,7 +294,7 @@ class Index:
         return [None if row is None else (row[:TENANT_BYTES], row[TENANT_BYTES:48]) for row in rows]
 
     def publish(self, entries: Iterable[tuple[Name, Entry]], *, left: Sequence[Entry | Place] = ()) -> None:
-        """Publish a batch; each entry replaces the one of the same name. What is `left` is to be overwritten."""
+        """Publish a batch; each entry replaces one of the same name. The places in `left` are noted for overwriting."""
         rows, owners = [], []
         for (tenant, key), entry in entries:
             name = tenant + key
@@ -309,7 +309,7 @@ class Index:
         self.write(publish_all)
 
     def renew(self, entries: Iterable[tuple[Name, Entry]]) -> None:
-        """Let blocks that are there live as these entries say; all else of an entry is as it was."""
+        """Change the expiry of stored blocks to that of these entries, and nothing else."""
 
         def renew_all(transaction: Any) -> None:
             for (tenant, key), entry in entries:
@@ -319,7 +319,7 @@ class Index:
         self.write(renew_all)
 
     def remove(self, names: Iterable[Name], spared: Collection[int] | None = None) -> list[Entry | None]:
-        """Remove blocks; return the entry of each. Given `spared` keys, note where the blocks of others were."""
+        """Remove blocks; return the entry of each. Given `spared` keys, note the places of blocks with other keys."""
 
         def remove_all(transaction: Any) -> list[Entry | None]:
             gone = [self._remove_one(transaction, tenant + key) for tenant, key in names]
@@ -336,7 +336,7 @@ class Index:
                 yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), Entry._make(_ENTRY_ROW.unpack(value))
 
     def after(self, name: bytes, limit: int) -> list[tuple[Name, Entry]]:
-        """Return so many entries after a name (tenant and key), ordered by name."""
+        """Return up to `limit` entries after a name (tenant and key), ordered by name."""
         with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             rows = islice(cursor, limit) if cursor.set_range(name + b"\0") else ()
             return [
@@ -347,7 +347,7 @@ class Index:
     def of_domain(
         self, tenant: bytes, of: set[int] | None, after: bytes, limit: int
     ) -> tuple[list[Name], bytes | None]:
-        """Return blocks of a tenant, all or those of some keys, and from where to look on; None: there are no more."""
+        """Return blocks of a tenant, all or those of some keys, and where to continue; None: there are no more."""
         rows = self.after(after or tenant, limit)
         names = [name for name, entry in rows if name[0] == tenant and (of is None or entry.domain in of)]
         is_more = len(rows) == limit and rows[-1][0][0] == tenant
@@ -372,7 +372,7 @@ class Index:
         return np.concatenate([np.empty(0, _LIFE_ROW), *parts])
 
     def plain_bytes(self) -> int:
-        """Return what blocks take that are in the clear."""
+        """Return the bytes of blocks that are in the clear."""
         count = 0
         for values in map(_values, self.block_rows()):
             pages = -(-values["length"][values["domain"] == 0].astype(np.int64) // PAGE_BYTES)
@@ -380,7 +380,7 @@ class Index:
         return count
 
     def key_numbers(self) -> NDArray[np.int64]:
-        """Return which domains' keys blocks name, by number, each once."""
+        """Return the numbers of the domains' keys that blocks name, each once."""
         found = {0}.union(*(np.unique(_values(rows)["domain"]).tolist() for rows in self.block_rows()))
         return np.array(sorted(found - {0}), np.int64) - 1
 
@@ -393,12 +393,12 @@ class Index:
         return rows_of(self._folder, *_OWNERS)
 
     def check_order(self) -> None:
-        """Corrupt unless each row, by name and by generation, is where it is searched for."""
+        """Raise Corrupt unless each row, by name and by generation, is where a search finds it."""
         check_order(self._folder, *_BLOCKS)
         check_order(self._folder, *_OWNERS)
 
     def generations_of(self, tenant: bytes, keys: Sequence[bytes]) -> list[int]:
-        """Return which generation each block has, 0 if there is none."""
+        """Return the generation of each block; 0 if it is not stored."""
         names = [tenant + key for key in keys]
         with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             found = dict(cursor.getmulti(names))
@@ -411,7 +411,7 @@ class Index:
             there = cursor.set_range(tenant)
             items = iter(cursor)
             while there and (part := list(islice(items, INDEX_LIVES_LISTED_AT_ONCE))):
-                there = part[-1][0].startswith(tenant)  # they are in the order of their names
+                there = part[-1][0].startswith(tenant)  # they are ordered by name
                 if not there:
                     part = list(takewhile(lambda item: item[0].startswith(tenant), part))
                 rows = np.frombuffer(b"".join(row for _, row in part), _ROW)
@@ -419,7 +419,7 @@ class Index:
         return np.sort(np.concatenate(parts))
 
     def extents(self, lives: NDArray[Any] | None = None) -> NDArray[np.int64]:
-        """Return page and pages of every record in whatever table, a row each, in the order of pages."""
+        """Return first page and length of every record in all tables, a row each, in the order of pages."""
         lives = self.lives() if lives is None else lives
         parts = [lives[["offset", "length"]].astype(_PLACE_ROW)]
         with self.reading(buffers=True) as transaction:
@@ -437,7 +437,7 @@ class Index:
 
     @contextmanager
     def reading(self, *, buffers: bool = False) -> Iterator[Any]:
-        """Begin a read transaction, whose errors are ours, and which gives bytes, or views of the map."""
+        """Begin a read transaction that raises our errors, and returns bytes, or views of the map."""
         try:
             with self._env.begin(buffers=True) if buffers else self._env.begin() as transaction:
                 yield transaction
@@ -445,7 +445,7 @@ class Index:
             raise self._unreadable(error) from error
 
     def write(self, change: Callable[[Any], T]) -> T:
-        """Commit a change, which is made anew if the map had to grow; StorageError if nothing was changed."""
+        """Commit a change, which is repeated if the map had to grow; StorageError if nothing was changed."""
         for _ in range(INDEX_GROWTHS_MAX):
             try:
                 with self._env.begin(write=True) as transaction:
@@ -488,7 +488,7 @@ class Index:
         row = transaction.pop(name, db=self.blocks)
         if row is None:
             return None
-        if not is_whole(name, row):  # its header is about to be wiped, wherever the row says that it is
+        if not is_whole(name, row):  # the header is about to be wiped at whatever place the row says
             raise self._fails("contradicts itself: a block's row was changed")
         entry = Entry._make(_ENTRY_ROW.unpack(row))
         transaction.delete(_GENERATION.pack(entry.generation), db=self.generations)
@@ -507,7 +507,7 @@ class Index:
 
     def _open(self, *, durable: bool) -> None:
         # The folder's lock keeps other processes out and one thread uses the index, so LMDB's own locks
-        # are left off. No write map: an unfinished transaction must not reach the file.
+        # are off. No write map: an unfinished transaction must not reach the file.
         self._env = lmdb.open(
             str(self._folder),
             map_size=self._map_bytes,
@@ -518,7 +518,7 @@ class Index:
             metasync=durable,
             lock=False,
             readahead=False,
-            meminit=True,  # else what the heap held before, KV among it, gets into the file with the ends of pages
+            meminit=True,  # else old bytes of the heap, KV among them, get into the file with the ends of pages
         )
         try:
             self._page_bytes = self._env.stat()["psize"]
@@ -532,7 +532,7 @@ class Index:
             raise
 
     def _open_later(self) -> None:
-        """Open the tables that an older build had not."""
+        """Open the tables that an older build didn't have."""
         with suppress(lmdb.NotFoundError):
             self.owed = self._env.open_db(_OWED, create=not self._readonly)
             self.erased = self._env.open_db(PLACES, create=not self._readonly)
@@ -542,7 +542,7 @@ class Index:
                 self.has_doubts = transaction.stat(self.doubts)["entries"] > 0
 
     def _refuse_if_cut(self) -> None:
-        # Touching a page behind the end of a mapped file kills the process, so this comes before any look-up.
+        # Touching a page after the end of a mapped file kills the process, so this comes before any lookup.
         if self._file_bytes() < self._used_bytes():
             raise lmdb.CorruptedError("the file is shorter than what it says it holds")
 
@@ -581,7 +581,7 @@ class Index:
         self.knows_doubts = doubted == _EPOCH.pack(epoch)
         if self.was_clean:
             return ""
-        # A process may die between a commit and its note, so the index may be further, by one.
+        # A process may die between a commit and its note, so the index may be ahead by one.
         if (note.drive_uuid, note.epoch) != (drive_uuid, epoch) or commits not in (
             note.commit,
             note.commit + 1,

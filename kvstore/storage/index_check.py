@@ -1,13 +1,13 @@
 """Checks an index that was not closed cleanly against itself, and a part of it against the drive, before it is trusted.
 
 The index decides where the next records are written. After this check, every row is as it was written and is found by
-its name; rows by name and by generation agree; and the last commit is the one that the rows belong to. That no two
-records overlap, and that none is out of bounds, is checked by `extents_around`.
+its name; rows by name and by generation agree; and the rows belong to the last commit. `extents_around` checks that
+no two records overlap and that none is out of bounds.
 
 Checking all headers would be a scan of the drive, so only some are read: those of the newest
 `INDEX_HEADERS_CHECKED_MAX` blocks, of the oldest `FREE_HEADERS_CHECKED_MAX`, and the first pages of as many free
 extents. An index from earlier in this epoch, restored together with the lock file of that time, is detected there:
-records are where it has others or none, with generations that had not been used by then.
+the drive has records where the index has others or none, with generations that had not been used at that time.
 
 Always holds: an index that fails is Corrupt, with the reason. Nothing is written.
 """
@@ -55,7 +55,7 @@ _GENERATION: Final = struct.Struct(">Q")
 
 
 def check_index(index: Index, volume: Volume) -> None:
-    """Look at every row."""
+    """Check every row."""
     try:
         with index.reading() as transaction:
             index.check_order()
@@ -68,7 +68,7 @@ def check_index(index: Index, volume: Volume) -> None:
                 (index.doubts, _GENERATION.size, False),
                 (index.erased, PLACE_BYTES, False),
             ):
-                if table is not None:  # an older build did not have the last ones
+                if table is not None:  # an older build didn't have the last ones
                     _table(transaction, table, name_bytes, is_record=is_record)
         _headers(index, volume)
     except (lmdb.Error, struct.error, ValueError) as error:
@@ -104,7 +104,7 @@ def _refuse_different(by_name: tuple[int, int], by_generation: tuple[int, int]) 
 
 
 def _blocks(index: Index) -> tuple[int, int]:
-    """Check the rows by name; return their number, and a sum over what the rows by generation are to say."""
+    """Check the rows by name; return their number, and the sum that the rows by generation must have."""
     count = total = 0
     for rows in index.block_rows():
         if (crc32_of_each(rows[:, :-CHECK_BYTES]) != _number(rows[:, -CHECK_BYTES:], "<u4")).any():
@@ -153,9 +153,9 @@ def _refuse_place(offset: int, length: int) -> None:
 
 
 def _headers(index: Index, volume: Volume) -> None:
-    """Hold the newest and the oldest blocks against their headers. One that can't be read says nothing of the index.
+    """Compare the newest and the oldest blocks with their headers. An unreadable header proves nothing.
 
-    In place of the oldest others stand by now, if the index is of an earlier time.
+    If the index is from an earlier time, the oldest have been replaced by others.
     """
     with index.reading() as transaction:
         rows = transaction.cursor(index.generations).iterprev(keys=False)
@@ -173,7 +173,7 @@ def _headers(index: Index, volume: Volume) -> None:
             continue
         header = volume.codec.parse(page, 0, entry.offset)
         if isinstance(header, Flaw):
-            continue  # the drive's own damage: a get will see it
+            continue  # damage of the drive: a get will detect it
         block = (header.kind, header.tenant + header.key, header.domain)
         said = (*block, header.generation, header.length, header.crc32c)
         if said != (Kind.BLOCK, name, entry.domain, entry.generation, entry.length, entry.crc32c):

@@ -1,7 +1,7 @@
 """Checks the file of an index before LMDB maps it: LMDB trusts every byte, and a wrong one can kill the process.
 
 LMDB has no checksums. It follows page numbers, lengths and positions through a mapping; a page beyond the end of the
-file is SIGBUS, and a wrong free list makes it overwrite its own pages. So a file is mapped only if
+file is SIGBUS, and a wrong free list makes LMDB overwrite its own pages. So a file is mapped only if
 
 - it is byte for byte the one that was closed cleanly: its *seal*, a small file beside it, has its length and CRC; or
 - its structure is valid (`check_structure`): both heads, and every page of every tree and of the free list, is in the
@@ -97,9 +97,9 @@ class _Head(NamedTuple):
 
 
 def seal(folder: Path) -> None:
-    """Say that the file is whole as it is now. It has been closed, and synced.
+    """Seal the file, which has been closed and synced, as it is now.
 
-    The seal is not: without it, after power loss, the index is looked through, and one of another time fits no file.
+    The seal is not synced: if power loss takes it the index is checked, and a seal from another time fits no file.
     """
     length, crc = _summed(folder / DATA_NAME)
     fixed = _SEAL.pack(_SEAL_MAGIC, length, crc)
@@ -107,7 +107,7 @@ def seal(folder: Path) -> None:
 
 
 def unseal(folder: Path) -> None:
-    """Take the seal away: the file is about to be changed."""
+    """Remove the seal, because the file is about to be changed."""
     seal_path = folder / _SEAL_NAME
     if seal_path.is_dir():  # it is not ours
         shutil.rmtree(seal_path)
@@ -115,7 +115,7 @@ def unseal(folder: Path) -> None:
 
 
 def overwrite(folder: Path) -> None:
-    """Overwrite a file that is about to be discarded with zeros, durably; no file is well."""
+    """Overwrite a file that is about to be discarded with zeros, durably; it may be missing."""
     with suppress(FileNotFoundError), (folder / DATA_NAME).open("r+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         zeros = bytes(_READ_BYTES)
@@ -125,7 +125,7 @@ def overwrite(folder: Path) -> None:
 
 
 def is_sealed(folder: Path) -> bool:
-    """Return whether the file is, to the last byte, what it was when it was sealed."""
+    """Return whether the file is byte for byte what it was when it was sealed."""
     with suppress(OSError):
         said = (folder / _SEAL_NAME).read_bytes()
         if len(said) == _SEAL.size + _CRC.size and _CRC.unpack_from(said, _SEAL.size)[0] == crc32c(
@@ -152,7 +152,7 @@ def _summed(path: Path) -> tuple[int, int]:
 
 
 def check_structure(folder: Path) -> None:
-    """Walk over every page that LMDB could follow; Corrupt if there is one that it must not see."""
+    """Check every page that LMDB could reach; Corrupt if LMDB must not follow one."""
     path = folder / DATA_NAME
     try:
         with path.open("rb") as file:
@@ -162,7 +162,7 @@ def check_structure(folder: Path) -> None:
 
 
 def tree_of(fd: int, table: bytes) -> tuple[int, int]:
-    """Tell a table's root page and how deep it is; 0 of a table without rows. The structure is believed."""
+    """Return a table's root page and depth; 0 for a table without rows. The structure is trusted."""
     walk = _Walk(fd)
     for name, (_, value) in walk.rows(walk.begin().main):
         if name == table:
@@ -180,7 +180,7 @@ class _Walk:
         self._used = np.zeros(self._pages, np.uint8)  # 1: something leads there
 
     def begin(self) -> _Head:
-        """Return the head that counts."""
+        """Return the current head."""
         heads = [self._head(number) for number in range(_METAS)]
         first, second = (head.transaction for head in heads)
         if (first, second) != (0, 0) and (first & 1 or not second & 1 or abs(first - second) != 1):
@@ -347,10 +347,10 @@ def _nodes(numbers: NDArray[np.uint64], words: NDArray[np.uint16], *, is_leaf: b
         strange = (keys < 1) & (column > 0)
         sizes = NODE_BYTES + keys
     _refuse(of, strange | (keys > _KEY_BYTES_MAX), "has a row of another kind")
-    # Nodes lie one behind the other from `upper` to the page's end, with nothing in between.
+    # Nodes lie one after the other from `upper` to the page's end, with nothing in between.
     order = np.lexsort((place, row))
     starts, ends = place[order], (place + sizes + sizes % 2)[order]
-    is_first = np.append(True, row[1:] != row[:-1])  # rows ascend, in whatever order their nodes lie
+    is_first = np.append(True, row[1:] != row[:-1])  # rows ascend, whatever the order of their nodes
     expected = np.where(is_first, upper[row], np.append(0, ends[:-1]))
     is_last = np.append(is_first[1:], True)
     _refuse(of, (starts != expected) | (is_last & (ends != PAGE_BYTES)), "has rows that overlap")

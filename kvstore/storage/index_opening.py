@@ -1,8 +1,8 @@
 """Opens the existing index of a drive, or rebuilds it, and begins an epoch.
 
 Always holds: an index that is kept agrees with itself and with the drive, as far as the way it was closed requires a
-check (`kvstore.storage.index_check`). What it says is still to be overwritten is overwritten. Any doubt leads to a
-scan, not to an error. The epoch is on the drive before it is in the index, and so are all notes of it in the lock file.
+check (`kvstore.storage.index_check`). Places that it still lists for overwriting are overwritten. Any doubt leads to a
+scan, not to an error. The epoch is on the drive before it is in the index or in any note of the lock file.
 
 It doesn't know the contents of an index (`kvstore.storage.index` does) or how to scan (`kvstore.storage.recovery`
 does).
@@ -60,7 +60,7 @@ class OpenedIndex:
     boot_id: str
     rebuilt: bool
     doubts: Doubts
-    all_erased: bool  # what was erased is overwritten
+    all_erased: bool  # everything erased is overwritten
     note_synced: Callable[[int], None]
     note_begun: Callable[[int], None]
     note_lent: Callable[[int, Ground | None], None]
@@ -69,9 +69,9 @@ class OpenedIndex:
 def _checked(
     index: Index, lives: NDArray[Any], volume: Volume, notes: NotePlace, synced_generation: int
 ) -> tuple[NDArray[np.int64], Extents]:
-    """Hold an index against itself and the drive, as far as the way it was left makes that necessary.
+    """Check an index against itself and the drive, as far as the way it was closed makes that necessary.
 
-    Then settle what sessions owe; give the pages of all headers, and what is free.
+    Then settle what sessions owe; return the pages of all headers, and the free extents.
     """
     live, extents = extents_around(index, volume.superblock, lives)
     if volume.keys is not None:  # a new index has nothing whose key is missing
@@ -105,7 +105,7 @@ def open_index(
     *,
     is_empty: bool,
 ) -> OpenedIndex:
-    """Take yesterday's index or build one anew, and begin an epoch: on the drive first, then in the index."""
+    """Open the existing index or rebuild it, and begin an epoch: on the drive first, then in the index."""
     index: Index | None = None
     live, extents, lives = None, None, None
     superblock, synced = volume.superblock, notes.synced

@@ -36,9 +36,9 @@ _WORD_BYTES: Final = 8  # names are whole words
 class _Level(NamedTuple):
     """Branch pages that are equally far from the root, from left to right."""
 
-    children: Numbers  # of each page, how many
-    names: Bytes  # from which on each child has the rows; the first of a page has none
-    pages: Numbers  # the children's
+    children: Numbers  # the number of children of each page
+    names: Bytes  # the first name of each child; the first child of a page has none
+    pages: Numbers  # of the children
 
 
 class _Table:
@@ -79,7 +79,7 @@ class _Table:
             yield nodes[:, NODE_BYTES:], counts
 
     def _nodes(self, pages: Numbers) -> tuple[Numbers, Numbers]:
-        """Return where the nodes of some pages are in the file, in the order of their names, and how many each has."""
+        """Return where the nodes of some pages are in the file, in the order of names, and how many each page has."""
         words = self._data.reshape(-1, PAGE_BYTES)[pages].view("<u2")
         first = PAGE_HEAD_BYTES // 2
         counts = words[:, _LOWER_AT].astype(np.int64) // 2 - first
@@ -89,7 +89,7 @@ class _Table:
     def _children(self, pages: Numbers) -> tuple[Numbers, Bytes, Numbers]:
         at, counts = self._nodes(pages)
         within = at[:, None] + np.arange(NODE_BYTES + self._name_bytes)
-        nodes = np.take(self._data, within, mode="clip")  # one without a name may end the file
+        nodes = np.take(self._data, within, mode="clip")  # a node without a name may end the file
         heads = nodes[:, :NODE_BYTES].copy().view("<u2").astype(np.int64)
         has_name = np.ones(len(at), np.bool_)
         has_name[np.cumsum(counts) - counts] = False
@@ -99,13 +99,13 @@ class _Table:
 
 
 def rows_of(folder: Path, table: bytes, name_bytes: int, value_bytes: int) -> Iterator[Bytes]:
-    """Arrays of rows, each a name and its value."""
+    """Yield arrays of rows, each a name and its value."""
     for rows, _ in _Table(folder, table, name_bytes, value_bytes).leaves():
         yield rows
 
 
 def check_order(folder: Path, table: bytes, name_bytes: int, value_bytes: int) -> None:
-    """Corrupt unless the rows ascend, and a search for each one's name leads to it."""
+    """Raise Corrupt unless the rows ascend, and a search for each name leads to its row."""
     tree = _Table(folder, table, name_bytes, value_bytes)
     firsts, lasts = [], []  # names of each leaf's
     for rows, counts in tree.leaves():

@@ -1,6 +1,6 @@
 """The inputs and outputs of the store: plain values, no behaviour.
 
-Those that are made once a block are named tuples, which Python makes several times faster than data classes.
+Those that are made for each block are named tuples, which Python makes several times faster than data classes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 class PutItem(NamedTuple):
     """A block in a page-aligned slot: `[header page | payload | room to the page's end]`.
 
-    The slot is the store's until the put is reported.
+    The slot belongs to the store until the put is reported.
     """
 
     tenant: bytes
@@ -52,20 +52,20 @@ class PutItem(NamedTuple):
     expires_ms: int
     durability: Durability
     tag: int
-    domain: bytes = bytes(16)  # of the tenant's, whose key it is encrypted with; zeros: its own
+    domain: bytes = bytes(16)  # a domain of the tenant, whose key encrypts it; zeros: the tenant's own
 
 
 class PutDone(NamedTuple):
-    """A put has ended. Without an error, a block of its name and with its bytes is as durable as asked.
+    """A put has ended. Without an error, a block with its name and bytes is as durable as requested.
 
-    Names are written once: it may be an earlier put's block, which lives at least as long as this one asked. If that
-    has other bytes, which the CRCs tell, the error is KeyTaken.
+    Names are written once: it may be an earlier put's block, which lives at least as long as requested. If that has
+    other bytes, by the CRCs, the error is KeyTaken.
     """
 
     tag: int
     error: KvError | None
     durability: Durability
-    generation: int = 0  # of the record that was written for this put; 0: there is another one, or none
+    generation: int = 0  # of the record that was written for this put; 0: none was written for it
 
 
 class GetItem(NamedTuple):
@@ -83,9 +83,9 @@ class GetItem(NamedTuple):
 class GetDone(NamedTuple):
     """A get has ended: a miss, or a block whose header has been checked and **whose payload has not**.
 
-    The caller that passes the payload on has to check `crc32c` over `length` bytes behind the slot's header page
-    before a single byte leaves, and to call `Store.quarantine` if it differs. The C core does it where it
-    sends; `Store.verify_payload` does it for others.
+    A caller that passes the payload on must check `crc32c` over the `length` bytes after the slot's header page
+    before a single byte leaves, and call `Store.quarantine` if it differs. The C core does that where it sends;
+    `Store.verify_payload` does it for others.
     """
 
     tag: int
@@ -96,10 +96,10 @@ class GetDone(NamedTuple):
 
 
 class DeleteItem(NamedTuple):
-    """A block to be deleted; `durability` says what the deletion has to survive.
+    """A block to be deleted; `durability` says what the deletion must survive.
 
-    If it is erased, nobody is to read its bytes any more, not even from the drive: it is overwritten, unless it was
-    encrypted with a key that is destroyed.
+    If it is erased, its bytes must become unreadable, even on the drive: it is overwritten, unless it was encrypted
+    with a key that is destroyed.
     """
 
     tenant: bytes
@@ -112,7 +112,7 @@ class DeleteItem(NamedTuple):
 
 
 class DeleteDone(NamedTuple):
-    """A deletion has ended; `found` is whether there was anything to delete. A block not found is gone as well."""
+    """A deletion has ended; `found`: whether there was anything to delete. A block that was not found is gone too."""
 
     tag: int
     error: StorageError | None
@@ -122,25 +122,25 @@ class DeleteDone(NamedTuple):
 
 
 class SessionStep(enum.Enum):
-    """What is to be done to a session."""
+    """A kind of change to a session."""
 
     APPEND = (
         enum.auto()
-    )  # name these blocks as well, all of which are stored; it makes a session that is not there
+    )  # name these blocks as well, all of which are stored; creates the session if it doesn't exist
     TRUNCATE = enum.auto()  # keep the first blocks only
-    FORK = enum.auto()  # become a copy of the first blocks of `source`
+    FORK = enum.auto()  # make it a copy of the first blocks of `source`
     REMOVE = enum.auto()  # remove the session and, if requested, the blocks that nothing else names
-    LIMIT = enum.auto()  # end by itself at `expires_ms`, or not at all
-    PROTECT = enum.auto()  # keep its first so many blocks from being evicted, over restarts too; 0: none
+    LIMIT = enum.auto()  # set the expiry to `expires_ms`, or to never
+    PROTECT = enum.auto()  # keep this many first blocks from being evicted, over restarts too; 0: none
     EXPIRE = enum.auto()  # remove the session, if it has expired
-    REWRITE = enum.auto()  # stay as it is, in a record that is written anew
+    REWRITE = enum.auto()  # write its record again, with no change
 
 
 class SessionItem(NamedTuple):
-    """A step of one session; those of one session are done in the order in which they came.
+    """A step of one session; the steps of a session are executed in the order in which they arrived.
 
-    An append is a turn, or the rest of the last one. With `first_block` it is done only if the session has just so many
-    blocks; if these keys stand there already, it was done before and is not done again.
+    An append is a turn, or the rest of the last one. With `first_block` it is executed only if the session has exactly
+    that many blocks; if these keys are there already, it was executed before and is not executed again.
     """
 
     name: SessionName
@@ -155,11 +155,11 @@ class SessionItem(NamedTuple):
     tokens: int = 0
     at_ms: int = 0
     continues: bool = False
-    label: bytes = b""  # what a new session is called
-    expires_ms: int | None = None  # when it is to end by itself; 0: never; None: as it was
-    epoch: int | None = None  # a session of another epoch is none, and goes; None: of any
-    source_epoch: int | None = None  # the same of the fork's source
-    is_erased: bool = False  # if it is removed, its records are overwritten, and that is waited for
+    label: bytes = b""  # the label of a new session
+    expires_ms: int | None = None  # when it expires; 0: never; None: unchanged
+    epoch: int | None = None  # a session of another epoch counts as missing, and is removed; None: any epoch
+    source_epoch: int | None = None  # the same for the fork's source
+    is_erased: bool = False  # if it is removed, its records are overwritten before the step is reported
 
 
 class SessionDone(NamedTuple):
@@ -179,7 +179,7 @@ GetsDone = Callable[[Sequence[GetDone]], None]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The state of a drive, or of the store: sums, and true where it is true of any drive."""
+    """The state of a drive, or of the store: sums, and True for what is true of any drive."""
 
     capacity_bytes: int
     free_bytes: int
@@ -201,14 +201,14 @@ class Statistics:
     syncs: int
     takes_puts: bool
     rebuilt: bool
-    clear_bytes: int  # that are in the clear and are being encrypted, at most
-    clear_why: str  # why they are not
+    clear_bytes: int  # upper bound of the bytes in the clear that are being encrypted
+    clear_why: str  # why they are not being encrypted
 
 
 @dataclass(frozen=True, slots=True)
 class DriveState:
-    """How one drive is doing; without statistics it was left out of this opening."""
+    """The state of one drive; without statistics it was left out of this opening."""
 
     number: int
     statistics: Statistics | None
-    failure: str = ""  # why it takes no more writes, or is not here
+    failure: str = ""  # why it accepts no more writes, or is missing

@@ -3,9 +3,9 @@
 A sealed label is 0xFF, which no text in UTF-8 has, the number (4 bytes) and the id (8) of the key, little-endian, a
 nonce (12), and the encrypted label with its tag (16). What it belongs to (tenant, user, session) is authenticated.
 
-What always holds: with keys no label gets into the index in the clear, but those of records that are in the clear
-themselves until they are written anew. The label of a user who was erased can't be read in any copy of an index.
-What it doesn't do: hide how long a label is.
+What always holds: with keys no label gets into the index in the clear, except those of records that are in the clear
+themselves until they are rewritten. The label of an erased user can't be read in any copy of an index.
+What it doesn't do: hide the length of a label.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["LOST_LABEL", "SEALED_MORE_BYTES", "Labels", "is_sealed_label", "numb
 
 LOST_LABEL: Final = b"\xff"  # its user's key was destroyed before it was written
 _KEY: Final = struct.Struct("<IQ")
-SEALED_MORE_BYTES: Final = 1 + _KEY.size + NONCE_BYTES + TAG_BYTES  # than the label has
+SEALED_MORE_BYTES: Final = 1 + _KEY.size + NONCE_BYTES + TAG_BYTES  # in addition to the label's own
 
 
 def is_sealed_label(label: bytes) -> bool:
-    """Return whether it is not a label as its owner wrote it."""
+    """Return whether a label is sealed, rather than as its owner wrote it."""
     return label.startswith(LOST_LABEL)
 
 
@@ -47,7 +47,7 @@ class Labels:
         self._keys = keys
 
     def seal(self, tenant: bytes, user: bytes, row_name: bytes, label: bytes) -> bytes:
-        """Return what the index is to have."""
+        """Return the label for the index."""
         if self._keys is None:
             return label
         key = self._keys.name_of(tenant, user)
@@ -62,7 +62,7 @@ class Labels:
         return LOST_LABEL  # the user is being erased
 
     def unseal(self, row_name: bytes, label: bytes) -> bytes | None:
-        """Return the label; None if its key is lost, Corrupt if that is damaged, StorageError if it isn't known now."""
+        """Return the label; None if its key is lost, Corrupt if it is damaged, StorageError if it isn't known now."""
         if not is_sealed_label(label):
             return label
         if self._keys is None or len(label) < SEALED_MORE_BYTES:

@@ -1,9 +1,9 @@
-"""Blocks that have left the index and are overwritten: quarantined ones and erased ones.
+"""Blocks that have left the index and are being overwritten: quarantined ones and erased ones.
 
-Always holds: their pages count against their tenant until they are in use again. Of an erased block the header is
+Always holds: their pages count against their tenant until they are in use again. The header of an erased block is
 overwritten last, so that a scan after power loss finds what is left of it (`kvstore.storage.left_places`); until then a
-deletion of its name waits, because its header would bring it back. So it is of a quarantined one in the clear, whose
-owner may be erased; of an encrypted one it is wiped first.
+deletion of its name waits, because its header would bring it back. The same holds for a quarantined block in the
+clear, whose owner may be erased; the header of an encrypted one is wiped first.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["LeavingBlocks"]
 
 
 class LeavingBlocks:
-    """Those of one drive."""
+    """The leaving blocks of one drive."""
 
     def __init__(self, index: Index, left: LeftPlaces, wipes: Wipes, scrubs: Scrubs) -> None:
         self._index = index
         self._left = left
         self._wipes = wipes
         self._scrubs = scrubs
-        self.pages: Counter[bytes] = Counter()  # that are not in use again, by their tenant
-        self._erasing: Counter[Name] = Counter()  # blocks whose headers stand until they are overwritten
+        self.pages: Counter[bytes] = Counter()  # pages that are not in use again, by tenant
+        self._erasing: Counter[Name] = Counter()  # blocks whose headers stay until they are overwritten
 
     def quarantine(self, name: Name, entry: Entry) -> Callable[[int, int], None]:
-        """Return what overwrites and frees the pages of a block once its header is wiped."""
+        """Return a function that overwrites and frees the pages of a block once its header is wiped."""
         tenant = name[0]
         self.pages[tenant] += _pages(entry)
 
@@ -64,7 +64,7 @@ class LeavingBlocks:
         self._left.erase([(entry.offset, entry.length) for _, entry in blocks], over)
 
     def when_gone(self, names: Sequence[Name], then: Callable[[StorageError | None], None]) -> None:
-        """Call back when no header is left of what was dropped under these names, erased blocks included."""
+        """Call back when no header of blocks dropped under these names is left, erased blocks included."""
 
         def wiped(error: StorageError | None) -> None:
             if error is None and any(name in self._erasing for name in names):

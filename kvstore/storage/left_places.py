@@ -1,10 +1,10 @@
-"""Overwrites the places of what is erased, and those that blocks leave which are being encrypted: headers come last.
+"""Overwrites the places of erased records, and the old places of blocks that are being encrypted: headers come last.
 
 Always holds: a place is noted in the index (`kvstore.storage.overwriting`) in the transaction in which its block leaves
-it, and struck out when it was overwritten, so the next opening overwrites what a killed process has left. Its header
-stands until the zeros behind it survive power loss, so a scan for a new index finds the place as well, and notes it. It
-is overwritten when nobody reads it any more, and free after that. `over` is called when its header is on its way
-off the drive, which a deletion waits for, or when it can't be overwritten; then it is out of use and remains noted.
+it, and struck out once overwritten, so the next opening overwrites what a killed process has left. Its header stays
+until the zeros after it survive power loss, so a scan for a new index finds the place as well, and notes it. It is
+overwritten when it is no longer being read, and is free after that. `over` is called when its header is being wiped,
+for which a deletion waits, or when it can't be overwritten; then it is out of use and remains noted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEADER_PAGES = HEADER_BYTES // PAGE_BYTES
 
 
 def _nobody(_: Collection[int]) -> None:
-    """Take the end of an erasure that is awaited otherwise."""
+    """Ignore the end of an erasure; its caller uses `after_all`."""
 
 
 class LeftPlaces:
@@ -44,9 +44,9 @@ class LeftPlaces:
         self._writes = writes
         self._wipes = wipes
         self._scrubs = scrubs
-        # In order: those who wait hear when all before them are over.
+        # In order: a callback is called when all entries before it are over.
         self._waiting: deque[_Erasure | Callable[[StorageError | None], None]] = deque()
-        self._error: StorageError | None = None  # of one that was given up
+        self._error: StorageError | None = None  # of an erasure that was given up
 
     def overwrite(self, old: Entry, over: Callable[[], object]) -> None:
         """Overwrite and free a place that is noted."""
@@ -79,10 +79,10 @@ class LeftPlaces:
     def erase(
         self, records: Sequence[tuple[int, int]], over: Callable[[Collection[int]], object] = _nobody
     ) -> None:
-        """Overwrite and free places of erased records, by offset and length of payload; `after_all` tells when.
+        """Overwrite and free places of erased records, by offset and length of payload; `after_all` reports the end.
 
         `over` is called when their headers are gone, with the offsets of those that are free. If the drive stops
-        or is closed before, the headers stay.
+        or is closed before that, the headers stay.
         """
         erasure = _Erasure(records, over)
         self._waiting.append(erasure)
@@ -92,7 +92,7 @@ class LeftPlaces:
             self._end(erasure, None)
 
     def after_all(self, then: Callable[[StorageError | None], None]) -> None:
-        """Call back when all that are being erased by now have no header any more."""
+        """Call back when no record that is being erased now has a header any more."""
         self._waiting.append(then)
         self._tell()
 
@@ -148,7 +148,7 @@ class _Erasure:
     def __init__(self, records: Sequence[tuple[int, int]], over: Callable[[Collection[int]], object]) -> None:
         self.records = records
         self.over = over
-        self.left = len(records)  # payloads that are to be overwritten
+        self.left = len(records)  # payloads still to be overwritten
         self.unwritable: set[tuple[int, int]] = set()
         self.is_over = False
 

@@ -38,12 +38,12 @@ def write_roll(disk: Disk, superblock: Superblock, copy: int, live_pages: NDArra
 
 
 class Roll:
-    """The roll that counts, as a recovery asks it."""
+    """The current roll, for a recovery."""
 
     __slots__ = ("_bits", "_generation", "is_damaged")
 
     def __init__(self, disk: Disk, superblock: Superblock) -> None:
-        """Read it; one that cannot be read is a damaged one."""
+        """Read it; an unreadable roll counts as damaged."""
         self._generation = superblock.roll_generation
         self._bits = b""
         self.is_damaged = False
@@ -54,7 +54,7 @@ class Roll:
             self.is_damaged = crc32c(self._bits) != superblock.roll_crc32c or not self._bits
 
     def allows(self, offset: int, generation: int) -> bool:
-        """Return whether a record that stands there is valid."""
+        """Return whether a record at this offset is valid."""
         if generation >= self._generation or self.is_damaged:
             return True
         page = offset // PAGE_BYTES

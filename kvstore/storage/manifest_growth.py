@@ -1,7 +1,7 @@
 """How a session's manifest grows by a turn: its bounds, and when a chunk is full. Pure, and in slices.
 
-What always holds: an impossible step is SessionRefused, and changes nothing; the result has a turn for every block,
-and each chunk that has become full, once.
+What always holds: an impossible step is SessionRefused, and changes nothing; in the result every block belongs to a
+turn, and each chunk that has become full is listed once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["appended", "longer", "refuse_longer"]
 
 
 def appended(manifest: Manifest, item: SessionItem, owner: bytes) -> Growth:
-    """Append a turn, or the rest of one; what fills a chunk becomes one."""
+    """Append a turn, or the rest of one; keys that fill a chunk become one."""
     if item.first_block is not None and item.first_block != manifest.blocks:
         raise SessionRefused(
             f"The session has {manifest.blocks} blocks, and these were to follow block {item.first_block}."
@@ -51,7 +51,7 @@ def appended(manifest: Manifest, item: SessionItem, owner: bytes) -> Growth:
 
 
 def longer(manifest: Manifest, keys: Sequence[bytes], owner: bytes) -> Growth:
-    """Append keys, and leave the turns as they are. `owner` is the user whose chunks they become."""
+    """Append keys, and leave the turns as they are. `owner` is the user to whom new chunks belong."""
     if manifest.blocks + len(keys) > SESSION_BLOCKS_MAX:
         raise SessionRefused(f"A session has at most {SESSION_BLOCKS_MAX} blocks.")
     tail = [*manifest.tail, *keys]

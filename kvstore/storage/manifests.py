@@ -55,9 +55,9 @@ __all__ = ["Changed", "Listed", "Manifests", "Place", "SessionName", "Stored"]
 _PLACE: Final = struct.Struct("<QIIQ")  # it begins like the rows of all records do
 _CHUNK: Final = struct.Struct("<QIIQI")  # place, then how many sessions name it
 _COUNT: Final = struct.Struct("<I")
-_CHUNK_WORK: Final = 8  # to count a chunk once more or less costs as much as so many blocks
+_CHUNK_WORK: Final = 8  # changing a chunk's count costs as much as this many blocks
 _LABEL_BYTES_MAX: Final = SESSION_LABEL_BYTES_MAX + SEALED_MORE_BYTES
-_NO_END: Final = 1 << 62  # of work: all in one transaction
+_NO_END: Final = 1 << 62  # no limit of work: all in one transaction
 
 
 class SessionName(NamedTuple):
@@ -89,7 +89,7 @@ class Stored(NamedTuple):
     manifest: Manifest
 
     def is_over(self, now_ms: int, epoch: int | None = None) -> bool:
-        """Return whether it has expired or its epoch is over. It is then treated as removed, and removed soon."""
+        """Return whether it has expired or its epoch is over. It then counts as removed, and is removed soon."""
         return 0 < self.manifest.expires_ms <= now_ms or epoch not in (None, self.manifest.epoch)
 
 
@@ -102,29 +102,29 @@ class Listed(NamedTuple):
     turns: int
     tokens: int
     at_ms: int  # when its last turn began; 0: it has none
-    expires_ms: int  # 0: it does not end by itself
+    expires_ms: int  # 0: never
     epoch: int = 0
 
 
 class Changed(NamedTuple):
     """What a change has freed: records on the drive, and blocks whose refcount fell to zero."""
 
-    manifest: Place | None  # the one before
+    manifest: Place | None  # the previous one
     chunks: list[Place]
     unreferenced: list[Name]
-    owes: bool = False  # chunks that are to be settled, in slices
+    owes: bool = False  # there are chunks to settle, in slices
 
 
 class Manifests:
     """The tables of sessions, chunks and references of one index."""
 
     def __init__(self, index: Index, keys: Keys | None = None) -> None:
-        """Without the store's keys, sealed labels are lost, and those of new sessions in the clear."""
+        """Without the store's keys, sealed labels are lost, and new sessions' labels are in the clear."""
         self._index = index
         self._labels = Labels(keys)
 
     def get(self, name: SessionName) -> Stored | None:
-        """Find a session; if its label is lost, it has none, and if the key of that is damaged, a sealed one."""
+        """Find a session; it has no label if that is lost, and a sealed one if its key is damaged."""
         row_name = b"".join(name)
         with self._index.reading() as transaction:
             row = transaction.get(row_name, db=self._index.sessions)
@@ -144,9 +144,9 @@ class Manifests:
     def keys_of(
         self, tenant: bytes, manifest: Manifest, first: int = 0, until: int | None = None
     ) -> list[bytes]:
-        """Return block keys of a session that was found, or some of them; no chunk is read but theirs.
+        """Return block keys of a session that was found, or some of them; only the chunks of these are read.
 
-        StorageError if the session has changed meanwhile, so that a chunk of theirs is no more.
+        StorageError if the session has changed meanwhile, so that one of these chunks is gone.
         """
         first, until, _ = slice(first, until).indices(manifest.blocks)
         if until <= first:
@@ -165,7 +165,7 @@ class Manifests:
         return keys[first - before : until - before]
 
     def of_user(self, tenant: bytes, user: bytes, after: bytes = b"", limit: int = 1000) -> list[Listed]:
-        """List a user's sessions, in order, from behind `after` on."""
+        """List a user's sessions, in order, starting after `after`."""
         found: list[Listed] = []
         with self._index.reading() as transaction, transaction.cursor(self._index.sessions) as cursor:
             there = cursor.set_range(tenant + user + after)
@@ -179,9 +179,9 @@ class Manifests:
         return found
 
     def page(self, tenant: bytes, after: bytes, limit: int) -> tuple[list[tuple[SessionName, Listed]], bool]:
-        """List sessions of one tenant, or with b"" of all, in the order of their names, from behind `after` on.
+        """List sessions of one tenant, or with b"" of all, in the order of their names, starting after `after`.
 
-        It is said as well whether there are more.
+        Also returns whether there are more.
         """
         found: list[tuple[SessionName, Listed]] = []
         with self._index.reading() as transaction, transaction.cursor(self._index.sessions) as cursor:
@@ -217,7 +217,7 @@ class Manifests:
             return int(transaction.stat(self._index.sessions)["entries"])
 
     def own_keys(self, name: SessionName) -> Iterator[set[bytes]]:
-        """Give the keys whose refcounts fall with this session, some at a time, and as often as they fall."""
+        """Yield the keys whose refcounts fall with this session, some at a time; a key repeats for each reference."""
         stored = self.get(name)
         if stored is None:
             return
@@ -244,7 +244,7 @@ class Manifests:
         return split_keys(row[_CHUNK.size : -CHECK_BYTES])
 
     def all(self) -> Iterator[tuple[SessionName, Stored]]:
-        """Return all sessions; sealed labels look all alike."""
+        """Return all sessions; sealed labels all look alike."""
         with self._index.reading() as transaction:
             for name, row in transaction.cursor(self._index.sessions):
                 tenant, user, session = (
@@ -263,7 +263,7 @@ class Manifests:
         return [name for name, label in named if label and not is_sealed_label(label)]
 
     def seal_labels(self, names: Sequence[SessionName]) -> None:
-        """Seal the labels of these, whose users have keys."""
+        """Seal the labels of these sessions, whose users have keys."""
 
         def seal_all(transaction: Any) -> None:
             for name in names:
@@ -276,7 +276,7 @@ class Manifests:
         self._index.write(seal_all)
 
     def key_numbers(self) -> NDArray[np.int64]:
-        """Return which keys, by number, the labels of sessions name: those of their users, as their records have."""
+        """Return the numbers of the keys that labels of sessions name: those of their users, as in their records."""
         with self._index.reading() as transaction:
             rows = transaction.cursor(self._index.sessions)
             numbers = {number_of_key(label_of(row[_PLACE.size :])) for _, row in rows}
@@ -294,9 +294,9 @@ class Manifests:
     def session_below(
         self, generation: int, after: bytes
     ) -> tuple[tuple[SessionName, Place] | None, bytes | None]:
-        """Find the next session with a record or chunk of a lower generation, behind a row; and from where to look on.
+        """Find the next session after a row with a record or chunk of a lower generation, and where to continue.
 
-        None there: all were looked at. A bounded number of rows is.
+        None there: all were examined. Each call examines a bounded number of rows.
         """
         row, place, after_it = self._below(self._index.sessions, generation, after)
         if row is None or place is None:
@@ -340,7 +340,7 @@ class Manifests:
         return any(row and Place._make(_PLACE.unpack_from(row)).generation < generation for row in rows)
 
     def move_chunk(self, tenant: bytes, chunk: bytes, old: Place, new: Place) -> bool:
-        """Note another place of a chunk; False, and nothing is changed, if it isn't at the old one any more."""
+        """Note another place of a chunk; False, and nothing changed, if it is no longer at the old one."""
 
         def move(transaction: Any) -> bool:
             row = transaction.get(tenant + chunk, db=self._index.chunks)
@@ -379,7 +379,7 @@ class Manifests:
     def name_chunks(
         self, name: SessionName, chunks: Sequence[bytes], written: Written, work_max: int
     ) -> tuple[int, list[Place]]:
-        """Count the first of these chunks for a session that will name them; return how many, and what came free."""
+        """Count the first of these chunks for a session that will name them; return how many, and what became free."""
         return self._index.write(
             lambda transaction: _Change(self._index, transaction, name).name_chunks(chunks, written, work_max)
         )
@@ -396,9 +396,9 @@ class Manifests:
     ) -> Changed:
         """Replace the session of this name, or remove it; `written` are the chunks that are on the drive.
 
-        If that gives up more than so much, chunks are owed. StorageError, and nothing changed, if the new one names a
-        chunk that is neither known nor written. Of a record that `is_clear`, so is the label.
-        Given earlier places of a session that is `erased`, they are noted for overwriting, and so is what comes free.
+        If that releases more than the limit, chunks are owed. StorageError, and nothing changed, if the new one names a
+        chunk that is neither known nor written. If the record `is_clear`, so is the label.
+        Earlier places of a session that is `erased` are noted for overwriting, and so is what becomes free.
         """
         if new is not None and not is_clear:
             label = self._labels.seal(name.tenant, name.user, b"".join(name), new.manifest.label)
@@ -412,7 +412,7 @@ class Manifests:
         return self._index.write(change)
 
     def settle(self, name: SessionName, work_max: int = _NO_END, *, is_erased: bool = False) -> Changed:
-        """Release some of the chunks that a session owes; if it is erased, what comes free is noted."""
+        """Release some of the chunks that a session owes; if it is erased, what becomes free is noted."""
         return self._index.write(
             lambda transaction: _Change(self._index, transaction, name, is_erased=is_erased).settle(work_max)
         )
@@ -420,7 +420,7 @@ class Manifests:
     def settle_all(self) -> bool:
         """Release all chunks that sessions owe, at an opening; return whether there were any.
 
-        What comes free is noted for overwriting: nothing says which of the sessions were being erased.
+        What becomes free is noted for overwriting: nothing says which of the sessions were being erased.
         """
         with self._index.reading() as transaction:
             owing = [bytes(name) for name, _ in transaction.cursor(self._index.owed)]
@@ -459,7 +459,7 @@ class _Change:
         old = None if row is None else _stored(row)
         old_chunks, old_tail = (set(old.manifest.chunks), set(old.manifest.tail)) if old else (set(), set())
         new_chunks, new_tail = (set(new.manifest.chunks), set(new.manifest.tail)) if new else (set(), set())
-        # What is added comes first, so that nothing is counted down to nothing in passing.
+        # Additions come first, so that no count falls to zero in between.
         for chunk in new_chunks.difference(old_chunks, split_keys(self._owed())):
             self._name_chunk(chunk, written.get(chunk))
         self._count(new_tail - old_tail, 1)
@@ -509,7 +509,7 @@ class _Change:
             *place, count = _CHUNK.unpack_from(row)
             self._put_chunk(chunk, Place._make(place), count + 1, row[_CHUNK.size : -CHECK_BYTES])
             if written is not None:
-                self._freed.append(written[0])  # another session was first with the same chunk
+                self._freed.append(written[0])  # another session wrote the same chunk first
             return _CHUNK_WORK
         if written is None:
             raise StorageError("A chunk of the session was removed meanwhile.")

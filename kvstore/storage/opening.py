@@ -1,8 +1,8 @@
 """Opens the drives of a data folder: finds them, executes `drive_set.plan`, and opens each.
 
 Always holds: a drive that can't be used stops the start, with an error that has its number and says how to start
-without it. Drives opened so far are closed again, and no drive has been formatted or voided unless all of them could
-be read. A new set is current before anything is accepted.
+without it. Drives opened so far are closed again, and no drive is formatted or voided unless all of them could be
+read. A new set is current before anything is accepted.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def open_drives(
     policy: str = POLICY_DEFAULT,
     open_keys: OpenKeys | None = None,
 ) -> tuple[list[Drive], list[int], Keys | None]:
-    """Open all drives but those `without`.
+    """Open all drives except those in `without`.
 
-    Give them in the order of their numbers, which are left out, and the keys that `open_keys` has for the store's uuid.
+    Return them in the order of their numbers, those left out, and the keys that `open_keys` has for the store's uuid.
     """
     with ExitStack() as undo:
         with ExitStack() as undo_links:
@@ -116,7 +116,7 @@ def find_drives(
 
 
 def indexes_in(data: Path) -> list[int]:
-    """Tell of which drives the folder has an index."""
+    """Return the drives for which the folder has an index."""
     return [number for number in range(DRIVES_MAX) if index_path(data, number).exists()]
 
 
@@ -127,7 +127,7 @@ def _begun(
     clock: Clock,
     progress: Progress | None,
 ) -> dict[int, Superblock]:
-    """Put the number of a new set on all its drives; void those that missed one, format those that are new."""
+    """Put the number of a new set on all its drives; void stale ones, format new ones."""
     alone = todo.drives == 1
     begun = {}
     for number in (*todo.known, *todo.stale):
@@ -154,5 +154,5 @@ def _named(number: int, *, alone: bool) -> Iterator[None]:
 
 
 def _close_after_failure(drive: Drive) -> None:
-    with suppress(StorageError):  # the failure that brought this about is the one to tell
+    with suppress(StorageError):  # the failure that led here is the one to report
         drive.close()

@@ -23,7 +23,7 @@ class Outbox(Generic[T]):
 
     def __init__(self) -> None:
         self._waiting: dict[Callable[[Sequence[T]], None], list[T]] = {}
-        self.promised = 0  # results that are awaited, gathered here or still to come
+        self.promised = 0  # pending results, gathered here or still to come
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -33,11 +33,11 @@ class Outbox(Generic[T]):
         self._waiting.setdefault(callback, []).append(result)
 
     def add_all(self, callback: Callable[[Sequence[T]], None], results: Sequence[T]) -> None:
-        """Do so with many."""
+        """Keep many results."""
         self._waiting.setdefault(callback, []).extend(results)
 
     def deliver(self) -> None:
-        """Call the callbacks of all gathered results. What these calls produce may wait for the next delivery."""
+        """Call the callbacks of all gathered results. New results of these calls may wait for the next delivery."""
         for callback in list(self._waiting):
             results = self._waiting.pop(callback, [])
             self.promised -= len(results)

@@ -1,11 +1,11 @@
 """Places of blocks that may not be overwritten yet: a table of the index, from which a restart finishes them.
 
-An erased block leaves the index first and is overwritten afterwards; so does one in the clear that is written anew,
-encrypted, elsewhere. A process that dies in between has forgotten the place, so that no erasure would find it.
+An erased block leaves the index first and is overwritten afterwards; so does a block in the clear that is rewritten,
+encrypted, elsewhere. If a process died in between without a note, no erasure would find the place again.
 
 Always holds: a place is noted in the transaction that removes its block, and is struck out after all of it has been
 overwritten. It may be in use again by then, so an opening overwrites only those of its pages that are free, headers
-last: without them a scan would not find what an opening that loses power has left.
+last: without them a scan would not find what an opening interrupted by power loss has left.
 
 What it doesn't do: survive the loss of the index, as after a power failure. A scan for a new one finds places by their
 headers, which are overwritten last (`kvstore.storage.left_places`).
@@ -51,7 +51,7 @@ def note(transaction: Any, table: Any, entries: Iterable[Entry | Place]) -> None
 
 
 def strike(index: Index, entries: Iterable[Entry | Place]) -> None:
-    """Strike out places. If that fails, the next opening overwrites what is free of them."""
+    """Strike out places. If that fails, the next opening overwrites those of their pages that are free."""
 
     def strike_all(transaction: Any) -> None:
         for entry in entries:
@@ -70,7 +70,7 @@ def _row(entry: Entry | Place) -> tuple[bytes, bytes]:
 
 
 def finish(volume: Volume, index: Index, extents: Extents) -> bool:
-    """Overwrite what a process that died has left of erased blocks; False if the drive could not."""
+    """Overwrite what a process that died has left of erased blocks; False if the drive failed."""
     places = _noted(index)
     if not places:
         return True
@@ -102,7 +102,7 @@ def _noted(index: Index) -> list[tuple[int, int]]:
 
 
 def _common(free: list[tuple[int, int]], start: int, until: int) -> Iterator[tuple[int, int]]:
-    """The parts of a place that are free, as first and last pages."""
+    """Yield the free parts of a place, as first and last pages."""
     at = max(0, bisect_right(free, (start, 0)) - 1)
     while at < len(free) and free[at][0] < until:
         begin, end = max(start, free[at][0]), min(until, sum(free[at]))

@@ -90,7 +90,7 @@ class Puts:
         self._clock = clock
         self._by_name: dict[Name, _Write | Renewal] = {}  # accepted and not published
         self._on_lane: dict[int, _Write] = {}  # those that a lane writes, by tag
-        self.rewriting = 0  # blocks
+        self.rewriting = 0  # blocks being rewritten
         self.outbox: Outbox[PutDone] = Outbox()
 
     def accept(self, items: Sequence[PutItem], done: PutsDone) -> None:
@@ -119,7 +119,7 @@ class Puts:
                 self._settle(item, done, entry)
 
     def under_way(self, items: Sequence[PutItem], done: PutsDone) -> None:
-        """Note blocks that a lane writes; `written` says how each ended, and it is reported like any other."""
+        """Note blocks that a lane writes; `written` ends each, and it is then reported like any other."""
         self.outbox.promised += len(items)
         for item in items:
             write = _Write(self._writes, self, item, done, replaces=None)
@@ -128,7 +128,7 @@ class Puts:
             self._by_name[write.name] = self._on_lane[item.tag] = write
 
     def written(self, rows: Iterable[LaneEnd]) -> None:
-        """Note the ends of blocks that a lane wrote, in the order of generations.
+        """Note blocks that a lane has ended, in the order of generations.
 
         Each has the key that it was encrypted with: its domain may have another by now, or none.
         """
@@ -142,7 +142,7 @@ class Puts:
         self._writes.ended_on_lane(ended())
 
     def lane_is_lost(self) -> None:
-        """The lane will say no more of what it has, if it has anything: it may be on the drive, or not."""
+        """Give up on the lane's pending blocks, if any: they may be on the drive or not."""
         if not self._on_lane:
             return
         error = ReadOnly("The fabric's thread hangs, and its writes are unknown.")
@@ -178,7 +178,7 @@ class Puts:
         elif finding is not Finding.WHOLE:
             self._keeping.quarantine(name, generation, wipe=wipe)
         try:
-            now = self._index.lookup([name])[0]  # others may have removed it meanwhile
+            now = self._index.lookup([name])[0]  # it may have been removed meanwhile
         except StorageError as error:
             self._ended(write, list(write.items()), None, error)
             return
@@ -204,10 +204,10 @@ class Puts:
         other(items)
 
     def rewrite(self, name: Name, entry: Entry, address: int, over: Callable[[KvError | None], None]) -> bool:
-        """Write a block anew that lies at this address, in the place of its entry; False if that is no longer so.
+        """Rewrite the block at this address, to replace its entry; False if the entry has changed.
 
-        `over` hears when it was written, or that nothing has come of it. It is in no quota. Its old place is
-        overwritten later, and so long it is under way.
+        `over` is called when it was written, or has failed. It counts towards no quota. It is under way until its old
+        place is overwritten.
         """
         if name in self._by_name or self._index.lookup([name])[0] != entry:
             return False
@@ -228,7 +228,7 @@ class Puts:
         return True
 
     def _publish_rewrite(self, write: _Rewrite) -> None:
-        """Let the index have its new place, unless the block has gone meanwhile."""
+        """Put its new place into the index, unless the block has gone meanwhile."""
         old = write.replaces
         assert old is not None
         write.has_moved = self._index.lookup([write.name])[0] == old
@@ -246,7 +246,7 @@ class Puts:
         write.over(error)
 
     def _leave(self, write: _Rewrite, error: StorageError | None) -> None:
-        """Overwrite the old place: an erasure of the block would not find it any more."""
+        """Overwrite the old place: an erasure of the block would no longer find it."""
         assert write.replaces is not None
         if error is None:
             self._keeping.left.overwrite(write.replaces, lambda: self._end_rewrite(write))
@@ -254,7 +254,7 @@ class Puts:
             self._end_rewrite(write)
 
     def _end_rewrite(self, write: _Rewrite) -> None:
-        """Continue what has waited: later puts of its name, and deletions."""
+        """Continue what waited for it: later puts of its name, and deletions."""
         del self._by_name[write.name]
         self.outbox.promised -= len(write.followers)
         for item, done in write.followers:
@@ -293,7 +293,7 @@ class Puts:
         before = self._index.lookup([write.name for write in replacing]) if replacing else ()
         blocks = [(write.name, write.entry()) for write in writes]
         self._index.publish(blocks)
-        # One may be gone, if it was deleted or quarantined meanwhile; then that has seen to its extent.
+        # One may be gone, if it was deleted or quarantined meanwhile; its extent has then been handled.
         pairs = zip(replacing, before, strict=True)
         replaced = [(write.name, old) for write, old in pairs if old is not None and old == write.replaces]
         if replaced:
@@ -318,13 +318,13 @@ class Puts:
             done.setdefault(record.done, []).append(PutDone(item.tag, None, durability, record.generation))
             if record.followers or record.afterwards:
                 self._ended(record, record.followers, record.entry(), None)
-            else:  # as nearly all do
+            else:  # the usual case
                 del self._by_name[record.name]
         for callback, results in done.items():
             self.outbox.add_all(callback, results)
 
     def settle_renewed(self) -> None:
-        """Report the puts that waited for a longer life; where the block has gone meanwhile, put it."""
+        """Report the puts that waited for a later expiry; if the block has gone meanwhile, put it."""
         for renewal, is_there in self._renewals.settle_finished():
             if is_there or renewal.error is not None:
                 self._ended(renewal, renewal.followers, renewal.entry, renewal.error)
@@ -346,7 +346,7 @@ class Puts:
         entry: Entry | None,
         error: KvError | None,
     ) -> None:
-        """Report puts of one name, but for those that want it to live longer still. There is an entry or an error."""
+        """Report puts of one name, except those that want it to live longer still. There is an entry or an error."""
         del self._by_name[work.name]
         for item, done in items:
             if error is None and entry is not None:
@@ -381,7 +381,7 @@ class Puts:
             self._report(item, done, None)
 
     def has_synced(self, generation: int) -> bool:
-        """Return whether a block that is stored survives power loss by now, for as long as it is said to live."""
+        """Return whether a stored block, with its current expiry, would survive power loss now."""
         return generation <= self._writes.synced_generation and not self._renewals.is_unsynced(generation)
 
     def _renew(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
@@ -447,7 +447,7 @@ class _Write(Charged):
 
     def header(self) -> Header:
         item = self.item
-        for other, _ in self.followers:  # which have come by now: the longest life costs no write of its own
+        for other, _ in self.followers:  # those so far: the longest life costs no write of its own
             alike = other[2:5] == item[2:5]  # fingerprint, length and CRC
             if alike and not lives_as_long(self.expires_ms, other.expires_ms):
                 self.expires_ms = other.expires_ms
@@ -478,7 +478,7 @@ class _Rewrite(_Write):
         self.over: Callable[[KvError | None], None] = _nothing
 
     def header(self) -> Header:
-        self.followers, followers = [], self.followers  # what they ask for is theirs to get afterwards
+        self.followers, followers = [], self.followers  # their requests are handled afterwards
         try:
             return super().header()
         finally:
@@ -486,11 +486,11 @@ class _Rewrite(_Write):
 
 
 def _nobody(_: Sequence[PutDone]) -> None:
-    """Take the end of a put that is none."""
+    """Ignore the end of a put that no client made."""
 
 
 def _nothing(_: KvError | None) -> None:
-    """Be told of what is not awaited."""
+    """Ignore a result."""
 
 
 def _refusal(item: PutItem, now_ms: int, *, encrypts: bool) -> KvError | None:

@@ -2,25 +2,25 @@
 
 A tenant's use is what its blocks and the records of its sessions (`kvstore.storage.session_space`) take on the drives,
 in whole pages with headers, what its pending puts and steps will take, and what was quarantined since the opening and
-is not in use again. Blocks that are written without asking here (by lanes, `kvstore.node.drive_lanes`) take pages that
-were lent beforehand, a small part of the quota: no block takes them meanwhile, and they are no use of the tenant.
+is not in use again. Blocks that are written without this module (by lanes, `kvstore.node.drive_lanes`) take pages lent
+in advance, a small part of the quota: no other block takes them meanwhile, and they don't count as use.
 
 Always holds:
 
 - A tenant never exceeds its quota, on all drives together, except by what it had when the quota was set, of which the
   oldest is evicted at once, as far as possible; and by one record of a session on each drive, until that record's
   sync, if it takes no more than the one that it replaces.
-- To make room for a tenant, or for what it is lent, only its own blocks are evicted: of those that may go, exactly the
-  least recently used one, on whichever drive it is. Before a put waits, what is lent and not used is recalled. After an
-  opening uses are unknown; then blocks go by age, with the drives in step.
+- To make room for a tenant, or for pages lent to it, only its own blocks are evicted: of those that may be, exactly the
+  least recently used one, on any drive. Before a put waits, unused lent pages are recalled. After an opening uses are
+  unknown; then blocks are evicted by age, with the drives in step.
 - A put, or a step of a session, that would exceed the quota waits, before it takes any room, while something of its
-  tenant's is pending or guarded for a limited time, `ROOM_WAIT_MS_MAX` at most; then it is refused, and the error has
-  the quota. The tenant's later puts and steps on that drive wait behind it, and no other tenant's do. While anything
-  waits, the drive is synced, so that records which sessions have replaced go.
-- No step is long: at most `EVICTION_URGENT_BLOCKS` are evicted between two looks at other work.
+  tenant is pending or guarded for a limited time, `ROOM_WAIT_MS_MAX` at most; then it is refused, and the error has
+  the quota. The tenant's later puts and steps on that drive wait behind it; other tenants' don't. While anything
+  waits, the drive is synced, so that records that sessions have replaced are removed.
+- No step is long: at most `EVICTION_URGENT_BLOCKS` are evicted before other work gets a turn.
 
-Use is counted where it changes (`eviction.owners`), so it can't drift from what is stored. A drive that takes no writes
-still counts, but nothing is evicted there. A put that is refused may have cost blocks that could go.
+Use is counted where it changes (`eviction.owners`), so it can't drift from what is stored. A drive that accepts no
+writes still counts, but nothing is evicted there. A refused put may have caused evictions.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ __all__ = ["Charged", "Made", "Quota", "QuotaQueue", "Quotas", "Wanting"]
 class Quota(NamedTuple):
     """A tenant's quota and use. Without a quota, use is not counted."""
 
-    bytes_max: int  # 0: it has none
+    bytes_max: int  # 0: no quota
     used_bytes: int
 
 
 class Made(NamedTuple):
     """The outcome of making room."""
 
-    blocks: int  # that went
-    more: bool  # a bound was met: there may be more that can go
+    blocks: int  # evicted
+    more: bool  # a bound was reached: more blocks may be evictable
 
 
 class Wanting(Protocol):
@@ -77,7 +77,7 @@ class Wanting(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes it needs."""
+        """The bytes it needs."""
         ...
 
     @property
@@ -153,7 +153,7 @@ class Charged(RecordWrite):
 
 
 def _lends_nothing(tenant: bytes) -> None:
-    """Nobody has borrowed anything."""
+    """Recall nothing, because nothing is lent."""
 
 
 class Quotas:
@@ -163,11 +163,11 @@ class Quotas:
         self._drives = drives
         self._clock = clock
         self._pages_max: dict[bytes, int] = {}
-        self._numbers: dict[bytes, int] = {}  # of all who have had a quota; they stay counted
-        self._under_way: dict[bytes, int] = {}  # pages of puts that were let in and are in no index yet
-        self._lent: dict[bytes, int] = {}  # pages for blocks that nobody has heard of yet
-        self.recall: Callable[[bytes], None] = _lends_nothing  # has a tenant's lent pages given back
-        self._over: set[bytes] = set()  # which may have more than they should since quotas have changed
+        self._numbers: dict[bytes, int] = {}  # of all that ever had a quota; they stay counted
+        self._under_way: dict[bytes, int] = {}  # pages of puts that were admitted and are in no index yet
+        self._lent: dict[bytes, int] = {}  # pages for blocks that have not been reported yet
+        self.recall: Callable[[bytes], None] = _lends_nothing  # takes a tenant's lent pages back
+        self._over: set[bytes] = set()  # tenants that may exceed their quota since it was changed
         self._uses = Uses()
         for keeping in drives:
             keeping.core.share_uses(self._uses)
@@ -201,11 +201,11 @@ class Quotas:
         return tenant in self._pages_max
 
     def could_hold(self, tenant: bytes, pages: int) -> bool:
-        """Return whether so many bytes fit into the tenant's quota if nothing else is stored."""
+        """Return whether this many pages fit into the tenant's quota if nothing else is stored."""
         return tenant not in self._pages_max or pages <= self._pages_max[tenant]
 
     def has_room(self, tenant: bytes, pages: int) -> bool:
-        """Return whether so many more bytes fit into the tenant's quota."""
+        """Return whether this many more pages fit into the tenant's quota."""
         return tenant not in self._pages_max or self._excess_pages(tenant, pages) <= 0
 
     def enter(self, write: Charged) -> bool:
@@ -233,7 +233,7 @@ class Quotas:
         return pages
 
     def give_back(self, tenant: bytes, pages: int) -> None:
-        """These are lent no more."""
+        """End the loan of these pages."""
         left = self._lent[tenant] - pages
         if left:
             self._lent[tenant] = left
@@ -280,7 +280,7 @@ class Quotas:
             if not oldest or steps.left <= 0:
                 break
             at, keeping = oldest[0][1], drives[oldest[0][1]]
-            # As many as were all used before the oldest of the other drives; of two alike, the first drive's goes.
+            # As many as were used before the oldest one of the other drives; among equals, the first drive's.
             before = [use + (at < other) for use, other in oldest[1:2]]
             some = keeping.core.evict_oldest(
                 number, excess_pages, blocks_max - evicted, steps, now_ms, before=min(before, default=NEVER)
@@ -330,7 +330,7 @@ class QuotaQueue:
         self._writes = writes
         self._traffic = traffic
         self._clock = clock
-        self._waiting: dict[bytes, deque[tuple[Wanting, int]]] = {}  # with when each began to wait, in ns
+        self._waiting: dict[bytes, deque[tuple[Wanting, int]]] = {}  # with the time each began to wait, in ns
         self._more = False
         self._closing = False
 
@@ -374,7 +374,7 @@ class QuotaQueue:
             left -= self._serve(tenant, left)
 
     def _serve(self, tenant: bytes, blocks_max: int) -> int:
-        waiting = self._waiting.pop(tenant)  # and behind the others, if it has to wait on
+        waiting = self._waiting.pop(tenant)  # and to the end, if it has to wait longer
         made = Made(0, more=False)
         if self.quotas.limits(tenant) and self._writes.stopped is None:
             self.quotas.recall(tenant)
@@ -384,7 +384,7 @@ class QuotaQueue:
         while waiting:
             first, since_ns = waiting[0]
             if self._writes.stopped is not None or first.enter(self.quotas):
-                first.let_in()  # and is refused, if the drive has stopped
+                first.let_in()  # it is refused if the drive has stopped
             elif made.more or self._may_wait(first, since_ns):
                 self._waiting[tenant] = waiting
                 self._more = self._more or made.more

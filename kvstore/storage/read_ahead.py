@@ -1,8 +1,8 @@
 """Read-ahead for a walk over a drive: it predicts the next positions and reads them in advance.
 
-A walk over headers learns from each header where the next one is, so it would make one small read at a time, while
-most drives do thirty in hardly more time. Blocks of one store mostly have one size, so the next jump mostly equals
-the last one. After two equal jumps the next positions are read, twice as many after each right guess.
+A walk over headers gets the position of the next header from each one, so it would make one small read at a time,
+while most drives do thirty in hardly more time. Blocks of one store mostly have one size, so the next jump mostly
+equals the last one. After two equal jumps the next positions are read, twice as many after each right guess.
 
 Always holds: `read` returns the drive's bytes at that position, read after the `Ahead` was made, or a StorageError. A
 wrong guess, or one whose read failed, only costs time: the position is then read normally. After closing, nothing is
@@ -37,7 +37,7 @@ class Ahead:
         self._piece_bytes = piece_bytes
         self._memory = undumped(READS_AHEAD_MAX * piece_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._free = list(range(READS_AHEAD_MAX))  # pieces of the memory, which are also the tags
+        self._free = list(range(READS_AHEAD_MAX))  # pieces of the memory; their numbers are also the tags
         self._guesses: dict[tuple[int, int], int] = {}  # (offset, length) -> piece; in the order of the drive
         self._results: dict[int, int | None] = {}  # of each piece that is not free; None: in flight
         self._last = (0, 0)
@@ -57,7 +57,7 @@ class Ahead:
             self._wait()
 
     def read(self, offset: int, length: int) -> bytes:
-        """Read whole pages, waiting for them; StorageError if any byte cannot be had."""
+        """Read whole pages, waiting for them; StorageError if any byte can't be read."""
         jump = offset - self._last[0]
         piece = self._guesses.pop((offset, length), None)
         data = None if piece is None else self._taken(piece, length)

@@ -1,12 +1,12 @@
 """Rebuilds the index by walking over the headers on the drive, as `docs/record-format.md` describes it.
 
-Always holds: it writes nothing to the drive, and doesn't need to read payloads of blocks, but of those that were being
-encrypted. Afterwards the index has, of blocks with one name that the roll allows, the one with the highest generation,
-and of one that was being encrypted the old copy if the new one isn't whole; of a session, the newest complete manifest.
+Always holds: it writes nothing to the drive, and reads no payloads of blocks, except of those that were being
+encrypted. Afterwards the index has, of blocks with one name that the roll allows, the one with the highest generation;
+of one that was being encrypted, the old copy if the new one isn't whole; of a session, the newest complete manifest.
 
 It doesn't check other payloads: their CRC is checked on every read. An unreadable page is skipped; if it was a header,
-its record is lost. A record whose key can't be opened now, but was not destroyed, is not given up: there is no new
-index.
+its record is lost. A record whose key can't be opened now, but was not destroyed, is not given up: then no new index
+is made.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ __all__ = ["Found", "add_lent", "check_manifests", "extents_around", "open_copy"
 _WINDOW_BYTES: Final = 256 << 10  # one read of this much costs little more than one of a page
 _JUMPED_OVER_BYTES: Final = (
     64 << 10
-)  # records larger than this are not worth reading for the headers behind them
+)  # records larger than this are not worth reading for the headers after them
 _BATCH_RECORDS: Final = 4096
 _GENERATION: Final = struct.Struct("<Q")  # in the clear in an encrypted header, whose tag was right
 _GENERATION_AT: Final = 16
 
 
 class Found(NamedTuple):
-    """A valid header, where it stands, and whether the roll allows its record."""
+    """A valid header, its position, and whether the roll allows its record."""
 
     offset: int
     header: Header
@@ -69,7 +69,7 @@ def scan(
 ) -> Generator[Found]:
     """Yield every header found by a walk over the drive, in order; close it unless it ended.
 
-    A record whose key is gone is as good as none, and is stepped over a page at a time. So is one whose key's slot is
+    A record whose key is gone counts as none, and is stepped over a page at a time. So is one whose key's slot is
     damaged, but its offset is added to `unopened`.
     """
     disk, superblock = volume.disk, volume.superblock
@@ -77,7 +77,7 @@ def scan(
         walk = _Walk(ahead, volume, Roll(disk, superblock), set() if unopened is None else unopened)
         position = records_begin(superblock.capacity_bytes)
         for begin, end in disk.data_ranges(position):
-            # A record may reach over a hole that a damaged file has, so a range never sets the walk back.
+            # A record may extend over a hole in a damaged file, so a range never moves the walk backwards.
             position = max(position, begin)
             while position < min(end, superblock.capacity_bytes):
                 found, position = walk.step(position, end)
@@ -90,7 +90,7 @@ def scan(
 def rebuild(
     volume: Volume, index: Index, progress: Progress | None = None, unopened: set[int] | None = None
 ) -> int:
-    """Fill an empty index from the drive; return the highest generation met, 0 if there is none.
+    """Fill an empty index from the drive; return the highest generation found, 0 if there is none.
 
     StorageError if there are records whose keys are damaged, unless their offsets are to be added to `unopened`, or the
     drive has forgotten its keyring: then they were given up.
@@ -125,12 +125,12 @@ def rebuild(
 
 
 class _Blocks:
-    """The blocks that a scan meets: of each name the newest is published."""
+    """The blocks that a scan finds: of each name the newest is published."""
 
     def __init__(self, volume: Volume, index: Index) -> None:
         self._volume = volume
         self._index = index
-        # What is in the clear, and was met again, encrypted or not: it was being encrypted, or erased.
+        # Blocks in the clear of which another record, encrypted or not, was found: being encrypted, or erased.
         self._older: dict[Name, list[Entry]] = {}
 
     def publish(self, entries: Sequence[tuple[Name, Entry]]) -> None:
@@ -148,10 +148,10 @@ class _Blocks:
         self._index.publish(newest.items())
 
     def settle_moved(self) -> None:
-        """Of blocks that were being encrypted, keep what is whole, and note the rest in the clear for overwriting.
+        """Of blocks that were being encrypted, keep whole copies, and note the others in the clear for overwriting.
 
-        A power failure may have kept the header of a new copy and not its payload; then the old one is untouched. No
-        erasure would find a second copy.
+        A power failure may have kept the header of a new copy but not its payload; then the old one is untouched. An
+        erasure would not find a second copy.
         """
         back: list[tuple[Name, Entry]] = []
         left: list[Entry] = []
@@ -204,10 +204,10 @@ def extents_around(
 
 
 def add_lent(volume: Volume, index: Index, lent: Sequence[LentNote]) -> None:
-    """Put blocks into a trusted index that a lane had written, and told of, when the process died.
+    """Add blocks to a trusted index that a lane had written and acknowledged when the process died.
 
-    All of them stand on ground that was noted; what was deleted there has no header any more. One that nobody had
-    been told of may be among them.
+    All of them are on ground that was noted; deleted ones have no header any more. They may include a block that was
+    not acknowledged yet.
     """
     if index.was_clean:
         return
@@ -249,7 +249,7 @@ def add_lent(volume: Volume, index: Index, lent: Sequence[LentNote]) -> None:
 def check_manifests(volume: Volume, index: Index, synced_generation: int) -> None:
     """Read each record of a session or a chunk that is not known to be synced; Corrupt if one is not whole.
 
-    Their payloads are in the index, so it would go unnoticed until the index is gone.
+    Their payloads are in the index, so damage would go unnoticed until the index is gone.
     """
     manifests = Manifests(index)
     places = [stored.place for _, stored in manifests.all()]
@@ -262,14 +262,14 @@ def check_manifests(volume: Volume, index: Index, synced_generation: int) -> Non
                 raise Corrupt("A session's record cannot be read.") from error
             header, payload = open_copy(volume.codec, record, place.offset)
             if header in (Flaw.NO_KEY, Flaw.KEY_DAMAGED):
-                continue  # its user was erased, and the index doesn't have that yet; or nobody can tell
+                continue  # its user was erased, which the index doesn't know yet; or it is unknown
             is_its = isinstance(header, Header) and header.generation == place.generation
             if not is_its or crc32c(payload) != place.crc32c:
                 raise Corrupt("A session's record is not whole.")
 
 
 class _Sessions:
-    """The sessions and chunks that a scan meets. Their payloads are read: they are small, and the index needs them."""
+    """The sessions and chunks that a scan finds. Their payloads are read: they are small, and the index needs them."""
 
     def __init__(self, volume: Volume, index: Index) -> None:
         self._volume = volume
@@ -280,7 +280,7 @@ class _Sessions:
         self._chunks: dict[tuple[bytes, bytes], list[Place]] = {}
 
     def add(self, offset: int, header: Header) -> None:
-        """Remember where one stands."""
+        """Remember the place of one."""
         place = Place(offset, header.length, header.crc32c, header.generation)
         name = (header.tenant, header.key)
         if not header.domain:
@@ -299,9 +299,9 @@ class _Sessions:
         self._note_left()
 
     def _note_left(self) -> None:
-        """Of what is in the clear, note for overwriting what no session has: no erasure would find it.
+        """Note for overwriting records in the clear that no session has: an erasure would not find them.
 
-        An erasure that power loss has interrupted leaves it, and so does any change of a session.
+        An erasure interrupted by power loss leaves such records, and so does any change of a session.
         """
         known = {stored.place.offset for _, stored in self._manifests.all()}
         known.update(place.offset for _, _, place, _ in self._manifests.all_chunks())
@@ -345,7 +345,7 @@ class _Sessions:
 
 
 class _Walk:
-    """The position's window onto the drive: large while there is little to jump over, one page otherwise."""
+    """A window onto the drive at the position: large while there is little to jump over, one page otherwise."""
 
     def __init__(self, ahead: Ahead, volume: Volume, roll: Roll, unopened: set[int]) -> None:
         self._unopened = unopened
@@ -359,7 +359,7 @@ class _Walk:
         self._unreadable_pages = 0
 
     def step(self, position: int, end: int) -> tuple[Found | None, int]:
-        """Look at one place; return what is there and where to look next."""
+        """Examine one place; return what is there and the next place to examine."""
         try:
             at = self._show(position, end)
         except StorageError:
@@ -376,8 +376,8 @@ class _Walk:
         if position + size > self._capacity_bytes:
             return None, self._next_magic(at)
         if not self._roll.allows(position, header.generation):
-            # It is not known to lie beside what is live: a crash may have brought an older record back, inside which
-            # this one began and from which it reaches into the next. So it is not jumped over.
+            # It may overlap live records: a crash may have brought an older record back, inside which this one began
+            # and from which it extends into the next. So it is not jumped over.
             self._window_bytes = _WINDOW_BYTES
             return Found(position, header, is_allowed=False), self._next_magic(at)
         self._window_bytes = PAGE_BYTES if size > _JUMPED_OVER_BYTES else _WINDOW_BYTES
@@ -393,7 +393,7 @@ class _Walk:
         return at
 
     def _past_unreadable(self, position: int) -> int:
-        """Find out which page of the window it is; step over that one, so long as they are few."""
+        """Find the unreadable page of the window, and step over it, as long as there are few."""
         if self._window_bytes > PAGE_BYTES:
             self._window_bytes = PAGE_BYTES
             return position

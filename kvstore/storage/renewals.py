@@ -6,13 +6,13 @@ freed, and references to the block by generation stay valid.
 
 Always holds:
 
-- A header is read before it is rewritten, since of an encrypted record only the drive has all of it. If it is no
+- A header is read before it is rewritten, since only the drive has all of an encrypted record's. If it is no
   longer this block's, it is left alone.
 - A put is reported when the longer life is in the header on the drive and in the index; a `synced` one when a sync
   that began after that has ended.
 - While a header is being written its extent is pinned, so nothing else is written there before that write has ended,
   not even the zeros of a deletion.
-- A block that was removed by the time its header is written was not renewed: the caller is told, and puts it.
+- A block that was removed by the time its header is written was not renewed: this is reported, and the caller puts it.
 
 It decides nothing about puts: `kvstore.storage.puts` does.
 """
@@ -43,12 +43,12 @@ __all__ = ["Renewal", "Renewals", "lives_as_long"]
 
 
 def lives_as_long(expires_ms: int, wanted_ms: int) -> bool:
-    """Return whether one time to expire is no earlier than another; 0 is never."""
+    """Return whether one expiry is no earlier than another; 0 is never."""
     return not expires_ms or 0 < wanted_ms <= expires_ms
 
 
 class Renewal:
-    """One header from the drive and back, in the header page of the slot of the put that asked for it."""
+    """A read and rewrite of one header, in the header page of the slot of the put that requested it."""
 
     reads: Final = False
     size_bytes: Final = PAGE_BYTES
@@ -77,20 +77,20 @@ class Renewal:
         self._renewals = renewals
         self.name = name
         self.tenant = name[0]
-        self.entry = entry._replace(expires_ms=item.expires_ms)  # what is to be
+        self.entry = entry._replace(expires_ms=item.expires_ms)  # the new entry
         self.slot_address = item.slot_address
         self.followers = waiting
         self.afterwards: list[Callable[[], None]] = []
         self.error: StorageError | None = None
         self.is_read = False
-        self.is_foreign = False  # what is on the drive is no header of this block
+        self.is_foreign = False  # the drive has no header of this block there
 
     def items(self) -> list[tuple[PutItem, PutsDone]]:
         """The puts that wait for it."""
         return self.followers
 
     def begin(self, tag: int) -> DiskOp | None:
-        """Return the write; None if nothing is written any more."""
+        """Return the write; None if nothing is to be written any more."""
         return self._renewals.begin(self, tag)
 
     def end(self, result: int) -> None:
@@ -120,7 +120,7 @@ class Renewals:
         self._unsynced: dict[int, Renewal] = {}  # by generation, the last one of each
 
     def add(self, renewal: Renewal) -> None:
-        """Queue one; its block is in the index."""
+        """Queue a renewal; its block is in the index."""
         self._extents.pin(renewal.entry.offset // PAGE_BYTES)
         self._keeping.guard([renewal.entry.generation], Guard.WRITE)
         self._traffic.add(renewal)
@@ -162,7 +162,7 @@ class Renewals:
         self._ended.append(renewal)
 
     def settle_finished(self) -> list[tuple[Renewal, bool]]:
-        """Put what has been written into the index, in one transaction; returns whether each block is there."""
+        """Put written renewals into the index, in one transaction; returns whether each block is there."""
         if not self._ended:
             return []
         ended, self._ended = self._ended, []
@@ -179,7 +179,7 @@ class Renewals:
             for one in foreign:
                 self._keeping.quarantine(one.name, one.entry.generation, wipe=False)
             self._index.renew((one.name, one.entry) for one in renewed)
-        except StorageError as error:  # by which the drive has stopped
+        except StorageError as error:  # it has stopped the drive
             renewed = []
             for one in ended:
                 one.error = one.error or error
@@ -193,7 +193,7 @@ class Renewals:
         return told
 
     def is_unsynced(self, generation: int) -> bool:
-        """Return whether power loss could bring the header back that a block had before."""
+        """Return whether power loss could bring back a block's previous header."""
         return generation in self._unsynced
 
     def _note_unsynced(self, renewal: Renewal) -> None:

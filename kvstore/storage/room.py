@@ -1,12 +1,12 @@
 """Makes room: evicts what the core plans, in bounded steps between other work, and manages puts that wait.
 
-A put that finds no room waits for what is about to become free. If that is not enough, first as many pages as it needs
-are evicted, in the policy's order; if these are not contiguous, blocks in one place are (see `clearing`). Then it finds
-room, because nothing else may allocate meanwhile.
+A put that finds no room waits for pages that are about to become free. If they are not enough, first as many pages as
+it needs are evicted, in the policy's order; if these are not contiguous, the blocks in one place are evicted (see
+`clearing`). Then it finds room, because nothing else may allocate meanwhile.
 
 Always holds: each wait ends. A put is refused, with the reason in a sentence, when nothing more may be evicted: at once
-if waiting would not help, and after `ROOM_WAIT_MS_MAX` if a guard is in the way. A refused put has cost at most the
-blocks that would have made its room twice. Expired blocks are removed even if no put waits.
+if waiting would not help, and after `ROOM_WAIT_MS_MAX` if a guard is in the way. A refused put has caused at most the
+eviction of twice its room. Expired blocks are removed even if no put waits.
 
 It doesn't order the puts (`kvstore.storage.writes` does) and does not choose (`kvstore.storage.eviction` does).
 """
@@ -40,7 +40,7 @@ _WHY: Final = {
     Stuck.LEASED: "all blocks are leased",
     Stuck.PROTECTED: "all blocks are protected",
 }
-_FOR_GOOD: Final = frozenset({Stuck.EMPTY, Stuck.PROTECTED})  # these don't end by themselves
+_FOR_GOOD: Final = frozenset({Stuck.EMPTY, Stuck.PROTECTED})  # these don't end on their own
 
 
 class _Search:
@@ -50,7 +50,7 @@ class _Search:
         self.record = record
         self.since_ns = since_ns
         self.pages = record.size_bytes // PAGE_BYTES
-        self.sought_pages = sought_pages  # still to go in the policy's order
+        self.sought_pages = sought_pages  # still to be evicted in the policy's order
         self.clearings: Iterator[Clearing | None] | None = None
         self.look_again_ns = since_ns
         self.to_clear: list[int] = []
@@ -69,10 +69,10 @@ class Room:
         self._keeping = keeping
         self._clock = clock
         self._search: _Search | None = None
-        self._since_ns: int | None = None  # when the first of those that were refused in a row began to wait
+        self._since_ns: int | None = None  # when the first put of a row of refused ones began to wait
         self._more = False
         self._most_pages = extents.until_page - extents.first_page
-        self._scattered_pages = self._most_pages + 1  # records as large as this found no place of late
+        self._scattered_pages = self._most_pages + 1  # records of this size have recently found no place
         self._closing = False
 
     @property
@@ -122,12 +122,12 @@ class Room:
             since_ns = self._clock.monotonic_ns() if self._since_ns is None else self._since_ns
             self._search = _Search(first, since_ns, sought)
         if self._search is not None:
-            self._writes.sync_if_awaited(at_once=True)  # what sessions have replaced comes free with it
+            self._writes.sync_if_awaited(at_once=True)  # it frees records that sessions have replaced
         return self._search
 
     def _evict(self, search: _Search | None) -> Stuck | None:
         if search is not None and search.pages > self._most_pages:
-            return None  # nothing is to go for what can't be kept
+            return None  # nothing is evicted for a record that can't be kept
         free_pages = self._extents.free_pages + self._wipes.pending_pages
         plan = self._keeping.core.plan(
             free_pages=free_pages,

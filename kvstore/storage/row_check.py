@@ -32,7 +32,7 @@ def is_whole(name: bytes, row: bytes) -> bool:
 
 
 def crc32_of_each(rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Return the CRC-32 of many rows of one length, which is even: a step for every two bytes, of all rows at once."""
+    """Return the CRC-32 of many rows of one, even, length: one step for every two bytes of all rows at once."""
     table = _steps()
     crcs = np.full(len(rows), 0xFFFFFFFF, np.uint32)
     for column in np.ascontiguousarray(rows).view("<u2").T:
@@ -42,6 +42,6 @@ def crc32_of_each(rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 @cache
 def _steps() -> NDArray[np.uint32]:
-    """Return what the lower half of a CRC and two bytes make of its upper half, for each of their sums."""
+    """Return the table of a CRC's step of two bytes, by the lower half of the CRC combined with them."""
     low, high = 0xFFFF, 0xFFFF0000  # `crc32` inverts before and after
     return np.array([crc32((both ^ low).to_bytes(2, "little")) ^ high for both in range(low + 1)], np.uint32)

@@ -1,7 +1,7 @@
 """Returns quarantined extents to use by overwriting them with zeros.
 
-Always holds: an extent arrives here after all reads of it have ended, and after its header is wiped, but for what is
-erased and what a block that is encrypted leaves (`kvstore.storage.left_places`). It is free once the drive
+Always holds: an extent arrives here after all reads of it have ended, and after its header is wiped, except erased
+blocks and the old places of blocks being encrypted (`kvstore.storage.left_places`). It is free once the drive
 has written all of it without an error, which is also when a drive replaces a bad sector. After an error it stays out of
 use, and is charged to its tenant (`kvstore.storage.eviction_events`), until the store is reopened: the error is not
 remembered beyond the process, and the next put there tries the drive again. One piece of a drive is written at a time,
@@ -41,7 +41,7 @@ class Scrubs:
         self._writes = writes
         self._extents = extents
         self._traffic = traffic
-        self._zeros: mmap.mmap | None = None  # made with the first
+        self._zeros: mmap.mmap | None = None  # allocated with the first
         self.zeros_address = 0
         self._waiting: deque[_Scrub | Then] = deque()
         self._failed = failed  # some extent could not be overwritten
@@ -54,7 +54,7 @@ class Scrubs:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether none begins any more."""
+        """Return whether no more will begin."""
         return self._closed or self._writes.stopped is not None
 
     def add(self, start: int, pages: int, over: Callable[[], object]) -> None:
@@ -68,7 +68,7 @@ class Scrubs:
         self.overwrite(start, pages, written)
 
     def overwrite(self, start: int, pages: int, written: Callable[[bool], object]) -> None:
-        """Overwrite pages, which stay in use; `written` is told whether they are, or False if they never will be."""
+        """Overwrite pages, which stay in use; `written` gets whether they are, False if they never will be."""
         if self._zeros is None:
             self._zeros = mmap.mmap(-1, SCRUB_PIECE_BYTES)
             self.zeros_address = ctypes.addressof(ctypes.c_char.from_buffer(self._zeros))
@@ -77,7 +77,7 @@ class Scrubs:
             self._begin_next()
 
     def after_all(self, then: Callable[[StorageError | None], None]) -> None:
-        """Call back when all that was added so far is overwritten, or never will be."""
+        """Call back when everything added so far is overwritten, or has failed."""
         self._waiting.append(then)
         if len(self._waiting) == 1:
             self._begin_next()
@@ -117,7 +117,7 @@ class Scrubs:
             return
         is_zero = result > 0 and scrub.at == scrub.pages * PAGE_BYTES
         self._failed = self._failed or not is_zero
-        scrub.written(is_zero)  # while it is the first, so that what this adds begins below
+        scrub.written(is_zero)  # while it is the first, so that what this call adds begins below
         self._waiting.popleft()
         self._begin_next()
 

@@ -1,12 +1,12 @@
-"""What a store needs to know of the keys that encrypt its records.
+"""The store's interface to the keys that encrypt its records.
 
-Keys belong to erase domains: of a tenant, or of a domain that it names. `kvstore.sealing` makes, stores and destroys
+Keys belong to erase domains: a tenant's own, or one that it names. `kvstore.sealing` makes, stores and destroys
 them. Here they are numbers, which records and index rows contain; the keys are in the vault of the C core, where
 lanes and readers find them as well.
 
-Always holds: a record is encrypted with a key that survives power loss, so `ensure` has answered for its domain
+Always holds: a record is encrypted with a key that survives power loss, so `ensure` has called back for its domain
 before the record is written; without such a key the record is refused. A record whose key was destroyed can't be read
-by anybody.
+by anyone.
 
 It has no key of its own, and decides nothing about them.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_DOMAIN", "Keys", "OpenKeys", "Staging", "domain_number", "opened_keys"]
 
-NO_DOMAIN: Final = bytes(16)  # its tenant's own
+NO_DOMAIN: Final = bytes(16)  # the tenant's own
 
 
 class Keys(Protocol):
@@ -45,30 +45,30 @@ class Keys(Protocol):
 
     @property
     def header_secret(self) -> Buffer:
-        """The key of the tags of encrypted records' headers, which stays where it is."""
+        """The key of the tags of encrypted records' headers, which stays at its address."""
         ...
 
     def name_of(self, tenant: bytes, domain: bytes) -> KeyName | None:
-        """Return which key a domain has; None if it has none yet. The key is in the vault then."""
+        """Return the name of a domain's key, which is then in the vault; None if it has none yet."""
         ...
 
     def ensure(self, tenant: bytes, domain: bytes, then: Callable[[StorageError | None], None]) -> None:
-        """Make a key for a domain, durably; `then` is called by `settle_finished`, which `wake` asks for."""
+        """Make a key for a domain, durably; `then` is called by `settle_finished`, which `wake` requests."""
         ...
 
     def load(self, name: KeyName) -> bool:
         """Put a key into the vault, which has dropped it; False if it was destroyed.
 
-        Corrupt if it was not, and can't be opened; StorageError if that can't be told now.
+        Corrupt if it was not, and can't be opened; StorageError if that is unknown now.
         """
         ...
 
     def expect(self, numbers: NDArray[np.int64]) -> None:
-        """Take note of the keys that a drive's blocks name, by number: none of these may be given again."""
+        """Note the keys that a drive's blocks name, by number: these numbers must not be given again."""
         ...
 
     def domain_of(self, number: int) -> tuple[bytes, bytes] | None:
-        """Return which tenant's and which domain's key has this number; None if there is none."""
+        """Return the tenant and domain whose key has this number; None if there is none."""
         ...
 
     def erased_ms(self, tenant: bytes, keys: Sequence[bytes]) -> list[int | None]:
@@ -81,11 +81,11 @@ class Keys(Protocol):
 
     @property
     def mark(self) -> KeyringMark:
-        """Return what the drives are to know of the keyring."""
+        """Return the mark of the keyring, which the drives store."""
         ...
 
     def count_up(self) -> None:
-        """Make the mark another one, durably, so that older copies of the keyring are known as such."""
+        """Change the mark, durably, so that older copies of the keyring are recognized."""
         ...
 
     def on_finished(self, wake: Callable[[], object]) -> None:
@@ -117,12 +117,12 @@ def opened_keys(data: Path, superblocks: Iterable[Superblock], open_keys: OpenKe
 
 
 def domain_number(name: KeyName | None) -> int:
-    """Return what rows and headers have of a key: its number from 1 on; 0: there is none, it is in the clear."""
+    """Return the number, from 1, of a key in rows and headers; 0: there is none, the record is in the clear."""
     return 0 if name is None else name.number + 1
 
 
 class Staging:
-    """Memory for encrypted records on their way to a drive; what is given back is kept for the next of its size."""
+    """Memory for encrypted records that are being written; returned memory is kept for the next one of its size."""
 
     def __init__(self) -> None:
         self._idle: dict[int, list[mmap.mmap]] = {}

@@ -3,8 +3,8 @@
 Always holds: the extents are pinned and the blocks guarded from before they are handed to the reader until the drive is
 done with them; they are handed over at their tenant's turn at the drive, and count as its work until then.
 
-It checks nothing and reports nothing: the reader checks header and payload, and a record that was found broken or could
-not be read is read once more the usual way (`kvstore.storage.gets`), which knows how to handle it.
+It checks nothing and reports nothing: the reader checks header and payload, and a record that is corrupt or could not
+be read is read again the usual way (`kvstore.storage.gets`), which handles the failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Send:
     def __init__(
         self, tenant: bytes, entries: Sequence[Entry], size_bytes: int, start: Callable[[], bool]
     ) -> None:
-        """`start` passes them to the reader; it returns whether any is still wanted."""
+        """`start` passes them to the reader, and returns whether any is still wanted."""
         self.tenant = tenant
         self.entries = entries
         self.size_bytes = size_bytes  # of their records
@@ -55,7 +55,7 @@ class Send:
         return None
 
     def end(self, result: int) -> None:
-        """Nothing ends here: `Sends` is told when the drive is done with them."""
+        """Nothing ends here: `Sends.over` is called when the drive is done with them."""
         raise AssertionError(f"it was handed on, and ended here with {result}")
 
 
@@ -66,8 +66,8 @@ class Sends:
         self._extents = extents
         self._traffic = traffic
         self._keeping = keeping
-        self.blocks = 0  # that are not over
-        self._begun: dict[int, Send] = {}  # handed on, by their tags
+        self.blocks = 0  # those that are not over
+        self._begun: dict[int, Send] = {}  # passed on, by their tags
 
     def accept(self, sends: Iterable[Send]) -> None:
         """Queue them."""
@@ -79,17 +79,17 @@ class Sends:
             self._traffic.add(send)
 
     def begun(self, send: Send) -> None:
-        """They were passed to the reader."""
+        """Note that they were passed to the reader."""
         self._begun[send.tag] = send
 
     def over(self, send: Send) -> None:
-        """The drive is done with them."""
+        """Note that the drive is done with them."""
         del self._begun[send.tag]
         self._traffic.ended(send.tag)
         self.let_go(send)
 
     def close(self) -> None:
-        """Their readers are closed, so the drive is done with all of them."""
+        """End all sends: the readers are closed, so the drive is done with them."""
         for send in list(self._begun.values()):
             self.over(send)
 

@@ -1,11 +1,11 @@
-"""The places on the drive that records of sessions leave: they are wiped and freed, or overwritten if they are erased.
+"""Old places of session records on the drive: they are wiped and freed, or overwritten if they are erased.
 
-Always holds: what a change replaces, or gives up, is wiped when no power loss can bring back what names it; a removed
-session's manifests, older ones too, are wiped at once. An erased session's are overwritten, and so are the chunks that
-only it named, those of earlier changes too that still wait: payloads first, headers when that survives power loss
-(`kvstore.storage.left_places`). They are noted in the index until then (`kvstore.storage.manifests`).
+Always holds: records that a change replaces or gives up are wiped when no power loss can bring back what names them; a
+removed session's manifests, older ones too, are wiped at once. An erased session's are overwritten, and so are the
+chunks that only it named, those of earlier changes that still wait included: payloads first, headers when that
+survives power loss (`kvstore.storage.left_places`). Until then the index lists them (`kvstore.storage.manifests`).
 
-It doesn't find what was wiped before: of that, the payload stands in free pages until something else is written there.
+It doesn't find records wiped earlier: their payloads stay in free pages until something else is written there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["SessionPlaces"]
 
 
 class SessionPlaces:
-    """Those of one drive."""
+    """The old places of one drive."""
 
     def __init__(self, writes: Writes, wipes: Wipes, index: Index, keeping: Keeping) -> None:
         self._writes = writes
@@ -42,7 +42,7 @@ class SessionPlaces:
         self._given_up: Held = {}  # chunks, until that is synced
 
     def free_when_synced(self, name: SessionName, changed: Changed) -> None:
-        """Free what a change has replaced, when no power loss can bring back what names it.
+        """Free records that a change has replaced, when no power loss can bring back what names them.
 
         That may be another session: one that shared a chunk and was cut, if only its older manifest survives.
         """
@@ -56,13 +56,13 @@ class SessionPlaces:
         def synced(error: StorageError | None) -> None:
             if error is None:
                 due = _release(self._given_up, name, changed.chunks)
-                due += _release(self._replaced, name, manifests)  # what is not removed meanwhile
+                due += _release(self._replaced, name, manifests)  # those not removed meanwhile
                 self.free(name.tenant, due)
 
         self._writes.after_sync(synced, unhurried=True)
 
     def before(self, name: SessionName) -> list[Place]:
-        """Return where earlier records of a session are, as far as they are not wiped."""
+        """Return the places of a session's earlier records that are not wiped yet."""
         return [*self._replaced.get(name, ()), *self._given_up.get(name, ())]
 
     def manifests_left(self, name: SessionName, last: Place | None) -> list[Place]:
@@ -125,7 +125,7 @@ def _hold(held: Held, name: SessionName, places: Iterable[Place]) -> None:
 
 
 def _release(held: Held, name: SessionName, places: Iterable[Place]) -> list[Place]:
-    """Take back those of these places that are held."""
+    """Remove those of these places that are held."""
     of_name = held.get(name, {})
     due = [place for place in places if place in of_name]
     for place in due:

@@ -1,7 +1,7 @@
 """Rewrites session records that are older than the drive's keys: manifests, and the chunks that they share.
 
 Always holds: a manifest is rewritten as a step of its session, so in order with all other steps, and with chunks of its
-user's own in the place of older ones, which other users' sessions may name. A chunk that is left nonetheless is
+user's own instead of older ones, which other users' sessions may name. A chunk that is still left after that is
 encrypted with its tenant's key; its index entry moves to the new place only if it still names the old one, which is
 wiped when the new record survives power loss.
 
@@ -42,10 +42,10 @@ class SessionRewrites:
         self._wipes = wipes
         self._manifests = manifests
         self._sessions = sessions
-        self._after: bytes | None = b""  # the session behind which to look; None: all were looked at
+        self._after: bytes | None = b""  # the session after which to continue; None: all were examined
         self._chunk_after: bytes | None = b""
         self._left_out = False
-        self._chunk: tuple[Place, Over, bool] | None = None  # where it was, and whether it has moved
+        self._chunk: tuple[Place, Over, bool] | None = None  # its old place, and whether it has moved
 
     @property
     def is_done(self) -> bool:
@@ -72,7 +72,7 @@ class SessionRewrites:
 
     def _begin_session(self, name: SessionName, place: Place, over: Over) -> int:
         if self._sessions.is_changing(name):
-            self._left_out = True  # by another step, which may write it anew as well
+            self._left_out = True  # another step is under way, which may rewrite it as well
             return 0
 
         def done(ends: Sequence[SessionDone]) -> None:
@@ -93,7 +93,7 @@ class SessionRewrites:
         return place.length
 
     def publish(self, records: Sequence[RecordWrite]) -> None:
-        """Let the index have the new place of a chunk, unless it has gone from the old one."""
+        """Put the new place of a chunk into the index, unless it has left the old one."""
         for record in records:
             assert isinstance(record, StepRecord)
             assert self._chunk is not None
@@ -102,7 +102,7 @@ class SessionRewrites:
             self._chunk = (old, over, has_moved)
 
     def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
-        """Wipe the place that is not the chunk's: there is one at a time."""
+        """Wipe the place that the chunk doesn't have; there is one at a time."""
         (record,) = records
         assert isinstance(record, StepRecord)
         assert self._chunk is not None
@@ -125,4 +125,4 @@ class SessionRewrites:
 
 
 def _nobody(_: Sequence[SessionDone]) -> None:
-    """Take the end of a step that is none."""
+    """Ignore the end of a step that no client made."""

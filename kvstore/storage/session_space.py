@@ -32,22 +32,22 @@ __all__ = ["Claim", "SessionSpace"]
 
 
 class SessionSpace:
-    """One drive's."""
+    """The session space of one drive."""
 
     def __init__(self, pages: int) -> None:
         self._pages_max = pages // SESSIONS_SHARE
         self._total = 0
-        self.used: Counter[bytes] = Counter()  # pages, of each tenant that has any
-        self.coming: Counter[bytes] = Counter()  # of these, not in the index yet
-        self.leaving: Counter[bytes] = Counter()  # of these, not in it any more
+        self.used: Counter[bytes] = Counter()  # pages of each tenant that has any
+        self.coming: Counter[bytes] = Counter()  # those not in the index yet
+        self.leaving: Counter[bytes] = Counter()  # those no longer in it
 
     def restore(self, used: Mapping[bytes, int]) -> None:
-        """Begin with what the index says."""
+        """Start with the counts of the index."""
         self.used.update(used)
         self._total = self.used.total()
 
     def fits(self, tenant: bytes, pages: int) -> bool:
-        """Return whether sessions of a tenant may take so many more pages."""
+        """Return whether sessions of a tenant may take this many more pages."""
         return self.used[tenant] + pages <= self._pages_max - self._total - pages
 
     def is_changing(self, tenant: bytes) -> bool:
@@ -60,7 +60,7 @@ class SessionSpace:
         _add(self.coming, tenant, pages)
 
     def failed(self, tenant: bytes, pages: int) -> None:
-        """Count them no more: they are about to be wiped, or were never written."""
+        """Stop counting them: they are about to be wiped, or were never written."""
         _add(self.coming, tenant, -pages)
         self._count(tenant, -pages)
 
@@ -73,7 +73,7 @@ class SessionSpace:
         _add(self.leaving, tenant, pages)
 
     def gone(self, tenant: bytes, pages: int) -> None:
-        """Count those no more: they are about to be wiped."""
+        """Stop counting those: they are about to be wiped."""
         _add(self.leaving, tenant, -pages)
         self._count(tenant, -pages)
 
@@ -83,7 +83,7 @@ class SessionSpace:
 
 
 class Claim:
-    """What the records of a step will take, until there is room for them (`kvstore.storage.quotas.QuotaQueue`)."""
+    """The space that a step's records need, until there is room (`kvstore.storage.quotas.QuotaQueue`)."""
 
     __slots__ = ("_let_in", "_refuse", "grows", "pages", "size_bytes", "space", "tenant")
 
@@ -97,7 +97,7 @@ class Claim:
         *,
         grows: bool,
     ) -> None:
-        """`grows` tells that the records take more than the one that they replace."""
+        """`grows`: the records take more than the one that they replace."""
         self.space = space
         self.tenant = tenant
         self.pages = pages
@@ -108,7 +108,7 @@ class Claim:
 
     @property
     def fits(self) -> bool:
-        """Return whether sessions may take so much of the drive."""
+        """Return whether sessions may take this much of the drive."""
         return self.space.fits(self.tenant, self.pages)
 
     def enter(self, quotas: Quotas) -> bool:
@@ -131,7 +131,7 @@ class Claim:
         return self.space.is_changing(self.tenant) or (self.fits and quotas.waits_for_own(self.tenant))
 
     def let_in(self) -> None:
-        """Go on with the step."""
+        """Continue the step."""
         self.space.take(self.tenant, self.pages)
         self._let_in()
 

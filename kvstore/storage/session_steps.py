@@ -1,6 +1,6 @@
 """A step of a session that has not been reported yet, and the records that it writes.
 
-Their order is decided elsewhere (`kvstore.storage.sessions`).
+`kvstore.storage.sessions` decides their order.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Step:
         self.left = 0
         self.error: KvError | None = None
         self.unreferenced: list[Name] = []
-        self.chunks_left: list[Place] = []  # by an erasure, until all of it is overwritten
+        self.chunks_left: list[Place] = []  # by an erasure, until all of them are overwritten
 
 
 class StepRecord(RecordWrite):
-    """A manifest or a chunk on its way to the drive, in memory of its own; encrypted, its key is the user's."""
+    """A manifest or a chunk being written, in its own memory; if it is encrypted, with the user's key."""
 
     __slots__ = ("_memory", "crc32c", "key", "kind", "payload", "step")
 

@@ -17,8 +17,8 @@ when the manifest has been synced, or when the session itself is removed.
   crash before or after that transaction: unsettled counts are noted in it (`kvstore.storage.manifests`).
 - A session that is erased is removed when its records are overwritten as well (`kvstore.storage.session_places`).
 
-It doesn't change blocks, except those that a removal was asked to delete and that nothing names any more, of which it
-deletes those on its own drive.
+It doesn't change blocks, except that a removal, on request, deletes blocks on its own drive that nothing names any
+more.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Neighbour(Protocol):
     keeping: Keeping
 
     def lookup(self, keys: Sequence[Name]) -> list[Entry | None]:
-        """Return which blocks it has."""
+        """Return the entries of the blocks that it has."""
         ...
 
 
@@ -126,7 +126,7 @@ class Sessions:
         self.slices = Slices()
 
     def accept(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
-        """Take steps on; each is reported through the outbox."""
+        """Accept steps; each is reported through the outbox."""
         self.outbox.promised += len(items)
         for item in items:
             waiting = self._steps.setdefault(item.name, deque())
@@ -135,7 +135,7 @@ class Sessions:
                 self._begin(waiting[0])
 
     def expire(self, sessions_max: int) -> None:
-        """Begin to remove sessions whose time is over."""
+        """Begin to remove expired sessions."""
         durability = (
             Durability.SYNCED if self._others else Durability.WRITTEN
         )  # else another drive could have its name
@@ -143,7 +143,7 @@ class Sessions:
         self.accept([SessionItem(name, SessionStep.EXPIRE, durability, 0) for name in names], _nobody)
 
     def holds(self, name: SessionName) -> bool:
-        """Return whether a session is here, or a step of it under way, or something left of it on the drive."""
+        """Return whether a session is here, a step of it is under way, or something of it is left on the drive."""
         return name in self._steps or name in self._doubtful or self._manifests.get(name) is not None
 
     def is_changing(self, name: SessionName) -> bool:
@@ -151,7 +151,7 @@ class Sessions:
         return name in self._steps
 
     def publish(self, records: Sequence[RecordWrite]) -> None:
-        """Begin to put manifests into the index, each behind its chunks."""
+        """Begin to put manifests into the index, each after its chunks."""
         for record in records:
             assert isinstance(record, StepRecord)
             step = record.step
@@ -168,7 +168,7 @@ class Sessions:
             self._one_less(record.step)
 
     def drop(self, names: Sequence[Name], then: Callable[[StorageError | None], None]) -> None:
-        """Delete those of these blocks that no session names, in slices; `then` hears when their headers are wiped."""
+        """Delete those of these blocks that no session names, in slices; `then` is called once headers are wiped."""
         self.slices.begin(self._dropping(names, then))
 
     def _dropping(self, names: Sequence[Name], then: Callable[[StorageError | None], None]) -> Iterator[None]:
@@ -184,7 +184,7 @@ class Sessions:
             self._keeping.leaving.when_gone(names, then)
 
     def _one_less(self, step: Step) -> None:
-        """Note that one of the records of a step has ended, or its slices behind them."""
+        """Note that one of the records of a step has ended, or the slices after them."""
         step.left -= 1
         if step.left == 0:
             if step.error is not None:
@@ -192,7 +192,7 @@ class Sessions:
             self._end(step)
 
     def _void(self, step: Step) -> None:
-        """Take what a failed step has written off the drive again, if the drive still does such things."""
+        """Wipe what a failed step has written, if the drive still accepts writes."""
         name = step.item.name
         self._space.failed(name.tenant, sum(one.size_bytes for one in step.records) // PAGE_BYTES)
         written = [one for one in step.records if one.result is not None]  # the others found no room
@@ -241,7 +241,7 @@ class Sessions:
             self._end(step)
 
     def _done_again(self, step: Step, before: Manifest) -> None:
-        """Leave an append at what it was, but for when the session ends: there the last word counts."""
+        """Repeat nothing of an append that was done before, except to set its expiry: the last request decides."""
         expires_ms = step.item.expires_ms
         if expires_ms is None or expires_ms == before.expires_ms:
             step.manifest = before
@@ -253,7 +253,7 @@ class Sessions:
         return stored is not None and stored.is_over(self._clock.wall_ms(), epoch)
 
     def _begin_anew(self, step: Step) -> None:
-        """Do a step after the removal of the session that had its name, and that expired or is of a past epoch."""
+        """Execute a step after removing the session of its name that expired or is of a past epoch."""
         removal = Step(
             SessionItem(step.item.name, SessionStep.EXPIRE, step.item.durability, 0, epoch=step.item.epoch),
             _nobody,
@@ -263,7 +263,7 @@ class Sessions:
         self._begin(removal)
 
     def _done_before(self, item: SessionItem) -> Manifest | None:
-        """Return the session if it has been appended these keys already, at this place."""
+        """Return the session if these keys were already appended to it at this place."""
         stored = self._manifests.get(item.name)
         if item.first_block is None or stored is None or stored.manifest.blocks == item.first_block:
             return None
@@ -271,7 +271,7 @@ class Sessions:
         return _labelled(stored.manifest, item) if there == list(item.keys) else None
 
     def _wanted(self, item: SessionItem) -> Growth:
-        """Work out the manifest that a step leads to, and the chunks that it may be the first to name."""
+        """Make the manifest that a step leads to, and the chunks that it may be the first to name."""
         name = item.name
         if item.step is SessionStep.APPEND:
             stored = self._manifests.get(name)
@@ -306,7 +306,7 @@ class Sessions:
         label = item.label if item.step is SessionStep.FORK else _labelled(stored.manifest, item).label
         turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
         kept = Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label)
-        if item.step is SessionStep.FORK:  # it begins without end and without protection
+        if item.step is SessionStep.FORK:  # it starts without expiry and protection
             kept = kept._replace(epoch=item.epoch or 0)
         else:
             was = stored.manifest
@@ -314,7 +314,7 @@ class Sessions:
         return kept, {}
 
     def _owner(self, name: SessionName) -> bytes:
-        """Whose its chunks are: encrypted, its user's, whose key they are to be lost with."""
+        """The owner of its chunks: with encryption its user, with whose key they are lost."""
         return name.user if self._writes.encrypts else b""
 
     def _refuse_to_protect(self, item: SessionItem) -> None:
@@ -328,7 +328,7 @@ class Sessions:
             )
 
     def _copied(self, source: SessionName, item: SessionItem) -> Growth:
-        """Fork what is on another drive, or another user's: the chunks are written here as well."""
+        """Fork a session on another drive, or of another user: the chunks are written here as well."""
         having = [self._manifests, *(other.manifests for other in self._others)]
         for manifests in having if item.step is SessionStep.FORK else ():
             stored = manifests.get(source)
@@ -363,7 +363,7 @@ class Sessions:
         return names
 
     def _unnamed(self, names: Sequence[Name]) -> Sequence[Name]:
-        """Return those of these blocks that no session names, wherever it is."""
+        """Return those of these blocks that no session names, on any drive."""
         for manifests in (self._manifests, *(other.manifests for other in self._others)):
             names = _without_references(manifests, names)
         return names
@@ -382,7 +382,7 @@ class Sessions:
             step.error = error
             self._end(step)
 
-        may_grow = step.item.step is not SessionStep.REWRITE  # which is in no quota
+        may_grow = step.item.step is not SessionStep.REWRITE  # it counts towards no quota
         grows = may_grow and (before is None or pages > before.place.pages)
         self._quota_queue.add(Claim(self._space, name.tenant, pages, let_in, refuse, grows=grows))
 
@@ -395,7 +395,7 @@ class Sessions:
             if at and not at * SESSION_CHUNK_BLOCKS % SESSION_SLICE_BLOCKS:
                 yield
             self._add(StepRecord(self._writes, self, step, Kind.CHUNK, tenant, chunk, payload))
-        # The head last, so that it is published behind its chunks.
+        # The head last, so that it is published after its chunks.
         key = session_key(manifest.user, manifest.session)
         step.head = StepRecord(self._writes, self, step, Kind.SESSION, tenant, key, head)
         self._add(step.head)
@@ -452,7 +452,7 @@ class Sessions:
             self._writes.stop(ReadOnly(f"{error} The store takes no more puts."), 0)
 
     def _settle(self, step: Step, changed: Changed) -> Iterator[None]:
-        """Free what a step has given up, a large one's in slices."""
+        """Free what a step has given up, in slices if that is much."""
         while True:
             if step.item.is_erased:
                 step.chunks_left += self._places.chunks_left(step.item.name, changed.chunks)
@@ -460,7 +460,7 @@ class Sessions:
                 self._places.free_when_synced(step.item.name, changed)
             with suppress(
                 StorageError
-            ):  # another drive's index: the step is done, and says less than it could
+            ):  # another drive's index: the step is done, and reports less than it could
                 step.unreferenced += self._unreferenced(changed.unreferenced)
             if not changed.owes:
                 return
@@ -470,7 +470,7 @@ class Sessions:
             )
 
     def _telling(self, step: Step, manifest: Manifest, before: Stored | None) -> Iterator[None]:
-        """Let the eviction know, on every drive, which blocks the session has now."""
+        """Report to the eviction of every drive which blocks the session has now."""
         item = step.item
         if item.step is SessionStep.PROTECT:
             for keeping in self._all_keeping():
@@ -497,7 +497,7 @@ class Sessions:
                 keeping.joined(item.name, keys, first + at)
 
     def _cut(self, name: SessionName, before: int, blocks: int) -> Iterator[None]:
-        """Let the eviction know that a session has lost its last blocks, the last of them first."""
+        """Report to the eviction that a session has lost its last blocks, last first."""
         for until in range(before - SESSION_SLICE_BLOCKS, blocks, -SESSION_SLICE_BLOCKS):
             for keeping in self._all_keeping():
                 keeping.cut(name, until)
@@ -567,11 +567,11 @@ def _without_references(manifests: Manifests, names: Sequence[Name]) -> list[Nam
 
 
 def _nobody(_: Sequence[SessionDone]) -> None:
-    """Take the end of a step that is not awaited."""
+    """Ignore the end of a step that no client made."""
 
 
 def _labelled(manifest: Manifest, item: SessionItem) -> Manifest:
-    """Put the step's label in the place of one that can't be opened; StorageError if it has none."""
+    """Replace a label that can't be opened by the step's; StorageError if it has none."""
     if not is_sealed_label(manifest.label):
         return manifest
     if not item.label:

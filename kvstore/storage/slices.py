@@ -28,12 +28,12 @@ class Slices:
         return bool(self._begun)
 
     def begin(self, work: Iterator[None]) -> None:
-        """Do the first slice of some work; it yields where others may have the thread."""
+        """Execute the first slice of some work, which yields where other work may use the thread."""
         for _ in work:
             self._begun.append(work)
             return
 
     def step(self) -> None:
-        """Do one slice of the work that has waited longest."""
+        """Execute one slice of the work that has waited longest."""
         if self._begun:
             self.begin(self._begun.popleft())

@@ -1,26 +1,26 @@
 """The store: blocks and sessions in and out of one drive or several, for one thread, without asyncio.
 
 The node's loop calls `put` and `get`, watches `fileno()` for reading and calls `poll()` when it is
-readable. Callbacks are called from `poll` (and from `close`, which polls) and from nowhere else; they may
+readable. Callbacks are called only from `poll` (and from `close`, which polls); they may
 call the store again.
 
-Each drive (`kvstore.storage.drive`) has its own index, superblock and queue, and promises what it promises by itself.
-What is added here is where things go: a name has an order of drives (`kvstore.placement`), the first of which
+Each drive (`kvstore.storage.drive`) has its own index, superblock and queue, and keeps its promises on its own. This
+module adds placement: a name has an order of drives (`kvstore.placement`), the first of which
 is its home.
 
 Always holds:
 
-- A block is looked for at home first, then on the other drives in order, and counts as missing when none has it. It is
-  put where it is already, or else on the first drive in order that takes writes; so too if it is on a failed drive that
-  will never make it as durable, or let it live as long, as is asked.
+- A block is looked up at home first, then on the other drives in order, and counts as missing when none has it. It is
+  put where it already is, or else on the first drive in order that accepts writes; the latter also if it is on a failed
+  drive that will never make it as durable, or extend its life, as requested.
 - A deletion is reported when all drives have done it. So while a drive has failed, deletions fail.
 - A session is on one drive, the one that held it first, until its removal has been synced there; new ones go to the
-  first drive in their user's order that takes writes. What lies on a drive that has failed can be read, not changed.
-- A drive that fails takes the puts that were on their way to it with it, and nothing else.
-- With one drive, calls are handed on as they are.
+  first drive in their user's order that accepts writes. Data on a failed drive can be read, not changed.
+- When a drive fails, only the puts that were being written to it fail.
+- With one drive, calls are passed on unchanged.
 
-Nothing spans two drives in one transaction. A crash while a session is removed with its blocks may leave those that lie
-on other drives than the session's: blocks that nothing names, as they are after any eviction of a session.
+Nothing spans two drives in one transaction. A crash while a session is removed with its blocks may leave blocks on
+drives other than the session's: blocks that nothing names, as after any eviction of a session.
 """
 
 from __future__ import annotations
@@ -160,11 +160,11 @@ class Store(Handle):
         return self._placement.homes
 
     def of_domain(self, tenant: bytes, domain: bytes | None, of: set[int] | None) -> Iterator[list[Name]]:
-        """Return the names of a tenant's blocks, all or those of one domain: what is being put, then what is stored.
+        """Yield the names of a tenant's blocks, all or those of one domain: pending puts, then stored blocks.
 
-        What is stored is of the domain if it is encrypted with one `of` these keys; None: all is.
+        A stored block is of the domain if it is encrypted with one `of` these keys; None: every block is.
 
-        Some at a time, for as long as the caller likes to take; what comes meanwhile may be among them or not.
+        They come some at a time, and the caller may take as long as it likes; later blocks may be included or not.
         """
         for drive in self.drives:
             yield drive.puts.of_domain(tenant, domain)
@@ -176,7 +176,7 @@ class Store(Handle):
 
     @contextmanager
     def erasing(self, tenant: bytes) -> Iterator[None]:
-        """Leave it to an erasure of a tenant's to take out what has no key any more, so that it counts all of it."""
+        """Leave removing blocks without a key to an erasure of the tenant, so that it counts all of them."""
         for drive in self.drives:
             drive.keeping.erasing[tenant] += 1
         try:
@@ -193,7 +193,7 @@ class Store(Handle):
 
     @property
     def name(self) -> str:
-        """Return the store's own name: the beginning of its uuid."""
+        """Return the store's name: the beginning of its uuid."""
         return self.drives[0].store_uuid.hex()[:12]
 
     @property
@@ -214,7 +214,7 @@ class Store(Handle):
             drive.put(some, done)
 
     def get(self, items: Sequence[GetItem], done: GetsDone) -> None:
-        """Read blocks into slots; `done` is called with each result: a miss BUSY if a drive's queue is full."""
+        """Read blocks into slots; `done` is called with each result, a BUSY miss if a drive's queue is full."""
         if self._only is not None:
             self._only.get(items, done)
             return
@@ -250,7 +250,7 @@ class Store(Handle):
         self._steps.accept(items, done)
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes]) -> int:
-        """Return how many of these keys, counted from the first, are stored without a gap."""
+        """Return how many of these keys are stored, from the first up to the first gap."""
         if self._only is not None:
             return self._only.prefix(tenant, keys)
         check_batch(keys)
@@ -288,7 +288,7 @@ class Store(Handle):
         return any(drive.has_doubts for drive in self.drives)
 
     def doubtful(self, generations: Sequence[int]) -> Collection[int]:
-        """Return which of these blocks are doubted: clients must not be told that they are stored."""
+        """Return which of these blocks are doubted: they must not be reported to clients as stored."""
         if not self.has_doubts:
             return ()
         return {one for drive, some in self._by_drive(generations).items() for one in drive.doubtful(some)}
@@ -334,7 +334,7 @@ class Store(Handle):
     def protect(self, session: SessionName, blocks: int = SESSION_BLOCKS_MAX) -> Refusal | None:
         """Protect a session's first blocks from eviction, including future ones; FULL if too many are protected.
 
-        It lasts until the process ends or a step of the session changes it. `SessionStep.PROTECT` outlives the process.
+        It lasts until the process ends or a step of the session changes it. `SessionStep.PROTECT` survives a restart.
         """
         refusals = [drive.protect(session, blocks) for drive in self.drives]
         refusal = next(filter(None, refusals), None)
@@ -350,7 +350,7 @@ class Store(Handle):
     @property
     def protected(self) -> Collection[SessionName]:
         """Return which sessions are protected."""
-        return self.drives[0].keeping.protected  # all drives are told
+        return self.drives[0].keeping.protected  # the same on all drives
 
     def explain(self, tenant: bytes, key: bytes) -> Explanation:
         """Return where a block is, or why it was removed."""
@@ -382,7 +382,7 @@ class Store(Handle):
             drive.keeping.listener = listener
 
     def follow_places(self, placed: Placed) -> Iterator[NamesAndLives]:
-        """Call something with the places of blocks whenever some are stored; return those of all that are by now."""
+        """Call `placed` with the places of blocks whenever some are stored; return those of all stored so far."""
         for drive in self.drives:
             drive.keeping.placed = placed
         for drive in self.drives:
@@ -431,7 +431,7 @@ class Store(Handle):
         }
         total["clear_why"] = next((one.clear_why for one in each if one.clear_why), "")
         total["eviction"] = together([one.eviction for one in each])
-        total["deletes_pending"] = self._deletions.outbox.promised  # not once for each drive
+        total["deletes_pending"] = self._deletions.outbox.promised  # not one for each drive
         total["sessions_pending"] = self._steps.outbox.promised
         return Statistics(**total)
 
@@ -459,7 +459,7 @@ class Store(Handle):
                 last.callback(drive.close)
             self._drain()
             if self.keys is not None:
-                with suppress(StorageError):  # its copies are not told apart then
+                with suppress(StorageError):  # then its copies can't be told apart
                     self.keys.count_up()
 
     def _drain(self) -> None:
@@ -475,7 +475,7 @@ class Store(Handle):
         now_ms = self._clock.wall_ms()
         by_drive: dict[Drive, list[PutItem]] = {}
         for item, name, (holder, entry) in zip(items, names, self._find(names), strict=True):
-            # Wherever a put of the name is under way: it may be on no drive's index for now, and not at home.
+            # The drive where a put of the name is under way: it may be in no drive's index yet, and not at home.
             under_way = next((drive for drive in self.drives if drive.puts.is_under_way(name)), None)
             if under_way is not None:
                 by_drive.setdefault(under_way, []).append(item)

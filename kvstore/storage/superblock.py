@@ -1,12 +1,12 @@
-"""The superblock on a drive: reading it, formatting a new drive, and voiding all that is on one.
+"""The superblock on a drive: reading it, formatting a new drive, and voiding everything on one.
 
 Always holds: at every moment of a rewrite one of the two copies is whole, and the newer whole one counts;
-a drive that holds anything at all in its first mebibyte is never formatted over; formatting writes the
-superblock last, so a crash in the middle leaves a drive that is formatted anew.
+a drive that has any data in its first mebibyte is never formatted; formatting writes the
+superblock last, so a crash in the middle leaves a drive that is formatted again.
 
-The fill with zeros is done here, once, and only up to `ZERO_FILL_BYTES_MAX`: it turns unwritten extents
-of a file into written ones, which later writes are faster on. Larger drives are not filled, neither here
-nor in the background, and pay for their first round of writes.
+Drives of up to `ZERO_FILL_BYTES_MAX` are filled with zeros here, once: this turns unwritten extents
+of a file into written ones, to which later writes are faster. Larger drives are not filled, neither here
+nor in the background; their first round of writes is slower.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Membership(NamedTuple):
 
 
 def find_superblock(disk: Disk) -> Superblock | None:
-    """Read a drive's superblock; None if the drive is blank: never formatted, or not to the end."""
+    """Read a drive's superblock; None if the drive is blank: never formatted, or not completely."""
     if disk.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
         raise StorageError(
             f"The drive has {disk.capacity_bytes} bytes, fewer than the "
@@ -88,7 +88,7 @@ def find_superblock(disk: Disk) -> Superblock | None:
 
 
 def read_superblock(path: Path) -> Superblock | None:
-    """Read that of a drive which a node may have open; None if there is none."""
+    """Read the superblock of a drive that a node may have open; None if there is none."""
     with path.open("rb") as file:
         return _newest([file.read(PAGE_BYTES) for _ in range(SUPERBLOCK_COPIES)])
 
@@ -107,7 +107,7 @@ def _newest(pages: list[bytes]) -> Superblock | None:
 
 
 def _is_blank(disk: Disk) -> bool:
-    """Look further than our own pages: other people's file systems begin later."""
+    """Check more than our own pages: some file systems begin later."""
     return disk.read_at(0, _BLANK_BYTES).count(0) == _BLANK_BYTES
 
 
@@ -145,7 +145,7 @@ def format_drive(
 
 
 def renewed(superblock: Superblock) -> Superblock:
-    """Return the superblock that voids every record on its drive: their tags are of a drive that was."""
+    """Return the superblock that voids every record on its drive, because tags contain the drive's previous uuid."""
     return superblock._replace(
         drive_uuid=os.urandom(16),
         epoch=superblock.epoch + 1,

@@ -1,14 +1,14 @@
 """Operations to and from the drive: a queue, and how much of it is in flight.
 
-Always holds: no more than `DRIVE_INFLIGHT_BYTES_MAX` are in flight, and of what is read no more than
-`DRIVE_INFLIGHT_READ_BYTES_MAX` (more would make convoys of completions, and the fabric would wait for them), but
-always two operations if there are two (less would leave the drive idle); tenants take turns by bytes, and what is of
-one tenant, or of none, is served in order; the drive is given new work before the old work's results are looked at; a
-short transfer is an error; `about_to_start` is called when work has begun, all that can begin now, and before the drive
-has any of it. What somebody else does on the drive (`Elsewhere`) has its turn and its room here like all other work.
-Work of several operations has ended when all of them have, with the first error among them, if there was one.
+Always holds: no more than `DRIVE_INFLIGHT_BYTES_MAX` are in flight, and no more than `DRIVE_INFLIGHT_READ_BYTES_MAX`
+of reads (more would cause convoys of completions, for which the fabric would wait), but always two operations if there
+are two (fewer would leave the drive idle); tenants take turns by bytes, and the work of one tenant, or of none, is
+served in order; the drive is given new work before the results of old work are handled; a short transfer is an error;
+`about_to_start` is called when all work that can begin now has begun, and before the drive has any of it. Work that
+another thread does on the drive (`Elsewhere`) has its turn and its room here like all other work.
+Work of several operations has ended when all of them have, with the first error, if there was one.
 
-It doesn't know what the work is for. The queue is bounded by those who fill it.
+It doesn't know what the work is for. The callers that fill the queue bound it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Elsewhere(enum.Enum):
 
 
 class Work(Protocol):
-    """What is to be done on the drive at once, mostly one operation, and its purpose."""
+    """Work that starts at once on the drive, mostly one operation, and its purpose."""
 
     @property
     def tenant(self) -> bytes:
@@ -78,7 +78,7 @@ class _Line:
 
 
 class _Parts:
-    """What has ended of work of several operations."""
+    """The operations that have ended, of work with several."""
 
     __slots__ = ("error", "left", "moved_bytes")
 
@@ -94,10 +94,10 @@ class Traffic:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._first: deque[Work] = deque()  # before all lines
-        self._lines: OrderedDict[bytes, _Line] = OrderedDict()  # whose turn it is stands first
+        self._lines: OrderedDict[bytes, _Line] = OrderedDict()  # the first one has its turn
         self._in_flight: dict[int, Work] = {}
-        self._parts: dict[int, _Parts] = {}  # of those with several operations
-        self._more = 0  # operations of theirs beyond the first of each
+        self._parts: dict[int, _Parts] = {}  # of work with several operations
+        self._more = 0  # operations of such work beyond the first of each
         self._refused: list[DiskOp] = []  # begun, but the drive had no room for them yet
         self._next_tag = 0
         self.about_to_start: Callable[[], object] = lambda: None
@@ -189,7 +189,7 @@ class Traffic:
             self._refused = ops[accepted:]
 
     def _next(self) -> Work | None:
-        """The queue that is served next; it is not removed."""
+        """The work that is served next; it is not removed."""
         if self._first:
             return self._first[0]
         while self._lines:

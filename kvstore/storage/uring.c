@@ -1,9 +1,9 @@
 /* A thin layer over io_uring: arrays of operations go in, arrays of results come out.
  *
- * Always holds: a result is the whole length that was asked for or -errno. A short transfer is carried on
+ * Always holds: a result is the whole requested length or -errno. A short transfer is continued
  * from where it stopped; one that ends at the end of the file is -EIO.
  *
- * Not thread safe: one thread calls it. No SQPOLL (burns a core), no IOPOLL (not had on most drives), no
+ * Not thread-safe: one thread calls it. No SQPOLL (burns a core), no IOPOLL (most drives lack it), no
  * DEFER_TASKRUN (hangs behind an eventfd unless every peek enters the kernel first).
  */
 #include <errno.h>
@@ -25,11 +25,11 @@ struct store_done {
 	int64_t result;
 };
 
-/* One operation in flight. `moved` grows when the kernel moves less than it was asked for. */
+/* One operation in flight. `moved` grows when the kernel moves less than was requested. */
 struct flight {
 	struct store_op op;
 	uint64_t moved;
-	unsigned stumbles; /* EINTR and EAGAIN, which are no errors of the drive */
+	unsigned stumbles; /* EINTR and EAGAIN, which are not errors of the drive */
 };
 
 struct store_ring {
@@ -57,7 +57,7 @@ static void prepare(struct store_ring *r, struct flight *f)
 	io_uring_sqe_set_data(sqe, f);
 }
 
-/* Entries that the kernel would not take now stay in the ring; the eventfd brings the caller back to reap,
+/* Entries that the kernel doesn't accept now stay in the ring; the eventfd makes the caller reap again,
  * which offers them again. */
 static int flush(struct store_ring *r)
 {
@@ -154,7 +154,7 @@ int store_ring_open(int file_fd, unsigned depth, struct store_ring **out)
 	return 0;
 }
 
-/* Takes as many operations, from the first, as there are free places; returns how many, or -errno. */
+/* Accepts as many of the first operations as there are free places; returns how many, or -errno. */
 int store_ring_submit(struct store_ring *r, const struct store_op *ops, unsigned count)
 {
 	unsigned accepted = count < r->free_count ? count : r->free_count;
@@ -169,7 +169,7 @@ int store_ring_submit(struct store_ring *r, const struct store_op *ops, unsigned
 	return error < 0 ? error : (int)accepted;
 }
 
-/* Gives up to `room` results; never waits. Returns how many, or -errno. */
+/* Returns up to `room` results in `out`; never waits. Returns how many, or -errno. */
 int store_ring_reap(struct store_ring *r, struct store_done *out, unsigned room)
 {
 	struct io_uring_cqe *cqe;

@@ -1,7 +1,7 @@
-"""The Disk that production uses: a preallocated file or a raw block device, O_DIRECT, through io_uring.
+"""The Disk for production: a preallocated file or a raw block device, O_DIRECT, through io_uring.
 
-Always holds: every transfer bypasses the page cache, so what has completed is out of this process's reach
-and a crash of the process cannot take it back; nothing is in flight after `close`; a drive is open once.
+Always holds: every transfer bypasses the page cache, so a crash of the process can't undo a completed
+one; nothing is in flight after `close`; a drive is open only once.
 
 It doesn't zero-fill: the first write into an unwritten extent of a preallocated file costs about a quarter
 of its speed (`kvstore.storage.superblock` fills drives of moderate size when it formats them).
@@ -68,12 +68,12 @@ class UringDisk:
 
     @property
     def capacity_bytes(self) -> int:
-        """How large the file or the device is, in whole pages."""
+        """The size of the file or device, in whole pages."""
         return self._capacity_bytes
 
     @property
     def direct_fd(self) -> int | None:
-        """Open for direct I/O."""
+        """The descriptor, open for direct I/O."""
         return self._fd
 
     def submit(self, ops: Sequence[DiskOp]) -> int:
@@ -117,7 +117,7 @@ class UringDisk:
             raise StorageError(f"The drive {self._path} could not be synced: {error.strerror}.") from error
 
     def data_ranges(self, start: int) -> Iterator[tuple[int, int]]:
-        """Return the parts of a file that are no holes; a device is one part."""
+        """Return the parts of a file that are not holes; a device is one part."""
         while start < self._capacity_bytes:
             begin, end = self._next_data(start)
             if begin >= end:
@@ -151,7 +151,7 @@ class UringDisk:
         except OSError as error:
             if error.errno == errno.ENXIO:  # nothing but a hole up to the end
                 return start, start
-            return start, self._capacity_bytes  # a file system that doesn't tell holes
+            return start, self._capacity_bytes  # a file system that doesn't report holes
         begin -= begin % PAGE_BYTES
         return max(begin, start), min(-(-end // PAGE_BYTES) * PAGE_BYTES, self._capacity_bytes)
 
@@ -167,7 +167,7 @@ class UringDisk:
 
 
 def _open_direct(path: Path) -> int:
-    # On a block device O_EXCL asks that nobody else has it, a file system included; on a file it asks nothing.
+    # On a block device O_EXCL fails if it is in use, by a file system for example; on a file it has no effect.
     try:
         return os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_EXCL)
     except OSError as error:
@@ -184,7 +184,7 @@ def _open_direct(path: Path) -> int:
 
 
 def _locked(path: Path) -> int:
-    # A file of its own: the ring holds on to the one that it works on for a while after a process has died.
+    # A separate descriptor: the ring keeps the one it works on open for a while after a process has died.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

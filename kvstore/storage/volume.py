@@ -1,7 +1,7 @@
 """An open drive, and what its superblock keeps: openings, generations, and which roll counts.
 
 Always holds: a generation is given once in the whole life of a store, whatever crashes, because each drive has
-a range of them to itself, and they are reserved in its superblock, durably, by the billion before the first of
+its own range of them, and they are reserved in its superblock, durably, a billion at a time, before the first of
 them is used.
 """
 
@@ -33,7 +33,7 @@ class Volume:
     """A drive with its superblock and its codec."""
 
     def __init__(self, disk: Disk, superblock: Superblock, keys: Keys | None = None) -> None:
-        """With keys, records are encrypted; each opening has record keys of its own, by a salt."""
+        """With keys, records are encrypted; each opening has its own record keys, by a salt."""
         self.disk = disk
         self.superblock = superblock
         self.keys = keys
@@ -62,14 +62,14 @@ class Volume:
 
     @property
     def record_format(self) -> RecordFormat:
-        """What a lane makes headers of blocks with, and a reader compares them with."""
+        """The format with which a lane makes headers of blocks, and a reader compares them."""
         secret, drive_uuid = self.superblock.secret, self.superblock.drive_uuid
         return RecordFormat(RECORD_MAGIC, FORMAT_VERSION, Kind.BLOCK, secret, drive_uuid)
 
     def begin_epoch(self, live_pages: NDArray[np.int64] | None = None) -> None:
-        """Begin an epoch of taking puts, durably, with generations reserved for it.
+        """Begin an epoch of accepting puts, durably, with generations reserved for it.
 
-        Given the header pages of all that is live, it voids every other record that is on the drive.
+        Given the header pages of all live records, it voids every other record on the drive.
         """
         if live_pages is not None:
             crc = write_roll(self.disk, self.superblock, 1 - self.superblock.roll_copy, live_pages)
@@ -81,11 +81,11 @@ class Volume:
         self._next_epoch(generation_ceiling=self._ceiling_above(self._next_generation))
 
     def end_epoch(self) -> None:
-        """Begin the epoch of a closed store, durably; generations that were not used are given back."""
+        """Begin the epoch of a closed store, durably; unused generations are given back."""
         self._next_epoch(generation_ceiling=self._next_generation)
 
     def note_nothing_plain(self) -> None:
-        """Say, durably, that nothing on the drive is in the clear."""
+        """Record, durably, that nothing on the drive is in the clear."""
         self._write(self.superblock._replace(plain_below=0))  # waits for the drive, once
 
     def skip_generations(self, used: int) -> None:
@@ -101,7 +101,7 @@ class Volume:
         return generation
 
     def take_generations(self, count: int) -> int:
-        """Return the first of so many generations, one after the other."""
+        """Return the first of `count` consecutive generations."""
         first = self._next_generation
         if first + count > self.superblock.generation_ceiling:
             self._reserve(first + count - 1)

@@ -1,11 +1,11 @@
-"""The way of a record off the drive: its header page is overwritten with zeros, then its pages are free.
+"""Removes records from the drive: the header page is overwritten with zeros, then the pages are free.
 
 Always holds: pages are free only after the header that claimed them is gone from the drive; a record that is
-being read is wiped after that; those who wait hear in the order in which they came, after all wipes before;
+being read is wiped after that; callbacks are called in the order of their calls, after all earlier wipes;
 a failed wipe stops the store, so that its next opening makes a roll ("Freeing" in the record format's page has
 the argument).
 
-It doesn't touch the index: what is wiped has left it before.
+It doesn't touch the index: records have left it before they are wiped.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Wipes:
         self._zeros = mmap.mmap(-1, PAGE_BYTES)
         self.zeros_address = ctypes.addressof(ctypes.c_char.from_buffer(self._zeros))
         self._waiting: deque[_Wipe | Wiped] = deque()
-        self._pinned: list[_Wipe] = []  # of those that wait, the ones that the drive doesn't have yet
+        self._pinned: list[_Wipe] = []  # of the waiting ones, those that the drive doesn't have yet
         self._read: list[
             tuple[int, Callable[[], None]]
-        ] = []  # first pages of what somebody reads, and who waits
+        ] = []  # first pages of records that are being read, and their callbacks
         self.pending = 0
-        self.pending_pages = 0  # that will be free
+        self.pending_pages = 0  # pages that will be free
 
     def free(
         self, records: Iterable[tuple[int, int]], then: Wiped | None = None, *, instead: Freed | None = None
     ) -> None:
         """Wipe and free records, by offset and length of payload; call back when all begun so far are wiped.
 
-        `instead` of being free, their pages are given to somebody: the first, and how many.
+        `instead` gets their pages (the first, and how many) instead of freeing them.
         """
         are_read, is_pinned = self._extents.pinned > 0, self._extents.is_pinned
         unread: list[tuple[int, int]] = []
@@ -73,7 +73,7 @@ class Wipes:
             self._waiting.append(then)
 
     def when_unread(self, page: int, then: Callable[[], None]) -> None:
-        """Call back when nobody reads the record that begins here; that may be at once."""
+        """Call back when the record that begins here is not being read; that may be at once."""
         if self._extents.is_pinned(page):
             self._read.append((page, then))
             self.pending += 1
@@ -136,7 +136,7 @@ class _Wipe:
 
     def __init__(self, wipes: Wipes, extents: list[tuple[int, int]], instead: Freed | None) -> None:
         self._wipes = wipes
-        self.extents = extents  # first page, and how many
+        self.extents = extents  # first page, and length
         self.pages = sum(pages for _, pages in extents)
         self.size_bytes = len(extents) * PAGE_BYTES
         self.instead = instead

@@ -5,15 +5,15 @@ Always holds:
 - The order rule ("Why jumping is sound" in the record format's page): generations are given in the order
   of allocation, and a record is published only when all with a lower generation have been written. After a
   failed write none with a higher one is published and nothing more is allocated, until the store is opened
-  anew.
+  again.
 - A failed sync or write is never retried.
-- A sync stands for what had ended when it began, and for nothing else.
-- A record that finds no room waits, and all that come after it wait behind it, until `resume` finds room or
-  `refuse_first` says that there will be none. So what comes free meanwhile is not taken bit by bit by smaller ones.
-- A lane (`nic_offload.lane`) writes records by itself on ground that it was lent, pages and generations. Its ground
-  stands among the records in the order of generations, and is taken back before the next one of ours begins.
+- A sync covers the writes that had ended when it began, and nothing else.
+- A record that finds no room waits, and all later ones wait behind it, until `resume` finds room or `refuse_first`
+  reports that there will be none. So freed pages are not taken bit by bit by smaller records meanwhile.
+- A lane (`nic_offload.lane`) writes records itself, on the ground lent to it: pages and generations. Its ground
+  is ordered among the records by generation, and is taken back before the next record of ours begins.
 - An encrypted record waits until its domain has a key that survives power loss, and later ones of the same step of a
-  session wait behind it. It is encrypted into memory of its own: no slot is changed, nothing is written in the clear.
+  session wait behind it. It is encrypted into separate memory: no slot is changed, nothing is written in the clear.
 
 It doesn't know what records are for: their owners publish and report them.
 """
@@ -54,7 +54,7 @@ class Owner(Protocol):
     """A part of the store that writes records."""
 
     def publish(self, records: Sequence[RecordWrite]) -> None:
-        """Make records that are whole on the drive known; StorageError if that cannot be."""
+        """Publish records that are complete on the drive; StorageError if that fails."""
         ...
 
     def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
@@ -66,7 +66,7 @@ class Lane(Protocol):
     """The C core's writer, on ground lent to it."""
 
     def lend(self, ground: Ground) -> tuple[int, Ground] | None:
-        """Take ground in the place of what it had, which is returned as by `seal`; None if it has failed."""
+        """Replace its ground, and return the old one as `seal` does; None if it has failed."""
         ...
 
     @property
@@ -88,10 +88,10 @@ class Lane(Protocol):
 
 
 class RecordWrite:
-    """One record on its way to the drive."""
+    """One record being written."""
 
     reads: Final = False
-    waits_for_room = True  # or else it is refused, with NoSpace, where there is none
+    waits_for_room = True  # otherwise it is refused, with NoSpace, if there is none
 
     __slots__ = (
         "_writes",
@@ -118,12 +118,12 @@ class RecordWrite:
         domain: bytes = NO_DOMAIN,
     ) -> None:
         self._writes = writes
-        self.tenant = tenant  # whose turn it takes, and
-        self.domain = domain  # for which of its erase domains it is
-        self.key_name: KeyName | None = None  # it is encrypted with this
-        self.staged = 0  # where it is encrypted, while it is being written
+        self.tenant = tenant  # the tenant whose turn it takes,
+        self.domain = domain  # and the erase domain of that tenant
+        self.key_name: KeyName | None = None  # the key that encrypts it
+        self.staged = 0  # the address of its encrypted bytes, while it is being written
         self.owner = owner
-        self.order: object = None  # of which all records are queued as they are added
+        self.order: object = None  # records with one order are queued in the order in which they are added
         self.address = address
         self.size_bytes = size_bytes
         self.generation = 0
@@ -160,18 +160,18 @@ class Writes:
         note_begun: Callable[[int], object],
         note_lent: Callable[[int, Ground | None], object] = lambda *_: None,
     ) -> None:
-        """`note_synced` is told up to which generation all that was written survives power loss.
+        """`note_synced` gets the generation up to which everything written survives power loss.
 
-        `note_begun` is told of the last generation that was given before a record with it can be on the drive, and
-        `note_lent` of ground before a lane has it, with a number for it, until all that stands there is published.
+        `note_begun` gets the last generation that was given, before a record with it can be on the drive; `note_lent`
+        gets ground, with a number, before a lane has it, until everything on it is published.
         """
         self._volume = volume
         self._keys = volume.keys
         self.staging = Staging()
-        self.without_keys = 0  # records that wait for keys of their domains, or for others that do
+        self.without_keys = 0  # records that wait for keys of their domains, or behind others that do
         self._behind: dict[
             object, deque[RecordWrite]
-        ] = {}  # by orders, those with a record that waits for its key
+        ] = {}  # by order, for orders with a record that waits for its key
         self._note_synced = note_synced
         self._note_begun = note_begun
         self._note_lent = note_lent
@@ -181,16 +181,16 @@ class Writes:
         self._bare: list[RecordWrite] = []  # begun, and without headers so far
         self._begun: deque[RecordWrite | _Lent] = deque()  # given to the drive and not retired, by generation
         self.lane: Lane | None = None
-        self.lends = True  # no ground is lent otherwise
+        self.lends = True  # whether ground is lent
         self._lent: _Lent | None = None  # what the lane has now
-        self._on_lanes: deque[_Lent] = deque()  # all that is not over
+        self._on_lanes: deque[_Lent] = deque()  # all that are not over
         self._awaiting: list[AfterSync] = []
         self._unhurried: list[AfterSync] = []
-        self._at_once = False  # these wait for the next sync, which is to be soon
+        self._at_once = False  # the next sync must be soon
         self._sync: _Sync | None = None
         self._waiting: deque[RecordWrite] = deque()  # for room
-        self._resumed: RecordWrite | None = None  # had waited, and is queued again
-        self.queued_pages = 0  # of all that have no place yet
+        self._resumed: RecordWrite | None = None  # it waited, and is queued again
+        self.queued_pages = 0  # of all records that have no place yet
         self.begun = self.ended = self.syncs = 0  # records given to the drive, and retired; syncs
         self._published_generation = self.synced_generation = volume.last_generation  # opening has synced
         note_synced(self.synced_generation)
@@ -297,14 +297,14 @@ class Writes:
 
     @property
     def needs_ground(self) -> bool:
-        """Whether the lane has little left or none, and no record of ours is about to take it back."""
+        """Whether the lane has little ground left or none, and no record of ours is about to take it back."""
         lane = self.lane
         if lane is None or not self.lends or self.stopped is not None or self.queued_pages or self._waiting:
             return False
         return self._lent is None or self._lent.is_low(lane.left)
 
     def lend(self, pages: int) -> None:
-        """Lend the lane ground that it needs: so many pages, or as many as are contiguous.
+        """Lend the lane ground that it needs: this many pages, or as many as are contiguous.
 
         It gives back what is left of its ground in the same step, so it is never without.
         """
@@ -329,7 +329,7 @@ class Writes:
         self._note_begun(generation + records - 1)
         self._note_lent(place, ground)
         lent, before = _Lent(ground, place), self._lent
-        # Between two grounds of a lane is nothing of anybody else's: it keeps the order on both by itself.
+        # If nothing else lies between two grounds of a lane, it keeps the order on both itself.
         is_next = before is not None and self._begun[-1] is before and before.is_clear
         self._begun.append(lent)
         self._on_lanes.append(lent)
@@ -346,7 +346,7 @@ class Writes:
         self.settle_finished()
 
     def have_ended(self, begun: int) -> bool:
-        """Return whether as many writes have ended, and all that stands on ground that was lent."""
+        """Return whether this many writes have ended, and all records on lent ground."""
         return self.ended >= begun and not self._on_lanes
 
     def seal(self) -> None:
@@ -362,7 +362,7 @@ class Writes:
             self._extents.release(left.page, left.pages, unwritten=True)
 
     def ended_on_lane(self, ended: Iterable[tuple[RecordWrite, int, int, int]]) -> None:
-        """Note the lane's records in the order of generations, which follow, with offset and result of each."""
+        """Note the lane's records in the order of their generations, with generation, offset and result of each."""
         for record, generation, offset, result in ended:
             lent = next(lent for lent in self._on_lanes if generation < lent.until)
             record.generation, record.offset, record.result = generation, offset, record.size_bytes
@@ -374,13 +374,13 @@ class Writes:
                 record.end(result)
 
     def lane_is_lost(self, error: StorageError) -> None:
-        """Wait no more for what stands on a lane's ground."""
+        """Stop waiting for records on a lane's ground."""
         self.stop(error, 0)
         for lent in self._on_lanes:
             lent.left = 0
 
     def _take_from(self, lent: _Lent) -> Sequence[RecordWrite]:
-        """What has ended on ground that is the first of all that is under way."""
+        """The records that have ended on ground that is the first of everything under way."""
         if not lent.is_clear:
             self._clear(lent)
         ended, lent.ended = lent.ended, []
@@ -392,9 +392,9 @@ class Writes:
             self.lane.clear(lent.until)
 
     def after_sync(self, then: AfterSync, *, unhurried: bool = False) -> None:
-        """Call back when all that has ended by now is synced, or never will be.
+        """Call back when everything that has ended so far is synced, or never will be.
 
-        What is unhurried waits until somebody else needs a sync, or too many wait.
+        An unhurried callback waits until another one needs a sync, or too many wait.
         """
         if self.sync_failed:
             then(self.stopped_again())
@@ -450,7 +450,7 @@ class Writes:
         """Fill in the headers of all writes that have begun, before the drive gets any of them."""
         if self._bare:
             self._note_begun(self._bare[-1].generation)
-            # What another tenant left in a slot must not reach the drive behind the payload.
+            # What another tenant left in a slot must not reach the drive after the payload.
             if self._keys is None:
                 self._volume.codec.pack(
                     (record.address, record.size_bytes, record.offset, record.header())
@@ -540,7 +540,7 @@ class Writes:
 
 
 class _Lent:
-    """Ground that a lane has, or had, until all that stands on it is published."""
+    """Ground that a lane has, or had, until everything on it is published."""
 
     __slots__ = ("ended", "ground", "is_clear", "left", "place", "told", "until")
 
@@ -551,10 +551,10 @@ class _Lent:
         self.ended: list[RecordWrite] = []  # and not retired
         self.told = 0  # how many have ended
         self.left: int | None = None  # how many have not, once no more begin
-        self.is_clear = False  # all before it have ended, or are the lane's own, and it knows
+        self.is_clear = False  # all earlier ones have ended or are the lane's own, and the lane knows
 
     def is_low(self, unused: Ground) -> bool:
-        """Whether the lane may have used the rest before anybody looks again."""
+        """Whether the lane may use up the rest before the next check."""
         return 2 * unused.pages < self.ground.pages or 2 * unused.records < self.ground.records
 
     @property
@@ -564,7 +564,7 @@ class _Lent:
 
 
 class _Sync:
-    """One fdatasync, for all that had ended when it began."""
+    """One fdatasync, for everything that had ended when it began."""
 
     __slots__ = ("_writes", "awaited", "generation")
     size_bytes: int = 0

@@ -1,11 +1,11 @@
 """Acknowledgement words: 8 bytes that a node puts into a client's memory to report a block's progress.
 
 A word is `generation << 8 | code`. The generation is the lease's (for a put) or one of the client's own
-(for a fetch), so a word of an earlier use is never taken for one of now. Codes of a put only rise: a watch
+(for a fetch), so a word of an earlier use is never mistaken for a current one. Codes of a put only rise: a watch
 that waits for WRITTEN sees LANDED on the way and ends at the first code that is not below WRITTEN.
 
-A failed put's code is the same error at both ends, with a sentence of its own; the node's, which says more, is asked
-for by gRPC (`kvstore.client.failures`).
+A failed put's code is the same error at both ends, with its own sentence; the node's sentence, which has more details,
+is requested by gRPC (`kvstore.client.failures`).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class AckCode(enum.IntEnum):
     DIFFERS = 0x47
     DOMAIN_REQUIRED = 0x48
     BEING_ERASED = 0x49
-    SCATTERED = 0x7D  # no node says so: a client's core has copied the block into its pieces
-    CANCELLED = 0x7E  # nothing of it will be written any more
+    SCATTERED = 0x7D  # never sent by a node: a client's core has copied the block into its pieces
+    CANCELLED = 0x7E  # nothing more of it will be written
     SERVED = 0x7F
 
 
@@ -95,7 +95,7 @@ def ack_word(generation: int, code: int) -> int:
 
 
 def code_of_error(error: KvError) -> AckCode:
-    """How a put's failure travels."""
+    """The code of a put's failure."""
     for code, (kind, _) in _ERRORS.items():
         if isinstance(error, kind):
             return AckCode(code)
@@ -103,7 +103,7 @@ def code_of_error(error: KvError) -> AckCode:
 
 
 def error_of_code(code: int) -> KvError | None:
-    """The error that a put's final code stands for; None: it is as durable as it says."""
+    """The error that a put's final code stands for; None: it is as durable as the code says."""
     if code in (AckCode.LANDED, AckCode.WRITTEN, AckCode.SYNCED):
         return None
     known = _ERRORS.get(code)
@@ -114,12 +114,12 @@ def error_of_code(code: int) -> KvError | None:
 
 
 def code_of_miss(reason: MissReason) -> int:
-    """How a fetch's miss travels."""
+    """The code of a fetch's miss."""
     return _MISS | reason
 
 
 def miss_of_code(code: int) -> Miss | None:
-    """What a fetch's code means; None: the bytes are in the client's memory."""
+    """The miss that a fetch's code stands for; None: the bytes are in the client's memory."""
     if code in (AckCode.SERVED, AckCode.SCATTERED):
         return None
     if code == AckCode.CANCELLED:

@@ -1,10 +1,10 @@
-"""Calls over the fabric: the two that are made for every batch of blocks, without gRPC's half millisecond.
+"""Calls over the fabric: the two that every batch of blocks needs, without gRPC's half millisecond.
 
-A client puts a call into one of its places in the node's memory, the flag behind it; the node answers with an 8-byte
-word in the client's memory, and before it with bytes, if there are any to say. The calls are `Fetch` and `Reserve` of
-`kvstore.proto` and mean the same there and here.
+A client puts a call into one of its places in the node's memory, followed by the flag; the node answers with an 8-byte
+word in the client's memory, preceded by bytes if the answer has any. The calls are `Fetch` and `Reserve` of
+`kvstore.proto`, with the same meaning.
 
-A place of the node holds one call: `head | metadata | rows`. Flags of all places come first, a page of them.
+A place of the node holds one call: `head | metadata | rows`. Before all places is a page with their flags.
 
     head       crc32c of all that follows, length in bytes, generation, kind, flags, durability, bytes of metadata,
                blocks, ack word, lease_ms, expires_unix_ms, fingerprint
@@ -20,8 +20,8 @@ payload, flag) or an error (bytes of its name, retry_after_ms; name; sentence).
 Where the connection is sealed (`kvstore.wire.seal`), a tag of 8 bytes follows a call or an answer; the length does not
 count it.
 
-What always holds: the n-th call of a place has the generation `first + n`, so a flag or an answer of an earlier one is
-never taken for one of now; what a checksum, length or generation contradicts is a ProtocolError, and nothing is done.
+What always holds: the n-th call of a place has the generation `first + n`, so a flag or answer of an earlier call is
+never mistaken for a current one; a wrong checksum, length or generation is a ProtocolError, and nothing is done.
 All numbers are little-endian.
 """
 
@@ -81,7 +81,7 @@ CALL_BYTES = 72 << 10
 ANSWER_BYTES = 36 << 10
 AREA_BYTES = PAGE_BYTES + CALL_PLACES * CALL_BYTES
 
-_HEAD = struct.Struct("<IIQ4BIIII4xQ16s")  # as a compiler would lay it out, and so are the rows
+_HEAD = struct.Struct("<IIQ4BIIII4xQ16s")  # as a compiler would lay it out; so are the rows
 _HEADER = struct.Struct("<BHB")
 _FETCH = struct.Struct("<32sIIQQQ")
 _PART = struct.Struct("<32sIIQQQII")
@@ -104,26 +104,24 @@ class CallKind(enum.IntEnum):
 
     FETCH = 1
     RESERVE = 2
-    FETCH_PARTS = 3  # of a node that has said that it sends them
-    RESERVE_IN_DOMAINS = 4  # for blocks that name them
+    FETCH_PARTS = 3  # only for a node that has announced that it sends parts
+    RESERVE_IN_DOMAINS = 4  # for blocks that name their domains
 
     @property
     def reserves(self) -> bool:
-        """Whether it asks for slots, and not for blocks."""
+        """Whether it requests slots rather than blocks."""
         return self in (CallKind.RESERVE, CallKind.RESERVE_IN_DOMAINS)
 
 
-ROWS = (
-    4  # flag of a call: its client may be told of single blocks where they are in memory that it has mapped
-)
+ROWS = 4  # flag of a call: its client accepts locations of single blocks in memory that it has mapped
 TELLS = 1  # flag of a call: its metadata must be processed before it is answered
 
 
 class AnswerCode(enum.IntEnum):
-    """What the word of an answer says."""
+    """The code in the word of an answer."""
 
     DONE = 1
-    BYTES = 2  # and the answer's bytes are in the client's place
+    BYTES = 2  # the answer's bytes are in the client's place
 
 
 _ROW_OF = {
@@ -135,7 +133,7 @@ _ROW_OF = {
 
 
 class FetchRow(NamedTuple):
-    """A block that is wanted, and where."""
+    """A requested block, and its destination."""
 
     key: bytes
     length: int
@@ -144,7 +142,7 @@ class FetchRow(NamedTuple):
     target: int
     target_key: int
     skip: int = 0
-    part: int = 0  # so many bytes of the block, behind the first `skip`; 0: all
+    part: int = 0  # this many bytes of the block, after the first `skip`; 0: all
 
 
 class ReserveRow(NamedTuple):
@@ -157,7 +155,7 @@ class ReserveRow(NamedTuple):
 
 
 class Leased(NamedTuple):
-    """What a client was given for a block: a slot, or the word that it is stored already."""
+    """The result for a block: a slot, or that it is stored already."""
 
     slot: int
     already_stored: bool
@@ -168,7 +166,7 @@ class Leased(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, but for its rows."""
+    """One call, without its rows."""
 
     generation: int
     kind: CallKind
@@ -183,7 +181,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The blocks of a call, of its own kind; the other kind's are none."""
+    """The blocks of a call, in the list of its kind; the other list is empty."""
 
     fetch: Sequence[FetchRow] = ()
     reserve: Sequence[ReserveRow] = ()
@@ -193,12 +191,12 @@ class Rows:
 
 
 def flag_offset(place: int) -> int:
-    """Where a place's flag is, from the start of the node's area."""
+    """The offset of a place's flag from the start of the node's area."""
     return place * 8
 
 
 def call_offset(place: int) -> int:
-    """Where a place is."""
+    """The offset of a place."""
     return PAGE_BYTES + place * CALL_BYTES
 
 
@@ -212,7 +210,7 @@ def rows_of_fetch(rows: Iterable[FetchRow | tuple[bytes, int, int, int, int, int
 
 
 def rows_of_parts(rows: Iterable[FetchRow]) -> bytes:
-    """Parts of blocks, of a fetch."""
+    """The parts of blocks of a fetch."""
     return b"".join([_PART.pack(*row) for row in rows])
 
 
@@ -224,7 +222,7 @@ def rows_of_reserve(rows: Iterable[ReserveRow], *, in_domains: bool = False) -> 
 
 
 def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
-    """Take a call apart; ProtocolError if it is none, or not the one that is due."""
+    """Parse a call; ProtocolError if it is not a call, or not the expected one."""
     _check(data, generation, _HEAD.size)
     (
         _,
@@ -324,7 +322,7 @@ def error_bytes(generation: int, error: KvError) -> bytes:
 
 
 def leases_of(data: bytes, generation: int) -> list[Leased]:
-    """Take an answer apart: what was leased, or the error is raised."""
+    """Parse an answer: return the leases, or raise the error."""
     _check(data, generation, _ANSWER.size + _ERROR.size)
     kind = _ANSWER.unpack_from(data)[3]
     if kind == _ROWS:
@@ -346,13 +344,13 @@ def _summed(data: bytes) -> bytes:
 
 
 def length_said(start: bytes) -> int:
-    """How long a call or an answer says it is, given its first `LENGTH_END` bytes; 0 if that can't be."""
+    """The length that a call or an answer states in its first `LENGTH_END` bytes; 0 if that is impossible."""
     length = int.from_bytes(start[_CRC_BYTES:], "little")
     return length if length <= CALL_BYTES else 0
 
 
 def _check(data: bytes, generation: int, least_bytes: int) -> None:
-    """Refuse what is not whole, or is not the one that is due."""
+    """Refuse bytes that are damaged, or not the expected call or answer."""
     if len(data) < least_bytes or length_said(data[:LENGTH_END]) != len(data):
         raise ProtocolError("A fabric message does not have the length it states.")
     if crc32c(data[_CRC_BYTES:]) != int.from_bytes(data[:_CRC_BYTES], "little"):

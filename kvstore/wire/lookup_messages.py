@@ -1,4 +1,4 @@
-"""Look-ups as messages, for the wire and for the log on disk.
+"""Lookups as messages, for the wire and for the log on disk.
 
 What always holds: kinds and outcomes of a later version are read as UNSPECIFIED; texts are cut to their bounds when
 written.

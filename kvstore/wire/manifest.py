@@ -1,11 +1,11 @@
-"""The codec of sessions and chunks, the payloads of which `docs/record-format.md` has.
+"""The codec of sessions and chunks, whose payloads `docs/record-format.md` describes.
 
-It is pure. Bad bytes are None, never an exception: a recovery meets what a crash left.
+It is pure. Bad bytes are None, never an exception: a recovery finds what a crash left.
 
-Always holds: what `parse_manifest` gives packs to the same bytes, and its turns follow each other without a gap from
-block 0 to the last; a chunk's key is made of its keys, so equal chunks of a tenant, or of a user, are one.
+Always holds: a manifest from `parse_manifest` packs to the same bytes, and its turns follow each other without a gap
+from block 0 to the last; a chunk's key is derived from its keys, so equal chunks of a tenant, or of a user, are one.
 
-It doesn't check CRCs, nor whether the blocks and chunks that are named exist.
+It doesn't check CRCs, or whether the named blocks and chunks exist.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Turn(NamedTuple):
     """A turn of a session: it has the blocks from its first one to the next turn's."""
 
     first_block: int
-    tokens: int  # whose KV its blocks hold
+    tokens: int  # the tokens whose KV its blocks hold
     at_ms: int  # when it began, since 1970
 
 
 class Manifest(NamedTuple):
-    """A session: whose it is, its whole chunks by their keys, the block keys behind them, its turns, its label."""
+    """A session: its user, its full chunks by their keys, the block keys after them, its turns, its label."""
 
     user: bytes
     session: bytes
@@ -71,7 +71,7 @@ class Manifest(NamedTuple):
     tail: tuple[bytes, ...]
     turns: tuple[Turn, ...] = ()
     label: bytes = b""
-    expires_ms: int = 0  # 0: it does not end by itself
+    expires_ms: int = 0  # 0: never
     protected: int = 0  # how many of its first blocks are protected from eviction
     epoch: int = 0  # that of the cluster's node that ordered it
 
@@ -87,7 +87,7 @@ def session_key(user: bytes, session: bytes) -> bytes:
 
 
 def chunk_key(payload: bytes, user: bytes = b"") -> bytes:
-    """The key of a chunk's record: of a user's own, or of one that users of a tenant share, as in the clear."""
+    """The key of a chunk's record: of a user's own chunk, or of one that the users of a tenant share, in the clear."""
     return blake2b(payload + user, digest_size=KEY_BYTES, person=b"tkv chunk").digest()
 
 
@@ -97,10 +97,10 @@ def split_keys(joined: bytes) -> tuple[bytes, ...]:
 
 
 def cut_turns(turns: Sequence[Turn], blocks: int, left: int) -> tuple[Turn, ...]:
-    """The turns of the first `left` of so many blocks.
+    """The turns of the first `left` of this many blocks.
 
-    Of a turn that loses blocks, the tokens are those in proportion, rounded down: exact if its blocks have as many
-    each, and no more than are there if only its last one had fewer.
+    A turn that loses blocks keeps a proportional number of tokens, rounded down: exact if all its blocks have the same
+    number, and never too many if only its last one had fewer.
     """
     kept = [turn for turn in turns if turn.first_block < left]
     end = turns[len(kept)].first_block if len(kept) < len(turns) else blocks
@@ -125,7 +125,7 @@ def pack_manifest(manifest: Manifest) -> bytes:
 
 
 def label_of(payload: bytes) -> bytes:
-    """The label of a packed session, without a look at the rest; anything if that is not whole."""
+    """The label of a packed session, without reading the rest; undefined if the payload is damaged."""
     if len(payload) < _FIXED.size:
         return b""
     _, _, chunks, tail, turns, label = _FIXED.unpack_from(payload)
@@ -134,7 +134,7 @@ def label_of(payload: bytes) -> bytes:
 
 
 def parse_manifest(payload: bytes, label_bytes_max: int = SESSION_LABEL_BYTES_MAX) -> Manifest | None:
-    """Read a session's payload; None if it is none. An index may have longer labels."""
+    """Read a session's payload; None if it is invalid. An index may have longer labels."""
     if len(payload) < _FIXED.size:
         return None
     user, session, chunks, tail, turns, label = _FIXED.unpack_from(payload)
@@ -157,7 +157,7 @@ def parse_manifest(payload: bytes, label_bytes_max: int = SESSION_LABEL_BYTES_MA
 
 @lru_cache(SESSION_TURNS_CACHED)  # a step of a session reads the same turns several times
 def _read_turns(packed: bytes, blocks: int) -> tuple[Turn, ...] | None:
-    """The turns of a session with so many blocks; None if they don't follow each other."""
+    """The turns of a session with this many blocks; None if they don't follow each other."""
     read = tuple(map(Turn._make, _TURN.iter_unpack(packed)))
     return read if _follow_each_other(read, blocks) else None
 
@@ -179,7 +179,7 @@ def _parse_last(data: bytes) -> tuple[int, int, int] | None:
 
 
 def _follow_each_other(turns: Sequence[Turn], blocks: int) -> bool:
-    """Tell whether there is a turn for every block, and a block in every turn."""
+    """Whether there is a turn for every block, and a block in every turn."""
     firsts = [turn.first_block for turn in turns]
     if not firsts:
         return blocks == 0

@@ -1,12 +1,12 @@
-"""The messages of the service Batches with chunks left where they are: protobuf's own encoding, without its copies.
+"""The messages of the service Batches without copies of chunks: protobuf's own encoding.
 
-The generated classes copy a chunk two or three times on its way into a message and out of it, which costs more than to
-send it. Here a message is joined once from what stands in memory, and read as views into what has come.
+The generated classes copy a chunk two or three times on its way into a message and out of it, which costs more than
+sending it. Here a message is joined once from bytes in memory, and read as views into the received bytes.
 
-Always holds: what is made here the generated classes read, and the other way round; unknown fields are passed over;
-bytes that are no message are ProtocolError, and nothing behind the end of a message is looked at. A message has at most
+Always holds: the generated classes read what is made here, and the other way round; unknown fields are skipped;
+bytes that are not a message are a ProtocolError, and nothing after the end of a message is read. A message has at most
 `MESSAGE_FIELDS_MAX` fields, and a part of one `PART_FIELDS_MAX`. The parts of a message of puts are read one by one, as
-they are taken: a thousand at once would keep others waiting for milliseconds.
+they are taken: a thousand at once would delay others by milliseconds.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def got_parts(message: bytes) -> Iterator[GotPart]:
 
 
 def parse_put(message: bytes) -> PutMessage:
-    """Read a PutBatchRequest, but for its parts."""
+    """Read a PutBatchRequest, without its parts."""
     parts: list[memoryview] = []
     tenant, durability, expires_unix_ms = "", 0, 0
     for field, value in _fields(memoryview(message), MESSAGE_FIELDS_MAX):

@@ -1,13 +1,13 @@
 """The codec of a drive's superblock, its roll's place and its record headers, as `docs/record-format.md` has them.
 
 It is pure: bytes in, values out, and back. Bad bytes are an outcome (`Flaw`), never an exception, because
-a recovery meets millions of pages that are no header.
+a recovery reads millions of pages that are not headers.
 
-Always holds: a header is accepted only with the tag that this store's secret makes of its bytes, its drive
-and its own offset, and that of an encrypted record only if its key opens it; `pack` and `encrypt` fill the page to its
+Always holds: a header is accepted only with the tag that this store's secret makes from its bytes, its drive
+and its own offset, and an encrypted record's only if its key opens it; `pack` and `encrypt` fill the page to its
 end, so what a slot held before does not reach the drive.
 
-It doesn't check payloads (readers of payloads do), nor whether a header is the one that was expected.
+It doesn't check payloads (readers of payloads do), or whether a header is the expected one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ ENCRYPTED_MAGIC = b"TKVSEALD"
 _DRIVE_MAGIC = b"TKVDRIVE"
 _TAG_BYTES = 16
 _SUPERBLOCK = struct.Struct("<8sII16s16s32sQQQQQIIQI")
-_KEYRING = struct.Struct("<8sQQ")  # behind the superblock's CRC, with one of all before; or zeros
+_KEYRING = struct.Struct("<8sQQ")  # after the superblock's CRC, with a CRC of all before; or zeros
 _CRC = struct.Struct("<I")
 _MAGIC_VERSION = struct.Struct("<8sI")
 _FIXED = struct.Struct("<8sHHI32s16s16sQQI4x")  # what the tag covers
@@ -83,7 +83,7 @@ _ENCRYPTED_EXPIRES_AT = 24  # and of one that is encrypted
 _ENCRYPTED_ROW = vault.row_of(_FIXED.format[1:])
 _IDENTITY_BYTES = 72 + 16  # of an encrypted record, and its tag
 
-HEADER_USED_BYTES = _HEADER.size + _IDENTITY_BYTES  # the rest of the page is zeros, and not looked at
+HEADER_USED_BYTES = _HEADER.size + _IDENTITY_BYTES  # the rest of the page is zeros, and is ignored
 
 assert struct.calcsize("<32s16s16s") == KEY_BYTES + TENANT_BYTES + FINGERPRINT_BYTES
 assert HEADER_USED_BYTES <= SECTOR_BYTES, "a header lies in one sector"
@@ -111,7 +111,7 @@ class Flaw(enum.Enum):
 
 
 class KeyringMark(NamedTuple):
-    """Which keyring a drive's records are encrypted with, and how far that had changed when the drive was told."""
+    """The keyring that encrypts a drive's records, and its count of changes when this was written."""
 
     id: bytes  # of the store's key, which stays the same in every rotation
     sequence: int
@@ -132,7 +132,7 @@ class Superblock(NamedTuple):
     roll_copy: int
     roll_crc32c: int
     set_number: int  # of the last set of drives that this one was part of
-    set_drives: int  # how many drives the store had then, those left out included
+    set_drives: int  # how many drives the store had then, including those left out
     keyring: KeyringMark | None = None  # None: no record is encrypted
     plain_below: int = 0  # records of lower generations, and free pages, may be in the clear; 0: nothing is
 
@@ -148,11 +148,11 @@ class Header(NamedTuple):
     length: int
     crc32c: int
     expires_ms: int
-    domain: int = 0  # the number of the key that it is encrypted with, from 1 on; 0: it is in the clear
+    domain: int = 0  # the number, from 1, of the key that it is encrypted with; 0: it is in the clear
 
 
 def record_bytes(length: int) -> int:
-    """Bytes on the drive of a record with a payload of `length` bytes: whole pages, the header's included."""
+    """Bytes on the drive of a record with a payload of `length` bytes: whole pages, including the header's."""
     return HEADER_BYTES + -(-length // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -167,7 +167,7 @@ def roll_offset(capacity_bytes: int, copy: int) -> int:
 
 
 def records_begin(capacity_bytes: int) -> int:
-    """Where the first record may stand."""
+    """Where the first record may be."""
     return roll_offset(capacity_bytes, ROLL_COPIES)
 
 
@@ -224,7 +224,7 @@ def parse_superblock(page: bytes) -> Superblock | Flaw:
 
 
 def foreign_version(page: bytes) -> int | None:
-    """Tell the format version of a superblock that is not of ours, or None if it is no superblock at all."""
+    """The format version of a superblock, if it is not ours; None if this is no superblock at all."""
     magic, version = _MAGIC_VERSION.unpack_from(page)
     return version if magic == _DRIVE_MAGIC and version != FORMAT_VERSION else None
 
@@ -253,14 +253,14 @@ class HeaderCodec:
 
     @property
     def magics(self) -> tuple[bytes, ...]:
-        """Return how the headers begin that it can read."""
+        """Return the first bytes of the headers that it can read."""
         return (RECORD_MAGIC,) if self.cipher is None else (RECORD_MAGIC, ENCRYPTED_MAGIC)
 
     def pack(self, records: Iterable[tuple[int, int, int, Header]]) -> None:
-        """Write whole header pages, and zeros behind payloads.
+        """Write whole header pages, and zeros after payloads.
 
-        Of each record: the address of its memory and how many bytes of it are written, none behind the header page to
-        leave them as they are; its offset on the drive; its header.
+        For each record: the address of its memory and how many bytes of it are written, none after the header page to
+        leave them unchanged; its offset on the drive; its header.
         """
         write_tagged(
             self._secret,
@@ -297,9 +297,9 @@ class HeaderCodec:
         )
 
     def encrypt(self, records: Sequence[tuple[int, int, int, int, vault.KeyName, Header]]) -> None:
-        """Encrypt whole records, zeros behind their payloads; KeyError if a key is gone.
+        """Encrypt whole records, with zeros after their payloads; KeyError if a key is gone.
 
-        Of each: where it lies, and where it goes, in memory; its size; its offset on the drive; its key; its header.
+        For each: its source and target in memory; its size; its offset on the drive; its key; its header.
         """
         assert self.cipher is not None
         rows = [
@@ -360,7 +360,7 @@ class HeaderCodec:
         return Header(kind, key, tenant, fingerprint, generation, length, crc, expires_ms)
 
     def open(self, page: int, offset: int) -> tuple[Header | Flaw, vault.Decryption | None]:
-        """Open the header page at this address, and what decrypts the payload if it is encrypted."""
+        """Open the header page at this address; also return the decryption of an encrypted payload."""
         if self.cipher is None or ctypes.string_at(page, len(ENCRYPTED_MAGIC)) != ENCRYPTED_MAGIC:
             return self.parse(ctypes.string_at(page, HEADER_USED_BYTES), 0, offset), None
         opened = self.cipher.open(offset, page)
@@ -394,7 +394,7 @@ class HeaderCodec:
             return header if is_whole and decryption.is_authentic() else Flaw.CHECK
 
     def put_off(self, page: int, offset: int, expires_ms: int) -> None:
-        """Write a later time to expire into the header page at this address, which is authentic."""
+        """Write a later expiry into the header page at this address, which is authentic."""
         is_encrypted = ctypes.string_at(page, len(ENCRYPTED_MAGIC)) == ENCRYPTED_MAGIC
         assert not is_encrypted or self.cipher is not None
         at = _ENCRYPTED_EXPIRES_AT if is_encrypted else _EXPIRES_AT

@@ -1,7 +1,7 @@
-"""Keys with which the two ends of a connection know each other's words, heads, calls and answers over the fabric.
+"""Keys with which the two ends of a connection authenticate words, heads, calls and answers over the fabric.
 
-The node makes a secret for each connection and says it in the answer to `Attach`, inside TLS where there is TLS. Each
-direction has a key of its own, made from it; what is tagged with them, and how, is in `nic_offload/seal.c`.
+The node makes a secret for each connection and sends it in the answer to `Attach`, inside TLS where there is TLS. Each
+direction has its own key, derived from it; `nic_offload/seal.c` says what is tagged with them, and how.
 
 What always holds: a secret is used for one connection, and its repr doesn't show it.
 """
@@ -35,7 +35,7 @@ class Seal:
 
     @classmethod
     def fresh(cls) -> Seal:
-        """One that nobody has."""
+        """Make a new secret."""
         return cls(secrets.token_bytes(SECRET_BYTES))
 
     @property
@@ -47,9 +47,9 @@ class Seal:
         return hashlib.blake2b(key=self._secret, person=direction, digest_size=SECRET_BYTES).digest()
 
     def put_on_node(self, endpoint: Endpoint) -> None:
-        """The endpoint is the node's."""
+        """Seal the node's endpoint."""
         endpoint.seal(self._key(_TO_CLIENT), self._key(_TO_NODE))
 
     def put_on_client(self, endpoint: Endpoint, words: Region) -> None:
-        """The endpoint is the client's, whose acknowledgements come into `words`."""
+        """Seal the client's endpoint, whose acknowledgements arrive in `words`."""
         endpoint.seal(self._key(_TO_NODE), self._key(_TO_CLIENT), words)

@@ -1,4 +1,4 @@
-"""What a client and its node say to each other over the socket where memory is handed over: docs/wire.md."""
+"""The messages between a client and its node on the socket over which memory is passed: docs/wire.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 __all__ = ["HAS_HOT", "HAS_SLOTS", "MAPPED", "ROW_BYTES"]
 
-HAS_HOT: Final = 1  # of the answer to a pass: a descriptor of the hot memory follows;
+HAS_HOT: Final = 1  # in the answer to a pass: a descriptor of the hot memory follows;
 HAS_SLOTS: Final = 2  # followed by the slots', the doorbell that the client rings, and the client's own
-ROW_BYTES: Final = 64  # for each word of a client's fetches: where the node says in which place a block is
-MAPPED: Final = b"\1"  # by a client that has its slots mapped, and in answer to that
+ROW_BYTES: Final = 64  # for each word of a client's fetches: where the node gives a block's location
+MAPPED: Final = b"\1"  # sent by a client that has mapped its slots, and in answer to that

@@ -1,4 +1,4 @@
-"""How the error tree travels in gRPC: a status code for everybody, the error's own name for our client."""
+"""The error tree in gRPC: a status code for all clients, and the error's own name for ours."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def trailers_of(error: KvError) -> tuple[tuple[str, str], ...]:
 
 
 def code_of(error: KvError) -> kvstore_pb2.ErrorCode:
-    """The number of its kind, or of the next kind above it that has one."""
+    """The number of its kind, or of the nearest kind above it that has one."""
     for kind in type(error).__mro__:
         name = "ERROR_CODE_" + _BEFORE_CAPITAL.sub("_", kind.__name__).upper()
         if name in kvstore_pb2.ErrorCode.keys():  # noqa: SIM118 - it is no dictionary
@@ -89,7 +89,7 @@ def code_of(error: KvError) -> kvstore_pb2.ErrorCode:
 
 
 def error_named(name: str, sentence: str, retry_after_ms: int) -> KvError:
-    """The error of this name; one of a newer node's that is not known here is a StorageError."""
+    """The error of this name; a newer node's error that is unknown here is a StorageError."""
     kind = _kind(name) or errors.StorageError
     return errors.Overloaded(sentence, retry_after_ms) if kind is errors.Overloaded else kind(sentence)
 
@@ -115,7 +115,7 @@ def error_from_rpc(doing: str, failure: grpc.RpcError) -> KvError:
 
 
 def words_of(failure: grpc.RpcError) -> str:
-    """The details of a failed call; without a connection, a plain phrase in the place of gRPC's internals."""
+    """The details of a failed call; without a connection, a plain phrase instead of gRPC's internals."""
     if not isinstance(failure, grpc.Call):
         return ""
     detail = failure.details() or ""

@@ -24,7 +24,7 @@ _KNOWN = {int(step) for step in Step}
 
 
 def machine_clock() -> bytes:
-    """Return a digest of this boot of this machine, which CLOCK_MONOTONIC belongs to; empty if unknown."""
+    """Return a digest that identifies this boot of this machine, and so its CLOCK_MONOTONIC; empty if unknown."""
     try:
         return blake2b(_BOOT.read_bytes(), digest_size=STEP_CLOCK_BYTES).digest()
     except OSError:
@@ -32,7 +32,7 @@ def machine_clock() -> bytes:
 
 
 def seen_message(seen: Seen) -> pb.Seen:
-    """For the wire."""
+    """Encode for the wire."""
     return pb.Seen(
         step=cast("pb.Step", int(seen.step)),
         at_ns=seen.at_ns,
@@ -45,7 +45,7 @@ def seen_message(seen: Seen) -> pb.Seen:
 
 
 def seen_of(messages: Iterable[pb.Seen]) -> Iterator[Seen]:
-    """From the wire; steps that a later version has made up are left out."""
+    """Decode from the wire; steps that a later version has added are left out."""
     for message in messages:
         if int(message.step) in _KNOWN:
             yield Seen(

@@ -1,6 +1,6 @@
-"""The header by which a call says of which trace it is: `traceparent`, as W3C's Trace Context writes it.
+"""The header that names the trace of a call: `traceparent`, in the format of W3C's Trace Context.
 
-What always holds: what is not written exactly so is no parent, and no reason to refuse a call; two of them are none.
+What always holds: an invalid value, or two of them, counts as no parent, and is no reason to refuse a call.
 What it doesn't do: read `tracestate`, which is for vendors, or log what a caller wrote.
 """
 
@@ -34,7 +34,7 @@ class TraceParent(NamedTuple):
 
 
 def parent_in(metadata: Iterable[tuple[str, str | bytes]]) -> TraceParent | None:
-    """The parent that a call's metadata names; None if it names none, or not as it should."""
+    """The parent that a call's metadata names; None if it names none, or an invalid one."""
     said = [value for key, value in metadata if key == TRACEPARENT_HEADER]
     if len(said) != 1 or not isinstance(said[0], str) or len(said[0]) > TRACEPARENT_BYTES_MAX:
         return None

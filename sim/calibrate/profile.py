@@ -56,7 +56,7 @@ class Profile:
         return self.lines[name]
 
     def drive(self, way: str, depth: int) -> Line:
-        """The drive's fit: fio's random access if measured, otherwise whatever was."""
+        """The drive's fit: of fio's random access if measured, otherwise of what was."""
         for name in (f"drive.rand{way}.{depth}", f"drive.{way}.{depth}"):
             if name in self.lines:
                 return self.lines[name]
@@ -240,7 +240,7 @@ def measured_preset(profile: Profile, direction: Direction) -> Preset:
 
 
 def cluster_values(profile: Profile) -> dict[str, float]:
-    """A cluster with the numbers that a profile contains; the others stay."""
+    """The cluster's numbers that a profile contains; the others stay."""
     link, train = profile.line("link.put.1"), profile.line("link.put.train")
     copy = profile.line("memory.copy.1")
     write, read = (profile.drive(way, DRIVE_DEPTH) for way in ("write", "read"))

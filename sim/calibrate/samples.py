@@ -1,4 +1,4 @@
-"""Measurements in a JSON file, to be kept, shared and fitted again.
+"""Measurements in a JSON file, which can be kept, shared and fitted again.
 
 What always holds: seconds are those of one run of `count` messages (for a drive: of one message with `count` under
 way). A file in which something is missing is refused with the name of the missing part.
@@ -40,7 +40,7 @@ class Measured:
     notes: tuple[str, ...] = ()  # what could not be measured, and why
 
     def of(self, part: str, what: str | None = None) -> list[Sample]:
-        """Those of a part."""
+        """The points of a part."""
         return [one for one in self.samples if one.part == part and what in {None, one.what}]
 
 

@@ -1,4 +1,4 @@
-"""Which blocks a tier holds, and which ones are evicted when it is full, in the order of a policy.
+"""Which blocks a tier holds, and which are evicted when it is full, in the order of a policy.
 
 The policy is the store's own object (`lru`, `s3fifo`, or `package.module:Class`), because a simulator with its own
 eviction would only describe itself. It gets the same calls as in the store: `admitted`, `inherited`, `touched`,
@@ -41,11 +41,11 @@ class Policy(Protocol):
     """The part of the store's policies that a simulator needs; the store's has more calls."""
 
     def admitted(self, row: int, pages: int, name64: int) -> None:
-        """Take in a new block, which was never used yet."""
+        """Add a new block, which has not been used yet."""
         ...
 
     def inherited(self, row: int, pages: int, place: int) -> None:
-        """Let a row go no sooner than right after `place`, whose uses were its own too."""
+        """Order a row right after `place`, whose uses counted for it too."""
         ...
 
     def touched(self, rows: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class Policy(Protocol):
         ...
 
     def evicted(self, row: int, name64: int) -> None:
-        """Take a row out that has been evicted to make room."""
+        """Take out a row that was evicted to make room."""
         ...
 
     def candidate(self, steps: Steps) -> int:
@@ -68,12 +68,12 @@ class Lru:
         self._rows: OrderedDict[int, None] = OrderedDict()
 
     def admitted(self, row: int, pages: int, name64: int) -> None:
-        """Take in a row as the one used last."""
+        """Add a row as the most recently used one."""
         del pages, name64
         self._rows[row] = None
 
     def inherited(self, row: int, pages: int, place: int) -> None:
-        """Put a row behind `place`, which is the one used last: it has just been admitted, or put there itself."""
+        """Put a row after `place`, the most recently used one: it was just admitted, or put there itself."""
         del pages
         assert next(reversed(self._rows)) == place
         self._rows.move_to_end(row)
@@ -97,8 +97,8 @@ class Lru:
 
 _CALLS = ("admitted", "inherited", "touched", "evicted", "candidate")  # of a policy
 
-# The store's own, by the names that its users know. They are asked for by name because the simulator imports
-# nothing of the store: it runs without it.
+# The store's policies, by the names that its users know. They are imported by name because the simulator imports
+# nothing from the store: it runs without it.
 STORE_POLICIES = {
     "lru": "kvstore.storage.eviction.lru:Lru",
     "s3fifo": "kvstore.storage.eviction.s3fifo:S3Fifo",
@@ -165,7 +165,7 @@ class Catalogue:
         return block in self._row_of
 
     def prefix(self, blocks: Sequence[int]) -> int:
-        """How many of the blocks, from the first on, are here; they have been used now."""
+        """How many of the first blocks are here, without a gap; they count as used now."""
         rows = []
         row_of = self._row_of
         for block in blocks:
@@ -179,7 +179,7 @@ class Catalogue:
         return len(rows)
 
     def admit(self, blocks: Sequence[int], begin: int = 0) -> None:
-        """Take in those from `begin` on that are not stored yet, evicting others.
+        """Add those from `begin` on that are not stored yet, evicting others.
 
         The blocks before them count as used too, because these depend on them.
         """

@@ -50,8 +50,8 @@ class Change:
     copy_bytes_per_s: float = float(32 << 20)  # that a node sends; the product's bound
     noticed_s: float = 6.0  # until copying begins: 5 s for the lease, 1 s for the map to be stable
     busy: float = 0.5  # of a node's drives or links, on average, before the change
-    popular_share: float = 0.1  # of all bytes that are got: of one prefix
-    popular_blocks: int = 64  # that it consists of
+    popular_share: float = 0.1  # of all bytes that gets fetch: those of one prefix
+    popular_blocks: int = 64  # the blocks of that prefix
     trials: int = 20
     seed: int = 1
 
@@ -70,7 +70,7 @@ class Change:
 
 
 class Trial(NamedTuple):
-    """One change. Shares are of all blocks; what is full or busy is 1 for a node with the mean before the change."""
+    """One change. Shares are of all blocks; fullness and load are 1 for a node with the mean before the change."""
 
     lost_share: float  # no copy is left
     short_share: float  # fewer copies are left than there should be
@@ -84,7 +84,7 @@ class Trial(NamedTuple):
     fullest_after: float
     busiest_before: float  # shares of the time of a node's drives or links; above 1 the node falls behind
     busiest_after: float
-    copying: float  # of the sender that sends most at once: its rate, as a share of what a node gives
+    copying: float  # the highest rate of a sender, as a share of what a node can send
     popular_before: float  # the busiest node, with the popular prefix
     popular_after: float
 
@@ -96,11 +96,11 @@ class Changed(NamedTuple):
     one_node: float  # the share of its time that a node needs for the prefix, if it has all of it
 
     def median(self, name: str) -> float:
-        """Of a figure."""
+        """The median of a figure."""
         return float(median(getattr(one, name) for one in self.trials))
 
     def worst(self, name: str) -> float:
-        """The highest of a figure."""
+        """The highest value of a figure."""
         return float(max(getattr(one, name) for one in self.trials))
 
 
@@ -160,7 +160,7 @@ def _trial(cluster: Cluster, terms: Change, order: Integers, rng: np.random.Gene
 
 
 def _owners(order: Integers, there: Flags, replicas: int) -> Integers:
-    """Of each lot its owners among the nodes that are there."""
+    """The owners of each lot among the present nodes."""
     first = np.argsort(~there[order], axis=1, kind="stable")
     return np.take_along_axis(order, first, 1)[:, : min(replicas, int(there.sum()))]
 
@@ -186,7 +186,7 @@ def _copies(before: Integers, left: Flags, after: Integers) -> list[tuple[int, i
 def _made_s(
     copies: list[tuple[int, int]], each: float, send_bytes_per_s: float, take_bytes_per_s: float
 ) -> list[float]:
-    """When each copy is made, at the earliest: its sender and its receiver have done it and all before it."""
+    """The earliest time of each copy: when its sender and receiver have made it and all before it."""
     sent: Counter[int] = Counter()
     taken: Counter[int] = Counter()
     made = []

@@ -42,16 +42,14 @@ class Cluster:
     nodes: int = 4
     links_per_node: int = 2
     drives_per_node: int = 8
-    prefill_engines: int = (
-        0  # of the engines, that compute prompts only; 0: each does both (engines in steps)
-    )
-    decode_slots: int = 256  # answers that an engine writes at a time
-    step_tokens: int = 8192  # that a step takes in at most (engines in steps)
+    prefill_engines: int = 0  # engines that only compute prompts; 0: each does both (engines in steps)
+    decode_slots: int = 256  # answers that an engine generates at a time
+    step_tokens: int = 8192  # the most that a step takes (engines in steps)
     step_overhead_s: float = 0.002  # of a step, beside the roofline
     gpu_flops_per_s: float = 989e12
-    gpu_mfu: float = 0.5  # share of them that a prefill reaches
+    gpu_mfu: float = 0.5  # share of them that a prefill achieves
     gpu_memory_bytes: float = 80e9
-    gpu_memory_bytes_per_s: float = 2.7e12  # that reading weights and KV reaches
+    gpu_memory_bytes_per_s: float = 2.7e12  # that reading weights and KV achieves
     decode_token_s: float = 0.03
     pcie_bytes_per_s: float = HARDWARE.pcie_bytes_per_s  # each direction, by root
     pcie_latency_s: float = HARDWARE.pcie_latency_s
@@ -74,7 +72,7 @@ class Cluster:
     node_usd_per_hour: float = 1.0
     link_usd_per_hour: float = 0.05  # of a node: a port of its NIC and one of a switch
     drive_usd_per_hour: float = 0.02
-    memory_gb_usd_per_hour: float = 0.003  # of the DRAM tier, a GB
+    memory_gb_usd_per_hour: float = 0.003  # of the DRAM tier, per GB
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -96,7 +94,7 @@ class Cluster:
         return self.nodes * self.drives_per_node
 
     def engine_bytes_per_s(self, path: PathName) -> float:
-        """What the NICs and PCIe roots of an engine take, in one direction; and copies, where the CPU makes any."""
+        """The rate of an engine's NICs and PCIe roots, in one direction; on the CPU's path, of its copies too."""
         roots = max(1, self.gpus_per_engine // self.gpus_per_root)
         nics = self.gpus_per_engine * self.link_bits_per_s / 8
         if path != "cpu":
@@ -106,26 +104,26 @@ class Cluster:
 
     @property
     def node_get_bytes_per_s(self) -> float:
-        """What the drives and links of a node give."""
+        """The rate that the drives and links of a node can send."""
         return min(
             self.drives_per_node * self.drive_read_bytes_per_s, self.links_per_node * self.link_bits_per_s / 8
         )
 
     @property
     def gpus_usd_per_hour(self) -> float:
-        """What computes."""
+        """The cost of the GPUs."""
         return self.gpus * self.gpu_usd_per_hour
 
     @property
     def storage_usd_per_hour(self) -> float:
-        """What stores."""
+        """The cost of storage."""
         of_a_node = self.node_usd_per_hour + self.links_per_node * self.link_usd_per_hour
         of_a_node += self.node_memory_bytes / 1e9 * self.memory_gb_usd_per_hour
         return self.nodes * of_a_node + self.drives * self.drive_usd_per_hour
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Read the table [cluster] of a TOML file; what it does not name is as above."""
+    """Read the table [cluster] of a TOML file; numbers that it doesn't name keep their defaults."""
     try:
         with path.open("rb") as file:
             table = tomllib.load(file).get("cluster")
@@ -169,7 +167,7 @@ class Plant:
         }
 
         def first_of(make: Callable[[int], list[Step]], count: int) -> int:
-            """Add a route for each number; they have running numbers."""
+            """Add a route for each number; they are numbered consecutively."""
             return [events.add_route(make(number)) for number in range(count)][-1] - count + 1
 
         self.put_first = first_of(self._out_of_gpu, cluster.gpus)

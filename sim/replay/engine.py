@@ -36,7 +36,7 @@ class Memory:
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
-        self._users: dict[int, int] = {}  # users of each block that can be found
+        self._users: dict[int, int] = {}  # refcounts of the blocks that can be found
         self._idle: OrderedDict[int, None] = OrderedDict()
         self.taken_blocks = 0  # in use, including those that can't be found
         self.evicted = 0
@@ -47,14 +47,14 @@ class Memory:
         return len(self._idle)
 
     def cached(self, blocks: Sequence[int]) -> int:
-        """How many of the blocks, from the first on, are there."""
+        """How many of the first blocks are present, without a gap."""
         for count, block in enumerate(blocks):
             if block not in self._users:
                 return count
         return len(blocks)
 
     def admit(self, blocks: Sequence[int], hits: int, need: int) -> bool:
-        """Hold the first `hits` of the blocks, which are there, and room for the rest of `need`; or do nothing."""
+        """Hold the first `hits` blocks, which are present, and room for the rest of `need`; or do nothing."""
         idle = sum(block in self._idle for block in blocks[:hits])
         more = need - hits + idle
         if self.taken_blocks + more > self.capacity_blocks:
@@ -74,7 +74,7 @@ class Memory:
         return fresh
 
     def leave(self, blocks: Sequence[int], rest: int) -> None:
-        """Release these blocks, and so much room beside them."""
+        """Release these blocks, and this much room."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
@@ -95,11 +95,11 @@ class Work:
     """A request on an engine."""
 
     number: int
-    blocks: tuple[int, ...]  # of its prompt, the whole ones
-    need: int  # blocks of memory until the answer is written
+    blocks: tuple[int, ...]  # the whole blocks of its prompt
+    need: int  # blocks of memory until the answer is complete
     input_tokens: int
     output_tokens: int
-    done_tokens: int = 0  # of the prompt, there or computed
+    done_tokens: int = 0  # of the prompt, present or computed
     held: tuple[int, ...] = ()  # blocks that it uses and others can find
     begun_s: float = -1.0  # its first step
     first_s: float = 0.0  # its first token
@@ -123,9 +123,9 @@ class Speeds:
         self._kv_s = model.token_bytes / self._bytes_per_s
 
     def _linear_s(self, tokens: int) -> float:
-        """All but attention: the operations, and reading the weights that they need, which overlap in part.
+        """Everything but attention: the operations, and reading the weights that they need, which overlap in part.
 
-        That neither hides the other near the knee is what was measured: of Llama-3.1-8B on an RTX PRO 6000, times from
+        Measurements show that neither hides the other near the knee: of Llama-3.1-8B on an RTX PRO 6000, times from
         1 to 2,048 tokens (published by LLMServingSim) are within 5 % of this, and 27 % above the larger of the two.
         """
         entry = self._model
@@ -150,9 +150,9 @@ class Speeds:
         return steps * one_s + self._kv_s * (steps * context_tokens + answers * steps * (steps - 1) / 2)
 
     def steps_within(self, seconds: float, answers: int, context_tokens: float) -> int:
-        """The least number of such steps that take so long; one at least."""
+        """The least number of such steps that take this long; at least one."""
         first_s = self.stretch_s(1, answers, context_tokens)
-        half = answers * self._kv_s / 2  # of what each step takes more than the one before
+        half = answers * self._kv_s / 2  # half of the increase of each step over the one before
         linear = first_s - half
         if half > 0:
             steps = (math.sqrt(linear * linear + 4 * half * max(0.0, seconds)) - linear) / (2 * half)
@@ -162,7 +162,7 @@ class Speeds:
 
 
 class Engine:
-    """The steps of one engine. Its driver begins a stretch, and ends it when its time has come."""
+    """The steps of one engine. Its driver begins a stretch, and ends it when its time is over."""
 
     def __init__(self, memory: Memory, speeds: Speeds, step_tokens: int, slots: int) -> None:
         self.memory, self.speeds = memory, speeds
@@ -175,7 +175,7 @@ class Engine:
         self.running = 0  # requests that were admitted and are not answered
         self.start_s = self.end_s = 0.0
         self.chunks: list[Chunk] = []
-        self._stretch = 0  # steps of what is under way; 0 when nothing is
+        self._stretch = 0  # steps of the stretch under way; 0: none
 
     @property
     def is_working(self) -> bool:
@@ -194,7 +194,7 @@ class Engine:
         self.queued_tokens += work.input_tokens - work.done_tokens
 
     def answer(self, work: Work) -> None:
-        """An answer whose first token is made, here or elsewhere."""
+        """Add an answer whose first token is made, here or elsewhere."""
         if work.output_tokens > 1:
             heapq.heappush(self._answers, (self._steps + work.output_tokens - 1, work.number, work))
             self._context_tokens += work.input_tokens + 1

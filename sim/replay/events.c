@@ -1,4 +1,4 @@
-/* See events.h. This part has the heap of events, and what follows from each: messages along their routes. */
+/* See events.h. This part has the heap of events, and processes each: messages along their routes. */
 #include "events_inside.h"
 
 #include <errno.h>
@@ -40,7 +40,7 @@ static int push(events *e, double time_s, int64_t owner, int32_t route, int32_t 
 	int64_t at = e->heap_count;
 	int code;
 
-	if (e->top_is_taken) { /* most events make one more: it takes the place of the one that is being taken */
+	if (e->top_is_taken) { /* most events make another one, which replaces the one that is being processed */
 		e->top_is_taken = false;
 		sink(e, event);
 		return 0;
@@ -191,7 +191,7 @@ static struct events_message message_of(const events *e, const struct event *eve
 	return t->list ? t->list[event->owner >> 32] : plain;
 }
 
-/* The stop that comes next, or NULL if the message is through. */
+/* The next stop, or NULL if the message has finished. */
 static const struct events_step *next_step(const events *e, const struct events_message *m, int32_t step)
 {
 	const struct route *r = &e->routes[m->first];
@@ -203,7 +203,7 @@ static const struct events_step *next_step(const events *e, const struct events_
 	return &e->routes[m->then].steps[step - r->count];
 }
 
-/* The next message of a train sets out, and with it all that are due. */
+/* Sends the next message of a train, and with it all that are due. */
 static int release(events *e, int64_t number, double now_s)
 {
 	struct train *t = &e->trains[number];
@@ -230,7 +230,7 @@ static int release(events *e, int64_t number, double now_s)
 	return code;
 }
 
-/* What follows from an event. 1 if a train is through with it, whose note is then filled in; 0 if not; or -errno. */
+/* Processes an event. 1 if it finishes a train, whose note is then filled in; 0 if not; or -errno. */
 static int follow(events *e, const struct event *event, struct events_note *note)
 {
 	const struct events_step *step;
@@ -320,7 +320,7 @@ int events_stream(events *e, const double *start_s, const double *units, const i
 	while (e->heap_count && code >= 0)
 		code = take(e, &ignored);
 	if (code < 0)
-		e->heap_count = 0; /* what is under way may be of the stream, whose arrays go now */
+		e->heap_count = 0; /* messages under way may be of the stream, whose arrays end here */
 	e->stream_units = NULL;
 	e->stream_done_s = NULL;
 	return code < 0 ? code : 0;

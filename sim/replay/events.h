@@ -1,12 +1,12 @@
 /* A discrete-event core: trains of messages that queue, first come first served, at resources along routes.
  *
- * Always holds: events are taken in the order of their time, and of their making where times are equal, so a run
- * depends on its input alone. Nothing is ever handed back for a time that is not over yet.
+ * Always holds: events are processed in the order of time, and of creation where times are equal, so a run
+ * depends only on its input. Nothing is ever returned for a time that is not over yet.
  *
- * How a queue is kept without one: messages reach a resource in the order of time, so when one arrives, the
- * end of its service is known there and then (Lindley's recursion). A message costs one event a step.
+ * Queues need no queue: messages reach a resource in the order of time, so when one arrives, the end of its
+ * service is known at once (Lindley's recursion). A message costs one event per step.
  *
- * Not thread safe, and no preemption: what is served is served to its end.
+ * Not thread-safe, and no preemption: service always runs to its end.
  */
 #ifndef SIM_REPLAY_EVENTS_H
 #define SIM_REPLAY_EVENTS_H
@@ -24,8 +24,8 @@ struct events_step {
 };
 
 /* `count` messages of `units` each, one every interval_s from start_s on. The first takes the route
- * route_first + route_offset, the next one the following, around `route_count` routes. What has set out and is not
- * through is counted by kind, which is any number below EVENTS_KINDS. */
+ * route_first + route_offset, the next one the following, around `route_count` routes. Messages that were sent and have
+ * not finished are counted by kind, which is any number below EVENTS_KINDS. */
 struct events_train {
 	double start_s, interval_s, units;
 	int64_t count, route_first, route_count, route_offset, kind;
@@ -38,7 +38,7 @@ struct events_message {
 	int32_t first, then;
 };
 
-/* The last message of a train is through. */
+/* The last message of a train has finished. */
 struct events_note {
 	double time_s;
 	int64_t train;
@@ -54,7 +54,7 @@ typedef struct events events;
 events *events_open(double bin_s);
 void events_close(events *e);
 
-/* Each gives a number from 0 on, or -errno. */
+/* Each returns a number from 0, or -errno. */
 int64_t events_add_resource(events *e, int64_t servers);
 int64_t events_add_route(events *e, const struct events_step *steps, int64_t count);
 int64_t events_add_train(events *e, const struct events_train *train);
@@ -62,26 +62,26 @@ int64_t events_add_train(events *e, const struct events_train *train);
 /* A train of these messages, in the order of their start. They are copied. */
 int64_t events_add_list(events *e, const struct events_message *messages, int64_t count, int64_t kind);
 
-/* Take a server of a resource from `ready_s` on, or from when one is free. That may lie before what was handed back last:
- * a server that has been idle since is taken to have begun then. */
+/* Take a server of a resource from `ready_s` on, or from when one is free. That may be before the time last returned:
+ * a server that has been idle since then counts as having begun then. */
 int events_reserve(events *e, int64_t resource, double ready_s, double service_s, double *start_s, double *end_s);
 
-/* Go on until `until_s`, or until a train is through: 1 and its note; 0 when the time has come; or -errno. */
+/* Run until `until_s`, or until a train has finished: 1 and its note; 0 at `until_s`; or -errno. */
 int events_run(events *e, double until_s, struct events_note *note);
 
-/* Single messages in the order of time, `done_s` gets when each is through. Everything else goes on meanwhile. */
+/* Single messages in the order of time; `done_s` gets when each has finished. Everything else runs meanwhile. */
 int events_stream(events *e, const double *start_s, const double *units, const int32_t *routes, int64_t count,
 		  double *done_s);
 
 int events_usage_of(const events *e, int64_t resource, struct events_usage *out);
 
-/* Seconds of service in each bin of time; gives how many bins there are. */
+/* Seconds of service in each bin of time; returns how many bins there are. */
 int64_t events_bins_of(const events *e, int64_t resource, double *out, int64_t room);
 
-/* Units of a kind under way: the most there ever were in each bin of time; gives how many bins there are. */
+/* The most units of a kind under way in each bin of time; returns how many bins there are. */
 int64_t events_backlog_of(const events *e, int64_t kind, double *out, int64_t room);
 
-/* Count what lies where: the pages of `count` blocks, one for each layer and rank. A page's lot is drawn from these three
+/* Count pages by location: the pages of `count` blocks, one for each layer and rank. A page's lot is drawn from these three
  * numbers; `home_of_lot` has the drive of each of the EVENTS_LOTS lots. The layers fall into `parts` of about the same
  * length. Adds to counts[(part * ranks + rank) * drives + drive]. */
 void events_scatter(const int64_t *blocks, int64_t count, int64_t layers, int64_t parts, int64_t ranks,

@@ -1,4 +1,4 @@
-"""The discrete-event core: trains of messages through resources that queue (`events.h` says what holds).
+"""The discrete-event core: trains of messages through resources that queue (`events.h` says what always holds).
 
 A resource has servers; a route is a list of stops at resources, each with what a message costs there; a train
 is a number of messages at regular intervals, or a list of them. The driver runs the core until the next train has
@@ -104,13 +104,13 @@ class Events:
         return _checked(lib.events_add_list(self._core, rows, len(messages), kind))
 
     def reserve(self, resource: int, ready_s: float, service_s: float) -> tuple[float, float]:
-        """Take the first free server from a time on; returns from when to when."""
+        """Take the first free server from a time on; returns begin and end."""
         times = self._times
         _checked(lib.events_reserve(self._core, resource, ready_s, service_s, times, times + 1))
         return times[0], times[1]
 
     def run(self, until_s: float) -> tuple[float, int] | None:
-        """Run until a train has finished, and return when and which; or until `until_s`, and return None."""
+        """Run until a train has finished, and return its time and number; or until `until_s`, and return None."""
         if _checked(lib.events_run(self._core, until_s, self._note)):
             return self._note.time_s, self._note.train
         return None

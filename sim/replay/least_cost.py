@@ -44,8 +44,8 @@ __all__ = [
 Way = Literal["recompute", "cpu", "triggered", "triggered+dram"]
 WAYS: tuple[Way, ...] = ("recompute", "cpu", "triggered", "triggered+dram")
 
-LATE_SHARE = 0.01  # of the turns may come late: the deadline is one of the 99th percentile
-_SHARE_MAX = 0.005  # of them, in the trials of the search and after it
+LATE_SHARE = 0.01  # of the turns may be late: the deadline is for the p99
+_SHARE_MAX = 0.005  # of the turns, in the trials of the search and after it
 _SEARCH_TURNS, _CHECK_TURNS = 1200, 2500
 _SHORT_CHECKS, _CHECKS = 2, 4  # late turns come in bursts, so the later checks are as long as a trial
 _TRIAL_TURNS = 20_000
@@ -105,7 +105,7 @@ class _Search(NamedTuple):
     terms: Terms
 
     def holds(self, cluster: Cluster, number: int = 0) -> bool:
-        """Whether the deadline is kept in the trial of a number: 0 is the search's, others check it."""
+        """Whether the deadline is met in the trial with this number: 0 is the search's, others check it."""
         self.step()
         count = (
             _SEARCH_TURNS
@@ -121,7 +121,7 @@ class _Search(NamedTuple):
 
 
 def _least(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The least number from `low` to `high` that holds; `high` is known to. `low` is asked first: it often does."""
+    """The least number from `low` to `high` that holds; `high` is known to. `low` is tried first: it often does."""
     if low >= high or holds(low):
         return min(low, high)
     while high - low > 1:
@@ -200,12 +200,12 @@ def _searched(search: _Search, sized: Cluster) -> tuple[Cluster, Bounds]:
 
 
 def _tier_bytes(least: Bounds, nodes: int) -> float:
-    """DRAM of a node, so that all users' histories fit in, with room for nodes that have more users than others."""
+    """DRAM of a node, so that all users' histories fit, with room for nodes that have more users than others."""
     return min(_NODE_MEMORY_BYTES_MAX, 1.25 * least.stored_bytes / nodes)
 
 
 def _more(cluster: Cluster, turn: int, *, keeps_kv: bool) -> Cluster:
-    """A little more of what costs least first: drives and links, then a node, then an engine."""
+    """Add a little, cheapest parts first: drives and links, then a node, then an engine."""
     engine = replace(cluster, engines=cluster.engines + 1 + cluster.engines // 20)
     if not keeps_kv or turn % 3 == 2:  # noqa: PLR2004 - the third of three
         return engine
@@ -235,7 +235,7 @@ def make_plan(
         for sized in _engine_sizes(model, cluster, demand, _path_of(way)):
             try:
                 found, least = _searched(search, sized)
-            except (_NoPlan, OutOfRange) as error:  # the latter of counts that no cluster may have
+            except (_NoPlan, OutOfRange) as error:  # the latter for counts that no cluster may have
                 why = error
                 continue
             for turn in range(4 * _GROWTHS):
@@ -279,14 +279,14 @@ def _run(
 def trial(
     model: Model, plan: Plan, seed: int = 1, progress: Callable[[float], None] = lambda _: None
 ) -> Result:
-    """Send the planned users through the event model once more, at random numbers that the search never saw."""
+    """Send the planned users through the event model once more, with random numbers that the search didn't use."""
     assert plan.cluster is not None
     count = _trial_turns(plan.demand, plan.cluster)
     return _run(model, plan.cluster, plan.demand, plan.way, count, seed * 1000 + 999, plan.terms, progress)
 
 
 def best(plans: Sequence[Plan]) -> Plan | None:
-    """The cheapest of those that hold; computing again where it costs no more."""
+    """The cheapest plan that holds; recomputing, if it costs no more."""
     return min((plan for plan in plans if plan.cluster), key=lambda plan: plan.usd_per_hour, default=None)
 
 
@@ -299,7 +299,7 @@ def highest_users(
     step: Callable[[], None] = lambda: None,
     terms: Terms = Terms(),  # noqa: B008 - it is frozen
 ) -> int:
-    """The most users whose deadline a given cluster keeps, within about 3 %; 0 if not even one's."""
+    """The most users whose deadline a given cluster meets, within about 3 %; 0 if not even one's."""
 
     def holds(users: int) -> bool:
         wanted = replace(demand, users=users)

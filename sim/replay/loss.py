@@ -48,11 +48,11 @@ class Losses:
     users: int = 200_000
     history_tokens: int = 8000
     busy: float = 0.5  # of the narrowest part, on average
-    nodes: int = 1  # that are lost
-    drives: int = 0  # that are lost, each of another node
+    nodes: int = 1  # lost nodes
+    drives: int = 0  # lost drives, each of another node
     slow_nodes: int = 0
-    slow_factor: float = 4.0  # by this factor their operations take longer
-    noticed_s: float = 30.0  # until the nodes that are lost are off the list
+    slow_factor: float = 4.0  # operations of slow nodes take this many times as long
+    noticed_s: float = 30.0  # until lost nodes are removed from the map
     deadline_s: float = 1.0  # the time until a get from a lost node is a miss
     seed: int = 1
 
@@ -89,15 +89,15 @@ class Told(NamedTuple):
     healed_s: float | None  # after the loss, until a tenth as many gets miss; None: not in this run
     lost_share: float  # of the users, whose KV was there
     put_again_bytes: float
-    put_again_most_bytes_per_s: float  # in a three-hundredth of the run
-    gpu_s: float  # of computing again
+    put_again_most_bytes_per_s: float  # in one three-hundredth of the run
+    gpu_s: float  # of recomputing
     busiest: float  # share of the run in which the busiest of all drives and links had work; above 1 it falls behind
-    fullest: float  # users of the node that has most, before the loss, by the mean
+    fullest: float  # users of the fullest node, before the loss, divided by the mean
     phases: tuple[Phase, ...]
 
 
 class _Asked(NamedTuple):
-    """Of each get: when, from which node, whether that is gone unnoticed, and whether it is put again."""
+    """For each get: its time, its node, whether that is lost and not noticed yet, and whether it is put again."""
 
     arrival_s: Floats
     home: Integers
@@ -129,7 +129,7 @@ def lose(model: Model, cluster: Cluster, losses: Losses) -> Told:
     unknown = gone & (arrival_s < known_s)  # a get from a lost node
     first = np.zeros(losses.requests, dtype=bool)
     at = np.flatnonzero(gone & ~unknown)
-    first[at[np.unique(users[at], return_index=True)[1]]] = True  # computes again, and puts
+    first[at[np.unique(users[at], return_index=True)[1]]] = True  # recomputes, and puts
     missed = unknown | first
 
     home = np.where(arrival_s >= known_s, after[users], before[users])
@@ -198,7 +198,7 @@ def _sent(
 
 
 def _healed_s(missed_s: Floats, when_s: float, duration_s: float, at_first: Floats) -> float | None:
-    """When the last stretch ends that has a tenth of the misses of the first; None if that is the run's last one."""
+    """The end of the last stretch with a tenth of the first one's misses; None if that is the run's last one."""
     misses = np.bincount((missed_s / duration_s * _BINS).astype(int), minlength=_BINS)
     bad = np.flatnonzero(misses > _HEALED * at_first)
     if not len(bad):

@@ -86,12 +86,12 @@ class Demand:
 
     @property
     def stored_tokens(self) -> int:
-        """Of a history: whole blocks only are ever found."""
+        """The stored tokens of a history: only whole blocks are ever found."""
         return self.history_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
     @property
     def prompt_tokens(self) -> int:
-        """All of a turn's prompt."""
+        """All tokens of a turn's prompt."""
         return self.history_tokens + self.new_tokens
 
     def turns_per_s(self, cluster: Cluster) -> float:
@@ -109,7 +109,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The least that is needed, and its consequences."""
+    """The least counts that are needed, and their consequences."""
 
     cluster: Cluster  # with the counts of these needs
     turns_per_s: float
@@ -117,7 +117,7 @@ class Bounds:
     put_bytes_per_s: float
     stored_bytes: float
     needs: tuple[Need, ...]
-    fetch_s: float  # of one history, when nothing else goes on
+    fetch_s: float  # of one history, when nothing else is under way
     prefill_s: float  # of a turn whose history was found
     recompute_s: float  # of one whose history was not
 
@@ -220,11 +220,11 @@ class Turns(NamedTuple):
 
 
 def turns(demand: Demand, turns_per_s: float, count: int, seed: int) -> Turns:
-    """Turns at random of users whose histories are stored, but for the share that is not."""
+    """Random turns of users whose histories are stored, except for the share that is not."""
     rng = random.Random(seed)  # noqa: S311 - a load, not a secret
     shared = demand.stored_tokens // BLOCK_TOKENS
     wanted = -(-demand.prompt_tokens // BLOCK_TOKENS)
-    fresh = demand.users * shared  # the first block that is nobody's history
+    fresh = demand.users * shared  # the first block that is in no user's history
     requests: list[Request] = []
     stored: dict[int, tuple[int, ...]] = {}
     now_s = 0.0

@@ -116,7 +116,7 @@ def _advice(plans: Sequence[Plan]) -> str:
 
 
 def _reasons(plan: Plan) -> str:
-    """Each count of a plan beside the fewest that do on average, and the reason for those."""
+    """Each count of a plan beside the fewest that suffice on average, and the reason for those."""
     cluster, least = plan.cluster, plan.least
     assert cluster is not None
     assert least is not None
@@ -161,7 +161,7 @@ def _trial_text(result: Result, plan: Plan) -> str:
 
 
 def _row(plan: Plan) -> dict[str, object]:
-    """A plan for programs, flat: one line of CSV."""
+    """A plan for programs, as one flat line of CSV."""
     cluster = plan.cluster
     counts = {
         name: getattr(cluster, name) if cluster else None

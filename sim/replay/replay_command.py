@@ -33,7 +33,7 @@ __all__ = ["cluster_of", "cost_plot", "model_of", "run_generate", "run_replay", 
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
-    """The cluster of a command: the file's, what was measured, and what was set, in this order."""
+    """The cluster of a command: from the file, then measurements, then options."""
     cluster = read_cluster(Path(arguments.cluster)) if arguments.cluster else Cluster()
     if arguments.profile:
         from sim.calibrate.profile import cluster_values, read_profile  # noqa: PLC0415 - only where one was measured
@@ -49,14 +49,14 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 
 
 def model_of(arguments: argparse.Namespace) -> Model:
-    """The model of a command: one that is known, or a config's."""
+    """The model of a command: a known one, or a config's."""
     if arguments.config is None:
         return model(arguments.model)
     return read_model(Path(arguments.config), arguments.parameters, arguments.active_parameters)
 
 
 def side_by_side(arguments: argparse.Namespace, paths: list[PathName]) -> list[Result]:
-    """Each path over the same requests; each on a thread of its own, the core lets others run."""
+    """Each path over the same requests, each on its own thread: the core releases the GIL."""
     requests = read_trace(Path(arguments.trace), arguments.block_tokens)
     entry, cluster = model_of(arguments), cluster_of(arguments)
     terms = Terms(
@@ -113,7 +113,7 @@ def run_replay(arguments: argparse.Namespace) -> str:
 
 
 def _flat(point: str, results: Sequence[Result]) -> list[dict[str, object]]:
-    """A line of CSV for each path: the numbers of the document that are one number."""
+    """A line of CSV for each path: the document's scalar numbers."""
     rows = []
     for path, found in report.as_document(results)["paths"].items():
         numbers = {name: value for name, value in found.items() if not isinstance(value, dict)}
@@ -143,7 +143,7 @@ def _saved(arguments: argparse.Namespace, swept: Sequence[tuple[str, list[Result
 
 
 def cost_plot(found: Sequence[tuple[str, float, float]], what: str) -> str:
-    """Cost an hour against the p99 of the time to the first token; the points that nothing beats are joined."""
+    """Cost per hour against the p99 of the time to the first token; the Pareto front is joined."""
     names = list(dict.fromkeys(name for name, *_ in found))
     series = []
     for name in names:

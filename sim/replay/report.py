@@ -68,7 +68,7 @@ def _each(result: Result, group: str) -> list[float]:
 
 
 def _busy_cell(result: Result, group: str) -> str:
-    """The mean of a group, and its busiest where the work is spread unevenly."""
+    """The mean of a group, and its busiest one if the work is spread unevenly."""
     share = _utilisation(result, group)
     if share is None:
         return "-"
@@ -77,7 +77,7 @@ def _busy_cell(result: Result, group: str) -> str:
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """One line a quantity, one column a path."""
+    """One line per quantity, one column per path."""
     lines: list[tuple[str, ...]] = [
         ("requests", *(f"{len(r.ttft_s):,}" for r in results)),
         ("time simulated", *(seconds_label(r.duration_s) for r in results)),
@@ -127,7 +127,7 @@ def _token(result: Result, share: float) -> str:
 
 
 def _only(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """Lines that not every run has."""
+    """Lines that only some runs have."""
     lines = []
     if any(r.terms.engine == "steps" for r in results):
         found = (_share(r.cached_tokens / r.prompt_tokens) for r in results)
@@ -145,7 +145,7 @@ def _gpu_seconds(result: Result) -> float:
 
 
 def as_document(results: Sequence[Result]) -> dict[str, Any]:
-    """For programs: numbers in full, in the units that their names say."""
+    """For programs: numbers in full, in the units in their names."""
     return {
         "paths": {
             result.path: {
@@ -188,7 +188,7 @@ def _over_time(results: Sequence[Result], group: str) -> list[Series]:
         if group in result.busy:
             bins = result.busy[group]
             times = (np.arange(len(bins)) + 0.5) * result.bin_s
-            dashed = result.path == "triggered"  # it often covers the CPU's line, which is to be seen below
+            dashed = result.path == "triggered"  # it often covers the CPU's line, which shows through
             values = (100 * bins).tolist()
             found.append(
                 Series(NAMES[result.path], times.tolist(), values, dashed=dashed, colour=_COLOUR[result.path])
@@ -208,7 +208,7 @@ def _busiest(results: Sequence[Result]) -> str:
 
 
 def plots(results: Sequence[Result]) -> list[str]:
-    """The times to the first token, where they go, what is busy, and the backlog: a picture each."""
+    """The times to the first token, their parts, what is busy, and the backlog: one plot each."""
     busiest = _busiest(results)
     groups = list(dict.fromkeys(name for result in results for name in result.usage))
     nothing = float("nan")

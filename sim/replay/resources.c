@@ -1,4 +1,4 @@
-/* The resources at which messages queue, and what is measured of them and of what is under way, in bins of time. */
+/* The resources at which messages queue, and measurements of them and of trains under way, in bins of time. */
 #include "events_inside.h"
 
 #include <errno.h>
@@ -42,7 +42,7 @@ int64_t events_add_resource(events *e, int64_t servers)
 	return e->resource_count++;
 }
 
-/* See that there are bins up to `last`; new ones hold `value`. */
+/* Make bins up to `last`; new ones hold `value`. */
 static int reach(double **bins, int64_t *count, int64_t last, double value)
 {
 	double *moved;
@@ -58,7 +58,7 @@ static int reach(double **bins, int64_t *count, int64_t last, double value)
 	return 0;
 }
 
-/* The bin of a time, or EVENTS_BINS_MAX for all that come later than there may be bins. */
+/* The bin of a time, or EVENTS_BINS_MAX for times beyond the last possible bin. */
 static int64_t bin_at(const events *e, double time_s)
 {
 	double place = time_s / e->bin_s;

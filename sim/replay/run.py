@@ -15,7 +15,7 @@ What always holds: the same requests, cluster and settings give the same results
 nothing: it is the cost of keeping only the text.
 
 How messages stand for pages: the product moves one page at a time. Here the pages of a request that go between the same
-GPU and the same drive, for one part of the layers, are one message, which pays the cost of each.
+GPU and the same drive, for one part of the layers, are one message, which is charged the cost of each page.
 
 What it doesn't do: failures. KV of answers is put, and costs time; only the trace decides whether a later prompt uses
 it, and it names blocks of prompts only.
@@ -68,9 +68,7 @@ __all__ = [
 ]
 
 _MEMORY_SHARE = 0.9  # of a GPU's, for weights and KV; the rest is what a step works with
-_MESSAGES = (
-    128  # of a request, about: its pages are put together into so many, one at least for a GPU and a drive
-)
+_MESSAGES = 128  # per request, about: its pages are combined into this many, at least one per GPU and drive
 _PUT_PARTS_MIN, _OVERLAP_PARTS_MIN = 2, 4  # of the layers, though they make more messages
 _NO_DRIVES = np.zeros(LOTS, dtype=np.int32)
 PUTS = 0  # kinds of trains
@@ -86,13 +84,13 @@ class Terms:
 
     decode_put_tokens: int = 16  # tokens of an answer after which its KV is put
     policy: str = "lru"
-    always_get: bool = False  # else what is faster on an idle cluster: fetching or computing
+    always_get: bool = False  # otherwise whatever is faster on an idle cluster: fetching or computing
     overlap: bool = False  # a layer is computed while the KV of later ones is fetched
     block_tokens: int = BLOCK_TOKENS
-    timings: Timings | None = None  # of a prefill, as measured; else the roofline
+    timings: Timings | None = None  # measured prefill times; otherwise the roofline
     engine: EngineName = "whole"  # one prompt after the other; or batches, in steps, with a prefix cache
-    prefetch_lead_s: float = 0.0  # the time before a prompt at which its user is recognised; 0: never
-    prefetch_false_share: float = 0.0  # users who are recognised and send nothing, for each who does
+    prefetch_lead_s: float = 0.0  # how long before a prompt its user is recognised; 0: never
+    prefetch_false_share: float = 0.0  # users that are recognised and send nothing, for each one that does
 
     def __post_init__(self) -> None:
         require("--decode-put-tokens", self.decode_put_tokens, "tokens", 1, 10**6)
@@ -104,13 +102,13 @@ class Terms:
 
 
 def prefill_s(model: Model, cluster: Cluster, new_tokens: float, context_tokens: float = 0.0) -> float:
-    """How long an engine prefills tokens behind a context that it has the KV of."""
+    """How long an engine takes to prefill tokens after a context whose KV it has."""
     flops_per_s = cluster.gpus_per_engine * cluster.gpu_flops_per_s * cluster.gpu_mfu
     return model.prefill_flops(new_tokens, context_tokens) / flops_per_s
 
 
 def prefill_tokens_per_s(model: Model, cluster: Cluster) -> float:
-    """How fast an engine prefills where attention costs nothing yet."""
+    """How fast an engine prefills while attention costs nothing yet."""
     return cluster.gpus_per_engine * cluster.gpu_flops_per_s * cluster.gpu_mfu / model.token_flops
 
 
@@ -130,7 +128,7 @@ def kv_room_bytes(model: Model, cluster: Cluster) -> float:
 
 
 class Deadline(NamedTuple):
-    """When a run has failed: more than `late_max` first tokens came after `ttft_s`. It ends there and then."""
+    """When a run fails: as soon as more than `late_max` first tokens are later than `ttft_s`. The run then ends."""
 
     ttft_s: float
     late_max: int
@@ -163,8 +161,8 @@ class Get:
     ) -> None:
         self.number, self.request, self.engine = number, request, engine
         self.tokens, self.hits, self.service_s, self.begin = tokens, hits, service_s, begin
-        self.trains = 0  # on their way
-        self.start_s = 0.0  # no earlier can the prefill begin, for no layer to wait for its KV
+        self.trains = 0  # under way
+        self.start_s = 0.0  # the earliest begin of the prefill at which no layer waits for its KV
 
 
 class Run:
@@ -234,13 +232,13 @@ class Run:
         return min(cluster.node_get_bytes_per_s, cluster.engine_bytes_per_s(self.path))
 
     def prefill_s(self, new_tokens: int, context_tokens: int = 0) -> float:
-        """How long an engine prefills tokens when it does nothing else."""
+        """How long an engine takes to prefill tokens when it does nothing else."""
         if self.terms.timings is not None:
             return self.terms.timings.of(new_tokens, context_tokens)
         return prefill_s(self.model, self.cluster, new_tokens, context_tokens)
 
     def arrive(self, number: int, request: Request) -> None:
-        """Choose an engine with room for the KV, and of these the one that is free first; or wait in line for one."""
+        """Choose, of the engines with room for the KV, the one that is free first; or wait in line for one."""
         self.now_s = request.arrival_s
         need = self.kv_bytes(request)
         if need > self.kv_room:
@@ -277,7 +275,7 @@ class Run:
         node = home_of_user(request.user, self.cluster.nodes)
         hits = self.stored[node].prefix(request.blocks)
         self.block_hits += hits
-        # The last token has to be computed, whatever is stored: it makes the first one of the answer.
+        # The last token must be computed, whatever is stored: it makes the first one of the answer.
         tokens = min(hits * self.terms.block_tokens, request.input_tokens - 1)
         self.found_tokens += tokens
         rest_s = self.prefill_s(request.input_tokens - tokens, tokens)
@@ -291,7 +289,7 @@ class Run:
         self.fetch(Get(number, request, engine, tokens, hits, rest_s), node)
 
     def fetch(self, get: Get, node: int) -> None:
-        """Send for the pages of all blocks that were found: from the DRAM tier what is there, else from the drives."""
+        """Fetch the pages of all blocks that were found: from the DRAM tier if they are there, else from the drives."""
         hot_tier, found = self.hot[node], get.request.blocks[get.begin : get.hits]
         hot = [block for block in found if block in hot_tier]
         cold = [block for block in found if block not in hot_tier]
@@ -319,9 +317,9 @@ class Run:
     def _messages(
         self, blocks: Sequence[int], node: int, engine: int, page_bytes: float, drives: int
     ) -> list[npt.NDArray[np.void]]:
-        """What is got for each part of the layers: a message for each pair of drive and GPU that has pages in it.
+        """The gets for each part of the layers: a message for each pair of drive and GPU that has pages in it.
 
-        From no drives, it comes from the DRAM tier.
+        Without drives, they come from the DRAM tier.
         """
         cluster, plant = self.cluster, self.plant
         found = []
@@ -339,7 +337,7 @@ class Run:
     def _scattered(
         self, blocks: Sequence[int], parts: int, drives: int
     ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """For each part of the layers: which pairs, rank times drives and drive, have pages, and how many."""
+        """For each part of the layers: which pairs (rank times drives, plus drive) have pages, and how many."""
         for row in self._pages(blocks, parts, drives):
             where = np.flatnonzero(row)
             yield where, row[where]
@@ -386,7 +384,7 @@ class Run:
             self.put_answer(number, request, node, engine, begin_s, self.cluster.decode_token_s)
 
     def put_layers(self, put: Put, engine: int, start_s: float, end_s: float) -> None:
-        """Each part of the layers goes out when its last layer is done."""
+        """Put each part of the layers when its last layer is done."""
         layers, drives = self.model.layers, self.cluster.drives_per_node
         new = put.blocks[put.begin :]
         page_bytes = put.size_bytes / (len(new) * layers * self.cluster.gpus_per_engine)
@@ -404,7 +402,7 @@ class Run:
     def put_answer(
         self, number: int, request: Request, node: int, engine: int, begin_s: float, token_s: float
     ) -> None:
-        """Every few tokens, the KV of all layers: in one message, from one GPU after the other."""
+        """Put the KV of all layers every few tokens: in one message, from one GPU after the other."""
         gpus, drives = self.cluster.gpus_per_engine, self.cluster.drives_per_node
         count = -(-request.output_tokens // self.terms.decode_put_tokens)
         size_bytes = request.output_tokens * self.token_bytes
@@ -435,7 +433,7 @@ class Run:
             return
         if train in self.gets:
             get, part = self.gets.pop(train)
-            # Layers are computed in turn: this part's when the share before it is done.
+            # Layers are computed in order: this part's when those before it are done.
             before = part / self.get_parts if self.terms.overlap else 0.0
             get.start_s = max(get.start_s, time_s - before * get.service_s)
             get.trains -= 1
@@ -498,9 +496,9 @@ class Run:
 
 
 def _sightings(requests: Sequence[Request], terms: Terms) -> deque[tuple[float, int, tuple[int, ...]]]:
-    """When which user is seen, and the blocks of the last prompt; none of a user's first prompt.
+    """When each user is recognised, and the blocks of the last prompt; none for a user's first prompt.
 
-    False ones are of users that have been there before, in turn, at the times of true ones.
+    False sightings are of earlier users, in turn, at the times of true ones.
     """
     if not terms.prefetch_lead_s:
         return deque()

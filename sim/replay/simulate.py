@@ -32,7 +32,7 @@ _BINS = 100
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a run; arrays have one entry a request."""
+    """The results of a run; arrays have one entry per request."""
 
     path: PathName
     cluster: Cluster
@@ -40,8 +40,8 @@ class Result:
     duration_s: float
     arrival_s: Array
     ttft_s: Array
-    queued_s: Array  # of the time to the first token: waiting for the engine
-    fetch_s: Array  # and for what is stored
+    queued_s: Array  # of the time to the first token: waiting for the engine,
+    fetch_s: Array  # and for stored KV
     prompt_tokens: int
     fetched_tokens: int
     found_tokens: int  # found, whether fetched or not
@@ -50,16 +50,16 @@ class Result:
     put_lag_s: Array  # from the last layer's, or answer's, end to the last byte on a drive
     put_bytes: float
     get_bytes: float
-    hot_bytes: float  # of these, out of the DRAM tier
+    hot_bytes: float  # of these, from the DRAM tier
     evicted: int
     backlog_bytes: Array  # made and not on a drive yet; the most in each bin of time
     usage: dict[str, list[Usage]]
     busy: dict[str, Array]  # share of each bin of time, mean of the group
     bin_s: float
     cached_tokens: int  # found in the GPUs' own memory, by engines that work in steps
-    token_s: Array  # of an answer, mean; not a number where there is no second one
-    ahead_blocks: int  # read into the nodes' memory before they were asked for
-    ahead_used: int  # and then got from there
+    token_s: Array  # of an answer, mean; NaN if there is no second token
+    ahead_blocks: int  # prefetched into the nodes' memory
+    ahead_used: int  # of these, fetched from there
 
     @property
     def hit_rate(self) -> float:
@@ -67,7 +67,7 @@ class Result:
         return self.block_hits / self.blocks if self.blocks else 0.0
 
     def ttft_quantile_s(self, share: float) -> float:
-        """Time to the first token that so large a share of the requests stayed within."""
+        """The quantile of the time to the first token for this share of the requests."""
         return float(np.quantile(self.ttft_s, share))
 
     @property
@@ -77,7 +77,7 @@ class Result:
 
     @property
     def usd(self) -> float:
-        """What was paid for as long as the run took."""
+        """The cost of the run's duration."""
         return self.usd_per_hour * self.duration_s / 3600
 
 
@@ -101,7 +101,7 @@ def keeps(
     deadline: Deadline,
     stored: Iterable[tuple[int, tuple[int, ...]]] = (),
 ) -> bool:
-    """Whether a cluster keeps a deadline; it takes no longer than that is open."""
+    """Whether a cluster meets a deadline; the run ends as soon as that is decided."""
     with Events() as events:
         run = _kind_of(terms)(events, requests, model, cluster, path, terms)
         run.deadline = deadline
@@ -118,7 +118,7 @@ def simulate(
     progress: Callable[[float], None] = lambda _: None,
     stored: Iterable[tuple[int, tuple[int, ...]]] = (),
 ) -> Result:
-    """Send all requests through the cluster; users' sequences in `stored` are there from the beginning."""
+    """Send all requests through the cluster; users' sequences in `stored` are stored from the beginning."""
     terms = terms or Terms()
     bin_s = max(1e-6, requests[-1].arrival_s * 1.1 / _BINS)
     with Events(bin_s) as events:

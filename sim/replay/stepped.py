@@ -1,8 +1,8 @@
 """A run whose engines work in steps (`sim.replay.engine`): batches, chunks of prompts, a prefix cache in the GPUs.
 
 A request goes to the engine with the fewest tokens to compute before its first one: those waiting there, plus those of
-its own prompt that are not in that engine's memory. The rest is looked up in the store. With `prefill_engines` these
-compute prompts only, and the KV goes over the NICs to one of the others, which generate answers.
+its own prompt that are not in that engine's memory. The rest is looked up in the store. With `prefill_engines`, these
+only compute prompts, and the KV goes over the NICs to one of the others, which generate answers.
 
 What always holds: the same as in `sim.replay.run`; a request is admitted to an engine with room for its prompt and
 answer and a place among `decode_slots`, first come first served.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SteppedRun"]
 
-_MOVES = 3  # kind of trains: from a prefill engine to one that writes answers
+_MOVES = 3  # kind of trains: from a prefill engine to one that generates answers
 
 
 class _Entry(NamedTuple):
@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
     request: Request
     work: Work
     engine: int
-    stored: int  # of its blocks, from the first on, when it was admitted
+    stored: int  # how many of its first blocks were stored when it was admitted
 
 
 class SteppedRun(Run):
@@ -81,7 +81,7 @@ class SteppedRun(Run):
         self.put_done: dict[int, int] = {}  # blocks of a prompt that were put, or are stored
 
     def arrive(self, number: int, request: Request) -> None:
-        """Choose the engine, and take the request in or let it wait there."""
+        """Choose the engine, and admit the request or let it wait there."""
         self.now_s = request.arrival_s
         need = self._blocks_of(request.input_tokens + request.output_tokens)
         if need > self.engines[0].memory.capacity_blocks:
@@ -104,7 +104,7 @@ class SteppedRun(Run):
         return -(-tokens // self.terms.block_tokens)
 
     def _admitted(self, number: int, request: Request, one: int) -> bool:
-        """Take a request in, if there is room, and see to what is not in the engine's memory."""
+        """Admit a request, if there is room, and fetch or compute what is not in the engine's memory."""
         engine, block_tokens = self.engines[one], self.terms.block_tokens
         whole = request.blocks[: request.input_tokens // block_tokens]
         here = engine.memory.cached(whole)
@@ -114,7 +114,7 @@ class SteppedRun(Run):
             return False
         engine.running += 1
         self.admitted_s[number] = self.now_s
-        # The last token has to be computed, whatever is there: it makes the first one of the answer.
+        # The last token must be computed, whatever is there: it makes the first one of the answer.
         here_tokens = min(here * block_tokens, request.input_tokens - 1)
         self.cached_tokens += here_tokens
         work = Work(number, whole, need, request.input_tokens, request.output_tokens, here_tokens)
@@ -144,7 +144,7 @@ class SteppedRun(Run):
     def prefill(
         self, number: int, request: Request, engine: int, ready_s: float, fetched_tokens: int, hits: int
     ) -> None:
-        """What was to be fetched is there: wait for the next step."""
+        """All that had to be fetched has arrived: wait for the next step."""
         del hits
         work = self.entries[number].work
         if fetched_tokens:
@@ -155,7 +155,7 @@ class SteppedRun(Run):
         self._wake(engine)
 
     def _wake(self, one: int) -> None:
-        """Something is new: an idle engine begins, one that does nothing but write answers ends its step early."""
+        """Handle new work: an idle engine begins, one that only generates answers ends its stretch early."""
         engine = self.engines[one]
         if not engine.is_working:
             self._begin(one)
@@ -178,7 +178,7 @@ class SteppedRun(Run):
         self.timers[self.events.add_train(end_s, 0.0, self.plant.timer, kind=TIMERS)] = one, end_s
 
     def _put_chunk(self, work: Work, tokens: int, one: int) -> None:
-        """Blocks that this step completes go out layer by layer; the prompt's last one though it isn't full."""
+        """Put blocks that this step completes, layer by layer; the prompt's last one even if it isn't full."""
         request, block_tokens = self.entries[work.number].request, self.terms.block_tokens
         done = work.done_tokens + tokens
         first = self.put_done[work.number]
@@ -198,7 +198,7 @@ class SteppedRun(Run):
             self.put_layers(put, one, engine.start_s, engine.end_s)
 
     def through(self, time_s: float, train: int) -> None:
-        """A train has arrived: a stretch's end, KV at another engine, or one of those that every run has."""
+        """A train has arrived: a stretch's end, KV at another engine, or one that every run has."""
         if train in self.timers:
             self.now_s = time_s
             one, end_s = self.timers.pop(train)
@@ -250,7 +250,7 @@ class SteppedRun(Run):
             self.put_answer(work.number, request, node, one, self.now_s, engine.token_s)
 
     def _leave(self, work: Work, one: int) -> None:
-        """All of an answer is written."""
+        """An answer is complete."""
         number, engine = work.number, self.engines[one]
         if work.output_tokens > 1:
             spent_s = self.now_s - work.first_s
@@ -273,7 +273,7 @@ class SteppedRun(Run):
             self._move()
 
     def _move(self) -> None:
-        """Prompts that are computed go to where their answers are written, in turn, as soon as one has room."""
+        """Move computed prompts to engines that generate answers, in turn, as soon as one has room."""
         while self.to_move:
             number = self.to_move[0]
             request, _, source, _ = self.entries[number]

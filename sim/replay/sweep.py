@@ -20,7 +20,7 @@ _VALUES_MAX = 100
 
 
 def points(arguments: argparse.Namespace, options: Sequence[str]) -> list[tuple[str, argparse.Namespace]]:
-    """The arguments with each value in turn, and NAME=VALUE; of no sweep, as they are."""
+    """The arguments with each value in turn, and NAME=VALUE; unchanged without a sweep."""
     if arguments.sweep is None:
         return [("", arguments)]
     found = []
@@ -52,5 +52,5 @@ def _like(now: object, name: str, value: str) -> object:
 
 
 def pareto(costs: Sequence[tuple[float, float]]) -> list[bool]:
-    """Of pairs of which less is better, whether nothing is better in the one and no worse in the other."""
+    """For each pair, where less is better, whether it is Pareto-optimal."""
     return [not any(a <= x and b <= y and (a, b) != (x, y) for a, b in costs) for x, y in costs]

@@ -1,7 +1,7 @@
 """Prefill times measured on an engine, instead of the roofline.
 
 A table is a CSV file with the columns `new_tokens`, `context_tokens` and `prefill_s`: how long an engine took to
-prefill this many new tokens after a context whose KV it had. It has every pair of the counts in it.
+prefill this many new tokens after a context whose KV it had. It has every pair of its counts.
 
 What always holds: between the counts times are interpolated linearly; beyond them nothing is guessed: a prompt outside
 the table is refused with the measured range. Below the smallest count of new tokens the time is the smallest's, which
@@ -50,7 +50,7 @@ class Timings:
 
 
 def _place(counts: Sequence[float], count: float) -> tuple[int, float]:
-    """Between which two of the counts one lies, and how far from the first to the second."""
+    """The two counts around `count`, and how far it is from the first to the second."""
     if count <= counts[0]:
         return 0, 0.0
     at = min(bisect_right(counts, count) - 1, len(counts) - 2)

@@ -1,7 +1,7 @@
 """A twin of a real node and its clients on one machine: predicts a load from a profile that was taken with others.
 
 Each client sends its requests one after the other: it gets all blocks, puts the missing ones, and does some work of
-its own between. The times are drawn from the profile: those of a kind of operation, at some numbers of blocks, sizes,
+its own in between. The times are drawn from the profile: by kind of operation, at some numbers of blocks, sizes,
 and active clients, interpolated between these. So a shortage of cores, of the node's thread, of memory or of the drive
 is contained in a profile with several clients. Slow operations come in bursts, so a replay draws from a stretch of the
 profile about as long as itself; the seed selects it.
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = ["KINDS", "Load", "MachineProfile", "Outcome", "Seen", "quantile", "replay"]
 
-# What takes time: a get whose blocks are all there, some of them, or none; a put until it is written; and what a client
-# does between, when it has nothing to put and when it has.
+# What takes time: a get that finds all blocks, some or none; a put until it is written; and the client's own work in
+# between, without and with something to put.
 KINDS = ("get all", "get some", "get none", "put", "own", "own, putting")
 
 
 _STRETCH_MIN = 100
-_FASTEST = 0.5  # of the median, whatever a larger operation gained
+_FASTEST = 0.5  # of the median, however fast larger operations were
 
 
 class Seen(NamedTuple):
@@ -50,7 +50,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """Operations as they were measured, by kind and by how many clients were at it."""
+    """Measured operations, by kind and by the number of active clients."""
 
     seen: Mapping[tuple[str, int], Sequence[Seen]]
     _medians: dict[tuple[str, int], dict[tuple[int, int], float]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class MachineProfile:
             ]
 
     def clients(self, kind: str) -> list[int]:
-        """The numbers of clients that a kind was measured with."""
+        """The numbers of clients with which a kind was measured."""
         return sorted(clients for one, clients in self._medians if one == kind)
 
     def median_s(self, kind: str, clients: float, blocks: int, block_bytes: int) -> float:
@@ -85,7 +85,7 @@ class MachineProfile:
         return near + (clients - low) / (high - low) * (self._at(kind, high, blocks, block_bytes) - near)
 
     def _at(self, kind: str, clients: int, blocks: int, block_bytes: int) -> float:
-        """Between the four shapes around, in straight lines."""
+        """Interpolated linearly between the four neighbouring shapes."""
         medians = self._medians[kind, clients]
         counts, sizes = (sorted({shape[i] for shape in medians}) for i in (0, 1))
         if not (counts[0] <= blocks <= counts[-1] and sizes[0] <= block_bytes <= sizes[-1]):
@@ -102,10 +102,10 @@ class MachineProfile:
         return first + across * (last - first)
 
     def later_s(self, kind: str, clients: int, blocks: int, block_bytes: int) -> list[float]:
-        """By how much single operations of the shapes around took longer than their median, as they came.
+        """By how much single operations of the neighbouring shapes exceeded their median, in order of time.
 
-        In seconds, not as a share: the wait for a core is as long for a small operation as for a large one. But what
-        larger ones do to each other is not what small ones wait for.
+        In seconds, not as a share: the wait for a core is as long for a small operation as for a large one. But large
+        ones also delay each other in ways that small ones don't wait for.
         """
         near = min(self.clients(kind), key=lambda one: (abs(one - clients), -one))
         counts, sizes = (sorted({shape[i] for shape in self._medians[kind, near]}) for i in (0, 1))
@@ -115,9 +115,9 @@ class MachineProfile:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What clients ask, each in turn: (user, blocks); and of what."""
+    """The requests of each client, in order: (user, blocks); and the nodes that serve them."""
 
-    requests: Sequence[Sequence[tuple[int, Sequence[int]]]]  # of each client
+    requests: Sequence[Sequence[tuple[int, Sequence[int]]]]  # by client
     block_bytes: int
     nodes: Sequence[str]  # their addresses, which their clients hash
     capacity_blocks: int  # of a node's drive; its memory holds as many
@@ -125,19 +125,19 @@ class Load:
 
 
 def _place(known: Sequence[int], value: int) -> tuple[int, float]:
-    """After which of the known a value lies, and how far on the way to the next one."""
+    """The index of the last known number up to a value, and how far the value is from it to the next."""
     at = max(0, min(bisect_right(known, value) - 1, len(known) - 2))
     return at, (value - known[at]) / (known[at + 1] - known[at]) if len(known) > 1 else 0.0
 
 
 def _around(known: Sequence[int], value: int) -> tuple[int, int]:
-    """The last of the known up to a value, and the next."""
+    """The last known number up to a value, and the next one."""
     row, across = _place(known, value)
     return known[row], known[min(row + 1, len(known) - 1) if across else row]
 
 
 class Outcome(NamedTuple):
-    """What came of a load."""
+    """The result of a load."""
 
     duration_s: float
     gets_s: list[float]
@@ -146,12 +146,12 @@ class Outcome(NamedTuple):
 
     @property
     def gets_per_s(self) -> float:
-        """Of all clients together."""
+        """The rate of all clients together."""
         return len(self.gets_s) / self.duration_s
 
 
 def quantile(times: Sequence[float], share: float) -> float:
-    """The least time that so large a share stayed within."""
+    """The quantile of the times for this share."""
     ranked = sorted(times)
     return ranked[min(len(ranked) - 1, int(share * len(ranked)))]
 
@@ -179,14 +179,14 @@ class _Replay:
         self._clients = [_Client(todo) for todo in load.requests]
         self._stretch, self._place = max(_STRETCH_MIN, sum(map(len, load.requests))), self._rng.random()
         self._later: dict[tuple[str, int], list[float]] = {}
-        self._under_way: list[tuple[float, int]] = []  # until when, and whose
+        self._under_way: list[tuple[float, int]] = []  # until when, and of which client
         self._hits = 0
 
     def _node_of(self, user: int) -> Catalogue:
         return self._nodes[int(self._first[lot_of(b"", b"user %d" % user)])]
 
     def _put(self, user: int, blocks: Sequence[int]) -> None:
-        """In their order: the last one is the one used last."""
+        """Put blocks in order: the last one is the most recently used."""
         node = self._node_of(user)
         for block in blocks:
             node.admit((block,))
@@ -198,7 +198,7 @@ class _Replay:
         heapq.heappush(self._under_way, (now_s + took_s, number))
 
     def _drawn_from(self, kind: str, blocks: int) -> list[float]:
-        """The stretch of the profile whose slow operations an operation's time is drawn from."""
+        """The stretch of the profile from whose slow operations an operation's time is drawn."""
         later_s = self._profile.later_s(kind, len(self._clients), blocks, self._load.block_bytes)
         begin = int(self._place * max(0, len(later_s) - self._stretch))
         found = self._later[kind, blocks] = later_s[begin : begin + self._stretch]

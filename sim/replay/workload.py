@@ -37,17 +37,17 @@ BLOCK_TOKENS = 512
 _TOKENS_MAX = 10**8
 _TIMESTAMP_S_MAX = 10**9
 _NUMBERS = 2**63  # of blocks and users
-_OWN_BLOCKS_MIN = 2  # whole ones: a first block is often a system prompt, which everybody begins with
+_OWN_BLOCKS_MIN = 2  # whole ones: a first block is often a system prompt that all users share
 
 
 class Request(NamedTuple):
-    """One prompt and how long its answer will be."""
+    """One prompt and the length of its answer."""
 
     arrival_s: float
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
-    user: int = 0  # whose node keeps the KV
+    user: int = 0  # this user's node keeps the KV
 
 
 def _bad(path: Path, line: int, what: str, accepted: str) -> OutOfRange:
@@ -98,7 +98,7 @@ def _mooncake(path: Path, block_tokens: int) -> Iterator[Request]:
 def _rows(
     path: Path, accepted: str, read: Callable[[dict[str, str]], _Fields]
 ) -> Iterator[tuple[int, _Fields]]:
-    """The lines of a CSV file with what is read from each."""
+    """The lines of a CSV file, with the fields read from each."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         for line, row in enumerate(csv.DictReader(file), start=2):
             try:
@@ -111,7 +111,7 @@ def _rows(
 
 
 class _Fields(NamedTuple):
-    """What a line of a CSV trace says."""
+    """The fields of a line of a CSV trace."""
 
     arrival_s: float
     input_tokens: int
@@ -135,7 +135,7 @@ def _burstgpt(path: Path, block_tokens: int) -> Iterator[Request]:
         blocks = blocks[:shared] + [next(fresh) for _ in range(wanted - shared)]
         if session:
             total = input_tokens + output_tokens
-            whole = input_tokens // block_tokens  # one that is not full is another block once it is
+            whole = input_tokens // block_tokens  # a partial block becomes a different block once it is full
             answered = [next(fresh) for _ in range(total // block_tokens - whole)]
             said[session] = (user, total, blocks[:whole] + answered)
         yield Request(arrival_s, input_tokens, output_tokens, tuple(blocks), user)
@@ -145,7 +145,7 @@ def _azure(path: Path, block_tokens: int) -> Iterator[Request]:
     fresh = 0
 
     def read(row: dict[str, str]) -> _Fields:
-        # Seven digits of a second are written, and the standard library reads six.
+        # The trace has seven digits of a second, and the standard library reads six.
         when = re.sub(r"(\.\d{6})\d+", r"\1", row["TIMESTAMP"].strip())
         arrival = datetime.fromisoformat(when)
         if arrival.tzinfo is None:
@@ -167,7 +167,7 @@ def _csv(path: Path, block_tokens: int) -> Iterator[Request]:
 
 
 def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[Request]:
-    """All requests, in the order of their time; which format it is, the name's ending and the head say."""
+    """All requests, in order of time; the name's suffix and the head determine the format."""
     require("--block-tokens", block_tokens, "tokens a block", 1, 10**6)
     readers = {".jsonl": _mooncake, ".csv": _csv}
     if path.suffix not in readers:
@@ -186,7 +186,7 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[Request]:
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """What made-up chats are like; means, where they vary."""
+    """The parameters of generated chats; means, where they vary."""
 
     sessions: int = 1000
     sessions_per_s: float = 1.0
@@ -220,7 +220,7 @@ def _length(rng: random.Random, mean: float) -> int:
 
 
 def chats(terms: Chats) -> list[Request]:
-    """Sessions that begin at random, and whose turns each begin with all that was said before."""
+    """Sessions that begin at random times; each turn begins with everything that was said before."""
     rng = random.Random(terms.seed)  # noqa: S311 - a load, not a secret
     shared = terms.system_tokens // BLOCK_TOKENS
     fresh = count(terms.systems * shared)
@@ -239,7 +239,7 @@ def chats(terms: Chats) -> list[Request]:
             requests.append(Request(now_s, tokens, answer, tuple(blocks), user))
             if rng.random() < 1 / terms.turns:
                 break
-            # A block is whole, and so may be shared, only once all of its tokens have been said.
+            # A block is whole, and so can be shared, only once all of its tokens have been said.
             blocks = list(requests[-1].blocks[: tokens // BLOCK_TOKENS])
             tokens += answer
             blocks += [next(fresh) for _ in range(tokens // BLOCK_TOKENS - len(blocks))]

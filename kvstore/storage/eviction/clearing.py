@@ -29,10 +29,10 @@ _RECORD_PAGES_MAX: Final = (HEADER_BYTES + BLOCK_BYTES_MAX) // PAGE_BYTES
 
 
 class Clearing(NamedTuple):
-    """Blocks to go, in the order of the drive."""
+    """Blocks to evict, in the order of the drive."""
 
     generations: list[int]
-    pages: int  # of the blocks, without what is free
+    pages: int  # of the blocks, without free pages
 
 
 class _Land:
@@ -44,7 +44,7 @@ class _Land:
         self.steps = 0
 
     def look(self, page: int) -> tuple[int, int]:
-        """Return the pages of what begins here, and its generation, 0 if it is free; no pages if it has to stay."""
+        """Return length and generation (0: free) of the extent that begins here; a length of 0 if it must stay."""
         self.steps += 1
         free = self._extents.free_at(page)
         if free:
@@ -55,7 +55,7 @@ class _Land:
         return block.pages, block.generation
 
     def clearing(self, start: int, length: int, pages_max: int) -> Clearing | None:
-        """Try to clear from a place on; None if something has to stay, or more than `pages_max` would go."""
+        """Try to clear from a place on; None if a block must stay, or more than `pages_max` would be evicted."""
         position, pages = start, 0
         generations: list[int] = []
         while position < start + length:
@@ -70,7 +70,7 @@ class _Land:
 
 
 def clearings(extents: Extents, core: Evictor, length: int) -> Iterator[Clearing | None]:
-    """Look for a clearing, a step at a time: None means to go on looking, and the end that there is none."""
+    """Look for a clearing, a step at a time: None means to continue, and the end that there is none."""
     land = _Land(extents, core)
     best: Clearing | None = None
     for start in extents.longest_starts(_HOLES_TRIED):
@@ -82,12 +82,12 @@ def clearings(extents: Extents, core: Evictor, length: int) -> Iterator[Clearing
     if best is not None:
         yield best
         return
-    # The whole drive, from its beginning: there is one, or there is none anywhere.
+    # The whole drive, from its beginning: either there is one, or there is none anywhere.
     first = position = extents.first_page
     generations: list[tuple[int, int]] = []
     while position < extents.until_page:
         here, generation = land.look(position)
-        position += here or 1  # the length of a block that has to stay is unknown here
+        position += here or 1  # the length of a block that must stay is unknown here
         if not here:
             first, generations = position, []
         elif generation:

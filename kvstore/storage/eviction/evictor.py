@@ -1,7 +1,7 @@
 """The core of eviction: which blocks are evicted, when, and why. It is notified of all changes to blocks.
 
-What always holds is said where it is done: in C (`keep/core.c` and what that names). Each call takes a batch, and runs
-nothing in Python for each block. A call that contradicts what the core knows is an AssertionError; one for which there
+What always holds: see the C code that does the work (`keep/core.c` and the files it names). Each call takes a batch,
+and runs no Python per block. A call that contradicts what the core knows is an AssertionError; one for which there
 is no memory is a MemoryError. Neither has changed anything.
 
 It does no I/O, knows no names, and has no clock: `now_ms` is wall time, passed in.
@@ -61,7 +61,7 @@ assert ffi.sizeof("struct keep_gone") == 8 * EVICTION_WORDS
 
 
 class Uses:
-    """How many uses there have been, on all drives that share this."""
+    """The number of uses so far, on all drives that share this."""
 
     __slots__ = ("kept",)
 
@@ -69,12 +69,12 @@ class Uses:
         self.kept = ffi.new("uint64_t *")
 
     def add(self, count: int) -> None:
-        """Count some that nobody saw."""
+        """Count uses that no core has seen."""
         self.kept[0] += count
 
 
 class Evictor:
-    """All blocks of one drive, and the order in which they go."""
+    """All blocks of one drive, and the order in which they are evicted."""
 
     def __init__(self, policy: Policy, marks: Watermarks, *, now_ms: int) -> None:
         self._policy = policy
@@ -101,14 +101,16 @@ class Evictor:
         self._steps = ffi.new("int64_t *")
         self._word = ffi.new("uint64_t *")
         self._planned = ffi.new("struct keep_planned *")
-        self._room: array[int] | None = None  # for victims: made before they go, lest they were lost
+        self._room: array[int] | None = (
+            None  # for victims: allocated before any is forgotten, so that none is lost
+        )
 
     def __len__(self) -> int:
         return int(lib.keep_core_blocks(self._kept))
 
     @property
     def has_timers(self) -> bool:
-        """Whether any block is to expire."""
+        """Whether any block has an expiry."""
         return bool(lib.keep_core_expiring(self._kept))
 
     def __contains__(self, generation: int) -> bool:
@@ -123,7 +125,7 @@ class Evictor:
         expiries_ms: array[int],
         starts: array[int] | None = None,
     ) -> None:
-        """Take what is on the drive into an empty core, in ascending order of generations.
+        """Add the blocks on the drive to an empty core, in ascending order of generations.
 
         Their uses are unknown, so they count as used in that order, before all later blocks.
         """
@@ -141,7 +143,7 @@ class Evictor:
         )
 
     def admitted(self, records: Sequence[tuple[int, ...]], now_ms: int) -> dict[int, Refusal]:
-        """Note blocks that can be got from now on; return those refused: EXISTS as a whole, others their session.
+        """Note blocks that gets can find from now on; return refusals: EXISTS of the block, others of its session.
 
         Each is a `Record`, or the same as a plain tuple.
         """
@@ -158,16 +160,16 @@ class Evictor:
         return _refusals(check(count), [record[0] for record in records] if count else (), refused)
 
     def own(self, generations: array[int], owner: int) -> None:
-        """Note whose blocks these are, all that it has; they are given in the order of their age.
+        """Note the owner of these blocks, which are all that it has, oldest first.
 
-        Nobody knows more of their order than the time of their last use and their age, and nothing of it among several
-        drives. So they are spread evenly over the stamps given so far, of which there are as many, oldest first.
+        Only the time of their last use and their age are known of their order, and nothing across several drives. So
+        they are spread evenly over the stamps given so far, of which there are as many, oldest first.
         """
         column = ffi.from_buffer("uint64_t[]", generations)
         check(lib.keep_core_own(self._kept, column, len(generations), owner))
 
     def share_uses(self, uses: Uses) -> None:
-        """Count uses together with others who share this."""
+        """Count uses together with all that share this."""
         self._uses = uses
         lib.keep_core_share_uses(self._kept, uses.kept)
 
@@ -178,9 +180,9 @@ class Evictor:
     def joined(
         self, generations: Sequence[int], session: int, first_position: int, now_ms: int
     ) -> dict[int, Refusal]:
-        """Note that kept blocks are in a session, one after the other; returns those refused.
+        """Note that kept blocks are in a session, one after the other; returns refusals.
 
-        What stood at a place before has left the session by it: the session went on differently.
+        Blocks that were at these positions leave the session: it was continued differently.
         """
         refused = bytearray(len(generations))
         count = lib.keep_core_joined(
@@ -195,17 +197,17 @@ class Evictor:
         return _refusals(check(count), generations, refused)
 
     def touched(self, generations: Sequence[int], now_ms: int) -> None:
-        """Note uses, in their order; blocks that are not kept are passed over."""
+        """Note uses, in their order; blocks that are not kept are ignored."""
         lib.keep_core_touched(self._kept, _column(generations), len(generations), now_ms)
 
     def renewed(self, generation: int, expires_ms: int) -> None:
-        """Note that a block expires at another time than was said; 0 is never."""
+        """Note that a block has a new expiry; 0: never."""
         check(lib.keep_core_renewed(self._kept, generation, expires_ms))
 
     def moved(self, generation: int, to: int, start: int = 0) -> int:
         """Note that a block has another generation, and another place.
 
-        Returns how many guards it has that somebody is to take back.
+        Returns how many guards it has that must be taken back.
         """
         return check(lib.keep_core_moved(self._kept, generation, to, start))
 
@@ -230,7 +232,7 @@ class Evictor:
     # Guards.
 
     def hold(self, generations: Sequence[int], guard: Guard) -> dict[int, Refusal]:
-        """Guard blocks, each once more; return those refused."""
+        """Guard each of these blocks once more; return refusals."""
         refused = bytearray(len(generations))
         count = lib.keep_core_hold(
             self._kept,
@@ -242,7 +244,7 @@ class Evictor:
         return _refusals(check(count), generations, refused)
 
     def release(self, generations: Sequence[int], guard: Guard, now_ms: int) -> dict[int, Refusal]:
-        """Take one guard of each block back; return those refused. The last one's end is a use."""
+        """Release one guard of each block; return refusals. Releasing the last one counts as a use."""
         refused = bytearray(len(generations))
         count = lib.keep_core_release(
             self._kept,
@@ -257,9 +259,9 @@ class Evictor:
     def protect_session(
         self, session: int, blocks: int = SESSION_BLOCKS_MAX, *, now_ms: int
     ) -> Refusal | None:
-        """Let nothing of a session's first blocks go, what it has and what it will have, until it is unprotected.
+        """Protect a session's first blocks, current and future ones, until it is unprotected.
 
-        The last word counts: fewer blocks than before unprotect the others.
+        The last call decides: fewer blocks than before unprotect the others.
         """
         return _REFUSALS[check(lib.keep_core_protect(self._kept, session, blocks, now_ms))]
 
@@ -268,11 +270,11 @@ class Evictor:
         return int(lib.keep_core_protected_blocks(self._kept, session))
 
     def unprotect_session(self, session: int, now_ms: int) -> Refusal | None:
-        """Let a session's blocks go again; this counts as a use of them."""
+        """End the protection of a session's blocks; this counts as a use of them."""
         return _REFUSALS[check(lib.keep_core_unprotect(self._kept, session, now_ms))]
 
     def is_guarded(self, generation: int) -> bool:
-        """Return whether a block that is kept may not go."""
+        """Return whether a kept block may not be evicted."""
         return bool(lib.keep_core_is_guarded(self._kept, generation))
 
     def places(self, generation: int) -> tuple[list[int], int]:
@@ -287,33 +289,33 @@ class Evictor:
             room = count
 
     def lacks(self, session: int, position: int) -> bool:
-        """Return whether a session would go on, or have a gap less, with a block at this position."""
+        """Return whether a block at this position would extend the session, or fill a gap in it."""
         return bool(lib.keep_core_lacks(self._kept, session, position))
 
     def at(self, start: int) -> Standing | None:
-        """Return which block begins at a page."""
+        """Return the block that begins at a page."""
         pages = int(lib.keep_core_at(self._kept, start, self._word))
         return Standing(int(self._word[0]), pages) if pages else None
 
     @property
     def protected_pages(self) -> int:
-        """Return how many pages are of blocks that are protected."""
+        """Return the pages of protected blocks."""
         return int(lib.keep_core_protected_pages(self._kept))
 
     @property
     def knows_names(self) -> bool:
-        """Return whether the names in records are of any use here."""
+        """Return whether names in records are used here."""
         return self._policy.knows_names
 
-    # What goes.
+    # Evictions.
 
     def plan(
         self, *, free_pages: int, demand_pages: int = 0, waiting_pages: int = 0, now_ms: int
     ) -> EvictionPlan:
         """Choose blocks to evict now and forget them; expired ones first, then, if room is needed, others.
 
-        `demand_pages` is what puts under way have not allocated yet; `waiting_pages` what a put needs that found
-        no room, and is not in it.
+        `demand_pages`: pages that puts under way have not allocated yet; `waiting_pages`: pages, not among those, for
+        a put that found no room.
         """
         if self._room is None:
             self._room = _room(EVICTION_URGENT_BLOCKS)
@@ -337,7 +339,7 @@ class Evictor:
         return EvictionPlan(goal.mode, victims, int(planned.pages), more, stuck)
 
     def oldest_use(self, owner: int, steps: Steps) -> int | None:
-        """Return when the block of an owner that goes first was used, as the number of the use; None: none may go."""
+        """Return the last use, by number, of the owner's block to be evicted first; None: none may be."""
         self._steps[0] = steps.left
         use = int(lib.keep_core_oldest_use(self._kept, owner, self._steps))
         steps.left = self._steps[0]
@@ -348,8 +350,8 @@ class Evictor:
     ) -> Evictions:
         """Forget blocks of an owner that has to make room for itself, the least recently used first.
 
-        It ends when they have so many pages, or are as many, when the steps are used up, or when the next one was not
-        used before the use of a number.
+        It ends at the limit of pages or of blocks, when the steps are used up, or when the next block was not used
+        before the given use.
         """
         words = _room(blocks_max)
         self._steps[0] = steps.left
@@ -368,7 +370,7 @@ class Evictor:
         return Evictions(words)
 
     def statistics(self) -> Statistics:
-        """Return where the core stands."""
+        """Return the state of the core."""
         said = self._said
         lib.keep_core_say(self._kept, said)
         guarded = ffi.unpack(said.guarded, len(Guard))

@@ -1,7 +1,7 @@
-"""The inputs and outputs of the eviction's core: plain values, no behaviour.
+"""The inputs and outputs of the eviction core: plain values, no behaviour.
 
-The core (`kvstore.storage.keep`) takes a `Record` and gives an `Eviction` as their fields in order, 64 bits each, and
-knows the numbers of guards, of reasons and, from 1 on, of refusals.
+The core (`kvstore.storage.keep`) takes a `Record` and returns an `Eviction` as their fields in order, 64 bits each, and
+knows the numbers of guards, of reasons and, from 1, of refusals.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ class Record(NamedTuple):
 
     generation: int  # its name here: unique for ever, 64 bits
     pages: int
-    name64: int = (
-        0  # 64 bits of a digest of tenant and key, by which a policy knows it again; 0 if it need not
-    )
+    name64: int = 0  # 64 bits of a digest of tenant and key, by which a policy recognizes it; 0 if it needn't
     expires_ms: int = 0  # 0 = never
     session: int = 0  # 64 bits; 0 = none
     position: int = 0  # in the session, from 0
     owner: int = 0  # the owner of the quota it counts against; 0: none
-    start: int = 0  # its first page on the drive; 0: nobody asks for it by that
+    start: int = 0  # its first page on the drive; 0: it is not looked up by that
 
 
 class Guard(enum.IntEnum):
-    """What keeps a block from being evicted, from the one over soonest to the one that may last for ever."""
+    """What keeps a block from being evicted, in ascending order of how long it may last."""
 
     PIN = 0  # it is being read
     WRITE = 1  # it is being written or synced
@@ -62,16 +60,16 @@ class Reason(enum.IntEnum):
     SPACE = 1  # room was needed, and this one was the policy's choice
     STRANDED = 2  # room was needed, and the block was after a gap in its only session
     EXPIRED = 3  # its time to live had ended
-    SUPERSEDED = 4  # a newer record has taken its name
+    SUPERSEDED = 4  # a newer record has its name
     DELETED = 5  # on request
     QUARANTINED = 6  # it failed a check
-    CLEARED = 7  # room was needed in one piece, and it stood there
-    QUOTA = 8  # its tenant was at its quota and put more, and of its blocks it was used longest ago
+    CLEARED = 7  # contiguous room was needed, and it was in the way
+    QUOTA = 8  # its tenant was at its quota and put more, and it was the tenant's least recently used block
     ERASED = 9  # its erase domain was erased
 
 
 class Refusal(enum.Enum):
-    """Why something was not done. A value, not an error: others race with evictions and lose."""
+    """Why something was not done. A value, not an error: callers may lose races with evictions."""
 
     UNKNOWN = "no such block is kept"
     EXISTS = "this generation is kept already"
@@ -81,15 +79,15 @@ class Refusal(enum.Enum):
 
 
 class Mode(enum.IntEnum):
-    """How hard room is looked for."""
+    """How urgently room is needed."""
 
     IDLE = 0  # there is enough
-    BACKGROUND = 1  # less than the low watermark was free, and less than the high one is
+    BACKGROUND = 1  # free space fell below the low watermark, and is still below the high one
     URGENT = 2  # a put waits for room
 
 
 class Stuck(enum.IntEnum):
-    """Why nothing more can be evicted though it should be: by the guard that is over soonest."""
+    """Why nothing more can be evicted though it should be: the guard that ends soonest."""
 
     EMPTY = 1  # no block is kept
     PINNED = 2  # try again when a read ends
@@ -99,7 +97,7 @@ class Stuck(enum.IntEnum):
 
 
 class Watermarks(NamedTuple):
-    """Free pages: below `low_pages` eviction begins, at `high_pages` it rests."""
+    """Free pages: below `low_pages` eviction begins, at `high_pages` it stops."""
 
     low_pages: int
     high_pages: int
@@ -110,18 +108,18 @@ class Eviction(NamedTuple):
 
     generation: int
     pages: int
-    session: int  # the one it joined last, of those it stood in; 0 = none
+    session: int  # of its sessions, the one it joined last; 0 = none
     position: int
     reason: Reason
     at_ms: int
-    idle_ms: int  # since its last use, or, if that was before it, since the start
+    idle_ms: int  # since its last use, or since the start if that is later
 
 
 EVICTION_WORDS: Final = len(Eviction._fields)
 
 
 class Evictions:
-    """Blocks that are gone, in order, as numbers; an `Eviction` is made only where somebody asks for one."""
+    """Blocks that are gone, in order, as numbers; an `Eviction` is made only on request."""
 
     __slots__ = ("words",)
 
@@ -145,7 +143,7 @@ class Evictions:
 
     @property
     def pages(self) -> int:
-        """Return how many pages they had together."""
+        """Return the pages of all of them."""
         return sum(self.words[1::EVICTION_WORDS])
 
     @property
@@ -155,37 +153,37 @@ class Evictions:
 
 
 def eviction_of(words: array[int], first: int) -> Eviction:
-    """Return the eviction whose fields are these words from one on."""
+    """Return the eviction whose fields begin at this word."""
     generation, pages, session, position, reason, at_ms, idle_ms = words[first : first + EVICTION_WORDS]
     return Eviction(generation, pages, session, position, Reason(reason), at_ms, idle_ms)
 
 
 class Standing(NamedTuple):
-    """A block on its place."""
+    """A block in its place."""
 
     generation: int
     pages: int
 
 
 class EvictionPlan(NamedTuple):
-    """What goes now. The blocks are forgotten here already."""
+    """The blocks to evict now; the core has already forgotten them."""
 
     mode: Mode
     victims: Evictions
     pages: int  # of all victims together
-    more: bool  # a bound was met: plan again soon, at once if a put waits
+    more: bool  # a bound was reached: plan again soon, at once if a put waits
     stuck: Stuck | None
 
 
 class Tally(NamedTuple):
-    """How much went for one reason."""
+    """How much was removed for one reason."""
 
     blocks: int
     pages: int
 
 
 class Statistics(NamedTuple):
-    """Where the core stands."""
+    """The state of the core."""
 
     policy: str
     mode: Mode
@@ -196,13 +194,13 @@ class Statistics(NamedTuple):
     session_links: int
     protected_sessions: int
     guarded: dict[Guard, int]  # blocks, by the longest-lasting guard they have
-    timers_lag: bool  # some blocks have expired and were not planned yet
+    timers_lag: bool  # some expired blocks are not planned yet
     gone: dict[Reason, Tally]
-    space_idle_ms: int  # how long the last block that went for room had not been used
+    space_idle_ms: int  # how long the last block evicted for room had not been used
 
 
 def together(each: Sequence[Statistics]) -> Statistics:
-    """Return where the cores of a store's drives stand as one. A session that has blocks on several counts once."""
+    """Return the combined state of the cores of a store's drives. A session with blocks on several counts once."""
     return Statistics(
         policy=each[0].policy,
         mode=max(one.mode for one in each),

@@ -1,8 +1,8 @@
-"""The interface of a policy: of the rows it has been given, which should be evicted first.
+"""The interface of a policy: which of its rows should be evicted first.
 
 A policy orders rows and knows nothing else: no sessions, no guards, no expiry. Its user takes out rows that may not be
 evicted now and gives them back later. So a policy never refuses a row and never loses one. The orders themselves are in
-C (`keep/lru.c`, `keep/s3fifo.c`), where the core calls them; through this class a simulator does.
+C (`keep/lru.c`, `keep/s3fifo.c`), where the core calls them; a simulator calls them through this class.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NO_ROW: Final = -1
 
 
 class _HasLeft(Protocol):
-    """What counts steps."""
+    """A counter of steps."""
 
     left: int
 
 
 class Steps:
-    """How much may still be done in this call; shared by all who do it."""
+    """The remaining steps of this call, shared by all its parts."""
 
     __slots__ = ("left",)
 
@@ -41,7 +41,7 @@ class Policy:
 
     __slots__ = ("_steps", "kept")
 
-    name: ClassVar[str]  # what it is called in statistics
+    name: ClassVar[str]  # its name in statistics
     knows_names: ClassVar[bool]  # whether it uses names; if not, none need be made
 
     def __init__(self, kept: Any) -> None:
@@ -51,20 +51,20 @@ class Policy:
         self._steps = ffi.new("int64_t *")
 
     def admitted(self, row: int, pages: int, name64: int) -> None:
-        """Take in a new block, which was never used yet."""
+        """Add a new block, which has not been used yet."""
         check(lib.keep_policy_admitted(self.kept, row, pages, name64))
 
     def readmitted(self, row: int, pages: int) -> None:
-        """Take in a block known from before, as just used: given back."""
+        """Add a block that was taken out before, as just used."""
         check(lib.keep_policy_readmitted(self.kept, row, pages))
 
     def restored(self, pages: Iterable[int]) -> None:
-        """Take in rows from 0 on into an empty policy, as used in this order, before all that comes."""
+        """Add rows, from 0, to an empty policy, as used in this order, before all later ones."""
         column = array("I", pages)
         check(lib.keep_policy_restored(self.kept, ffi.from_buffer("uint32_t[]", column), len(column)))
 
     def inherited(self, row: int, pages: int, place: int) -> None:
-        """Let a row go no sooner than right after `place`, whose uses were its own too. It may be in already."""
+        """Order a row right after `place`, whose uses counted for it too. It may be in the policy already."""
         check(lib.keep_policy_inherited(self.kept, row, pages, place))
 
     def touched(self, rows: Iterable[int]) -> None:
@@ -73,15 +73,15 @@ class Policy:
         check(lib.keep_policy_touched(self.kept, ffi.from_buffer("uint32_t[]", column), len(column)))
 
     def removed(self, row: int) -> None:
-        """Take a row out for a while, or for a reason that says nothing of its worth."""
+        """Take a row out for a while, or for a reason unrelated to its value."""
         check(lib.keep_policy_removed(self.kept, row))
 
     def evicted(self, row: int, name64: int) -> None:
-        """Take a row out that has been evicted to make room."""
+        """Take out a row that was evicted to make room."""
         check(lib.keep_policy_evicted(self.kept, row, name64))
 
     def candidate(self, steps: _HasLeft) -> int:
-        """Return the row that should go first, and the same one until something changes.
+        """Return the row to evict first; the same one until something changes.
 
         `NO_ROW` if there is none, or if the steps are used up before one is found.
         """

@@ -33,7 +33,7 @@ class Pressure:
         self.mode = Mode.IDLE
 
     def judge(self, free_pages: int, demand_pages: int, waiting_pages: int) -> Goal:
-        """Say what is wanted, given what is free, what puts under way will take, and what one waits for."""
+        """Return the goal, given the free pages, those that puts under way will take, and those that one waits for."""
         left = free_pages - demand_pages
         if left < self._marks.low_pages:
             self._draining = True

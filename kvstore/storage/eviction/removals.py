@@ -1,6 +1,6 @@
-"""The reasons for which the last removed blocks were removed.
+"""Why the last removed blocks were removed.
 
-Always holds: the newest are remembered, by their exact names, a fixed number of them, some 300 bytes each; of one
+Always holds: a fixed number of the newest removals is remembered, by exact name, in some 300 bytes each; of one
 name only the newest.
 """
 
@@ -34,7 +34,7 @@ class History:
         self._first_words: OrderedDict[Name, int] = OrderedDict()  # where the words of each begin
 
     def add(self, names: Sequence[Name], evictions: Evictions) -> None:
-        """Remember some, in the places of the oldest."""
+        """Remember evictions, in place of the oldest."""
         by_name, ours, words = self._first_words, self._words, evictions.words
         for name, at in zip(names, range(0, len(words), EVICTION_WORDS), strict=True):
             first = by_name.pop(name, -1)
@@ -45,11 +45,11 @@ class History:
             ours[first : first + EVICTION_WORDS] = words[at : at + EVICTION_WORDS]
 
     def of(self, name: Name) -> Eviction | None:
-        """Return how a block went, if it is remembered."""
+        """Return the eviction of a block, if it is remembered."""
         first = self._first_words.get(name, -1)
         return None if first < 0 else eviction_of(self._words, first)
 
     def session_of(self, name: Name) -> int:
-        """Return the last session that a block was in when it went; 0 if it was in none, or isn't remembered."""
+        """Return the last session that a removed block was in; 0 if it was in none, or isn't remembered."""
         first = self._first_words.get(name, -1)
         return 0 if first < 0 else self._words[first + 2]

@@ -1,4 +1,4 @@
-"""S3-FIFO: three first-in-first-out queues; what is used once passes through a tenth of the drive (`keep/s3fifo.c`)."""
+"""S3-FIFO: three FIFO queues; blocks used only once pass through a tenth of the drive (`keep/s3fifo.c`)."""
 
 from __future__ import annotations
 

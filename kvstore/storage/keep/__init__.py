@@ -1,4 +1,4 @@
-"""What one thread of the node decides about room, in C: free extents, and the order in which blocks go.
+"""Decisions about room, in C, for one thread of the node: free extents, and the order of eviction.
 
-`keep.h` says what the C holds to. Its users are `kvstore.storage.extents` and `kvstore.storage.eviction`.
+`keep.h` says what always holds. Its users are `kvstore.storage.extents` and `kvstore.storage.eviction`.
 """

@@ -1,4 +1,4 @@
-"""Builds `kvstore.storage.keep._keep` through cffi; the declarations are read from its public header."""
+"""Builds `kvstore.storage.keep._keep` with cffi, which reads the declarations from its public header."""
 
 from __future__ import annotations
 

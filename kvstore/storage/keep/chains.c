@@ -1,4 +1,4 @@
-/* Sessions as chains: which blocks are in which session, and which of them are tails. 12 bytes a block and session.
+/* Sessions as chains: which blocks are in which session, and which of them are tails. 12 bytes per block and session.
  *
  * A session is a chain of blocks at positions; a block may be in many sessions. A block's bytes depend on all blocks
  * before it, so it has the same position in all of them.
@@ -13,7 +13,7 @@
  *
  * Always holds: `followed` of a row is the number of sessions in which a block comes after it. All is O(1), except
  * adding a block out of order or removing one from a session's middle (a bisection, and 4 bytes to move for each
- * block behind it), and removing a block that is in many sessions (their number). Only `keep_chain_reserve` needs
+ * block after it), and removing a block that is in many sessions (their number). Only `keep_chain_reserve` needs
  * memory: the queue of broken sessions has room for all that may enter it.
  *
  * It knows no guards, sizes or times, and forgets a session when its last block is removed.
@@ -86,7 +86,7 @@ static int reserve_broken(struct keep_chains *chains)
 	return error;
 }
 
-/* Reserves memory for so many more rows of a session, which need not exist yet. */
+/* Reserves memory for this many more rows of a session, which needn't exist yet. */
 int keep_chain_reserve(keep_core *c, uint64_t session, uint64_t rows)
 {
 	struct keep_chains *chains = &c->chains;
@@ -234,8 +234,8 @@ static uint32_t cut(keep_core *c, uint32_t row, uint32_t chain)
 	return tail;
 }
 
-/* Takes a row out of one chain, or of all (KEEP_NO_ID); says which other rows are tails by it, if anybody asks. The row
- * itself may be one by it too if it was taken out of one. */
+/* Takes a row out of one chain, or of all (KEEP_NO_ID); calls `tell`, if given, for other rows that become tails. If it
+ * was taken out of one, the row itself may become a tail too. */
 void keep_chain_leave(keep_core *c, uint32_t row, uint32_t chain, keep_tail tell, uint64_t now_ms, int was_free)
 {
 	struct keep_chains *chains = &c->chains;

@@ -9,14 +9,14 @@
  * - A use of a block counts as a use of all blocks before it in its sessions, since they are needed with it. So under
  *   LRU the least recently used block is always a tail, and exactly that one is evicted.
  * - Guards end with a use: lifting the last one touches the block.
- * - The policy holds the rows that may be evicted; others are *set aside*, lazily: when the policy offers one that may
- *   not. No unguarded tail is set aside.
+ * - The policy holds the rows that may be evicted; others are *set aside* lazily, when the policy offers one. No
+ *   unguarded tail is set aside.
  * - The same holds for the blocks of each owner among themselves (see owners.c), which are evicted in LRU order when
  *   the owner makes room for itself, whatever the policy.
- * - A block is found by its generation, and by its first page, and by no other number.
+ * - A block is found by its generation or its first page, and by no other number.
  *
- * Blocks are numbered by rows inside, and by their generations outside. This file: what enters, and what is asked;
- * core_guards.c: uses and guards; core_sessions.c: what stands where; core_goes.c: what goes.
+ * Blocks are numbered by rows inside, and by their generations outside. This file: new blocks, and queries;
+ * core_guards.c: uses and guards; core_sessions.c: places in sessions; core_goes.c: removals.
  */
 #include "inside.h"
 
@@ -61,7 +61,7 @@ uint32_t keep_tick(const keep_core *c, uint64_t now_ms)
 	return now_ms < c->limits.now_ms ? 0 : (uint32_t)((now_ms - c->limits.now_ms) / c->limits.tick_ms);
 }
 
-/* Reserves memory for so many rows, except their links to sessions. */
+/* Reserves memory for this many rows, except their links to sessions. */
 static int reserve_rows(keep_core *c, uint64_t rows, int expire, int owned)
 {
 	int error = rows > UINT32_MAX / 2 ? -ENOMEM : keep_grow((void **)&c->rows, &c->rows_room, rows, sizeof *c->rows);
@@ -94,7 +94,7 @@ static void enter(keep_core *c, uint32_t row, uint64_t generation, uint64_t star
 		keep_map_add(&c->by_start, row);
 }
 
-/* Takes what is on the drive into an empty core, in ascending order of generations. Their uses are unknown, so they count
+/* Adds the blocks on the drive to an empty core, in ascending order of generations. Their uses are unknown, so they count
  * as used in that order, before all later blocks. */
 int keep_core_restore(keep_core *c, const uint64_t *generations, const uint64_t *starts, const uint32_t *pages,
 		      const uint64_t *expiries_ms, uint64_t count)
@@ -135,8 +135,8 @@ static uint32_t take_row(keep_core *c)
 	return row - 1;
 }
 
-/* Notes blocks that can be got from now on; says which are refused, and returns how many: KEEP_EXISTS as a whole, others
- * their session. */
+/* Notes blocks that gets can find from now on; sets `refused`, and returns the number of refusals: KEEP_EXISTS of the
+ * block, others of its session. */
 int keep_core_admitted(keep_core *c, const struct keep_record *records, uint64_t count, uint64_t now_ms, uint8_t *refused)
 {
 	int error, expire = 0, owned = 0, refusals = 0;
@@ -184,7 +184,7 @@ int keep_core_admitted(keep_core *c, const struct keep_record *records, uint64_t
 	return refusals;
 }
 
-/* Changes when a block expires; 0 is never. */
+/* Changes when a block expires; 0: never. */
 int keep_core_renewed(keep_core *c, uint64_t generation, uint64_t expires_ms)
 {
 	uint32_t row = keep_row_of(c, generation);
@@ -201,7 +201,7 @@ int keep_core_renewed(keep_core *c, uint64_t generation, uint64_t expires_ms)
 	return 0;
 }
 
-/* Notes that a block has another generation and another place; returns how many guards it has that somebody is to take
+/* Notes that a block has another generation and another place; returns how many guards it has that must be taken
  * back. */
 int keep_core_moved(keep_core *c, uint64_t generation, uint64_t to, uint64_t start)
 {
@@ -229,7 +229,7 @@ int keep_core_knows(const keep_core *c, uint64_t generation)
 	return keep_row_of(c, generation) != KEEP_NO_ID;
 }
 
-/* How many pages the block has that begins at a page, and which it is; 0 if none begins there. */
+/* The pages of the block that begins at a page, and its generation; 0 if none begins there. */
 uint64_t keep_core_at(const keep_core *c, uint64_t start, uint64_t *generation)
 {
 	uint32_t row = start == 0 ? KEEP_NO_ID : keep_map_find(&c->by_start, start);

@@ -1,13 +1,14 @@
-/* What goes: by a plan, on request, or because its time is over.
+/* Removes blocks: by a plan, on request, or because they expired.
  *
- * Always holds: what is forgotten here is forgotten everywhere in the core; it gives its rank to the blocks that are tails
- * now. A plan takes a bounded number of steps, all else time in proportion to its arguments; nothing here needs memory.
+ * Always holds: a block forgotten here is forgotten everywhere in the core; it passes its rank on to the blocks that become
+ * tails. A plan takes a bounded number of steps, everything else time in proportion to its arguments; nothing here needs
+ * memory.
  */
 #include "inside.h"
 
 enum { EXPIRED_AT_ONCE = 1024, STUCK_EMPTY = 1, STUCK_PINNED = 2 };
 
-/* Gives a block that is a tail now, since `place` is not behind it any more, that one's rank. */
+/* Gives a block that has become a tail, because `place` no longer follows it, that one's rank. */
 void keep_pass_on(keep_core *c, uint32_t tail, uint32_t place, uint64_t now_ms, int was_free)
 {
 	if (c->rows[tail].guards != 0)
@@ -69,7 +70,7 @@ void keep_forget(keep_core *c, uint32_t row, uint64_t reason, uint64_t now_ms, s
 	c->free_rows++;
 }
 
-/* Notes that blocks are gone for a reason that was not decided here; says which were kept, and returns how many. */
+/* Notes that blocks are gone for a reason that was not decided here; lists those that were kept; returns their number. */
 int keep_core_gone(keep_core *c, const uint64_t *generations, uint64_t count, uint64_t reason, uint64_t now_ms,
 		   struct keep_gone *out)
 {
@@ -113,7 +114,7 @@ static uint32_t stranded(keep_core *c)
 	return row;
 }
 
-/* The policy's choice among the blocks that may go, setting aside those that may not. */
+/* The policy's choice among the evictable blocks; sets the others aside. */
 static uint32_t candidate(keep_core *c, int64_t *steps)
 {
 	int64_t row;
@@ -138,7 +139,7 @@ static uint64_t over_soonest(const keep_core *c)
 	return STUCK_EMPTY;
 }
 
-/* Chooses blocks to evict now and forgets them; expired ones first, then, if more pages are wanted, others. `out` has
+/* Chooses blocks to evict now and forgets them: expired ones first, then, if more pages are wanted, others. `out` has
  * room for `blocks_max`. */
 void keep_core_plan(keep_core *c, uint64_t wanted_pages, uint64_t blocks_max, uint64_t steps_max, uint64_t now_ms,
 		    struct keep_gone *out, struct keep_planned *planned)

@@ -1,7 +1,7 @@
-/* Uses and guards of blocks: counts by kind in one word a row, the guard that lasts longest in the highest bits.
+/* Uses and guards of blocks: one word per row has a count per kind, the guard that lasts longest in the highest bits.
  *
  * Always holds: a count is changed only by its own kind; a row is guarded while any of its counts is not zero; no guard
- * ends by itself.
+ * ends on its own.
  */
 #include "inside.h"
 
@@ -67,7 +67,7 @@ void keep_lift(keep_core *c, uint32_t row, uint64_t now_ms)
 	keep_use(c, row, now_ms);
 }
 
-/* Notes uses, in their order; blocks that are not kept are passed over. */
+/* Notes uses, in their order; blocks that are not kept are ignored. */
 void keep_core_touched(keep_core *c, const uint64_t *generations, uint64_t count, uint64_t now_ms)
 {
 	for (uint64_t i = 0; i < count; i++) {
@@ -77,7 +77,7 @@ void keep_core_touched(keep_core *c, const uint64_t *generations, uint64_t count
 	}
 }
 
-/* Guards blocks, each once more; says which are refused, and returns how many. */
+/* Guards each of these blocks once more; sets `refused`, and returns the number of refusals. */
 int keep_core_hold(keep_core *c, const uint64_t *generations, uint64_t count, unsigned guard, uint8_t *refused)
 {
 	int refusals = 0;
@@ -119,7 +119,7 @@ static uint64_t held_by_sessions(const keep_core *c, uint32_t row)
 	return count;
 }
 
-/* Takes one guard of each block back; says which are refused, and returns how many. The last one's end is a use. */
+/* Releases one guard of each block; sets `refused`, and returns the number of refusals. Releasing the last one is a use. */
 int keep_core_release(keep_core *c, const uint64_t *generations, uint64_t count, unsigned guard, uint64_t now_ms,
 		      uint8_t *refused)
 {
@@ -145,7 +145,7 @@ int keep_core_release(keep_core *c, const uint64_t *generations, uint64_t count,
 	return refusals;
 }
 
-/* Takes back what a session holds of a row of its own; returns whether that was the row's last guard. */
+/* Releases a session's guard of one of its rows; returns whether that was the row's last guard. */
 int keep_unprotect_row(keep_core *c, uint64_t session, uint32_t row)
 {
 	if (c->rows[row].position >= protected_of(c, session))
@@ -200,8 +200,8 @@ static int note_protected(keep_core *c, uint64_t session, uint32_t blocks)
 	return 0;
 }
 
-/* Lets nothing of a session's first blocks go, what it has and what it will have, until it is unprotected. The last word
- * counts: fewer blocks than before unprotect the others. Returns a refusal, or 0. */
+/* Protects a session's first blocks, current and future ones, until it is unprotected. The last call decides: fewer
+ * blocks than before unprotect the others. Returns a refusal, or 0. */
 int keep_core_protect(keep_core *c, uint64_t session, uint64_t blocks, uint64_t now_ms)
 {
 	uint64_t before = protected_of(c, session);
@@ -221,7 +221,7 @@ int keep_core_protect(keep_core *c, uint64_t session, uint64_t blocks, uint64_t 
 	return 0;
 }
 
-/* Lets a session's blocks go again; this counts as a use of them. */
+/* Ends the protection of a session's blocks; this counts as a use of them. */
 int keep_core_unprotect(keep_core *c, uint64_t session, uint64_t now_ms)
 {
 	uint32_t id = keep_map_find(&c->by_protected, session);

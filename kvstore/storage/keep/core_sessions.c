@@ -1,5 +1,5 @@
-/* What the core does when sessions take blocks in, go on differently, or end. Out of memory for one block's place is
- * KEEP_FULL: it is stored, and outside the session. */
+/* Handles sessions that get blocks, continue differently, or end. Without memory for a block's place the result is
+ * KEEP_FULL: the block is stored, but outside the session. */
 #include "inside.h"
 
 /* Puts a row at a position of a session, replacing any other row there; returns a refusal, or 0. */
@@ -20,7 +20,7 @@ uint32_t keep_settle(keep_core *c, uint32_t row, uint64_t session, uint64_t posi
 	if (c->chains.linked >= links_max || keep_chain_reserve(c, session, 1) < 0)
 		return KEEP_FULL;
 	if (before != KEEP_NO_ID) {
-		/* The block in front of it is a tail for a moment only: the row that comes will stand behind it. */
+		/* The block before it is a tail only for a moment: the new row will follow it. */
 		keep_unprotect_row(c, session, before);
 		keep_chain_leave(c, before, keep_chain_of(c, session), NULL, now_ms, 0);
 		keep_lift(c, before, now_ms);
@@ -31,7 +31,7 @@ uint32_t keep_settle(keep_core *c, uint32_t row, uint64_t session, uint64_t posi
 	return 0;
 }
 
-/* Whether a session that is not there can begin with these blocks, each of which is kept and in no session. */
+/* Whether a new session can begin with these blocks, each of which is kept and in no session. */
 static int can_open(keep_core *c, const uint64_t *generations, uint64_t count, uint64_t session)
 {
 	uint64_t fresh = 0;
@@ -50,8 +50,8 @@ static int can_open(keep_core *c, const uint64_t *generations, uint64_t count, u
 	return fresh == count;
 }
 
-/* Notes that kept blocks are in a session, one after the other; says which are refused, and returns how many. What stood
- * at a place before has left the session by it: the session went on differently. */
+/* Notes that kept blocks are in a session, one after the other; sets `refused`, and returns the number of refusals. Blocks
+ * that were at these positions leave the session: it was continued differently. */
 int keep_core_joined(keep_core *c, const uint64_t *generations, uint64_t count, uint64_t session, uint64_t first,
 		     uint64_t now_ms, uint8_t *refused)
 {
@@ -97,7 +97,7 @@ void keep_core_left(keep_core *c, uint64_t session, uint64_t first, uint64_t now
 	}
 }
 
-/* The sessions that have a block, as many as there is room for, and its position in all of them; returns how many it is
+/* The sessions that have a block, up to `room` of them, and its position in all of them; returns how many it is
  * in. */
 uint64_t keep_core_places(const keep_core *c, uint64_t generation, uint64_t *sessions, uint64_t room, uint64_t *position)
 {
@@ -116,7 +116,7 @@ uint64_t keep_core_places(const keep_core *c, uint64_t generation, uint64_t *ses
 	return count;
 }
 
-/* Whether a session would go on, or have a gap less, with a block at this position. */
+/* Whether a block at this position would extend the session, or fill a gap in it. */
 int keep_core_lacks(const keep_core *c, uint64_t session, uint64_t position)
 {
 	if (keep_chain_at(c, session, position) != KEEP_NO_ID)

@@ -1,8 +1,8 @@
-/* The free extents of one drive: best fit, from the start of an extent; of several that fit alike, the one that has
- * been so long for the longest time.
+/* The free extents of one drive: best fit, from the start of an extent; of several that fit equally well, the one that
+ * has had its length for the longest time.
  *
- * Always holds: free extents never overlap and never adjoin; each stands in `by_start` as (start, length, number) and in
- * `by_length` as (length, number, start), where numbers ascend with every change; `free_pages` is their sum. What
+ * Always holds: free extents never overlap and never adjoin; each is in `by_start` as (start, length, number) and in
+ * `by_length` as (length, number, start), where numbers ascend with every change; `free_pages` is their sum. A call that
  * would free a page twice, or one beyond the drive, is refused before anything is changed.
  */
 #include "inside.h"
@@ -78,7 +78,7 @@ static void change(keep_extents *e, struct keep_place place, uint64_t start, uin
 	e->free_pages += length;
 }
 
-/* Makes these extents free, in this order, between which and beside which nothing is. */
+/* Makes these extents free, in this order; nothing free is between or beside them. */
 int keep_extents_fill(keep_extents *e, const uint64_t *starts, const uint64_t *lengths, uint64_t count)
 {
 	for (uint64_t i = 0; i < count; i++) {
@@ -267,7 +267,7 @@ uint64_t keep_extents_bytes(const keep_extents *e)
 	return keep_runs_bytes(&e->by_start) + keep_runs_bytes(&e->by_length) + keep_runs_bytes(&e->pins);
 }
 
-/* How many pages the free extent has that begins here; 0 if there is none. */
+/* The pages of the free extent that begins here; 0 if there is none. */
 uint64_t keep_extents_at(const keep_extents *e, uint64_t start)
 {
 	const struct keep_item *item = keep_runs_at(&e->by_start, keep_runs_find(&e->by_start, start, 0));
@@ -295,8 +295,8 @@ uint64_t keep_extents_after(const keep_extents *e, uint64_t page, uint64_t *out,
 	return count;
 }
 
-/* Where the extents of the longest length begin that is less than `below`, in the order in which they came to it.
- * Returns how many; `length` says of what length, 0 if there is none. */
+/* The starts of the extents of the longest length below `below`, in the order in which they got it. Returns how many;
+ * `length` is set to that length, 0 if there is none. */
 uint64_t keep_extents_of_length(const keep_extents *e, uint64_t below, uint64_t *out, uint64_t room, uint64_t *length)
 {
 	struct keep_place place = keep_runs_find(&e->by_length, below, 0);

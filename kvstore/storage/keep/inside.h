@@ -84,7 +84,7 @@ struct keep_link {
 	uint32_t after, before;
 };
 
-/* Doubly linked rings over numbered nodes; a node that is in none is its own neighbour. */
+/* Doubly linked rings over numbered nodes; a node that is in no ring is its own neighbour. */
 struct keep_rings {
 	struct keep_link *links;
 	uint32_t room;
@@ -126,7 +126,7 @@ enum { KEEP_WHEEL_LEVELS = 8, KEEP_WHEEL_BUCKETS = 64, KEEP_WHEEL_PENDING = KEEP
 
 /* Rows by the tick at which they expire. */
 struct keep_wheel {
-	struct keep_rings rings; /* first the heads: the buckets of all levels, and the ring of what is pending */
+	struct keep_rings rings; /* the heads come first: the buckets of all levels, and the ring of pending rows */
 	uint64_t *due;
 	uint32_t due_room, count, lags;
 	uint64_t occupied[KEEP_WHEEL_LEVELS]; /* a bit for each bucket that is not empty */
@@ -152,12 +152,12 @@ enum { KEEP_SPACE = 1, KEEP_STRANDED = 2, KEEP_EXPIRED = 3, KEEP_QUOTA = 8, KEEP
 struct keep_row {
 	uint64_t generation;
 	uint64_t start;  /* its first page on the drive; 0: unknown */
-	uint64_t guards; /* a count of each kind, the one that lasts longest in the highest bits */
+	uint64_t guards; /* a count per kind; the kind that lasts longest is in the highest bits */
 	uint32_t pages;
 	uint32_t used;       /* ticks from the start to its last use */
-	uint32_t first_link; /* plus one: to the sessions it is in, the last joined first */
-	uint32_t position;   /* in all of them */
-	uint32_t followed;   /* in how many of them a block follows it */
+	uint32_t first_link; /* plus one: to the sessions it is in, last joined first */
+	uint32_t position;   /* in all of its sessions */
+	uint32_t followed;   /* the number of its sessions in which a block follows it */
 	uint16_t owner;
 	uint8_t state;
 };
@@ -185,7 +185,7 @@ struct keep_chains {
 	struct keep_map by_session;
 	struct keep_session_link *links;
 	uint32_t links_room, links_made, free_link, linked;
-	uint32_t *broken, broken_room, broken_first, broken_count; /* a queue, in a circle */
+	uint32_t *broken, broken_room, broken_first, broken_count; /* a circular queue */
 	uint32_t *spare; /* the rows of the next one to be opened */
 };
 

@@ -1,16 +1,15 @@
-/* What one thread of the node decides about room: which pages of a drive are free, and which blocks go.
+/* Decisions about room, for one thread of the node: which pages of a drive are free, and which blocks are evicted.
  *
- * Ownership: whoever makes one of these objects frees it. Arrays are the caller's, and are read or filled only during
- * the call. Thread: none of this locks; one thread calls it, that of the drive's Python.
+ * Ownership: the caller that makes one of these objects frees it. Arrays are the caller's, and are read or filled only
+ * during the call. Thread: nothing here locks; only the thread of the drive's Python calls it.
  *
  * Always holds:
  *
- * - A call takes a whole batch; nothing outside is called meanwhile, and nothing is allocated a block.
- * - What a caller may not do (free a page twice, release what isn't pinned) is -EINVAL, and changes nothing.
- * - What can't be, if the code is right, is asserted in every build (`keep_assert`): the process ends, before a drive
- *   is harmed.
- * - Out of memory is -ENOMEM of a call, which has then changed nothing, or KEEP_FULL for the block concerned; what
- *   lets blocks go needs none.
+ * - A call takes a whole batch, calls nothing outside, and allocates nothing per block.
+ * - A forbidden request (to free a page twice, to unpin what isn't pinned) is -EINVAL, and changes nothing.
+ * - Invariants are asserted in every build (`keep_assert`): a broken one ends the process before a drive is harmed.
+ * - Without memory a call returns -ENOMEM and has changed nothing, or reports KEEP_FULL for the block concerned; calls
+ *   that remove blocks need no memory.
  *
  * It does no I/O and reads no clock.
  */
@@ -60,8 +59,8 @@ int keep_policy_evicted(keep_policy *p, uint32_t row, uint64_t name);
 int64_t keep_policy_candidate(keep_policy *p, int64_t *steps);
 uint64_t keep_policy_ghosts(const keep_policy *p);
 
-/* The blocks of one drive, and the order in which they go (core.c). Numbers of guards, reasons and refusals are those
- * of kvstore/storage/eviction/items.py. */
+/* The blocks of one drive, and the order in which they are evicted (core.c). Numbers of guards, reasons and refusals
+ * are those of kvstore/storage/eviction/items.py. */
 typedef struct keep_core keep_core;
 
 struct keep_limits {
@@ -83,7 +82,7 @@ struct keep_core_said {
 	uint64_t guarded[4], gone_blocks[16], gone_pages[16];
 };
 
-/* The policy stays the caller's, and must live as long. */
+/* The caller keeps the policy, which must live as long as the core. */
 keep_core *keep_core_new(keep_policy *policy, int knows_names, const struct keep_limits *limits);
 void keep_core_free(keep_core *c);
 void keep_core_share_uses(keep_core *c, uint64_t *uses);

@@ -1,4 +1,4 @@
-/* Exact LRU: one ring, the coldest row first; 16 bytes a row. */
+/* Exact LRU: one ring, the coldest row first; 16 bytes per row. */
 #include "inside.h"
 
 enum { HEAD = 0, HEADS = 1 };
@@ -6,7 +6,7 @@ enum { HEAD = 0, HEADS = 1 };
 struct lru {
 	keep_policy policy;
 	struct keep_rings rings; /* a row's node is the row and one */
-	uint64_t *use_of;        /* of each row: how many uses there had been at its last one; ascends along the ring */
+	uint64_t *use_of;        /* of each row: the number of its last use; ascends along the ring */
 	uint32_t use_room;
 	uint64_t uses;
 };
@@ -48,7 +48,7 @@ static void lru_readmitted(keep_policy *p, uint32_t row, uint32_t pages)
 	enter(of(p), row);
 }
 
-/* A row has been used when `place` was, unless it was used after that. */
+/* Sets the last use of a row to that of `place`, unless it was used later. */
 static void lru_inherited(keep_policy *p, uint32_t row, uint32_t pages, uint32_t place)
 {
 	struct lru *lru = of(p);

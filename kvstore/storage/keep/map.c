@@ -1,9 +1,9 @@
-/* Ids by 64-bit keys, in chains; 8 bytes an id beside the key, which stands in the owner's table.
+/* Ids by 64-bit keys, in chains; 8 bytes per id beside the key, which is in the owner's table.
  *
- * The number of chains follows the number of ids, one chain at a time (linear hashing), so nothing is ever laid out
- * anew, and no call pays for earlier ones. If there is no memory for one more chain, chains are longer. Keys are numbers
- * that the node chose, or digests made with a secret: nobody can make them meet. Sixteen neighbours share a line of
- * the table of heads, since blocks that were put together are asked for together.
+ * The number of chains follows the number of ids, one chain at a time (linear hashing), so the table is never rebuilt,
+ * and no call pays for earlier ones. Without memory for one more chain, chains get longer. Keys are numbers that the
+ * node chose, or digests made with a secret, so clients can't make them collide. Sixteen neighbours share a line of the
+ * table of heads, because blocks that were put together are requested together.
  */
 #include "inside.h"
 
@@ -46,7 +46,7 @@ void keep_map_free(struct keep_map *map)
 	free(map->next);
 }
 
-/* Chains, from their heads on, hold ids and one: zero is the end. */
+/* Chains, including their heads, hold ids plus one: zero is the end. */
 int keep_map_reserve(struct keep_map *map, uint64_t ids, const void *keys, size_t stride)
 {
 	int error = keep_grow((void **)&map->next, &map->next_room, ids, sizeof *map->next);
@@ -61,7 +61,7 @@ int keep_map_reserve(struct keep_map *map, uint64_t ids, const void *keys, size_
 	return error;
 }
 
-/* Makes as many chains as there will be ids, while there are none; fewer, if there is no memory. */
+/* Makes as many chains as there will be ids, while there are no ids; fewer, without enough memory. */
 void keep_map_expect(struct keep_map *map, uint64_t count)
 {
 	keep_assert(map->count == 0);

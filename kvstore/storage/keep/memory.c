@@ -1,7 +1,7 @@
 /* Allocation that reports failure, and the end of the process when an invariant is broken. */
 #include "inside.h"
 
-/* Makes room for so many in an array, and some more; what is new is zero. Nothing has changed if there is none. */
+/* Makes room for this many items in an array, and some more; new ones are zero. Without memory nothing changes. */
 int keep_grow(void **array, uint32_t *room, uint64_t wanted, size_t size)
 {
 	uint64_t more = wanted + wanted / 8 + 16;

@@ -1,4 +1,4 @@
-"""What a call of `keep` returned, as a number or as the error that it is."""
+"""Turns the result of a call of `keep` into a number or an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["check"]
 
 
 def check(outcome: int) -> int:
-    """Return what isn't negative; raise what is: a mistake of the caller's, or no memory. Neither changed anything."""
+    """Return a result that isn't negative; raise a negative one: a caller's mistake, or no memory. Nothing changed."""
     if outcome >= 0:
         return outcome
     if outcome == -errno.ENOMEM:

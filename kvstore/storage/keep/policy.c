@@ -1,4 +1,4 @@
-/* The policies as what `kvstore.storage.eviction` and a simulator see of them: they check what the core knows. */
+/* The policies as `kvstore.storage.eviction` and a simulator call them: with checks that the core doesn't need. */
 #include "inside.h"
 
 int keep_policy_reserve(keep_policy *p, uint64_t rows)
@@ -77,7 +77,7 @@ int keep_policy_evicted(keep_policy *p, uint32_t row, uint64_t name)
 	return 0;
 }
 
-/* The row that should go first, and the same one until something changes; KEEP_NONE if there is none, or if the steps
+/* The row to evict first; the same one until something changes. KEEP_NONE if there is none, or if the steps
  * are used up before one is found. */
 int64_t keep_policy_candidate(keep_policy *p, int64_t *steps)
 {

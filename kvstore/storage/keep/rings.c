@@ -1,4 +1,4 @@
-/* Doubly linked rings in one array, 8 bytes a node. The owner says which nodes are heads. */
+/* Doubly linked rings in one array, 8 bytes per node. The owner decides which nodes are heads. */
 #include "inside.h"
 
 int keep_rings_reach(struct keep_rings *rings, uint64_t nodes)
@@ -11,7 +11,7 @@ int keep_rings_reach(struct keep_rings *rings, uint64_t nodes)
 	return error;
 }
 
-/* Whether a node that may not even exist is in a ring. */
+/* Whether a node is in a ring; the node may not exist. */
 int keep_rings_is_linked(const struct keep_rings *rings, uint32_t node)
 {
 	return node < rings->room && rings->links[node].after != node;
@@ -28,7 +28,7 @@ void keep_rings_push(struct keep_rings *rings, uint32_t head, uint32_t node)
 	links[node] = (struct keep_link){head, last};
 }
 
-/* Takes a node out; one that is in no ring stays so. */
+/* Takes a node out of its ring, if it is in one. */
 void keep_rings_unlink(struct keep_rings *rings, uint32_t node)
 {
 	struct keep_link *links = rings->links, link = links[node];

@@ -1,8 +1,8 @@
-/* Items in order, in runs of up to KEEP_RUN_ITEMS, and an array that says where each run begins.
+/* Items in order, in runs of up to KEEP_RUN_ITEMS, and an array with the first item of each run.
  *
  * A search is two bisections. An insertion moves at most one run's items, and the places of runs when a run is
- * split; nothing is ever laid out anew, and a run that has lost most of its items is joined with its neighbour, so
- * the memory follows the number of items. Once `keep_runs_reserve` has said yes, an insertion can't fail.
+ * split; nothing is ever rebuilt, and a run that has lost most of its items is joined with its neighbour, so the
+ * memory follows the number of items. Once `keep_runs_reserve` has succeeded, an insertion can't fail.
  */
 #include "inside.h"
 
@@ -25,7 +25,7 @@ uint64_t keep_runs_bytes(const struct keep_runs *runs)
 	return (uint64_t)(runs->count + runs->spare_count) * sizeof(struct keep_run) + runs->room * sizeof *runs->tops;
 }
 
-/* Reserves memory for so many insertions. */
+/* Reserves memory for this many insertions. */
 int keep_runs_reserve(struct keep_runs *runs, unsigned insertions)
 {
 	int error = keep_grow((void **)&runs->tops, &runs->room, (uint64_t)runs->count + insertions, sizeof *runs->tops);
@@ -163,7 +163,7 @@ void keep_runs_insert(struct keep_runs *runs, struct keep_item item)
 	at = at_of(run, item.a, item.b);
 	keep_assert(at == run->count || run->items[at].a != item.a || run->items[at].b != item.b);
 	if (run->count == KEEP_RUN_ITEMS) {
-		/* Appends mostly come in a row: then the full run stays full. */
+		/* Appends mostly come in sequence: then the full run stays full. */
 		uint32_t kept = at == run->count ? run->count : run->count / 2;
 		struct keep_run *after = open_run(runs, where + 1);
 
@@ -186,7 +186,7 @@ void keep_runs_insert(struct keep_runs *runs, struct keep_item item)
 		note_first(runs, where);
 }
 
-/* Joins a run with the one behind it if they are short enough. */
+/* Joins a run with the one after it if they are short enough. */
 static int join(struct keep_runs *runs, uint32_t at)
 {
 	struct keep_run *into, *from;

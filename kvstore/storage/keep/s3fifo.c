@@ -5,11 +5,11 @@
  * queue at once. At the end of the main queue, a block used since its last turn gets another turn, at most `uses_max`
  * in all; the others are evicted. So a scan passes through the small queue and leaves the main one alone.
  *
- * The small queue is a tenth of the drive; when it has more, it is evicted from first. Ghosts stand for as many pages as
- * the rest of the drive has.
+ * The small queue is a tenth of the drive; while it has more, blocks are evicted from it first. Ghosts stand for as many
+ * pages as the rest of the drive has.
  *
- * Always holds: touching a row changes one number, and causes at most about three moves, later, during the search for a
- * candidate. A ghost is a hint: where there is no memory for one, it is not remembered.
+ * Always holds: touching a row changes one number, and later causes at most about three moves, during the search for a
+ * candidate. A ghost is a hint: without memory for one, it is not remembered.
  */
 #include "inside.h"
 
@@ -19,10 +19,10 @@ struct row {
 	uint32_t pages : PAGES_BITS, queue : 1, uses : 5;
 };
 
-/* In the order of their age. One whose name was taken back has no pages. */
+/* In order of age. A ghost whose name was used again has no pages. */
 struct ghost {
 	uint64_t name;
-	uint32_t pages, after; /* the next younger one, or the next free one, and one */
+	uint32_t pages, after; /* after: plus one: the next younger one, or the next free one */
 };
 
 struct s3fifo {
@@ -152,7 +152,7 @@ static void s3_readmitted(keep_policy *p, uint32_t row, uint32_t pages)
 	enter(of(p), MAIN, row, 0);
 }
 
-/* A block takes another one's place, its queue and its uses; one that is in stays. */
+/* A block takes over another one's place, queue and uses; a block that is already in a queue stays. */
 static void s3_inherited(keep_policy *p, uint32_t row, uint32_t pages, uint32_t place)
 {
 	struct s3fifo *s = of(p);

@@ -13,7 +13,7 @@
  * - A call makes a bounded number of steps; the next calls finish a jump forward.
  * - After a jump back, rows whose time is in between are held until the clock reaches it again.
  *
- * It doesn't read a clock: the time is passed in. Rows that expire beyond 890,000 years never do.
+ * It doesn't read a clock: the time is passed in. Rows with an expiry more than 890,000 years ahead never expire.
  */
 #include "inside.h"
 
@@ -56,7 +56,7 @@ static void place(struct keep_wheel *wheel, uint32_t row)
 	keep_rings_push(&wheel->rings, head, HEADS + row);
 }
 
-/* Adds a row that is not in the wheel. Memory was reserved. 0 is never. */
+/* Adds a row that is not in the wheel. Memory was reserved. 0: never. */
 void keep_wheel_insert(struct keep_wheel *wheel, uint32_t row, uint64_t expires_ms)
 {
 	uint64_t due = expires_ms / wheel->tick_ms + (expires_ms % wheel->tick_ms != 0);
@@ -74,7 +74,7 @@ void keep_wheel_insert_again(struct keep_wheel *wheel, uint32_t row)
 	wheel->count++;
 }
 
-/* Takes a row out, if it is in. */
+/* Takes a row out of the wheel, if it is in it. */
 void keep_wheel_cancel(struct keep_wheel *wheel, uint32_t row)
 {
 	uint32_t head, node = HEADS + row;
@@ -88,7 +88,7 @@ void keep_wheel_cancel(struct keep_wheel *wheel, uint32_t row)
 	wheel->count--;
 }
 
-/* Advances to the next occupied bucket, if its time has begun; else to the target, and returns 0. */
+/* Advances to the next occupied bucket, if its time has begun; otherwise to the target, and returns 0. */
 static int open_next_bucket(struct keep_wheel *wheel, uint64_t target)
 {
 	for (unsigned level = 0; level < KEEP_WHEEL_LEVELS; level++) {
@@ -111,8 +111,8 @@ static int open_next_bucket(struct keep_wheel *wheel, uint64_t target)
 	return 0;
 }
 
-/* Begins anew from an earlier tick, because a row is due between there and the wheel's own. It costs all rows one step
- * each, but only after a jump back over a time at which a row expires. */
+/* Starts again from an earlier tick, because a row is due between that and the wheel's own. It costs one step for each
+ * row, but only after a jump back over a time at which a row expires. */
 static void turn_back(struct keep_wheel *wheel, uint64_t target)
 {
 	wheel->tick = target;
@@ -124,7 +124,7 @@ static void turn_back(struct keep_wheel *wheel, uint64_t target)
 	}
 }
 
-/* Gives out rows that have expired, in about the order of their times, until a bound is met; returns how many. */
+/* Returns expired rows, roughly in the order of their times, until a bound is reached; returns how many. */
 uint32_t keep_wheel_advance(struct keep_wheel *wheel, uint64_t now_ms, uint32_t rows_max, uint64_t steps_max, uint32_t *out)
 {
 	uint64_t target = now_ms / wheel->tick_ms;
