@@ -516,9 +516,9 @@ class Granted:
     def find(self, name: Name) -> Landed | None:
         """The block of this name that has landed and is not stored yet."""
         one = self._landed.get(name)
-        return (
-            None if one is None or one.is_gone or one.came.is_stored else one
-        )  # the store must compare such a block first
+        if one is None or one.is_gone or one.came.is_stored:  # the store must compare such a block first
+            return None
+        return one
 
     def forget(self, names: Iterable[Name]) -> None:
         """Stop reading these here: their bytes have changed."""

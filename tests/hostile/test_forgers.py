@@ -6,6 +6,7 @@ import re
 import struct
 import threading
 import urllib.request
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Self
@@ -93,16 +94,35 @@ def writes(link: Link, puts: pb.PutArea, stolen: bytes, *, idle: bool) -> tuple[
     return to_node, to_client
 
 
-class Working:
-    """Puts and gets, one at a time, each looked at: what was acknowledged is there, with its own bytes."""
+class _InThread(ABC):
+    """Does `_work` in a thread of its own, until it is left."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._memory = allocate(1 << 20)
-        self._region = client.register(self._memory)
+    def __init__(self) -> None:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work)
         self.done = 0
+
+    @abstractmethod
+    def _work(self) -> None:
+        """Until `_stop` is set."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Working(_InThread):
+    """Puts and gets, one at a time, each looked at: what was acknowledged is there, with its own bytes."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__()
+        self._client = client
+        self._memory = allocate(1 << 20)
+        self._region = client.register(self._memory)
         self.errors: list[str] = []
         self.wrong: list[str] = []
 
@@ -132,17 +152,9 @@ class Working:
         while not self._stop.is_set():
             self.one()
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
 
 def foreign_words(beside: Beside) -> float:
-    """How many words the node has received that did not come from whom they should."""
+    """How many words the node has received from anybody but the peer that should send them."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{beside.http_port}/metrics", headers={"Authorization": "Bearer evil"}
     )
@@ -151,19 +163,17 @@ def foreign_words(beside: Beside) -> float:
     return float(found)
 
 
-class Injecting:
-    """Writes to the node's memory over a client's own connection, as somebody could who has its place on the wire.
+class Injecting(_InThread):
+    """Writes to the node's memory over a client's own connection, as an attacker in its place on the wire could.
 
     Another process can't: the node lets nobody else connect to the client's endpoint.
     """
 
     def __init__(self, client: Client, written: Written) -> None:
+        super().__init__()
         self._client, self._writes = client, cycle(written)
         self._memory = allocate(PAGE_BYTES)
         self._region = client.register(self._memory)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work)
-        self.done = 0
 
     def _work(self) -> None:
         link = self._client._core.link
@@ -177,14 +187,6 @@ class Injecting:
                 tag = self._client._core.next_tags()
                 arm(self._client.fabric, [TriggeredPut(tag, link.endpoint, link.peer, *source, target, key)])
                 self.done += 1
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
 
 
 @pytest.mark.parametrize("idle", [True, False], ids=["idle places", "all places"])

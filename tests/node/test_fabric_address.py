@@ -170,7 +170,7 @@ def test_each_tenant_has_a_domain_of_its_own_while_there_are_enough_and_then_the
     assert attach(b"e") == 1
     assert attach(b"d") == 0, "the one that it has"
     attached = [one for one in attached if one.tenant != b"c"]
-    assert attach(b"f") == 2, "of who has gone nothing is left"
+    assert attach(b"f") == 2, "a tenant that has left holds no domain"
 
 
 def test_without_a_default_route_the_node_tries_an_interface_and_loopback_only_without_any(
