@@ -210,7 +210,10 @@ def test_who_has_anothers_keys_of_memory_is_not_believed(
         with victim, Injecting(client, to_node) as injecting:
             alone, under, did = beside.endure("forge", **attack)
         assert injecting.done > 0
-        assert foreign_words(beside) > before, "they reached the node"
+        spoilt = (
+            not idle and client._core.link is not link
+        )  # by the first that came: there was none to count then
+        assert spoilt or foreign_words(beside) > before, "they reached the node"
         assert victim.wrong == []
         assert not isinstance(client.exists([FORGED])[0], Stored)
         if idle:  # else the connection may have been spoilt before anything came to the client
