@@ -209,7 +209,6 @@ class Granted:
         """Handle results of a receiver or lane. Small blocks that arrive while a drive is busy are batched."""
         if number == LANE_TAG:
             self.take_written()
-            self._node.poll_store()  # now, not in the loop's next round
         elif (area := self._areas.get(number)) is not None:
             self._area_told(area)
         self._lanes.renew()
@@ -287,9 +286,14 @@ class Granted:
         self._memory.gone(name for name, entry in zip(idle, entries, strict=True) if entry is None)
 
     def take_written(self) -> None:
-        """Add written records of lanes to the index, and other arrived blocks of the same clients."""
+        """Add written records of lanes to the index, and other arrived blocks of the same clients.
+
+        Their memory is kept as the hot copies in the same step: a read that follows finds them there.
+        """
         states: dict[PutArea, State] = {}
+        took = False
         for drive, rows in self._lanes.take():
+            took = True
             for number in {row.tag for row in rows}:
                 if (area := self._areas.get(number)) is not None:
                     states[area] = self._take(area, every=False)  # the store must have these first
@@ -299,6 +303,8 @@ class Granted:
             drive.written((row.id, row.generation, row.offset, row.result, row.key) for row in rows)
         for area, state in states.items():
             self._go_on(area, state)
+        if took:
+            self._node.poll_store()
 
     def _take(self, area: PutArea, *, every: bool = True) -> State:
         """Take arrived blocks. Not `every`: those that wait for a lane are left to it."""

@@ -80,6 +80,22 @@ def test_bytes_that_changed_in_memory_are_not_sent(node: NodeInProcess, rig: Rig
     assert isinstance(outcome, Miss)
 
 
+def test_it_is_got_from_memory_beside_an_unknown_one(tmp_path: Path) -> None:
+    """Python answers such a call, often before it has heard that a lane has written the block."""
+    with NodeInProcess(tmp_path / "node") as node:
+        rig = Rig(node)
+        for number in range(8):
+            block = rig.block(number, LENGTH)
+            assert rig.client.put([block])[0].error is None
+            outcomes = rig.client.get([rig.wanted(block), rig.block(99, region=rig.to_region)], timeout_s=WAIT_S)
+            assert outcomes == [Hit(block.key), Miss(MissReason.UNKNOWN)]
+            there = slice(block.offset, block.offset + LENGTH)
+            assert rig.source[there] == rig.target[there]
+        stats = rig.client.statistics()
+        assert (stats.hits_memory, stats.hits_drive) == (8, 0)
+        rig.close()
+
+
 def test_a_call_is_told_of_what_waits_for_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lane is full, and the core keeps a block to itself until a call might ask the application for it."""
     monkeypatch.setattr("kvstore.node.drive_lanes.LANE_BYTES_MAX", 2 * MIB)
