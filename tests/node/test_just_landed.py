@@ -87,7 +87,9 @@ def test_it_is_got_from_memory_beside_an_unknown_one(tmp_path: Path) -> None:
         for number in range(8):
             block = rig.block(number, LENGTH)
             assert rig.client.put([block])[0].error is None
-            outcomes = rig.client.get([rig.wanted(block), rig.block(99, region=rig.to_region)], timeout_s=WAIT_S)
+            outcomes = rig.client.get(
+                [rig.wanted(block), rig.block(99, region=rig.to_region)], timeout_s=WAIT_S
+            )
             assert outcomes == [Hit(block.key), Miss(MissReason.UNKNOWN)]
             there = slice(block.offset, block.offset + LENGTH)
             assert rig.source[there] == rig.target[there]
