@@ -179,6 +179,7 @@ LENT_LARGE_RECORDS = 8  # room for this many,
 LENT_SHARE_OF_LARGE = 16  # at most this part of a drive,
 LENT_SHARE_OF_FREE = 4  # and at most this part of its free pages
 LENT_RECORDS_MAX = 1024  # on one piece
+LENT_RECORDS_LEAST = 16  # room for so many, or half of the above: what is free in smaller pieces is not lent
 LANE_QUOTA_BYTES = 16 << 20  # of a tenant's quota, lent to one client for its blocks on lanes
 QUOTA_LENT_SHARE = 32  # at most this part of the quota is lent to all its clients together
 LANE_DEPTH = 256  # writes of a lane at a time

@@ -202,11 +202,22 @@ struct tk_lanes {
 	uint8_t homes[TK_LOTS];
 };
 int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, struct tk_lane **out); /* ends with the fabric */
-/* Replaces the lane's ground. `used`, `left`: the records written on the old ground, and what is left of it. Fails with an
- * errno if the lane has failed. */
-int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground, struct tk_ground *left, uint32_t *used);
-void tk_lane_left(struct tk_lane *lane, struct tk_ground *left); /* the ground that is left now */
-uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left); /* takes the ground back; returns the records on it */
+/* What a lane has, and how many records it has begun there. It goes from one ground to the next when a record doesn't fit. */
+struct tk_lane_state {
+	struct tk_ground left;	 /* of the ground in use; its generation tells which that is; 0: none yet */
+	struct tk_ground next;	 /* all of it, or none */
+	struct tk_ground before; /* what was left of the ground before that one */
+	uint32_t used, used_before;
+	uint32_t wanted_pages; /* by the largest block that waits for ground; 0: none does */
+	uint32_t zero;
+};
+void tk_lane_state(struct tk_lane *lane, struct tk_lane_state *state);
+/* These two give the state just before. `lend` sets the next ground, in place of one that is there; an errno if the lane has
+ * failed. `seal` takes all ground back. */
+int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground, struct tk_lane_state *before);
+void tk_lane_seal(struct tk_lane *lane, struct tk_lane_state *before);
+/* Whether more ground will come: then blocks that find too little of it wait, and the application is told. */
+void tk_lane_expect(struct tk_lane *lane, int expects);
 /* Confirms that all records of lower generations that the lane did not write are on the drive. */
 void tk_lane_clear(struct tk_lane *lane, uint64_t generation);
 void tk_lane_fail(struct tk_lane *lane); /* begins no more writes, and acknowledges nothing */

@@ -11,7 +11,8 @@
  * generations, and only when all lower generations are on the drive; the application confirms those that the lane did
  * not write (`tk_lane_clear`). After a failed write no record is acknowledged to a peer and no write begins. Bytes in a
  * room beyond the payload don't reach the drive. Nothing touches a room after its record was reported. A block whose key
- * is not in the vault is not taken, so nothing that should be encrypted reaches the drive in the clear.
+ * is not in the vault is not taken, so nothing that should be encrypted reaches the drive in the clear. A block waits for
+ * ground only while the application expects to lend more, and has been told.
  *
  * What it doesn't do: decide which blocks may be written this way (the receiver does), or put them into the index
  * (the application does). A crash before that leaves it to recovery, which scans the ground.
@@ -30,36 +31,59 @@ static const uint8_t no_domain[TK_DOMAIN_BYTES];
 
 /* --- the application's side; any thread */
 
-int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground, struct tk_ground *left, uint32_t *used)
+/* Under the lock. */
+static void fill_in(const struct tk_lane *lane, struct tk_lane_state *state)
+{
+	*state = (struct tk_lane_state){
+		.left = lane->ground,
+		.next = lane->next_ground,
+		.before = lane->ground_before,
+		.used = lane->used,
+		.used_before = lane->used_before,
+		.wanted_pages = lane->wanted_pages,
+	};
+}
+
+void tk_lane_state(struct tk_lane *lane, struct tk_lane_state *state)
+{
+	pthread_mutex_lock(&lane->lock);
+	fill_in(lane, state);
+	pthread_mutex_unlock(&lane->lock);
+}
+
+int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground, struct tk_lane_state *before)
 {
 	pthread_mutex_lock(&lane->lock);
 	int status = lane->failed;
 	if (!status) {
-		*used = lane->used;
-		*left = lane->ground;
-		lane->ground = *ground;
-		lane->used = 0;
+		fill_in(lane, before);
+		lane->next_ground = *ground;
+		lane->wanted_pages = 0; /* blocks that still find too little of it ask again */
 	}
 	pthread_mutex_unlock(&lane->lock);
+	fabric_wake(lane->fabric); /* blocks may wait for it */
 	return status;
 }
 
-uint32_t tk_lane_seal(struct tk_lane *lane, struct tk_ground *left)
+void tk_lane_seal(struct tk_lane *lane, struct tk_lane_state *before)
 {
 	pthread_mutex_lock(&lane->lock);
-	uint32_t used = lane->used;
-	*left = lane->ground;
-	lane->ground = (struct tk_ground){0};
-	lane->used = 0;
+	fill_in(lane, before);
+	lane->ground = lane->next_ground = lane->ground_before = (struct tk_ground){0};
+	lane->used = lane->used_before = 0;
 	pthread_mutex_unlock(&lane->lock);
-	return used;
 }
 
-void tk_lane_left(struct tk_lane *lane, struct tk_ground *left)
+void tk_lane_expect(struct tk_lane *lane, int expects)
 {
 	pthread_mutex_lock(&lane->lock);
-	*left = lane->ground;
+	int no_longer = lane->expects && !expects;
+	lane->expects = expects;
+	if (no_longer)
+		lane->wanted_pages = 0;
 	pthread_mutex_unlock(&lane->lock);
+	if (no_longer)
+		fabric_wake(lane->fabric); /* blocks that wait are the application's now */
 }
 
 void tk_lane_clear(struct tk_lane *lane, uint64_t until)
@@ -112,13 +136,38 @@ uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name)
 	return lanes->homes[~crc / (uint32_t)((UINT64_C(1) << 32) / TK_LOTS)];
 }
 
+/* Under the lock. */
+static void tell(struct tk_lane *lane)
+{
+	lane->tell_at_ns = 0;
+	if (lane->told)
+		return;
+	lane->told = 1;
+	report(lane->fabric, TK_CAME, lane->setup.tag, 0, 0, tk_now_ns());
+}
+
+static int fits(const struct tk_ground *ground, uint32_t pages)
+{
+	return ground->records && ground->pages >= pages;
+}
+
 /* The next pages and the next generation; 0: there is no room. */
 static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *told)
 {
-	pthread_mutex_lock(&lane->lock);
 	struct tk_ground *ground = &lane->ground;
-	int fits = !lane->failed && ground->records && ground->pages >= pages;
-	if (fits) {
+	pthread_mutex_lock(&lane->lock);
+	int is_next = !fits(ground, pages) && fits(&lane->next_ground, pages), has_room = is_next || fits(ground, pages);
+	if (lane->failed)
+		has_room = 0;
+	if (has_room && is_next) {
+		lane->ground_before = *ground;
+		lane->used_before = lane->used;
+		*ground = lane->next_ground;
+		lane->next_ground = (struct tk_ground){0};
+		lane->used = 0;
+		tell(lane); /* it has no next one now */
+	}
+	if (has_room) {
 		told->offset = ground->page * PAGE;
 		told->generation = ground->generation++;
 		ground->page += pages;
@@ -128,7 +177,7 @@ static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *
 		__atomic_add_fetch(&lane->begun, 1, __ATOMIC_RELEASE);
 	}
 	pthread_mutex_unlock(&lane->lock);
-	return fits;
+	return has_room;
 }
 
 static uint32_t padded_of(uint32_t length)
@@ -211,14 +260,17 @@ static int tell_peer(struct tk_lane *lane, struct record *record)
 	return status != -FI_EAGAIN;
 }
 
-/* Under the lock. */
-static void tell(struct tk_lane *lane)
+int lane_awaits_ground(struct tk_lane *lane, uint32_t length)
 {
-	lane->tell_at_ns = 0;
-	if (lane->told)
-		return;
-	lane->told = 1;
-	report(lane->fabric, TK_CAME, lane->setup.tag, 0, 0, tk_now_ns());
+	uint32_t pages = 1 + padded_of(length) / PAGE;
+	pthread_mutex_lock(&lane->lock);
+	int awaits = lane->expects && !lane->failed && !fits(&lane->ground, pages) && !fits(&lane->next_ground, pages);
+	if (awaits && pages > lane->wanted_pages) {
+		lane->wanted_pages = pages;
+		tell(lane);
+	}
+	pthread_mutex_unlock(&lane->lock);
+	return awaits;
 }
 
 static int tell_application(struct tk_lane *lane, struct record *record)

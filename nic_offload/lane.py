@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Fabric
     from nic_offload.vault import RecordCipher
 
-__all__ = ["Ground", "Lane", "Lanes", "RecordFormat", "Written"]
+__all__ = ["NO_GROUND", "Ground", "Lane", "LaneState", "Lanes", "RecordFormat", "Written"]
 
 _WRITTEN = struct.Struct("=6QiII4x")
 _TAKEN_MAX = 256
+_STATE = struct.Struct("=" + 3 * "QQII" + "III4x")
+assert _STATE.size == ffi.sizeof("struct tk_lane_state")
 assert _WRITTEN.size == ffi.sizeof("struct tk_written")
 
 
@@ -54,6 +56,20 @@ class Ground(NamedTuple):
     generation: int
     pages: int
     records: int
+
+
+class LaneState(NamedTuple):
+    """What a lane has, and how many records it has begun there."""
+
+    left: Ground  # of the ground in use; its generation tells which that is; 0: none yet
+    next: Ground  # all of the ground it goes on to when a record doesn't fit; no pages: there is none
+    before: Ground  # what was left of the ground before the one in use
+    used: int  # records begun on the ground in use,
+    used_before: int  # and on the one before
+    wanted_pages: int  # by the largest block that waits for ground; 0: none does
+
+
+NO_GROUND = LaneState(Ground(0, 0, 0, 0), Ground(0, 0, 0, 0), Ground(0, 0, 0, 0), 0, 0, 0)
 
 
 class Written(NamedTuple):
@@ -105,44 +121,47 @@ class Lane:
         self._fabric = fabric
         self.handle: Any = out[0]
         self._out = ffi.new("struct tk_written[]", _TAKEN_MAX)
-        self._left = ffi.new("struct tk_ground *")
-        self._used = ffi.new("uint32_t *")
+        self._state = ffi.new("struct tk_lane_state *")
 
     @property
     def begun(self) -> int:
         """How many records it has begun."""
         return 0 if self._fabric.closed else int(lib.tk_lane_begun(self.handle))
 
-    def lend(self, ground: Ground) -> tuple[int, Ground] | None:
-        """Replace its ground, and return the old one as `seal` does; None if it has failed."""
-        lent = ffi.new("struct tk_ground *", tuple(ground))
-        if self._fabric.closed or lib.tk_lane_lend(self.handle, lent, self._left, self._used):
-            return None
-        return self._used[0], self._ground_left()
-
-    @property
-    def left(self) -> Ground:
-        """The ground that it has not used."""
+    def state(self) -> LaneState:
+        """Return what it has."""
         if self._fabric.closed:
-            return Ground(0, 0, 0, 0)
-        lib.tk_lane_left(self.handle, self._left)
-        return self._ground_left()
+            return NO_GROUND
+        lib.tk_lane_state(self.handle, self._state)
+        return self._read_state()
 
-    def _ground_left(self) -> Ground:
-        left = self._left
-        return Ground(left.page, left.generation, left.pages, left.records)
+    def lend(self, ground: Ground) -> LaneState | None:
+        """Set its next ground, in place of one there; return its state just before, or None if it has failed."""
+        lent = ffi.new("struct tk_ground *", tuple(ground))
+        if self._fabric.closed or lib.tk_lane_lend(self.handle, lent, self._state):
+            return None
+        return self._read_state()
+
+    def seal(self) -> LaneState | None:
+        """Take all its ground back; return its state just before, or None if the fabric is closed."""
+        if self._fabric.closed:
+            return None
+        lib.tk_lane_seal(self.handle, self._state)
+        return self._read_state()
+
+    def _read_state(self) -> LaneState:
+        words = _STATE.unpack(ffi.buffer(self._state))
+        return LaneState(Ground(*words[:4]), Ground(*words[4:8]), Ground(*words[8:12]), *words[12:])
+
+    def expect(self, *, ground: bool) -> None:
+        """Say whether more ground will come: then blocks that find too little of it wait, and an event tells of it."""
+        if not self._fabric.closed:
+            lib.tk_lane_expect(self.handle, ground)
 
     def clear(self, generation: int) -> None:
         """Let it report records below this generation: all lower ones that are not its own are on the drive."""
         if not self._fabric.closed:
             lib.tk_lane_clear(self.handle, generation)
-
-    def seal(self) -> tuple[int, Ground]:
-        """Take its ground back; returns how many records are, or will be, on it, and the rest."""
-        if self._fabric.closed:
-            return 0, Ground(0, 0, 0, 0)
-        used = int(lib.tk_lane_seal(self.handle, self._left))
-        return used, self._ground_left()
 
     def fail(self) -> None:
         """Begin no more writes and acknowledge nothing: later blocks are not kept."""

@@ -19,7 +19,7 @@ struct reading {
 	uint64_t began_ns, id; /* id: set once it is whole */
 };
 
-#define LATER 0xff /* instead of a lane's number: it waits for a lane that is full */
+#define LATER 0xff /* instead of a lane's number: it waits for a lane that is full, or for its ground */
 _Static_assert(TK_DRIVES_MAX < LATER, "no lane has this number");
 
 /* A slot: the generation of its next or current put; the flag value that announces it, 0 once it has arrived; the last value. */

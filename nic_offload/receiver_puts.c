@@ -13,7 +13,7 @@
 
 #define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
 
-#define LATER_NS 1000000000u	   /* how long a block waits for a full lane */
+#define LATER_NS 1000000000u	   /* how long a block waits for a lane that is full, or without ground */
 
 static const uint8_t unsaid[TK_DOMAIN_BYTES];
 
@@ -205,7 +205,8 @@ static struct record *hand_over(struct tk_receiver *receiver, struct tk_came *ca
 	};
 	pthread_mutex_lock(&receiver->shelf->lock);
 	if (!names_have(&receiver->shelf->stored, name)) {
-		if (lane_is_full_of(lane, came->length, setup->owner) && tk_now_ns() - came->landed_ns < LATER_NS)
+		int may_wait = tk_now_ns() - came->landed_ns < LATER_NS;
+		if (may_wait && (lane_is_full_of(lane, came->length, setup->owner) || lane_awaits_ground(lane, came->length)))
 			came->under_way = LATER;
 		else if ((record = lane_begin(lane, came, setup->owner, &word)))
 			came->under_way = (uint8_t)(home + 1);
@@ -216,7 +217,7 @@ static struct record *hand_over(struct tk_receiver *receiver, struct tk_came *ca
 	return record;
 }
 
-/* Blocks that found the lane full, in order of arrival, except one whose peer has no word yet. */
+/* Blocks that found the lane full or without ground, in order of arrival, except one whose peer has no word yet. */
 void hand_over_later(struct tk_receiver *receiver)
 {
 	const struct reading *reading = &receiver->reading;

@@ -82,8 +82,12 @@ class DriveLanes:
         """Take back ground that has not been used for a while."""
         self._idle_ticks += 1
         if self._idle_ticks == ROOMS_IDLE_TICKS:
-            for drive, _ in self._pairs:
-                drive.seal()
+            self.seal()
+
+    def seal(self) -> None:
+        """Take back all ground."""
+        for drive, _ in self._pairs:
+            drive.seal()
 
 
 def _open(drive: Drive, fabric: Fabric) -> Lane | None:

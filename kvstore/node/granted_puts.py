@@ -123,7 +123,7 @@ class Granted:
         area = self._areas.get(connection.number)
         if area is None:
             return
-        self._take(area)
+        self._take(area, every=True)
         self._lent.take_back(area)
         self._store(area)
         del self._areas[connection.number]
@@ -193,6 +193,10 @@ class Granted:
         self.feed_hungry()
         self._node.fetches.pump()
 
+    def end(self) -> None:
+        """Take back the lanes' ground: the fabric is about to be closed, and no client is left."""
+        self._lanes.seal()
+
     @property
     def is_hungry(self) -> bool:
         """Whether a client waits for memory."""
@@ -209,12 +213,13 @@ class Granted:
         """Handle results of a receiver or lane. Small blocks that arrive while a drive is busy are batched."""
         if number == LANE_TAG:
             self.take_written()
+            self._lanes.lend()
         elif (area := self._areas.get(number)) is not None:
             self._area_told(area)
-        self._lanes.renew()
+            self._lanes.renew()
 
     def _area_told(self, area: PutArea) -> None:
-        state = self._take(area, every=False)
+        state = self._take(area)
         begun, ended = self._node.store.writes
         if begun == ended or state.wanted_pages > GRANTED_GATHERED_PAGES_MAX:
             self._store(area)
@@ -234,11 +239,11 @@ class Granted:
         for area in gathering:
             self._store(area)
 
-    def came(self, number: int) -> None:
-        """Take a receiver's blocks, and pass them to the store."""
+    def came(self, number: int, *, every: bool = False) -> None:
+        """Take a receiver's blocks, and pass them to the store. Those that wait for a lane stay there, unless `every`."""
         area = self._areas.get(number)
         if area is not None:
-            self._go_on(area, self._take(area))
+            self._go_on(area, self._take(area, every=every))
 
     def _taken(self, area: PutArea, state: State) -> None:
         if state.broken:
@@ -251,14 +256,14 @@ class Granted:
             if self._lent.renew(area):
                 self._lanes.lend()
 
-    def take_all(self) -> None:
-        """Process everything that has arrived, before a query or a change.
+    def take_all(self, *, every: bool = True) -> None:
+        """Process everything that has arrived, before a query or a change. `every` is as in `came`.
 
         If nothing has arrived, no connection is examined: most of a thousand clients are idle at any moment.
         """
         if self._memory.shelf.came != self._heard:
             for number in list(self._areas):
-                self.came(number)
+                self.came(number, every=every)
         self._store_all_gathered()
         self.take_written()
 
@@ -296,7 +301,7 @@ class Granted:
             took = True
             for number in {row.tag for row in rows}:
                 if (area := self._areas.get(number)) is not None:
-                    states[area] = self._take(area, every=False)  # the store must have these first
+                    states[area] = self._take(area)  # the store must have these first
             for row in rows:
                 one = self._by_tag[row.id]
                 one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
@@ -306,8 +311,8 @@ class Granted:
         if took:
             self._node.poll_store()
 
-    def _take(self, area: PutArea, *, every: bool = True) -> State:
-        """Take arrived blocks. Not `every`: those that wait for a lane are left to it."""
+    def _take(self, area: PutArea, *, every: bool = False) -> State:
+        """Take arrived blocks; `every` is as in `came`."""
         while True:
             came, state = area.receiver.take(every=every)
             if came:

@@ -183,7 +183,7 @@ class Node:
     def _tick(self) -> None:
         """Run periodic work."""
         self.ticked_ns = self.clock.monotonic_ns()
-        self.take_note()
+        self.take_note(every=False)
         self.hot.pages.look_again()
         self.granted.tick()
         self.fabric_calls.cold.tick()
@@ -352,9 +352,9 @@ class Node:
             self.landing.give_back(connection.tenant, connection.landing_bytes)
             connection.free_memory()
 
-    def take_note(self) -> None:
-        """Process the C core's own work; called before any request is answered."""
-        self.granted.take_all()
+    def take_note(self, *, every: bool = True) -> None:
+        """Process the C core's own work; `every` part of it before a request is answered."""
+        self.granted.take_all(every=every)
         self.fabric_calls.served()
 
     def later(self, delay_s: float, do: Callable[..., object], *arguments: object) -> None:
@@ -592,6 +592,7 @@ class Node:
             self.detach(connection)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_freed(), QUARANTINE_TIMEOUT_MS / 1000)
+        self.granted.end()
         self._filler.shutdown(wait=False, cancel_futures=True)
         self.ticks.cancel()
         self.lookups.close()

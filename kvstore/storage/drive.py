@@ -39,11 +39,11 @@ from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.eviction_events import Explanation, Held, Keeping
-from kvstore.storage.extents import lent_pages
 from kvstore.storage.gets import Gets
 from kvstore.storage.index import kernel_boot_id
 from kvstore.storage.index_opening import open_index
 from kvstore.storage.items import GetDone, Statistics
+from kvstore.storage.lending import Lending
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.puts import Puts
 from kvstore.storage.quotas import QuotaQueue, Quotas
@@ -80,13 +80,13 @@ if TYPE_CHECKING:
         SessionItem,
         SessionsDone,
     )
+    from kvstore.storage.lane_ground import Lane
     from kvstore.storage.manifests import SessionName
     from kvstore.storage.outbox import Outbox
     from kvstore.storage.puts import LaneEnd
     from kvstore.storage.sends import Send
     from kvstore.storage.volume import Volume
     from kvstore.storage.wipes import Wiped
-    from kvstore.storage.writes import Lane
     from nic_offload.lane import RecordFormat
     from nic_offload.vault import RecordCipher
 
@@ -120,6 +120,8 @@ class Drive(Handle):
             index, self._writes, self._wipes, self._scrubs, self._doubts, volume, clock, policy
         )
         self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
+        capacity_pages = volume.superblock.capacity_bytes // PAGE_BYTES
+        self._lending = Lending(capacity_pages, self._extents, self._writes, keeping, self._room)
         self._quota_queue = queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
         renewals = Renewals(self._writes, index, self._extents, self._traffic, keeping, volume.codec)
         self.puts = Puts(
@@ -278,18 +280,16 @@ class Drive(Handle):
 
     def use_lane(self, lane: Lane) -> None:
         """Attach a lane, which writes here on the ground lent to it."""
-        self._writes.lane = lane
+        self._lending.use(lane)
 
     def lend(self, record_pages: int = 1) -> None:
-        """Lend the lane ground if it needs some, unless a record is about to be written, which would take it back."""
-        pages = lent_pages(self.capacity_bytes // PAGE_BYTES, self._extents.free_pages, record_pages)
-        if self._writes.needs_ground and self.keeping.refusal(pages) is None:
-            self._writes.lend(pages)
-            self._set_off()
+        """Lend the lane ground for blocks of this size if it needs some."""
+        self._lending.lend(record_pages)
+        self._set_off()
 
     def seal(self) -> int:
         """Take back what the lane has not used; later puts have higher generations than the one returned."""
-        self._writes.seal()
+        self._lending.seal()
         self._set_off()
         return self._volume.last_generation
 
@@ -471,6 +471,7 @@ class Drive(Handle):
         self._quota_queue.step()
         self._room.step()
         self._encrypting.step()
+        self._lending.go_on()
         self._writes.sync_if_awaited()
         self._traffic.pump()  # the sync that has become due, and what has been freed
         try:
@@ -515,7 +516,7 @@ class Drive(Handle):
         if self._closed:
             return
         self._closed = True
-        self._writes.seal()
+        self._lending.seal()
         self.puts.lane_is_lost()
         self._sends.close()
         self._encrypting.close()

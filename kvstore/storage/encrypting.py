@@ -251,7 +251,7 @@ class Encrypting:
             return False
         self._sweep = _Sweep(self._extents.first_page)
         self._extents.unwritten = []
-        self._writes.seal()
+        self._writes.ground.seal()
         self.is_working = True
         self._writes.after_sync(
             self._synced, unhurried=True
@@ -277,7 +277,7 @@ class Encrypting:
         while found is None:
             if self._writes.lends:  # all was scanned except what a lane has, or gave back unwritten
                 self._writes.lends = False
-                self._writes.seal()
+                self._writes.ground.seal()
                 sweep.begun = self._writes.begun
             if not extents.unwritten:
                 return self._end(sweep) if self._writes.have_ended(sweep.begun) else False

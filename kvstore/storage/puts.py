@@ -139,7 +139,7 @@ class Puts:
                 write.key_name = key
                 yield write, generation, offset, result
 
-        self._writes.ended_on_lane(ended())
+        self._writes.ground.note_ended(ended())
 
     def lane_is_lost(self) -> None:
         """Give up on the lane's pending blocks, if any: they may be on the drive or not."""

@@ -83,6 +83,11 @@ class Room:
             first is not None and (self._search is None or self._search.record is not first)
         )
 
+    @property
+    def is_being_made(self) -> bool:
+        """Return whether pages are about to become free."""
+        return self._more or self._wipes.pending > 0
+
     def look_again(self) -> None:
         """Run a step soon, because guards were released."""
         self._more = True
@@ -131,7 +136,9 @@ class Room:
         free_pages = self._extents.free_pages + self._wipes.pending_pages
         plan = self._keeping.core.plan(
             free_pages=free_pages,
-            demand_pages=min(self._writes.queued_pages, self._keeping.marks.high_pages),
+            demand_pages=min(
+                self._writes.queued_pages + self._writes.lane_pages, self._keeping.marks.high_pages
+            ),
             waiting_pages=max(0, search.sought_pages) if search is not None else 0,
             now_ms=self._clock.wall_ms(),
         )

@@ -28,24 +28,25 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.errors import BeingErased, KvError, NoSpace, ReadOnly, StorageError
-from kvstore.limits import GENERATION_MAX, LENT_MAX, LENT_RECORDS_MAX, PAGE_BYTES, UNSYNCED_FREES_MAX
+from kvstore.limits import GENERATION_MAX, PAGE_BYTES, UNSYNCED_FREES_MAX
 from kvstore.storage.disk import DiskOp, DiskOpKind
+from kvstore.storage.lane_ground import LaneGround, Lent
 from kvstore.storage.sealing import NO_DOMAIN, Staging
-from nic_offload.lane import Ground
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.storage.extents import Extents
     from kvstore.storage.sealing import Keys
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.volume import Volume
     from kvstore.wire.record import Header
+    from nic_offload.lane import Ground
     from nic_offload.vault import KeyName
 
     AfterSync = Callable[[StorageError | None], None]
 
-__all__ = ["Lane", "Owner", "RecordWrite", "Writes", "write_error"]
+__all__ = ["Owner", "RecordWrite", "Writes", "write_error"]
 
 _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -59,31 +60,6 @@ class Owner(Protocol):
 
     def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
         """Report records that were published, or never will be."""
-        ...
-
-
-class Lane(Protocol):
-    """The C core's writer, on ground lent to it."""
-
-    def lend(self, ground: Ground) -> tuple[int, Ground] | None:
-        """Replace its ground, and return the old one as `seal` does; None if it has failed."""
-        ...
-
-    @property
-    def left(self) -> Ground:
-        """The part of its ground that it has not used."""
-        ...
-
-    def seal(self) -> tuple[int, Ground]:
-        """Take the ground back; return how many records are on it, and the unused rest."""
-        ...
-
-    def fail(self) -> None:
-        """Begin no more writes, and report none."""
-        ...
-
-    def clear(self, generation: int) -> None:
-        """Report its records below this generation, each once it and all earlier ones have completed."""
         ...
 
 
@@ -174,16 +150,13 @@ class Writes:
         ] = {}  # by order, for orders with a record that waits for its key
         self._note_synced = note_synced
         self._note_begun = note_begun
-        self._note_lent = note_lent
         self._extents = extents
         self._traffic = traffic
         traffic.about_to_start = self._fill_in
         self._bare: list[RecordWrite] = []  # begun, and without headers so far
-        self._begun: deque[RecordWrite | _Lent] = deque()  # given to the drive and not retired, by generation
-        self.lane: Lane | None = None
+        self._begun: deque[RecordWrite | Lent] = deque()  # given to the drive and not retired, by generation
+        self.ground = LaneGround(volume, extents, note_begun, note_lent)
         self.lends = True  # whether ground is lent
-        self._lent: _Lent | None = None  # what the lane has now
-        self._on_lanes: deque[_Lent] = deque()  # all that are not over
         self._awaiting: list[AfterSync] = []
         self._unhurried: list[AfterSync] = []
         self._at_once = False  # the next sync must be soon
@@ -191,6 +164,7 @@ class Writes:
         self._waiting: deque[RecordWrite] = deque()  # for room
         self._resumed: RecordWrite | None = None  # it waited, and is queued again
         self.queued_pages = 0  # of all records that have no place yet
+        self.lane_pages = 0  # of the ground that the lane lacks
         self.begun = self.ended = self.syncs = 0  # records given to the drive, and retired; syncs
         self._published_generation = self.synced_generation = volume.last_generation  # opening has synced
         note_synced(self.synced_generation)
@@ -277,8 +251,8 @@ class Writes:
         retired: list[RecordWrite] = []
         while self._begun:
             first = self._begun[0]
-            if isinstance(first, _Lent):
-                retired += self._take_from(first)
+            if isinstance(first, Lent):
+                retired += self.ground.take_from(first)
                 if not first.is_over:
                     break
             elif first.result is None:
@@ -288,108 +262,37 @@ class Writes:
                 self.ended += 1
             self._begun.popleft()
         self._publish([record for record in retired if record.generation < self._failed_generation])
-        while self._on_lanes and self._on_lanes[0].is_over:
-            self._note_lent(self._on_lanes.popleft().place, None)
+        self.ground.forget_over()
         failed = self._failed_generation
         for (owner, kept), some in groupby(retired, lambda one: (one.owner, one.generation < failed)):
             owner.finish(list(some), None if kept else self.stopped)
         self.sync_if_awaited()
 
     @property
-    def needs_ground(self) -> bool:
-        """Whether the lane has little ground left or none, and no record of ours is about to take it back."""
-        lane = self.lane
-        if lane is None or not self.lends or self.stopped is not None or self.queued_pages or self._waiting:
-            return False
-        return self._lent is None or self._lent.is_low(lane.left)
-
-    def lend(self, pages: int) -> None:
-        """Lend the lane ground that it needs: this many pages, or as many as are contiguous.
-
-        It gives back what is left of its ground in the same step, so it is never without.
-        """
-        lane = self.lane
-        assert lane is not None
-        pages = min(pages, self._extents.longest)
-        records = min(pages // 2, LENT_RECORDS_MAX)
-        if not records or len(self._on_lanes) >= LENT_MAX:
-            return
-        page = self._extents.allocate(pages)
-        if page is None:
-            return
-        try:
-            generation = self._volume.take_generations(records)
-        except StorageError as error:
-            self._extents.release(page, pages, unwritten=True)
-            self.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
-            return
-        taken = {lent.place for lent in self._on_lanes}
-        place = next(place for place in range(LENT_MAX) if place not in taken)
-        ground = Ground(page, generation, pages, records)
-        self._note_begun(generation + records - 1)
-        self._note_lent(place, ground)
-        lent, before = _Lent(ground, place), self._lent
-        # If nothing else lies between two grounds of a lane, it keeps the order on both itself.
-        is_next = before is not None and self._begun[-1] is before and before.is_clear
-        self._begun.append(lent)
-        self._on_lanes.append(lent)
-        given_back = lane.lend(ground)
-        if given_back is None:
-            lent.left = 0
-            self._extents.release(page, pages, unwritten=True)
-        else:
-            self._lent = lent
-            if before is not None:
-                self._take_back(before, *given_back)
-            if is_next:
-                self._clear(lent)
-        self.settle_finished()
+    def may_lend(self) -> bool:
+        """Whether the lane may have ground: not while records of ours wait for room."""
+        return self.lends and self.stopped is None and not self._waiting
 
     def have_ended(self, begun: int) -> bool:
         """Return whether this many writes have ended, and all records on lent ground."""
-        return self.ended >= begun and not self._on_lanes
+        return self.ended >= begun and not self.ground.lent
 
-    def seal(self) -> None:
-        """Take back what the lane has not used."""
-        lent, self._lent = self._lent, None
-        if lent is None or self.lane is None:
-            return
-        self._take_back(lent, *self.lane.seal())
-
-    def _take_back(self, lent: _Lent, used: int, left: Ground) -> None:
-        lent.left = used - lent.told
-        if left.pages:
-            self._extents.release(left.page, left.pages, unwritten=True)
-
-    def ended_on_lane(self, ended: Iterable[tuple[RecordWrite, int, int, int]]) -> None:
-        """Note the lane's records in the order of their generations, with generation, offset and result of each."""
-        for record, generation, offset, result in ended:
-            lent = next(lent for lent in self._on_lanes if generation < lent.until)
-            record.generation, record.offset, record.result = generation, offset, record.size_bytes
-            lent.told += 1
-            if lent.left is not None:
-                lent.left -= 1
-            lent.ended.append(record)
-            if result:
-                record.end(result)
+    def lend(self, pages: int, least_pages: int) -> bool:
+        """Lend the lane this many pages, or as many as are contiguous; False if these are fewer than the least."""
+        try:
+            lent = self.ground.lend(pages, least_pages, self._begun[-1] if self._begun else None)
+        except StorageError as error:
+            self.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
+            return False
+        if lent is not None:
+            self._begun.append(lent)
+            self.settle_finished()
+        return lent is not None and lent.left is None
 
     def lane_is_lost(self, error: StorageError) -> None:
         """Stop waiting for records on a lane's ground."""
         self.stop(error, 0)
-        for lent in self._on_lanes:
-            lent.left = 0
-
-    def _take_from(self, lent: _Lent) -> Sequence[RecordWrite]:
-        """The records that have ended on ground that is the first of everything under way."""
-        if not lent.is_clear:
-            self._clear(lent)
-        ended, lent.ended = lent.ended, []
-        return ended
-
-    def _clear(self, lent: _Lent) -> None:
-        lent.is_clear = True
-        if self.lane is not None:
-            self.lane.clear(lent.until)
+        self.ground.end()
 
     def after_sync(self, then: AfterSync, *, unhurried: bool = False) -> None:
         """Call back when everything that has ended so far is synced, or never will be.
@@ -423,7 +326,7 @@ class Writes:
                 _refuse_unless_it_waits(record)
                 self._waiting.append(record)
                 return None
-            self.seal()
+            self.ground.seal()
             page = self._extents.allocate(record.size_bytes // PAGE_BYTES)
             if page is None:
                 _refuse_unless_it_waits(record)
@@ -504,9 +407,9 @@ class Writes:
         self._failed_generation = min(self._failed_generation, generation)
         if self.stopped is None or isinstance(self.stopped, NoSpace):
             self.stopped = error
-        if self.lane is not None:
-            self.lane.fail()
-            self.seal()
+        if self.ground.lane is not None:
+            self.ground.lane.fail()
+            self.ground.seal()
 
     def stopped_again(self) -> StorageError:
         """Refuse a later record, with the reason why none is accepted."""
@@ -537,30 +440,6 @@ class Writes:
     def _fail(self, record: RecordWrite, error: KvError) -> None:
         self.queued_pages -= record.size_bytes // PAGE_BYTES
         record.owner.finish([record], error)
-
-
-class _Lent:
-    """Ground that a lane has, or had, until everything on it is published."""
-
-    __slots__ = ("ended", "ground", "is_clear", "left", "place", "told", "until")
-
-    def __init__(self, ground: Ground, place: int) -> None:
-        self.ground = ground
-        self.until = ground.generation + ground.records
-        self.place = place  # of its note
-        self.ended: list[RecordWrite] = []  # and not retired
-        self.told = 0  # how many have ended
-        self.left: int | None = None  # how many have not, once no more begin
-        self.is_clear = False  # all earlier ones have ended or are the lane's own, and the lane knows
-
-    def is_low(self, unused: Ground) -> bool:
-        """Whether the lane may use up the rest before the next check."""
-        return 2 * unused.pages < self.ground.pages or 2 * unused.records < self.ground.records
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all its records have completed and were reported."""
-        return self.left == 0 and not self.ended
 
 
 class _Sync:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import time
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import pytest
 
-from nic_offload.lane import Ground, Lane, Lanes, RecordFormat, Written
+from nic_offload.lane import NO_GROUND, Ground, Lane, Lanes, RecordFormat, Written
 from nic_offload.receiver import Receiver, Room
 from nic_offload.sender import Area
 from nic_offload.trigger import TriggeredNotify, arm
@@ -163,43 +164,108 @@ def test_who_asked_for_no_more_hears_no_more(drive: Drive) -> None:
     assert rig.came[0].under_way
 
 
+def put_one(drive: Drive, number: int, length: int = LENGTH) -> None:
+    assert drive.rig.put([number], length, durability=WRITTEN)[1].wait_landed(20)
+
+
 def test_without_ground_the_application_has_the_block(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(6, pages=PAGES)
     drive.lend(pages=2 * PAGES, records=64)
     for number in range(3):
-        assert rig.put([number], LENGTH, durability=WRITTEN)[1].wait_landed(20)
+        put_one(drive, number)
     rig.wait_came(3)
     assert [came.under_way for came in rig.came] == [1, 1, 0]
     drive.wait_written(2)
-    assert drive.lane.seal() == (2, Ground(2 * PAGES, 102, 0, 62))
+    state = drive.lane.seal()
+    assert (state.used, state.left, state.next) == (2, Ground(2 * PAGES, 102, 0, 62), NO_GROUND.next)
     drive.lend(page=50, generation=200, records=1)
     for number in range(3, 5):
-        assert rig.put([number], LENGTH, durability=WRITTEN)[1].wait_landed(20)
+        put_one(drive, number)
     rig.wait_came(5)
     assert [came.under_way for came in rig.came[3:]] == [1, 0]
     assert drive.wait_written(3)[2][2:4] == (200, 50 * PAGE)
 
 
-def test_other_ground_takes_the_place_of_what_is_left(drive: Drive) -> None:
+def test_it_goes_on_to_the_next_ground_when_a_record_does_not_fit(drive: Drive) -> None:
     rig = drive.rig
-    rig.feed(4, pages=PAGES)
-    drive.lend(pages=10 * PAGES, records=10)
-    for number in range(2):
-        assert rig.put([number], LENGTH, durability=WRITTEN)[1].wait_landed(20)
-    rig.wait_came(2)
-    left = Ground(2 * PAGES, 102, 8 * PAGES, 8)
-    assert drive.lane.left == left
-    assert drive.lane.lend(Ground(60, 110, 30, 10)) == (2, left)
+    rig.feed(8, pages=PAGES)
+    drive.lend(pages=2 * PAGES + 1, records=10)
+    put_one(drive, 0)
+    left, following = Ground(PAGES, 101, PAGES + 1, 9), Ground(60, 110, 30, 10)
+    assert drive.lane.state()[:4] == (left, NO_GROUND.next, NO_GROUND.next, 1)
+    assert drive.lane.lend(following) == (left, NO_GROUND.next, NO_GROUND.next, 1, 0, 0)
     drive.lane.clear(120)
-    assert rig.put([2], LENGTH, durability=WRITTEN)[1].wait_landed(20)
+    put_one(drive, 1)
+    assert drive.lane.state()[:4] == (Ground(2 * PAGES, 102, 1, 8), following, NO_GROUND.next, 2)
+    drive.wait_written(2)
+    rig.pair.far.fabric.reap()
+    put_one(drive, 2)
+    after = (Ground(60 + PAGES, 111, 30 - PAGES, 9), NO_GROUND.next, Ground(2 * PAGES, 102, 1, 8), 1, 2, 0)
+    assert drive.lane.state() == after
+    assert asked(drive), "it has no next one now"
     rig.wait_came(3)
     assert [one[2:4] for one in drive.wait_written(3)] == [
         (100, 0),
         (101, PAGES * PAGE),
         (110, 60 * PAGE),
     ]
-    assert drive.lane.seal() == (1, Ground(60 + PAGES, 111, 30 - PAGES, 9))
+    assert drive.lane.seal() == after
+    assert drive.lane.state() == NO_GROUND
+
+
+def test_other_ground_takes_the_place_of_the_next(drive: Drive) -> None:
+    rig = drive.rig
+    rig.feed(4, pages=PAGES)
+    drive.lend(pages=PAGES, records=1)
+    put_one(drive, 0)
+    small, large = Ground(40, 110, 1, 1), Ground(60, 120, 30, 10)
+    assert drive.lane.lend(small) is not None
+    state = drive.lane.lend(large)
+    assert state is not None
+    assert state.next == small
+    drive.lane.clear(130)
+    put_one(drive, 1)
+    assert drive.wait_written(2)[1][2:4] == (120, 60 * PAGE)
+
+
+def asked(drive: Drive) -> int:
+    """How often the application was told that the lane has something for it."""
+    return sum(event.tag == TAG for event in drive.rig.pair.far.fabric.reap())
+
+
+def test_a_block_waits_for_ground_that_will_come(drive: Drive) -> None:
+    rig = drive.rig
+    rig.feed(6, pages=PAGES)
+    drive.lane.expect(ground=True)
+    _, group = rig.put([1, 2], LENGTH, durability=WRITTEN)
+    assert group.wait_landed(20)
+    assert drive.lane.state().wanted_pages == PAGES
+    assert not rig.receiver.take(every=False)[0]
+    assert asked(drive) == 1, "it is told once, not in every round"
+    drive.lend(pages=PAGES, records=64)
+    assert drive.wait_written(1)[0].generation == 100
+    wait_until(lambda: drive.lane.state().wanted_pages == PAGES, "the second asks again")
+    drive.lend(page=50, generation=200)
+    assert rig.codes(group, 2) == [WRITTEN] * 2
+    assert drive.wait_written(2)[1].generation == 200
+    assert drive.lane.state().wanted_pages == 0
+    left_to_lanes(rig, 2)
+    assert [came.under_way for came in rig.came] == [1, 1]
+
+
+def test_a_block_does_not_wait_for_ground_that_will_not_come(drive: Drive) -> None:
+    rig = drive.rig
+    rig.feed(6, pages=PAGES)
+    drive.lane.expect(ground=True)
+    assert rig.put([1], LENGTH)[1].wait_landed(20)
+    assert not rig.receiver.take(every=False)[0]
+    began = time.monotonic()
+    drive.lane.expect(ground=False)
+    left_to_lanes(rig, 1)
+    assert time.monotonic() - began < 0.9, "nor for the rest of its second"
+    assert drive.lane.state().wanted_pages == 0
+    assert [came.under_way for came in rig.came] == [0]
 
 
 def test_nobody_is_told_before_all_that_came_before_is_on_the_drive(drive: Drive) -> None:

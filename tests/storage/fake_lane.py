@@ -14,7 +14,7 @@ from kvstore.limits import GENERATION_MAX, PAGE_BYTES
 from kvstore.storage.disk import DiskDone, DiskOp, DiskOpKind
 from kvstore.storage.items import PutDone
 from kvstore.wire.record import Header, Kind, record_bytes
-from nic_offload.lane import Ground
+from nic_offload.lane import NO_GROUND, Ground, LaneState
 
 if TYPE_CHECKING:
     from kvstore.storage.drive import Drive
@@ -50,8 +50,10 @@ class FakeLane:
         self._store, self.drive = store, drive
         self._disk = disk
         self.dice = random.Random(seed)
-        self.ground = Ground(0, 0, 0, 0)
-        self._used = 0
+        self.ground = self.next = self._before = NO_GROUND.next
+        self.expects = False
+        self.wanted_pages = 0  # by a block that waits for ground; a test sets it
+        self._used = self._used_before = 0
         self._clear_until = 0
         self.records: deque[Record] = deque()
         self._by_tag: dict[int, Record] = {}
@@ -63,21 +65,37 @@ class FakeLane:
 
     # --- what the store asks of it
 
-    def lend(self, ground: Ground) -> tuple[int, Ground] | None:
+    def state(self) -> LaneState:
+        return LaneState(
+            self.ground, self.next, self._before, self._used, self._used_before, self.wanted_pages
+        )
+
+    def lend(self, ground: Ground) -> LaneState | None:
         if self.failed:
             return None
-        given_back = self.seal()
-        self.ground = ground
-        return given_back
+        state, self.next = self.state(), ground
+        return state
 
-    @property
-    def left(self) -> Ground:
-        return self.ground
+    def seal(self) -> LaneState:
+        state = self.state()
+        self.ground = self.next = self._before = NO_GROUND.next
+        self._used = self._used_before = 0
+        return state
 
-    def seal(self) -> tuple[int, Ground]:
-        used, left = self._used, self.ground
-        self.ground, self._used = Ground(0, 0, 0, 0), 0
-        return used, left
+    def _take(self, pages: int) -> bool:
+        """Whether there is ground for it, on this ground or on the next."""
+        if not self.ground.records or self.ground.pages < pages:
+            if not self.next.records or self.next.pages < pages:
+                return False
+            self._before, self._used_before = self.ground, self._used
+            self.ground, self.next, self._used = self.next, NO_GROUND.next, 0
+        page, generation, left, records = self.ground
+        self.ground = Ground(page + pages, generation + 1, left - pages, records - 1)
+        self._used += 1
+        return True
+
+    def expect(self, *, ground: bool) -> None:
+        self.expects = ground
 
     def clear(self, generation: int) -> None:
         self._clear_until = generation
@@ -91,7 +109,6 @@ class FakeLane:
     def takes(self, item: PutItem, done: PutsDone) -> bool:
         """A block has landed: whether it writes it."""
         size = record_bytes(item.length)
-        ground = self.ground
         name = item[:2]
         if self._store.drives[self._store._placement.order(*name)[0]] is not self.drive:
             return False
@@ -102,14 +119,10 @@ class FakeLane:
         key_name = None if keys is None else keys.name_of(item.tenant, item.domain)
         if keys is not None and key_name is None:
             return False
-        if not ground.records or ground.pages < size // PAGE_BYTES:
-            return False
-        record = Record(item, ground.generation, ground.page * PAGE_BYTES)
         pages = size // PAGE_BYTES
-        self.ground = Ground(
-            ground.page + pages, ground.generation + 1, ground.pages - pages, ground.records - 1
-        )
-        self._used += 1
+        if not self._take(pages):
+            return False
+        record = Record(item, self.ground.generation - 1, (self.ground.page - pages) * PAGE_BYTES)
         header = Header(
             Kind.BLOCK,
             item.key,

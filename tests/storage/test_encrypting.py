@@ -458,7 +458,7 @@ def test_what_could_not_be_overwritten_is_tried_again_at_the_next_start(plain: S
 
 def has_ground(rig: StoreRig) -> bool:
     rig.drive.lend()
-    return bool(rig.drive._writes._on_lanes)
+    return bool(rig.drive._writes.ground.lent)
 
 
 def test_ground_that_a_lane_gives_back_is_overwritten_too(tmp_path: Path) -> None:

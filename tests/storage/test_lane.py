@@ -13,6 +13,7 @@ from kvstore.durability import Durability
 from kvstore.errors import ReadOnly
 from kvstore.limits import PAGE_BYTES
 from kvstore.storage.disk import DiskOpKind
+from kvstore.storage.eviction.items import Guard
 from kvstore.storage.items import SessionStep
 from tests.storage.fakes import FakeDisk
 from tests.storage.rig import TENANT, StoreRig, key
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from kvstore.storage.eviction_events import Held
     from tests.storage.fake_lane import FakeLane
 
 SEEDS = 150
+BLOCKS_MAX = 400  # that a drive could have
 LENGTH = 5000
 
 
@@ -88,7 +91,7 @@ def test_what_was_told_and_not_noted_is_found_after_sigkill(
 
 def test_ground_is_given_back_with_all_that_was_not_used(rig: StoreRig) -> None:
     free = rig.drive._extents.free_pages
-    ground = lane_of(rig).ground.pages
+    ground = lane_of(rig).next.pages
     assert ground > 100
     for number in range(3):
         land(rig, number)
@@ -98,23 +101,25 @@ def test_ground_is_given_back_with_all_that_was_not_used(rig: StoreRig) -> None:
     rig.settle()
     assert rig.drive._extents.free_pages == free + ground - 3 * 3
     assert all(is_stored(rig, number) for number in range(3))
-    assert not any(rig.drive._writes._on_lanes)
+    assert not any(rig.drive._writes.ground.lent)
 
 
-def test_ground_is_replaced_before_it_is_used_up_and_nothing_waits_at_its_end(rig: StoreRig) -> None:
+def test_the_next_ground_is_there_before_the_first_is_used_up_and_nothing_waits_at_its_end(
+    rig: StoreRig,
+) -> None:
     lane = lane_of(rig)
-    free = rig.drive._extents.free_pages + lane.ground.pages
-    grounds = {lane.ground.page}
+    free = rig.drive._extents.free_pages + lane.next.pages
+    grounds = set()
     for number in range(150):
         land(rig, number)  # the lane takes each
         rig.drive.lend()
-        grounds.add(lane.ground.page)
-        assert lane.ground.records > 0
+        grounds.add(lane.next.page)
+        assert lane.next.records > 0
         if number == 20:
             end_all(rig)
             assert len(lane.told) == 21
             rig.take_note()
-    assert len(grounds - {lane.ground.page + number for number in range(lane.ground.pages)}) >= 2
+    assert len(grounds) >= 2
     end_all(rig)
     assert len(lane.told) == 129, "on all of the grounds, before we have taken note of any end"
     rig.take_note()
@@ -122,6 +127,138 @@ def test_ground_is_replaced_before_it_is_used_up_and_nothing_waits_at_its_end(ri
     assert rig.drive._extents.free_pages == free - 150 * 3
     rig.settle()
     assert all(is_stored(rig, number) for number in range(150))
+
+
+def test_a_larger_ground_takes_the_place_of_a_next_one_that_is_too_small(
+    rig: StoreRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, drive, extents = lane_of(rig), rig.drive, rig.drive._extents
+    free, first = extents.free_pages + lane.next.pages, lane.next.page
+    land(rig, 0)
+    monkeypatch.setattr("kvstore.storage.extents.LENT_SHARE", 64)
+    drive.lend()
+    small = lane.next
+    monkeypatch.setattr("kvstore.storage.extents.LENT_SHARE", 16)
+    lane.wanted_pages = small.pages + 1
+    drive.lend()
+    assert lane.next.pages > small.pages
+    lane.wanted_pages = 0
+    lane.ground = lane.ground._replace(records=0)  # the first is used up
+    land(rig, 1)
+    assert lane.ground.pages > small.pages
+    drive.lend()
+    drive.seal()
+    assert extents.free_pages == free - 2 * 3
+    end_all(rig)
+    rig.take_note()
+    rig.settle()
+    assert is_stored(rig, 0)
+    assert is_stored(rig, 1)
+    assert first == rig.record_at(0)[0] // PAGE_BYTES
+    assert not rig.drive._writes.ground.lent
+
+
+LARGE = payload(0) * 12
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
+    """A drive that has as little free as it keeps, and a lane without ground."""
+    monkeypatch.setattr("kvstore.storage.extents.LENT_SHARE", 16)
+    rig = StoreRig(tmp_path, FakeDisk(seed=1))
+    rig.open()
+    for number in range(BLOCKS_MAX):
+        rig.put(number, LARGE)
+        if rig.drive._extents.free_pages < rig.drive.keeping.marks.high_pages:
+            break
+    rig.use_lanes(1)
+    rig.drive.seal()
+    yield rig
+    rig.close()
+
+
+def lease_all(rig: StoreRig) -> list[Held]:
+    """Guard all blocks, and take what is free: nothing more can become free."""
+    names = [(TENANT, key(number)) for number in range(BLOCKS_MAX)]
+    rig.settle()
+    while longest := rig.drive._extents.longest:
+        rig.drive._extents.allocate(longest)
+    return [one for one in rig.drive.hold(names, Guard.LEASE) if one]
+
+
+def test_a_full_drive_makes_room_for_its_lane(full: StoreRig) -> None:
+    """A block that finds no ground waits for it: none is left to Python."""
+    lane, drive = lane_of(full), full.drive
+    took = 0
+    while took * 3 < 3 * drive.keeping.marks.high_pages:
+        if max(lane.ground.pages, lane.next.pages) < 3:
+            lane.wanted_pages = 3
+            drive.lend()
+            assert lane.expects
+            full.poll_once()
+            lane.wanted_pages = 0
+        else:
+            land(full, 10_000 + took)
+            took += 1
+    end_all(full)
+    full.take_note()
+    assert all(is_stored(full, 10_000 + number) for number in range(took))
+
+
+def test_nothing_waits_for_ground_while_guards_keep_it(full: StoreRig) -> None:
+    lane, drive = lane_of(full), full.drive
+    held = lease_all(full)
+    drive.lend()
+    assert not lane.expects
+    drive.release(held, Guard.LEASE)
+    drive.lend()
+    assert (lane.expects, lane.next.pages) == (True, 0)
+    while not lane.next.pages:
+        full.poll()  # it gets some as soon as there is any
+
+
+def test_nothing_waits_for_ground_while_others_wait_for_room(full: StoreRig) -> None:
+    """They come first, and would take it back."""
+    lane, drive = lane_of(full), full.drive
+    held = lease_all(full)
+    tag = full.start_put(20_000, payload(1), Durability.SYNCED)
+    full.poll_once()
+    assert drive._writes.waiting
+    drive.lend()
+    assert not lane.expects
+    drive.release(held, Guard.LEASE)
+    full.settle()
+    assert full.put_done[tag].error is None
+    drive.lend()
+    assert lane.expects
+
+
+def test_what_is_free_in_pieces_is_not_lent_to_a_lane(rig: StoreRig) -> None:
+    lane, drive = lane_of(rig), rig.drive
+    drive.seal()
+    extents = drive._extents
+    pieces = []
+    while (page := extents.allocate(3)) is not None:
+        pieces.append(page)
+    for page in pieces[::2]:
+        extents.release(page, 3)
+    drive.lend(record_pages=3)
+    assert extents.free_pages > drive.keeping.marks.high_pages
+    assert (lane.next.pages, lane.expects) == (0, False)
+    for page in pieces[1:120:2]:
+        extents.release(page, 3)
+    drive.lend(record_pages=3)
+    assert lane.next.pages > 100
+
+
+def test_a_block_too_large_for_any_ground_does_not_wait_for_it(rig: StoreRig) -> None:
+    lane, drive = lane_of(rig), rig.drive
+    lane.wanted_pages = 10 * lane.next.pages
+    drive.lend()
+    assert not lane.expects
+    lane.wanted_pages = 0
+    drive.lend()
+    assert lane.expects
 
 
 def test_what_is_written_by_both_is_told_in_one_order(rig: StoreRig) -> None:
