@@ -240,7 +240,7 @@ class Granted:
             self._store(area)
 
     def came(self, number: int, *, every: bool = False) -> None:
-        """Take a receiver's blocks, and pass them to the store. Those that wait for a lane stay there, unless `every`."""
+        """Take a receiver's blocks, and pass them to the store; those that wait for a lane only if `every`."""
         area = self._areas.get(number)
         if area is not None:
             self._go_on(area, self._take(area, every=every))

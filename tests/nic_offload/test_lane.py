@@ -178,6 +178,7 @@ def test_without_ground_the_application_has_the_block(drive: Drive) -> None:
     assert [came.under_way for came in rig.came] == [1, 1, 0]
     drive.wait_written(2)
     state = drive.lane.seal()
+    assert state is not None
     assert (state.used, state.left, state.next) == (2, Ground(2 * PAGES, 102, 0, 62), NO_GROUND.next)
     drive.lend(page=50, generation=200, records=1)
     for number in range(3, 5):
