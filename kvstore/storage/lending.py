@@ -38,7 +38,8 @@ class Lending:
         self._keeping = keeping
         self._room = room
         self._record_pages = 1  # of the blocks that arrive
-        self._is_awaited = False  # the lane has no next ground, and will get one
+        self._will_come = True  # more ground, if the lane needs some
+        self._is_awaited = False  # it does
 
     def use(self, lane: Lane) -> None:
         """Attach the lane. The first block asks for ground."""
@@ -51,19 +52,26 @@ class Lending:
         if not self._lend():
             self._room.step()
             self._lend()
+        self._tell_lane()
 
     def go_on(self) -> None:
         """Lend what the lane waits for, if there is any now."""
         if self._is_awaited:
             self._lend()
+            self._tell_lane()
 
     def seal(self) -> None:
         """Take back what the lane has not used."""
         self._is_awaited, self._writes.lane_pages = False, 0
         self._writes.ground.seal()
 
+    def _tell_lane(self) -> None:
+        """Tell the lane whether blocks should wait: only now, because making room may have changed that."""
+        if self._writes.ground.lane is not None:
+            self._writes.ground.lane.expect(ground=self._will_come)
+
     def _lend(self) -> bool:
-        """Lend ground if it is needed; False if there is none. Says whether blocks should wait."""
+        """Lend ground if it is needed; False if there is none."""
         writes, lane = self._writes, self._writes.ground.lane
         if lane is None:
             return True
@@ -78,6 +86,5 @@ class Lending:
             if will_come and not writes.lend(pages, least):
                 writes.lane_pages = pages
                 is_lent, will_come = False, writes.ground.is_all_lent or self._room.is_being_made
-        self._is_awaited = will_come and not is_lent
-        lane.expect(ground=will_come)
+        self._will_come, self._is_awaited = will_come, will_come and not is_lent
         return is_lent

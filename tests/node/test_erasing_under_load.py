@@ -25,6 +25,7 @@ from kvstore.sealing.masters import new_master_file
 from kvstore.sealing.store_keys import keys_opener
 from kvstore.storage.items import SessionItem
 from kvstore.storage.store import Store
+from kvstore.storage.uring import UringDisk
 from nic_offload.receiver import Room
 from tests.conftest import small_client
 from tests.node.in_process import NodeInProcess
@@ -453,6 +454,7 @@ def test_what_had_landed_and_waits_for_a_full_store_is_erased_too(
         store_put(store, items, done)
 
     monkeypatch.setattr(Store, "put", full)
+    monkeypatch.setattr(UringDisk, "direct_fd", None)  # no lane: the store gets all
     with (
         NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
         small_client(node.target) as client,
