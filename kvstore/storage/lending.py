@@ -79,10 +79,10 @@ class Lending:
         is_lent, will_come = True, writes.may_lend
         state = lane.state()
         if will_come and (not state.next.pages or state.next.pages < state.wanted_pages):
-            record_pages = max(self._record_pages, state.wanted_pages)
+            record_pages = state.wanted_pages or self._record_pages
             pages = lent_pages(self._capacity_pages, self._extents.free_pages, record_pages)
-            least = max(state.wanted_pages, min(pages // 2, LENT_RECORDS_LEAST * record_pages))
-            is_lent = will_come = pages >= state.wanted_pages and self._keeping.refusal(pages) is None
+            least = max(record_pages, min(pages // 2, LENT_RECORDS_LEAST * record_pages))
+            is_lent = will_come = pages >= record_pages and self._keeping.refusal(pages) is None
             if will_come and not writes.lend(pages, least):
                 writes.lane_pages = pages
                 is_lent, will_come = False, writes.ground.is_all_lent or self._room.is_being_made
