@@ -144,6 +144,13 @@ class LaneGround:
         self.lent.append(lent)
         return lent
 
+    def hear(self) -> LaneState:
+        """Return what the lane has. Pages that it has left are free again."""
+        assert self.lane is not None
+        state = self.lane.state()
+        self._hear(state)
+        return state
+
     def seal(self) -> None:
         """Take back what the lane has not used."""
         if self.lane is None or all(lent.left is not None for lent in self.lent):
@@ -161,8 +168,7 @@ class LaneGround:
 
     def note_ended(self, ended: Iterable[tuple[RecordWrite, int, int, int]]) -> None:
         """Note the lane's records in the order of their generations, with generation, offset and result of each."""
-        assert self.lane is not None
-        self._hear(self.lane.state())
+        self.hear()
         for record, generation, offset, result in ended:
             lent = next(lent for lent in self.lent if generation < lent.until)
             record.generation, record.offset, record.result = generation, offset, record.size_bytes

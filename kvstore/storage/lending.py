@@ -72,12 +72,12 @@ class Lending:
 
     def _lend(self) -> bool:
         """Lend ground if it is needed; False if there is none."""
-        writes, lane = self._writes, self._writes.ground.lane
-        if lane is None:
+        writes = self._writes
+        if writes.ground.lane is None:
             return True
         writes.lane_pages = 0
         is_lent, will_come = True, writes.may_lend
-        state = lane.state()
+        state = writes.ground.hear()
         if will_come and (not state.next.pages or state.next.pages < state.wanted_pages):
             record_pages = state.wanted_pages or self._record_pages
             pages = lent_pages(self._capacity_pages, self._extents.free_pages, record_pages)

@@ -61,6 +61,7 @@ def test_what_was_acknowledged_before_a_bug_ended_the_node_is_there_in_its_next_
             blocks = [Block(key, region, at * PAGE, PAGE) for at, key in enumerate(keys)]
             (first,) = client.put(blocks[:1])
             assert first.error is None
+            assert client.exists(keys[:1])  # Python has heard of it
             ended = client.put(blocks[1:], durability=Durability.WRITTEN)
             kept = [block for block, one in zip(blocks[1:], ended, strict=True) if one.error is None]
         assert kept, "the C core acknowledges before Python hears of it"

@@ -54,6 +54,7 @@ class FakeLane:
         self.expects = False
         self.wanted_pages = 0  # by a block that waits for ground; a test sets it
         self._used = self._used_before = 0
+        self._is_heard = True  # the store knows what was left of the ground before
         self._clear_until = 0
         self.records: deque[Record] = deque()
         self._by_tag: dict[int, Record] = {}
@@ -65,7 +66,13 @@ class FakeLane:
 
     # --- what the store asks of it
 
+    @property
+    def pages(self) -> int:
+        """That are not the store's, as far as it knows."""
+        return self.ground.pages + self.next.pages + (0 if self._is_heard else self._before.pages)
+
     def state(self) -> LaneState:
+        self._is_heard = True
         return LaneState(
             self.ground, self.next, self._before, self._used, self._used_before, self.wanted_pages
         )
@@ -87,7 +94,7 @@ class FakeLane:
         if not self.ground.records or self.ground.pages < pages:
             if not self.next.records or self.next.pages < pages:
                 return False
-            self._before, self._used_before = self.ground, self._used
+            self._before, self._used_before, self._is_heard = self.ground, self._used, False
             self.ground, self.next, self._used = self.next, NO_GROUND.next, 0
         page, generation, left, records = self.ground
         self.ground = Ground(page + pages, generation + 1, left - pages, records - 1)

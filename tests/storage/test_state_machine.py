@@ -261,7 +261,7 @@ class StoreMachine(RuleBasedStateMachine):
             statistics = self.rig.store.statistics()
             assert statistics.eviction.blocks == statistics.blocks
             pages = sum(pages for _, pages in self.rig.drive._index.extents())
-            lent = sum(lane.ground.pages for lane in self.rig.lanes)
+            lent = sum(lane.pages for lane in self.rig.lanes)
             on_their_way = statistics.wipes_pending or self.rig.drive._writes.waiting_for_sync
             assert statistics.free_bytes == (PAGES - 4 - pages - lent) * PAGE_BYTES or on_their_way
 
