@@ -502,6 +502,7 @@ def test_memory_of_a_closed_client_is_its_own_again(inner: NodeInProcess) -> Non
 
 
 def flags_seen(node: NodeInProcess) -> list[bool]:
+    node.call(lambda node: node.take_note())
     seen: list[bool] = node.call(lambda node: [put.flag_ns > 0 for put in node.timings.puts.values()])
     return seen
 

@@ -152,6 +152,19 @@ def test_what_comes_along_with_what_a_lane_has_written_is_stored_as_well(
         rig.close()
 
 
+def counted_by_python(monkeypatch: pytest.MonkeyPatch) -> list[PutItem]:
+    """The blocks that no lane writes, from now on."""
+    by_python: list[PutItem] = []
+    accept = Puts.accept
+
+    def counted(puts: Puts, items: Sequence[PutItem], done: PutsDone) -> None:
+        by_python.extend(items)
+        accept(puts, items, done)
+
+    monkeypatch.setattr(Puts, "accept", counted)
+    return by_python
+
+
 @pytest.mark.parametrize(
     ("capacity", "length", "at_once", "count"),
     [(1 << 30, 4096, 50, 3000), (1 << 30, 1 << 20, 20, 120), (64 << 20, 32 << 10, 50, 4000)],
@@ -163,18 +176,27 @@ def test_what_comes_in_a_stream_is_all_written_by_the_lane(
     """Ground comes in time, and what finds none, or a full lane, waits: Python writes none of them."""
     with NodeInProcess(tmp_path / "node", capacity) as node:
         rig = Rig(node)
-        by_python: list[PutItem] = []
-        accept = Puts.accept
-
-        def counted(puts: Puts, items: Sequence[PutItem], done: PutsDone) -> None:
-            by_python.extend(items)
-            accept(puts, items, done)
-
-        monkeypatch.setattr(Puts, "accept", counted)
+        by_python = counted_by_python(monkeypatch)
         for first in range(1, count + 1, at_once):
             blocks = [rig.block(number, length) for number in range(first, first + at_once)]
             assert not any(put.error for put in rig.client.arm(blocks).wait(WAIT_S))
         assert not by_python
+        rig.close()
+
+
+def test_a_lane_that_took_nothing_for_a_while_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drive had no ground for it then."""
+    with NodeInProcess(tmp_path / "node") as node:
+        rig = Rig(node)
+        lane = node.call(lambda node: node.store.drives[0]._writes.ground.lane)
+        lane.expect(ground=False)
+        accepted = counted_by_python(monkeypatch)
+        assert rig.client.arm([rig.block(0)]).wait(WAIT_S)[0].error is None
+        assert len(accepted) == 1
+        assert rig.client.arm([rig.block(1)]).wait(WAIT_S)[0].error is None
+        assert len(accepted) == 1
         rig.close()
 
 

@@ -177,12 +177,16 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
     rig.close()
 
 
-def lease_all(rig: StoreRig) -> list[Held]:
-    """Guard all blocks, and take what is free: nothing more can become free."""
-    names = [(TENANT, key(number)) for number in range(BLOCKS_MAX)]
+def take_all_free(rig: StoreRig) -> None:
     rig.settle()
     while longest := rig.drive._extents.longest:
         rig.drive._extents.allocate(longest)
+
+
+def lease_all(rig: StoreRig) -> list[Held]:
+    """Guard all blocks, and take what is free: nothing more can become free."""
+    names = [(TENANT, key(number)) for number in range(BLOCKS_MAX)]
+    take_all_free(rig)
     return [one for one in rig.drive.hold(names, Guard.LEASE) if one]
 
 
@@ -205,6 +209,13 @@ def test_a_full_drive_makes_room_for_its_lane(full: StoreRig) -> None:
     assert all(is_stored(full, 10_000 + number) for number in range(took))
 
 
+def test_room_is_made_for_a_lane_at_once(full: StoreRig) -> None:
+    take_all_free(full)
+    assert not full.drive._room.is_being_made
+    full.drive.lend()
+    assert lane_of(full).expects
+
+
 def test_nothing_waits_for_ground_while_guards_keep_it(full: StoreRig) -> None:
     lane, drive = lane_of(full), full.drive
     held = lease_all(full)
@@ -223,10 +234,11 @@ def test_nothing_waits_for_ground_while_others_wait_for_room(full: StoreRig) -> 
     held = lease_all(full)
     tag = full.start_put(20_000, payload(1), Durability.SYNCED)
     full.poll_once()
-    assert drive._writes.waiting
-    drive.lend()
-    assert not lane.expects
     drive.release(held, Guard.LEASE)
+    drive.lend()
+    assert drive._writes.waiting
+    assert drive._room.is_being_made
+    assert not lane.expects
     full.settle()
     assert full.put_done[tag].error is None
     drive.lend()
