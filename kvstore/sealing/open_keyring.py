@@ -13,7 +13,7 @@ from contextlib import suppress
 from threading import Lock, RLock
 from typing import TYPE_CHECKING
 
-from kvstore.errors import Corrupt, ReadOnly, StorageError
+from kvstore.errors import Corrupt, ReadOnly, StorageError, WrongKeyring
 from kvstore.limits import KEYRING_LOAD_PAGES, KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES
 from kvstore.sealing.control import proof
 from kvstore.sealing.domain_key import DomainKey
@@ -94,8 +94,9 @@ class OpenKeyring(Handle):
 
     def _check_store(self, store_uuid: bytes) -> None:
         if self._header.store_uuid != store_uuid:
-            raise StorageError(
-                f"The keyring is of store {self._header.store_uuid.hex()}, not of {store_uuid.hex()}."
+            raise WrongKeyring(
+                f"The keyring is of store {self._header.store_uuid.hex()}, not of {store_uuid.hex()}: restore the"
+                " one of this store from a backup."
             )
 
     def _mark_free(self) -> None:
