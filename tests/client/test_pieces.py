@@ -27,13 +27,10 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
     from nic_offload.fabric import Region
 
+pytestmark = pytest.mark.node("shared")
+
 WAIT_S = 20.0
 PAGE = 4096
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 class Pool:

@@ -21,12 +21,9 @@ from tests.nic_offload.rig import wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.node("shared")
+
 WAIT_S = 20.0
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 def put_all(rig: Rig, lengths: list[int], durability: Durability = Durability.WRITTEN) -> list[object]:

@@ -34,14 +34,11 @@ if TYPE_CHECKING:
 
     from kvstore.demo.node_process import NodeProcess
 
+pytestmark = pytest.mark.node("shared")
+
 WAIT_S = 20.0
 GOOD = SocketAddress(ip_of("127.0.0.1"), 7071).told
 LOCAL = "ipv4:127.0.0.1:50112"
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 @pytest.fixture
