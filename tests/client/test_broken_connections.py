@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.conftest import Rig
 
 pytestmark = [
-    pytest.mark.skipif(load().best_provider() != "net", reason="it is libfabric's net that refuses"),
+    pytest.mark.skipif(load().best_provider() != "net", reason="only libfabric's net refuses"),
     pytest.mark.node("shared"),
 ]
 
