@@ -76,7 +76,7 @@ class OpenKeyring(Handle):
         self._twins: list[int] = []
         self._store_key = _no_key()
         try:
-            file.sync()  # what a killed process has written counts, once it is durable
+            file.sync()  # writes of a killed process count once they are durable
             self._header = header_of(file)
             self._check_store(store_uuid)
             self._root = unwrapped_root(self._header, master)
@@ -304,7 +304,7 @@ class OpenKeyring(Handle):
     def _overwrite(self, changes: Mapping[int, Slot | None]) -> None:
         """Destroy keys, durably before it returns; slots without a name may then be reused."""
         if changes:
-            self._slots.publish(changes)  # nobody gets them any more, whatever becomes of the write
+            self._slots.publish(changes)  # never handed out again, even if the write fails
             self._write(changes)
             for number, slot in changes.items():
                 if slot is None or slot.kind == Kind.UNREAD:
