@@ -133,7 +133,7 @@ def test_nothing_of_a_user_is_left_in_drive_index_logs_history_core_dump_or_swap
     data, dump = tmp_path / "data", tmp_path / "put.drive"
     with node_of(tmp_path, encrypted=True) as node:
         node.stop()
-        node.arguments = [*node.arguments, "--audit", str(tmp_path / "audit.jsonl"), "--hot", "128MiB"]
+        node.arguments = [*node.arguments, "--audit", str(tmp_path / "audit.jsonl")]
         node.start()
         with Client(node.target, tenant=TENANT) as client:
             for user in (ADA, BOB):
