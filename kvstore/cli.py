@@ -301,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; errors of ours are one sentence, and the exit status says which kind."""
 
     def work() -> int:
-        silence_grpc()  # a command has its own sentence for what failed
+        silence_grpc()  # commands report failures in their own words
         arguments = _parser().parse_args(argv)
         try:
             status: int = arguments.run(arguments)

@@ -46,6 +46,7 @@ _PARTS = (
     "desk_cold",
     "desk_where",
     "domains",
+    "drive_ring",
     "fabric",
     "gcm_libcrypto",
     "gcm_vaes",

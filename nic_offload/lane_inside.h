@@ -6,12 +6,11 @@
 
 #include "lane.h"
 
+#include "drive_ring.h"
 #include "header.h"
 #include "progress.h"
 #include "record_encryption.h"
 #include "staged.h"
-
-#include <liburing.h>
 
 #define PAGE TK_TAGGED_PAGE
 
@@ -49,7 +48,7 @@ struct tk_lane {
 
 	/* The progress thread's own. */
 	struct io_uring ring;
-	int event_fd; /* rings when a write has ended */
+	int event_fd; /* rung when a write has ended */
 	struct record *records; /* a ring of `depth` */
 	char *headers;		/* a page for each record, unless records are encrypted */
 	uint32_t first, count;

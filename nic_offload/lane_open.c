@@ -6,19 +6,12 @@
 
 #include <errno.h>
 #include <stdlib.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #define STAGED_BYTES (8u << 20) /* bytes that were encrypted and are being written */
 
 static void free_lane(struct tk_lane *lane)
 {
-	if (lane->ring.ring_fd >= 0) {
-		io_uring_unregister_files(&lane->ring);
-		io_uring_queue_exit(&lane->ring);
-	}
-	if (lane->event_fd >= 0)
-		close(lane->event_fd);
+	drive_ring_close(&lane->ring, lane->event_fd);
 	free(lane->headers);
 	staged_close(&lane->staged);
 	if (lane->records)
@@ -40,18 +33,6 @@ static int add_lane(struct tk_fabric *fabric, void *argument)
 	lane->next = fabric->lanes;
 	fabric->lanes = lane;
 	return 0;
-}
-
-static int open_ring(struct tk_lane *lane)
-{
-	int status = io_uring_queue_init(lane->setup.depth, &lane->ring, 0);
-	if (status) {
-		lane->ring.ring_fd = -1;
-		return status;
-	}
-	if (!(status = io_uring_register_files(&lane->ring, &lane->setup.fd, 1)))
-		status = io_uring_register_eventfd(&lane->ring, lane->event_fd);
-	return status;
 }
 
 /* Memory for header pages, or for encrypted records. */
@@ -80,13 +61,9 @@ int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, st
 	pthread_mutex_init(&lane->lock, NULL);
 	lane->fabric = fabric;
 	lane->setup = *setup;
-	lane->ring.ring_fd = -1;
-	lane->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-	if (open_memory(lane) || lane->event_fd < 0) {
-		free_lane(lane);
-		return -ENOMEM;
-	}
-	status = open_ring(lane);
+	status = drive_ring_open(&lane->ring, &lane->event_fd, setup->fd, setup->depth);
+	if (!status)
+		status = open_memory(lane);
 	if (!status)
 		status = on_the_thread(fabric, add_lane, &lane, sizeof lane);
 	if (status) {

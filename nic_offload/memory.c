@@ -8,12 +8,12 @@
 #include <string.h>
 #include <sys/mman.h>
 
-/* Huge pages where the kernel has them, and all of them there before the first block comes: a fault for each
- * page would cost the first blocks several times what their bytes do. */
+/* Huge pages where the kernel has them, all populated before the first block arrives: a fault for each page would cost
+ * the first blocks several times as much as copying their bytes. */
 int tk_memory_populate(void *address, size_t length)
 {
 	madvise(address, length, MADV_HUGEPAGE);
-	madvise(address, length, MADV_DONTDUMP); /* what people said is in no core dump */
+	madvise(address, length, MADV_DONTDUMP); /* keeps users' data out of core dumps */
 	return madvise(address, length, MADV_POPULATE_WRITE) ? -errno : 0;
 }
 

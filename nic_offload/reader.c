@@ -28,20 +28,13 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #define APART_NS 50000u /* the end of a batch's reads is reported with that of its puts, or after this time */
 #define COPIED_A_ROUND (256u << 10) /* small, so that the network doesn't wait */
 
 static void free_reader(struct tk_reader *reader)
 {
-	if (reader->ring.ring_fd >= 0) {
-		io_uring_unregister_files(&reader->ring);
-		io_uring_queue_exit(&reader->ring);
-	}
-	if (reader->event_fd >= 0)
-		close(reader->event_fd);
+	drive_ring_close(&reader->ring, reader->event_fd);
 	staged_close(&reader->staged);
 	free(reader->pieces);
 	free(reader->scratch);
@@ -59,18 +52,6 @@ static int add_reader(struct tk_fabric *fabric, void *argument)
 	return 0;
 }
 
-static int open_ring(struct tk_reader *reader)
-{
-	int status = io_uring_queue_init(reader->setup.depth, &reader->ring, 0);
-	if (status) {
-		reader->ring.ring_fd = -1;
-		return status;
-	}
-	if (!(status = io_uring_register_files(&reader->ring, &reader->setup.fd, 1)))
-		status = io_uring_register_eventfd(&reader->ring, reader->event_fd);
-	return status;
-}
-
 int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup, struct tk_reader **out)
 {
 	int status = fabric_refusal(fabric);
@@ -83,16 +64,13 @@ int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup
 		return -ENOMEM;
 	reader->fabric = fabric;
 	reader->setup = *setup;
-	reader->ring.ring_fd = -1;
-	reader->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	reader->scratch = malloc(PAGE);
 	reader->pieces = calloc(setup->depth, sizeof *reader->pieces);
-	if (reader->event_fd < 0 || !reader->scratch || !reader->pieces ||
-	    staged_open(&reader->staged, STAGED_BYTES)) {
-		free_reader(reader);
-		return -ENOMEM;
-	}
-	status = open_ring(reader);
+	status = drive_ring_open(&reader->ring, &reader->event_fd, setup->fd, setup->depth);
+	if (!status && (!reader->scratch || !reader->pieces))
+		status = -ENOMEM;
+	if (!status)
+		status = staged_open(&reader->staged, STAGED_BYTES);
 	if (!status)
 		status = on_the_thread(fabric, add_reader, &reader, sizeof reader);
 	if (status) {

@@ -5,12 +5,11 @@
 #define TRIGGERKV_READER_INSIDE_H
 
 #include "cold.h"
+#include "drive_ring.h"
 #include "header.h"
 #include "progress.h"
 #include "record_encryption.h"
 #include "staged.h"
-
-#include <liburing.h>
 
 #define PAGE TK_TAGGED_PAGE
 #define STAGED_BYTES (8u << 20)	 /* pieces being read, or read and waiting to be copied */
@@ -61,7 +60,7 @@ struct tk_reader {
 
 	/* The progress thread's own. */
 	struct io_uring ring;
-	int event_fd; /* rings when a read has ended */
+	int event_fd; /* rung when a read has ended */
 	struct reading *first, *last; /* those that wait for free pieces */
 	struct piece *pieces; /* as many as the ring is deep, by number */
 	uint64_t begun, freed; /* the numbers of the next piece, and of the oldest one whose memory is in use */

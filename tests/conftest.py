@@ -5,17 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import subprocess
-import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import pytest
 
 from kvstore.client import Block, Client
 from kvstore.demo import node_process
 from kvstore.demo.node_process import NodeProcess
 from kvstore.names import block_key
+from kvstore.sealing.masters import new_master_file
 from nic_offload.flags import FlagWords
 from tests.warm_start import Warm, warm_subprocess
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nic_offload.fabric import Region
+    from tests.node.in_process import NodeInProcess
 
 with suppress(ImportError):  # the engines' environment has none
     from hypothesis import settings
@@ -46,10 +47,10 @@ def small_node(data: Path, *, arguments: Sequence[str] = (), **more: Any) -> Nod
 
 
 def with_master_key(folder: Path) -> tuple[str, str]:
-    """The arguments of a node that encrypts, with a master key in this folder, which is made."""
+    """The arguments of a node that encrypts, with the master key of this folder, which is made if there is none."""
     key = folder / "master.key"
-    command = [sys.executable, "-m", "kvstore", "keys", "new-master", str(key)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    if not key.exists():
+        new_master_file(key)
     return "--master-key", f"file:{key}"
 
 
@@ -73,7 +74,10 @@ class Rig:
     def __init__(self, node: HasTarget, *, slots: int = 16, block_bytes_max: int = MIB) -> None:
         self.client = Client(node.target, slots=slots, block_bytes_max=block_bytes_max)
         self.source = mmap.mmap(-1, 16 * MIB)
-        self.source[:] = secrets.token_bytes(16 * MIB)
+        # 16 random MiB would cost more than most of a test; no two pages are alike in these either.
+        noise = np.frombuffer(secrets.token_bytes(MIB), np.uint8)
+        for at in range(16):
+            self.source[at * MIB : (at + 1) * MIB] = (noise ^ np.uint8(at)).tobytes()
         self.target = mmap.mmap(-1, 16 * MIB)
         self.from_region = self.client.register(self.source)
         self.to_region = self.client.register(self.target)
@@ -110,19 +114,49 @@ def _nodes_start_warm() -> Iterator[None]:
     warm.close()
 
 
+def marked(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """What `@pytest.mark.node` says: which node the test has, and with which settings."""
+    mark = request.node.get_closest_marker("node") or pytest.mark.node().mark
+    return (*mark.args, "process")[0], dict(mark.kwargs)
+
+
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    with small_node(tmp_path / "node") as process:
-        yield process
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NodeProcess | NodeInProcess]:
+    """A test's node, whose data is in `node` in its `tmp_path`, or the one that its module shares.
+
+    It is a small process, unless the test or its module has a mark: `pytest.mark.node("shared")` for `shared_node`, or
+    `pytest.mark.node("in process")` for one in a thread of the tests' process. Keyword arguments are the node's.
+    """
+    kind, settings = marked(request)
+    if kind == "shared":
+        yield request.getfixturevalue("shared_node")
+    elif kind == "in process":
+        from kvstore.storage.uring import UringDisk  # noqa: PLC0415 - most tests need no node in their process
+        from tests.node.in_process import NodeInProcess  # noqa: PLC0415 - the same
+
+        if not settings.pop("lane", True):  # Python writes all blocks
+            request.getfixturevalue("monkeypatch").setattr(UringDisk, "direct_fd", None)
+        with NodeInProcess(tmp_path / "node", **settings) as here:
+            yield here
+    else:
+        with small_node(tmp_path / "node", **settings) as process:
+            yield process
 
 
 @pytest.fixture(scope="module")
-def shared_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    """One node for the tests of a module that don't end it, nor mind what others keep there.
+def shared_node(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[NodeProcess]:
+    """One node for the tests of a module that don't end it, nor mind what others store in it.
 
-    Such a module's own `node` is this one. Keys of a `rig` are its alone; other names need a tenant of the test's own.
+    The mark `node` has its settings, and `encrypted=True` gives it a master key. Keys of a `rig` are its own; other
+    names need a tenant of the test's own.
     """
-    with small_node(tmp_path_factory.mktemp("shared") / "node") as process:
+    folder = tmp_path_factory.mktemp("shared")
+    _, settings = marked(request)
+    if settings.pop("encrypted", False):
+        settings["arguments"] = with_master_key(folder)
+    with small_node(folder / "node", **settings) as process:
         yield process
 
 
@@ -134,7 +168,6 @@ def tenant() -> str:
 
 @pytest.fixture
 def rig(node: HasTarget) -> Iterator[Rig]:
-    """Of the module's own `node`, if it has one."""
     rig = Rig(node)
     yield rig
     rig.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.node.browser import BROWSER
 from tests.readme import clean_copy
 from tools.docs_site import PAGES, build
 
@@ -77,13 +78,12 @@ def test_what_is_wrong_fails_the_build(tree: Path, tmp_path: Path, page: str, te
 
 
 def test_the_search_finds_in_pages_that_were_opened_as_files(tree: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("there is no Chromium here to search in")
+    if BROWSER is None:
+        pytest.skip("there is no Chromium: apt-get install chromium (290 MB)")
     page = f"file://{tree}/build/site/{SEARCH}"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
     done = subprocess.run(
-        [browser, *flags, "--virtual-time-budget=20000", "--dump-dom", page],
+        [BROWSER, *flags, "--virtual-time-budget=20000", "--dump-dom", page],
         capture_output=True,
         text=True,
         timeout=60,

@@ -71,6 +71,7 @@ class NodeProcess:
         if provider is not None:
             self._command += ["--provider", provider]
         self.arguments = arguments
+        self.data = data
         self._log = data.parent / f"{data.name}.log"
         self._port = port or lasting_port()
         self._process: subprocess.Popen[str] | None = None

@@ -137,7 +137,7 @@ class Entrance:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self._over(who, 0)  # it had come to be its turn
+                self._over(who, 0)  # its turn had come
             raise
         finally:
             self._places.give_back(who)

@@ -350,7 +350,7 @@ class Doorkeeper:
     def _end_flooding(self, now_ns: int) -> None:
         floods = {_ip_and_port(self._flooding.popleft()) for _ in range(len(self._flooding))}
         for source in {source_of(one[0]) for one in floods if one is not None}.difference(self._barred):
-            # It may have hung up itself by now, and be back.
+            # The client may have disconnected and connected again since.
             self._knocks(source, DOOR_KNOCKS_OF_SOURCE_MAX + 1, now_ns)
             self._turned_away(source, "a connection that sent calls with too much metadata", 1)
         self._hang_up(link for link in self._links.values() if link and (link.ip, link.port) in floods)

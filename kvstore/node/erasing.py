@@ -271,12 +271,12 @@ class _Erasure:
         of = None if domain is None else {_domain_number(key) for key in its + unread}
         steps = node.store.of_domain(self._tenant, domain, of)
         lost = {_domain_number(key) for key in self.keys if key.is_lost}
-        if domain is not None and lost:  # whose these slots were is known by the keys of blocks alone
+        if domain is not None and lost:  # only the blocks' keys tell which domain these slots were of
             steps = chain(steps, self._fitting(domain, lost))
         names = node.granted.of_domain(self._tenant, domain)
         is_more = True
         while is_more:
-            async with node.turns.of(self._tenant):  # most of what is looked at may be no part of the domain
+            async with node.turns.of(self._tenant):  # most blocks examined may be outside the domain
                 some = next(steps, None)
             is_more = some is not None
             names += some or ()

@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from kvstore.storage.items import GetDone
     from kvstore.storage.store import Store
     from nic_offload.fabric import Event, Fabric
-    from nic_offload.trigger import WordPut
 
 __all__ = ["Fetches"]
 
@@ -280,21 +279,29 @@ class Fetches:
                 for fetch, entry in zip(batch[:begun], entries, strict=False)
                 if fetch.hot
             )
-        if others:
-            self._are_others(others)
+        self._answer_misses(others)
+        for fetch, _ in others:
+            self._memory.shares.release(fetch.holder, fetch.size_bytes)
+            self._looked(fetch.request, fetch.looking)
         if cold:
             self.readers.hand_over(cold)
         if reads:
             self._store.get(reads, self._read)
 
-    def _are_others(self, fetches: Sequence[tuple[Fetch, MissReason]]) -> None:
-        """Report misses for landed blocks that are not the requested ones."""
-        put_words(self._fabric, [self._miss(fetch, reason) for fetch, reason in fetches])
-        self._counters.missed(reason for _, reason in fetches)
-        for fetch, reason in fetches:
-            self._memory.shares.release(fetch.holder, fetch.size_bytes)
+    def _answer_misses(self, misses: Sequence[tuple[Fetch, MissReason]]) -> None:
+        """Report and count blocks that are not served; the caller ends their fetches."""
+        if not misses:
+            return
+        words = [
+            fetch.connection.word_put(
+                fetch.request.ack_word, fetch.request.ack_generation, code_of_miss(reason)
+            )
+            for fetch, reason in misses
+        ]
+        put_words(self._fabric, words)
+        self._counters.missed(reason for _, reason in misses)
+        for fetch, reason in misses:
             fetch.looking.missed(fetch.at, fetch.request.key, reason)
-            self._looked(fetch.request, fetch.looking)
 
     def _next(self, most: int) -> list[Fetch]:
         """Take the next fetches in turn, as many as the drive should have queued."""
@@ -421,7 +428,8 @@ class Fetches:
     # --- what the store reads
 
     def _read(self, batch: Sequence[GetDone]) -> None:
-        puts, misses = [], []
+        puts: list[TriggeredPut] = []
+        misses: list[tuple[Fetch, MissReason]] = []
         now_ns = self._clock.monotonic_ns()
         for done in batch:
             fetch = self._under_way[done.tag]
@@ -430,17 +438,15 @@ class Fetches:
             if fetch.connection.closed or fetch.cancelled:
                 self._end(fetch)
             elif done.miss is not None:
-                fetch.looking.missed(fetch.at, fetch.request.key, done.miss.reason)
-                misses.append(self._miss(fetch, done.miss.reason))
-                self._end(fetch)
+                misses.append((fetch, done.miss.reason))
             else:
                 fetch.looking.outcomes[fetch.at] = Outcome.DRIVE
                 if fetch.request.seen is not None:
                     fetch.request.seen.read(done.length)
                 puts.append(self._put(fetch, done.length, done.crc32c, done.generation))
-        self._counters.missed(done.miss.reason for done in batch if done.miss is not None)
-        if misses:
-            put_words(self._fabric, misses)
+        self._answer_misses(misses)
+        for fetch, _ in misses:
+            self._end(fetch)
         if puts:
             self._send(puts, now_ns)
             sent = [self._under_way[put.tag] for put in puts]
@@ -480,10 +486,6 @@ class Fetches:
             sent=True,  # the caller knows whether it arrived
             shared=request.shares,
         )
-
-    def _miss(self, fetch: Fetch, reason: MissReason) -> WordPut:
-        request = fetch.request
-        return fetch.connection.word_put(request.ack_word, request.ack_generation, code_of_miss(reason))
 
     def _end(self, fetch: Fetch) -> None:
         del self._under_way[fetch.tag]
@@ -579,10 +581,8 @@ class Fetches:
             again = Fetch(fetch.connection, fetch.request, fetch.looking, fetch.at, tag, fetch.queued_ns)
             self._queued.put_back(again)
         else:
-            fetch.looking.missed(fetch.at, fetch.request.key, MissReason.CORRUPT)
-            self._counters.missed([MissReason.CORRUPT])
             self._store.quarantine(*fetch.name, fetch.generation)
-            put_words(self._fabric, [self._miss(fetch, MissReason.CORRUPT)])
+            self._answer_misses([(fetch, MissReason.CORRUPT)])
 
     def forget(self, connection: Connection) -> None:
         """End all fetches of a connection whose endpoint is closed."""

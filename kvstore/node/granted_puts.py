@@ -155,7 +155,7 @@ class Granted:
             if area not in self._hungry:
                 area.target = min(ROOMS_MAX, area.target * 2)
             if any(piece.pages < state.wanted_pages for piece in area.rooms.values()):
-                self._empty(area)  # of rooms that were too small for the arrived block
+                self._empty(area)  # its rooms are too small for the arrived block
         is_idle = area.idle_ticks and not state.starved and area not in self._hungry
         if is_idle or not state.wanted_pages:
             return
@@ -378,8 +378,8 @@ class Granted:
         """Pass arrived blocks to the store, as far as the drives accept them; others keep their rooms."""
         if not area.unheard:
             return
-        self._memory.stored([one.name for one in area.unheard])  # no lane begins another of these names now,
-        if self._lanes.is_ahead:  # and those that one has begun have to be known
+        self._memory.stored([one.name for one in area.unheard])  # no lane begins one of these any more,
+        if self._lanes.is_ahead:  # and those that a lane has begun must be known
             for other in [one for one in self._areas.values() if one is not area]:
                 self._node.later(0, self._go_on, other, self._take(other))
         while area.unheard:

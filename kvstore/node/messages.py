@@ -42,7 +42,7 @@ class Messages:
                 await mine
             except asyncio.CancelledError:
                 if mine.done() and not mine.cancelled():
-                    self._over(who)  # it had come to be its turn
+                    self._over(who)  # its turn had come
                 raise
         else:
             self._places.take(who)

@@ -537,7 +537,7 @@ class Node:
     def _not_kept(self, connection: Connection, lease: Lease, error: KvError) -> AckCode | None:
         """Record why a block was not stored; returns the code for its word, unless the word may have been reused."""
         self.timings.lease_failed(connection.tenant, lease, error)
-        if lease.is_taken:  # its word has said so
+        if lease.is_taken:  # its word was sent already
             return None
         if lease.durability is Durability.LANDED:
             self.counters.lost(error)

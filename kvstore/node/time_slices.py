@@ -128,7 +128,7 @@ class Turns:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self.over(tenant)  # it had come to be its turn
+                self.over(tenant)  # its turn had come
             raise
 
     def over(self, tenant: bytes, rest: int = 0) -> None:
@@ -180,7 +180,7 @@ class Turns:
     async def whole(self, tenant: bytes) -> AsyncIterator[None]:
         """Run work without steps inside this, once the tenant's pause after earlier work has ended."""
         async with self._whole.setdefault(tenant, asyncio.Semaphore(1)):
-            while self.rests(tenant):  # noqa: ASYNC110 - a rest has an end that is known
+            while self.rests(tenant):  # noqa: ASYNC110 - when the pause ends is known
                 await asyncio.sleep((self._rests[tenant] - self._clock.monotonic_ns()) / _NS)
             began_ns = self._clock.monotonic_ns()
             try:

@@ -189,7 +189,7 @@ class Keyring(RotatingKeyring):
                     plan.of[name].append(Erased(*name, number, slot.id, slot.when_ms, is_earlier=True))
 
     def _plan_damaged(self, plan: _Plan) -> None:
-        """Spare what is known to be another's; overwrite what may be one of theirs."""
+        """Spare damaged slots known to be others', and overwrite those that may be one of these domains'."""
         known = {number: name for name in plan.of for number in self._slots.numbers_of(*name)}
         for number in self._slots.damaged():
             stray = self._stray(number)

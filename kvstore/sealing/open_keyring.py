@@ -13,7 +13,7 @@ from contextlib import suppress
 from threading import Lock, RLock
 from typing import TYPE_CHECKING
 
-from kvstore.errors import Corrupt, ReadOnly, StorageError
+from kvstore.errors import Corrupt, ReadOnly, StorageError, WrongKeyring
 from kvstore.limits import KEYRING_LOAD_PAGES, KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES
 from kvstore.sealing.control import proof
 from kvstore.sealing.domain_key import DomainKey
@@ -76,7 +76,7 @@ class OpenKeyring(Handle):
         self._twins: list[int] = []
         self._store_key = _no_key()
         try:
-            file.sync()  # what a killed process has written counts, once it is durable
+            file.sync()  # writes of a killed process count once they are durable
             self._header = header_of(file)
             self._check_store(store_uuid)
             self._root = unwrapped_root(self._header, master)
@@ -94,8 +94,9 @@ class OpenKeyring(Handle):
 
     def _check_store(self, store_uuid: bytes) -> None:
         if self._header.store_uuid != store_uuid:
-            raise StorageError(
-                f"The keyring is of store {self._header.store_uuid.hex()}, not of {store_uuid.hex()}."
+            raise WrongKeyring(
+                f"The keyring is of store {self._header.store_uuid.hex()}, not of {store_uuid.hex()}: restore the"
+                " one of this store from a backup."
             )
 
     def _mark_free(self) -> None:
@@ -303,7 +304,7 @@ class OpenKeyring(Handle):
     def _overwrite(self, changes: Mapping[int, Slot | None]) -> None:
         """Destroy keys, durably before it returns; slots without a name may then be reused."""
         if changes:
-            self._slots.publish(changes)  # nobody gets them any more, whatever becomes of the write
+            self._slots.publish(changes)  # never handed out again, even if the write fails
             self._write(changes)
             for number, slot in changes.items():
                 if slot is None or slot.kind == Kind.UNREAD:

@@ -168,7 +168,7 @@ class RotatingKeyring(OpenKeyring):
             try:
                 slot = self._slots.read(number)
             except Corrupt:
-                continue  # it is noted; the others move
+                continue  # it was marked damaged; the others move
             if slot is None or slot.state != State.LIVE or slot.wrapped_by != old_id:
                 continue  # destroyed meanwhile, or rewrapped by another rotation
             with self._keys:

@@ -130,10 +130,10 @@ class StoreKeys:
         """Forget keys that `erase` has destroyed. Call it on the store's thread."""
         with self._lock:
             destroyed, self._destroyed = self._destroyed, []
-        for number in destroyed:  # also those that are only read, whose names may be known no more
+        for number in destroyed:  # also keys loaded for reads only, whose names may be forgotten
             self.vault.drop(number)
         for domain in _each(domains):
-            self._forget(tenant, domain)  # again: a read may have loaded a key while it was still there
+            self._forget(tenant, domain)  # again: a read may have loaded a key before it was destroyed
 
     def erased(self, tenant: bytes, domains: Sequence[bytes] | None) -> None:
         """Note, on the store's thread, that an erasure has ended or failed: its domains may have keys again."""
@@ -293,7 +293,7 @@ class StoreKeys:
             asked, self._asked = self._asked, []
         error = self._ensure([name for name, _ in asked])
         errors: dict[bytes, StorageError | None] = {}
-        if error is not None:  # it may be of one tenant, which is no fault of the others
+        if error is not None:  # it may concern one tenant only: retry each by itself
             tenants = dict.fromkeys(tenant for (tenant, _), _ in asked)
             errors = {one: self._ensure([name for name, _ in asked if name[0] == one]) for one in tenants}
         self._made.extend((then, errors.get(name[0], error)) for name, then in asked)

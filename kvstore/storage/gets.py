@@ -124,7 +124,7 @@ class Gets:
             self.outbox.add(read.done, hit)
         elif found is Flaw.NO_KEY:
             if not self._keeping.erasing[item.tenant]:
-                with suppress(StorageError):  # a drive that takes no writes keeps it in its index
+                with suppress(StorageError):  # a read-only drive keeps it in its index
                     self._keeping.drop([name], Reason.ERASED, spared=[entry.domain])
             self._miss(item, read.done, MissReason.ERASED)
         elif found is Flaw.KEY_DAMAGED:

@@ -56,7 +56,7 @@ def strike(index: Index, entries: Iterable[Entry | Place]) -> None:
     def strike_all(transaction: Any) -> None:
         for entry in entries:
             start, row = _row(entry)
-            if transaction.get(start, db=index.erased) == row:  # else another block there was erased since
+            if transaction.get(start, db=index.erased) == row:  # else another was erased there since
                 transaction.delete(start, db=index.erased)
 
     with suppress(StorageError):
@@ -76,7 +76,7 @@ def finish(volume: Volume, index: Index, extents: Extents) -> bool:
         return True
     free = extents.after(places[0][0])
     try:
-        volume.disk.sync()  # until this, power loss may take the new copy of a block that left its place
+        volume.disk.sync()  # before this, a power failure can lose the new copy of a moved block
         done_until = 0  # a place may reach into the next one
         for start, pages in places:
             until = start + pages

@@ -69,7 +69,7 @@ class SessionSpace:
         _add(self.coming, tenant, -pages)
 
     def leaves(self, tenant: bytes, pages: int) -> None:
-        """Note that the index doesn't have records any more that still stand on the drive."""
+        """Note records that left the index and are still on the drive."""
         _add(self.leaving, tenant, pages)
 
     def gone(self, tenant: bytes, pages: int) -> None:

@@ -306,7 +306,7 @@ class Writes:
 
     def sync_if_awaited(self, *, at_once: bool = False) -> None:
         """Queue a sync if a record waits for one; records that arrive during a sync wait for the next."""
-        self._at_once = self._at_once or at_once  # also if one is under way, behind which the next one comes
+        self._at_once = self._at_once or at_once  # also for the sync after the one in progress
         hurry = (
             self._awaiting or len(self._unhurried) > UNSYNCED_FREES_MAX or (self._at_once and self._unhurried)
         )

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KIB, MIB = 1 << 10, 1 << 20
-needs_redis = pytest.mark.skipif(
-    not redis.is_here(), reason="there is no Redis here; `make peers` fetches it"
-)
+needs_redis = pytest.mark.skipif(not redis.is_here(), reason="there is no Redis: make peers")
 
 
 def _tiny(size: int) -> tuple[Shape, ...]:

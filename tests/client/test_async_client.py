@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from kvstore.client.observing import Happened
     from kvstore.demo.node_process import NodeProcess
 
+pytestmark = pytest.mark.node("shared")
+
 BYTES, COUNT, WAIT_S = 8192, 8, 20.0
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 def client_of(node: NodeProcess) -> AsyncClient:

@@ -45,13 +45,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.node("shared")
+
 WAIT_S = 20.0
 KEY = bytes(range(32))
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 def is_one_sentence(error: BaseException) -> bool:

@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 
     from kvstore.client import Client
 
+pytestmark = pytest.mark.node("in process", capacity_bytes=256 << 20, hot_bytes=HOT_BYTES_MIN)
+
 MIB = 1 << 20
 WAIT_S = 20.0
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node", 256 << 20, hot_bytes=HOT_BYTES_MIN) as process:
-        yield process
 
 
 @pytest.fixture

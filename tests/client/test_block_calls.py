@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
     from kvstore.node.node import Node
 
+pytestmark = pytest.mark.node("shared")
+
 MIB = 1 << 20
 
 
@@ -40,11 +42,6 @@ def key(number: int) -> bytes:
 def node_here(tmp_path: Path) -> Iterator[NodeInProcess]:
     with NodeInProcess(tmp_path / "data") as node:
         yield node
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 def test_exists_says_what_a_get_would(node: NodeProcess, tenant: str) -> None:

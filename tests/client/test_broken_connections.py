@@ -25,19 +25,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.client.puts import ArmedPuts
-    from kvstore.demo.node_process import NodeProcess
     from nic_offload.fabric import Fabric
     from tests.conftest import Rig
 
-pytestmark = pytest.mark.skipif(load().best_provider() != "net", reason="it is libfabric's net that refuses")
+pytestmark = [
+    pytest.mark.skipif(load().best_provider() != "net", reason="only libfabric's net refuses"),
+    pytest.mark.node("shared"),
+]
 
 WAIT_S = 10.0
 LENGTH = 16 << 10
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 @pytest.fixture

@@ -26,21 +26,16 @@ from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HeldDrive, NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from kvstore.client.link import Link
     from kvstore.node.node import Node
 
+pytestmark = pytest.mark.node("in process")
+
 WAIT_S = 20.0
 SHORT_S = 0.05
 CANARY = b"\x5a"
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 def link_of(client: Client) -> Link:

@@ -8,26 +8,19 @@ import numpy as np
 import pytest
 
 from kvstore.client import Client, Reach
-from kvstore.demo.node_process import NodeProcess
 from kvstore.engines import stores
 from kvstore.engines.carrier import PART_BYTES, Carrier, Place
 from kvstore.engines.common_settings import EngineSettings
 from kvstore.errors import ConfigError
 from kvstore.names import block_key, domain_of, in_domain
-from tests.conftest import with_master_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from kvstore.demo.node_process import NodeProcess
+
+pytestmark = pytest.mark.node("shared", encrypted=True, capacity="256MiB")
 
 BYTES, COUNT = PART_BYTES + 5000, 2  # of two parts
 KEYS = [block_key(b"of an engine", bytes([at])) for at in range(COUNT)]
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    folder = tmp_path_factory.mktemp("encrypted")
-    with NodeProcess(folder / "data", capacity="256MiB", arguments=with_master_key(folder)) as running:
-        yield running
 
 
 class Engine:

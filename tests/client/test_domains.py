@@ -26,21 +26,15 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
-from tests.conftest import with_master_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+pytestmark = pytest.mark.node("shared", encrypted=True)
+
 SIZE = 20_000
 ADA, GRACE = domain_of("ada"), domain_of("grace")
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    folder = tmp_path_factory.mktemp("encrypted")
-    with NodeProcess(folder / "data", capacity="64MiB", arguments=with_master_key(folder)) as running:
-        yield running
 
 
 @pytest.fixture

@@ -12,21 +12,13 @@ import pytest
 
 from kvstore.errors import NoSession
 from tests.client.turn import EVERY, PAGE, SLOT_BYTES, TOKEN_BYTES, TOKENS, pieces
-from tests.conftest import small_client, small_node
+from tests.conftest import small_client
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvstore.demo.node_process import NodeProcess
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAIT_S = 60.0
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    with small_node(tmp_path / "node") as process:
-        yield process
 
 
 def turn(node: NodeProcess, slot: Path, user: str, number: int) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from tests.nic_offload.rig import offered
 
 if TYPE_CHECKING:
     from kvstore.client import Block
-    from kvstore.demo.node_process import NodeProcess
+
+pytestmark = pytest.mark.node("shared")
 
 WAIT_S = 20.0
 TRIES, TRY_S = 8, 2.0
@@ -29,11 +30,6 @@ LENGTH = 100_000
 ROUNDS = 5
 BLOCKS = 2  # at a time: with one that fails, the connection goes, and others that were under way with it
 FAILS = "cxi" in offered()
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 @pytest.fixture(autouse=True)

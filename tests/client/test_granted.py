@@ -32,20 +32,15 @@ from tests.nic_offload.rig import PAGE, wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from kvstore.node.node import Node
 
+pytestmark = pytest.mark.node("in process")
+
 WAIT_S = 20.0
 LENGTH = 50_000
 LANDED = Durability.LANDED
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as node:
-        yield node
 
 
 def full(*_: object) -> None:

@@ -35,20 +35,19 @@ from tests.nic_offload.rig import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvstore.demo.node_process import NodeProcess
+    from tests.conftest import HasTarget
+
+pytestmark = pytest.mark.node("shared")
+
 SIZE = 4096
 WAIT_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[LocalNode]:
-    with LocalNode() as node:
-        yield node
 
 
 class Rig:
     """A client without a fabric, and memory."""
 
-    def __init__(self, node: LocalNode, **more: Any) -> None:
+    def __init__(self, node: HasTarget, **more: Any) -> None:
         self.client = Client(node.target, **{"transport": "grpc", "tenant": f"{time.monotonic_ns()}", **more})
         self.memory = bytearray(16 * SIZE)
         self.kv = self.client.register(self.memory)
@@ -62,7 +61,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(node: LocalNode) -> Iterator[Rig]:
+def rig(node: NodeProcess) -> Iterator[Rig]:
     rig = Rig(node)
     with rig.client:
         yield rig
@@ -249,7 +248,7 @@ def test_a_node_that_is_too_busy_for_a_block_is_asked_again(
     assert rig.client.get(blocks, timeout_s=0.001) == [Miss(MissReason.BUSY)] * 6, "there was no time for it"
 
 
-def test_many_threads_get_what_is_stored_and_no_miss(node: LocalNode) -> None:
+def test_many_threads_get_what_is_stored_and_no_miss(node: NodeProcess) -> None:
     rig = Rig(node, block_bytes_max=1 << 20)
     with rig.client as client:
         memory = bytearray(32 << 20)
@@ -339,7 +338,7 @@ def test_a_callback_may_fail_or_close_the_client(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
-def test_mistakes_are_usage_errors_whatever_the_transport(node: LocalNode, transport: str) -> None:
+def test_mistakes_are_usage_errors_whatever_the_transport(node: NodeProcess, transport: str) -> None:
     rig = Rig(node, transport=transport)
     block, wrong = rig.block(0), cast("Any", 7)
     with rig.client as client:
@@ -379,7 +378,7 @@ def test_a_node_that_is_away_is_a_miss_and_an_error_within_the_deadline() -> Non
 
 
 def test_without_libfabric_blocks_go_inside_grpc_and_that_is_said_once(
-    node: LocalNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(_: OwnSide) -> None:
         raise FabricUnavailable("libfabric could not be loaded; install libfabric1.")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from kvstore.node.node import Node
 
+pytestmark = pytest.mark.node("in process")
+
 WAIT_S = 20.0
 SOON_MS = 1_500
 KEY = block_key(b"the block")
@@ -35,12 +37,6 @@ PAYLOAD = b"kv" * 2048
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     return tmp_path / "node"
-
-
-@pytest.fixture
-def node(data: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(data) as node:
-        yield node
 
 
 @pytest.fixture

@@ -34,13 +34,10 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
     from nic_offload.fabric import Fabric
 
+pytestmark = pytest.mark.node("shared")
+
 ESTABLISHED = "01"
 TIMEOUT_S = 5.0
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 @pytest.fixture

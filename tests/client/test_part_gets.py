@@ -18,21 +18,14 @@ from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HeldDrive, NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from kvstore.node.node import Node
     from tests.conftest import Rig
+
+pytestmark = pytest.mark.node("in process")
 
 WAIT_S = 20.0
 PAGE = 4096
 LENGTH = 100_000
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 def part_of(rig: Rig, block: Block, skip: int, length: int) -> Block:

@@ -16,10 +16,10 @@ from kvstore.errors import (
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
-from nic_offload.library import load
 from nic_offload.memory import allocate
 from nic_offload.pieces import Pieces
 from tests.conftest import MIB, Rig, small_node
+from tests.nic_offload.rig import needs_provider
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,13 +27,10 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
     from nic_offload.fabric import Region
 
+pytestmark = pytest.mark.node("shared")
+
 WAIT_S = 20.0
 PAGE = 4096
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 class Pool:
@@ -114,8 +111,7 @@ def test_a_reservation_takes_pieces_as_well(rig: Rig) -> None:
 @pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "shm", "sockets"])
 def test_pieces_go_over_other_providers(tmp_path: Path, provider: str) -> None:
     """The NIC of sockets holds puts by itself; it can't gather, so those of pieces fire without it."""
-    if provider not in {info.name for info in load().providers() if info.rma}:
-        pytest.skip(f"this libfabric offers no {provider}")
+    needs_provider(provider)
     with (
         small_node(tmp_path / "node", provider=provider) as node,
         Client(node.target, provider=provider, slots=8, block_bytes_max=MIB) as client,

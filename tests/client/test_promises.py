@@ -18,24 +18,12 @@ from kvstore.miss import Miss, MissReason
 from tests.conftest import MIB, Rig, small_client, small_node
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvstore.demo.node_process import NodeProcess
     from kvstore.wire.observing_pb2 import StatisticsResponse
 
+pytestmark = pytest.mark.node("shared")
+
 WAIT_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the node of these tests has its drive."""
-    return tmp_path_factory.mktemp("home") / "node"
-
-
-@pytest.fixture(scope="module")
-def node(home: Path) -> Iterator[NodeProcess]:
-    with small_node(home) as process:
-        yield process
 
 
 def put(rig: Rig, blocks: list[Block]) -> None:
@@ -64,14 +52,14 @@ def corrupt(told: StatisticsResponse) -> int:
 
 @pytest.mark.parametrize("at", [0, 5000, 99_999, -1, -4096])
 def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
-    home: Path, rig: Rig, at: int
+    node: NodeProcess, rig: Rig, at: int
 ) -> None:
     """Offsets below 0 are in the header page."""
     block = rig.block(0, 100_000)
     rig.client.put_inline(block.key, rig.source[:100_000])  # which leaves no copy in the node's memory
     found, before = rig.client.status().corrupt_found, rig.client.statistics()
     at = at if at != -1 else -4096 + 100  # in the fields that the header's tag covers
-    flip_a_bit_of(home / "drive-0.kv", rig.source[:100_000], at)
+    flip_a_bit_of(node.data / "drive-0.kv", rig.source[:100_000], at)
     rig.target[:] = b"\x5a" * len(rig.target)
     (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=WAIT_S)
     assert isinstance(outcome, Miss)
@@ -86,10 +74,10 @@ def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
     assert rig.is_exact(block)
 
 
-def test_an_inline_get_sees_the_damage_too(home: Path, rig: Rig) -> None:
+def test_an_inline_get_sees_the_damage_too(node: NodeProcess, rig: Rig) -> None:
     data = rig.source[:100_000]
     rig.client.put_inline(rig.key(0), data)
-    flip_a_bit_of(home / "drive-0.kv", data, 77_777)
+    flip_a_bit_of(node.data / "drive-0.kv", data, 77_777)
     outcome = rig.client.get_inline(rig.key(0), len(data))
     assert isinstance(outcome, Miss)
     assert outcome.reason is MissReason.CORRUPT

@@ -14,19 +14,15 @@ from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, Overloaded
 from kvstore.miss import Miss, MissReason
-from nic_offload.library import load
 from tests.conftest import MIB, Rig, small_client, small_node
-from tests.nic_offload.rig import wait_until
+from tests.nic_offload.rig import needs_provider, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.node("shared")
+
 WAIT_S = 20.0
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 def put_all(rig: Rig, lengths: list[int], durability: Durability = Durability.WRITTEN) -> list[object]:
@@ -209,8 +205,7 @@ def test_a_block_as_large_as_they_come(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "shm", "sockets"])
 def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> None:
-    if provider not in {info.name for info in load().providers() if info.rma}:
-        pytest.skip(f"this libfabric offers no {provider}")
+    needs_provider(provider)
     with small_node(tmp_path / "node", provider=provider) as node:
         rig = Rig(node)
         with Client(node.target, provider=provider, slots=8, block_bytes_max=MIB) as client:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import Block, Client
-from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import QuotaExceeded
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import Miss, MissReason
@@ -17,12 +16,14 @@ from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
-from tests.conftest import SMALL_DRIVE, small_client
+from tests.conftest import small_client, small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 20.0
 BLOCKS = 4
@@ -44,10 +45,8 @@ def tenants(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def node(tmp_path: Path, tenants: Path) -> Iterator[NodeProcess]:
-    with NodeProcess(
-        tmp_path / "node", capacity=SMALL_DRIVE, arguments=("--tenants", str(tenants))
-    ) as process:
+def quota_node(tmp_path: Path, tenants: Path) -> Iterator[NodeProcess]:
+    with small_node(tmp_path / "node", arguments=("--tenants", str(tenants))) as process:
         yield process
 
 
@@ -60,8 +59,11 @@ def put(client: Client, numbers: range) -> None:
         client.put_inline(KEYS[number], b"x" * PAGE_BYTES)
 
 
-def test_a_quota_takes_the_tenants_own_blocks_and_says_so(node: NodeProcess) -> None:
-    with small_client(node.target, token="small") as small, small_client(node.target, token="other") as other:
+def test_a_quota_takes_the_tenants_own_blocks_and_says_so(quota_node: NodeProcess) -> None:
+    with (
+        small_client(quota_node.target, token="small") as small,
+        small_client(quota_node.target, token="other") as other,
+    ):
         put(other, range(9))
         put(small, range(6))
         assert stored(small) == [2, 3, 4, 5]
@@ -80,8 +82,8 @@ def test_a_quota_takes_the_tenants_own_blocks_and_says_so(node: NodeProcess) -> 
             small.put_inline(block_key(b"large"), bytes(64 * PAGE_BYTES))
 
 
-def test_a_put_over_the_fabric_that_can_not_fit_says_why(node: NodeProcess) -> None:
-    with small_client(node.target, token="small") as small, FlagWords.create(1) as flags:
+def test_a_put_over_the_fabric_that_can_not_fit_says_why(quota_node: NodeProcess) -> None:
+    with small_client(quota_node.target, token="small") as small, FlagWords.create(1) as flags:
         kv = small.register(allocate(64 * PAGE_BYTES))
         puts = small.arm([Block(block_key(b"large"), kv, 0, 64 * PAGE_BYTES)], flags[0])
         flags[0].store(1)
@@ -89,14 +91,16 @@ def test_a_put_over_the_fabric_that_can_not_fit_says_why(node: NodeProcess) -> N
         assert isinstance(result.error, QuotaExceeded)
 
 
-def test_a_quota_holds_over_a_restart_and_changes_with_the_file(node: NodeProcess, tenants: Path) -> None:
-    with small_client(node.target, token="small") as small:
+def test_a_quota_holds_over_a_restart_and_changes_with_the_file(
+    quota_node: NodeProcess, tenants: Path
+) -> None:
+    with small_client(quota_node.target, token="small") as small:
         put(small, range(4))
-    node.kill()
-    node.start()
-    with small_client(node.target, token="small") as small:
+    quota_node.kill()
+    quota_node.start()
+    with small_client(quota_node.target, token="small") as small:
         put(small, range(4, 6))
         assert stored(small) == [2, 3, 4, 5]
         write_tenants(tenants, 2 * 2 * PAGE_BYTES)
-        os.kill(node.pid, signal.SIGHUP)
+        os.kill(quota_node.pid, signal.SIGHUP)
         wait_until(lambda: stored(small) == [4, 5], "what is too much goes when the file has been read")

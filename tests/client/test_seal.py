@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
     from nic_offload.fabric import Event
 
+# A node in a process of its own has a connection guard, which lets nobody else connect to the client's endpoint.
+pytestmark = pytest.mark.node("in process")
+
 PAGE = 4096
 
 
@@ -78,13 +81,6 @@ class Forger:
 
     def close(self) -> None:
         self.fabric.close()
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    """It has no doorkeeper, who would let nobody connect to the client's endpoint once the client is there."""
-    with NodeInProcess(tmp_path / "node") as node:
-        yield node
 
 
 @pytest.fixture

@@ -15,13 +15,15 @@ from kvstore.miss import Miss
 from kvstore.names import block_key
 from kvstore.wire.manifest import Turn
 from tests.conftest import small_client
-from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from kvstore.client import Client
+    from tests.node.in_process import NodeInProcess
+
+pytestmark = pytest.mark.node("in process")
 
 SIZE = 3000
 KEYS = [block_key(bytes([number])) for number in range(5)]
@@ -29,12 +31,6 @@ KEYS = [block_key(bytes([number])) for number in range(5)]
 
 def payload(number: int) -> bytes:
     return random.Random(number).randbytes(SIZE + number)
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as node:
-        yield node
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
     from kvstore.node.node import Node
 
+pytestmark = pytest.mark.node("shared")
+
 MIB = 1 << 20
 SIZE = 20_000  # of a block
 WAIT_S = 20.0
@@ -87,11 +89,6 @@ def append(client: Client, numbers: Sequence[int], *, name: str = "chat", user: 
 def resume(client: Client, *, name: str = "chat", blocks: int = 300) -> tuple[Resumed, Memory]:
     memory = Memory(client, blocks)
     return client.session("user", name).resume(memory.place, timeout_s=WAIT_S), memory
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 @pytest.fixture

@@ -17,12 +17,9 @@ from tests.conftest import small_client
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
 
+pytestmark = pytest.mark.node("shared")
+
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "sessions.md"
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -21,15 +21,12 @@ from tests.test_layout import written
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
 
+pytestmark = pytest.mark.node("shared")
+
 WAIT_S = 20.0
 BLOCKS = 5
 LAYERS = (Layer(8, 4, 4), Layer(4, 8, 2), Layer(1, 24, 0, split=False), Layer(8, 4, 4, alias_of=0))
 PAGE = 4096
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 def layout_in(order: Order) -> Layout:

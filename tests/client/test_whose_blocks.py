@@ -32,7 +32,6 @@ from tests.client.test_domains import (
     put_reserved,
     put_reserved_by_grpc,
 )
-from tests.conftest import with_master_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,15 +39,10 @@ if TYPE_CHECKING:
 
     Put = Callable[[Client, bytes, bytes], None]
 
+pytestmark = pytest.mark.node("shared", encrypted=True)
+
 ON_ITS_OWN = [put_over_fabric, put_reserved, put_reserved_by_grpc, put_inline, put_in_a_stream]
 NEEDED = "name the block's user .* or ask for SHARED"
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    folder = tmp_path_factory.mktemp("encrypted")
-    with NodeProcess(folder / "data", capacity="64MiB", arguments=with_master_key(folder)) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

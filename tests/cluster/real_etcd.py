@@ -24,7 +24,7 @@ def program() -> str:
             return str(fetched)
     found = shutil.which("etcd")
     if found is None:
-        pytest.skip("there is no etcd: make etcd, or apt-get install etcd-server")
+        pytest.skip("there is no etcd: make etcd")
     return found
 
 

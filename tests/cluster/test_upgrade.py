@@ -39,7 +39,9 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The earlier version's tree, with its C core built."""
     done = subprocess.run(["git", "archive", EARLIER], cwd=ROOT, capture_output=True, timeout=60, check=False)
     if done.returncode:
-        pytest.skip(f"commit {EARLIER} is not here: this needs a clone with its history")
+        pytest.skip(
+            f"commit {EARLIER} is not here: this needs a clone with its history (git fetch --unshallow)"
+        )
     folder = tmp_path_factory.mktemp("earlier")
     with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
         archive.extractall(folder, filter="data")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from nic_offload.errors import FabricUnavailable
-from nic_offload.fabric import MEMORY, WORK_MAX, EventKind
+from nic_offload.fabric import WORK_MAX, EventKind
 from nic_offload.flags import FlagWord, FlagWords
-from nic_offload.library import load
-from tests.nic_offload.rig import PAGE, WAIT_S, Pair, Side, Way, offered, wait_until
+from tests.nic_offload.rig import PAGE, WAIT_S, Pair, Side, Way, wait_until
 
 if TYPE_CHECKING:
     from nic_offload.counter import Counter
@@ -28,27 +26,10 @@ class Backend(NamedTuple):
     deferred_work: bool
     own_counters: bool  # counters opened without a word: on cxi the NIC's, with doorbells
 
-    def missing(self) -> str | None:
-        """Why it can't be tested here."""
-        if self.provider == MEMORY:
-            return None
-        try:
-            version, names = load().version, offered()
-        except FabricUnavailable as error:
-            return str(error)
-        if self.provider not in names:
-            return f"provider {self.provider} not offered by this libfabric ({version})"
-        return None
-
     @property
     def nic_counts(self) -> bool:
         """The NIC moves counters itself, and what it holds is past recall but for a flush."""
         return self.provider == "cxi" and self.own_counters
-
-    @property
-    def one_memory(self) -> bool:
-        """Both ends in one process share what they have mapped: neither may be closed before the other."""
-        return self.provider == "shm"
 
 
 BACKENDS = (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conformance.backends import BACKENDS, Backend, Gate, Stage
+from tests.nic_offload.rig import needs_provider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,9 +16,7 @@ if TYPE_CHECKING:
 @pytest.fixture(params=BACKENDS, ids=lambda backend: str(backend.name))
 def backend(request: pytest.FixtureRequest) -> Backend:
     chosen: Backend = request.param
-    missing = chosen.missing()
-    if missing:
-        pytest.skip(missing)
+    needs_provider(chosen.provider)
     return chosen
 
 

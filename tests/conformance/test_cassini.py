@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nic_offload.errors import FabricUnavailable
+from tests.cassini.build import build
 from tests.nic_offload.rig import offered
 
 HERE = Path(__file__).parent
@@ -51,14 +50,9 @@ def test_the_suite_on_the_software_cassini(tmp_path: Path) -> None:
 
     A flush takes 20 ms here; hardware takes a second, and so does the stand-in by default.
     """
-    try:
-        if "cxi" in offered():
-            pytest.skip("this process's libfabric answers as cxi itself")
-    except FabricUnavailable as error:
-        pytest.skip(str(error))
-    if importlib.util.find_spec("tests.cassini") is None:
-        pytest.skip("there is no tests/cassini, the stand-in for libfabric that answers as cxi")
-    library = importlib.import_module("tests.cassini.build").build()
+    if "cxi" in offered():
+        pytest.skip("this process's libfabric answers as cxi itself: the other tests here cover it")
+    library = build()
     until_s = time.monotonic() + SECONDS
     with ExitStack() as undo:
         suites = {}

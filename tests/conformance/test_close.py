@@ -10,7 +10,7 @@ from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import CounterMove
 from tests.conformance.backends import Backend, Gate, Stage, busy_with, lands
-from tests.nic_offload.rig import PAGE, Side, Way, wait_until
+from tests.nic_offload.rig import PAGE, Side, Way, needs_ends_of_their_own, wait_until
 
 CYCLES = 30
 SCRIBBLE = b"\xff"
@@ -45,8 +45,7 @@ def arm_some(stage: Stage, way: Way, gate: Gate, cycle: int) -> Gate:
 
 def test_closing_an_endpoint_frees_what_its_operations_used(backend: Backend) -> None:
     """The source is written over and the target of the gets cleared: neither is read or written any more."""
-    if backend.one_memory:
-        pytest.skip("shm: two ends in one process use one memory; neither may go before the other")
+    needs_ends_of_their_own(backend.provider)
     with Stage(backend) as stage:
         near, far = stage.near, stage.far
         gate = stage.gate()
@@ -160,8 +159,7 @@ def test_a_closed_counter_is_gone_with_what_waited_for_it(stage: Stage) -> None:
 
 def test_a_region_for_peers_closes_while_they_write(stage: Stage, gate: Gate) -> None:
     """From then on nothing of theirs comes in through its key."""
-    if stage.backend.one_memory:
-        pytest.skip("shm: two ends in one process use one memory; neither may go before the other")
+    needs_ends_of_their_own(stage.backend.provider)
     near, far = stage.near, stage.far
     way = Way.between(Side.more(near), far)
     near.fill(0, b"\xaa" * 40_000)

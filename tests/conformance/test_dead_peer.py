@@ -11,7 +11,7 @@ import pytest
 from nic_offload.fabric import EventKind
 from tests.conformance.backends import busy_with, end_or_late, lands, through
 from tests.nic_offload.far import Far, way_to
-from tests.nic_offload.rig import Side, Way, after_ms, wait_until
+from tests.nic_offload.rig import Side, Way, after_ms, needs_ends_of_their_own, wait_until
 
 if TYPE_CHECKING:
     from tests.conformance.backends import Backend, Gate, Stage
@@ -108,8 +108,7 @@ def test_killed_in_a_stream(backend: Backend, stage: Stage, gate: Gate) -> None:
 
 
 def test_the_peers_endpoint_is_closed_before_firing(stage: Stage, gate: Gate) -> None:
-    if stage.backend.one_memory:
-        pytest.skip("shm: two ends in one process use one memory; neither may go before the other")
+    needs_ends_of_their_own(stage.backend.provider)
     near, far = stage.near, stage.far
     gone = Side.more(far)
     way = Way.between(Side.more(near), gone)

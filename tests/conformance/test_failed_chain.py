@@ -11,7 +11,7 @@ from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import CounterMove
 from tests.conformance.backends import end_or_late, lands, through
-from tests.nic_offload.rig import after_ms, wait_until
+from tests.nic_offload.rig import after_ms, needs_ends_of_their_own, wait_until
 
 if TYPE_CHECKING:
     from nic_offload.counter import Counter
@@ -176,8 +176,7 @@ def test_a_failure_leaves_what_waits_for_other_counters_alone(stage: Stage, gate
 
 
 def test_the_key_of_a_closed_region_is_nobodys(stage: Stage, gate: Gate) -> None:
-    if stage.backend.one_memory:
-        pytest.skip("shm: two ends in one process use one memory; neither may go before the other")
+    needs_ends_of_their_own(stage.backend.provider)
     near, far, there = stage.near, stage.far, stage.there
     way = through(near, far)
     way.fence()

@@ -13,8 +13,6 @@ import os
 import random
 import secrets
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -26,7 +24,7 @@ from kvstore.errors import DeadlineExceeded, NodeUnavailable
 from kvstore.miss import MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
 from nic_offload.memory import allocate
-from tests.conftest import MIB, small_client, small_node
+from tests.conftest import MIB, small_client, small_node, with_master_key
 from tests.node.test_erasing import files_with
 from tests.node.test_proof_of_erasure import EXACT, WRONG, keys_of
 
@@ -136,10 +134,7 @@ def test_an_erasure_that_sigkill_meets_is_complete_or_was_not_acknowledged(
     record_property("TRIGGERKV_SEED", seed)
     chance = random.Random(seed)
     data, before = tmp_path / "data", tmp_path.parent / f"{tmp_path.name}-before"
-    key = tmp_path / "master.key"
-    command = [sys.executable, "-m", "kvstore", "keys", "new-master", str(key)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    arguments = ["--master-key", f"file:{key}"] if encrypted else []
+    arguments = with_master_key(tmp_path) if encrypted else ()
     capacity = (ROUNDS + 4) * (OWN + LOOSE) * SIZE * 2 + 16 * MIB
     node = small_node(data, capacity=f"{capacity}", arguments=arguments)
     people = People(node, data, encrypted=encrypted)

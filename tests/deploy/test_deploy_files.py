@@ -110,7 +110,9 @@ def test_prometheus_scrapes_the_nodes_of_compose() -> None:
     assert (job["scheme"], job["authorization"]["type"]) == ("https", "Bearer")
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not on this machine")
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze: apt-get install systemd"
+)
 def test_systemd_takes_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/triggerkv/bin/kvstore", "/bin/true"))

@@ -24,7 +24,7 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run it; the test is skipped where there is none."""
     found = FETCHED if FETCHED.exists() else shutil.which("promtool")
     if found is None:
-        pytest.skip("there is no promtool here; `make promtool` fetches it")
+        pytest.skip("there is no promtool: make promtool")
     command = [str(found), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
 

@@ -31,7 +31,6 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
 
 class Node(NodeProcess):
     def __init__(self, data: Path, *, capacity: str = "1GiB", arguments: Sequence[str] = ()) -> None:
-        self.data = data
         super().__init__(data, capacity=capacity, arguments=arguments)
 
     def restart(self) -> None:

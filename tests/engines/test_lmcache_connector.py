@@ -28,7 +28,6 @@ from kvstore.engines.lmcache.connector import TriggerKvConnector  # noqa: E402
 from tests.engines.node import GuardedNode, Node  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -101,12 +100,6 @@ def key(
 
 def same(one: Any, two: Any) -> bool:
     return bytes(one.byte_array) == bytes(two.byte_array)
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with Node(tmp_path_factory.mktemp("connector") / "node") as process:
-        yield process
 
 
 @pytest.mark.parametrize("name", CALLS)

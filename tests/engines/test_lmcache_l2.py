@@ -30,7 +30,6 @@ from tests.engines.lmcache_objects import OBJECT_BYTES, SHAPE, Arena, key  # noq
 from tests.engines.node import GuardedNode, Node  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -82,12 +81,6 @@ def load(adapter: TriggerKvL2Adapter, keys: Any, objects: Any) -> list[bool]:
     assert bits is not None
     assert adapter.query_load_result(task) is None
     return [bits.test(number) for number in range(len(keys))]
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with Node(tmp_path_factory.mktemp("lmcache") / "node") as process:
-        yield process
 
 
 @pytest.mark.parametrize("name", CALLS)

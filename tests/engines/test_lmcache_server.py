@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),  # it starts the server three times
-    pytest.mark.skipif(find_spec("lmcache") is None, reason="lmcache is in .venv-engines only"),
+    pytest.mark.skipif(
+        find_spec("lmcache") is None, reason="lmcache is in .venv-engines only: make test-engines"
+    ),
 ]
 
 CHUNK = 64

@@ -10,7 +10,7 @@ import pytest
 
 from tests.readme import clean_copy, commands, environment
 
-pytest.importorskip("torch", reason="it makes .venv-engines, of 2.4 GB: make test-engines")
+pytest.importorskip("torch", reason="torch is in .venv-engines only: make test-engines")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO_S = 600

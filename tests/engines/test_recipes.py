@@ -20,10 +20,9 @@ lmcache_interface.load()
 
 from tests.engines.hostpool import MHAHostPool  # noqa: E402
 from tests.engines.lmcache_objects import Arena, key  # noqa: E402
-from tests.engines.node import Node  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.engines.node import Node
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -35,12 +34,6 @@ def recipe(language: str, word: str, node: str) -> str:
     (block,) = [one for one in re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL) if word in one]
     assert "127.0.0.1:7070" in block
     return str(block).replace("127.0.0.1:7070", node)
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with Node(tmp_path_factory.mktemp("recipes") / "node") as process:
-        yield process
 
 
 def test_the_recipe_for_sglang(node: Node) -> None:

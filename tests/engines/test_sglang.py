@@ -24,7 +24,6 @@ from tests.engines.hostpool import MHAHostPool, MLAHostPool  # noqa: E402
 from tests.engines.node import GuardedNode, Node  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(60)
@@ -64,12 +63,6 @@ def attached(node: str, pool: Any, **settings: Any) -> TriggerKvStorage:
     storage.on_host_pools_registered()
     assert isinstance(storage, TriggerKvStorage)
     return storage
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with Node(tmp_path_factory.mktemp("sglang") / "node") as process:
-        yield process
 
 
 CALLS = [name for name, one in vars(HiCacheStorage).items() if inspect.isfunction(one)]

@@ -19,21 +19,14 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 
 from kvstore.engines.sglang.hits import Found, usable  # noqa: E402
 from tests.engines.hostpool import MHAHostPool, MLAHostPool  # noqa: E402
-from tests.engines.node import Node  # noqa: E402
 from tests.engines.test_sglang import attached  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.engines.node import Node
 
 pytestmark = pytest.mark.timeout(60)
 
 ALL, TRAILING, GROUPS = PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES, PoolHitPolicy.BLOCK_GROUPS
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    with Node(tmp_path_factory.mktemp("pools") / "node") as process:
-        yield process
 
 
 def found(here: str, policy: Any, window: int = 1, block: int = 2) -> Found:

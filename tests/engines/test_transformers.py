@@ -33,7 +33,6 @@ from kvstore.reach import Reach  # noqa: E402
 from kvstore.sealing.masters import new_master_file  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.engines.node import GuardedNode
@@ -74,12 +73,6 @@ def _same(one: Any, two: Any) -> bool:
         torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
         for a, b in zip(one.layers, two.layers, strict=True)
     )
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    with NodeProcess(tmp_path_factory.mktemp("transformers") / "node") as process:
-        yield process
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

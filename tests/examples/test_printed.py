@@ -65,7 +65,9 @@ def test_the_client_in_typescript_runs_as_printed(tmp_path: Path) -> None:
         pytest.skip(f"there is no {' and no '.join(missing)} here: apt-get install nodejs npm")
     done = run("typescript/client.ts", tmp_path, timeout_s=150)
     if any(word in done.said for word in NO_REGISTRY):
-        pytest.skip("the npm registry can't be reached, and .cache/npm has not all packages")
+        pytest.skip(
+            "the npm registry can't be reached, and .cache/npm lacks packages: run it once with a network"
+        )
     check("typescript/client.ts", done)
 
 

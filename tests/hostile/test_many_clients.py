@@ -32,7 +32,7 @@ def test_a_thousand_clients_are_attached_at_less_than_a_mebibyte_each(tmp_path: 
     wanted = DESCRIPTORS_KEPT + 2 * DESCRIPTORS_OF_CLIENT * CLIENTS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < wanted:
-        pytest.skip(f"a process has {hard} descriptors here at most")
+        pytest.skip(f"needs {wanted} descriptors, and the hard limit is {hard}: raise ulimit -Hn")
     with ExitStack() as undo:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
         undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))

@@ -59,7 +59,7 @@ def test_zsh_can_read_its_script(name: str) -> None:
     assert text.startswith(f"#compdef {name}\n")
     shell = shutil.which("zsh")
     if shell is None:
-        pytest.skip("there is no zsh here")
+        pytest.skip("there is no zsh: apt-get install zsh")
     subprocess.run([shell, "-n"], input=text, text=True, timeout=30, check=True)
 
 

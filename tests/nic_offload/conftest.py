@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nic_offload.errors import FabricUnavailable
-from nic_offload.library import load
-from tests.nic_offload.rig import PROVIDERS, Pair, offered
+from tests.nic_offload.rig import PROVIDERS, Pair, needs_provider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,12 +17,7 @@ if TYPE_CHECKING:
 @pytest.fixture(params=PROVIDERS)
 def provider(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
-    try:
-        version, names = load().version, offered()
-    except FabricUnavailable as error:
-        pytest.skip(str(error))
-    if name not in names:
-        pytest.skip(f"provider {name} not offered by this libfabric ({version})")
+    needs_provider(name)
     return name
 
 

@@ -16,10 +16,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from nic_offload.fabric import MEMORY
-from tests.nic_offload.rig import PAGE, Side, Way
+from tests.nic_offload.rig import PAGE, Side, Way, skip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,18 +48,12 @@ def way_to(near: Side, said: dict[str, Any]) -> Way:
     return Way(near, bytes.fromhex(said["address"]), said["base"], said["key"], said["length"])
 
 
-def _skip(why: str) -> NoReturn:
-    import pytest  # noqa: PLC0415 - the other process has no use for it, and would take twice as long to start
-
-    pytest.skip(why)
-
-
 class Far:
     """The other process, seen from here."""
 
     def __init__(self, provider: str, length: int) -> None:
         if provider == MEMORY:
-            _skip("memory reaches no other process")
+            skip("the provider memory reaches no other process")
         self.provider = provider
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.nic_offload.far", provider, str(length)],
@@ -91,7 +85,7 @@ class Far:
 
     def _needs_more_than_shm(self) -> None:
         if self.provider == "shm":
-            _skip("shm: whoever dies or stops inside it may keep a lock that all others then wait for")
+            skip("shm: a process that dies or stops in it may keep a lock that all others wait for")
 
     def _end(self) -> None:
         self.process.kill()

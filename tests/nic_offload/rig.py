@@ -11,10 +11,10 @@ import os
 import select
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from nic_offload.errors import FabricError
-from nic_offload.fabric import WORK_MAX, Event, EventKind, Fabric
+from nic_offload.fabric import MEMORY, WORK_MAX, Event, EventKind, Fabric
 from nic_offload.flags import FlagWord, FlagWords
 from nic_offload.library import load
 from nic_offload.memory import allocate
@@ -38,6 +38,28 @@ FINAL = {EventKind.DONE, EventKind.FAILED, EventKind.LANDED, EventKind.WATCH_FAI
 def offered() -> set[str]:
     """The providers with remote writes that this machine's libfabric has."""
     return {provider.name for provider in load().providers() if provider.rma}
+
+
+def needs_provider(provider: str) -> None:
+    """Skip a test if this libfabric doesn't offer the provider."""
+    if provider != MEMORY and provider not in offered():
+        version = load().version
+        skip(f"libfabric {version} offers no {provider}: name one that does in TRIGGERKV_LIBFABRIC")
+
+
+def needs_ends_of_their_own(provider: str) -> None:
+    """Skip a test that closes one of two ends, if both have one memory."""
+    if provider == "shm":
+        skip(
+            "shm: ends in one process have one memory, so none may go first (two processes: test_processes.py)"
+        )
+
+
+def skip(why: str) -> NoReturn:
+    """`pytest.skip`, without importing pytest before."""
+    import pytest  # noqa: PLC0415 - other processes have no use for it, and would take twice as long to start
+
+    pytest.skip(why)
 
 
 def open_fabric(provider: str, work_max: int = WORK_MAX, *, deferred_work: bool | None = None) -> Fabric:

@@ -75,7 +75,7 @@ print(aead.library() + ": " + hashlib.sha256(sealed).hexdigest())
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="hides a file in a mount namespace of its own")
+@pytest.mark.skipif(os.geteuid() != 0, reason="hides a file in a mount namespace: run as root")
 def test_both_libraries_give_the_same_bytes_and_libcrypto_alone_is_enough() -> None:
     """IPSec-MB encrypts where it is installed and the CPU has VAES; without it, libcrypto does."""
     hide = "for at in /usr/lib/*/libIPSec_MB.so.1; do [ ! -e $at ] || mount --bind /dev/null $at; done"

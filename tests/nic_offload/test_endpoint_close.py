@@ -13,16 +13,10 @@ from nic_offload.checksum import crc32c
 from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import AckWatch, Landing, watch_acks, watch_landings
-from tests.nic_offload.rig import PAGE, Pair, Side, Way, after_ms, wait_until
+from tests.nic_offload.rig import PAGE, Pair, Side, Way, after_ms, needs_ends_of_their_own, wait_until
 
 CYCLES = 30
 PUTS = 300
-
-
-def needs_ends_of_their_own(provider: str) -> None:
-    """In two processes shm is tested by `test_processes`."""
-    if provider == "shm":
-        pytest.skip("shm: two ends in one process use one memory; neither may go before the other")
 
 
 def test_closing_the_source_with_hundreds_in_flight_frees_it(provider: str) -> None:
@@ -189,8 +183,7 @@ def test_a_closed_handle_is_refused(pair: Pair) -> None:
 
 
 def test_a_fabric_closes_with_everything_in_flight(provider: str) -> None:
-    if provider == "shm":
-        pytest.skip("shm: two ends in one process use one memory; neither may go before the other")
+    needs_ends_of_their_own(provider)
     for _ in range(5):
         with Pair(provider) as pair:
             flag = pair.flags[0]

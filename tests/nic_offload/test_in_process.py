@@ -78,7 +78,9 @@ def test_nothing_comes_through_an_endpoint_that_is_closed() -> None:
         assert far.bytes_at(0, PAGE) == UNTOUCHED
 
 
-@pytest.mark.skipif("tsan" in os.environ.get("LD_PRELOAD", ""), reason="it allows no threads after a fork")
+@pytest.mark.skipif(
+    "tsan" in os.environ.get("LD_PRELOAD", ""), reason="ThreadSanitizer allows no threads after a fork"
+)
 def test_a_child_of_a_fork_has_none_of_its_parents_endpoints_and_can_open_its_own() -> None:
     with Side(MEMORY) as near:
         address = near.endpoint.address()

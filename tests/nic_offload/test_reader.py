@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections import Counter
+from contextlib import suppress
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,13 +17,15 @@ from nic_offload._core import ffi
 from nic_offload.checksum import crc32c_at
 from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
+from nic_offload.lane import Lane
 from nic_offload.reader import Reader, Reading
 from tests.nic_offload.rig import PAGE, Pair, wait_until
 from tests.nic_offload.test_lane import FIXED, FORMAT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
+
+    from nic_offload.fabric import Fabric
 
 MIB = 1 << 20
 BATCH = 77
@@ -29,6 +34,7 @@ RECORD_BYTES = 5 * PAGE
 OFFSET, GENERATION, EXPIRES_MS = 16 * PAGE, 4711, 0
 KEY, OWNER, FINGERPRINT = b"k" * 32, b"o" * 16, b"f" * 16
 FLAG = 9
+NO_DESCRIPTOR = 1 << 30
 DEPTH = 4
 
 
@@ -370,6 +376,32 @@ def test_a_large_record_is_cancelled_while_it_is_read(large: Large) -> None:
     ends = [large.wait_end(at + 1) for at in range(len(large.payloads))]
     assert ends.count((EventKind.FAILED, -errno.ECANCELED)) == cancelled
     assert [large.came(at) for at in range(len(ends))] == [end[0] is EventKind.SENT for end in ends]
+
+
+def ring_descriptors() -> Counter[str]:
+    """How many descriptors of rings, and of their eventfds, this process has."""
+    found = Counter[str]()
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            found[str(fd.readlink())] += 1
+    return Counter({name: found[name] for name in ("anon_inode:[io_uring]", "anon_inode:[eventfd]")})
+
+
+@pytest.mark.parametrize(
+    "opens",
+    [
+        pytest.param(lambda fabric, fd: Reader(fabric, fd, DEPTH, FORMAT), id="reader"),
+        pytest.param(lambda fabric, fd: Lane(fabric, 1, fd, DEPTH, MIB, FORMAT), id="lane"),
+    ],
+)
+def test_opening_on_a_closed_descriptor_fails_and_leaves_no_descriptor_open(
+    opens: Callable[[Fabric, int], object],
+) -> None:
+    with Pair("net") as pair:
+        before = ring_descriptors()
+        with pytest.raises(FabricError, match="Bad file descriptor"):
+            opens(pair.near.fabric, NO_DESCRIPTOR)
+        assert ring_descriptors() <= before
 
 
 def test_what_does_not_lie_in_the_region_is_refused(drive: Drive) -> None:

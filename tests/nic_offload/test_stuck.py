@@ -39,7 +39,7 @@ _HANG, _GO_ON = signal.SIGUSR1, signal.SIGUSR2
 _PAUSE = 34  # the system call, on x86-64
 
 pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="whether a thread hangs is seen from the number of its system call"
+    platform.machine() != "x86_64", reason="knows the number of the system call pause on x86-64 only"
 )
 
 

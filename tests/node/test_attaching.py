@@ -18,20 +18,14 @@ from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.client.test_promises import put
 from tests.conftest import Rig
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from tests.node.in_process import NodeInProcess
+
+pytestmark = pytest.mark.node("in process")
 
 MORE_THAN_THERE_IS = 1 << 46
 WAIT_S = 20.0
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 def is_as_before(node: NodeInProcess) -> bool:

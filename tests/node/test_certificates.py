@@ -48,7 +48,7 @@ def options(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def node(pki: Path, tmp_path: Path) -> Iterator[NodeProcess]:
+def tls_node(pki: Path, tmp_path: Path) -> Iterator[NodeProcess]:
     give(tmp_path, pki / "one")
     arguments = (*options(tmp_path), "--http", "127.0.0.1:0")
     with small_node(tmp_path / "node", arguments=arguments) as process:
@@ -83,19 +83,19 @@ def is_taken_by_http(node: NodeProcess, made: Path) -> bool:
         raise
 
 
-def test_new_connections_get_the_new_certificate(node: NodeProcess, pki: Path, tmp_path: Path) -> None:
+def test_new_connections_get_the_new_certificate(tls_node: NodeProcess, pki: Path, tmp_path: Path) -> None:
     one, two = pki / "one", pki / "two"
-    with Client(node.target, ca=one / "ca.pem") as early:
+    with Client(tls_node.target, ca=one / "ca.pem") as early:
         early.attach()
         for made, other in ((two, one), (one, two)):  # more than once
             give(tmp_path, made)
-            assert is_taken(node, other)  # until it is told to
-            reload(node, "The certificates were reloaded")
+            assert is_taken(tls_node, other)  # until it is told to
+            reload(tls_node, "The certificates were reloaded")
             for taken in (is_taken, is_taken_by_http):
-                assert taken(node, made)
-                assert not taken(node, other)
+                assert taken(tls_node, made)
+                assert not taken(tls_node, other)
         give(tmp_path, two)
-        reload(node, "The certificates were reloaded")
+        reload(tls_node, "The certificates were reloaded")
         early.statistics()
         assert early.is_attached  # over the connection that it has
 
@@ -111,17 +111,17 @@ def test_new_connections_get_the_new_certificate(node: NodeProcess, pki: Path, t
     ids=["no certificate", "no key", "no file", "another key"],
 )
 def test_a_bad_file_leaves_the_certificate_that_is_in_force(
-    node: NodeProcess, pki: Path, tmp_path: Path, name: str, content: bytes | str | None, said: str
+    tls_node: NodeProcess, pki: Path, tmp_path: Path, name: str, content: bytes | str | None, said: str
 ) -> None:
     if content is None:
         (tmp_path / name).unlink()
     else:
         (tmp_path / name).write_bytes((pki / content).read_bytes() if isinstance(content, str) else content)
-    reload(node, said)
-    (line,) = [line for line in node.log().splitlines() if said in line]
+    reload(tls_node, said)
+    (line,) = [line for line in tls_node.log().splitlines() if said in line]
     assert line.endswith("The certificates are unchanged.")
-    assert is_taken(node, pki / "one")
-    assert is_taken_by_http(node, pki / "one")
+    assert is_taken(tls_node, pki / "one")
+    assert is_taken_by_http(tls_node, pki / "one")
 
 
 def test_authorities_of_clients_are_read_again(pki: Path, tmp_path: Path) -> None:

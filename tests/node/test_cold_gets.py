@@ -29,16 +29,12 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.storage.index import Entry
 
+pytestmark = pytest.mark.node("in process")
+
 WAIT_S = 20.0
 SHORT_S = 0.2
 DEPTH = 1  # reads of a pipe that are under way together would take from it in any order
 LENGTH = 50_000
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 class Held:

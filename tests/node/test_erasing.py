@@ -22,6 +22,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
 from kvstore.sealing.masters import new_master_file
 from nic_offload.memory import allocate
+from tests.conftest import small_node, with_master_key
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
@@ -38,12 +39,7 @@ MARK = b"-- what ada said to the model --"
 
 @contextmanager
 def node_of(folder: Path, *, encrypted: bool) -> Iterator[NodeProcess]:
-    key = folder / "master.key"
-    if encrypted and not key.exists():
-        command = [sys.executable, "-m", "kvstore", "keys", "new-master", str(key)]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-    arguments = ["--master-key", f"file:{key}"] if encrypted else []
-    node = NodeProcess(folder / "data", capacity="64MiB", arguments=arguments)
+    node = small_node(folder / "data", arguments=with_master_key(folder) if encrypted else ())
     try:
         yield node
     finally:

@@ -34,14 +34,11 @@ if TYPE_CHECKING:
 
     from kvstore.demo.node_process import NodeProcess
 
+pytestmark = pytest.mark.node("shared")
+
 WAIT_S = 20.0
 GOOD = SocketAddress(ip_of("127.0.0.1"), 7071).told
 LOCAL = "ipv4:127.0.0.1:50112"
-
-
-@pytest.fixture
-def node(shared_node: NodeProcess) -> NodeProcess:
-    return shared_node
 
 
 @pytest.fixture
@@ -182,7 +179,7 @@ def test_without_a_default_route_the_node_tries_an_interface_and_loopback_only_w
         assert FabricAddress("0.0.0.0").addresses() == (up or (ip_of("127.0.0.1"),))
 
 
-@pytest.mark.skipif(shutil.which("ip") is None, reason="ip, of iproute2, is not here")
+@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no ip: apt-get install iproute2")
 def test_the_addresses_of_interfaces_are_ours_and_others_can_use_them() -> None:
     asked = subprocess.run(["ip", "-o", "addr", "show", "up"], capture_output=True, text=True, check=True)
     shown = {ip_of(line.split()[3].partition("/")[0]) for line in asked.stdout.splitlines()}

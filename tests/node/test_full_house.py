@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import Overloaded
 from kvstore.names import block_key, layout_fingerprint
 from kvstore.wire import kvstore_pb2 as pb
@@ -24,8 +23,11 @@ from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
+
+    from kvstore.demo.node_process import NodeProcess
+
+pytestmark = pytest.mark.node(capacity="128MiB")
 
 MIB = 1 << 20
 WAIT_S = 60.0
@@ -36,12 +38,6 @@ CONNECTIONS = 10
 SAMPLES = 200
 MARGIN_MS = 5.0  # what a scheduler's hiccup is worth beside a p99 of a few milliseconds
 LARGE, SMALL = block_key(b"large"), block_key(b"small")
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    with NodeProcess(tmp_path / "node", capacity="128MiB") as process:
-        yield process
 
 
 def stalled_readers(stub: Any, count: int) -> list[Any]:

@@ -13,27 +13,21 @@ from kvstore.miss import Miss
 from kvstore.node.drive_lanes import LANE_TAG
 from kvstore.node.granted_puts import Granted
 from kvstore.storage.puts import Puts
-from kvstore.storage.uring import UringDisk
 from nic_offload.shelf import Shelf
 from tests.conftest import Rig
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.node.node import Node
     from kvstore.storage.items import PutItem, PutsDone
 
+pytestmark = pytest.mark.node("in process", lane=False)
+
 WAIT_S = 20.0
-
-
-@pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeInProcess]:
-    monkeypatch.setattr(UringDisk, "direct_fd", None)  # as with several drives: no lane
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 class HeldWrites:

@@ -12,22 +12,17 @@ from kvstore.node.hot import HotPages
 from tests.client.test_promises import flip_a_bit_of, put
 from tests.conftest import MIB, Rig
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from kvstore.node.hot import HotStatistics
     from kvstore.node.node import Node
+    from tests.node.in_process import NodeInProcess
+
+pytestmark = pytest.mark.node("in process")
 
 WAIT_S = 20.0
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 def hot(node: NodeInProcess) -> HotStatistics:

@@ -50,6 +50,8 @@ from tests.storage.fakes import FakeClock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.node(arguments=("--http", "127.0.0.1:0", "--ui"))
+
 
 WAIT_S = 20.0
 KEY = block_key(b"http")
@@ -104,13 +106,6 @@ def state(url: str, headers: dict[str, str] | None = None, query: str = "") -> A
     status, _, text = ask(f"{url}/ui/state.json{query}", headers)
     assert status == 200, text
     return json.loads(text)
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    more = ("--http", "127.0.0.1:0", "--ui")
-    with small_node(tmp_path / "node", arguments=more) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 from kvstore.client import Hit, Stored
 from kvstore.durability import Durability
 from kvstore.miss import Miss, MissReason
-from kvstore.storage.uring import UringDisk
 from nic_offload.lane import Lane
 from tests.conftest import MIB, Rig, small_client
 from tests.node.in_process import NodeInProcess
@@ -21,14 +20,9 @@ if TYPE_CHECKING:
 
     from kvstore.client import Block
 
+pytestmark = pytest.mark.node("in process", lane=False)
+
 LENGTH = 5000
-
-
-@pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeInProcess]:
-    monkeypatch.setattr(UringDisk, "direct_fd", None)  # no lane: Python writes all
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 @pytest.fixture

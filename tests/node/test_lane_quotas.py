@@ -13,24 +13,19 @@ from kvstore.node import granted_puts
 from tests.client.test_granted import is_settled, while_python_stands_still
 from tests.conftest import Rig
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from kvstore.node.node import Node
+    from tests.node.in_process import NodeInProcess
+
+pytestmark = pytest.mark.node("in process")
 
 LENGTH = 20_000
 PAGES = 6  # of such a block
 FIT = 2 * QUOTA_LENT_SHARE  # blocks in the quota, of which two are lent
 QUOTA = FIT * PAGES * PAGE_BYTES
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as node:
-        yield node
 
 
 @pytest.fixture

@@ -37,15 +37,11 @@ if TYPE_CHECKING:
 
     from kvstore.node.node import Node
 
+pytestmark = pytest.mark.node("in process")
+
 WAIT_S = 20.0
 PAGE = 4096
 KEYS = [block_key(bytes([number])) for number in range(12)]
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def run(command: str) -> None:
 def another_host() -> Iterator[tuple[str, str, str]]:
     """A network namespace joined to this one by a cable: its name, and the addresses of our end and of its own."""
     if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("to make a network namespace takes root, and iproute2")
+        pytest.skip("makes a network namespace: run as root, with iproute2 (apt-get install iproute2)")
     name, number = f"kv{os.getpid()}", os.getpid() % 250
     ours, theirs = f"10.211.{number}.1", f"10.211.{number}.2"
     try:
@@ -101,7 +101,7 @@ def another_host() -> Iterator[tuple[str, str, str]]:
         run(f"ip link add {name}a type veth peer name {name}b netns {name}")
     except subprocess.CalledProcessError as error:
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        pytest.skip(f"no network namespace here: {error.stderr.decode().strip()}")
+        pytest.skip(f"this machine gives root no network namespace: {error.stderr.decode().strip()}")
     try:
         run(f"ip addr add {ours}/30 dev {name}a")
         run(f"ip link set {name}a up")

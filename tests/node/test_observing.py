@@ -17,22 +17,17 @@ from kvstore.wire import observing_pb2 as pb
 from kvstore.wire import observing_pb2_grpc
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from kvstore.client import Client, Happened
+    from tests.node.in_process import NodeInProcess
+
+pytestmark = pytest.mark.node("in process")
 
 WAIT_S = 20.0
 KEYS = [block_key(bytes([number])) for number in range(8)]
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 @pytest.fixture

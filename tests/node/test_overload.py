@@ -18,20 +18,16 @@ from nic_offload.memory import allocate
 from tests.client.test_promises import put
 from tests.conftest import MIB, Rig, small_client
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from tests.node.in_process import NodeInProcess
+
+pytestmark = pytest.mark.node("in process")
 
 WAIT_S = 20.0
 STALLED = 100
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 @pytest.fixture

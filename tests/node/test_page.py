@@ -25,17 +25,12 @@ if TYPE_CHECKING:
 
     from kvstore.demo.node_process import NodeProcess
 
+pytestmark = pytest.mark.node(arguments=("--http", "127.0.0.1:0", "--ui"))
+
 WAIT_S = 20.0
 in_a_browser = pytest.mark.skipif(
-    BROWSER is None, reason="no Chromium here (290 MB, so that set-up does not install it)"
+    BROWSER is None, reason="there is no Chromium: apt-get install chromium (290 MB)"
 )
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    more = ("--http", "127.0.0.1:0", "--ui")
-    with small_node(tmp_path / "node", arguments=more) as running:
-        yield running
 
 
 @pytest.fixture

@@ -16,11 +16,12 @@ from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from kvstore.client import Block
     from kvstore.client.blocks import PutResult
+
+pytestmark = pytest.mark.node("in process")
 
 LENGTH = 100_000
 WAIT_S = 20.0
@@ -29,12 +30,6 @@ WAIT_S = 20.0
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     return tmp_path / "node"
-
-
-@pytest.fixture
-def node(data: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(data) as process:
-        yield process
 
 
 @pytest.mark.parametrize("torn", [False, True])

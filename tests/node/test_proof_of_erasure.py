@@ -127,13 +127,13 @@ def copied(data: Path, copy: Path) -> Path:
     return copy
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="looks into the memory of a process that lets nobody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="reads another process's memory: run as root")
 def test_nothing_of_a_user_is_left_in_drive_index_logs_history_core_dump_or_swap(tmp_path: Path) -> None:
     """After puts: no plaintext in any file, nor in what a core dump would have. After an erasure: no way back."""
     data, dump = tmp_path / "data", tmp_path / "put.drive"
     with node_of(tmp_path, encrypted=True) as node:
         node.stop()
-        node.arguments = [*node.arguments, "--audit", str(tmp_path / "audit.jsonl"), "--hot", "128MiB"]
+        node.arguments = [*node.arguments, "--audit", str(tmp_path / "audit.jsonl")]
         node.start()
         with Client(node.target, tenant=TENANT) as client:
             for user in (ADA, BOB):
@@ -204,7 +204,7 @@ def put_reserved(client: Client, user: str, count: int) -> None:
         client.reserve(blocks).arm(None).wait(WAIT_S)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="looks into the memory of a process that lets nobody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="reads another process's memory: run as root")
 @pytest.mark.parametrize("way", [put, put_reserved])
 def test_nothing_of_a_user_stays_where_the_puts_of_clients_that_are_still_connected_arrived(
     tmp_path: Path, way: Callable[[Client, str, int], object]
@@ -221,7 +221,7 @@ def test_nothing_of_a_user_stays_where_the_puts_of_clients_that_are_still_connec
         assert not is_there()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="looks into the memory of a process that lets nobody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="reads another process's memory: run as root")
 def test_memory_for_blocks_and_keys_is_in_no_core_dump(tmp_path: Path) -> None:
     """Also what Python allocates for records on their way, and to look at what a drive has in the clear."""
     with node_of(tmp_path, encrypted=True) as node, Client(node.target, tenant=TENANT) as client:

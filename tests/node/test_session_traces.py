@@ -52,7 +52,6 @@ def test_steps_of_another_machine_count_from_when_their_telling_came() -> None:
     assert not any(one.by_node for one in trace.in_order())
 
 
-@pytest.mark.skipif(not machine_clock(), reason="this machine does not say which boot it is of")
 def test_steps_of_this_machine_are_taken_as_they_are_unless_that_cannot_be() -> None:
     clock = HeldClock()
     traces = Traces(clock)

@@ -29,24 +29,19 @@ from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-    from pathlib import Path
 
     from kvstore.client import Client
     from kvstore.node.node import Node
+    from tests.node.in_process import NodeInProcess
+
+pytestmark = pytest.mark.node("in process")
 
 KEYS = [block_key(b"steps", bytes([number])) for number in range(200)]
 WAIT_S = 20.0
 RESTS_S = 0.2
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 @pytest.fixture

@@ -17,15 +17,14 @@ from kvstore.wire.ack import AckCode, code_of_error, error_of_code
 from kvstore.wire.fabric_call import CALL_PLACES
 from nic_offload.flags import FlagWord
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from kvstore.client.link import Link
     from kvstore.node.node import Node
     from tests.conftest import Rig
+    from tests.node.in_process import NodeInProcess
+
+pytestmark = pytest.mark.node("in process")
 
 WAIT_S = 20.0
 ERRORS = (
@@ -34,12 +33,6 @@ ERRORS = (
     ReadOnly("The drive could not be written: Input/output error; it takes no more puts."),
     QuotaExceeded("The tenant has 4096 of 4096 bytes."),
 )
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[NodeInProcess]:
-    with NodeInProcess(tmp_path / "node") as process:
-        yield process
 
 
 def link_of(rig: Rig) -> Link:

@@ -22,6 +22,7 @@ from kvstore.errors import (
     QuotaExceeded,
     ReadOnly,
     StorageError,
+    WrongKeyring,
     WrongMasterKey,
     WrongVersion,
 )
@@ -289,7 +290,7 @@ def test_another_master_key_another_store_or_no_keyring_is_one_sentence_and_no_d
     liar.id = master().id
     with pytest.raises(WrongMasterKey, match="replaced by another of this name"):
         Keyring.open(path, liar, STORE)
-    with pytest.raises(StorageError, match=f"is of store {STORE.hex()}, not of {ZETA.hex()}"):
+    with pytest.raises(WrongKeyring, match=f"is of store {STORE.hex()}, not of {ZETA.hex()}"):
         Keyring.open(path, master(), ZETA)
     with pytest.raises(StorageError, match="already"):
         Keyring.create(path, master(), STORE)

@@ -10,7 +10,7 @@ import pytest
 from kvcli.running import Status
 from kvstore.cli import main
 from kvstore.commands.doctor import check_keyring
-from kvstore.errors import ConfigError, NoKeyring, StorageError, WrongKeyring
+from kvstore.errors import ConfigError, NoKeyring, WrongKeyring
 from kvstore.miss import Miss
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
@@ -240,7 +240,7 @@ def test_other_keys_of_the_same_store_are_refused_and_of_another_too(rig: Ring) 
         rig.open()
     path.unlink()
     Keyring.create(path, open_master(str(rig.option)), b"another store...")
-    with pytest.raises(StorageError, match="is of store"):
+    with pytest.raises(WrongKeyring, match="is of store"):
         rig.open()
     assert TENANT not in path.read_bytes()
 

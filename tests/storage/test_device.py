@@ -28,7 +28,9 @@ def device(tmp_path: Path) -> Iterator[Path]:
             ["losetup", "--find", "--show", str(backing)], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"this machine gives no loop device: {getattr(error, 'stderr', '') or error}")
+        pytest.skip(
+            f"needs a loop device (root, the kernel's module): {getattr(error, 'stderr', '') or error}"
+        )
     path = Path(made.stdout.strip())
     yield path
     subprocess.run(["losetup", "--detach", str(path)], check=True)
