@@ -231,6 +231,10 @@ class Slots:
             self._to_wipe[slot] = max(length, self._to_wipe.get(slot, 0))
         self._left = {lease.slot: lease.length for lease in self._leases.values()}
 
+    def leave(self) -> None:
+        """Overwrite nothing from now on: the memory is about to be freed."""
+        self._wipe = lambda *_: None
+
     def wipe_free(self) -> bool:
         """Overwrite one free slot that contains bytes of erased blocks; False if there is none."""
         slot = next((one for one in self._free if one in self._to_wipe), None)

@@ -75,6 +75,7 @@ from kvstore.wire import (
     steps_pb2_grpc,
     upkeep_pb2_grpc,
 )
+from kvstore.wire.failed_batches import free_failed_batches
 from kvstore.wire.keepalive import keepalive_options
 from nic_offload.fabric import Fabric
 from nic_offload.library import load
@@ -136,6 +137,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
 
 def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
     """Open a node's server with its interceptor; it doesn't listen yet."""
+    free_failed_batches()
     server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(Door(gate, node.counters, node.timings),))
     return server, add_services(server, node, gate)
 
