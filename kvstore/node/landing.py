@@ -15,6 +15,7 @@ never leased. What it doesn't do: I/O, or read a clock, so tests drive `Slots` d
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -159,7 +160,7 @@ class Slots:
     def __init__(self, count: int, wipe: Callable[[int, int], None]) -> None:
         self.count = count
         self._wipe = wipe
-        self._free = list(range(count - 1, -1, -1))
+        self._free = array("I", range(count - 1, -1, -1))  # a list would take an object for each
         self._leases: dict[int, Lease] = {}
         self.busy = 0  # slots that are leased or being written
         self._left: dict[int, int] = {}  # how many bytes blocks may have left, by slot

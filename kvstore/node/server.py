@@ -78,7 +78,7 @@ from kvstore.wire import (
 from kvstore.wire.failed_batches import free_failed_batches
 from kvstore.wire.keepalive import keepalive_options
 from nic_offload.fabric import Fabric
-from nic_offload.library import load
+from nic_offload.library import expect_no_messages, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -459,6 +459,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
             loop.add_reader(sys.stdin.fileno(), stop.set)
         except PermissionError as error:  # standard input may be a file, which can't be watched
             raise ConfigError("--tied needs a pipe or a terminal as standard input.") from error
+    expect_no_messages()
     address = FabricAddress(config.host, config.fabric_address, config.fabric_ports, config.fabric_clients)
     provider = config.provider or load().best_provider()
     with (
