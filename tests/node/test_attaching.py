@@ -41,7 +41,9 @@ def memory_bytes(pid: int) -> int:
 
 def test_an_endpoint_has_little_memory_for_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is ever sent. Once each client of `tcp;ofi_rxm` took 68 MiB, and all others waited for that."""
-    monkeypatch.setenv("FI_STARTS_FRESH", "1")  # or the node is forked with the libfabric of `tests/warm_start.py`
+    monkeypatch.setenv(
+        "FI_STARTS_FRESH", "1"
+    )  # or the node is forked with the libfabric of `tests/warm_start.py`
     with small_node(tmp_path / "node", provider="tcp;ofi_rxm") as node:
         before_bytes = memory_bytes(node.pid)
         with small_client(node.target, provider="tcp;ofi_rxm") as client:
