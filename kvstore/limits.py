@@ -147,6 +147,8 @@ UPKEEP_FREE_SHARE = 32  # one part in this many of a node's drives is not filled
 UPKEEP_SECRET_BYTES_MIN = 32  # of a cluster's secret
 FOLLOW_RETRY_MS = 500  # before a client asks its nodes for the map again, if none has answered
 ETCD_CALL_MS = 2_000
+# Twice etcd's least (--grpc-keepalive-min-time): it closes a connection over which three pings came earlier.
+ETCD_KEEPALIVE_MS = 10_000
 ETCD_ENDPOINTS_MAX = 16
 ETCD_RELIST_MS = 10_000  # between two reads of the list of members, besides the watch
 TENANTS_MAX = 4096  # of a node

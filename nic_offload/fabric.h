@@ -342,7 +342,8 @@ struct tk_fabric {
 	int rested; /* rounds since the completion queue was last read */
 	int overslept; /* the last sleep timed out: whatever is there now did not wake the thread */
 	uint32_t sockets; /* those that wake the thread */
-	uint64_t looked_ns, look_until_ns; /* the last search for sockets, and the end of the searches */
+	uint64_t looked_ns, look_until_ns; /* the last search for sockets (0: one is due), and the end of the searches */
+	uint64_t look_next_ns;		   /* none begins before */
 	uint64_t started_ns;
 	struct work *finished;
 	struct tk_event *pending;

@@ -8,7 +8,8 @@
  * Providers over TCP have a descriptor to wait for, but it is useless: that of net (1.17) is always readable once
  * something is connected. So their sockets are found as in streams.c: those at the ports of our endpoints, and those
  * connected to our peers. The search is repeated for a second each time endpoints or peers change, or the wire moves
- * without a wakeup. A socket that is missed until then costs no more than a nap.
+ * without a wakeup, and takes a sixteenth of the thread's time at most. A socket that is missed until then costs no more
+ * than a nap.
  *
  * A flag word's bell is a pipe and a count of sleeping threads. A store reads the count, and writes to the pipe if it
  * is not zero. A GPU stores without ringing: while a word is waited for that a GPU may store to, no sleep is longer
@@ -45,6 +46,9 @@
 #define SLEEP_SHARE 16	       /* of the idleness before it, between the two */
 #define LOOK_EVERY_NS 5000000u
 #define LOOK_FOR_NS 1000000000u
+#define LOOK_SHARE 16 /* the thread searches for at most one part in so many of its time: there may be thousands of sockets */
+#define PORTS 65536
+#define PORTS_A_WORD 64
 #define EVENTS_A_TIME 16
 #define BELL_BYTES 4096
 
@@ -97,26 +101,46 @@ static int leads_to_a_peer(const struct tk_fabric *fabric, const union address *
 	return 0;
 }
 
-static int is_at_an_endpoint(const struct tk_fabric *fabric, const union address *local)
+/* The ports of endpoints and of peers, a bit each. */
+struct ports {
+	uint64_t own[PORTS / PORTS_A_WORD], peers[PORTS / PORTS_A_WORD];
+};
+
+static void add_port(uint64_t *ports, uint16_t port)
 {
+	ports[port / PORTS_A_WORD] |= UINT64_C(1) << port % PORTS_A_WORD;
+}
+
+static int has_port(const uint64_t *ports, uint16_t port)
+{
+	return port && ports[port / PORTS_A_WORD] >> port % PORTS_A_WORD & 1;
+}
+
+static void list_ports(struct tk_fabric *fabric, struct ports *ports)
+{
+	memset(ports, 0, sizeof *ports);
+	pthread_mutex_lock(&fabric->handle_lock);
 	for (const struct tk_endpoint *endpoint = fabric->endpoints; endpoint; endpoint = endpoint->next)
-		if (endpoint->port && endpoint->port == address_port(local))
-			return 1;
-	return 0;
+		add_port(ports->own, endpoint->port);
+	for (uint32_t i = 0; i < fabric->peers_count; i++)
+		add_port(ports->peers, address_port(&fabric->peers[i].address));
+	pthread_mutex_unlock(&fabric->handle_lock);
 }
 
 /* Callers wait for the handles' lock without a deadline, so no system call is made while it is held. */
-static void look_at(struct tk_fabric *fabric, int fd)
+static void look_at(struct tk_fabric *fabric, const struct ports *ports, int fd)
 {
 	union address local, remote;
 	socklen_t length = sizeof local;
 	if (getsockname(fd, &local.any, &length) || !address_port(&local))
 		return;
 	length = sizeof remote;
-	int is_connected = !getpeername(fd, &remote.any, &length);
-	pthread_mutex_lock(&fabric->handle_lock);
-	int is_ours = is_at_an_endpoint(fabric, &local) || (is_connected && leads_to_a_peer(fabric, &remote));
-	pthread_mutex_unlock(&fabric->handle_lock);
+	int is_ours = has_port(ports->own, address_port(&local));
+	if (!is_ours && !getpeername(fd, &remote.any, &length) && has_port(ports->peers, address_port(&remote))) {
+		pthread_mutex_lock(&fabric->handle_lock);
+		is_ours = leads_to_a_peer(fabric, &remote);
+		pthread_mutex_unlock(&fabric->handle_lock);
+	}
 	if (!is_ours)
 		return;
 	int listens = 0;
@@ -133,17 +157,24 @@ static void look_for_sockets(struct tk_fabric *fabric)
 		fabric->look_until_ns = now_ns + LOOK_FOR_NS;
 		fabric->looked_ns = 0;
 	}
-	if (now_ns > fabric->look_until_ns || now_ns - fabric->looked_ns < LOOK_EVERY_NS)
+	if (now_ns < fabric->look_next_ns)
+		return;
+	if (fabric->looked_ns && (now_ns > fabric->look_until_ns || now_ns - fabric->looked_ns < LOOK_EVERY_NS))
 		return;
 	fabric->looked_ns = now_ns;
 	DIR *folder = opendir("/proc/self/fd");
 	if (!folder)
 		return;
+	struct ports ports;
+	list_ports(fabric, &ports);
+	uint64_t began_ns = tk_now_ns();
 	fabric->sockets = 0;
 	for (struct dirent *entry; (entry = readdir(folder));)
 		if (entry->d_name[0] != '.')
-			look_at(fabric, atoi(entry->d_name));
+			look_at(fabric, &ports, atoi(entry->d_name));
 	closedir(folder);
+	uint64_t ended_ns = tk_now_ns();
+	fabric->look_next_ns = ended_ns + (LOOK_SHARE - 1) * (ended_ns - began_ns);
 }
 
 /* Drains whatever woke the thread, bells and calls, so that they can ring again. Returns whether there was anything. */

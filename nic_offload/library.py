@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError, FabricUnavailable
 
-__all__ = ["Library", "ProviderInfo", "load"]
+__all__ = ["Library", "ProviderInfo", "expect_no_messages", "load"]
 
 _PROVIDERS_MAX = 64
 
 # The data plane wants reliable datagrams with remote writes. `tcp` has them natively since libfabric
 # 1.18; before that they are in `net`; the layer over tcp is the slowest of the three.
 _PREFERRED = ("cxi", "verbs;ofi_rxm", "efa", "tcp", "net", "tcp;ofi_rxm", "sockets", "shm")
+
+# `tcp;ofi_rxm` allocates buffers for messages with each endpoint: 68 MiB by default, and 17 MiB with this (1.17). Their
+# size (FI_OFI_RXM_BUFFER_SIZE) must be the same at both ends.
+_FEW_BUFFERS = ("FI_OFI_RXM_MSG_RX_SIZE", "16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,14 @@ class Library:
             f"libfabric {self.version} offers no provider with remote writes over reliable datagrams;"
             " on Debian, install libfabric1 (1.17 or newer)."
         )
+
+
+def expect_no_messages() -> None:
+    """Have endpoints of this process allocate little for messages, none of which we send; before `load`.
+
+    For a process in which nothing else uses libfabric, as others may send some.
+    """
+    os.environ.setdefault(*_FEW_BUFFERS)
 
 
 def load() -> Library:

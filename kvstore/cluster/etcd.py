@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 
 from kvstore.errors import KvError
-from kvstore.limits import ETCD_CALL_MS, ETCD_RELIST_MS, KEEPALIVE_MS
+from kvstore.limits import ETCD_CALL_MS, ETCD_KEEPALIVE_MS, ETCD_RELIST_MS
 from kvstore.wire import etcd_pb2 as pb
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _AUTHENTICATE: Final = "Auth/Authenticate"
 _CALL_S: Final = ETCD_CALL_MS / 1000
 _OPTIONS: Final = (
     ("grpc.enable_http_proxy", 0),
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_time_ms", ETCD_KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", ETCD_CALL_MS),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),

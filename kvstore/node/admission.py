@@ -83,13 +83,13 @@ class Begun:
             try:
                 self._waits_for = steps.send(None) if error is None else steps.throw(error)
             except StopIteration as end:
-                self._is_done = True
+                self._is_done, self._waits_for = True, None
                 return end.value  # type: ignore[no-any-return] # of a coroutine of T
             finally:
                 self._worked_s += now_s() - began_s
+                error = None  # its frames refer to this one
             try:
                 yield self._waits_for
-                error = None
             except GeneratorExit:
                 steps.close()
                 raise

@@ -108,14 +108,14 @@ class Door(grpc.aio.ServerInterceptor):
         if inspect.isasyncgenfunction(behaviour):
             behaviour = _writing(behaviour)
 
-        async def answering(requests: Any, context: Any) -> Any:
+        async def answering(_: Any, context: Any) -> Any:
             async with self._noted(call, context):
                 who: str | None = _NOBODY
                 async with refusals(context, self._counters):
                     if not is_public:
                         who, begun = await self._enter(_said(call), context)
                         self._refuse_more_answers(who, 1)
-                    request = await _only(self._in_time(requests, who, kind, context))
+                    request = await _only(self._in_time(who, kind, context))
                 made = behaviour(request, context)
                 answer = await (made if is_public else begun.of(made))
                 answer = answer if encode is None else encode(answer)
@@ -129,7 +129,7 @@ class Door(grpc.aio.ServerInterceptor):
                         raise
                 return answer
 
-        async def staying(requests: Any, context: Any) -> Any:
+        async def staying(_: Any, context: Any) -> Any:
             async with self._noted(call, context):
                 async with refusals(context, self._counters):
                     who, begun = await self._enter(_said(call), context)
@@ -137,7 +137,7 @@ class Door(grpc.aio.ServerInterceptor):
                     # gRPC can't end a call whose first write was cancelled, unless the headers were sent before.
                     await context.send_initial_metadata(())
                 async with self._staying(_said(call), context):
-                    coming = self._in_time(requests, who, kind, context)
+                    coming = self._in_time(who, kind, context)
                     return await begun.of(behaviour(await takes(coming), context))
 
         # A single request is handled as a stream of one: gRPC would otherwise receive it before calling us.
@@ -150,8 +150,8 @@ class Door(grpc.aio.ServerInterceptor):
             return make(staying, None, encode)
         return make(answering, None, None)
 
-    def _in_time(self, requests: Any, who: str | None, kind: _Kind, context: Context) -> _InTime:
-        return _InTime(requests, self._messages, who, kind, partial(self._gate.brought, context.peer()))
+    def _in_time(self, who: str | None, kind: _Kind, context: Context) -> _InTime:
+        return _InTime(context, self._messages, who, kind, partial(self._gate.brought, context.peer()))
 
     async def _enter(self, what: str, context: Context) -> tuple[str | None, Begun]:
         """Authenticate the caller, and wait until its call may begin; returns the tenant's name too."""
@@ -161,7 +161,7 @@ class Door(grpc.aio.ServerInterceptor):
         except (Overloaded, asyncio.CancelledError):  # told to retry, or left before its turn
             self._gate.presses(context.peer())
             raise
-        context.add_done_callback(lambda _: begun.over())  # type: ignore[arg-type] # any callable that takes a context
+        _when_over(begun.over)
         return who, begun
 
     def _refuse_more_answers(self, who: str | None, size_bytes: int) -> None:
@@ -179,11 +179,8 @@ class Door(grpc.aio.ServerInterceptor):
             INLINE_TIMEOUT_MS / 1000, self._gate.stands_still, context.peer()
         )
 
-        def taken(_: Any) -> None:
-            late.cancel()
-            self._answers.give_back(who, size_bytes)
-
-        context.add_done_callback(taken)  # type: ignore[arg-type] # any callable that takes a context
+        _when_over(late.cancel)
+        _when_over(partial(self._answers.give_back, who, size_bytes))
 
     @asynccontextmanager
     async def _noted(self, call: str, context: Context) -> AsyncIterator[None]:
@@ -193,7 +190,8 @@ class Door(grpc.aio.ServerInterceptor):
         try:
             yield
             failure = None
-        except grpc.aio.AbortError:
+        except grpc.aio.AbortError as error:
+            _when_over(partial(_forget_frames, error))
             code = context.code()
             failure = code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN"
             if code in _REFUSALS:
@@ -242,7 +240,7 @@ class _Kind(NamedTuple):
 
 
 class _InTime:
-    """A call's messages, each of which has a deadline once it is awaited.
+    """A call's messages, each of which has a deadline once it is awaited. gRPC's own iterator would refer to itself.
 
     A large message is not decoded if those of its call are small: a list of millions of empty names would take the
     thread a tenth of a second, and hundreds of MiB.
@@ -250,14 +248,14 @@ class _InTime:
 
     def __init__(
         self,
-        messages: AsyncIterator[Any],
+        context: Context,
         all_messages: Messages,
         who: str | None,
         kind: _Kind,
         brought: Callable[[int], object],
     ) -> None:
         """`brought` is called with the size of each message."""
-        self._messages = messages
+        self._context = context
         self._kind = kind
         self._brought = brought
         self._all = all_messages
@@ -273,7 +271,9 @@ class _InTime:
         async with self._all.coming(self._who):
             try:
                 async with asyncio.timeout(timeout_ms / 1000):
-                    message: bytes = await anext(self._messages)
+                    message = await self._context.read()
+                if message is grpc.aio.EOF:
+                    raise StopAsyncIteration
                 return self._read(message)
             except DecodeError:
                 raise ProtocolError("A message of the call can't be read.") from None
@@ -288,6 +288,18 @@ class _InTime:
         if bytes_max is not None and len(message) > bytes_max:
             raise ProtocolError(f"A message of this call has at most {bytes_max} bytes, not {len(message)}.")
         return message if self._kind.decode is None else self._kind.decode(message)
+
+
+def _when_over(then: Callable[[], object]) -> None:
+    """Do this when the current call is over. gRPC's `add_done_callback` makes the call refer to itself for ever."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda _: then())
+
+
+def _forget_frames(error: BaseException) -> None:
+    """A call keeps the error that it was aborted with; its frames refer to the call, and to its messages."""
+    error.__traceback__ = error.__context__ = None
 
 
 async def _as_it_is(requests: _InTime) -> _InTime:

@@ -246,8 +246,7 @@ class Connection:
         return self._region.address + self.layout.header(slot)
 
     def _wipe(self, slot: int, length: int) -> None:
-        if not self.closed:  # else its memory is about to be freed
-            ctypes.memset(self._region.address + self.layout.payload(slot), 0, length)
+        ctypes.memset(self._region.address + self.layout.payload(slot), 0, length)
 
     def check(self, block: BlockRequest, *, encrypts: bool) -> None:
         """Refuse a block that can't be put over this connection."""
@@ -339,6 +338,7 @@ class Connection:
         if self.closed:
             return
         self.closed = True
+        self.slots.leave()  # which referred to this connection, and would keep it until a garbage collection
         self.ended.set()
         self.endpoint.close()
         self._region.close()

@@ -1,9 +1,9 @@
 """Returns freed memory of the process's heap to the operating system after load.
 
 malloc keeps freed memory, mostly in the arenas of gRPC's threads, and thousands of calls leave tens of MiB there.
-The memory of a refused call, up to a message of 8 MiB, stays in a reference cycle of gRPC's until Python's garbage
-collector runs, which depends on the number of objects and not on their size: so the collector is run when the heap has
-grown.
+What refers to itself stays until Python's garbage collector runs, which depends on the number of objects and not on
+their size: so the collector is run when the heap has grown. Calls and connections leave nothing of that kind, but
+libraries may.
 
 What always holds: objects that existed when the node began to serve are not scanned again, so a collection takes
 milliseconds.
@@ -17,7 +17,7 @@ import gc
 
 from kvstore.limits import HEAP_FREE_BYTES_MAX, HEAP_GROWN_BYTES_MAX
 
-__all__ = ["Heap"]
+__all__ = ["Heap", "used_bytes"]
 
 # In glibc's `struct mallinfo2`: bytes of mmapped pieces, other bytes in use, and free bytes that the heap still has.
 _LARGE, _USED, _FREE = 4, 7, 8
@@ -33,7 +33,7 @@ class Heap:
 
     def __init__(self) -> None:
         gc.freeze()
-        self._used_bytes, self._has_freed = _told()[0], False
+        self._used_bytes, self._has_freed = used_bytes(), False
 
     def give_back(self) -> int:
         """Return free heap memory to the system if there is much of it; returns how much there was."""
@@ -49,6 +49,11 @@ class Heap:
         if free_bytes > HEAP_FREE_BYTES_MAX:
             ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
         return free_bytes
+
+
+def used_bytes() -> int:
+    """The bytes that malloc has given out, in all threads; 0 where the C library doesn't report them."""
+    return _told()[0]
 
 
 def _told() -> tuple[int, int]:

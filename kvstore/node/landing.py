@@ -15,6 +15,7 @@ never leased. What it doesn't do: I/O, or read a clock, so tests drive `Slots` d
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -159,7 +160,7 @@ class Slots:
     def __init__(self, count: int, wipe: Callable[[int, int], None]) -> None:
         self.count = count
         self._wipe = wipe
-        self._free = list(range(count - 1, -1, -1))
+        self._free = array("I", range(count - 1, -1, -1))  # a list would take an object for each
         self._leases: dict[int, Lease] = {}
         self.busy = 0  # slots that are leased or being written
         self._left: dict[int, int] = {}  # how many bytes blocks may have left, by slot
@@ -230,6 +231,10 @@ class Slots:
         for slot, length in self._left.items():
             self._to_wipe[slot] = max(length, self._to_wipe.get(slot, 0))
         self._left = {lease.slot: lease.length for lease in self._leases.values()}
+
+    def leave(self) -> None:
+        """Overwrite nothing from now on: the memory is about to be freed."""
+        self._wipe = lambda *_: None
 
     def wipe_free(self) -> bool:
         """Overwrite one free slot that contains bytes of erased blocks; False if there is none."""

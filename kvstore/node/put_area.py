@@ -87,7 +87,6 @@ class PutArea:
     def __init__(self, connection: Connection, memory: HotMemory, *, shares: bool, encrypts: bool) -> None:
         """`shares`: the client may be on this machine, and map its slots. `encrypts`: puts must name domains."""
         self.connection = connection
-        self.holder = (connection.tenant, self)
         self.layout = LandingLayout(GRANTED_SLOTS, connection.layout.block_bytes_max)
         self.shared: SharedSlots | None = None
         if shares:
@@ -118,6 +117,11 @@ class PutArea:
             SHARED,
             AckCode.DOMAIN_REQUIRED if encrypts else 0,
         )
+
+    @property
+    def holder(self) -> tuple[bytes, PutArea]:
+        """Its name in hot memory's shares; as an attribute it would make the area refer to itself."""
+        return self.connection.tenant, self
 
     @property
     def has_our_clock(self) -> bool:

@@ -75,9 +75,10 @@ from kvstore.wire import (
     steps_pb2_grpc,
     upkeep_pb2_grpc,
 )
-from kvstore.wire.keepalive import keepalive_options
+from kvstore.wire.failed_batches import free_failed_batches
+from kvstore.wire.keepalive import server_keepalive_options
 from nic_offload.fabric import Fabric
-from nic_offload.library import load
+from nic_offload.library import expect_no_messages, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ _STOP_GRACE_S = STOP_GRACE_MS / 1000
 _NS_PER_MS = 1_000_000
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error
-    *keepalive_options(),
+    *server_keepalive_options(),
     ("grpc.max_concurrent_streams", DOOR_STREAMS_MAX),
     ("grpc.http2.max_requests_per_read", 1),  # a flood of one connection doesn't starve the others
     # Fix the bytes buffered of a message that is not awaited yet; a sender can't increase them.
@@ -113,8 +114,6 @@ _GRPC_OPTIONS = (
     ("grpc.server.max_pending_requests_hard_limit", CALLS_PENDING_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.server_handshake_timeout_ms", DOOR_HANDSHAKE_MS),
-    # After refusing one ping, gRPC spends 70 us on each later one, else 1.3 us. The doorkeeper limits pings.
-    ("grpc.http2.max_ping_strikes", 0),
 )
 
 
@@ -136,6 +135,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
 
 def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
     """Open a node's server with its interceptor; it doesn't listen yet."""
+    free_failed_batches()
     server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(Door(gate, node.counters, node.timings),))
     return server, add_services(server, node, gate)
 
@@ -457,6 +457,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
             loop.add_reader(sys.stdin.fileno(), stop.set)
         except PermissionError as error:  # standard input may be a file, which can't be watched
             raise ConfigError("--tied needs a pipe or a terminal as standard input.") from error
+    expect_no_messages()
     address = FabricAddress(config.host, config.fabric_address, config.fabric_ports, config.fabric_clients)
     provider = config.provider or load().best_provider()
     with (

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nic_offload.errors import KvError
-from nic_offload.fabric import EventKind
+from nic_offload.fabric import EventKind, Fabric
 from nic_offload.flags import FlagWords
 from tests.nic_offload.rig import Pair, Side, Way, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nic_offload.fabric import Fabric
 
 STREAMS = ("net", "tcp;ofi_rxm")
 ROUNDS = 15
+ENDPOINTS = 1000
 MANY = 100  # rounds of which a share is fast, whatever else this machine does
 STORE = """
 import sys
@@ -170,3 +170,16 @@ def test_many_bells_are_rung_with_nobody_listening() -> None:
         pair.flags[0].store(100_001)
         assert pair.near.final(1).kind == EventKind.DONE
         bell.sleepers -= 1
+
+
+def test_the_search_for_sockets_takes_little_of_the_threads_time_however_many_there_are() -> None:
+    """Once each of 40 attaches a second cost a search of all sockets, for each of them among all endpoints."""
+    with Fabric("net", address="127.0.0.1") as fabric:
+        endpoints = [fabric.open_endpoint() for _ in range(ENDPOINTS)]
+        before, until = fabric.statistics(), time.monotonic() + 1.0
+        while time.monotonic() < until:
+            endpoints.append(fabric.open_endpoint())
+            select.select([], [], [], 0.002)
+        after = fabric.statistics()
+        share = (after.cpu_ns - before.cpu_ns) / (after.alive_ns - before.alive_ns)
+        assert share < 0.2

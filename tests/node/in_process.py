@@ -19,6 +19,7 @@ from kvstore.node.server import add_services
 from kvstore.node.spans import NodeSpans
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
+from kvstore.wire.keepalive import server_keepalive_options
 from nic_offload.fabric import Fabric
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class NodeInProcess:
         tracer_provider: TracerProvider | None = None,
         *,
         hot_bytes: int = HOT_BYTES,
-        options: Sequence[tuple[str, int]] = (),
+        options: Sequence[tuple[str, int]] = server_keepalive_options(),
         host: str = "127.0.0.1",
         drives: int = 1,
         shares_memory: bool = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 
 from kvstore.client import Block, Client, Hit
 from kvstore.errors import FabricError, KvError, NoMemory, Overloaded
+from kvstore.limits import PAGE_BYTES
 from kvstore.node import connection as connection_module
 from kvstore.node import node as node_module
 from kvstore.wire import kvstore_pb2 as pb
@@ -16,7 +18,7 @@ from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.client.test_promises import put
-from tests.conftest import Rig
+from tests.conftest import Rig, small_client, small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -26,6 +28,22 @@ pytestmark = pytest.mark.node("in process")
 
 MORE_THAN_THERE_IS = 1 << 46
 WAIT_S = 20.0
+
+
+def memory_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def test_an_endpoint_has_little_memory_for_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is ever sent. Once each client of `tcp;ofi_rxm` took 68 MiB, and all others waited for that."""
+    monkeypatch.setenv(
+        "FI_STARTS_FRESH", "1"
+    )  # or the node is forked with the libfabric of `tests/warm_start.py`
+    with small_node(tmp_path / "node", provider="tcp;ofi_rxm") as node:
+        before_bytes = memory_bytes(node.pid)
+        with small_client(node.target, provider="tcp;ofi_rxm") as client:
+            client.attach()
+            assert memory_bytes(node.pid) - before_bytes < 32 << 20
 
 
 def is_as_before(node: NodeInProcess) -> bool:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import Client
+from kvstore.cluster import etcd
 from kvstore.limits import KEEPALIVE_MS
 from kvstore.node import server
-from kvstore.wire.keepalive import keepalive_options
+from kvstore.wire.keepalive import server_keepalive_options
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
@@ -53,7 +54,7 @@ def attached(
 
 
 def test_a_stopped_client_loses_its_slots_within_two_intervals(tmp_path: Path) -> None:
-    with NodeInProcess(tmp_path, options=keepalive_options(INTERVAL_MS)) as node:
+    with NodeInProcess(tmp_path, options=server_keepalive_options(INTERVAL_MS)) as node:
         with attached(node.target) as process:
             quiet_until = time.monotonic() + 5 * INTERVAL_MS / 1000
             wait_until(lambda: time.monotonic() > quiet_until, "it has been quiet for a while")
@@ -67,9 +68,16 @@ def test_a_stopped_client_loses_its_slots_within_two_intervals(tmp_path: Path) -
 
 def test_a_server_and_its_clients_ping_as_the_bound_says() -> None:
     options = dict(server._GRPC_OPTIONS)
-    assert dict(keepalive_options()).items() <= options.items()
+    assert dict(server_keepalive_options()).items() <= options.items()
     assert options["grpc.keepalive_time_ms"] == options["grpc.keepalive_timeout_ms"] == KEEPALIVE_MS
-    assert options["grpc.http2.max_ping_strikes"] == 0, "or it refuses its clients, and floods cost more"
+
+
+def test_no_client_of_ours_can_ping_too_often() -> None:
+    """A node takes any number of pings; etcd takes them every 5 s, and ours may arrive closer than they were sent."""
+    assert (
+        dict(server._GRPC_OPTIONS)["grpc.http2.max_ping_strikes"] == 0
+    )  # also, refusals make floods cost more
+    assert dict(etcd._OPTIONS)["grpc.keepalive_time_ms"] >= 2 * 5_000
 
 
 @pytest.mark.slow
@@ -117,7 +125,7 @@ def test_a_client_whose_host_vanished_loses_its_slots_too(tmp_path: Path) -> Non
     """Its packets are dropped, both ways: no end of the TCP connection is ever told."""
     with (
         another_host() as (name, ours, theirs),
-        NodeInProcess(tmp_path, options=keepalive_options(INTERVAL_MS), host=ours) as node,
+        NodeInProcess(tmp_path, options=server_keepalive_options(INTERVAL_MS), host=ours) as node,
         attached(node.target, within=("ip", "netns", "exec", name), address=theirs),
     ):
         quiet_until = time.monotonic() + 5 * INTERVAL_MS / 1000

@@ -1,0 +1,76 @@
+"""What gRPC copies to send is freed, although its call was reset meanwhile, or its sender was cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from kvstore.node.heap import used_bytes
+from kvstore.wire.failed_batches import free_failed_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CALLS, SIZE_BYTES = 64, 256 << 10
+
+
+async def refuse(context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "x" * SIZE_BYTES)
+
+
+async def refuse_a_call_that_was_reset(context: Any) -> None:
+    with suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    with pytest.raises(grpc.aio.InternalError):
+        await refuse(context)
+
+
+async def be_cancelled_while_refusing(context: Any) -> None:
+    refusing = asyncio.ensure_future(refuse(context))
+    await asyncio.sleep(0)  # it has begun
+    refusing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await refusing
+
+
+@pytest.mark.parametrize("refuses", [refuse_a_call_that_was_reset, be_cancelled_while_refusing])
+def test_refusals_that_do_not_arrive_leave_no_memory(refuses: Callable[[Any], Any]) -> None:
+    """Without `free_failed_batches` each would stay for ever."""
+
+    async def serve() -> int:
+        free_failed_batches()
+        over: asyncio.Queue[None] = asyncio.Queue()
+
+        async def answer(_: bytes, context: Any) -> None:
+            await context.send_initial_metadata(())
+            await refuses(context)
+            over.put_nowait(None)
+
+        async def call(times: int) -> None:
+            for _ in range(times):
+                under_way = send(b"")
+                await asyncio.to_thread(under_way.initial_metadata)
+                under_way.cancel()
+                async with asyncio.timeout(10):
+                    await over.get()
+
+        server = grpc.aio.server()
+        handler: Any = grpc.unary_stream_rpc_method_handler(answer)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Send": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                send: Any = channel.unary_stream("/test/Send")
+                await call(4)
+                before_bytes = used_bytes()
+                await call(CALLS)
+                return used_bytes() - before_bytes
+        finally:
+            await server.stop(None)
+
+    assert asyncio.run(serve()) < CALLS * SIZE_BYTES // 8
