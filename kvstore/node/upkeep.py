@@ -44,16 +44,16 @@ from kvstore.node.landing import pages_of
 from kvstore.node.upkeep_calls import UPKEEP, Waited
 from kvstore.storage.items import GetItem
 from kvstore.storage.sealing import NO_DOMAIN
-from kvstore.wire import kvstore_pb2, upkeep_pb2_grpc
+from kvstore.wire import kvstore_pb2
 from kvstore.wire import upkeep_pb2 as pb
-from kvstore.wire.keepalive import keepalive_options
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kvstore.cluster.map import Map
     from kvstore.cluster.membership import Membership
     from kvstore.node.node import Node
+    from kvstore.node.peers import Peers
     from kvstore.node.tenants import Tenants
     from kvstore.storage.drive import Drive
     from kvstore.storage.index import Entry, Name
@@ -112,15 +112,14 @@ class Upkeep:
         tenants: Tenants,
         membership: Membership,
         replicas: int,
-        secret: str | None,
-        credentials: grpc.ChannelCredentials | None,
+        peers: Peers,
     ) -> None:
-        """`replicas`: for tenants without a number; `secret` and `credentials` (for TLS): for calls to other nodes."""
+        """`replicas`: for tenants without a number."""
         self.replicas = replicas
         self._node, self._tenants, self._membership = node, tenants, membership
         self.waited = Waited(node.clock)
         self.sureness = Sureness(node.store.drives, lambda: membership.lease)
-        self._peers = _Peers(secret, credentials)
+        self._peers = peers
         self.found = Found()
         self.copied_blocks = self.copied_bytes = 0
         self.is_looking = False
@@ -412,42 +411,3 @@ async def _messages(start: pb.CopyStart, payload: memoryview) -> AsyncIterator[p
     yield pb.CopyRequest(start=start)
     for first in range(0, len(payload), INLINE_CHUNK_BYTES):
         yield pb.CopyRequest(chunk=bytes(payload[first : first + INLINE_CHUNK_BYTES]))
-
-
-class _Peers:
-    """Channels to other nodes."""
-
-    def __init__(self, secret: str | None, credentials: grpc.ChannelCredentials | None) -> None:
-        self._credentials = credentials
-        self.metadata = () if secret is None else (("authorization", f"Bearer {secret}"),)
-        self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
-        self._closing: set[asyncio.Future[None]] = set()
-
-    def stub(self, node: str) -> Any:
-        """The stub for the node at this address."""
-        if node not in self._channels:
-            options = (
-                *keepalive_options(),
-                ("grpc.enable_http_proxy", 0),
-                ("grpc.max_reconnect_backoff_ms", 1000),
-            )
-            if self._credentials is None:
-                channel = grpc.aio.insecure_channel(node, options=options)
-            else:
-                channel = grpc.aio.secure_channel(node, self._credentials, options=options)
-            stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
-            self._channels[node] = channel, stub
-        return self._channels[node][1]
-
-    def keep(self, nodes: Iterable[str]) -> None:
-        """Close channels to nodes that have left."""
-        for node in self._channels.keys() - set(nodes):
-            channel, _ = self._channels.pop(node)
-            self._closing.add(closing := asyncio.ensure_future(channel.close()))
-            closing.add_done_callback(self._closing.discard)
-
-    async def close(self) -> None:
-        """Close all."""
-        for channel, _ in self._channels.values():
-            await channel.close()
-        self._channels.clear()
