@@ -68,7 +68,7 @@ _HAVE = {pb.OFFERED_STORED, pb.OFFERED_STORED_SURELY}
 
 @dataclass(slots=True)
 class Found:
-    """Results of a scan so far."""
+    """Results of a scan."""
 
     one_copy: int = 0  # blocks that this node has not copied yet, or can't
     unsure: int = 0  # of these, those of which a deletion may have been missed
@@ -120,7 +120,8 @@ class Upkeep:
         self.waited = Waited(node.clock)
         self.sureness = Sureness(node.store.drives, lambda: membership.lease)
         self._peers = peers
-        self.found = Found()
+        self.found = Found()  # by the current or last scan, so far
+        self.ended = Found()  # by the last complete one
         self.copied_blocks = self.copied_bytes = 0
         self.is_looking = False
         self.looked = 0  # digest of the map of the last complete scan
@@ -143,7 +144,7 @@ class Upkeep:
     @property
     def has_drained(self) -> bool:
         """Whether the node is draining, and each of its blocks is on its owners."""
-        return self._is_draining() and self.looked == self._membership.digest and not self.found.one_copy
+        return self._is_draining() and self.looked == self._membership.digest and not self.ended.one_copy
 
     async def _run(self) -> None:
         wait_ms = UPKEEP_RETRY_MS // 2
@@ -161,7 +162,7 @@ class Upkeep:
                 self.found.one_copy += 1
             finally:
                 self.is_looking = False
-            self.looked = digest
+            self.looked, self.ended = digest, self.found
             wait_ms = min(2 * wait_ms, UPKEEP_EVERY_MS) if self.found.one_copy else UPKEEP_EVERY_MS
             if self._is_draining():  # a client with an older map may have put a block
                 wait_ms = UPKEEP_RETRY_MS
@@ -398,11 +399,13 @@ def _ended(task: asyncio.Task[None]) -> None:
 def lacking(me: int, block: Block, has: dict[tuple[int, Name], int], *, is_draining: bool) -> list[int]:
     """The owners to which this node should copy a block: none if a node before it in order has the block.
 
-    A draining node relies on no other: when it reports that it may be stopped, each owner has each of its blocks.
+    If this node is sure of the block, one that has it and isn't sure doesn't count: it can't copy. A draining node relies
+    on no other: when it reports that it may be stopped, each owner has each of its blocks.
     """
     owners = block.owners
     before = owners[: owners.index(me)] if me in owners else owners
-    if not is_draining and any(has[owner, block.name] in _HAVE for owner in before):
+    copies = {pb.OFFERED_STORED_SURELY} if block.is_sure else _HAVE
+    if not is_draining and any(has[owner, block.name] in copies for owner in before):
         return []
     return [owner for owner in owners if owner != me and has[owner, block.name] not in _HAVE]
 
