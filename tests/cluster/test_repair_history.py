@@ -143,7 +143,7 @@ class World:
         elif one is None:
             pass
         elif what == "etcd":
-            one.way.is_away = not one.way.is_away
+            one.way.is_away = not one.way.is_away and self.is_followed_without(one)
         elif what in {"link", "client"}:
             other = CLIENT if what == "client" else rng.choice(alive).member.node
             self.network.is_cut ^= {frozenset((one.member.node, other))}
@@ -153,6 +153,14 @@ class World:
         elif what == "full":
             one.store.is_full = not one.store.is_full
         await asyncio.sleep(rng.random() * rng.choice((0.1, 4, 16)))
+
+    def is_followed_without(self, one: Process) -> bool:
+        """Whether another member of a node's map follows etcd: else a client of that map would miss who joins."""
+        return any(
+            other.membership.lease and other.membership.digest == one.membership.digest
+            for other in self.processes.values()
+            if other is not one and not other.way.is_away
+        )
 
     async def lose(self, member: Member, by: Process) -> None:
         """A drive is lost with its node, which is then forgotten."""
@@ -172,12 +180,13 @@ class World:
                     continue
                 now = one.membership.map
                 for name in one.store.blocks.keys() & self.stored.keys() - self.deleting:
-                    if self.stored[name] > loop.time() - OLD_MAP_S:
-                        continue  # put by an old map, perhaps
                     placed_as, replicas = TENANTS[name[0]]
                     owners = {now.members[at].name for at in now.owners(placed_as.encode(), name[1])[:replicas]}
                     having = {member.name for member, store in self.stores.items() if name in store.blocks}
-                    assert owners <= having, f"{one.member.name} drained {one.upkeep.is_looking} {one.upkeep.found} {name} {owners} {having} {[(m.name, m.state) for m in now.members]} {one.is_sure(name)} {self.stored[name]} {loop.time()}"
+                    if self.stored[name] > loop.time() - OLD_MAP_S:  # by an old map, perhaps after the last scan
+                        self.lost |= {name} if having == {one.member.name} else set()
+                    else:
+                        assert owners <= having, "a drained node has what an owner lacks"
                 with suppress(KeyError):
                     del self.stores[one.member]
                     self.drained += 1
