@@ -48,6 +48,7 @@ class World:
         self.stored: dict[Name, float] = {}  # acknowledged and not deleted since, and when
         self.deleting: set[Name] = set()
         self.deleted: set[Name] = set()  # acknowledged
+        self.from_elsewhere: set[tuple[str, Name]] = set()  # deleted blocks that a new node had
         self.lost: set[Name] = set()  # with the only drive that had them
         self.drained = self.nodes = self.keys = 0
         self.is_over = False
@@ -60,7 +61,10 @@ class World:
         if member is None:
             self.nodes += 1
             member = Member(f"node{self.nodes}", f"10.0.0.{self.nodes}:1")
-            self.stores[member] = Store(self.rng)
+            self.stores[member] = store = Store(self.rng)
+            for name in sorted(self.deleted):  # it has stood alone, with what it had from elsewhere
+                store.put(name, BYTES, 0)
+                self.from_elsewhere.add((member.name, name))
         Process(self.etcd, self.network, member, self.stores[member])
 
     def holders(self, name: Name) -> list[Process]:
@@ -81,8 +85,14 @@ class World:
             settled = sorted(self.stored.keys() - self.deleting)
             if settled and self.rng.random() < 0.3:
                 await self.delete(self.rng.choice(settled))
+            elif copied := sorted(self.stored.keys() & self.expected()):  # the worst moment
+                await self.delete(self.rng.choice(copied))
             else:
                 await self.put()
+
+    def expected(self) -> set[Name]:
+        """The blocks of which copies are under way."""
+        return {name for one in self.processes.values() for name in one.upkeep.waited._by_name}
 
     async def put(self) -> None:
         self.keys += 1
@@ -229,7 +239,8 @@ class World:
 
     def check(self) -> None:
         assert not self.missing()
-        undone = [name for name in self.deleted for store in self.stores.values() if name in store.blocks]
+        there = {(member.name, name) for member, store in self.stores.items() for name in store.blocks}
+        undone = {(node, name) for node, name in there - self.from_elsewhere if name in self.deleted}
         assert not undone, "a deletion was undone"
         assert self.network.most_at_once <= AT_ONCE
         for sent in self.network.sent.values():
