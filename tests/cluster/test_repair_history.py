@@ -184,9 +184,9 @@ class World:
         """Stop a node when it says that it may be stopped: all that it has is then on all owners."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.2)
             for one in list(self.processes.values()):
-                if not one.upkeep.has_drained or not one.membership.is_seen or self.rng.random() < 0.5:
+                if not one.upkeep.has_drained or not one.membership.is_seen:
                     continue
                 now = one.membership.map
                 for name in one.store.blocks.keys() & self.stored.keys() - self.deleting:

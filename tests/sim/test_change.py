@@ -91,10 +91,10 @@ def test_two_nodes_that_are_lost_take_what_only_they_had() -> None:
 
 
 def test_who_sends_which_copy() -> None:
-    before = np.array([[1, 2], [3, 1], [1, 3], [2, 3], [2, 3]])
-    left = np.array([[False, True], [True, False], [False, False], [True, True], [True, True]])
-    after = np.array([[2, 4], [3, 4], [4, 5], [4, 2], [4, 5]])
-    assert _copies(before, left, after).tolist() == [[2, 4], [3, 4], [2, 4], [2, 4], [4, 5]]
+    before = np.array([[1, 2], [3, 1], [1, 3], [2, 3], [2, 3], [1, 2]])
+    left = np.array([[False, True], [True, False], [False, False], [True, True], [True, True], [False, True]])
+    after = np.array([[2, 4], [3, 4], [4, 5], [4, 2], [4, 5], [4, 5]])
+    assert _copies(before, left, after).tolist() == [[2, 4], [3, 4], [2, 4], [2, 4], [4, 5], [2, 4], [4, 5]]
 
 
 def test_a_copy_is_made_when_its_sender_and_its_receiver_are_done_with_those_before() -> None:
