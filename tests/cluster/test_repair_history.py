@@ -270,6 +270,7 @@ async def history(seed: int) -> World:
     return world
 
 
+@pytest.mark.timeout(120 + HISTORIES // 5)
 @pytest.mark.parametrize("tenth", range(10))
 def test_whatever_happened_blocks_are_on_their_owners_and_deleted_ones_are_nowhere(tenth: int) -> None:
     async def one(seed: int) -> None:
