@@ -147,7 +147,7 @@ class Upkeep:
         return self._is_draining() and self.looked == self._membership.digest and not self.ended.one_copy
 
     async def _run(self) -> None:
-        wait_ms = UPKEEP_RETRY_MS // 2
+        retry_ms = UPKEEP_RETRY_MS // 2
         while True:
             digest = self._membership.digest
             if await self._changes(digest, UPKEEP_SETTLE_MS) or not self._membership.lease:
@@ -163,11 +163,12 @@ class Upkeep:
             finally:
                 self.is_looking = False
             self.looked, self.ended = digest, self.found
-            wait_ms = min(2 * wait_ms, UPKEEP_EVERY_MS) if self.found.one_copy else UPKEEP_EVERY_MS
+            retry_ms = min(2 * retry_ms, UPKEEP_EVERY_MS) if self.found.one_copy else UPKEEP_RETRY_MS // 2
+            wait_ms = retry_ms if self.found.one_copy else UPKEEP_EVERY_MS
             if self._is_draining():  # a client with an older map may have put a block
                 wait_ms = UPKEEP_RETRY_MS
             if await self._changes(digest, wait_ms):
-                wait_ms = UPKEEP_RETRY_MS // 2
+                retry_ms = UPKEEP_RETRY_MS // 2
 
     def _is_draining(self) -> bool:
         now = self._membership.map
@@ -399,8 +400,8 @@ def _ended(task: asyncio.Task[None]) -> None:
 def lacking(me: int, block: Block, has: dict[tuple[int, Name], int], *, is_draining: bool) -> list[int]:
     """The owners to which this node should copy a block: none if a node before it in order has the block.
 
-    If this node is sure of the block, one that has it and isn't sure doesn't count: it can't copy. A draining node relies
-    on no other: when it reports that it may be stopped, each owner has each of its blocks.
+    If this node is sure of the block, one that has it and isn't sure doesn't count: it can't copy. A draining node
+    relies on no other: when it reports that it may be stopped, each owner has each of its blocks.
     """
     owners = block.owners
     before = owners[: owners.index(me)] if me in owners else owners

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
-from kvstore.cluster.map import Member
 from kvstore.cluster.membership import Membership
 from kvstore.miss import Miss, MissReason
 from kvstore.node.block_calls import BlocksService
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
+    from kvstore.cluster.map import Member
     from kvstore.durability import Durability
     from kvstore.storage.index import Name
 
@@ -58,7 +58,9 @@ class Network:
         self.rng = rng
         self.is_cut: set[frozenset[str]] = set()
         self.processes: dict[str, Process] = {}  # by address
-        self.sent: dict[str, list[tuple[float, int]]] = defaultdict(list)  # copies: by sender, when and how long
+        self.sent: dict[str, list[tuple[float, int]]] = defaultdict(
+            list
+        )  # copies: by sender, when and how long
         self.sending: dict[str, int] = defaultdict(int)
         self.most_at_once = 0
 
@@ -179,7 +181,9 @@ class Store:
         return False
 
     def statistics(self) -> Any:
-        return SimpleNamespace(takes_puts=True, free_bytes=0 if self.is_full else 1 << 40, capacity_bytes=1 << 40)
+        return SimpleNamespace(
+            takes_puts=True, free_bytes=0 if self.is_full else 1 << 40, capacity_bytes=1 << 40
+        )
 
     def put(self, name: Name, length: int, lease: int) -> None:
         self._last += 1
