@@ -180,13 +180,14 @@ def _copies(before: Integers, left: Flags, after: Integers) -> Integers:
 
     The first owner that has it sends; if none has, a former owner sends to the first one, and that one to the others.
     """
-    has = ((before[:, None] == after[:, :, None]) & left[:, None]).any(axis=2)  # by lot and owner
+    is_its: Flags = np.equal(before[:, None], after[:, :, None]) & left[:, None]
+    has: Flags = is_its.max(axis=2)  # by lot and owner
     rows = np.arange(len(before))
     first = after[rows, has.argmax(axis=1)]
     senders = np.repeat(first[:, None], after.shape[1], axis=1)
     senders[:, 0] = before[rows, left.argmax(axis=1)]  # used only if no owner before it has it
     senders[:, 0][has.any(axis=1)] = first[has.any(axis=1)]
-    missing = left.any(axis=1)[:, None] & ~has
+    missing: Flags = left.any(axis=1, keepdims=True) & ~has
     return np.stack([senders[missing], after[missing]], axis=1)
 
 
@@ -196,7 +197,8 @@ def _made_s(copies: Integers, each: float, send_bytes_per_s: float, take_bytes_p
         _nth(copies[:, column]) * each / bytes_per_s
         for column, bytes_per_s in enumerate((send_bytes_per_s, take_bytes_per_s))
     )
-    return np.maximum(sent_s, taken_s)
+    made_s: Reals = np.maximum(sent_s, taken_s)
+    return made_s
 
 
 def _nth(nodes: Integers) -> Integers:

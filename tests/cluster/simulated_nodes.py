@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from grpc.aio import AioRpcError, Metadata
@@ -275,11 +275,11 @@ class Process:
         )
         tenants: Any = SimpleNamespace(names=lambda: TENANTS, placed_as=lambda name: name)
         wires: Any = Wires(network, member.node)
-        self.upkeep = self.node.upkeep = Upkeep(self.node, tenants, self.membership, 2, wires)
+        self.upkeep = self.node.upkeep = Upkeep(cast("Any", self.node), tenants, self.membership, 2, wires)
         gate: Any = SimpleNamespace(
             enter_node=lambda _, __, tenant: SimpleNamespace(id=tenant.encode().ljust(16))
         )
-        self.service: Any = UpkeepService(self.node, gate)
+        self.service: Any = UpkeepService(cast("Any", self.node), gate)
         self._tasks: set[asyncio.Task[Any]] = set()
         network.processes[member.node] = self
         self.membership.start()
