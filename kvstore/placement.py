@@ -1,7 +1,8 @@
 """Which drive of a store, or which node of several, a name belongs to: weighted rendezvous hashing.
 
 Names fall into 8,192 lots, and each lot has its own order of all drives, drawn from their uuids (of nodes, from their
-addresses): the first is the lot's home, the next is used when the first can't accept a block, and so on.
+names): the first is the lot's home, the next is used when the first can't accept a block, and so on. Clusters with more
+lots have `kvstore.cluster.owners` instead.
 
 What always holds:
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["LOTS", "Placement", "lot_of", "lots_of"]
 
 _LOT_BITS: Final = 13
-_LOT_SHIFT: Final = 32 - _LOT_BITS
 LOTS: Final = 1 << _LOT_BITS
 _DRAWS: Final = struct.Struct(f"<{1 << _LOT_BITS}Q")
 _LOG_OF_ALL: Final = 64 * math.log(2)
@@ -44,6 +44,11 @@ class Placement:
     def __init__(self, drives: Sequence[tuple[bytes, int]], zones: Sequence[str] = ()) -> None:
         """`drives` are pairs of uuid and weight; `zones` are the drives' zones, if any."""
         self._orders = _orders_of(tuple(drives), tuple(zones))
+
+    @property
+    def orders(self) -> Sequence[tuple[int, ...]]:
+        """Return the drives for each lot."""
+        return self._orders
 
     @property
     def homes(self) -> bytes:
@@ -88,9 +93,9 @@ def _apart(order: tuple[int, ...], zones: Sequence[str]) -> tuple[int, ...]:
     return (order[0], second, *(at for at in order[1:] if at != second))
 
 
-def lot_of(tenant: bytes, name: bytes) -> int:
-    """Return the lot of a name."""
-    return crc32(tenant + name) >> _LOT_SHIFT
+def lot_of(tenant: bytes, name: bytes, lots: int = LOTS) -> int:
+    """Return the lot of a name, of so many: a power of two."""
+    return crc32(tenant + name) * lots >> 32
 
 
 def lots_of(uuid: bytes, weight: int) -> list[float]:

@@ -48,6 +48,7 @@ from kvstore.limits import (
     ERASE_TIMEOUT_S,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
+    OWNERS_MAX,
     REPLICAS_MAX,
 )
 from kvstore.miss import Miss, MissReason
@@ -367,7 +368,7 @@ class ClusterClient(Handle):
         """Which of these keys each node owns at this rank; a small map may have no such owner."""
         tenant, owners = self.nodes.placed_as(now).encode(), now.owners
         parts: dict[int, list[int]] = defaultdict(list)
-        if rank < len(now.members):
+        if rank < min(OWNERS_MAX, len(now.members) - len(now.draining)) + len(now.draining):
             for at in some:
                 parts[owners(tenant, keys[at])[rank]].append(at)
         return {now.members[place].node: ats for place, ats in parts.items()}
@@ -387,9 +388,9 @@ class ClusterClient(Handle):
         began_ns = _CLOCK.monotonic_ns()
         until_s = began_ns / 1e9 + timeout_s
         now = self.nodes.map
-        staying = len(now.members) - len(now.draining)
+        staying = min(OWNERS_MAX, len(now.members) - len(now.draining))
         ranks = [*range(min(self._replicas + 1, staying))]
-        ranks += range(staying, len(now.members))  # draining members come last
+        ranks += range(staying, staying + len(now.draining))  # draining members come last
         outcomes: list[R | Miss] = [Miss(MissReason.NODE_AWAY, "no member is on the map")] * len(keys)
         lost: dict[int, list[str]] = defaultdict(list)  # the owners that should have a block and don't
         left: Sequence[int] = range(len(keys))

@@ -18,6 +18,7 @@ from kvstore.client.channel import open_channel
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.errors import ConfigError
 from kvstore.limits import FOLLOW_RETRY_MS, WATCH_HEARTBEAT_MS
+from kvstore.placement import LOTS
 from kvstore.wire import cluster_pb2 as pb
 from kvstore.wire import cluster_pb2_grpc
 
@@ -39,7 +40,7 @@ def map_of(told: pb.MapResponse) -> Map:
         for some in (told.members, told.absent)
     )
     placed_as = told.placed_as if told.HasField("placed_as") else None
-    return Map.of(told.revision, members, told.members_digest, placed_as, absent)
+    return Map.of(told.revision, members, told.members_digest, placed_as, absent, told.lots or LOTS)
 
 
 class Following:
@@ -101,7 +102,7 @@ class Following:
         try:
             with open_channel(self._reach.at(node)) as channel:
                 stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
-                call = stub.Map(pb.MapRequest(tenant=self._reach.tenant))
+                call = stub.Map(pb.MapRequest(tenant=self._reach.tenant, places_by_lots=True))
                 watchdog = _Watchdog(call, self._reach.call_timeout_s)
                 with self._changed:
                     if self._closed:

@@ -12,15 +12,16 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from kvstore.cluster.owners import Owners
 from kvstore.errors import ConfigError
-from kvstore.limits import CLUSTER_WEIGHT_MAX
-from kvstore.placement import Placement, lot_of
+from kvstore.limits import CLUSTER_LOTS_MAX, CLUSTER_WEIGHT_MAX, OWNERS_MAX
+from kvstore.placement import LOTS, Placement, lot_of
 from kvstore.reach import split_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["DRAINING", "Map", "Member"]
+__all__ = ["DRAINING", "TOO_OLD", "Map", "Member", "lots_in", "lots_record"]
 
 DRAINING: Final = "draining"
 
@@ -65,14 +66,33 @@ class Member:
             raise ConfigError("That is no record of a member.") from error
 
 
-@lru_cache(
-    maxsize=8
-)  # for a hundred nodes it takes 0.3 s, and most maps have the same nodes as the one before
-def _placement(nodes: tuple[tuple[bytes, int], ...], zones: tuple[str, ...]) -> Placement:
-    return Placement(nodes, zones)
+# Clients of versions with another placement get these members instead of the real ones, so all their calls fail, with
+# this address in the message; nodes of such versions find the first. Two copies need two of them.
+TOO_OLD: Final = tuple(
+    Member(f"lots {port}", f"needs-a-later-version-of-triggerkv.invalid:{port}", CLUSTER_WEIGHT_MAX)
+    for port in (1, 2)
+)
 
 
-def _typed(kind: object, value: object) -> object:
+def lots_record(lots: int) -> bytes:
+    """The record of a cluster's number of lots."""
+    return json.dumps(asdict(TOO_OLD[0]) | {"lots": lots}, separators=(",", ":")).encode()
+
+
+def lots_in(record: bytes) -> int:
+    """The number in such a record; ConfigError if it is invalid."""
+    try:
+        return Map(0, lots=int(_typed("int", json.loads(record)["lots"]))).lots
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError("That is no record of a cluster's number of lots.") from error
+
+
+@lru_cache(maxsize=4)  # most maps have the same nodes as the one before
+def _placement(nodes: tuple[tuple[bytes, int], ...], zones: tuple[str, ...], lots: int) -> Placement | Owners:
+    return Placement(nodes, zones) if lots == LOTS else Owners(nodes, zones, lots)
+
+
+def _typed(kind: object, value: Any) -> Any:
     wanted = int if kind == "int" else str
     if type(value) is not wanted:
         raise TypeError
@@ -88,6 +108,14 @@ class Map:
     digest: int = 0  # of the members, their leases and the absent nodes; 0: unknown
     absent: tuple[Member, ...] = ()  # that were members, and may come back with what they have
     placed_as: str | None = None  # what stands for a client's tenant; None: what it calls itself
+    lots: int = LOTS  # into which names fall: of the cluster, for good
+
+    def __post_init__(self) -> None:
+        """ConfigError if the number of lots is invalid."""
+        if not LOTS <= self.lots <= CLUSTER_LOTS_MAX or self.lots & (self.lots - 1):
+            raise ConfigError(
+                f"A cluster has {LOTS} to {CLUSTER_LOTS_MAX} lots, a power of two, not {self.lots}."
+            )
 
     @classmethod
     def of(
@@ -97,6 +125,7 @@ class Map:
         digest: int = 0,
         placed_as: str | None = None,
         absent: Iterable[Member] = (),
+        lots: int = LOTS,
     ) -> Map:
         """In the one order that a map has; of two members at one address the later name is left out."""
         by_node: dict[str, Member] = {}
@@ -104,9 +133,8 @@ class Map:
             by_node.setdefault(member.node, member)
         there = tuple(sorted(by_node.values()))
         names = {one.name for one in there}
-        return cls(
-            revision, there, digest, tuple(sorted(one for one in absent if one.name not in names)), placed_as
-        )
+        away = tuple(sorted(one for one in absent if one.name not in names))
+        return cls(revision, there, digest, away, placed_as, lots)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -124,11 +152,11 @@ class Map:
         return tuple(at for at in range(len(self.members)) if at not in self.draining)
 
     @cached_property
-    def _placement(self) -> Placement:
+    def _placement(self) -> Placement | Owners:
         staying = [self.members[at] for at in self._staying]
         zones = tuple(one.zone for one in staying)
         nodes = tuple((one.name.encode(), one.weight) for one in staying)
-        return _placement(nodes, zones if len(set(zones)) > 1 else ())
+        return _placement(nodes, zones if len(set(zones)) > 1 else (), self.lots)
 
     def home(self, tenant: str, user: str) -> Member | None:
         """The member that stores a user's KV; None if the map is empty."""
@@ -137,19 +165,29 @@ class Map:
         return self.members[self.owners(tenant.encode(), user.encode())[0]]
 
     def owners(self, tenant: bytes, key: bytes) -> tuple[int, ...]:
-        """The owners of a block as indices of members, the first owner first; draining ones come last.
+        """The first owners of a block as indices of members, at most `OWNERS_MAX`; then all that are draining.
 
         The map must not be empty.
         """
-        return self.owners_of(lot_of(tenant, key))
+        return self.owners_of(self.lot_of(tenant, key))
+
+    def lot_of(self, tenant: bytes, key: bytes) -> int:
+        """The lot that a block, or a user, falls into."""
+        return lot_of(tenant, key, self.lots)
 
     def owners_of(self, lot: int) -> tuple[int, ...]:
-        """The same for a lot of the placement."""
-        order = self._placement.order_of(lot)
+        """The owners of a lot's blocks."""
+        order = self._placement.order_of(lot)[:OWNERS_MAX]
         return order if not self.draining else tuple(self._staying[at] for at in order) + self.draining
 
+    def orders(self) -> Iterator[tuple[int, ...]]:
+        """The owners of all lots' blocks."""
+        placement, staying, draining = self._placement, self._staying, self.draining
+        orders = placement.orders().tolist() if isinstance(placement, Owners) else placement.orders
+        return ((*(staying[at] for at in order[:OWNERS_MAX]), *draining) for order in orders)
+
     def shares(self) -> list[float]:
-        """Each member's share of all users."""
-        homes = self._placement.homes if self.members else b""
-        share = {at: homes.count(number) / len(homes) for number, at in enumerate(self._staying)}
-        return [share.get(place, 0.0) for place in range(len(self.members))]
+        """Each member's share of all users, by its weight; what it has differs by chance (docs/cluster.md)."""
+        total = sum(self.members[at].weight for at in self._staying)
+        staying = frozenset(self._staying)
+        return [one.weight / total if at in staying else 0.0 for at, one in enumerate(self.members)]

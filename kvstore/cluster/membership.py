@@ -5,6 +5,8 @@ lease's time after it is back, unless all members reappear sooner; likewise if a
 time: members are removed one at a time. A lease is kept alive for as long as it exists. A node whose record was
 replaced by another process leaves the record to that process, and reports that until it is restarted. Each step ends
 within etcd's deadline, and is retried a moment later.
+All members place by one number of lots, which the cluster's first member writes to etcd; without that record, a node of
+an earlier version was the first, and the number is 8,192.
 What it doesn't do: affect the path of a block. A node serves the same blocks whether it is a member or not.
 """
 
@@ -19,10 +21,11 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.cluster.etcd import EtcdAway
-from kvstore.cluster.map import Map, Member
+from kvstore.cluster.map import Map, Member, lots_in, lots_record
 from kvstore.cluster.primacy import Primacy
 from kvstore.errors import ConfigError
-from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_RETRY_MS, ETCD_CALL_MS
+from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_LOTS, CLUSTER_RETRY_MS, ETCD_CALL_MS
+from kvstore.placement import LOTS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -37,7 +40,11 @@ log = logging.getLogger(__name__)
 
 # After the last time that a lease was kept it may have been away for longer than since a call to it failed.
 _LONG_AWAY_MS = CLUSTER_LEASE_S * 1000 - CLUSTER_KEEP_MS - ETCD_CALL_MS
-_NODES, _KNOWN = b"nodes/", b"known/"  # members, under their leases; and all that have been members, for good
+_KNOWN = b"known/"  # all that have been members, for good
+# Members, under their leases. Earlier versions know only the first. There a cluster with another number of lots
+# has that number: to such nodes the record is a member that can't be reached (`TOO_OLD`).
+_EARLY, _MEMBERS = b"nodes/", b"members/"
+_LOTS = _EARLY + b"lots"
 _GONE = "its folder's node was drained or forgotten: start it with an empty folder"
 _REPLACED = "another process has taken its place: has its folder been copied?"
 
@@ -89,6 +96,10 @@ class Membership:
         self._folder = etcd.reach.folder
         self._member: Member | None = None
         self.map = Map(0)
+        self.lots = 0  # of the cluster; 0: not known yet
+        self._lacks_lots = False  # etcd has no record of them, and this node must write it
+        self._has_list = asyncio.Event()
+        self._early: set[bytes] = set()  # records of nodes of an earlier version, which can't be members
         self.primacy = Primacy(etcd, clock)  # by what is listed, held back or not
         self.outside = "it has not joined yet"  # why it is no member; "" if it is one
         self._away_since_ns: int | None = None
@@ -186,8 +197,13 @@ class Membership:
 
     # --- being a member
 
+    @property
+    def _members(self) -> bytes:
+        """The prefix of the members' records."""
+        return self._folder + (_EARLY if self.lots in {0, LOTS} else _MEMBERS)
+
     def _key(self, member: Member) -> bytes:
-        return self._folder + _NODES + member.name.encode()
+        return self._members + member.name.encode()
 
     def _known(self, member: Member) -> bytes:
         return self._folder + _KNOWN + member.name.encode()
@@ -210,6 +226,7 @@ class Membership:
                 if not await self._etcd.keep(lease):
                     lease = 0
                     continue
+                await self._agree_on_lots()
                 if self._found_lease != lease:  # else it may be our own of an earlier lease, which has an end
                     member = self._member or member  # it may be in another state by now
                     again = self._joined_at > 0
@@ -231,6 +248,15 @@ class Membership:
             except EtcdAway as error:
                 await self._retry(error)
 
+    async def _agree_on_lots(self) -> None:
+        """Make sure that the cluster has a number of lots: the first member's, also after etcd has lost it."""
+        await self._has_list.wait()
+        if self._lacks_lots:
+            key = self._folder + _LOTS
+            await self._etcd.put(key, lots_record(self.lots or CLUSTER_LOTS), 0, only_new=True)
+            self.lots = lots_in((await self._etcd.value(key)).value)
+            self._lacks_lots = False
+
     # --- following the map
 
     async def _follow(self) -> None:
@@ -245,17 +271,30 @@ class Membership:
 
     def _take(self, listed: Listed) -> None:
         members, known = list[Member](), list[Member]()
+        try:
+            self._take_lots(listed)
+        except ConfigError as error:
+            self.outside = str(error)
+            log.error("the cluster's map can't be followed: %s", error)  # noqa: TRY400 - it says all
+            return
+        early = set()
         for key, (value, _) in listed.values.items():
-            kind = members if key.startswith(self._folder + _NODES) else known
+            kind = members if key.startswith(self._members) else known
+            if kind is known and key.startswith(self._folder + _EARLY):
+                early |= {key} - {self._folder + _LOTS}
+                continue
             try:
                 kind.append(Member.decoded(value))
             except ConfigError:
                 log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
+        for key in early - self._early:
+            log.error("%s is a node of a version that is too old for this cluster: upgrade it", key.decode())
+        self._early = early
         if self._member is not None:
             self._look_for_ourselves(self._member, listed)
             found = self._found_lease if self._found_lease in self.leases else 0
             self.primacy.listed(
-                Map.of(listed.revision, members),
+                Map.of(listed.revision, members, lots=self.lots or LOTS),
                 top=listed.top,
                 count=len(listed.values),
                 has_gap=not listed.is_told,
@@ -263,7 +302,8 @@ class Membership:
             )
         if listed.revision <= self.map.revision or self._is_held_back(members):
             return  # a list held back is listed again
-        before, self.map = self.map, Map.of(listed.revision, members, absent=known)
+        now = Map.of(listed.revision, members, absent=known, lots=self.lots or LOTS)
+        before, self.map = self.map, now
         self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
         self.digest = digest_of(self.map.members, self.lease_of, self.map.absent)
         if (before.members, before.absent) != (self.map.members, self.map.absent):
@@ -273,6 +313,17 @@ class Membership:
             log.info("the cluster's nodes: %s; absent: %s", there, absent)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def _take_lots(self, listed: Listed) -> None:
+        """Take the number of lots; ConfigError if its record can't be read."""
+        record, _ = listed.values.get(self._folder + _LOTS, (b"", 0))
+        if record:
+            self.lots, self._lacks_lots = lots_in(record), False
+        elif not self.lots and listed.values:
+            self.lots = LOTS
+        else:
+            self._lacks_lots = self.lots != LOTS
+        self._has_list.set()
 
     def _is_held_back(self, members: Iterable[Member]) -> bool:
         """Whether missing members may be back in a moment: all of them after etcd is back, otherwise all but the first.

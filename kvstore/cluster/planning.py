@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.limits import UPKEEP_BYTES_PER_S
-from kvstore.placement import LOTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,18 +35,18 @@ class Plan:
     @classmethod
     def of(cls, before: Map, after: Map, stored: Mapping[str, int], replicas: int) -> Plan:
         """The plan from one map to another, given the bytes on each node now."""
-        copies = LOTS * min(replicas, len(before.members) - len(before.draining))
+        copies = before.lots * min(replicas, len(before.members) - len(before.draining))
         each = sum(stored.values()) / copies if copies else 0.0
         sends = dict.fromkeys((one.node for one in after.members), 0.0)
         receives = dict(sends)
-        for lot in range(LOTS):
-            had = [before.members[at].node for at in before.owners_of(lot)[:replicas]]
-            new = [after.members[at] for at in after.owners_of(lot)[:replicas]]
-            leaving = [one.node for one in after.members if one.state == DRAINING and one.node in had]
-            for one in new:
-                if one.node not in had:
-                    sends[(leaving or had)[0]] += each
-                    receives[one.node] += each
+        had_at, new_at = ([one.node for one in some.members] for some in (before, after))
+        leaving = {one.node for one in after.members if one.state == DRAINING}
+        for owners, later in zip(before.orders(), after.orders(), strict=True):
+            had = [had_at[at] for at in owners[:replicas]]
+            for node in (new_at[at] for at in later[:replicas]):
+                if node not in had:
+                    sends[next((one for one in had if one in leaving), had[0])] += each
+                    receives[node] += each
         return cls(*({node: round(some) for node, some in rows.items()} for rows in (sends, receives)))
 
 
@@ -58,4 +57,4 @@ def with_change(now: Map, node: str) -> Map:
     else:
         weights = sorted(one.weight for one in now.members) or [1]
         changed = [*now.members, Member(f"planned {node}", node, weights[len(weights) // 2])]
-    return Map.of(now.revision, changed)
+    return Map.of(now.revision, changed, lots=now.lots)

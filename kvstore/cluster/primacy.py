@@ -1,6 +1,6 @@
 """Whether this node may order the sessions of a user now, and in which epoch: at most one node may, at any moment.
 
-Users fall into the 8,192 lots of the placement. For each lot that was ever used etcd has a record: the node that orders
+Users fall into the lots of the cluster. For each lot that was ever used etcd has a record: the node that orders
 its sessions, and the lot's epoch, which is one higher with each change of that node. A session records the epoch in
 which it was written (`kvstore.wire.manifest`); a session of another epoch counts as missing, so a node that was away
 never serves a stale one when it is back.
@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from kvstore.cluster.etcd import EtcdAway
 from kvstore.errors import DeadlineExceeded, WrongEpoch
 from kvstore.limits import CLUSTER_CONFIRM_MS, SESSIONS_KNOWN_MS, SESSIONS_RETRY_MS, SESSIONS_TAKING_MS
-from kvstore.placement import lot_of
 
 if TYPE_CHECKING:
     from kvstore.clock import Clock
@@ -121,8 +120,8 @@ class Primacy:
 
     async def enter(self, tenant: str, user: str) -> Term:
         """The term in which this node orders a user's sessions; WrongEpoch if it doesn't now."""
-        lot = lot_of(tenant.encode(), user.encode())
         self._check_home(tenant, user)
+        lot = self._views[-1][1].lot_of(tenant.encode(), user.encode())
         if (epoch := self._terms.get(lot)) is None:
             epoch = await self._take(lot, tenant, user)
         return Term(lot, epoch)

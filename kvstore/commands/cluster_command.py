@@ -56,6 +56,7 @@ def show(reach: Reach, *, as_json: bool) -> int:
         said = {
             "clustered": told.clustered,
             "revision": now.revision,
+            "lots": now.lots,
             "members": members,
             "absent": [{"name": one.name, "node": one.node, "version": one.version} for one in now.absent],
             "etcd_away_ms": told.etcd_away_ms,
@@ -93,7 +94,7 @@ def _explained(doing: str, reach: Reach, failure: grpc.RpcError) -> KvError:
 def _ask(reach: Reach, node: str) -> pb.MapResponse:
     with open_channel(reach.at(node)) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
-        call = stub.Map(pb.MapRequest(tenant=reach.tenant), timeout=reach.call_timeout_s)
+        call = stub.Map(pb.MapRequest(tenant=reach.tenant, places_by_lots=True), timeout=reach.call_timeout_s)
         told: pb.MapResponse = next(call)
         call.cancel()
         return told

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.cluster.map import DRAINING, Map
+from kvstore.cluster.map import DRAINING, TOO_OLD, Map
 from kvstore.limits import WATCH_HEARTBEAT_MS
 from kvstore.node.calls import refusals
 from kvstore.node.inline import deadline
+from kvstore.placement import LOTS
 from kvstore.wire import cluster_pb2 as pb
 from kvstore.wire import cluster_pb2_grpc
 
@@ -39,6 +40,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 return
             while True:
                 now = membership.map
+                if now.lots != LOTS and not request.places_by_lots:
+                    now = Map.of(now.revision, TOO_OLD)  # it would compute other owners
                 async with deadline("A client of the map"):
                     await context.write(_told(membership, self._node.upkeep, now, known, placed_as))
                 if not now.revision:
@@ -58,7 +61,7 @@ def _told(
         told.upkeep.copied_blocks, told.upkeep.copied_bytes = upkeep.copied_blocks, upkeep.copied_bytes
     if now.revision > known.revision:
         told.members_digest, told.placed_as = membership.digest, placed_as
-        told.revision = now.revision
+        told.revision, told.lots = now.revision, now.lots
         for rows, some in ((told.members, now.members), (told.absent, now.absent)):
             for one in some:
                 rows.add(

@@ -280,13 +280,14 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
     node.membership = Membership(Etcd(cluster.etcd), node.clock)
     if (told := cluster.upkeep) is None:
         return
+    from kvstore.node.peers import Peers  # noqa: PLC0415 - the same
     from kvstore.node.upkeep import Upkeep  # noqa: PLC0415 - the same
 
     secret, ca = told.secret, told.ca
     if secret is not None:
         gate.tenants.node_sha256 = token_digest(secret)
     credentials = None if ca is None else grpc.ssl_channel_credentials(ca, **_shown_to_nodes(config))
-    node.upkeep = Upkeep(node, gate.tenants, node.membership, told.replicas, secret, credentials)
+    node.upkeep = Upkeep(node, gate.tenants, node.membership, told.replicas, Peers(secret, credentials))
 
 
 def _member(store: Store, cluster: ClusterConfig, address: str) -> Member:

@@ -44,16 +44,16 @@ from kvstore.node.landing import pages_of
 from kvstore.node.upkeep_calls import UPKEEP, Waited
 from kvstore.storage.items import GetItem
 from kvstore.storage.sealing import NO_DOMAIN
-from kvstore.wire import kvstore_pb2, upkeep_pb2_grpc
+from kvstore.wire import kvstore_pb2
 from kvstore.wire import upkeep_pb2 as pb
-from kvstore.wire.keepalive import keepalive_options
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from kvstore.cluster.map import Map
     from kvstore.cluster.membership import Membership
     from kvstore.node.node import Node
+    from kvstore.node.peers import Peers
     from kvstore.node.tenants import Tenants
     from kvstore.storage.drive import Drive
     from kvstore.storage.index import Entry, Name
@@ -68,7 +68,7 @@ _HAVE = {pb.OFFERED_STORED, pb.OFFERED_STORED_SURELY}
 
 @dataclass(slots=True)
 class Found:
-    """Results of a scan so far."""
+    """Results of a scan."""
 
     one_copy: int = 0  # blocks that this node has not copied yet, or can't
     unsure: int = 0  # of these, those of which a deletion may have been missed
@@ -112,16 +112,16 @@ class Upkeep:
         tenants: Tenants,
         membership: Membership,
         replicas: int,
-        secret: str | None,
-        credentials: grpc.ChannelCredentials | None,
+        peers: Peers,
     ) -> None:
-        """`replicas`: for tenants without a number; `secret` and `credentials` (for TLS): for calls to other nodes."""
+        """`replicas`: for tenants without a number."""
         self.replicas = replicas
         self._node, self._tenants, self._membership = node, tenants, membership
         self.waited = Waited(node.clock)
         self.sureness = Sureness(node.store.drives, lambda: membership.lease)
-        self._peers = _Peers(secret, credentials)
-        self.found = Found()
+        self._peers = peers
+        self.found = Found()  # by the current or last scan, so far
+        self.ended = Found()  # by the last complete one
         self.copied_blocks = self.copied_bytes = 0
         self.is_looking = False
         self.looked = 0  # digest of the map of the last complete scan
@@ -144,10 +144,10 @@ class Upkeep:
     @property
     def has_drained(self) -> bool:
         """Whether the node is draining, and each of its blocks is on its owners."""
-        return self._is_draining() and self.looked == self._membership.digest and not self.found.one_copy
+        return self._is_draining() and self.looked == self._membership.digest and not self.ended.one_copy
 
     async def _run(self) -> None:
-        wait_ms = UPKEEP_RETRY_MS // 2
+        retry_ms = UPKEEP_RETRY_MS // 2
         while True:
             digest = self._membership.digest
             if await self._changes(digest, UPKEEP_SETTLE_MS) or not self._membership.lease:
@@ -162,12 +162,13 @@ class Upkeep:
                 self.found.one_copy += 1
             finally:
                 self.is_looking = False
-            self.looked = digest
-            wait_ms = min(2 * wait_ms, UPKEEP_EVERY_MS) if self.found.one_copy else UPKEEP_EVERY_MS
+            self.looked, self.ended = digest, self.found
+            retry_ms = min(2 * retry_ms, UPKEEP_EVERY_MS) if self.found.one_copy else UPKEEP_RETRY_MS // 2
+            wait_ms = retry_ms if self.found.one_copy else UPKEEP_EVERY_MS
             if self._is_draining():  # a client with an older map may have put a block
                 wait_ms = UPKEEP_RETRY_MS
             if await self._changes(digest, wait_ms):
-                wait_ms = UPKEEP_RETRY_MS // 2
+                retry_ms = UPKEEP_RETRY_MS // 2
 
     def _is_draining(self) -> bool:
         now = self._membership.map
@@ -399,11 +400,13 @@ def _ended(task: asyncio.Task[None]) -> None:
 def lacking(me: int, block: Block, has: dict[tuple[int, Name], int], *, is_draining: bool) -> list[int]:
     """The owners to which this node should copy a block: none if a node before it in order has the block.
 
-    A draining node relies on no other: when it reports that it may be stopped, each owner has each of its blocks.
+    If this node is sure of the block, one that has it and isn't sure doesn't count: it can't copy. A draining node
+    relies on no other: when it reports that it may be stopped, each owner has each of its blocks.
     """
     owners = block.owners
     before = owners[: owners.index(me)] if me in owners else owners
-    if not is_draining and any(has[owner, block.name] in _HAVE for owner in before):
+    copies = {pb.OFFERED_STORED_SURELY} if block.is_sure else _HAVE
+    if not is_draining and any(has[owner, block.name] in copies for owner in before):
         return []
     return [owner for owner in owners if owner != me and has[owner, block.name] not in _HAVE]
 
@@ -412,42 +415,3 @@ async def _messages(start: pb.CopyStart, payload: memoryview) -> AsyncIterator[p
     yield pb.CopyRequest(start=start)
     for first in range(0, len(payload), INLINE_CHUNK_BYTES):
         yield pb.CopyRequest(chunk=bytes(payload[first : first + INLINE_CHUNK_BYTES]))
-
-
-class _Peers:
-    """Channels to other nodes."""
-
-    def __init__(self, secret: str | None, credentials: grpc.ChannelCredentials | None) -> None:
-        self._credentials = credentials
-        self.metadata = () if secret is None else (("authorization", f"Bearer {secret}"),)
-        self._channels: dict[str, tuple[grpc.aio.Channel, Any]] = {}
-        self._closing: set[asyncio.Future[None]] = set()
-
-    def stub(self, node: str) -> Any:
-        """The stub for the node at this address."""
-        if node not in self._channels:
-            options = (
-                *keepalive_options(),
-                ("grpc.enable_http_proxy", 0),
-                ("grpc.max_reconnect_backoff_ms", 1000),
-            )
-            if self._credentials is None:
-                channel = grpc.aio.insecure_channel(node, options=options)
-            else:
-                channel = grpc.aio.secure_channel(node, self._credentials, options=options)
-            stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
-            self._channels[node] = channel, stub
-        return self._channels[node][1]
-
-    def keep(self, nodes: Iterable[str]) -> None:
-        """Close channels to nodes that have left."""
-        for node in self._channels.keys() - set(nodes):
-            channel, _ = self._channels.pop(node)
-            self._closing.add(closing := asyncio.ensure_future(channel.close()))
-            closing.add_done_callback(self._closing.discard)
-
-    async def close(self) -> None:
-        """Close all."""
-        for channel, _ in self._channels.values():
-            await channel.close()
-        self._channels.clear()

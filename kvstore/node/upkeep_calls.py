@@ -224,9 +224,9 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
             is_seen = membership.is_seen
             return pb.DrainResponse(
                 looked=is_seen and upkeep.looked == membership.digest,
-                left=upkeep.found.one_copy,
-                unsure=upkeep.found.unsure,
-                full=upkeep.found.full,
+                left=upkeep.ended.one_copy,
+                unsure=upkeep.ended.unsure,
+                full=upkeep.ended.full,
                 copied_blocks=upkeep.copied_blocks,
             )
         raise AssertionError

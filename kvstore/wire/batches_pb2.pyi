@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b ad79cd2af6e295ec7d1af3230ac8b8de
+# Generated from proto sources with BLAKE2b b16729da615fd22344b06bb627ba5c85
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b ad79cd2af6e295ec7d1af3230ac8b8de
+# Generated from proto sources with BLAKE2b b16729da615fd22344b06bb627ba5c85
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -8,13 +8,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class MapRequest(_message.Message):
-    __slots__ = ("tenant",)
+    __slots__ = ("tenant", "places_by_lots")
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    PLACES_BY_LOTS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
-    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+    places_by_lots: bool
+    def __init__(self, tenant: _Optional[str] = ..., places_by_lots: bool = ...) -> None: ...
 
 class MapResponse(_message.Message):
-    __slots__ = ("clustered", "revision", "members", "etcd_away_ms", "outside", "members_digest", "placed_as", "absent", "upkeep")
+    __slots__ = ("clustered", "revision", "members", "etcd_away_ms", "outside", "members_digest", "placed_as", "absent", "lots", "upkeep")
     CLUSTERED_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +25,7 @@ class MapResponse(_message.Message):
     MEMBERS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PLACED_AS_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    LOTS_FIELD_NUMBER: _ClassVar[int]
     UPKEEP_FIELD_NUMBER: _ClassVar[int]
     clustered: bool
     revision: int
@@ -32,8 +35,9 @@ class MapResponse(_message.Message):
     members_digest: int
     placed_as: str
     absent: _containers.RepeatedCompositeFieldContainer[ClusterMember]
+    lots: int
     upkeep: UpkeepState
-    def __init__(self, clustered: bool = ..., revision: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., etcd_away_ms: _Optional[int] = ..., outside: _Optional[str] = ..., members_digest: _Optional[int] = ..., placed_as: _Optional[str] = ..., absent: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., upkeep: _Optional[_Union[UpkeepState, _Mapping]] = ...) -> None: ...
+    def __init__(self, clustered: bool = ..., revision: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., etcd_away_ms: _Optional[int] = ..., outside: _Optional[str] = ..., members_digest: _Optional[int] = ..., placed_as: _Optional[str] = ..., absent: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., lots: _Optional[int] = ..., upkeep: _Optional[_Union[UpkeepState, _Mapping]] = ...) -> None: ...
 
 class UpkeepState(_message.Message):
     __slots__ = ("replicas", "one_copy", "unsure", "full", "copied_blocks", "copied_bytes", "looking")

@@ -1,8 +1,8 @@
 """The cost of a cluster's change when nodes are lost or join: which blocks have one copy, for how long, and the load.
 
-Blocks are placed as in the product: in 8,192 lots, each on the first nodes of its order. When the members change, a
-node with a lot's blocks sends them to the owners that lack them, by the product's rule and at the product's rate. The
-loss is repeated several times, each time with other nodes.
+Blocks are placed as in a new cluster of the product: in 524,288 lots, each on the first nodes of its order. When the
+members change, a node with a lot's blocks sends them to the owners that lack them, by the product's rule and at the
+product's rate. The loss is repeated several times, each time with other nodes.
 
 What always holds: owners follow the product's placement, which a test compares lot by lot; the bytes that are moved
 agree with `kvstore cluster plan`. The same arguments give the same result.
@@ -15,15 +15,13 @@ repeated, calls and copies that slow each other down, a node without room for it
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sim.replay.events import LOTS
-from sim.replay.placement import orders
+from sim.replay.placement import CLUSTER_LOTS, cluster_orders
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 
     Integers = npt.NDArray[np.int64]
     Flags = npt.NDArray[np.bool_]
+    Reals = npt.NDArray[np.float64]
 
 __all__ = ["Change", "Changed", "Trial", "change"]
 
@@ -110,31 +109,42 @@ def change(cluster: Cluster, terms: Change) -> Changed:
     if terms.lose >= nodes or terms.lose > cluster.nodes:
         raise OutOfRange("--lose-nodes", terms.lose, "nodes", f"of the {cluster.nodes}, with one left")
     require("nodes, with --join-nodes,", nodes, "nodes", 1, _NODES_MAX)
-    places = [(b"node-%d:7070" % number, 1) for number in range(nodes)]
-    order = orders(places, terms.replicas + max(terms.lose, terms.join))
+    names = [b"node-%d:7070" % number for number in range(nodes)]
+    order = cluster_orders(names, terms.replicas + max(terms.lose, terms.join))
     rng = np.random.default_rng(terms.seed)
-    trials = tuple(_trial(cluster, terms, order, rng) for _ in range(terms.trials))
+    known: dict[bytes, tuple[Integers, Reals]] = {}
+    trials = tuple(_trial(cluster, terms, order, rng, known) for _ in range(terms.trials))
     return Changed(trials, terms.busy * cluster.nodes * terms.popular_share)
 
 
-def _trial(cluster: Cluster, terms: Change, order: Integers, rng: np.random.Generator) -> Trial:
+def _trial(
+    cluster: Cluster,
+    terms: Change,
+    order: Integers,
+    rng: np.random.Generator,
+    known: dict[bytes, tuple[Integers, Reals]],
+) -> Trial:
+    """`known` has the copies of earlier trials, and their times, by which nodes are alive."""
     nodes = cluster.nodes + terms.join
     old = np.arange(nodes) < cluster.nodes
     alive = np.ones(nodes, dtype=bool)
     alive[rng.choice(cluster.nodes, terms.lose, replace=False)] = False
     before, after = (_owners(order, there, terms.replicas) for there in (old, alive))
     left = alive[before]
-    copies = _copies(before, left, after)
     mean = before.size / cluster.nodes  # copies of lots on a node, before
     each = terms.stored_bytes / mean
-    made_s = _made_s(copies, each, terms.copy_bytes_per_s, _put_bytes_per_s(cluster))
+    if (which := alive.tobytes()) not in known:
+        changed = ~left.all(axis=1) | (before[:, : after.shape[1]] != after).any(axis=1)
+        copies = _copies(before[changed], left[changed], after[changed])
+        known[which] = copies, _made_s(copies, each, terms.copy_bytes_per_s, _put_bytes_per_s(cluster))
+    copies, made_s = known[which]
     kept = left.any(axis=1)
     found_first = (after[:, :1] == before).any(axis=1)
-    popular = rng.integers(0, LOTS, terms.popular_blocks)
+    popular = rng.integers(0, CLUSTER_LOTS, terms.popular_blocks)
     busy = terms.busy * cluster.nodes
 
     def loads(owners: Integers) -> tuple[float, float]:
-        usual = np.bincount(owners[:, 0], minlength=nodes) / LOTS
+        usual = np.bincount(owners[:, 0], minlength=nodes) / CLUSTER_LOTS
         of_prefix = np.bincount(owners[popular, 0], minlength=nodes) / terms.popular_blocks
         mixed = (1 - terms.popular_share) * usual + terms.popular_share * of_prefix
         return busy * float(usual.max()), busy * float(mixed.max())
@@ -144,16 +154,16 @@ def _trial(cluster: Cluster, terms: Change, order: Integers, rng: np.random.Gene
         lost_share=1 - float(kept.mean()),
         short_share=float((kept & ~left.all(axis=1)).mean()),
         moved_bytes=each * len(copies),
-        senders=len({sender for sender, _ in copies}),
-        receivers=len({receiver for _, receiver in copies}),
-        half_s=terms.noticed_s + float(np.quantile(made_s, 0.5, method="higher")) if made_s else 0.0,
-        safe_s=terms.noticed_s + max(made_s) if made_s else 0.0,
+        senders=len(np.unique(copies[:, 0])),
+        receivers=len(np.unique(copies[:, 1])),
+        half_s=terms.noticed_s + float(np.quantile(made_s, 0.5, method="higher")) if len(made_s) else 0.0,
+        safe_s=terms.noticed_s + float(made_s.max()) if len(made_s) else 0.0,
         asked_twice_share=float((kept & ~found_first).mean()),
         fullest_before=float(np.bincount(before.ravel()).max()) / mean,
         fullest_after=float(np.bincount(after.ravel()).max()) / mean,
         busiest_before=busiest_before,
         busiest_after=busiest_after,
-        copying=terms.copy_bytes_per_s / cluster.node_get_bytes_per_s if copies else 0.0,
+        copying=terms.copy_bytes_per_s / cluster.node_get_bytes_per_s if len(copies) else 0.0,
         popular_before=popular_before,
         popular_after=popular_after,
     )
@@ -165,36 +175,39 @@ def _owners(order: Integers, there: Flags, replicas: int) -> Integers:
     return np.take_along_axis(order, first, 1)[:, : min(replicas, int(there.sum()))]
 
 
-def _copies(before: Integers, left: Flags, after: Integers) -> list[tuple[int, int]]:
+def _copies(before: Integers, left: Flags, after: Integers) -> Integers:
     """Sender and receiver of each copy of a lot, lot by lot.
 
     The first owner that has it sends; if none has, a former owner sends to the first one, and that one to the others.
     """
-    found = []
-    for had, remains, owners in zip(before.tolist(), left.tolist(), after.tolist(), strict=True):
-        holders = [node for node, is_left in zip(had, remains, strict=True) if is_left]
-        if not holders:
-            continue
-        having = [node for node in owners if node in holders]
-        if not having:
-            found.append((holders[0], owners[0]))
-            having = owners[:1]
-        found += [(having[0], node) for node in owners if node not in holders and node not in having]
-    return found
+    is_its: Flags = np.equal(before[:, None], after[:, :, None]) & left[:, None]
+    has: Flags = is_its.max(axis=2)  # by lot and owner
+    rows = np.arange(len(before))
+    first = after[rows, has.argmax(axis=1)]
+    senders = np.repeat(first[:, None], after.shape[1], axis=1)
+    senders[:, 0] = before[rows, left.argmax(axis=1)]  # used only if no owner before it has it
+    senders[:, 0][has.any(axis=1)] = first[has.any(axis=1)]
+    missing: Flags = left.any(axis=1, keepdims=True) & ~has
+    return np.stack([senders[missing], after[missing]], axis=1)
 
 
-def _made_s(
-    copies: list[tuple[int, int]], each: float, send_bytes_per_s: float, take_bytes_per_s: float
-) -> list[float]:
+def _made_s(copies: Integers, each: float, send_bytes_per_s: float, take_bytes_per_s: float) -> Reals:
     """The earliest time of each copy: when its sender and receiver have made it and all before it."""
-    sent: Counter[int] = Counter()
-    taken: Counter[int] = Counter()
-    made = []
-    for sender, receiver in copies:
-        sent[sender] += 1
-        taken[receiver] += 1
-        made.append(max(sent[sender] * each / send_bytes_per_s, taken[receiver] * each / take_bytes_per_s))
-    return made
+    sent_s, taken_s = (
+        _nth(copies[:, column]) * each / bytes_per_s
+        for column, bytes_per_s in enumerate((send_bytes_per_s, take_bytes_per_s))
+    )
+    made_s: Reals = np.maximum(sent_s, taken_s)
+    return made_s
+
+
+def _nth(nodes: Integers) -> Integers:
+    """For each of these, how many before it are the same, plus 1."""
+    order = np.argsort(nodes, kind="stable")
+    first = np.searchsorted(nodes[order], nodes[order])
+    nth = np.empty_like(nodes)
+    nth[order] = np.arange(len(nodes)) - first + 1
+    return nth
 
 
 def _put_bytes_per_s(cluster: Cluster) -> float:

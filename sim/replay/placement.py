@@ -2,7 +2,7 @@
 
 It repeats `kvstore.placement`, because the simulator imports nothing of the store; a test compares the two key by
 key. Names fall into 8,192 lots; each node, or drive, gets for each lot a time drawn from its own name, and the first
-one is the lot's home.
+one is the lot's home. A cluster whose nodes know each other has 524,288 lots, with another draw (`cluster_orders`).
 
 What always holds: all of a user's KV is on one node, the user's home; a page (a block's KV of one layer and one GPU)
 is on one of its drives; the loss of a node or a drive moves only what it had.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from hashlib import shake_128
+from hashlib import blake2b, shake_128
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["drive_homes", "home_of_user", "homes", "lot_of", "node_homes", "orders"]
+__all__ = ["CLUSTER_LOTS", "cluster_orders", "drive_homes", "home_of_user", "homes", "lot_of", "node_homes"]
 
 _LOT_SHIFT = 32 - (LOTS.bit_length() - 1)
 _DRAW_BYTES = 8
+CLUSTER_LOTS = 1 << 19  # of a new cluster of the product
 _LOG_OF_ALL = 64 * math.log(2)
 
 
@@ -65,14 +66,31 @@ def home_of_user(user: int, nodes: int) -> int:
     return int(node_homes(nodes)[lot_of(b"", b"user %d" % user)])
 
 
-def orders(places: Sequence[tuple[bytes, int]], depth: int) -> npt.NDArray[np.int64]:
-    """The first `depth` places of each lot, in its order."""
-    arrival = np.empty((LOTS, len(places)))
-    for number, (name, weight) in enumerate(places):
-        arrival[:, number] = _arrivals(name, weight)
-    depth = min(depth, len(places))
-    first = np.argpartition(arrival, depth - 1, axis=1)[:, :depth]
-    return np.take_along_axis(first, np.take_along_axis(arrival, first, 1).argsort(axis=1), 1)
+def cluster_orders(names: Sequence[bytes], depth: int) -> npt.NDArray[np.int64]:
+    """The first `depth` nodes of each lot of a cluster, in its order, all with the same weight."""
+    depth = min(depth, len(names))
+    steps = np.arange(1, CLUSTER_LOTS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return np.concatenate(
+        [_first_drawn(names, some, depth) for some in np.split(steps, CLUSTER_LOTS // LOTS)]
+    )
+
+
+def _first_drawn(names: Sequence[bytes], steps: npt.NDArray[np.uint64], depth: int) -> npt.NDArray[np.int64]:
+    highest = np.zeros((depth, len(steps)), dtype=np.uint64)
+    found = np.zeros((depth, len(steps)), dtype=np.int64)
+    for number, name in enumerate(names):
+        draw = steps + np.uint64(int.from_bytes(blake2b(name, digest_size=8).digest(), "little"))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            draw = (draw ^ (draw >> np.uint64(shift))) * np.uint64(factor)
+        draw ^= draw >> np.uint64(31)
+        lots = np.flatnonzero(draw >= highest[-1])  # few, after the first nodes
+        new, node = draw[lots], np.full(len(lots), number)
+        for rank in range(depth):
+            before, its = highest[rank, lots], found[rank, lots]
+            is_higher = new > before
+            highest[rank, lots], found[rank, lots] = np.maximum(new, before), np.where(is_higher, node, its)
+            new, node = np.minimum(new, before), np.where(is_higher, its, node)
+    return found.T
 
 
 def _arrivals(name: bytes, weight: int) -> npt.NDArray[np.float64]:

@@ -100,7 +100,7 @@ class FakeEtcd:
     async def put(
         self, key: bytes, value: bytes, lease: int, *, only_new: bool, lasting: bytes, unless: bytes = b""
     ) -> int:
-        if lease not in self.leases:
+        if lease and lease not in self.leases:
             raise EtcdAway("etcd: requested lease not found")
         if (only_new and key in self.values) or unless in self.gone:
             return 0
@@ -158,7 +158,7 @@ class FakeEtcd:
 
     def known(self) -> set[str]:
         """Names of nodes that have a record, be it of a member or of one that is absent."""
-        return {key.rpartition(b"/")[2].decode() for key in self.values}
+        return {key.rpartition(b"/")[2].decode() for key in self.values} - {"lots"}
 
     def listed(self) -> Listed:
         return Listed(self.revision, dict(self.values), self.latest()[0])
@@ -246,7 +246,8 @@ class FakeClient:
 
     async def value(self, key: bytes) -> Found:
         await self._reach()
-        found = self._etcd.lots.get(key, Found(self._etcd.gone.get(key, b""), 0))
+        value = self._etcd.gone.get(key, b"") or self._etcd.values.get(key, (b"", 0))[0]
+        found = self._etcd.lots.get(key, Found(value, 0))
         await self._reach()
         return found
 

@@ -12,11 +12,14 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 
 from kvstore.client import ClusterClient, Nodes, as_request
+from kvstore.cluster.map import TOO_OLD
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
+from kvstore.wire import cluster_pb2, cluster_pb2_grpc
 from tests.cluster.real_etcd import RealEtcd
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
@@ -248,3 +251,15 @@ def explained(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str
 def command(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str]:
     asked = [sys.executable, "-m", "kvstore", "cluster", *words, "--node", node.target]
     return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_a_client_that_does_not_place_by_lots_gets_members_that_can_not_be_reached(cluster: Cluster) -> None:
+    with grpc.insecure_channel(cluster.nodes[0].target) as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
+        for knows, nodes in (
+            (False, [one.node for one in TOO_OLD]),
+            (True, sorted(node.target for node in cluster.nodes)),
+        ):
+            call = stub.Map(cluster_pb2.MapRequest(places_by_lots=knows), timeout=10)
+            assert sorted(one.node for one in next(call).members) == nodes
+            call.cancel()

@@ -13,6 +13,7 @@ import pytest
 from kvstore.client import map_follower
 from kvstore.client.map_follower import Following
 from kvstore.cluster.map import Map, Member
+from kvstore.placement import LOTS
 from kvstore.reach import Reach
 from kvstore.wire import cluster_pb2 as pb
 from kvstore.wire import cluster_pb2_grpc
@@ -31,7 +32,7 @@ class Teller(cluster_pb2_grpc.ClusterServicer):
         self.answers: list[pb.MapResponse] = []
         self.goes_on = threading.Condition()
         self.is_over = False
-        self.asked = 0
+        self.requests: list[pb.MapRequest] = []
         server = grpc.server(stack.enter_context(ThreadPoolExecutor(4)))
         cluster_pb2_grpc.add_ClusterServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         self.node = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -49,8 +50,8 @@ class Teller(cluster_pb2_grpc.ClusterServicer):
             self.is_over = True
             self.goes_on.notify_all()
 
-    def Map(self, _: pb.MapRequest, context: Any) -> Iterator[pb.MapResponse]:  # noqa: N802 - named by the proto
-        self.asked += 1
+    def Map(self, request: pb.MapRequest, context: Any) -> Iterator[pb.MapResponse]:  # noqa: N802 - named by the proto
+        self.requests.append(request)
         told = 0
         while not self.is_over and context.is_active():
             with self.goes_on:
@@ -147,3 +148,14 @@ def test_a_node_that_falls_silent_is_left_for_the_next(world: World, monkeypatch
     world.other.end()
     world.one.tell(told(11, "c:1"))
     wait_until(lambda: homes(found) == ["c:1"], "and the first again", WAIT_S)
+
+
+def test_the_number_of_lots_is_that_of_the_map_and_of_earlier_nodes_maps_8192(world: World) -> None:
+    world.one.tell(told(7, "a:1"))
+    found = world.follow()
+    assert found.map.lots == LOTS
+    later = told(8, "a:1")
+    later.lots = 4 * LOTS
+    world.one.tell(later)
+    wait_until(lambda: found.map.lots == 4 * LOTS, "it is of the map", WAIT_S)
+    assert world.one.requests[0].places_by_lots

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.cluster.etcd import EtcdAway, Listed
-from kvstore.cluster.map import Map, Member
+from kvstore.cluster.map import TOO_OLD, Map, Member, lots_record
 from kvstore.cluster.membership import Membership
+from kvstore.limits import CLUSTER_LOTS
+from kvstore.placement import LOTS
 from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock, run
 
 if TYPE_CHECKING:
@@ -130,7 +132,7 @@ class World:
                     assert one.membership.outside
                     assert not of_name, "it was drained or forgotten"
                 continue
-            joined = self.etcd.joined[b"/triggerkv/test/nodes/" + name.encode()]
+            joined = self.etcd.joined[b"/triggerkv/test/members/" + name.encode()]
             came_last = joined in self.etcd.leases and joined in one.membership.leases
             if came_last or name not in self.copied:
                 assert of_name == [one.member]
@@ -157,7 +159,7 @@ def test_whatever_happened_all_tell_the_same_map_a_moment_later(tenth: int) -> N
         for one in world.processes:
             await one.end(kindly=True)
         await asyncio.sleep(1)
-        assert not [key for key in world.etcd.values if b"/nodes/" in key], "who leaves is no member"
+        assert not [key for key in world.etcd.values if b"/members/" in key], "who leaves is no member"
         leases.cancel()
 
     for seed in range(tenth, SEEDS, 10):
@@ -343,7 +345,7 @@ def test_when_etcd_comes_back_no_member_is_missed_that_is_there(seed: int) -> No
         for one in some:
             one.way.is_away = True
         await asyncio.sleep(10 + rng.random() * 60)
-        assert not [key for key in etcd.values if b"/nodes/" in key]
+        assert not [key for key in etcd.values if b"/members/" in key]
         await lost.end(kindly=False)
         late = Process(etcd, rng, "e", 9)
         late.way.is_away = True
@@ -357,6 +359,119 @@ def test_when_etcd_comes_back_no_member_is_missed_that_is_there(seed: int) -> No
         assert {one.told.names for one in (*others, late)} == {frozenset("bcde")}, (
             "and who is gone is missed in the end"
         )
+        leases.cancel()
+
+    run(history())
+
+
+EARLY = b"/triggerkv/test/nodes/"
+LOTS_KEY = EARLY + b"lots"
+
+
+def test_the_first_member_decides_into_how_many_lots_names_fall_and_all_others_follow() -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        some = [Process(etcd, random.Random(port), name, port) for port, name in enumerate("abc", 1)]
+        await asyncio.sleep(2)
+        assert [one.told.lots for one in some] == [CLUSTER_LOTS] * 3
+        assert all(one.told.members == tuple(other.member for other in some) for one in some)
+        assert etcd.values[LOTS_KEY] == (lots_record(CLUSTER_LOTS), 0), "it stays when all nodes have left"
+        etcd.values[LOTS_KEY] = (lots_record(2 * LOTS), 0)
+        etcd.revision += 1
+        late = Process(etcd, random.Random(4), "d", 4)
+        await asyncio.sleep(5)
+        assert late.told.lots == 2 * LOTS, "as etcd has it, and not as this version would choose it"
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_cluster_that_earlier_versions_made_keeps_its_lots_and_its_records_places() -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        earlier = Member("a", "10.0.0.1:1")
+        lease = etcd.grant(1000)
+        await etcd.put(
+            EARLY + b"a", earlier.encoded(), lease, only_new=False, lasting=b"/triggerkv/test/known/a"
+        )
+        one = Process(etcd, random.Random(1), "b", 2)
+        await asyncio.sleep(2)
+        assert one.told.members == (earlier, one.member)
+        assert one.told.lots == LOTS
+        assert {EARLY + b"a", EARLY + b"b"} <= etcd.values.keys(), "where earlier versions look"
+        assert LOTS_KEY not in etcd.values
+        etcd.values.clear()  # etcd has lost all, and another node is there first
+        etcd.written.clear()
+        await etcd.tell()
+        await asyncio.sleep(8)
+        assert EARLY + b"b" in etcd.values
+        assert LOTS_KEY not in etcd.values, "what runs stays as it was"
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_node_of_an_earlier_version_is_no_member_of_a_cluster_with_other_lots(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """To deletions it is an absent node; to itself, the only other member is one that can't be reached."""
+
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        one = Process(etcd, random.Random(1), "a", 1)
+        await asyncio.sleep(2)
+        earlier = Member("b", "10.0.0.1:2")
+        lease = etcd.grant(1000)
+        await etcd.put(
+            EARLY + b"b", earlier.encoded(), lease, only_new=False, lasting=b"/triggerkv/test/known/b"
+        )
+        await asyncio.sleep(5)
+        assert one.told.members == (one.member,)
+        assert one.told.absent == (earlier,)
+        its = [Member.decoded(value) for key, (value, _) in etcd.values.items() if key.startswith(EARLY)]
+        assert sorted(its) == sorted([TOO_OLD[0], earlier]), "all that it takes for members"
+        leases.cancel()
+
+    run(history())
+    assert caplog.text.count("nodes/b is a node of a version that is too old") == 1
+
+
+def test_the_number_of_lots_is_written_again_if_etcd_has_lost_it() -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        some = [Process(etcd, random.Random(port), name, port) for port, name in enumerate("ab", 1)]
+        await asyncio.sleep(2)
+        etcd.values.clear()
+        etcd.written.clear()
+        etcd.leases.clear()
+        etcd.revision += 1
+        await etcd.tell()
+        await asyncio.sleep(20)
+        assert [one.told.lots for one in some] == [CLUSTER_LOTS] * 2
+        assert LOTS_KEY in etcd.values
+        assert all(one.told.names == {"a", "b"} for one in some)
+        leases.cancel()
+
+    run(history())
+
+
+@pytest.mark.parametrize(
+    "record", [b"nonsense", b"{}", lots_record(LOTS)[:-7] + b"1000}", b'{"lots":"8192"}']
+)
+def test_a_number_of_lots_that_can_not_be_read_is_never_guessed(record: bytes) -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        await etcd.put(LOTS_KEY, record, 0, only_new=True, lasting=b"")
+        one = Process(etcd, random.Random(1), "a", 1)
+        await asyncio.sleep(20)
+        assert not one.told.members
+        assert "lots" in one.membership.outside
+        assert etcd.values.keys() == {LOTS_KEY}
         leases.cancel()
 
     run(history())

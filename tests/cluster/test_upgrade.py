@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstore.cluster.map import TOO_OLD
 from tests.cluster.real_etcd import RealEtcd
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
@@ -138,6 +139,34 @@ def test_nodes_of_two_versions_serve_together_and_lose_nothing(earlier: Path, tm
             "each block is on two nodes",
             WAIT_S,
         )
+
+
+@pytest.mark.timeout(600)
+def test_clients_and_nodes_of_the_earlier_version_compute_no_owners_in_a_new_cluster(
+    earlier: Path, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        etcd = stack.enter_context(RealEtcd(tmp_path / "etcd"))
+        told = ("--cluster", f"{etcd.endpoints[0]}/test", "--cluster-replicas", "2")
+        nodes = [stack.enter_context(small_node(tmp_path / name, arguments=told)) for name in "ab"]
+        new, early = engines = [Engine(tree, nodes[0].target) for tree in (ROOT, earlier)]
+        for engine in engines:
+            stack.callback(engine.close)
+        settled(nodes, [new])
+        wait_until(lambda: early("members") == [one.node for one in TOO_OLD], "it is refused", WAIT_S)
+        assert new("put", "new") == ["WRITTEN"]
+        assert early("put", "early") == ["None"]
+        assert early("get", "new") == ["NODE_AWAY"]
+        assert ".invalid:" in early("delete", "new"), "the error has the address that gives the reason"
+        with code_of(earlier):
+            late = stack.enter_context(small_node(tmp_path / "late", arguments=told))
+        at_late = Engine(earlier, late.target)
+        stack.callback(at_late.close)
+        both = sorted([late.target, TOO_OLD[0].node])
+        wait_until(lambda: at_late("members") == both, "its own map has nobody else that is real", WAIT_S)
+        assert at_late("put", "late") == ["None"], "its second copy has no place"
+        assert new("members") == sorted(node.target for node in nodes)
+        assert new("get", "new") == ["exact"]
 
 
 def settled(nodes: list[NodeProcess], engines: list[Engine]) -> None:

@@ -115,7 +115,7 @@ class World:
 
         async def ask() -> dict[str, tuple[str, int]]:
             etcd = Etcd(EtcdReach(self.etcd.endpoints, "test"))
-            listed = await etcd.listed(b"/triggerkv/test/nodes/")
+            listed = await etcd.listed(b"/triggerkv/test/members/")
             await etcd.close()
             members = [(Member.decoded(value), lease) for value, lease in listed.values.values()]
             return {one.node: (one.name, lease) for one, lease in members}
@@ -161,7 +161,7 @@ def told(node: NodeProcess, token: str | None = None) -> cluster_pb2.MapResponse
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     with grpc.insecure_channel(node.target) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
-        call = stub.Map(cluster_pb2.MapRequest(), timeout=WAIT_S, metadata=metadata)
+        call = stub.Map(cluster_pb2.MapRequest(places_by_lots=True), timeout=WAIT_S, metadata=metadata)
         answer: cluster_pb2.MapResponse = next(call)
         call.cancel()
         return answer
@@ -494,8 +494,10 @@ def test_what_a_node_says_that_is_off_the_map_and_does_not_know_it_is_not_believ
         (0, None, pb.OFFERED_MISSING, [1], [1]),
         (1, pb.OFFERED_STORED, None, [], []),
         (1, pb.OFFERED_MISSING, None, [0], [0]),
-        (2, pb.OFFERED_STORED, pb.OFFERED_MISSING, [], [1]),
-        (2, pb.OFFERED_MISSING, pb.OFFERED_STORED, [], [0]),
+        (2, pb.OFFERED_STORED_SURELY, pb.OFFERED_MISSING, [], [1]),
+        (2, pb.OFFERED_STORED, pb.OFFERED_MISSING, [1], [1]),
+        (2, pb.OFFERED_MISSING, pb.OFFERED_STORED_SURELY, [], [0]),
+        (2, pb.OFFERED_MISSING, pb.OFFERED_STORED, [0], [0]),
         (2, pb.OFFERED_MISSING, pb.OFFERED_MISSING, [0, 1], [0, 1]),
         (2, pb.OFFERED_STORED, pb.OFFERED_STORED, [], []),
     ],

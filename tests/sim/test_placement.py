@@ -9,9 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvstore.cluster.owners import Owners
+from kvstore.limits import CLUSTER_LOTS, OWNERS_MAX
 from kvstore.placement import Placement
+from sim.replay import placement as sim_placement
 from sim.replay.events import LOTS, scatter
-from sim.replay.placement import drive_homes, home_of_user, homes, lot_of, node_homes, orders
+from sim.replay.placement import cluster_orders, drive_homes, home_of_user, homes, lot_of, node_homes
 from sim.replay.run import Terms
 from sim.replay.simulate import Result, simulate
 from sim.replay.workload import Request
@@ -32,16 +35,15 @@ def test_every_key_lies_where_the_store_would_put_it(weights: list[int]) -> None
 
 def test_all_lots_have_the_stores_homes() -> None:
     places = [(b"node-%d:7070" % number, 1) for number in range(7)]
-    orders = Placement(places)._orders
-    assert [order[0] for order in orders] == node_homes(7).tolist()
+    assert [order[0] for order in Placement(places).orders] == node_homes(7).tolist()
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 2, 5], [1] * 30])
-def test_the_first_of_each_lots_order_are_the_stores(weights: list[int]) -> None:
-    places = [(b"node-%d" % number, weight) for number, weight in enumerate(weights)]
-    theirs = Placement(places)
-    for depth in (1, 3, 40):
-        assert orders(places, depth).tolist() == [list(theirs.order_of(lot)[:depth]) for lot in range(LOTS)]
+@pytest.mark.parametrize("nodes", [1, 2, 7])
+def test_the_first_of_each_lot_of_a_cluster_are_the_stores(nodes: int) -> None:
+    names = [b"node-%d" % number for number in range(nodes)]
+    theirs = Owners([(name, 1) for name in names], (), CLUSTER_LOTS).orders()
+    assert (cluster_orders(names, OWNERS_MAX) == theirs).all()
+    assert sim_placement.CLUSTER_LOTS == CLUSTER_LOTS
 
 
 def test_a_users_home_is_the_one_that_a_client_of_several_nodes_finds() -> None:
