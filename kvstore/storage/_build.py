@@ -33,7 +33,7 @@ ffi.set_source(
     depends=["kvstore/storage/uring.c"],
     extra_compile_args=[
         "-std=gnu11",
-        "-O2",
+        "-Os",  # a wheel is small, and this is called from Python
         "-Wall",
         "-Wextra",
         "-fno-asynchronous-unwind-tables",

@@ -14,14 +14,15 @@ What it doesn't do: cancel a batch. gRPC ends those of a call when the call ends
 from __future__ import annotations
 
 import asyncio
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from grpc._cython import cygrpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
 __all__ = ["free_failed_batches"]
+
+cygrpc: Any = import_module("grpc._cython.cygrpc")  # compiled, and without types
 
 
 def free_failed_batches() -> None:

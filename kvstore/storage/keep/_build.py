@@ -38,7 +38,7 @@ ffi.set_source(
     include_dirs=["kvstore/storage/keep"],
     extra_compile_args=[
         "-std=gnu11",
-        "-O2",
+        "-Os",  # a wheel is small, and this is called from Python
         "-g",
         "-Wall",
         "-Wextra",
