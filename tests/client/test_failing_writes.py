@@ -21,6 +21,7 @@ from tests.nic_offload.rig import offered
 
 if TYPE_CHECKING:
     from kvstore.client import Block
+    from kvstore.demo.node_process import NodeProcess
 
 pytestmark = pytest.mark.node("shared")
 
@@ -33,9 +34,10 @@ FAILS = "cxi" in offered()
 
 
 @pytest.fixture(autouse=True)
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the node were on another machine: all goes over the fabric."""
-    monkeypatch.setenv("SOFT_CASSINI_FAIL_EVERY", "3")  # the node is there already, and fails none
+def apart(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the node were on another machine: all goes over the fabric. It runs already, and fails no write."""
+    assert shared_node.pid
+    monkeypatch.setenv("SOFT_CASSINI_FAIL_EVERY", "3")
     monkeypatch.setenv("SOFT_CASSINI_FAIL_FROM", str(LENGTH))
     monkeypatch.setattr(links, "map_shared", lambda *_: MappedMemory())
 

@@ -114,6 +114,13 @@ int lane_is_full_of(const struct tk_lane *lane, uint32_t length, const uint8_t *
 	return 0;
 }
 
+int lane_awaits_ground(struct tk_lane *lane, uint32_t length)
+{
+	(void)lane;
+	(void)length;
+	return 0;
+}
+
 struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, const uint8_t *owner,
 			  const struct lane_word *word)
 {
