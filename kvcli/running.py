@@ -7,7 +7,9 @@ an error of the operating system is a sentence with the file's name. A traceback
 from __future__ import annotations
 
 import argparse
+import codecs
 import enum
+import io
 import os
 import signal
 import sys
@@ -115,6 +117,9 @@ def _has_output() -> bool:
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:
             setattr(sys, stream, Path(os.devnull).open(mode))  # noqa: SIM115 - for as long as the process
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and codecs.lookup(out.encoding).name != "utf-8":
+        out.reconfigure(errors="backslashreplace")  # what it lacks, say in a user's name, is escaped
     return has_output
 
 

@@ -153,7 +153,7 @@ def advice(lookups: Sequence[Lookup], statistics: StatisticsResponse) -> list[st
             told.append(
                 "Most of the time was spent queueing behind other fetches: spread the load over more nodes."
             )
-        elif slow.drive_us * _HALF > slow.took_us:
+        elif slow.drive_us * _HALF > slow.took_us and not missed:
             told.append(
                 "Most of the time was spent on the drive: prefetch the session, or give the node more --hot memory."
             )

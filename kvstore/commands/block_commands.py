@@ -56,6 +56,8 @@ def _client(arguments: argparse.Namespace, layout: HasFingerprint | bytes = b"")
 
 
 def _put(arguments: argparse.Namespace) -> int:
+    if arguments.puts_for == "":  # a variable that is not set: nobody could erase the block as this user's
+        raise ConfigError("A user's name is not empty.")
     key = parse_key(arguments.block)
     data = _read(arguments.file)
     with _client(arguments, arguments.layout.encode()) as client:

@@ -97,6 +97,8 @@ def make(folder: Path, nodes: Sequence[str], clients: Sequence[str], days: int) 
 def _authority(folder: Path, unfinished: Path, days: int) -> None:
     certificate, key = folder / "ca.pem", folder / "ca.key"
     if certificate.exists() and key.exists():
+        for path in (certificate, key):
+            _refuse_unless_whole(path)
         return
     if certificate.exists() or key.exists():
         raise ConfigError(f"Of {certificate} and {key} only one exists.")
@@ -124,7 +126,15 @@ def _sign(folder: Path, unfinished: Path, kind: str, names: Sequence[str], days:
     _put_in_place(unfinished, folder, stem)
 
 
+def _refuse_unless_whole(path: Path) -> None:
+    """Openssl ends with 0 on a full disk as well."""
+    if not path.read_text(errors="replace").rstrip().endswith("-----"):
+        raise ConfigError(f"{path} is not complete. Is the disk full?")
+
+
 def _put_in_place(unfinished: Path, folder: Path, stem: str) -> None:
+    for end in (".key", ".pem"):
+        _refuse_unless_whole(unfinished / f"{stem}{end}")
     for end, mode in ((".key", 0o600), (".pem", 0o644)):
         (unfinished / f"{stem}{end}").chmod(mode)
         (unfinished / f"{stem}{end}").rename(folder / f"{stem}{end}")

@@ -90,7 +90,7 @@ class _Singles:
         return self._each(keys, size, lambda client, share: client.get(share))
 
     def delete(self, keys: Sequence[bytes]) -> list[Any]:
-        return self._each(keys, 0, lambda client, share: client.delete([block.key for block in share]))
+        return self._each(keys, 1, lambda client, share: client.delete([block.key for block in share]))
 
 
 def _rates(side: _Side, size: int, count: int) -> dict[str, float]:

@@ -88,6 +88,11 @@ def test_a_program_reads_json(ours: list[str], file: Path, capsys: pytest.Captur
     assert err == "kvstore: name:hello: MISS(unknown): it was deleted\n"
 
 
+def test_an_empty_user_is_no_owner(ours: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["put", "name:hello", str(file), "--user", "", *ours]) == Status.USAGE
+    assert "A user's name is not empty." in capsys.readouterr().err
+
+
 def test_a_get_is_one_look_up(ours: list[str], file: Path, shared_node: NodeProcess, tenant: str) -> None:
     assert main(["put", "name:hello", str(file), "--layout", "bf16", *ours]) == 0
     assert main(["get", "name:hello", str(file), *ours]) == 0

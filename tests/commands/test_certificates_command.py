@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import stat
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.cli import main
 from kvstore.client import Client
 from kvstore.client.contact import broken_step
+from kvstore.commands import certificates_command
 from kvstore.errors import NodeUnavailable
 from kvstore.reach import Reach
 from tests.conftest import small_node
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_node_and_a_client_take_what_it_makes(tmp_path: Path) -> None:
@@ -77,3 +76,25 @@ def test_what_cannot_be_made_is_refused_before_anything_is(
     assert main(["certificates", str(tmp_path / "certs"), *asked]) == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "certs").exists()
+
+
+def test_what_a_full_disk_cut_short_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certs = tmp_path / "certs"
+
+    def openssl(*arguments: str | Path) -> None:
+        """It ends with 0 then."""
+        for one in arguments:
+            if isinstance(one, Path):
+                one.touch()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(certificates_command, "_openssl", openssl)
+        assert main(["certificates", str(certs), "--client", "a"]) == 2
+    assert "is not complete" in capsys.readouterr().err
+    assert list(certs.iterdir()) == []
+    assert main(["certificates", str(certs), "--client", "a"]) == 0
+    (certs / "ca.key").write_text((certs / "ca.key").read_text()[:-40])
+    assert main(["certificates", str(certs), "--client", "b"]) == 2
+    assert "ca.key is not complete" in capsys.readouterr().err

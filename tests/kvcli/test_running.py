@@ -70,6 +70,21 @@ def test_an_end_has_its_status_and_one_sentence(
     assert capfd.readouterr().err == says
 
 
+def test_what_standard_outputs_encoding_lacks_is_escaped() -> None:
+    script = (
+        "from kvcli.running import run_command; run_command('x', lambda: print('ch\\u00e4t \\u2603') or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ch\\xe4t \\u2603\n", "")
+
+
 def test_a_bug_is_a_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_command("x", lambda: 1 // 0)
