@@ -103,7 +103,7 @@ def test_what_is_lent_is_recalled_before_a_put_is_refused(
     monkeypatch.setattr(granted_puts, "ROOMS_IDLE_TICKS", 1 << 60)  # it doesn't come back by itself
     put(rig, range(FIT - 2))
     wait_until(lambda: is_settled(node), "the index has them")
-    assert lent_pages(node) == 2 * PAGES
+    assert 0 < lent_pages(node) <= 2 * PAGES, "renewed while the last ones were being noted, or after that"
     pinned = stored(rig, range(FIT))
     rig.client.pin([rig.key(number) for number in pinned])
     for number in range(FIT, FIT + FIT - len(pinned)):
