@@ -186,15 +186,31 @@ struct tk_ground {
 	uint64_t page, generation;
 	uint32_t pages, records;
 };
-/* A record that has been written, or has failed. */
+/* A block that has arrived completely, in a room. Its metadata lies at the end of the room's first page. */
+struct tk_came {
+	uint64_t id; /* on the shelf, if it is listed there */
+	uint64_t address;
+	uint64_t ack_generation, expires_unix_ms, landed_ns;
+	uint64_t fired_ns; /* by the peer's clock: comparable only if the peer is on this machine */
+	uint32_t ack_word, room, length, crc32c, metadata_bytes;
+	uint8_t durability, listed;
+	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and a peer that asked
+			      only for `landed` has not been answered */
+	uint8_t under_way; /* one more than the number in `tk_lanes` of the lane that writes it; 0: none does */
+	uint8_t key[TK_KEY_BYTES];
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+	uint8_t domain[TK_DOMAIN_BYTES];
+};
+/* A record that a lane writes, and then has written, or failed to. */
 struct tk_written {
-	uint64_t id; /* the block's, as the receiver with this tag reported it: */
-	uint64_t tag;
+	struct tk_came came; /* the block, which its receiver doesn't report */
+	uint64_t tag;	     /* of that receiver */
 	uint64_t generation, offset, ended_ns;
 	uint64_t key_id; /* of the key it was encrypted with */
 	int32_t result; /* 0, or an errno */
 	uint32_t is_answered; /* the lane acknowledges it to its peer, if requested */
-	uint32_t key_number, zero; /* from 1; 0: it is in the clear */
+	uint32_t key_number; /* from 1; 0: it is in the clear */
+	uint32_t was_heard; /* `tk_lane_hear` has reported it already */
 };
 /* The lanes of a store's drives, and the drive of each lot. A name's lot is the upper bits of the CRC-32 of owner and key. */
 struct tk_lanes {
@@ -222,7 +238,9 @@ void tk_lane_expect(struct tk_lane *lane, int expects);
 void tk_lane_clear(struct tk_lane *lane, uint64_t generation);
 void tk_lane_fail(struct tk_lane *lane); /* begins no more writes, and acknowledges nothing */
 uint64_t tk_lane_begun(struct tk_lane *lane); /* how many records it has begun */
-int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max);
+int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max); /* records that have ended */
+/* Records under way that the application doesn't know, before their ends: only their blocks and tags are valid. */
+int tk_lane_hear(struct tk_lane *lane, struct tk_written *out, int out_max);
 
 /* Sends blocks from a drive to peers without the application; see reader.c. */
 struct tk_reader_setup {
@@ -262,21 +280,6 @@ struct tk_room {
 	uint64_t address;
 	uint32_t pages, number; /* the application's number for it */
 };
-/* A block that has arrived completely, in a room. Its metadata lies at the end of the room's first page. */
-struct tk_came {
-	uint64_t id; /* on the shelf, if it is listed there */
-	uint64_t address;
-	uint64_t ack_generation, expires_unix_ms, landed_ns;
-	uint64_t fired_ns; /* by the peer's clock: comparable only if the peer is on this machine */
-	uint32_t ack_word, room, length, crc32c, metadata_bytes;
-	uint8_t durability, listed;
-	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and a peer that asked
-			      only for `landed` has not been answered */
-	uint8_t under_way; /* one more than the number in `tk_lanes` of the lane that writes it; 0: none does */
-	uint8_t key[TK_KEY_BYTES];
-	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
-	uint8_t domain[TK_DOMAIN_BYTES];
-};
 struct tk_receiver_state {
 	uint32_t rooms;	       /* of the last size requested */
 	uint32_t wanted_pages; /* that size; 0: nothing has arrived yet */
@@ -290,7 +293,8 @@ void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes,
 void tk_receiver_lend(struct tk_receiver *receiver, uint64_t pages); /* of drives, headers included */
 uint64_t tk_receiver_recall(struct tk_receiver *receiver);	     /* takes unused pages back; returns their number */
 int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count);
-/* The blocks that have arrived: all, or all but those that wait for a lane, unless a call is about to be reported. */
+/* The blocks that have arrived and that no lane writes: all, or all but those that wait for a lane, unless a call is about to
+ * be reported. */
 int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out, int out_max,
 		     struct tk_receiver_state *state);
 int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out_max); /* takes unused rooms back */

@@ -7,8 +7,9 @@
  * start a write, and the kernel does the rest. Records that are to be encrypted are encrypted a piece at a time, into
  * memory of the lane's own, and written from there; a record of several pieces gets its header page with the last.
  *
- * What always holds: records are reported, to the application and then to their peers, in the order of their
- * generations, and only when all lower generations are on the drive; the application confirms those that the lane did
+ * What always holds: the application gets each record once, when it has ended, with its block, and before only if it asks;
+ * every record that it could know of was counted by then. Records are reported, to it and then to their peers, in the order of
+ * their generations, and only when all lower generations are on the drive; the application confirms those that the lane did
  * not write (`tk_lane_clear`). After a failed write no record is acknowledged to a peer and no write begins. Bytes in a
  * room beyond the payload don't reach the drive. Nothing touches a room after its record was reported. A block whose key
  * is not in the vault is not taken, so nothing that should be encrypted reaches the drive in the clear. A block waits for
@@ -23,8 +24,8 @@
 #include <errno.h>
 #include <string.h>
 
-#define TOLD_COUNT 64u	     /* records reported to the application together, */
-#define TOLD_NS 4000000u     /* or after this time: no caller waits for the report */
+#define TOLD_COUNT 256u	     /* records reported to the application together, */
+#define TOLD_NS 10000000u     /* or after this time: no caller waits for the report */
 #define ENCRYPTED_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
 
 static const uint8_t no_domain[TK_DOMAIN_BYTES];
@@ -108,6 +109,21 @@ uint64_t tk_lane_begun(struct tk_lane *lane)
 	return __atomic_load_n(&lane->begun, __ATOMIC_ACQUIRE);
 }
 
+int tk_lane_hear(struct tk_lane *lane, struct tk_written *out, int out_max)
+{
+	int count = 0;
+	pthread_mutex_lock(&lane->lock);
+	for (uint32_t i = 0; i < lane->count && count < out_max; i++) {
+		struct record *record = &lane->records[(lane->first + i) % lane->setup.depth];
+		if (record->is_told || record->told.was_heard)
+			continue;
+		out[count++] = record->told;
+		record->told.was_heard = 1;
+	}
+	pthread_mutex_unlock(&lane->lock);
+	return count;
+}
+
 int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max)
 {
 	pthread_mutex_lock(&lane->lock);
@@ -151,11 +167,10 @@ static int fits(const struct tk_ground *ground, uint32_t pages)
 	return ground->records && ground->pages >= pages;
 }
 
-/* The next pages and the next generation; 0: there is no room. */
+/* The next pages and the next generation; 0: there is no room. Under the lock. */
 static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *told)
 {
 	struct tk_ground *ground = &lane->ground;
-	pthread_mutex_lock(&lane->lock);
 	int is_next = !fits(ground, pages) && fits(&lane->next_ground, pages), has_room = is_next || fits(ground, pages);
 	if (lane->failed)
 		has_room = 0;
@@ -174,9 +189,7 @@ static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *
 		ground->pages -= pages;
 		ground->records--;
 		lane->used++;
-		__atomic_add_fetch(&lane->begun, 1, __ATOMIC_RELEASE);
 	}
-	pthread_mutex_unlock(&lane->lock);
 	return has_room;
 }
 
@@ -206,11 +219,13 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 	const struct tk_encryption *encryption = &lane->setup.encryption;
 	uint32_t padded = padded_of(came->length);
 	struct record *record = &lane->records[(lane->first + lane->count) % lane->setup.depth];
-	struct tk_written told = {.id = came->id, .tag = word->tag};
+	struct tk_written told = {.came = *came, .tag = word->tag};
 	struct vault_key key = {0};
 	int has_key = encryption->vault ? !vault_by_name(encryption->vault, owner, came->domain, &key)
 					: !memcmp(came->domain, no_domain, sizeof no_domain);
+	pthread_mutex_lock(&lane->lock);
 	if (is_full(lane, came->length) || !has_key || !take_ground(lane, 1 + padded / PAGE, &told)) {
+		pthread_mutex_unlock(&lane->lock);
 		wipe(&key, sizeof key);
 		return NULL;
 	}
@@ -239,6 +254,8 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 	memcpy(record->header.fingerprint, came->fingerprint, sizeof record->header.fingerprint);
 	lane->count++;
 	lane->bytes += record->size;
+	__atomic_add_fetch(&lane->begun, 1, __ATOMIC_RELEASE); /* `tk_lane_hear` finds it, from the same moment on */
+	pthread_mutex_unlock(&lane->lock);
 	if (!encryption->vault)
 		write_plain(lane, record);
 	return record;
@@ -302,8 +319,10 @@ static int retire(struct tk_lane *lane)
 			break;
 		if (!tell_peer(lane, record))
 			break;
+		pthread_mutex_lock(&lane->lock);
 		lane->first = (lane->first + 1) % lane->setup.depth;
 		lane->count--;
+		pthread_mutex_unlock(&lane->lock);
 		lane->whole--;
 		lane->bytes -= record->size;
 		busy = 1;

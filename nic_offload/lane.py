@@ -2,10 +2,10 @@
 
 The application lends a lane *ground*: pages, and generations for the records on them. Receivers that use the lane
 give it the blocks they receive. It writes each block as a record, then notifies its peer, and then the application,
-which adds the block to its index.
+which adds the block to its index. The application doesn't know the block before, unless it asks (`hear`).
 
 What always holds: records are reported in the order of their generations, and only when all earlier ones are on the
-drive.
+drive. A record that `begun` counts was heard, has ended, or is found by the next `hear`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
+from nic_offload.receiver import CAME, Came
 from nic_offload.vault import KeyName
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Fabric
     from nic_offload.vault import RecordCipher
 
-__all__ = ["NO_GROUND", "Ground", "Lane", "LaneState", "Lanes", "RecordFormat", "Written"]
+__all__ = ["NO_GROUND", "Ground", "Lane", "LaneState", "Lanes", "RecordFormat", "Written", "written_in"]
 
-_WRITTEN = struct.Struct("=6QiII4x")
+_WRITTEN = struct.Struct(f"{CAME.format}5Qi3I")
 _TAKEN_MAX = 256
 _STATE = struct.Struct("=" + 3 * "QQII" + "III4x")
 assert _STATE.size == ffi.sizeof("struct tk_lane_state")
@@ -73,9 +74,9 @@ NO_GROUND = LaneState(Ground(0, 0, 0, 0), Ground(0, 0, 0, 0), Ground(0, 0, 0, 0)
 
 
 class Written(NamedTuple):
-    """A record that is on the drive, or never will be."""
+    """A record that is on the drive, or never will be; from `hear`, one that is being written."""
 
-    id: int  # as its receiver reported it
+    came: Came  # the block, which its receiver doesn't report
     tag: int  # of that receiver
     generation: int
     offset: int
@@ -84,11 +85,18 @@ class Written(NamedTuple):
     result: int  # 0, or a negative errno
     is_answered: int  # the lane acknowledges it to its peer, if requested
     key_number: int
+    was_heard: int  # `hear` has returned it already
 
     @property
     def key(self) -> KeyName | None:
         """The key it was encrypted with, whatever key its domain has now; None: it is in the clear."""
         return KeyName(self.key_number - 1, self.key_id) if self.key_number else None
+
+
+def written_in(rows: bytes) -> list[Written]:
+    """Return records that a lane has returned, each a `struct tk_written`."""
+    fields = len(Came._fields)
+    return [Written(Came._make(row[:fields]), *row[fields:]) for row in _WRITTEN.iter_unpack(rows)]
 
 
 class Lane:
@@ -168,13 +176,19 @@ class Lane:
         if not self._fabric.closed:
             lib.tk_lane_fail(self.handle)
 
-    def take(self) -> list[Written]:
-        """Take some of the records that have ended; if the list is full there may be more."""
+    def take(self) -> bytes:
+        """Take some of the records that have ended, for `written_in`; none if there are none."""
+        return self._rows(lib.tk_lane_take)
+
+    def hear(self) -> bytes:
+        """Return some of the records under way that were not heard before; only their blocks and tags are valid."""
+        return self._rows(lib.tk_lane_hear)
+
+    def _rows(self, take: Any) -> bytes:
         if self._fabric.closed:
-            return []
-        count = lib.tk_lane_take(self.handle, self._out, _TAKEN_MAX)
-        rows = _WRITTEN.iter_unpack(ffi.buffer(self._out, count * _WRITTEN.size))
-        return list(map(Written._make, rows))
+            return b""
+        count = take(self.handle, self._out, _TAKEN_MAX)
+        return bytes(ffi.buffer(self._out, count * _WRITTEN.size))
 
 
 class Lanes:

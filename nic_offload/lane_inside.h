@@ -17,7 +17,7 @@
 /* A record under way. */
 struct record {
 	struct lane_word word;
-	struct tk_written told;
+	struct tk_written told; /* `was_heard` and `is_told` under the lock */
 	uint64_t size;
 	uint32_t pieces; /* those that are not over */
 	int is_whole;	 /* no more pieces will begin */
@@ -51,7 +51,7 @@ struct tk_lane {
 	int event_fd; /* rung when a write has ended */
 	struct record *records; /* a ring of `depth` */
 	char *headers;		/* a page for each record, unless records are encrypted */
-	uint32_t first, count;
+	uint32_t first, count;	/* changed under the lock */
 	uint64_t bytes; /* of these */
 	struct piece *pieces; /* a ring of `depth`, by their numbers: */
 	uint64_t pieces_begun, pieces_freed; /* of the next piece, and of the oldest still in use */

@@ -27,7 +27,6 @@
 #define TOLD_COUNT 64u /* blocks reported to the application together, */
 #define TOLD_NS 1000000u /* or after this time, if no peer waits for a word, */
 #define TOLD_AWAITED_NS 300000u /* and if one does, this time after the last report, */
-#define TOLD_ON_LANE_NS 20000000u /* or this time at the latest, while a lane writes them and will report their ends */
 
 static void free_receiver(struct tk_receiver *receiver)
 {
@@ -192,6 +191,7 @@ int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out,
 		count++;
 	}
 	receiver->came_count = left;
+	receiver->on_lanes = 0;
 	receiver->told = left > receiver->later_count || (left && receiver->is_call_next);
 	receiver->is_call_next = receiver->told && receiver->is_call_next;
 	set_time(receiver, 0);
@@ -228,14 +228,22 @@ void tell_of_puts(struct tk_receiver *receiver)
  * it little more than one. After a quiet time a block whose peer waits for more than `landed` is reported at once. */
 void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came)
 {
-	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + (came->under_way ? TOLD_ON_LANE_NS : TOLD_NS);
-	if ((came->durability > receiver->setup.landed_code && !came->under_way) || came->is_stored)
+	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
+	if (came->durability > receiver->setup.landed_code || came->is_stored)
 		at_ns = receiver->told_ns + TOLD_AWAITED_NS;
 	uint32_t count = receiver->came_count - receiver->later_count;
-	if (at_ns <= now_ns || count >= TOLD_COUNT || receiver->rooms_count <= count)
+	if (at_ns <= now_ns || count >= TOLD_COUNT || receiver->rooms_count <= count + receiver->on_lanes)
 		tell_of_puts(receiver);
 	else if (!receiver->told && (!receiver->tell_at_ns || at_ns < receiver->tell_at_ns))
 		set_time(receiver, at_ns);
+}
+
+/* Under the lock. A lane has the block or will have it, and reports it; the application only has to provide rooms in time. */
+void tell_of_lane(struct tk_receiver *receiver)
+{
+	receiver->on_lanes++;
+	if (receiver->rooms_count <= receiver->on_lanes)
+		tell_of_puts(receiver);
 }
 
 /* Under the lock. */

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from nic_offload.sender import Area
     from nic_offload.shelf import Shelf
 
-__all__ = ["Came", "Receiver", "Room", "State"]
+__all__ = ["CAME", "Came", "Receiver", "Room", "State"]
 
 _ROOM = struct.Struct("=QII")
-_CAME = struct.Struct("=6Q5I4B32s16s16s")
+CAME = struct.Struct("=6Q5I4B32s16s16s")
 _STATE = struct.Struct("=7Ii")
 _TAKEN_MAX = 256
 assert _ROOM.size == ffi.sizeof("struct tk_room")
-assert _CAME.size == ffi.sizeof("struct tk_came")
+assert CAME.size == ffi.sizeof("struct tk_came")
 assert _STATE.size == ffi.sizeof("struct tk_receiver_state")
 
 
@@ -145,12 +145,12 @@ class Receiver:
             raise FabricError.from_code("Giving room to blocks", code)
 
     def take(self, *, every: bool = True) -> tuple[list[Came], State]:
-        """Take some of the arrived blocks; if the list is full there may be more.
+        """Take some of the arrived blocks that no lane writes; if the list is full there may be more.
 
         Without `every`, blocks that wait for a full lane stay.
         """
         count = lib.tk_receiver_take(self._handle, every, self._out, _TAKEN_MAX, self._state)
-        rows = _CAME.iter_unpack(ffi.buffer(self._out, count * _CAME.size))
+        rows = CAME.iter_unpack(ffi.buffer(self._out, count * CAME.size))
         return list(map(Came._make, rows)), State._make(_STATE.unpack(ffi.buffer(self._state)))
 
     def rooms(self) -> list[int]:

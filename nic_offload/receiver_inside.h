@@ -50,6 +50,7 @@ struct tk_receiver {
 	uint32_t came_count, came_capacity;
 	uint32_t later_count; /* how many of those wait for a lane; written atomically, because it is read without the lock */
 	int is_call_next;     /* the application is about to get a call, and takes these with it */
+	uint32_t on_lanes; /* blocks handed to lanes since the application last took some */
 	uint32_t wanted_pages, starved;
 	uint32_t differed, taken, expired, unsaid;
 	int broken;
@@ -63,6 +64,7 @@ void await_put(struct tk_receiver *receiver, uint32_t slot, uint64_t generation)
 void count_later(struct tk_receiver *receiver, int change); /* under the lock */
 void tell_of_puts(struct tk_receiver *receiver); /* under the lock */
 void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came); /* under the lock */
+void tell_of_lane(struct tk_receiver *receiver); /* a block that a lane writes now; under the lock */
 int give_room_back(struct tk_receiver *receiver); /* under the lock */
 void break_off(struct tk_receiver *receiver, int status);
 

@@ -208,8 +208,11 @@ static struct record *hand_over(struct tk_receiver *receiver, struct tk_came *ca
 		int may_wait = tk_now_ns() - came->landed_ns < LATER_NS;
 		if (may_wait && (lane_is_full_of(lane, came->length, setup->owner) || lane_awaits_ground(lane, came->length)))
 			came->under_way = LATER;
-		else if ((record = lane_begin(lane, came, setup->owner, &word)))
+		else {
 			came->under_way = (uint8_t)(home + 1);
+			record = lane_begin(lane, came, setup->owner, &word);
+			came->under_way = record ? came->under_way : 0;
+		}
 	}
 	pthread_mutex_unlock(&receiver->shelf->lock);
 	if (record)
@@ -221,22 +224,27 @@ static struct record *hand_over(struct tk_receiver *receiver, struct tk_came *ca
 void hand_over_later(struct tk_receiver *receiver)
 {
 	const struct reading *reading = &receiver->reading;
+	uint32_t left = 0;
+	int still_waits = 0;
 	pthread_mutex_lock(&receiver->lock);
-	for (uint32_t i = 0; receiver->later_count && i < receiver->came_count; i++) {
+	for (uint32_t i = 0; i < receiver->came_count; i++) {
 		struct tk_came *came = &receiver->came[i];
-		if (came->under_way != LATER || (reading->is_open && reading->is_whole && came->id == reading->id))
-			continue;
-		struct record *record = hand_over(receiver, came);
-		if (came->under_way == LATER) {
-			if (came->landed_ns + LATER_NS < receiver->fabric->next_deadline_ns)
-				receiver->fabric->next_deadline_ns = came->landed_ns + LATER_NS;
-			break;
-		}
+		int is_unanswered = reading->is_open && reading->is_whole && came->id == reading->id;
+		int is_next = came->under_way == LATER && !still_waits && !is_unanswered;
+		struct record *record = is_next ? hand_over(receiver, came) : NULL;
+		still_waits |= is_next && came->under_way == LATER;
+		if (is_next && still_waits && came->landed_ns + LATER_NS < receiver->fabric->next_deadline_ns)
+			receiver->fabric->next_deadline_ns = came->landed_ns + LATER_NS;
+		if (is_next && !still_waits)
+			count_later(receiver, -1);
 		if (record)
 			lane_landed(record);
-		count_later(receiver, -1);
-		tell_of_came(receiver, came);
+		else
+			receiver->came[left++] = *came;
+		if (is_next && !came->under_way)
+			tell_of_came(receiver, came);
 	}
+	receiver->came_count = left;
 	pthread_mutex_unlock(&receiver->lock);
 }
 
@@ -274,11 +282,15 @@ static int settle(struct tk_receiver *receiver)
 	else if (came.listed)
 		reading->record = hand_over(receiver, &came);
 	if (!reading->code || reading->code == receiver->setup.landed_code) {
-		receiver->came[receiver->came_count++] = came; /* only this thread adds to them */
+		if (!reading->record) /* otherwise the lane reports it */
+			receiver->came[receiver->came_count++] = came; /* only this thread adds to them */
 		count_later(receiver, came.under_way == LATER);
 		reading->id = came.id;
 		__atomic_add_fetch(&receiver->shelf->came, 1, __ATOMIC_RELEASE);
-		tell_of_came(receiver, &came);
+		if (came.under_way)
+			tell_of_lane(receiver);
+		else
+			tell_of_came(receiver, &came);
 	} else {
 		status = give_room_back(receiver);
 		receiver->differed += !status && reading->code == receiver->setup.differs_code;

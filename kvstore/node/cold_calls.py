@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from kvstore.lookups import Kind, Outcome
 from kvstore.miss import MissReason
 from kvstore.node.call_headers import Told
 from kvstore.node.fetch import FetchRequest
+from kvstore.storage.index_layout import NAME_BYTES
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import metadata_of
 from nic_offload.receiver import Room
@@ -42,11 +43,12 @@ from nic_offload.trigger import put_words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from kvstore.node.connection import Connection
     from kvstore.node.hot import Name, Piece
     from kvstore.node.lookup_progress import Looking
     from kvstore.node.node import Node
-    from kvstore.storage.index import Entry, NamesAndLives
     from nic_offload.shelf import ColdCall, ColdRow, Served
 
 __all__ = ["COLD_TAG", "ColdCalls"]
@@ -67,15 +69,14 @@ class ColdCalls:
         self._idle_ticks = ROOMS_IDLE_TICKS
         self._bytes_max = min(COLD_BYTES_MAX, node.hot.size_bytes // COLD_SHARE)
         node.hot.shelf.use_readers(node.fetches.readers.by_number, COLD_TAG, self._bytes_max)
-        for blocks in node.store.follow_places(self._placed):
-            self._place_all(blocks)
+        for names, lives in node.store.follow_places(self._placed):
+            self._place(names, lives)
 
-    def _placed(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
+    def _placed(self, rows: NDArray[Any]) -> None:
         """List the places of these blocks, which are stored now, in place of earlier ones."""
-        self._memory.shelf.place(b"".join([tenant + key + _place(entry) for (tenant, key), entry in blocks]))
+        self._place(rows.view(np.uint8).reshape(-1, rows.itemsize)[:, :NAME_BYTES], rows)
 
-    def _place_all(self, blocks: NamesAndLives) -> None:
-        names, lives = blocks
+    def _place(self, names: NDArray[np.uint8], lives: NDArray[Any]) -> None:
         generations, pages = lives["generation"], lives["offset"] // PAGE_BYTES
         places = place_of(generations // GENERATIONS_PER_DRIVE, pages, generations)
         places[lives["expires_ms"] != 0] = 0
@@ -237,11 +238,3 @@ class ColdCalls:
                 call.shares,
             )
             node.fetches.enqueue(connection, [request], looking, at, called=False)
-
-
-def _place(entry: Entry) -> bytes:
-    if entry.expires_ms:  # the core doesn't know the time
-        return bytes(8)
-    number = entry.generation // GENERATIONS_PER_DRIVE
-    place: int = place_of(number, entry.offset // PAGE_BYTES, entry.generation)
-    return place.to_bytes(8, "little")

@@ -3,8 +3,8 @@
 A lane takes blocks whose name has this drive as its home. While in use it gets ground before it runs out, and again
 after the drive has written a record of its own, which takes the ground back. An idle lane's ground is taken back too.
 
-What always holds: every record is counted when its lane begins it, so `is_ahead` says whether there is a record that
-has not been reported to Python yet.
+What always holds: every record is counted when its lane begins it, so `ahead` says whether there is a record that
+Python doesn't know yet.
 
 It doesn't know the blocks themselves: `granted_puts` does, and reports them to the drives.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.limits import LANE_BYTES_MAX, LANE_DEPTH, ROOMS_IDLE_TICKS
 from nic_offload.errors import FabricError
-from nic_offload.lane import Lane, Lanes
+from nic_offload.lane import Lane, Lanes, written_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -46,13 +46,13 @@ class DriveLanes:
         ]
         self.handed = Lanes(lanes, store.homes) if self._pairs else None
         self.record_pages = 1  # of the blocks that arrive
-        self._known = 0  # records that were reported
+        self._known = 0  # records that were heard, or have ended
         self._idle_ticks = ROOMS_IDLE_TICKS
 
     @property
-    def is_ahead(self) -> bool:
-        """Return whether a lane has begun records that were not reported yet."""
-        return sum(lane.begun for _, lane in self._pairs) != self._known
+    def ahead(self) -> int:
+        """Return how many records lanes have begun that are not known yet."""
+        return sum(lane.begun for _, lane in self._pairs) - self._known
 
     def heard(self, by_lane: Mapping[int, Sequence[PutItem]], done: PutsDone) -> None:
         """Report to the drives what their lanes write, by the lanes' numbers; each block ends like any other put."""
@@ -61,7 +61,18 @@ class DriveLanes:
             self._known += len(items)
             self._drives[number - 1].puts.under_way(items, done)
 
-    def take(self) -> Iterator[tuple[Drive, list[Written]]]:
+    def ended(self, records: int) -> None:
+        """Note that so many records have ended that were not known before."""
+        self._idle_ticks = 0
+        self._known += records
+
+    def hear(self) -> Iterator[Written]:
+        """Return the records under way that are not known."""
+        for _, lane in self._pairs:
+            while rows := lane.hear():
+                yield from written_in(rows)
+
+    def take(self) -> Iterator[tuple[Drive, bytes]]:
         """Take the records that have ended, each drive's in the order of generations."""
         for drive, lane in self._pairs:
             while rows := lane.take():

@@ -280,6 +280,7 @@ class FabricCalls:
     def landed(self, events: Sequence[Event]) -> None:
         """Execute calls, one of each tenant in turn; of many, the rest in the loop's next round."""
         if events:  # process earlier writes, reads and sends first
+            self._node.granted.hear_lanes()
             self._node.granted.take_written()
             self.served()
             self._node.fetches.settle()

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from kvstore.durability import Durability
 from kvstore.errors import Corrupt, DomainRequired, Expired, KeyTaken, Overloaded, ProtocolError
@@ -26,34 +28,38 @@ from kvstore.limits import (
     GRANTED_SLOTS,
     PAGE_BYTES,
     ROOMS_IDLE_TICKS,
-    ROOMS_MAX,
     ROOMS_MIN,
-    SHARES,
 )
 from kvstore.node.call_headers import Told
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
 from kvstore.node.fair import Places
 from kvstore.node.landing import LandingLayout
+from kvstore.node.lane_blocks import WRITTEN, LaneBlocks, are_plain
 from kvstore.node.lane_quotas import LaneQuotas
 from kvstore.node.put_area import Landed, PutArea
+from kvstore.node.put_rooms import PutRooms
 from kvstore.node.span_notes import End
 from kvstore.steps import Step
 from kvstore.storage.items import PutDone, PutItem
 from kvstore.wire.ack import AckCode, code_of_error
 from kvstore.wire.fabric_call import metadata_of
-from nic_offload.receiver import Room
+from nic_offload.lane import written_in
 from nic_offload.sender import METADATA_BYTES_MAX
 from nic_offload.trigger import put_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvstore.errors import KvError
+    from numpy.typing import NDArray
+
+    from kvstore.errors import KvError, StorageError
     from kvstore.node.connection import Connection
     from kvstore.node.fair import Holder
     from kvstore.node.hot import Name
     from kvstore.node.node import Node
+    from kvstore.storage.drive import Drive
     from kvstore.storage.index import Entry
+    from nic_offload.lane import Written
     from nic_offload.receiver import Came, State
     from nic_offload.trigger import WordPut
 
@@ -76,18 +82,19 @@ class Granted:
         self._node = node
         self._slots = Places(GRANTED_BYTES_MAX, tenants_known)  # bytes
         self._memory = node.hot
+        self._rooms = PutRooms(node.hot)
         self._areas: dict[int, PutArea] = {}  # by number of the connection
         self._landed: dict[Name, Landed] = {}
         self._by_tag: dict[int, Landed] = {}  # blocks passed to the store
-        self._hungry: set[PutArea] = set()  # areas that wait for memory
         self._gathering: set[PutArea] = set()  # areas whose small blocks wait for each other
         self._store_at = 0  # store these once this many writes have ended
         self._heard = 0  # blocks taken from receivers
         self._lanes = DriveLanes(node.store, node.fabric)
         self._lent = LaneQuotas(node.store.quotas)
+        self._lane_blocks = LaneBlocks(node, self._areas, self._lent)
 
     def __len__(self) -> int:
-        return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values())
+        return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values()) + self._lanes.ahead
 
     def open(self, connection: Connection, *, shares: bool) -> PutArea | None:
         """Let a connection's client put by grants; None if it can't. `shares`: its slots may be mapped.
@@ -115,6 +122,7 @@ class Granted:
 
     def quotas_changed(self) -> None:
         """Apply changed quotas."""
+        self.hear_lanes()  # pages were lent for what they have begun
         for area in self._areas.values():
             self._choose_way(area)
 
@@ -124,61 +132,22 @@ class Granted:
         if area is None:
             return
         self._take(area, every=True)
+        self.hear_lanes()
         self._lent.take_back(area)
         self._store(area)
         del self._areas[connection.number]
-        self._hungry.discard(area)
         self._gathering.discard(area)
-        self._empty(area)
+        self._rooms.hungry.discard(area)
+        self._rooms.empty(area)
         area.close()
         self._slots.give_back(connection.tenant, area.layout.total_bytes)
 
     # --- rooms
 
-    def _empty(self, area: PutArea) -> None:
-        """Take back rooms that a receiver doesn't need now."""
-        pieces = [area.rooms.pop(number) for number in area.receiver.rooms()]
-        for piece in pieces:
-            self._memory.pages.release(piece)
-        if pieces:
-            self._memory.shares.release(area.holder, sum(piece.pages for piece in pieces) * PAGE_BYTES)
-
     def empty(self) -> None:
         """Take back all empty rooms."""
         for area in self._areas.values():
-            self._empty(area)
-
-    def _feed(self, area: PutArea, state: State) -> None:
-        """Grant a receiver more slots of the size it asks for, up to what its client may hold."""
-        if state.starved:
-            area.idle_ticks = 0
-            if area not in self._hungry:
-                area.target = min(ROOMS_MAX, area.target * 2)
-            if any(piece.pages < state.wanted_pages for piece in area.rooms.values()):
-                self._empty(area)  # its rooms are too small for the arrived block
-        is_idle = area.idle_ticks and not state.starved and area not in self._hungry
-        if is_idle or not state.wanted_pages:
-            return
-        self._lanes.record_pages = state.wanted_pages
-        pages, shares = self._memory.pages, self._memory.shares
-        size_bytes = state.wanted_pages * PAGE_BYTES
-        target = min(area.target, max(2, self._memory.size_bytes // SHARES // size_bytes))
-        if state.rooms > target // 2:
-            return
-        given: list[Room] = []
-        for _ in range(shares.may_hold_so_many(area.holder, size_bytes, target - state.rooms)):
-            piece = pages.take_unasked(state.wanted_pages)
-            if piece is None:
-                break
-            area.rooms[piece.start] = piece
-            given.append(Room(self._memory.address(piece), piece.pages, piece.start))
-        if given:
-            shares.hold(area.holder, size_bytes * len(given))
-            area.receiver.feed(given)
-        if given or state.rooms:
-            self._hungry.discard(area)
-        else:
-            self._hungry.add(area)
+            self._rooms.empty(area)
 
     def tick(self) -> None:
         """Take rooms back from idle clients; give some to waiting ones."""
@@ -186,8 +155,8 @@ class Granted:
             area.idle_ticks += 1
             if area.idle_ticks == ROOMS_IDLE_TICKS:
                 area.target = ROOMS_MIN
-                self._hungry.discard(area)
-                self._empty(area)
+                self._rooms.hungry.discard(area)
+                self._rooms.empty(area)
                 self._lent.take_back(area)
         self._lanes.tick()
         self.feed_hungry()
@@ -200,11 +169,11 @@ class Granted:
     @property
     def is_hungry(self) -> bool:
         """Whether a client waits for memory."""
-        return bool(self._hungry)
+        return bool(self._rooms.hungry)
 
     def feed_hungry(self) -> None:
         """Retry clients that wait for memory, some of which may be free now."""
-        for area in list(self._hungry):
+        for area in list(self._rooms.hungry):
             self.came(area.connection.number)
 
     # --- arrived blocks
@@ -219,6 +188,7 @@ class Granted:
             self._lanes.renew()
 
     def _area_told(self, area: PutArea) -> None:
+        area.idle_ticks = 0
         state = self._take(area)
         begun, ended = self._node.store.writes
         if begun == ended or state.wanted_pages > GRANTED_GATHERED_PAGES_MAX:
@@ -252,7 +222,8 @@ class Granted:
             )
             self._node.detach(area.connection)
         else:
-            self._feed(area, state)
+            self._lanes.record_pages = state.wanted_pages or self._lanes.record_pages
+            self._rooms.feed(area, state)
             if self._lent.renew(area):
                 self._lanes.lend()
 
@@ -261,16 +232,25 @@ class Granted:
 
         If nothing has arrived, no connection is examined: most of a thousand clients are idle at any moment.
         """
+        if every:
+            self.hear_lanes()
         if self._memory.shelf.came != self._heard:
             for number in list(self._areas):
                 self.came(number, every=every)
         self._store_all_gathered()
         self.take_written()
 
+    def hear_lanes(self) -> None:
+        """Learn of all blocks that lanes have begun: those that have ended are in the index then, the others known."""
+        if self._lanes.ahead:
+            self._note_written(self._lanes.hear())
+            if numbers := self._publish_written():
+                self._node.later(0, self._written, numbers)
+
     def before_others(self, names: Sequence[Name]) -> None:
         """Prepare puts of these names by another way: lanes take them no more, and what lanes have is processed."""
         self._memory.stored(names)
-        if self._lanes.is_ahead:
+        if self._lanes.ahead:
             self.take_all()
 
     def removed(self, names: Sequence[Name], *, are_replaced: bool) -> None:
@@ -291,32 +271,68 @@ class Granted:
         self._memory.gone(name for name, entry in zip(idle, entries, strict=True) if entry is None)
 
     def take_written(self) -> None:
-        """Add written records of lanes to the index, and other arrived blocks of the same clients.
+        """Add written records of lanes to the index."""
+        if numbers := self._publish_written():
+            self._written(numbers)
+
+    def _publish_written(self) -> set[int]:
+        """Add written records of lanes to the index; return the numbers of their connections.
 
         Their memory is kept as the hot copies in the same step: a read that follows finds them there.
         """
-        states: dict[PutArea, State] = {}
-        took = False
-        for drive, rows in self._lanes.take():
-            took = True
-            for number in {row.tag for row in rows}:
-                if (area := self._areas.get(number)) is not None:
-                    states[area] = self._take(area)  # the store must have these first
-            for row in rows:
-                one = self._by_tag[row.id]
-                one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
-            drive.written((row.id, row.generation, row.offset, row.result, row.key) for row in rows)
-        for area, state in states.items():
-            self._go_on(area, state)
-        if took:
-            self._node.poll_store()
+        numbers: set[int] = set()
+        for drive, data in self._lanes.take():
+            rows = np.frombuffer(data, WRITTEN)
+            numbers.update(np.unique(rows["tag"]).tolist())
+            if self._node.spans is None and drive.takes_puts and are_plain(rows):
+                self._lanes.ended(len(rows))
+                self._heard += len(rows)
+                self._end(*self._lane_blocks.take(drive, rows))
+            else:
+                self._end_each(drive, written_in(data))
+        return numbers
+
+    def _written(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.came(number)
+        self._node.poll_store()
+        self._memory_freed()
+
+    def _end_each(self, drive: Drive, rows: Sequence[Written]) -> None:
+        """Report written records to their drive, one by one."""
+        self._note_written(row for row in rows if not row.was_heard)
+        for row in rows:
+            one = self._by_tag[row.came.id]
+            one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
+        drive.written((row.came.id, row.generation, row.offset, row.result, row.key) for row in rows)
+
+    def _end(self, rows: NDArray[Any], error: StorageError | None) -> None:
+        """End blocks that were written, unless there is an error, and whose memory is still theirs."""
+        done: list[PutDone] = []
+        for row in written_in(rows.tobytes()):
+            area = self._areas[row.tag]
+            one = Landed(
+                area, row.came, area.rooms.pop(row.came.room), row.came.landed_ns, row.came.landed_ns
+            )
+            one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
+            self._by_tag[row.came.id] = one
+            done.append(PutDone(row.came.id, error, _WRITTEN, 0 if error else row.generation))
+        if done:
+            self._kept(done)
+
+    def _note_written(self, rows: Iterable[Written]) -> None:
+        """Note blocks that lanes have begun to write."""
+        by_area: dict[int, list[Came]] = {}
+        for row in rows:
+            by_area.setdefault(row.tag, []).append(row.came)
+        for number, came in by_area.items():
+            self._note(self._areas[number], came)
 
     def _take(self, area: PutArea, *, every: bool = False) -> State:
         """Take arrived blocks; `every` is as in `came`."""
         while True:
             came, state = area.receiver.take(every=every)
             if came:
-                self._heard += len(came)
                 self._note(area, came)
             self._count_refused(state)
             if len(came) < BATCH_BLOCKS_MAX // 4:
@@ -332,6 +348,7 @@ class Granted:
 
     def _note(self, area: PutArea, came: Sequence[Came]) -> None:
         node, connection = self._node, area.connection
+        self._heard += len(came)
         area.idle_ticks = 0
         node.turns.heard(connection.tenant)
         leased_ns, landed_ns = came[0].landed_ns, came[-1].landed_ns
@@ -379,9 +396,7 @@ class Granted:
         if not area.unheard:
             return
         self._memory.stored([one.name for one in area.unheard])  # no lane begins one of these any more,
-        if self._lanes.is_ahead:  # and those that a lane has begun must be known
-            for other in [one for one in self._areas.values() if one is not area]:
-                self._node.later(0, self._go_on, other, self._take(other))
+        self.hear_lanes()  # and those that a lane has begun must be known
         while area.unheard:
             some = area.unheard[:BATCH_BLOCKS_MAX]
             try:
@@ -491,6 +506,9 @@ class Granted:
             pages.release(one.piece)
         for holder, count in freed.items():
             memory.shares.release(holder, count * PAGE_BYTES)
+        self._memory_freed()
+
+    def _memory_freed(self) -> None:
         self._node.freed.set()
         self.feed_hungry()
         if self._node.fetches.waiting:  # they may have waited for this memory

@@ -163,6 +163,12 @@ class HotPages:
         self._probation[generation] = piece
         self._kept_pages += piece.pages
 
+    def keep_all(self, pieces: Sequence[Piece], generations: Sequence[int], names: Sequence[Name]) -> None:
+        """Keep pieces as new records of these names, each no longer used by its one user."""
+        for piece, generation, name in zip(pieces, generations, names, strict=True):
+            self.keep(piece, generation, name)
+            self.release(piece)
+
     def find(self, generation: int) -> Piece | None:
         """Find this record's piece and add a user; a piece found again is protected from scans."""
         piece = self._protected.get(generation)

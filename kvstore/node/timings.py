@@ -16,7 +16,7 @@ from kvstore.errors import LeaseExpired
 from kvstore.limits import PUTS_ROW_MS, PUTS_SEEN_MAX, PUTS_TOGETHER_MS, RPC_TIMEOUT_MS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kvstore.clock import Clock
     from kvstore.durability import Durability
@@ -104,6 +104,11 @@ class PutSeen:
         self.size_bytes += size_bytes
         self.kept_ns = max(self.kept_ns, at_ns)
 
+    def take_flags(self, times_ns: Iterable[int]) -> None:
+        """Take flags of one block each."""
+        for at_ns in times_ns:
+            self.take_flag(at_ns, 1)
+
     def take_flag(self, at_ns: int, blocks: int) -> bool:
         """Take a flag that fired `blocks` blocks, if ours landed soon after it and have no flag yet."""
         if self.flagged >= self.blocks or not 0 <= self.landed_ns - at_ns < _FLIGHT_NS:
@@ -138,13 +143,25 @@ class Timings:
             together.setdefault((lease.leased_ns, lease.landed_ns), []).append(lease)
         now_ns = self.clock.monotonic_ns() if at_ns is None else at_ns
         for (leased_ns, landed_ns), some in together.items():
-            self._kept(durability).note(now_ns - landed_ns, len(some))
-            put = self._put(tenant, leased_ns, durability, some[0].trace, inline=False)
-            put.add(len(some), sum(lease.length for lease in some), landed_ns, now_ns)
+            times_ns, lengths = (leased_ns, landed_ns, now_ns), [lease.length for lease in some]
+            put = self.kept_together(tenant, durability, times_ns, lengths, some[0].trace)
             if put.trace is None:  # for a session's blocks, the client reports the flags
-                for lease in some:
-                    if lease.flag_ns:
-                        put.take_flag(lease.flag_ns, 1)
+                put.take_flags([lease.flag_ns for lease in some if lease.flag_ns])
+
+    def kept_together(
+        self,
+        tenant: bytes,
+        durability: Durability,
+        times_ns: tuple[int, int, int],
+        lengths: Sequence[int],
+        trace: SessionTrace | None = None,
+    ) -> PutSeen:
+        """Note that blocks of these lengths are on the drive; `times_ns`: leased, landed and kept."""
+        leased_ns, landed_ns, kept_ns = times_ns
+        self._kept(durability).note(kept_ns - landed_ns, len(lengths))
+        put = self._put(tenant, leased_ns, durability, trace, inline=False)
+        put.add(len(lengths), sum(lengths), landed_ns, kept_ns)
+        return put
 
     def inline_kept(
         self,

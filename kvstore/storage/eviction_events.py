@@ -33,9 +33,10 @@ from kvstore.limits import (
 )
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import Guard, Reason, Watermarks
+from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
+from kvstore.storage.index_layout import rows_of_entries
 from kvstore.storage.leaving_blocks import LeavingBlocks
 from kvstore.storage.left_places import LeftPlaces
 from kvstore.storage.session_space import SessionSpace
@@ -69,6 +70,7 @@ __all__ = [
     "with_erased",
 ]
 
+_AT: Final = {field: at for at, field in enumerate(Record._fields)}
 _LOW_FRACTION: Final = 64  # one in this many pages, but no more than
 _FOR_ROOM: Final = frozenset({Reason.SPACE, Reason.STRANDED, Reason.CLEARED})
 _MISSES: Final = {
@@ -94,8 +96,8 @@ Listener: TypeAlias = "Callable[[Sequence[Name], Reason | None], None]"
 """Called once a batch with blocks that were stored or, with a reason, removed."""
 
 
-Placed: TypeAlias = "Callable[[Sequence[tuple[Name, Entry]]], None]"
-"""Called once a batch with blocks that were stored, and where."""
+Placed: TypeAlias = "Callable[[NDArray[Any]], None]"
+"""Called once a batch with the rows of blocks that were stored."""
 
 
 class Held(NamedTuple):
@@ -204,39 +206,36 @@ class Keeping:
 
     def published(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
         """Note blocks that are in the index now."""
-        owner_of, digest = self.owner_numbers.get, self._digest if self.core.knows_names else None
+        self.published_rows([name for name, _ in blocks], rows_of_entries(blocks))
+
+    def published_rows(self, names: Sequence[Name], rows: NDArray[Any]) -> None:
+        """Note blocks that are in the index now, given as `NAMED_ROW`s too."""
         now_ms = self._clock.wall_ms()
-        refused = self.core.admitted(
-            [  # each is a `Record`
-                (
-                    entry.generation,
-                    record_bytes(entry.length) // PAGE_BYTES,
-                    digest(*name) if digest else 0,
-                    entry.expires_ms,
-                    0,
-                    0,
-                    owner_of(name[0], 0),
-                    entry.offset // PAGE_BYTES,
-                )
-                for name, entry in blocks
-            ],
-            now_ms,
-        )
+        records = np.zeros((len(rows), len(Record._fields)), np.uint64)
+        records[:, _AT["generation"]] = rows["generation"]
+        records[:, _AT["pages"]] = _pages(rows)
+        records[:, _AT["expires_ms"]] = rows["expires_ms"]
+        records[:, _AT["start"]] = rows["offset"] // PAGE_BYTES
+        if self.core.knows_names:
+            records[:, _AT["name64"]] = [self._digest(*name) for name in names]
+        if self.owner_numbers:
+            records[:, _AT["owner"]] = [self.owner_numbers.get(tenant, 0) for tenant, _ in names]
+        refused = self.core.admitted_words(_column("Q", records), now_ms)
         assert not refused, "a generation is published once"
         places, session_of = self._places, self._history.session_of
-        for name, entry in blocks:
+        for at, name in enumerate(names):
             if places and name in places:
                 sessions, position = places.pop(name)
                 for session in sessions:
-                    self.core.joined([entry.generation], session, position, now_ms)
+                    self.core.joined([int(rows["generation"][at])], session, position, now_ms)
             elif session_of(name):
-                self._rejoin(name, entry.generation, now_ms)
-        self._tell_placed(blocks)
+                self._rejoin(name, int(rows["generation"][at]), now_ms)
+        self._tell_placed(names, rows)
 
-    def _tell_placed(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
+    def _tell_placed(self, names: Sequence[Name], rows: NDArray[Any]) -> None:
         if self.placed is not None:
-            self.placed(blocks)
-        self._tell([name for name, _ in blocks], None)
+            self.placed(rows)
+        self._tell(names, None)
 
     def _rejoin(self, name: Name, generation: int, now_ms: int) -> None:
         """Put a block that was in a session when it was removed into its place again, if there is a gap."""
@@ -393,7 +392,7 @@ class Keeping:
         if guards:
             self._moved[old.generation] = (new.generation, guards)
         self.plain_bytes -= record_bytes(old.length)
-        self._tell_placed([(name, new)])
+        self._tell_placed([name], rows_of_entries([(name, new)]))
 
     def after_wipes(self, then: Callable[[StorageError | None], None]) -> None:
         """Call back when all that is being wiped is free."""
@@ -545,10 +544,9 @@ class Keeping:
         """Fill the core with the blocks of the index, oldest first."""
         lives = lives[np.argsort(lives["generation"])]
         generations = _column("Q", lives["generation"])
-        pages = HEADER_BYTES // PAGE_BYTES - (-lives["length"].astype(np.int64) // PAGE_BYTES)
         self.core.restore(
             generations,
-            _column("I", pages),
+            _column("I", _pages(lives)),
             _column("Q", lives["expires_ms"]),
             _column("Q", lives["offset"] // PAGE_BYTES),
         )
@@ -586,6 +584,11 @@ def with_erased(
     for at, erased_ms in zip(unknown, found, strict=True):
         told[at] = told[at]._replace(erased_ms=erased_ms)
     return told
+
+
+def _pages(rows: NDArray[Any]) -> NDArray[np.int64]:
+    """Return how many pages the records of these lengths have."""
+    return HEADER_BYTES // PAGE_BYTES - (-rows["length"].astype(np.int64) // PAGE_BYTES)
 
 
 def _column(code: str, numbers: NDArray[Any]) -> array[int]:

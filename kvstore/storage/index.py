@@ -43,12 +43,28 @@ from kvstore.limits import (
     INDEX_GROWTHS_MAX,
     INDEX_LIVES_LISTED_AT_ONCE,
     INDEX_MAP_BYTES_MIN,
-    KEY_BYTES,
     PAGE_BYTES,
     TENANT_BYTES,
 )
 from kvstore.storage.folder import CommitNote
 from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, overwrite, seal, unseal
+from kvstore.storage.index_layout import (
+    BLOCKS,
+    BORN,
+    ENTRY,
+    ENTRY_ROW,
+    EXPIRES,
+    GENERATION,
+    LIFE,
+    LIFE_ROW,
+    NAME_BYTES,
+    OWNER,
+    OWNERS,
+    PLACE,
+    PLACE_ROW,
+    ROW,
+    packed,
+)
 from kvstore.storage.index_rows import check_order, rows_of
 from kvstore.storage.overwriting import PLACES, note
 from kvstore.storage.row_check import CHECK_BYTES, checked, is_whole
@@ -72,26 +88,6 @@ __all__ = ["Entry", "Index", "header_of", "is_header_of", "kernel_boot_id"]
 
 T = TypeVar("T")
 
-_ENTRY: Final = struct.Struct("<QIIQQ16sI")
-_ENTRY_ROW: Final = struct.Struct(f"<QIIQQ16sI{CHECK_BYTES}x")
-_EXPIRES: Final = struct.Struct(f"<24xQ20x{CHECK_BYTES}x")
-_BORN: Final = struct.Struct(f"<16xQ28x{CHECK_BYTES}x")  # generation
-_ROW: Final = np.dtype(
-    {
-        "names": ["offset", "length", "crc32c", "generation", "expires_ms", "fingerprint", "domain", "check"],
-        "formats": ["<u8", "<u4", "<u4", "<u8", "<u8", "V16", "<u4", f"V{CHECK_BYTES}"],
-    }
-)
-_LIFE: Final = ["offset", "length", "generation", "expires_ms"]
-_PLACE_ROW: Final = np.dtype([("offset", "<u8"), ("length", "<u4")])
-_OWNER_ROW: Final = np.dtype([("name", "V48"), ("place", _PLACE_ROW)])
-_LIFE_ROW: Final = np.dtype([(name, _ROW[name]) for name in _LIFE])
-_NAME_BYTES: Final = TENANT_BYTES + KEY_BYTES
-_GENERATION: Final = struct.Struct(">Q")  # big-endian, so that LMDB's order is that of numbers
-_OWNER: Final = struct.Struct("<48sQI")  # name, offset, length
-_PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in every table
-_BLOCKS: Final = (b"blocks", _NAME_BYTES, _ROW.itemsize)  # a table, and the sizes of its names and values
-_OWNERS: Final = (b"generations", _GENERATION.size, _OWNER_ROW.itemsize)
 _META: Final = struct.Struct("<16sQ?36s")  # drive uuid, epoch, clean, boot id
 _META_KEY: Final = b"store 3"  # the rows had no checks before 2, and no domains before 3
 _SEALED_META_KEY: Final = b"store 3, sealed"  # no label of a session was ever in this file in the clear
@@ -104,9 +100,6 @@ _FAILURES: Final = (lmdb.Error, struct.error)
 _TABLES: Final = (b"blocks", b"generations", b"sessions", b"chunks", b"references", b"meta")
 _DOUBTS: Final = b"doubts"
 _OWED: Final = b"owed"
-
-assert _ENTRY_ROW.size == _EXPIRES.size == _BORN.size == _ROW.itemsize
-assert _OWNER.size == _OWNER_ROW.itemsize == 48 + _PLACE.size
 
 
 class Entry(NamedTuple):
@@ -138,7 +131,7 @@ def kernel_boot_id() -> str:
 
 
 def _values(rows: NDArray[np.uint8]) -> NDArray[Any]:
-    return np.ascontiguousarray(rows[:, _NAME_BYTES:]).view(_ROW)[:, 0]
+    return np.ascontiguousarray(rows[:, NAME_BYTES:]).view(ROW)[:, 0]
 
 
 class Index:
@@ -251,7 +244,7 @@ class Index:
         try:
             with self._env.begin(db=self.blocks, buffers=True) as transaction:
                 found = [transaction.get(tenant + key) for tenant, key in names]
-                return [None if value is None else Entry._make(_ENTRY_ROW.unpack(value)) for value in found]
+                return [None if value is None else Entry._make(ENTRY_ROW.unpack(value)) for value in found]
         except _FAILURES as error:
             raise self._unreadable(error) from error
 
@@ -267,7 +260,7 @@ class Index:
                     row = get(tenant + key)
                     if row is None:
                         return count
-                    (expires_ms,) = _EXPIRES.unpack(row)
+                    (expires_ms,) = EXPIRES.unpack(row)
                     if 0 < expires_ms <= now_ms:
                         return count
         except _FAILURES as error:
@@ -281,7 +274,7 @@ class Index:
             with self._env.begin(db=self.blocks, buffers=True) as transaction:
                 for key in keys:
                     row = transaction.get(tenant + key)
-                    if row is None or 0 < _EXPIRES.unpack(row)[0] <= now_ms:
+                    if row is None or 0 < EXPIRES.unpack(row)[0] <= now_ms:
                         missing.append(key)
         except _FAILURES as error:
             raise self._unreadable(error) from error
@@ -290,7 +283,7 @@ class Index:
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
         """Return which block has each generation."""
         with self.reading() as transaction:
-            rows = [transaction.get(_GENERATION.pack(one), db=self.generations) for one in generations]
+            rows = [transaction.get(GENERATION.pack(one), db=self.generations) for one in generations]
         return [None if row is None else (row[:TENANT_BYTES], row[TENANT_BYTES:48]) for row in rows]
 
     def publish(self, entries: Iterable[tuple[Name, Entry]], *, left: Sequence[Entry | Place] = ()) -> None:
@@ -299,8 +292,8 @@ class Index:
         for (tenant, key), entry in entries:
             name = tenant + key
             offset, length, _, generation, *_ = entry
-            rows.append((name, checked(name, _ENTRY.pack(*entry))))
-            owners.append((_GENERATION.pack(generation), _OWNER.pack(name, offset, length)))
+            rows.append((name, checked(name, ENTRY.pack(*entry))))
+            owners.append((GENERATION.pack(generation), OWNER.pack(name, offset, length)))
 
         def publish_all(transaction: Any) -> None:
             self._put_all(transaction, rows, owners)
@@ -308,13 +301,18 @@ class Index:
 
         self.write(publish_all)
 
+    def publish_rows(self, blocks: NDArray[Any]) -> None:
+        """Publish a batch, given as `NAMED_ROW`s."""
+        rows, owners = packed(blocks)
+        self.write(lambda transaction: self._put_all(transaction, rows, owners))
+
     def renew(self, entries: Iterable[tuple[Name, Entry]]) -> None:
         """Change the expiry of stored blocks to that of these entries, and nothing else."""
 
         def renew_all(transaction: Any) -> None:
             for (tenant, key), entry in entries:
                 name = tenant + key
-                transaction.put(name, checked(name, _ENTRY.pack(*entry)), db=self.blocks)
+                transaction.put(name, checked(name, ENTRY.pack(*entry)), db=self.blocks)
 
         self.write(renew_all)
 
@@ -333,14 +331,14 @@ class Index:
         """Return all entries, in the order of their names."""
         with self.reading() as transaction:
             for name, value in transaction.cursor(self.blocks):
-                yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), Entry._make(_ENTRY_ROW.unpack(value))
+                yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), Entry._make(ENTRY_ROW.unpack(value))
 
     def after(self, name: bytes, limit: int) -> list[tuple[Name, Entry]]:
         """Return up to `limit` entries after a name (tenant and key), ordered by name."""
         with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             rows = islice(cursor, limit) if cursor.set_range(name + b"\0") else ()
             return [
-                ((found[:TENANT_BYTES], found[TENANT_BYTES:]), Entry._make(_ENTRY_ROW.unpack(row)))
+                ((found[:TENANT_BYTES], found[TENANT_BYTES:]), Entry._make(ENTRY_ROW.unpack(row)))
                 for found, row in rows
             ]
 
@@ -356,20 +354,20 @@ class Index:
     def names(self) -> Iterator[NamesAndLives]:
         """Return the names of all blocks, many at once: tenant and key."""
         for rows in self.block_rows():
-            yield rows[:, :_NAME_BYTES], _values(rows)[_LIFE]
+            yield rows[:, :NAME_BYTES], _values(rows)[LIFE]
 
     def owners(self) -> Iterator[tuple[int, Name, int, int]]:
         """Return generation, name, offset and length of all blocks, ordered by generation."""
         with self.reading() as transaction:
             for generation, row in transaction.cursor(self.generations):
-                name, offset, length = _OWNER.unpack(row)
-                (number,) = _GENERATION.unpack(generation)
+                name, offset, length = OWNER.unpack(row)
+                (number,) = GENERATION.unpack(generation)
                 yield number, (name[:TENANT_BYTES], name[TENANT_BYTES:]), offset, length
 
     def lives(self) -> NDArray[Any]:
         """Return place, size, generation and expiry of all blocks as one array of records, unordered."""
-        parts = (lives.astype(_LIFE_ROW) for _, lives in self.names())
-        return np.concatenate([np.empty(0, _LIFE_ROW), *parts])
+        parts = (lives.astype(LIFE_ROW) for _, lives in self.names())
+        return np.concatenate([np.empty(0, LIFE_ROW), *parts])
 
     def plain_bytes(self) -> int:
         """Return the bytes of blocks that are in the clear."""
@@ -386,23 +384,23 @@ class Index:
 
     def block_rows(self) -> Iterator[NDArray[np.uint8]]:
         """Return the rows by name, thousands at once, in their order: name and value."""
-        return rows_of(self._folder, *_BLOCKS)
+        return rows_of(self._folder, *BLOCKS)
 
     def owner_rows(self) -> Iterator[NDArray[np.uint8]]:
         """Return the rows by generation, thousands at once, in their order: generation and value."""
-        return rows_of(self._folder, *_OWNERS)
+        return rows_of(self._folder, *OWNERS)
 
     def check_order(self) -> None:
         """Raise Corrupt unless each row, by name and by generation, is where a search finds it."""
-        check_order(self._folder, *_BLOCKS)
-        check_order(self._folder, *_OWNERS)
+        check_order(self._folder, *BLOCKS)
+        check_order(self._folder, *OWNERS)
 
     def generations_of(self, tenant: bytes, keys: Sequence[bytes]) -> list[int]:
         """Return the generation of each block; 0 if it is not stored."""
         names = [tenant + key for key in keys]
         with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
             found = dict(cursor.getmulti(names))
-        return [_BORN.unpack(found[name])[0] if name in found else 0 for name in names]
+        return [BORN.unpack(found[name])[0] if name in found else 0 for name in names]
 
     def generations_of_tenant(self, tenant: bytes) -> NDArray[np.uint64]:
         """Return the generations of all blocks of a tenant, in ascending order."""
@@ -414,18 +412,18 @@ class Index:
                 there = part[-1][0].startswith(tenant)  # they are ordered by name
                 if not there:
                     part = list(takewhile(lambda item: item[0].startswith(tenant), part))
-                rows = np.frombuffer(b"".join(row for _, row in part), _ROW)
+                rows = np.frombuffer(b"".join(row for _, row in part), ROW)
                 parts.append(rows["generation"].astype(np.uint64))
         return np.sort(np.concatenate(parts))
 
     def extents(self, lives: NDArray[Any] | None = None) -> NDArray[np.int64]:
         """Return first page and length of every record in all tables, a row each, in the order of pages."""
         lives = self.lives() if lives is None else lives
-        parts = [lives[["offset", "length"]].astype(_PLACE_ROW)]
+        parts = [lives[["offset", "length"]].astype(PLACE_ROW)]
         with self.reading(buffers=True) as transaction:
             for table in (self.sessions, self.chunks):
                 rows = transaction.cursor(table).iternext(keys=False)
-                parts.append(np.frombuffer(b"".join(row[: _PLACE.size] for row in rows), _PLACE_ROW))
+                parts.append(np.frombuffer(b"".join(row[: PLACE.size] for row in rows), PLACE_ROW))
         places = np.concatenate(parts)
         pages = HEADER_BYTES // PAGE_BYTES - (-places["length"].astype(np.int64) // PAGE_BYTES)
         extents = np.stack([(places["offset"] // PAGE_BYTES).astype(np.int64), pages], axis=1)
@@ -490,10 +488,10 @@ class Index:
             return None
         if not is_whole(name, row):  # the header is about to be wiped at whatever place the row says
             raise self._fails("contradicts itself: a block's row was changed")
-        entry = Entry._make(_ENTRY_ROW.unpack(row))
-        transaction.delete(_GENERATION.pack(entry.generation), db=self.generations)
+        entry = Entry._make(ENTRY_ROW.unpack(row))
+        transaction.delete(GENERATION.pack(entry.generation), db=self.generations)
         if self.has_doubts:
-            transaction.delete(_GENERATION.pack(entry.generation), db=self.doubts)
+            transaction.delete(GENERATION.pack(entry.generation), db=self.doubts)
         return entry
 
     def _unreadable(self, error: Exception) -> StorageError:

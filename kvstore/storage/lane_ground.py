@@ -17,6 +17,7 @@ It doesn't decide when to lend (`kvstore.storage.lending` does).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
@@ -178,6 +179,24 @@ class LaneGround:
             lent.ended.append(record)
             if result:
                 record.end(result)
+
+    def note_published(self, generations: Sequence[int]) -> None:
+        """Note that records of the lane, given in ascending order, have ended, and that they are being published.
+
+        They are the next in the order of all records: the lane reports none before it is told that all earlier ones are
+        complete, and those of its own that ended earlier are published already.
+        """
+        self.hear()
+        assert not any(lent.ended for lent in self.lent), "earlier records are published first"
+        first = 0
+        for lent in self.lent:
+            until = bisect_left(generations, lent.until)
+            assert lent.is_clear or until == first, "the lane waits until earlier records are complete"
+            lent.told += until - first
+            if lent.left is not None:
+                lent.left -= until - first
+            first = until
+        assert first == len(generations), "each has a generation of ground that was lent"
 
     def take_from(self, lent: Lent) -> Sequence[RecordWrite]:
         """Take the records that have ended on ground that is the first of everything under way."""

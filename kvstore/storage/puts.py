@@ -19,7 +19,7 @@ It doesn't check payloads of puts: it trusts the caller's `crc32c`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvstore.durability import Durability
 from kvstore.errors import Expired, InvalidArgument, KeyTaken, KvError, NotEncrypted, ReadOnly, StorageError
@@ -43,6 +43,8 @@ from kvstore.wire.record import Header, Kind, record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.clock import Clock
     from kvstore.storage.checks import Checks
@@ -140,6 +142,18 @@ class Puts:
                 yield write, generation, offset, result
 
         self._writes.ground.note_ended(ended())
+
+    def publish_lane(self, names: Sequence[Name], rows: NDArray[Any]) -> StorageError | None:
+        """Publish blocks that a lane has written and that nobody knew before, given as `NAMED_ROW`s as well.
+
+        They are in the order of generations, and nothing waits for their ends. Return why none was published.
+        """
+
+        def publish() -> None:
+            self._index.publish_rows(rows)
+            self._keeping.published_rows(names, rows)
+
+        return self._writes.publish_lane(rows["generation"].tolist(), publish)
 
     def lane_is_lost(self) -> None:
         """Give up on the lane's pending blocks, if any: they may be on the drive or not."""

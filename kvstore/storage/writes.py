@@ -268,6 +268,20 @@ class Writes:
             owner.finish(list(some), None if kept else self.stopped)
         self.sync_if_awaited()
 
+    def publish_lane(self, generations: Sequence[int], publish: Callable[[], object]) -> StorageError | None:
+        """Publish records that the lane has ended, in the order of generations; return why none was published."""
+        self.ground.note_published(generations)
+        failure = None
+        try:
+            publish()
+        except StorageError as error:
+            failure = ReadOnly(f"{error} The store accepts no more puts.")
+            self.stop(failure, generations[0])
+        else:
+            self._published_generation = generations[-1]
+        self.settle_finished()
+        return failure
+
     @property
     def may_lend(self) -> bool:
         """Whether the lane may have ground: not while records of ours wait for room."""

@@ -48,7 +48,12 @@ def full(*_: object) -> None:
 
 
 def is_settled(node: NodeInProcess) -> bool:
-    return bool(node.call(lambda inside: len(inside.granted) == 0))
+    """Whether all that has arrived is in the index."""
+
+    def settled(inside: Node) -> bool:
+        return inside.hot.shelf.came == inside.granted._heard and len(inside.granted) == 0
+
+    return bool(node.call(settled))
 
 
 def test_a_block_that_has_landed_is_read_back_at_once(node: NodeInProcess, rig: Rig) -> None:

@@ -10,6 +10,7 @@ import itertools
 import os
 import struct
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +24,7 @@ from nic_offload.trigger import TriggeredNotify, arm
 from tests.nic_offload.rig import PAGE, WAIT_S, Pair, after_ms, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from nic_offload.receiver import Came, State
 
@@ -85,6 +86,7 @@ class GrantRig:
             3,
         )
         self.came: list[Came] = []
+        self.lanes: list[Callable[[], list[Came]]] = []  # each returns what a lane has that is new
         self._rooms = 0
         self._tags = itertools.count(1 << 20, 1 << 10)
         self._heads: list[Heads] = []
@@ -144,14 +146,15 @@ class GrantRig:
     def data(self, number: int, length: int) -> bytes:
         return self.pair.near.bytes_at(DATA + number * 64, length)
 
-    def take(self) -> State:
-        came, state = self.receiver.take()
-        self.came += came
+    def take(self, *, every: bool = True) -> State:
+        came, state = self.receiver.take(every=every)
+        self.came += itertools.chain(came, *(new() for new in self.lanes))
+        self.came.sort(key=attrgetter("id"))
         return state
 
-    def wait_came(self, count: int) -> None:
+    def wait_came(self, count: int, *, every: bool = True) -> None:
         def enough() -> bool:
-            self.take()
+            self.take(every=every)
             return len(self.came) >= count
 
         wait_until(enough, f"{count} blocks")

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import pytest
 
-from nic_offload.lane import NO_GROUND, Ground, Lane, Lanes, RecordFormat, Written
+from nic_offload.lane import NO_GROUND, Ground, Lane, Lanes, RecordFormat, Written, written_in
 from nic_offload.receiver import Receiver, Room
 from nic_offload.sender import Area
 from nic_offload.trigger import TriggeredNotify, arm
@@ -26,6 +26,7 @@ from tests.nic_offload.test_granted import (
     LANDED,
     LENGTH_MAX,
     OWNER,
+    RECEIVER,
     ROOMS,
     SHARED,
     SLOT,
@@ -41,6 +42,8 @@ from tests.nic_offload.test_granted import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from nic_offload.receiver import Came
 
 MIB = 1 << 20
 TAG = 1 << 63
@@ -63,7 +66,21 @@ class Drive:
         self._fd = os.open(path, flags | os.O_DIRECT)
         self.lane = Lane(rig.pair.far.fabric, TAG, self._fd, DEPTH, bytes_max, FORMAT)
         rig.receiver.use(Lanes([self.lane], bytes(LOTS)))
+        rig.lanes.append(self.came)
         self.written: list[Written] = []
+        self._heard: list[Came] = []
+
+    def came(self) -> list[Came]:
+        """Its blocks that were not returned before, whether they have ended or not."""
+        self.take()
+        self._heard += [one.came for one in written_in(self.lane.hear())]
+        came, self._heard = self._heard, []
+        return came
+
+    def take(self) -> None:
+        rows = written_in(self.lane.take())
+        self.written += rows
+        self._heard += [one.came for one in rows if not one.was_heard]
 
     def lend(
         self,
@@ -80,7 +97,7 @@ class Drive:
 
     def wait_written(self, count: int) -> list[Written]:
         def enough() -> bool:
-            self.written += self.lane.take()
+            self.take()
             return len(self.written) >= count
 
         wait_until(enough, f"{count} records")
@@ -117,7 +134,7 @@ def test_a_block_is_written_and_told_of_without_the_application(drive: Drive) ->
     _, group = rig.put([1, 2, 3], LENGTH, durability=WRITTEN, metadata=b"m" * 16)
     assert rig.codes(group, 3) == [WRITTEN] * 3
     rig.wait_came(3)
-    ended = {one.id: one for one in drive.wait_written(3)}
+    ended = {one.came.id: one for one in drive.wait_written(3)}
     assert [one.generation for one in drive.written] == [100, 101, 102]
     assert all(came.under_way and came.listed for came in rig.came)
     for came in rig.came:
@@ -135,6 +152,42 @@ def test_a_block_is_written_and_told_of_without_the_application(drive: Drive) ->
     )
 
 
+def test_a_block_is_heard_of_before_its_end_only_by_who_asks(drive: Drive) -> None:
+    rig, lane = drive.rig, drive.lane
+    rig.feed(3, pages=PAGES)
+    drive.lend(is_clear=False)
+    assert rig.put([1, 2], LENGTH)[1].wait_landed(20)
+    heard = written_in(lane.hear())
+    assert [one.came.key for one in heard] == [key_of(1), key_of(2)]
+    assert {one.tag for one in heard} == {RECEIVER}
+    assert not lane.hear(), "once"
+    assert rig.put([3], LENGTH)[1].wait_landed(20)
+    assert lane.begun == 3
+    lane.clear(1 << 40)
+    ended = drive.wait_written(3)
+    assert [one.came.key for one in ended] == [key_of(number) for number in (1, 2, 3)]
+    assert [one.was_heard for one in ended] == [1, 1, 0]
+    assert [one.came for one in ended[:2]] == [one.came for one in heard]
+    assert ended[2].came.under_way == 1
+    assert not lane.hear(), "nor after its end"
+    assert not rig.receiver.take()[0], "nor from its receiver"
+    assert rig.shelf.came == 3
+
+
+def test_rooms_are_asked_for_before_lanes_have_used_all(drive: Drive) -> None:
+    rig = drive.rig
+    rig.feed(4, pages=PAGES)
+    drive.lend()
+    fabric = rig.pair.far.fabric
+    fabric.reap()
+    assert rig.put([1], LENGTH)[1].wait_landed(20)
+    assert not any(event.tag == RECEIVER for event in fabric.reap())
+    assert rig.put([2], LENGTH)[1].wait_landed(20)
+    assert any(event.tag == RECEIVER for event in fabric.reap()), "two of four are left"
+    state = rig.receiver.take()[1]
+    assert (state.rooms, state.starved) == (2, 0)
+
+
 def test_a_block_goes_to_the_lane_of_its_names_home(tmp_path: Path) -> None:
     for rig in open_rig("net"):
         first, last = Drive(rig, tmp_path / "first"), Drive(rig, tmp_path / "last")
@@ -150,7 +203,7 @@ def test_a_block_goes_to_the_lane_of_its_names_home(tmp_path: Path) -> None:
         assert [came.under_way for came in rig.came] == [(1, 0, 3)[home] for home in homes]
         for drive, home in ((first, 0), (last, 2)):
             ids = [came.id for came, at in zip(rig.came, homes, strict=True) if at == home]
-            assert [one.id for one in drive.wait_written(len(ids))] == ids
+            assert [one.came.id for one in drive.wait_written(len(ids))] == ids
             drive.close()
 
 
@@ -296,7 +349,7 @@ def test_a_write_that_fails_is_the_last(tmp_path: Path) -> None:
         taken = [
             came.id for came in rig.came if came.under_way
         ]  # the second if it came before the first had failed
-        assert [one[:1] for one in drive.wait_written(len(taken))] == [(one,) for one in taken]
+        assert [one.came.id for one in drive.wait_written(len(taken))] == taken
         assert {one.result for one in drive.written} == {-errno.EBADF}
         assert not group.wait(1, 0.05), "no word says that it was written"
         rig.put([3], LENGTH, durability=WRITTEN)
@@ -316,7 +369,7 @@ def test_many_go_in_order_whatever_their_number(drive: Drive) -> None:
     rig.wait_came(120)
     taken = [came for came in rig.came if came.under_way]
     drive.wait_written(len(taken))
-    assert [one.id for one in drive.written] == [came.id for came in taken]
+    assert [one.came.id for one in drive.written] == [came.id for came in taken]
     generations = [one.generation for one in drive.written]
     assert generations == list(range(100, 100 + len(taken)))
     for came, one in zip(taken, drive.written, strict=True):
@@ -340,12 +393,7 @@ def narrow(tmp_path: Path) -> Iterator[Drive]:
 
 def left_to_lanes(rig: GrantRig, count: int) -> None:
     """Take so many blocks, but none that waits for a lane."""
-
-    def enough() -> bool:
-        rig.came += rig.receiver.take(every=False)[0]
-        return len(rig.came) >= count
-
-    wait_until(enough, f"{count} blocks")
+    rig.wait_came(count, every=False)
 
 
 def test_a_block_waits_for_a_lane_that_its_owner_has_filled(narrow: Drive) -> None:
@@ -358,7 +406,7 @@ def test_a_block_waits_for_a_lane_that_its_owner_has_filled(narrow: Drive) -> No
     assert rig.codes(group, 4) == [WRITTEN] * 4
     left_to_lanes(rig, 4)
     assert [came.under_way for came in rig.came] == [1] * 4
-    assert [one.id for one in narrow.wait_written(4)] == [came.id for came in rig.came]
+    assert [one.came.id for one in narrow.wait_written(4)] == [came.id for came in rig.came]
     assert [narrow.record(one)[1][:LENGTH] for one in narrow.written] == [
         rig.payload(came) for came in rig.came
     ]
@@ -373,7 +421,7 @@ def test_the_application_may_take_a_block_that_waits_for_a_lane(narrow: Drive) -
     narrow.lane.clear(1 << 40)
     narrow.wait_written(2)
     assert rig.codes(rig.put([5], LENGTH, durability=WRITTEN)[1], 1) == [WRITTEN]
-    assert [one.id for one in narrow.wait_written(3)[:2]] == [came.id for came in rig.came[:2]]
+    assert [one.came.id for one in narrow.wait_written(3)[:2]] == [came.id for came in rig.came[:2]]
     assert len(narrow.written) == 3, "nobody else writes what the application has taken"
 
 
@@ -410,7 +458,7 @@ def test_a_short_block_does_not_overtake_those_that_wait(tmp_path: Path) -> None
         left_to_lanes(rig, 4)
         assert [came.key for came in rig.came] == [key_of(number) for number in (1, 2, 3, 4)]
         assert [came.under_way for came in rig.came] == [1] * 4
-        assert [one.id for one in drive.wait_written(4)] == [came.id for came in rig.came]
+        assert [one.came.id for one in drive.wait_written(4)] == [came.id for came in rig.came]
         drive.close()
 
 
@@ -447,8 +495,8 @@ def test_a_lane_that_another_owner_uses_is_not_waited_for(narrow: Drive) -> None
     wait_until(lambda: narrow.lane.begun == 1, "the other's block")
     assert rig.put([1, 2], LENGTH)[1].wait_landed(20)
     narrow.lane.clear(1 << 40)
-    left_to_lanes(rig, 2)
-    assert [came.under_way for came in rig.came] == [1, 0]
+    left_to_lanes(rig, 3)
+    assert [came.under_way for came in rig.came] == [1, 1, 0], "the other's first"
 
 
 @pytest.mark.parametrize("provider", ["net", "tcp;ofi_rxm"])

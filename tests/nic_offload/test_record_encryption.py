@@ -102,7 +102,7 @@ def test_what_a_lane_writes_is_what_came_and_only_its_key_opens_it(drive: Encryp
     _, group = rig.put([1, 2, 3, 4], length, durability=WRITTEN, domains=(ADA, BOB, ADA, BOB))
     assert rig.codes(group, 4) == [WRITTEN] * 4
     rig.wait_came(4)
-    ended = {one.id: one for one in drive.wait_written(4)}
+    ended = {one.came.id: one for one in drive.wait_written(4)}
     on_drive = drive.path.read_bytes()
     for came in rig.came:
         one = ended[came.id]
@@ -161,7 +161,7 @@ def test_many_large_ones_take_turns_in_the_memory(drive: EncryptedLane) -> None:
     on_drive = drive.path.read_bytes()
     for one in written:
         data = on_drive[one.offset : one.offset + pages * PAGE]
-        assert open_record(data, one.offset, KEYS[ADA][1])[1] == rig.payload(taken[one.id])
+        assert open_record(data, one.offset, KEYS[ADA][1])[1] == rig.payload(taken[one.came.id])
     assert len(taken) >= 4
 
 

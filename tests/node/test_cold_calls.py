@@ -19,6 +19,7 @@ from kvstore.lookups import Outcome
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED
 from kvstore.node.cold_calls import COLD_TAG
+from kvstore.storage.index_layout import rows_of_entries
 from nic_offload.memory import allocate
 from nic_offload.reader import Reader
 from tests.nic_offload.rig import wait_until
@@ -319,7 +320,8 @@ def test_a_fetch_queue_that_is_full_is_said_of_what_the_core_could_not_send(
 
     def unplace(inside: Node) -> None:
         name, entry = entry_of(inside, bad)
-        inside.fabric_calls.cold._placed([(name, entry._replace(offset=entry.offset + PAGE_BYTES))])
+        moved = entry._replace(offset=entry.offset + PAGE_BYTES)
+        inside.fabric_calls.cold._placed(rows_of_entries([(name, moved)]))
         monkeypatch.setattr(inside.fetches._queued, "left", lambda _: 0)
 
     plain.node.call(unplace)

@@ -26,15 +26,14 @@ PAGE = 4096
 BUGGY = """
 import sys, time
 from kvstore.cli import main
-from kvstore.node.granted_puts import Granted
-settle, settled = Granted._settle, []
-def buggy(self, landed, batch):
-    if settled:
+from kvstore.node.lane_blocks import LaneBlocks
+take = LaneBlocks.take
+def buggy(self, drive, rows):
+    if self._node.counters.landed:
         time.sleep(0.5)  # the C core goes on meanwhile
         raise AssertionError("planted")
-    settled.extend(landed)
-    settle(self, landed, batch)
-Granted._settle = buggy
+    return take(self, drive, rows)
+LaneBlocks.take = buggy
 sys.exit(main(sys.argv[1:]))
 """
 

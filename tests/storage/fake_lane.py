@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING
 from kvstore.durability import Durability
 from kvstore.limits import GENERATION_MAX, PAGE_BYTES
 from kvstore.storage.disk import DiskDone, DiskOp, DiskOpKind
+from kvstore.storage.index import Entry
+from kvstore.storage.index_layout import rows_of_entries
 from kvstore.storage.items import PutDone
+from kvstore.storage.sealing import domain_number
 from kvstore.wire.record import Header, Kind, record_bytes
 from nic_offload.lane import NO_GROUND, Ground, LaneState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvstore.storage.drive import Drive
     from kvstore.storage.items import PutItem, PutsDone
-    from kvstore.storage.puts import LaneEnd
     from kvstore.storage.store import Store
     from nic_offload.vault import KeyName
     from tests.storage.fakes import FakeDisk
@@ -32,8 +36,10 @@ _TAGS_BEGIN = 1 << 40  # of its own operations
 @dataclass
 class Record:
     item: PutItem
+    done: PutsDone
     generation: int
     offset: int
+    is_heard: bool = False  # the store knows of it
     result: int | None = None
     memory: mmap.mmap | None = None  # where it is encrypted,
     address: int = 0  # and where that is,
@@ -58,7 +64,7 @@ class FakeLane:
         self._clear_until = 0
         self.records: deque[Record] = deque()
         self._by_tag: dict[int, Record] = {}
-        self._rows: list[LaneEnd] = []
+        self._ended: list[Record] = []  # and not in the store yet
         self._next_tag = _TAGS_BEGIN
         self._reap = disk.reap
         disk.reap = self._reap_others  # type: ignore[method-assign]
@@ -120,6 +126,7 @@ class FakeLane:
         if self._store.drives[self._store._placement.order(*name)[0]] is not self.drive:
             return False
         known = self._store.lookup([name])[0] is not None or self._store.is_putting(name)
+        known = known or any(one.item[:2] == name for one in self.unheard)
         if known or item.expires_ms or item.durability > Durability.WRITTEN or self.failed:
             return False
         keys, codec = self.drive._volume.keys, self.drive._volume.codec
@@ -129,7 +136,7 @@ class FakeLane:
         pages = size // PAGE_BYTES
         if not self._take(pages):
             return False
-        record = Record(item, self.ground.generation - 1, (self.ground.page - pages) * PAGE_BYTES)
+        record = Record(item, done, self.ground.generation - 1, (self.ground.page - pages) * PAGE_BYTES)
         header = Header(
             Kind.BLOCK,
             item.key,
@@ -153,7 +160,6 @@ class FakeLane:
         op = DiskOp(DiskOpKind.WRITE, address, size, record.offset, self._next_tag)
         self._next_tag += 1
         self._disk.in_flight.append(op)
-        self.drive.puts.under_way([item], done)
         return True
 
     def step(self) -> None:
@@ -165,16 +171,60 @@ class FakeLane:
                 break
             self._tell(self.records.popleft())
 
+    @property
+    def unheard(self) -> list[Record]:
+        """Which the store doesn't know."""
+        return [one for one in (*self._ended, *self.records) if not one.is_heard]
+
+    def hear(self) -> None:
+        """The store learns of what is under way."""
+        self._hear(self.records)
+
+    def _hear(self, records: Iterable[Record]) -> None:
+        for one in records:
+            if not one.is_heard:
+                one.is_heard = True
+                self.drive.puts.under_way([one.item], one.done)
+
     def take_note(self) -> None:
-        """What has been told of goes into the store."""
-        rows, self._rows = self._rows, []
-        if rows:
-            self.drive.written(rows)
+        """What has been told of goes into the store: together, if it knows none of them and all is well."""
+        ended, self._ended = self._ended, []
+        if not ended:
+            return
+        if any(one.is_heard or (one.result or 0) < 0 for one in ended) or not self.drive.takes_puts:
+            self._hear(ended)
+            self.drive.written(
+                [
+                    (one.item.tag, one.generation, one.offset, min(one.result or 0, 0), one.key)
+                    for one in ended
+                ]
+            )
+            return
+        entries = [
+            (
+                one.item[:2],
+                Entry(
+                    one.offset,
+                    one.item.length,
+                    one.item.crc32c,
+                    one.generation,
+                    0,
+                    one.item.fingerprint,
+                    domain_number(one.key),
+                ),
+            )
+            for one in ended
+        ]
+        names = [name for name, _ in entries]
+        error = self.drive.puts.publish_lane(names, rows_of_entries(entries))
+        for one in ended:
+            generation = 0 if error else one.generation
+            one.done([PutDone(one.item.tag, error, Durability.WRITTEN, generation)])
 
     def drain(self) -> None:
         """As a node does before it closes the store."""
         for _ in range(10_000):
-            if not self.records and not self._rows:
+            if not self.records and not self._ended:
                 return
             self.step()
             self.take_note()
@@ -188,7 +238,7 @@ class FakeLane:
             self.told[item.tag] = PutDone(item.tag, None, Durability.WRITTEN)
         else:
             self.refused.add(item.tag)
-        self._rows.append((item.tag, record.generation, record.offset, min(result, 0), record.key))
+        self._ended.append(record)
 
     def _end_some(self) -> None:
         mine = [op for op in self._disk.in_flight if op.tag >= _TAGS_BEGIN]

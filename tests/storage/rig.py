@@ -194,8 +194,9 @@ class StoreRig:
             tag,
             domain,
         )
-        self.take_note()
+        self.take_written()
         if not any(lane.takes(item, self._puts_done) for lane in self.lanes):
+            self.take_note()
             self.store.put([item], self._puts_done)
             self._lend()
         return tag
@@ -345,7 +346,8 @@ class StoreRig:
             drive._wipes.pending or drive._scrubs.pending or any(box.promised for box in drive._outboxes)
             for drive in store.drives
         )
-        return drives or store._deletions.outbox.promised + store._steps.outbox.promised > 0
+        lanes = any(lane.unheard for lane in self.lanes)
+        return drives or lanes or store._deletions.outbox.promised + store._steps.outbox.promised > 0
 
     def is_ready(self, timeout_ms: int) -> bool:
         ready = select.poll()
@@ -377,12 +379,18 @@ class StoreRig:
         for lane in self.lanes:
             lane.step()
         if any(lane.dice.random() < 0.3 for lane in self.lanes):
-            self.take_note()
+            self.take_written()
             self._lend()
         self._hear_lanes()
 
     def take_note(self) -> None:
         """What a node does before anybody asks its store for anything."""
+        for lane in self.lanes:
+            lane.hear()
+        self.take_written()
+
+    def take_written(self) -> None:
+        """What a node does when lanes tell of records."""
         for lane in self.lanes:
             lane.take_note()
         self._hear_lanes()

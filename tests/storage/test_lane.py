@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,6 +14,7 @@ from kvstore.errors import ReadOnly
 from kvstore.limits import PAGE_BYTES
 from kvstore.storage.disk import DiskOpKind
 from kvstore.storage.eviction.items import Guard
+from kvstore.storage.index import Index
 from kvstore.storage.items import SessionStep
 from tests.storage.fakes import FakeDisk
 from tests.storage.rig import TENANT, StoreRig, key
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from kvstore.storage.eviction_events import Held
+    from nic_offload.lane import Ground
     from tests.storage.fake_lane import FakeLane
 
 SEEDS = 150
@@ -356,6 +360,7 @@ def test_a_put_of_the_name_that_the_lane_has_shares_its_fate(rig: StoreRig) -> N
 
 def test_a_lane_that_says_no_more_fails_what_it_has_and_nothing_waits(rig: StoreRig) -> None:
     tag = land(rig, 0)
+    rig.lanes[0].hear()
     rig.lanes = []
     rig.store.close()
     assert isinstance(rig.put_done[tag].error, ReadOnly)
@@ -418,3 +423,33 @@ def test_pages_of_a_lane_count_as_pages(rig: StoreRig) -> None:
     rig.settle()
     offset, size = rig.record_at(0)
     assert (offset % PAGE_BYTES, size) == (0, 3 * PAGE_BYTES)
+
+
+def test_ground_is_noted_until_the_index_has_what_is_on_it(
+    rig: StoreRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ground, noted = rig.drive._writes.ground, []
+    note, publish = ground._note_lent, Index.publish_rows
+    places: set[int] = {lent.place for lent in ground.lent}
+
+    def note_lent(place: int, of: Ground | None) -> None:
+        (places.discard if of is None else places.add)(place)
+        note(place, of)
+
+    def published(index: Index, rows: NDArray[Any]) -> None:
+        generations = rows["generation"].tolist()
+        for one in generations:
+            assert any(one < lent.until and lent.place in places for lent in ground.lent)
+        noted.extend(generations)
+        publish(index, rows)
+
+    monkeypatch.setattr(ground, "_note_lent", note_lent)
+    monkeypatch.setattr(Index, "publish_rows", published)
+    for number in range(8):
+        land(rig, number)
+    end_all(rig)
+    rig.drive.seal()
+    rig.take_written()
+    assert len(noted) == 8
+    assert not places
+    assert all(is_stored(rig, number) for number in range(8))

@@ -147,17 +147,21 @@ class Evictor:
 
         Each is a `Record`, or the same as a plain tuple.
         """
-        words = array("Q", chain.from_iterable(records))
-        assert len(words) == len(records) * len(Record._fields)
-        refused = bytearray(len(records))
+        return self.admitted_words(array("Q", chain.from_iterable(records)), now_ms)
+
+    def admitted_words(self, words: array[int], now_ms: int) -> dict[int, Refusal]:
+        """Note blocks as `admitted` does, given the fields of all `Record`s in one array."""
+        fields = len(Record._fields)
+        refused = bytearray(len(words) // fields)
+        assert len(words) == len(refused) * fields
         count = lib.keep_core_admitted(
             self._kept,
             ffi.from_buffer("struct keep_record[]", words),
-            len(records),
+            len(refused),
             now_ms,
             ffi.from_buffer("uint8_t[]", refused),
         )
-        return _refusals(check(count), [record[0] for record in records] if count else (), refused)
+        return _refusals(check(count), words[::fields] if count else (), refused)
 
     def own(self, generations: array[int], owner: int) -> None:
         """Note the owner of these blocks, which are all that it has, oldest first.

@@ -1,0 +1,166 @@
+"""Blocks that lanes have written before anything in Python knew them: thousands a second, as columns of an array.
+
+A lane reports a block together with the end of its record. If nobody has asked for the block before, and nothing about
+it is unusual, it goes into the index, the hot memory and the counts with all others of its batch; no object is made of
+it. `take` refuses a batch in which any block needs more than that; `granted_puts` takes it block by block.
+
+Always holds: blocks that `take` has accepted are in the index, or their drive has failed; their memory is the hot copy,
+in the step in which they are in the index.
+
+It doesn't handle sessions' traces, spans or failed writes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvstore.durability import Durability
+from kvstore.limits import PAGE_BYTES, TENANT_BYTES
+from kvstore.storage.index_layout import NAME_BYTES, NAMED_ROW
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvstore.errors import StorageError
+    from kvstore.node.hot import Name
+    from kvstore.node.lane_quotas import LaneQuotas
+    from kvstore.node.node import Node
+    from kvstore.node.put_area import PutArea
+    from kvstore.storage.drive import Drive
+
+__all__ = ["WRITTEN", "LaneBlocks", "are_plain"]
+
+_CAME: Final = np.dtype(
+    [
+        *(
+            (name, "<u8")
+            for name in ("id", "address", "ack_generation", "expires_ms", "landed_ns", "fired_ns")
+        ),
+        *((name, "<u4") for name in ("ack_word", "room", "length", "crc32c", "metadata_bytes")),
+        *((name, "u1") for name in ("durability", "listed", "is_stored", "under_way")),
+        ("key", "V32"),
+        ("fingerprint", "V16"),
+        ("domain", "V16"),
+    ]
+)
+WRITTEN: Final = np.dtype(  # a `nic_offload.lane.Written`
+    [
+        ("came", _CAME),
+        *((name, "<u8") for name in ("tag", "generation", "offset", "ended_ns", "key_id")),
+        ("result", "<i4"),
+        *((name, "<u4") for name in ("is_answered", "key_number", "was_heard")),
+    ]
+)
+
+
+def are_plain(rows: NDArray[Any]) -> bool:
+    """Return whether all these blocks are unknown so far, written, and acknowledged, and none has metadata."""
+    came = rows["came"]
+    return not (
+        rows["was_heard"].any()
+        or rows["result"].any()
+        or came["metadata_bytes"].any()
+        or not rows["is_answered"].all()
+    )
+
+
+class LaneBlocks:
+    """Takes plain batches of a node's lanes."""
+
+    def __init__(self, node: Node, areas: Mapping[int, PutArea], lent: LaneQuotas) -> None:
+        """`areas` has the areas of all connections, by number."""
+        self._node = node
+        self._areas = areas
+        self._lent = lent
+
+    def take(self, drive: Drive, rows: NDArray[Any]) -> tuple[NDArray[Any], StorageError | None]:
+        """Publish a plain batch of one drive, in the order of generations.
+
+        Return the blocks that have not ended, and why: nothing was published, or the C core no longer lists them.
+        """
+        tags = rows["tag"]
+        numbers = tags[:1] if (tags == tags[0]).all() else np.unique(tags)
+        parts = [(self._areas[number], np.flatnonzero(tags == number)) for number in numbers.tolist()]
+        named = _named(rows, parts)
+        names = _names(named)
+        error = drive.puts.publish_lane(names, named)
+        left = np.ones(len(rows), np.bool_)
+        for area, at in parts:
+            self._count(area, rows[at])
+            if error is None:
+                left[at] = ~self._keep(area, rows[at], [names[one] for one in at.tolist()])
+        return rows[left], error
+
+    def _count(self, area: PutArea, rows: NDArray[Any]) -> None:
+        node = self._node
+        area.idle_ticks = 0
+        node.turns.heard(area.connection.tenant)
+        node.counters.leased += len(rows)
+        node.counters.landed += len(rows)
+        if area.lent_pages:
+            self._lent.heard(area, int(_pages_of(rows).sum()))
+
+    def _keep(self, area: PutArea, rows: NDArray[Any], names: Sequence[Name]) -> NDArray[np.bool_]:
+        """Keep the memory of these blocks as their hot copies; return of which, because the C core lists them."""
+        memory, generations = self._node.hot, rows["generation"]
+        renamed = memory.shelf.rename(rows["came"]["id"].tolist(), generations.tolist())
+        listed = np.frombuffer(renamed, np.bool_)
+        if not listed.all():
+            names = [name for name, is_listed in zip(names, listed.tolist(), strict=True) if is_listed]
+            rows = rows[listed]
+        pieces = [area.rooms.pop(room) for room in rows["came"]["room"].tolist()]
+        memory.pages.keep_all(pieces, rows["generation"].tolist(), names)
+        memory.shares.release(area.holder, sum(piece.pages for piece in pieces) * PAGE_BYTES)
+        self._note_kept(area, rows)
+        return listed
+
+    def _note_kept(self, area: PutArea, rows: NDArray[Any]) -> None:
+        node, came = self._node, rows["came"]
+        if not len(rows):
+            return
+        lengths, landed_ns, fired_ns = came["length"].tolist(), came["landed_ns"], came["fired_ns"]
+        flags_ns: list[int] = []
+        if area.has_our_clock:
+            flags_ns = fired_ns[(fired_ns > 0) & (fired_ns < landed_ns)].tolist()
+            node.traces.fired_blocks += len(flags_ns)
+        node.counters.kept(lengths, ())
+        first_ns, last_ns = int(landed_ns[0]), int(landed_ns[-1])
+        put = node.timings.kept_together(
+            area.connection.tenant,
+            Durability.WRITTEN,
+            (first_ns, last_ns, max(int(rows["ended_ns"].max()), last_ns)),
+            lengths,
+        )
+        put.take_flags(flags_ns)
+
+
+def _pages_of(rows: NDArray[Any]) -> NDArray[np.int64]:
+    """Return how many pages the records of these blocks have."""
+    return 1 - (-rows["came"]["length"].astype(np.int64) // PAGE_BYTES)
+
+
+def _named(rows: NDArray[Any], parts: Sequence[tuple[PutArea, NDArray[np.intp]]]) -> NDArray[Any]:
+    """Return what the index will have of the blocks."""
+    came, named = rows["came"], np.zeros(len(rows), NAMED_ROW)
+    for area, at in parts:
+        named["tenant"][at] = np.frombuffer(area.connection.tenant, named["tenant"].dtype)
+    for field in ("key", "length", "crc32c", "fingerprint"):
+        named[field] = came[field]
+    named["offset"], named["generation"], named["domain"] = (
+        rows["offset"],
+        rows["generation"],
+        rows["key_number"],
+    )
+    return named
+
+
+def _names(named: NDArray[Any]) -> list[Name]:
+    data, size = named.tobytes(), named.itemsize
+    return [
+        (data[at : at + TENANT_BYTES], data[at + TENANT_BYTES : at + NAME_BYTES])
+        for at in range(0, len(data), size)
+    ]

@@ -1,0 +1,68 @@
+"""Rooms: pieces of hot memory that receivers get in advance, for blocks that land by grants.
+
+A receiver asks for rooms of the size of its client's blocks. A client that puts much gets more of them.
+
+What always holds: a room is its area's, and counts against its tenant's share of hot memory, until its block was taken
+or it is taken back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.limits import PAGE_BYTES, ROOMS_MAX, SHARES
+from nic_offload.receiver import Room
+
+if TYPE_CHECKING:
+    from kvstore.node.hot import HotMemory
+    from kvstore.node.put_area import PutArea
+    from nic_offload.receiver import State
+
+__all__ = ["PutRooms"]
+
+
+class PutRooms:
+    """The rooms of all areas of a node."""
+
+    def __init__(self, memory: HotMemory) -> None:
+        self._memory = memory
+        self.hungry: set[PutArea] = set()  # areas that wait for memory
+
+    def empty(self, area: PutArea) -> None:
+        """Take back rooms that a receiver doesn't need now."""
+        pieces = [area.rooms.pop(number) for number in area.receiver.rooms()]
+        for piece in pieces:
+            self._memory.pages.release(piece)
+        if pieces:
+            self._memory.shares.release(area.holder, sum(piece.pages for piece in pieces) * PAGE_BYTES)
+
+    def feed(self, area: PutArea, state: State) -> None:
+        """Grant a receiver more slots of the size it asks for, up to what its client may hold."""
+        if state.starved:
+            area.idle_ticks = 0
+            if area not in self.hungry:
+                area.target = min(ROOMS_MAX, area.target * 2)
+            if any(piece.pages < state.wanted_pages for piece in area.rooms.values()):
+                self.empty(area)  # its rooms are too small for the arrived block
+        is_idle = area.idle_ticks and not state.starved and area not in self.hungry
+        if is_idle or not state.wanted_pages:
+            return
+        pages, shares = self._memory.pages, self._memory.shares
+        size_bytes = state.wanted_pages * PAGE_BYTES
+        target = min(area.target, max(2, self._memory.size_bytes // SHARES // size_bytes))
+        if state.rooms > target // 2:
+            return
+        given: list[Room] = []
+        for _ in range(shares.may_hold_so_many(area.holder, size_bytes, target - state.rooms)):
+            piece = pages.take_unasked(state.wanted_pages)
+            if piece is None:
+                break
+            area.rooms[piece.start] = piece
+            given.append(Room(self._memory.address(piece), piece.pages, piece.start))
+        if given:
+            shares.hold(area.holder, size_bytes * len(given))
+            area.receiver.feed(given)
+        if given or state.rooms:
+            self.hungry.discard(area)
+        else:
+            self.hungry.add(area)
