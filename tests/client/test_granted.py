@@ -304,6 +304,7 @@ def test_what_the_drive_has_not_taken_yet_is_read_and_deleted_all_the_same(
     assert isinstance(missed, Miss)
 
 
+@pytest.mark.node("in process", hot_bytes=2 * MIB)
 def test_blocks_of_other_sizes_get_room_when_those_of_one_size_have_all_that_a_client_may_hold(
     node: NodeInProcess, rig: Rig
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,15 +12,16 @@ from kvstore.durability import Durability
 from kvstore.errors import StorageError
 from kvstore.node.lane_blocks import LaneBlocks
 from kvstore.storage.index import Index
+from nic_offload.lane import Lane
 from nic_offload.shelf import Shelf
 from tests.client.test_granted import is_settled
+from tests.conftest import Rig
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.node.node import Node
-    from tests.conftest import Rig
     from tests.node.in_process import NodeInProcess
 
 pytestmark = pytest.mark.node("in process")
@@ -134,3 +136,29 @@ def test_blocks_that_the_index_does_not_take_are_lost_and_counted(
     assert held_bytes(node) == 0
     (result,) = rig.client.put([rig.block(9, LENGTH)], durability=Durability.WRITTEN)
     assert isinstance(result.error, StorageError), "the drive takes no more"
+
+
+def test_a_name_that_a_lane_is_writing_is_put_by_another_client(
+    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python has the second block, and knows of the first by then: only one of them is stored."""
+    cleared, clear = list[tuple[Lane, int]](), Lane.clear
+    monkeypatch.setattr(Lane, "clear", lambda lane, until: cleared.append((lane, until)))
+    node.call(lambda inside: inside.granted._lanes.seal())  # the ground that was cleared already
+    with closing(Rig(node)) as another:
+        another.name, another.source[:] = rig.name, rig.source[:]
+        another.client.attach()  # before anything is asked for
+        puts = [one.client.arm([one.block(number, LENGTH) for number in range(4)]) for one in (rig, another)]
+        assert all(put.wait_landed(10) for put in puts)
+        node.call(lambda inside: inside.take_note(every=False))
+        monkeypatch.undo()
+        for lane, until in cleared:
+            clear(lane, until)
+        assert [one.error for put in puts for one in put.wait(10)] == [None] * 8
+    settled(node)
+
+    def counts(inside: Node) -> tuple[int, int]:
+        (drive,) = inside.store.drives
+        return len(drive._index), len(drive.keeping.core)
+
+    assert node.call(counts) == (12, 12)
