@@ -70,7 +70,8 @@ int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int co
 /* `names`: owner and key of each. `others_only`: blocks that still have the id they landed with stay listed, and places on
  * drives are kept. */
 void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only);
-int tk_shelf_take(struct tk_shelf *shelf, uint64_t id); /* unlists it too; -EBUSY while it is being sent */
+/* Unlists blocks; `free` says of each whether its memory may be reused: not while it is being sent. */
+void tk_shelf_take(struct tk_shelf *shelf, const uint64_t *ids, int count, uint8_t *free);
 int tk_shelf_count(struct tk_shelf *shelf);
 uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have noted for the application, ever */
 /* Adds or removes names (owner and key of each) that are stored. */

@@ -2,7 +2,7 @@
  * The shelf: blocks in registered memory that the progress thread may send to a peer that requests them by name at a desk.
  *
  * What always holds: a block that is not listed is not found by name. A block that is being sent stays known until that
- * is over, and `tk_shelf_take` reports it, so its memory is not reused meanwhile. A name is listed once. Names are spread
+ * is over, and `tk_shelf_take` tells of it, so its memory is not reused meanwhile. A name is listed once. Names are spread
  * by a keyed hash, so a peer that chooses names can't put them all into one chain.
  *
  * What it doesn't do: decide whether a block may be sent. The application does, and unlists a block that no longer may be.
@@ -176,15 +176,16 @@ void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count,
 	pthread_mutex_unlock(&shelf->lock);
 }
 
-int tk_shelf_take(struct tk_shelf *shelf, uint64_t id)
+void tk_shelf_take(struct tk_shelf *shelf, const uint64_t *ids, int count, uint8_t *free)
 {
 	pthread_mutex_lock(&shelf->lock);
-	struct shelved *block = find_id(shelf, id);
-	int busy = block && block->sending;
-	if (block)
-		shelf_unlist(shelf, block);
+	for (int i = 0; i < count; i++) {
+		struct shelved *block = find_id(shelf, ids[i]);
+		free[i] = !block || !block->sending;
+		if (block)
+			shelf_unlist(shelf, block);
+	}
 	pthread_mutex_unlock(&shelf->lock);
-	return busy ? -EBUSY : 0;
 }
 
 static int rename_block(struct tk_shelf *shelf, uint64_t id, uint64_t new_id)

@@ -12,7 +12,6 @@ The caller decides whether a block may be sent, and must unlist it as soon as it
 
 from __future__ import annotations
 
-import errno
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -134,9 +133,16 @@ class Shelf:
         if not self._fabric.closed:
             lib.tk_shelf_unlist(self.handle, names, len(names) // _NAME_BYTES, others_only)
 
-    def take(self, block_id: int) -> bool:
-        """Stop sending a block; returns whether its memory may be reused now."""
-        return self._fabric.closed or lib.tk_shelf_take(self.handle, block_id) != -errno.EBUSY
+    def take(self, ids: Sequence[int]) -> list[bool]:
+        """Stop sending blocks; returns of each whether its memory may be reused now."""
+        count = len(ids)
+        if self._fabric.closed or not count:
+            return [True] * count
+        free = ffi.new("uint8_t[]", count)
+        lib.tk_shelf_take(
+            self.handle, ffi.from_buffer("uint64_t[]", struct.pack(f"={count}Q", *ids)), count, free
+        )
+        return [one == 1 for one in ffi.unpack(free, count)]
 
     def rename(self, ids: Sequence[int], new_ids: Sequence[int]) -> bytes:
         """Give blocks other ids; returns 0 for each that is not known, or whose new id is in use."""

@@ -3,7 +3,8 @@
 A client writes into its slots without a call. The receiver (`nic_offload.receiver`) reads each block once, into a piece
 of hot memory that it was given in advance, lists it on the shelf, and acknowledges `landed`. Everything here happens
 afterwards and in batches: the store writes the block from that piece, its durability is acknowledged to the client, and
-the piece stays as the hot copy.
+the piece stays as the hot copy. Blocks that lanes write are known here when they are written (`lane_blocks`), or when
+something is asked of the node before that (`hear_lanes`).
 
 What always holds: a landed block can be read from here until the store has it, and never after it was deleted. Its
 piece is released when nothing reads, sends or writes it any more. A receiver without rooms delays only its own client.
@@ -538,7 +539,7 @@ class Granted:
         if not is_same or self._memory.pages.has(entry.generation):
             return False
         shelf = self._memory.shelf
-        return shelf.rename([came.id], [entry.generation]) == b"\1" or shelf.take(came.id)
+        return shelf.rename([came.id], [entry.generation]) == b"\1" or shelf.take([came.id])[0]
 
     # --- readers
 

@@ -82,13 +82,13 @@ class HotPages:
         self,
         pages: int,
         freed: Callable[[], object],
-        may_go: Callable[[int], bool] = lambda _: True,
+        may_go: Callable[[Sequence[int]], Sequence[bool]] = lambda generations: [True] * len(generations),
         tenants: Callable[[], int] = lambda: 1,
         wipe: Callable[[int, int], object] = lambda *_: None,
     ) -> None:
         """`freed` is called when a piece is released after one was refused.
 
-        `may_go` ends all uses of a generation that are not counted here; False until they have ended.
+        `may_go` ends all uses of generations that are not counted here; False for each until they have ended.
         `tenants` returns how many tenants the node knows. `wipe` overwrites pages, given the first and their number.
         """
         self._wipe = wipe
@@ -122,10 +122,45 @@ class HotPages:
                 self.refused = True
                 return None
             start = self._free.allocate(pages)
+        return self._taken(start, pages)
+
+    def _taken(self, start: int, pages: int) -> Piece:
         self.used_until = max(self.used_until, start + pages)
         if self._unwiped is not None and start + pages > self._unwiped:
             self._wipe(start, pages)  # the pass would miss it
         return Piece(start, pages, wipes=self._wipes)
+
+    def take_many(self, pages: int, most: int) -> list[Piece]:
+        """Allocate pieces of one size that nobody has requested, as many as there are; like `take_unasked`."""
+        taken: list[Piece] = []
+        while len(taken) < most and (piece := self.take_unasked(pages)) is not None:
+            taken.append(piece)
+            if not self._free.longest >= pages:
+                taken += self._reuse(pages, most - len(taken))
+        return taken
+
+    def _reuse(self, pages: int, most: int) -> list[Piece]:
+        """Evict the oldest kept pieces, as far as they have this size and no user, and take them at once."""
+        oldest: list[Piece] = []
+        for piece in self._probation.values():
+            if len(oldest) == most or piece.pages != pages or piece.users or not self._may_lose(piece, most):
+                break
+            oldest.append(piece)
+        reused = []
+        for piece, may_go in zip(oldest, self._may_go([one.generation for one in oldest]), strict=True):
+            if may_go:
+                self._evicted += 1
+                self._no_longer_keep(piece)
+                self._wipe_if_due(piece)
+                reused.append(self._taken(piece.start, pages))
+        return reused
+
+    def _may_lose(self, piece: Piece, pieces: int) -> bool:
+        """Return whether the owner of a piece keeps more than what is guaranteed, even without so many of this size."""
+        tenants = self._tenants()
+        if tenants <= 1 or piece.name is None:
+            return True
+        return self._kept_of[piece.name[0]] - pieces * piece.pages >= self._pages // (2 * tenants)
 
     def take_unasked(self, pages: int) -> Piece | None:
         """Allocate a piece for a read that nobody has requested; None while requested reads wait for memory."""
@@ -147,8 +182,9 @@ class HotPages:
 
     def _free_what_went(self) -> None:
         """Free forgotten pieces whose last outside use has ended."""
-        for generation, piece in list(self._going.items()):
-            if self._may_go(generation):
+        going = list(self._going.items())
+        for (generation, piece), may_go in zip(going, self._may_go([*self._going]), strict=True):
+            if may_go:
                 del self._going[generation]
                 self.release(piece)
 
@@ -229,6 +265,13 @@ class HotPages:
         """Stop keeping a piece whose bytes are wrong."""
         if not piece.generation:
             return
+        generation = self._no_longer_keep(piece)
+        self.retire(piece, generation)
+        if not piece.users:
+            self._release_pages(piece)
+
+    def _no_longer_keep(self, piece: Piece) -> int:
+        """Forget which record a piece has; return its generation."""
         if self._protected.pop(piece.generation, None) is not None:
             self._protected_pages -= piece.pages
         else:
@@ -237,20 +280,19 @@ class HotPages:
         generation, piece.generation, piece.wipes = piece.generation, 0, self._wipes
         if piece.name is not None:
             self._no_longer_kept(piece.name, generation, piece.pages)
-        if not self._may_go(generation):
-            piece.users += 1
-            self._going[generation] = piece
-        elif not piece.users:
-            self._release_pages(piece)
+        return generation
 
-    def _release_pages(self, piece: Piece) -> None:
+    def _wipe_if_due(self, piece: Piece) -> None:
         if piece.is_erased or piece.wipes != self._wipes:
             self._wipe(piece.start, piece.pages)
+
+    def _release_pages(self, piece: Piece) -> None:
+        self._wipe_if_due(piece)
         self._free.release(piece.start, piece.pages)
 
     def retire(self, piece: Piece, known_as: int) -> None:
         """End the uses of a piece that is not kept, and was known by this number."""
-        if not self._may_go(known_as):
+        if not self._may_go([known_as])[0]:
             piece.users += 1
             self._going[known_as] = piece
 
@@ -301,7 +343,7 @@ class HotPages:
                 for generation, piece in kept.items():
                     if spared(piece, tenant):
                         stay.append(generation)
-                    elif not piece.users and self._may_go(generation):
+                    elif not piece.users and self._may_go([generation])[0]:
                         gone = piece
                         break
                 for generation in stay:  # so that they are not examined each time

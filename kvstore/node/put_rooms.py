@@ -52,13 +52,10 @@ class PutRooms:
         target = min(area.target, max(2, self._memory.size_bytes // SHARES // size_bytes))
         if state.rooms > target // 2:
             return
-        given: list[Room] = []
-        for _ in range(shares.may_hold_so_many(area.holder, size_bytes, target - state.rooms)):
-            piece = pages.take_unasked(state.wanted_pages)
-            if piece is None:
-                break
-            area.rooms[piece.start] = piece
-            given.append(Room(self._memory.address(piece), piece.pages, piece.start))
+        most = shares.may_hold_so_many(area.holder, size_bytes, target - state.rooms)
+        pieces = pages.take_many(state.wanted_pages, most)
+        area.rooms.update((piece.start, piece) for piece in pieces)
+        given = [Room(self._memory.address(piece), piece.pages, piece.start) for piece in pieces]
         if given:
             shares.hold(area.holder, size_bytes * len(given))
             area.receiver.feed(given)

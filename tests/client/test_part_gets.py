@@ -72,7 +72,7 @@ def test_a_part_of_a_block_that_has_changed_elsewhere_is_not_sent(
         inside.hot.payload(piece, LENGTH)[77_777] ^= 1
         inside.hot.pages.release(piece)
         if not on_shelf:
-            inside.hot.shelf.take(piece.generation)
+            inside.hot.shelf.take([piece.generation])
 
     node.call(damage)
     if on_shelf:

@@ -250,8 +250,8 @@ def test_a_call_for_what_is_on_the_shelf_is_answered_without_the_application(rig
     assert rig.pair.far.of(TAG) == []
     statistics = rig.pair.far.fabric.statistics()
     assert (statistics.served, statistics.landed) == (6, 0)
-    assert rig.shelf.take(1001)
-    assert rig.shelf.take(1002)
+    assert rig.shelf.take([1001])[0]
+    assert rig.shelf.take([1002])[0]
 
 
 OTHERS: dict[str, Callable[[tuple[Row, Row]], Wanted]] = {
@@ -296,8 +296,8 @@ def test_what_was_unlisted_is_not_sent_any_more(rig: ShelfRig) -> None:
 
 def test_what_was_taken_is_not_sent_any_more(rig: ShelfRig) -> None:
     rows = two(rig)
-    assert rig.shelf.take(1001)
-    assert rig.shelf.take(1001), "and again"
+    assert rig.shelf.take([1001])[0]
+    assert rig.shelf.take([1001])[0], "and again"
     rig.left_to_us(Wanted(rows))
 
 
@@ -371,6 +371,10 @@ def test_a_block_whose_bytes_changed_is_a_miss_and_leaves_the_shelf(rig: ShelfRi
     assert rig.pair.far.final(TAG).value == FIRST + 1
 
 
+def is_free(shelf: Shelf, number: int) -> bool:
+    return shelf.take([number])[0]
+
+
 def test_what_is_being_sent_is_not_given_away(provider: str) -> None:
     """Taken while the call is answered, which takes long; when `take` says yes, the bytes are all sent."""
     length, words, at = 8 << 20, range(1, 9), 1 << 20
@@ -385,10 +389,10 @@ def test_what_is_being_sent_is_not_given_away(provider: str) -> None:
             rows = tuple(Row(at // PAGE, length, word, key=key_of(number)) for word in words)
             rig.call(Wanted(rows, FIRST + number))
             wait_until(partial(rig.has_served_more, before), "the answer")
-            if not rig.shelf.take(1000 + number):
+            if not is_free(rig.shelf, 1000 + number):
                 busy += 1
                 assert len(rig.shelf) == 1, "it is known until it is over"
-                wait_until(partial(rig.shelf.take, 1000 + number), "its end")
+                wait_until(partial(is_free, rig.shelf, 1000 + number), "its end")
             pair.far.fill(at, bytes(length))
             (told,) = rig.served()
             assert (told.corrupt, told.failed) == (0, 0)
@@ -404,7 +408,7 @@ def test_an_endpoint_that_closes_lets_all_go(rig: ShelfRig) -> None:
     rig.call(Wanted(tuple(Row(0, length, 1, key=key_of(1)) for _ in range(16))))
     wait_until(lambda: rig.pair.far.fabric.statistics().served > 0, "the answer")
     rig.pair.far.endpoint.close()
-    assert rig.shelf.take(1001)
+    assert rig.shelf.take([1001])[0]
     (told,) = rig.served()
     assert len(told.ids) == 16
     rig.desk.close()
@@ -442,7 +446,7 @@ def test_thousands_of_names_come_and_go(rig: ShelfRig) -> None:
     for number in numbers[:2500]:
         rig.shelf.unlist(OWNER + key_of(number))
     for number in numbers:
-        assert rig.shelf.take(number)
+        assert rig.shelf.take([number])[0]
     assert len(rig.shelf) == 1
 
 
@@ -464,7 +468,7 @@ def test_a_fabric_that_is_closed_takes_its_shelf_along(provider: str) -> None:
         rig.call(Wanted((Row(1, 5000, 1),)))
         rig.acked(1)
         pair.far.fabric.close()
-        assert rig.shelf.take(1001)
+        assert rig.shelf.take([1001])[0]
         assert list(rig.shelf.served()) == []
         assert len(rig.shelf) == 0
         rig.shelf.unlist(OWNER + key_of(1))

@@ -495,7 +495,7 @@ def test_memory_that_is_given_beforehand_has_nothing_of_an_erased_user(tmp_path:
                     for piece in list(kept.values()):
                         pages.forget(piece)
                 cold = inside.fabric_calls.cold
-                inside.hot.shelf.take(0)
+                inside.hot.shelf.take([0])
                 while (piece := pages.take_unasked(9)) is not None and len(cold._rooms) < 200:
                     cold._rooms[piece.start] = piece
                     inside.hot.shelf.feed([Room(inside.hot.address(piece), 9, piece.start)])

@@ -61,7 +61,7 @@ def test_a_refused_caller_retries_when_an_unreported_use_ends() -> None:
     """A client on this machine reads a block, and is done, or was for too long."""
     told: list[int] = []
     reading = True
-    hot = HotPages(4, lambda: told.append(1), lambda _: not reading)
+    hot = HotPages(4, lambda: told.append(1), lambda generations: [not reading] * len(generations))
     read(hot, 7, 4)
     assert hot.take(2) is None
     hot.look_again()
@@ -216,7 +216,7 @@ def test_pages_are_never_given_twice_and_never_lost(seed: int) -> None:
 def test_a_piece_in_use_is_not_evicted_and_a_forgotten_one_stays_until_its_last_use() -> None:
     """The shelf sends pieces that no fetch of ours holds."""
     sending: set[int] = set()
-    hot = HotPages(4, lambda: None, lambda generation: generation not in sending)
+    hot = HotPages(4, lambda: None, lambda generations: [one not in sending for one in generations])
     first, second = read(hot, 1, 2), read(hot, 2, 2)
     sending.add(1)
     piece = hot.take(2)
@@ -357,3 +357,66 @@ def test_what_is_read_while_it_is_erased_is_overwritten_when_the_read_is_over() 
     hot.drop_dead([names[1], names[3]], lambda asked: [None] * len(asked))
     read(hot, 4, pages=2)
     assert len(wiped) == 2, "what the index had is others', and so is what is read later"
+
+
+def test_many_are_taken_at_once_from_the_oldest_of_their_size() -> None:
+    wiped: list[tuple[int, int]] = []
+    sending = {4}
+    hot = HotPages(
+        12,
+        lambda: None,
+        lambda generations: [one not in sending for one in generations],
+        wipe=lambda start, pages: wiped.append((start, pages)),
+    )
+    for generation in range(1, 7):
+        piece = hot.take(2)
+        assert piece is not None
+        hot.keep(piece, generation, (b"t" * 16, bytes([generation]) * 32))
+        hot.release(piece)
+    assert hot.find(1), "used again, so protected, and in use"
+    pieces = hot.take_many(2, 3)
+    assert [piece.start // 2 for piece in pieces] == [1, 2, 4], "2, 3, and 5: 4 is being sent"
+    assert [hot.has(generation) for generation in range(1, 7)] == [True, False, False, True, False, True]
+    assert all(piece.users == 1 and not piece.generation for piece in pieces)
+    assert hot.statistics().evicted == 3
+    assert len({piece.start for piece in pieces}) == 3
+    assert not wiped
+    assert [piece.start // 2 for piece in hot.take_many(2, 9)] == [5]
+    assert not hot.take_many(2, 1)
+    for piece in pieces:
+        hot.release(piece)
+    evicted = hot.statistics().evicted
+    assert {piece.start for piece in hot.take_many(2, 3)} == {piece.start for piece in pieces}
+    assert hot.statistics().evicted == evicted, "free memory first"
+
+
+def test_a_piece_of_an_erased_block_is_wiped_before_it_is_taken_at_once() -> None:
+    wiped: list[tuple[int, int]] = []
+    hot = HotPages(4, lambda: None, wipe=lambda start, pages: wiped.append((start, pages)))
+    for generation in (1, 2):
+        piece = hot.take(2)
+        assert piece is not None
+        hot.keep(piece, generation)
+        piece.is_erased = generation == 2
+        hot.release(piece)
+    assert [piece.start for piece in hot.take_many(2, 2)] == [0, 2]
+    assert wiped == [(2, 2)]
+
+
+def test_what_is_guaranteed_to_a_tenant_is_not_taken_at_once_for_others() -> None:
+    hot = HotPages(80, lambda: None, tenants=lambda: 2)  # 20 pages are for certain
+    for number in range(12):
+        keep_named(hot, number, b"a" * 16)
+    for number in range(12, 40):
+        keep_named(hot, number, b"b" * 16)
+    assert len(hot.take_many(2, 20)) == 20
+    assert sum(hot.has(number + 1) for number in range(12)) == 10
+    assert sum(hot.has(number + 1) for number in range(12, 40)) == 10
+    assert len(hot.take_many(2, 40)) == 20, "and that only if nothing else is left"
+
+
+def keep_named(hot: HotPages, generation: int, tenant: bytes) -> None:
+    piece = hot.take(2, tenant)
+    assert piece is not None
+    hot.keep(piece, generation + 1, (tenant, bytes([generation]) * 32))
+    hot.release(piece)

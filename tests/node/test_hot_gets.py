@@ -69,7 +69,7 @@ def test_bytes_that_changed_in_memory_come_from_the_drive_instead(
         inside.hot.pages.release(piece)
         assert len(inside.hot.shelf) == 1
         if not on_shelf:
-            inside.hot.shelf.take(piece.generation)
+            inside.hot.shelf.take([piece.generation])
 
     node.call(damage)
     if on_shelf:
