@@ -300,6 +300,8 @@ def _path(value: Any, folder: Path) -> Path:
 
 def _several(value: Any, _: Path) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
+    if others := [part for part in parts if not isinstance(part, str)]:
+        raise ConfigError(f"A node is HOST:PORT, not {type(others[0]).__name__}.")
     return tuple(str(part).strip() for part in parts)
 
 

@@ -25,13 +25,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from nic_offload._core import ffi, lib
-from nic_offload.errors import KvError
+from nic_offload.errors import Closed, InvalidArgument, KvError
 from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
 
 __all__ = ["FlagWord", "FlagWords"]
 
+WORDS_MAX = 1 << 20  # of one set: 8 MiB
+
 _WORD_BYTES = 8
+_VALUE_MAX = (1 << 64) - 1
 _NAME = "triggerkv-flags"
 _MEMORY_FILE = f"/memfd:{_NAME} "
 _BELL = struct.Struct("=QIIi4x")  # struct tk_bell, after the words
@@ -75,10 +78,13 @@ class FlagWord:
 
     def store(self, value: int) -> None:
         """Publish everything written before, then the value. This fires puts."""
-        if self._words is None:
-            lib.tk_word_store(self._pointer, value)
-        else:
-            lib.tk_word_ring(self._pointer, value, self._words.bell, self._words.bell_fd)
+        try:
+            if self._words is None:
+                lib.tk_word_store(self._pointer, value)
+            else:
+                lib.tk_word_ring(self._pointer, value, self._words.bell, self._words.bell_fd)
+        except (OverflowError, TypeError):  # the conversion to C; checking beforehand would cost each store
+            raise InvalidArgument(f"A flag word's value is 0 to {_VALUE_MAX}, not {value!r:.40}.") from None
 
 
 @made_by("`FlagWords.create` or `FlagWords.open`")
@@ -94,8 +100,8 @@ class FlagWords(Handle):
     @classmethod
     def create(cls, count: int) -> Self:
         """Make `count` words, all zero."""
-        if count < 1:
-            raise KvError(f"A set of flag words needs at least one word, not {count}.")
+        if not isinstance(count, int) or not 1 <= count <= WORDS_MAX:
+            raise InvalidArgument(f"A set of flag words has 1 to {WORDS_MAX} words, not {count!r:.40}.")
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         hears, rings = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         bell_fd = os.open(f"/proc/self/fd/{hears}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -108,6 +114,8 @@ class FlagWords(Handle):
     @classmethod
     def open(cls, path: str) -> Self:
         """Map the words that another process of the same user made; `path` is its `FlagWords.path`."""
+        if not isinstance(path, str) or "\0" in path:
+            raise InvalidArgument(f"The path of flag words is that of `FlagWords.path`, not {path!r:.40}.")
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -122,6 +130,8 @@ class FlagWords(Handle):
         return len(self._words)
 
     def __getitem__(self, index: int) -> FlagWord:
+        if self._fd < 0:
+            raise Closed("The flag words are closed.")
         return self._words[index]
 
     def close(self) -> None:

@@ -27,13 +27,15 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.blocks import Hit
-from kvstore.client.checks import check_memory
+from kvstore.client.checks import check_memory, check_placed
+from kvstore.client.client import session_calls_of
 from kvstore.client.fetcher import Fetcher, Placing
 from kvstore.client.resuming import Manifest, Resumed
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
-from kvstore.errors import Closed, DeadlineExceeded, InvalidArgument, KvError, NodeUnavailable, Overloaded
+from kvstore.errors import Closed, DeadlineExceeded, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import (
     ARRIVAL_GRACE_MS,
     BATCH_BLOCKS_MAX,
@@ -88,7 +90,8 @@ class _Reason(NamedTuple):
     notes: Notes
 
 
-@made_by("`Arrivals.arrive`")
+@made_by("`Arrivals.arrived`")
+@checks_arguments
 class Arrival(Handle):
     """The outcome of a request that arrived."""
 
@@ -148,6 +151,7 @@ class Arrival(Handle):
             self.placing.span.closed(sum(isinstance(one, Hit) for one in self.placing.outcomes.values()))
 
 
+@checks_arguments
 class Arrivals(Handle):
     """Fetches what users will need when a rule says so, and reports arrivals (docs/client.md has an example)."""
 
@@ -174,7 +178,7 @@ class Arrivals(Handle):
         with self._lock:
             chat = self._sessions.pop((user, context), None)
             if chat is None:
-                chat = self._nodes.of(user).session(user, context, follower=self)
+                chat = session_calls_of(self._nodes.of(user)).one(user, context, follower=self)
                 if len(self._sessions) >= SESSIONS_FOLLOWED_MAX:
                     del self._sessions[next(iter(self._sessions))]  # its users keep using it
             self._sessions[user, context] = chat
@@ -443,8 +447,7 @@ def _places(
         if key in gone:
             continue
         block = place(number, key)
-        if block.key != key:
-            raise InvalidArgument(f"Block {number} of the session was given a destination under another key.")
+        check_placed(block, number, key)
         places.setdefault(key, []).append(block)
     return places
 

@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from kvstore.client.session_export import Progress
     from kvstore.client.sessions import ListedSession, Session, SessionInfo
     from kvstore.client.step_calls import ReadAhead
-    from kvstore.client.trace import Follower, Trace
-    from kvstore.client.transfer_watch import Watch
+    from kvstore.client.trace import Trace
     from kvstore.layout import Layout
     from kvstore.miss import Miss
     from kvstore.reach import Reach
@@ -223,9 +222,9 @@ class AsyncClient:
         """As `Client.pin`."""
         return await self.call(partial(self.sync.pin, time_to_live_ms=time_to_live_ms), keys)
 
-    async def prefetch(self, keys: Sequence[bytes], *, watch: Watch | None = None) -> ReadAhead:
+    async def prefetch(self, keys: Sequence[bytes]) -> ReadAhead:
         """As `Client.prefetch`."""
-        return await self.call(partial(self.sync.prefetch, watch=watch), keys)
+        return await self.call(self.sync.prefetch, keys)
 
     async def delete(
         self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN
@@ -235,9 +234,9 @@ class AsyncClient:
 
     # --- sessions
 
-    def session(self, user: str, name: str, *, follower: Follower | None = None) -> AsyncSession:
+    def session(self, user: str, name: str) -> AsyncSession:
         """As `Client.session`: the node is not called."""
-        return AsyncSession(self, self.sync.session(user, name, follower=follower))
+        return AsyncSession(self, self.sync.session(user, name))
 
     async def sessions(self, user: str) -> list[ListedSession]:
         """As `Client.sessions`, but returns a list."""

@@ -94,7 +94,7 @@ class Block:
             raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(self.key).__name__}.")
         if self.key and len(self.key) != KEY_BYTES:
             raise InvalidArgument(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
-        _check_numbers(self.offset, self.length)
+        _check_numbers(self.offset, self.length, self.threshold, self.whole, self.skip)
         if self.domain != UNSAID:
             check_domain_name(self.domain)
         if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
@@ -169,11 +169,14 @@ class KnownLayout(NamedTuple):
     fingerprint: bytes
 
 
-def _check_numbers(offset: int, length: int) -> None:
+def _check_numbers(*numbers: int) -> None:
     try:
-        index(offset), index(length)
-    except TypeError as error:
-        raise InvalidArgument("A block's offset and length are whole numbers of bytes.") from error
+        for number in numbers:
+            index(number)
+    except TypeError:
+        raise InvalidArgument(
+            "A block's offset, length, threshold, whole and skip are whole numbers."
+        ) from None
 
 
 pieces_of = attrgetter("pieces")  # for `map`, which costs a block next to nothing

@@ -20,17 +20,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.block_calls import BlockCalls
 from kvstore.client.blocks import fingerprint_of
-from kvstore.client.checks import check_buffer, check_list, checked_timeout
 from kvstore.client.core import Core
 from kvstore.client.erasing import ErasingCalls
 from kvstore.client.fabric_transport import FabricTransport
+from kvstore.client.gets import Ended, survivable
 from kvstore.client.grpc_transport import GrpcTransport
 from kvstore.client.inline import InlineCalls
 from kvstore.client.observing import ObservingCalls
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
+from kvstore.client.transfer_watch import current_watch
 from kvstore.durability import Durability
 from kvstore.limits import ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS, LEASE_TIMEOUT_MS_MAX
 from kvstore.names import UNSAID
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
     from kvstore.client.blocks import Block, HasFingerprint, Hit, PutResult
     from kvstore.client.erasing import Erasure
-    from kvstore.client.gets import Ended, Get, NoGet
+    from kvstore.client.gets import Get, NoGet
     from kvstore.client.grpc_gets import GrpcGet
     from kvstore.client.inline import Data
     from kvstore.client.observing import Happened, LookedUp
@@ -57,8 +59,6 @@ if TYPE_CHECKING:
     from kvstore.client.session_export import Progress
     from kvstore.client.sessions import ListedSession, Session
     from kvstore.client.step_calls import ReadAhead
-    from kvstore.client.trace import Follower
-    from kvstore.client.transfer_watch import Watch
     from kvstore.client.transport import Transport
     from kvstore.layout import Layout
     from kvstore.miss import Miss
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 __all__ = ["Client", "session_calls_of"]
 
 
+@checks_arguments
 class Client(Handle):
     """A client of one node. Its methods may be called from any thread.
 
@@ -225,7 +226,6 @@ class Client(Handle):
         ...     region.length
         8192
         """
-        check_buffer(memory)
         return self._core.open_fabric.register(memory)
 
     # --- puts and gets of registered memory
@@ -244,8 +244,7 @@ class Client(Handle):
         >>> result.durability.name, result.error
         ('WRITTEN', None)
         """
-        check_list(blocks, "blocks")
-        timeout_s = checked_timeout(self._core.reach.get_timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self._core.reach.get_timeout_s if timeout_s is None else timeout_s
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
         arm = partial(self.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
         return arm(blocks, expires_unix_ms=expires_unix_ms).wait(timeout_s) if blocks else []
@@ -258,7 +257,6 @@ class Client(Handle):
         durability: Durability = Durability.WRITTEN,
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
-        watch: Watch | None = None,
         timeout_s: float | None = None,
     ) -> ArmedPuts:
         """Queue a put for each block. It is sent when `flag` reaches the block's threshold; without a flag, at once.
@@ -275,7 +273,7 @@ class Client(Handle):
         ...     [result.durability.name for result in puts.wait(timeout_s=10)]
         ['WRITTEN']
         """
-        arm = partial(self._transport.arm, durability=durability, lease_ms=lease_ms, watch=watch)
+        arm = partial(self._transport.arm, durability=durability, lease_ms=lease_ms, watch=current_watch())
         return arm(blocks, flag, expires_unix_ms=expires_unix_ms, attach_s=timeout_s)
 
     def reserve(
@@ -285,11 +283,8 @@ class Client(Handle):
         durability: Durability = Durability.WRITTEN,
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
-        watch: Watch | None = None,
     ) -> Reservation:
         """Lease a slot on the node for each block, all or none. The result says which blocks are already stored.
-
-        `watch` is notified of their progress; a session's `reserve` passes one.
 
         >>> from nic_offload.flags import FlagWords
         >>> with FlagWords.create(1) as flags:
@@ -299,7 +294,11 @@ class Client(Handle):
         [True]
         """
         return self._by_fabric.reserve(
-            blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
+            blocks,
+            durability=durability,
+            lease_ms=lease_ms,
+            expires_unix_ms=expires_unix_ms,
+            watch=current_watch(),
         )
 
     def get(
@@ -319,7 +318,6 @@ class Client(Handle):
         >>> type(hit).__name__, str(miss)
         ('Hit', 'MISS(unknown)')
         """
-        check_list(blocks, "blocks")
         return self._transport.get(blocks, layout=layout, timeout_s=timeout_s) if blocks else []
 
     def getting(
@@ -328,19 +326,21 @@ class Client(Handle):
         *,
         layout: Layout | None = None,
         timeout_s: float | None = None,
-        watch: Watch | None = None,
         ended: Ended | None = None,
     ) -> Get | GrpcGet | NoGet:
         """Start a get without waiting for it. `wait(n)` of the returned object waits for the first `n` blocks.
 
-        The node sends them in order. `ended` is called with all outcomes when they are known, and must not block.
-        Blocks of pieces need `get`, which scatters them.
+        The node sends them in order. `ended` is called with all outcomes when they are known, in a thread of the
+        client, so it must not block. Blocks of pieces need `get`, which scatters them.
 
         >>> get = client.getting([block])
         >>> [type(outcome).__name__ for outcome in get.wait()]
         ['Hit']
         """
-        return self._transport.getting(blocks, layout=layout, timeout_s=timeout_s, watch=watch, ended=ended)
+        ended = None if ended is None else survivable(ended)
+        return self._transport.getting(
+            blocks, layout=layout, timeout_s=timeout_s, watch=current_watch(), ended=ended
+        )
 
     # --- puts and gets over gRPC
 
@@ -459,7 +459,7 @@ class Client(Handle):
         """
         return self._blocks.pin(keys, time_to_live_ms=time_to_live_ms)
 
-    def prefetch(self, keys: Sequence[bytes], *, watch: Watch | None = None) -> ReadAhead:
+    def prefetch(self, keys: Sequence[bytes]) -> ReadAhead:
         """Have the node read blocks into its memory when it has no gets to serve, and wait until it has.
 
         The result says which blocks were not read and which are missing; the others are in the node's memory.
@@ -468,7 +468,7 @@ class Client(Handle):
         >>> read.unread, read.missing
         ([], {})
         """
-        return self._steps.prefetch(keys, watch)
+        return self._steps.prefetch(keys, current_watch())
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
         """Delete blocks permanently. Returns, for each, whether it was stored.
@@ -483,14 +483,14 @@ class Client(Handle):
 
     # --- sessions
 
-    def session(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
-        """One session, whether it exists or not. The node is not called. A follower is notified of all its transfers.
+    def session(self, user: str, name: str) -> Session:
+        """One session, whether it exists or not. The node is not called.
 
         >>> chat = client.session("ada", "chat 7")
         >>> chat.append([key], tokens=16)  # the session's blocks, now
         1
         """
-        return self._sessions.one(user, name, follower=follower)
+        return self._sessions.one(user, name)
 
     def sessions(self, user: str) -> Iterator[ListedSession]:
         """All sessions of a user. Sessions removed or created meanwhile may or may not be included.

@@ -30,9 +30,10 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.block_calls import Prefix, Stored
 from kvstore.client.blocks import PutResult
-from kvstore.client.checks import check_key, check_keys, check_lengths, check_wanted, checked_puts
+from kvstore.client.checks import check_between, check_lengths, check_wanted, checked_puts, shown
 from kvstore.client.cluster_blocks import blocks_of, keys_of
 from kvstore.client.cluster_removals import Removals
 from kvstore.client.nodes import Nodes
@@ -84,6 +85,7 @@ _INLINE_A_ROUND = 64  # blocks got over gRPC before the first of them is yielded
 R = TypeVar("R")
 
 
+@checks_arguments
 class ClusterClient(Handle):
     """A client of each member. Any thread."""
 
@@ -96,8 +98,9 @@ class ClusterClient(Handle):
         **of_clients: Any,
     ) -> None:
         """`nodes` are one or more of the cluster's nodes; `of_clients` are the arguments of each `Client`."""
-        if not 1 <= replicas <= REPLICAS_MAX:
-            raise InvalidArgument(f"A block has 1 to {REPLICAS_MAX} replicas, not {replicas}.")
+        check_between("The number of a block's replicas", replicas, 1, REPLICAS_MAX)
+        if acks not in ("all", "any"):
+            raise InvalidArgument(f'`acks` is "all" or "any", not {shown(acks)}.')
         self.nodes = Nodes(nodes, **of_clients)
         self._replicas, self._copies = replicas, replicas if acks == "all" else 1
         self._repairs = Repairs(self.nodes.at)
@@ -126,7 +129,6 @@ class ClusterClient(Handle):
 
     def owners(self, key: bytes) -> list[str]:
         """The nodes that own a block now, its first owner first."""
-        check_key(key)
         now = self.nodes.map
         return [
             now.members[at].node
@@ -273,7 +275,6 @@ class ClusterClient(Handle):
         self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[Stored | Miss]:
         """As `Client.exists`: whether any of its owners has it. A node that is away is a Miss that says so."""
-        check_keys(keys)
         check_lengths(lengths, keys)
         sizes = lengths or [0] * len(keys)
 
@@ -299,7 +300,6 @@ class ClusterClient(Handle):
         asked twice, the second time with the same map as this client's; NodeUnavailable if the maps don't agree within
         a call's time.
         """
-        check_keys(keys)
         return self._removals.delete(keys, durability, self._call_s(None))
 
     def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> list[Erasure]:
@@ -321,7 +321,6 @@ class ClusterClient(Handle):
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> ClusterPin:
         """As `Client.pin`, on each owner that answers; raises if none does."""
-        check_keys(keys)
         parts = self._owned(keys)
         answers = self._each(
             parts, lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms)
@@ -468,6 +467,7 @@ class ClusterClient(Handle):
 
 
 @made_by("`ClusterClient.arm`")
+@checks_arguments
 class ClusterPuts:
     """Puts to several nodes fired by one flag, as `ArmedPuts` is for one node."""
 

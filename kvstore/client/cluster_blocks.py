@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Block
 from kvstore.client.checks import check_blocks
+from kvstore.client.nodes import Everywhere
+from kvstore.errors import NotRegistered
 from kvstore.names import UNSAID
 from nic_offload.pieces import Pieces, pieces_said
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvstore.client.client import Client
-    from kvstore.client.nodes import Everywhere
+
 
 __all__ = ["ClusterBlock", "ClusterPieces", "blocks_of", "keys_of"]
 
@@ -85,6 +87,8 @@ class ClusterBlock(NamedTuple):
 def keys_of(blocks: Sequence[ClusterBlock]) -> list[bytes]:
     """Their keys. Raises for anything but a list of such blocks."""
     check_blocks(blocks, ClusterBlock)  # a single block is a tuple, whose fields are not blocks
+    if not all(isinstance(one.memory, Everywhere) for one in blocks):
+        raise NotRegistered("A block's memory is what `ClusterClient.register` returns.")
     return [one.key for one in blocks]
 
 

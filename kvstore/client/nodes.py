@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.checks import check_name
 from kvstore.client.client import Client, session_calls_of
 from kvstore.client.map_follower import Following
@@ -32,6 +33,7 @@ from kvstore.errors import Closed, ConfigError, RegionBusy
 from kvstore.limits import CLUSTER_LEFT_MS
 from kvstore.reach import Reach
 from nic_offload.handle import Handle
+from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,6 +47,7 @@ __all__ = ["Everywhere", "Nodes"]
 _CLOCK = SystemClock()
 
 
+@checks_arguments
 class Nodes(Handle):
     """A client of each of several nodes. Any thread."""
 
@@ -61,7 +64,9 @@ class Nodes(Handle):
             self.reach = Reach.given(nodes, known)
         else:
             targets = [nodes] if isinstance(nodes, str) else nodes
-            self.reach = Reach.of({"nodes": None if targets is None else sorted(set(targets)), **known})
+            if isinstance(targets, (list, tuple)):
+                targets = sorted(set(targets), key=str)  # of any types: `Reach` refuses others
+            self.reach = Reach.of({"nodes": targets, **known})
         weight_of = dict(weights or {})
         for target in weight_of:
             if target not in self.reach.nodes:
@@ -164,6 +169,8 @@ class _HomeOnMap(AnyHome):
         return self._nodes.home(user) == self._target
 
 
+@made_by("`ClusterClient.register` or `Nodes.register`")
+@checks_arguments
 class Everywhere(Handle):
     """Memory registered with each client that needs it."""
 

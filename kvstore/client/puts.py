@@ -13,6 +13,7 @@ import errno
 import threading
 from typing import TYPE_CHECKING
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.blocks import PutResult
 from kvstore.client.checks import check_domain
 from kvstore.client.link import Callbacks
@@ -54,6 +55,7 @@ _REACHED = (None, *Durability)  # by code
 
 
 @made_by("`Client.arm`")
+@checks_arguments
 class ArmedPuts:
     """A batch of armed puts, as `Client.arm` returns it. Wait for it, check its progress, or ignore it.
 

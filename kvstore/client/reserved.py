@@ -13,6 +13,7 @@ import contextlib
 import errno
 from typing import TYPE_CHECKING
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.lease_returns import GivingBack
 from kvstore.client.link import Callbacks
 from kvstore.client.puts import ArmedPuts
@@ -39,6 +40,7 @@ __all__ = ["Reservation", "lease_deadline_ns"]
 
 
 @made_by("`Client.reserve`")
+@checks_arguments
 class Reservation:
     """Leased slots for a batch of blocks. Arm them or give them back."""
 

@@ -21,10 +21,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.blocks import Hit
+from kvstore.client.checks import check_number, check_placed
 from kvstore.client.request_ids import as_request, current_request
-from kvstore.client.transfer_watch import within
-from kvstore.errors import Closed, InvalidArgument, KvError
+from kvstore.client.transfer_watch import watched_by, within
+from kvstore.errors import Closed, KvError
 from kvstore.limits import RESUME_AHEAD_BATCHES, RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss
 from kvstore.steps import Step
@@ -88,6 +90,7 @@ class _Batch(NamedTuple):
 
 
 @made_by("`Session.resuming`")
+@checks_arguments
 class Resuming(Handle):
     """One resume: blocks arrive in the order of the request, and the first can be used before the last.
 
@@ -115,7 +118,8 @@ class Resuming(Handle):
         self._clock = clock
         self._until_ns = until_ns
         self._layout = layout
-        layers = [0 if layer_of is None else layer_of(number) for number in range(len(manifest.keys))]
+        numbers = range(len(manifest.keys))
+        layers = [0 if layer_of is None else check_number("A layer", layer_of(number)) for number in numbers]
         self._order = sorted(
             range(len(layers)), key=layers.__getitem__
         )  # a stable sort: else as in the session
@@ -152,10 +156,8 @@ class Resuming(Handle):
             ):
                 numbers = self._order[self._asked : self._asked + RESUME_BATCH_BLOCKS]
                 blocks = [self._placed(number) for number in numbers]
-                with as_request(self._request_id), within(self._span):
-                    get = self._client.getting(
-                        blocks, layout=self._layout, timeout_s=self._left_s(), watch=self._notes
-                    )
+                with as_request(self._request_id), within(self._span), watched_by(self._notes):
+                    get = self._client.getting(blocks, layout=self._layout, timeout_s=self._left_s())
                 self._batches.append(_Batch(get, self._asked, numbers))
                 self._asked += len(numbers)
         except BaseException:
@@ -165,8 +167,7 @@ class Resuming(Handle):
     def _placed(self, number: int) -> Block:
         key = self._manifest.keys[number]
         block = self._place(number, key)
-        if block.key != key:
-            raise InvalidArgument(f"Block {number} of the session was given a destination under another key.")
+        check_placed(block, number, key)
         if not self._asked:
             self._notes.registered(block.region)
         return block

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import Block, put_into
 from kvstore.client.checks import check_keys, check_list, check_name, check_number
@@ -20,7 +21,7 @@ from kvstore.client.request_ids import as_request
 from kvstore.client.resuming import Manifest, Resuming
 from kvstore.client.session_export import export_session, import_session
 from kvstore.client.trace import Notes
-from kvstore.client.transfer_watch import within
+from kvstore.client.transfer_watch import watched_by, within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -191,6 +192,7 @@ class SessionCalls:
 
 
 @made_by("`Client.session`")
+@checks_arguments
 class Session:
     """One session of one user: its blocks in order, turn by turn. `Client.session` makes it.
 
@@ -493,13 +495,13 @@ class Session:
         Those without a domain whose keys are made for one belong to the session's user.
         """
         self._registered(blocks)
-        return self._calls.client.reserve(
-            put_into(blocks, domain_of(self.user), of_domains=True),
-            durability=durability,
-            lease_ms=lease_ms,
-            expires_unix_ms=expires_unix_ms,
-            watch=self.notes,
-        )
+        with watched_by(self.notes):
+            return self._calls.client.reserve(
+                put_into(blocks, domain_of(self.user), of_domains=True),
+                durability=durability,
+                lease_ms=lease_ms,
+                expires_unix_ms=expires_unix_ms,
+            )
 
     def arm(
         self,
@@ -515,14 +517,14 @@ class Session:
         Those without a domain whose keys are made for one belong to the session's user.
         """
         self._registered(blocks)
-        return self._calls.client.arm(
-            put_into(blocks, domain_of(self.user), of_domains=True),
-            flag,
-            durability=durability,
-            lease_ms=lease_ms,
-            expires_unix_ms=expires_unix_ms,
-            watch=self.notes,
-        )
+        with watched_by(self.notes):
+            return self._calls.client.arm(
+                put_into(blocks, domain_of(self.user), of_domains=True),
+                flag,
+                durability=durability,
+                lease_ms=lease_ms,
+                expires_unix_ms=expires_unix_ms,
+            )
 
     def _registered(self, blocks: Sequence[Block]) -> None:
         check_list(blocks, "blocks")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.client.arguments import checked, checks_arguments
 from kvstore.client.blocks import Block, Hit
 from kvstore.clock import SystemClock
 from kvstore.errors import LayoutError
@@ -40,9 +41,11 @@ class Wanted(NamedTuple):
     offset: int
 
 
+@checks_arguments
 class ShardReader(Handle):
     """Reads blocks of one layout that `stored_shards` shards put."""
 
+    @checked
     def __init__(self, client: Client, layout: Layout, stored_shards: int) -> None:
         self._client = client
         self._clock = SystemClock()
