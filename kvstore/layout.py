@@ -25,8 +25,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import LayoutError
-from kvstore.limits import LAYERS_MAX
+from kvstore.limits import LAYERS_MAX, SHARDS_MAX
 from kvstore.names import block_key, layout_fingerprint
+from nic_offload.errors import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,21 +84,29 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Raise for an invalid layout."""
-        if self.dtype not in ELEMENT_BYTES:
+        self._check_types()
+        if not isinstance(self.dtype, str) or self.dtype not in ELEMENT_BYTES:
             raise LayoutError(
-                f"There is no number format {self.dtype!r}; there are {', '.join(ELEMENT_BYTES)}."
+                f"There is no number format {shown(self.dtype)}; there are {', '.join(ELEMENT_BYTES)}."
             )
         if self.block_tokens < 1:
-            raise LayoutError(f"A block has at least one token, not {self.block_tokens}.")
+            raise LayoutError(f"A block has at least one token, not {shown(self.block_tokens)}.")
         if not 1 <= len(self.layers) <= LAYERS_MAX:
             raise LayoutError(f"A layout has 1 to {LAYERS_MAX} layers, not {len(self.layers)}.")
         for number, part, parts in (("shard", self.shard, self.shards), ("stage", self.stage, self.stages)):
             if not 0 <= part < parts:
-                raise LayoutError(f"There is no {number} {part} of {parts}.")
+                raise LayoutError(f"There is no {number} {shown(part)} of {shown(parts)}.")
         if (self.order is Order.OPAQUE) != bool(self.engine):
             raise LayoutError("An opaque order, and no other, names the engine that knows it.")
         for index, layer in enumerate(self.layers):
             self._check_layer(index, layer)
+
+    def _check_types(self) -> None:
+        for name in ("block_tokens", "shard", "shards", "stage", "stages"):
+            if not isinstance(number := getattr(self, name), int):
+                raise LayoutError(f"{name} is a whole number, not {type(number).__name__}.")
+        if not isinstance(self.layers, tuple) or not all(isinstance(one, Layer) for one in self.layers):
+            raise LayoutError("The layers of a layout are a tuple of Layer.")
 
     def _check_layer(self, index: int, layer: Layer) -> None:
         if min(layer.heads, layer.k_numbers, layer.v_numbers) < 0:
@@ -187,6 +196,8 @@ class Layout:
             raise LayoutError(
                 f"Only {self.engine} knows the order of these bytes: they can't be moved between shards."
             )
+        if not isinstance(shards, int) or not 1 <= shards <= SHARDS_MAX:
+            raise LayoutError(f"A layout has 1 to {SHARDS_MAX} shards, not {shown(shards)}.")
         stored = [self.of_shard(shard, shards) for shard in range(shards)]
         begins = [0] * shards
         target = 0

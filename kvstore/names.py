@@ -58,7 +58,7 @@ def _digest(purpose: bytes, size_bytes: int, parts: Iterable[bytes]) -> bytes:
         try:
             state.update(len(part).to_bytes(8, "little"))
             state.update(part)
-        except TypeError:
+        except (BufferError, TypeError):
             raise InvalidArgument(f"A part of a name is bytes, not {type(part).__name__}.") from None
     return state.digest()
 

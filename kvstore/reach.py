@@ -21,6 +21,7 @@ import ipaddress
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -36,7 +37,7 @@ from kvstore.limits import (
 from kvstore.names import SHARED, TENANTS_NAME, UNSAID, domain_of, is_tenant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import grpc
 
@@ -86,6 +87,7 @@ class Reach:
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
+        self._check_types()
         if not 1 <= len(self.nodes) <= NODES_MAX:
             raise ConfigError(f"There are 1 to {NODES_MAX} nodes, not {len(self.nodes)}.")
         if len(set(self.nodes)) < len(self.nodes):
@@ -106,6 +108,18 @@ class Reach:
                         f"A token is not sent to {host} in the clear: set ca to the CA of the node's"
                         f" certificate, or tls = true if the system trusts it."
                     )
+
+    def _check_types(self) -> None:
+        for one in fields(self):
+            value: Any = getattr(self, one.name)
+            kind = _KINDS[one.name]
+            if value is None and one.default is None:
+                continue
+            if not isinstance(value, kind.types) or (isinstance(value, bool) and bool not in kind.types):
+                raise ConfigError(f"{one.name} is {kind.word}, not {type(value).__name__}.")
+            if kind is _FILE_KIND:
+                object.__setattr__(self, one.name, Path(str(value)))
+        object.__setattr__(self, "nodes", _several(self.nodes, Path()))
 
     def _check_choices(self) -> None:
         if self.transport not in _TRANSPORTS:
@@ -130,6 +144,8 @@ class Reach:
         `node` is `nodes` with one address. Values that are None count as not given. If no node is set anywhere,
         `default_node` is used: commands have one, libraries don't.
         """
+        if not isinstance(given, Mapping | None):
+            raise ConfigError(f"Settings are given by name, not as {type(given).__name__}.")
         stated = {name: value for name, value in (given or {}).items() if value is not None}
         merged = _merged((where, _read(stated, where, Path())), _of_environment(), _of_file())
         settings = {name: value for name, (value, _) in merged.items()}

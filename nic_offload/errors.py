@@ -25,10 +25,21 @@ __all__ = [
     "RuleError",
     "TableFull",
     "UsageError",
+    "shown",
 ]
 
 
+_SHOWN_MAX = 60  # characters
 _STUCK = -errno.EDEADLK  # the C core's TK_STUCK
+
+
+def shown(value: object) -> str:
+    """A wrong value as a message shows it: on one line, and not longer than a sentence bears."""
+    try:
+        text = repr(value).replace("\n", " ")
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
 
 
 class KvError(Exception):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nic_offload._core import ffi, lib
-from nic_offload.errors import Closed, InvalidArgument, KvError
+from nic_offload.errors import Closed, InvalidArgument, KvError, shown
 from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
 
@@ -84,7 +84,7 @@ class FlagWord:
             else:
                 lib.tk_word_ring(self._pointer, value, self._words.bell, self._words.bell_fd)
         except (OverflowError, TypeError):  # the conversion to C; checking beforehand would cost each store
-            raise InvalidArgument(f"A flag word's value is 0 to {_VALUE_MAX}, not {value!r:.40}.") from None
+            raise InvalidArgument(f"A flag word's value is 0 to {_VALUE_MAX}, not {shown(value)}.") from None
 
 
 @made_by("`FlagWords.create` or `FlagWords.open`")
@@ -101,7 +101,7 @@ class FlagWords(Handle):
     def create(cls, count: int) -> Self:
         """Make `count` words, all zero."""
         if not isinstance(count, int) or not 1 <= count <= WORDS_MAX:
-            raise InvalidArgument(f"A set of flag words has 1 to {WORDS_MAX} words, not {count!r:.40}.")
+            raise InvalidArgument(f"A set of flag words has 1 to {WORDS_MAX} words, not {shown(count)}.")
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         hears, rings = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         bell_fd = os.open(f"/proc/self/fd/{hears}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -115,7 +115,7 @@ class FlagWords(Handle):
     def open(cls, path: str) -> Self:
         """Map the words that another process of the same user made; `path` is its `FlagWords.path`."""
         if not isinstance(path, str) or "\0" in path:
-            raise InvalidArgument(f"The path of flag words is that of `FlagWords.path`, not {path!r:.40}.")
+            raise InvalidArgument(f"The path of flag words is that of `FlagWords.path`, not {shown(path)}.")
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

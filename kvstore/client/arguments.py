@@ -29,7 +29,7 @@ from kvstore.names import check_domain_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["UNCHECKED", "checked", "checks_arguments"]
+__all__ = ["CHECKED", "UNCHECKED", "checked", "checks_arguments"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -158,6 +158,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "int": _whole,
     "str": _text,
 } | {kind: _named(kind) for kind in ("Arrival", "Client", "Map", "Request", "Step")}
+CHECKED: Final = frozenset(_CHECKS)
 # Looked at by the method, block by block or beside another argument.
 UNCHECKED: Final = {"Data", "Iterable[tuple[bytes, Data]]", "Sequence[int]", "Sequence[tuple[bytes, int]]"}
 

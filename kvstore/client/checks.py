@@ -20,6 +20,7 @@ from kvstore.limits import (
 )
 from kvstore.names import SHARED, UNSAID, fits_domain, is_in_domain
 from nic_offload.counter import Counter
+from nic_offload.errors import shown
 from nic_offload.flags import FlagWord
 
 if TYPE_CHECKING:
@@ -51,14 +52,12 @@ __all__ = [
     "check_wanted",
     "checked_puts",
     "checked_timeout",
-    "shown",
     "view_of",
 ]
 
 _key, _length, _domain = attrgetter("key"), attrgetter("length"), attrgetter("domain")
 _threshold = attrgetter("threshold")
 _LENGTH = "A block's length"
-_SHOWN_MAX = 60  # characters of a wrong value in a message
 
 
 def check_list(given: object, of: str) -> None:
@@ -288,15 +287,6 @@ def check_between(what: str, number: int, least: int, most: int) -> int:
     except TypeError:
         pass
     raise InvalidArgument(f"{what} must be {least} to {most}, not {shown(number)}.")
-
-
-def shown(value: object) -> str:
-    """A wrong argument as a message shows it."""
-    try:
-        text = repr(value)
-    except ValueError:  # a number of too many digits
-        return "a number of thousands of digits"
-    return text if len(text) <= _SHOWN_MAX else f"{text[: _SHOWN_MAX - 3]}..."
 
 
 def check_number(what: str, number: int, bits: int = 32) -> int:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from kvstore.client.arguments import checks_arguments
 from kvstore.client.block_calls import Prefix, Stored
 from kvstore.client.blocks import PutResult
-from kvstore.client.checks import check_between, check_lengths, check_wanted, checked_puts, shown
+from kvstore.client.checks import check_between, check_lengths, check_wanted, checked_puts
 from kvstore.client.cluster_blocks import blocks_of, keys_of
 from kvstore.client.cluster_removals import Removals
 from kvstore.client.nodes import Nodes
@@ -54,6 +54,7 @@ from kvstore.limits import (
 )
 from kvstore.miss import Miss, MissReason
 from kvstore.names import UNSAID, is_in_domain
+from nic_offload.errors import shown
 from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
 

@@ -20,6 +20,7 @@ What it doesn't do: move or copy what is stored.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.arguments import checks_arguments
@@ -32,11 +33,12 @@ from kvstore.cluster.map import Map, Member
 from kvstore.errors import Closed, ConfigError, RegionBusy
 from kvstore.limits import CLUSTER_LEFT_MS
 from kvstore.reach import Reach
+from nic_offload.errors import shown
 from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from typing_extensions import Buffer
 
@@ -67,10 +69,12 @@ class Nodes(Handle):
             if isinstance(targets, (list, tuple)):
                 targets = sorted(set(targets), key=str)  # of any types: `Reach` refuses others
             self.reach = Reach.of({"nodes": targets, **known})
+        if not isinstance(weights, Mapping | None):
+            raise ConfigError(f"The weights are a number for each node, not {type(weights).__name__}.")
         weight_of = dict(weights or {})
         for target in weight_of:
             if target not in self.reach.nodes:
-                raise ConfigError(f"{target!r} has a weight but is not one of the nodes.")
+                raise ConfigError(f"{shown(target)} has a weight but is not one of the nodes.")
         given = Map.of(0, (Member(one, one, weight_of.get(one, 1)) for one in self.reach.nodes))
         self._following = Following(self.reach, given)
         self._seen = given

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.client.arguments import checked, checks_arguments
 from kvstore.client.blocks import Block, Hit
 from kvstore.clock import SystemClock
-from kvstore.errors import LayoutError
+from kvstore.errors import InvalidArgument, LayoutError
 from kvstore.limits import BATCH_BLOCKS_MAX, RESHARD_SCRATCH_BYTES
 from nic_offload.handle import Handle
 from nic_offload.memory import Runs, allocate
@@ -64,6 +64,8 @@ class ShardReader(Handle):
         if timeout_s is None:
             timeout_s = self._client.reach.get_timeout_s
         for one in wanted:
+            if not isinstance(one, Wanted):
+                raise InvalidArgument(f"Each block is a Wanted, not {type(one).__name__}.")
             if not 0 <= one.offset <= one.region.length - self._layout.block_bytes:
                 raise LayoutError(
                     f"A block of {self._layout.block_bytes} bytes is not in the region at {one.offset}."
