@@ -66,7 +66,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one shard's block of `block_tokens` tokens is laid out in memory."""
+    """How one shard's block of `block_tokens` tokens is laid out in memory.
+
+    >>> from kvstore.layout import Layer, Layout
+    >>> layout = Layout("my model", "v1", "bfloat16", 16, (Layer(heads=2, k_numbers=64, v_numbers=64),))
+    >>> layout.block_bytes
+    8192
+    """
 
     model: str
     weights: str  # a digest, because the same name may stand for other weights tomorrow
@@ -154,7 +160,11 @@ class Layout:
         return block_key(self.canonical)
 
     def key(self, chained_hash: bytes) -> bytes:
-        """The key of the block with this hash of its tokens and all tokens before them."""
+        """The key of the block with this hash of its tokens and all tokens before them.
+
+        >>> len(layout.key(b"hash of the tokens"))
+        32
+        """
         return block_key(self._name, chained_hash)
 
     # --- bytes
@@ -183,15 +193,27 @@ class Layout:
         return max(begin + size for begin, size in self.spans)
 
     def of_shard(self, shard: int, shards: int) -> Layout:
-        """The layout of another shard of the same KV."""
+        """The layout of another shard of the same KV.
+
+        >>> layout.of_shard(1, shards=2).block_bytes
+        4096
+        """
         return replace(self, shard=shard, shards=shards)
 
     def sources(self, shards: int) -> list[int]:
-        """Which of `shards` shards hold the heads that this one needs, each from the lowest that has it."""
+        """Which of `shards` shards hold the heads that this one needs, each from the lowest that has it.
+
+        >>> layout.sources(shards=2)
+        [0, 1]
+        """
         return sorted({run.shard for run in self.reshard(shards)})
 
     def reshard(self, shards: int) -> list[Run]:
-        """The byte ranges of the blocks of `shards` shards that make up a block of this one, in order of the target."""
+        """The byte ranges of the blocks of `shards` shards that make up a block of this one, in order of the target.
+
+        >>> [(run.shard, run.length) for run in layout.reshard(shards=2)]
+        [(0, 2048), (1, 2048), (0, 2048), (1, 2048)]
+        """
         if self.order is Order.OPAQUE:
             raise LayoutError(
                 f"Only {self.engine} knows the order of these bytes: they can't be moved between shards."

@@ -75,7 +75,11 @@ def _encoded(name: str) -> bytes:
 
 
 def block_key(*parts: bytes) -> bytes:
-    """The key of a block whose bytes are determined by these parts: the engine's chained hash, the model, ..."""
+    """The key of a block whose bytes are determined by these parts: the engine's chained hash, the model, ...
+
+    >>> len(block_key(b"my model", b"hash of the tokens"))
+    32
+    """
     return _digest(b"triggerkv key", KEY_BYTES, parts)
 
 

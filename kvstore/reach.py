@@ -63,7 +63,13 @@ _TOGETHER: Final = (("node", "nodes"), ("token", "token_file"), ("user", "shared
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Which nodes, as which tenant, and how. All files are PEM, except the token's."""
+    """Which nodes, as which tenant, and how. All files are PEM, except the token's.
+
+    >>> from kvstore.client import Reach
+    >>> reach = Reach(("10.0.0.5:7070", "10.0.0.6:7070"), tenant="acme")
+    >>> reach.call_timeout_s
+    10.0
+    """
 
     nodes: tuple[str, ...]  # HOST:PORT each, brackets around IPv6
     tenant: str = ""  # for a node that requires no token
@@ -143,6 +149,9 @@ class Reach:
 
         `node` is `nodes` with one address. Values that are None count as not given. If no node is set anywhere,
         `default_node` is used: commands have one, libraries don't.
+
+        >>> Reach.of({"node": "10.0.0.5:7070", "tenant": "acme"}).node
+        '10.0.0.5:7070'
         """
         if not isinstance(given, Mapping | None):
             raise ConfigError(f"Settings are given by name, not as {type(given).__name__}.")
@@ -231,7 +240,11 @@ class Reach:
         return frozenset(_KINDS)
 
     def at(self, node: str) -> Reach:
-        """The same settings for a single one of the nodes."""
+        """The same settings for a single one of the nodes.
+
+        >>> reach.at("10.0.0.6:7070").node
+        '10.0.0.6:7070'
+        """
         return replace(self, nodes=(node,))
 
     def bearer(self) -> str | None:

@@ -73,11 +73,20 @@ class FlagWord:
         return (ffi.NULL, -1) if self._words is None else (self._words.bell, self._words.bell_fd)
 
     def load(self) -> int:
-        """The word's value now."""
+        """The word's value now.
+
+        >>> flags[1].load()
+        0
+        """
         return int(lib.tk_word_load(self._pointer))
 
     def store(self, value: int) -> None:
-        """Publish everything written before, then the value. This fires puts."""
+        """Publish everything written before, then the value. This fires puts.
+
+        >>> flags[0].store(3)
+        >>> flags[0].load()
+        3
+        """
         try:
             if self._words is None:
                 lib.tk_word_store(self._pointer, value)
@@ -89,7 +98,13 @@ class FlagWord:
 
 @made_by("`FlagWords.create` or `FlagWords.open`")
 class FlagWords(Handle):
-    """A handful of flag words in memory that other processes can map by `path`."""
+    """A handful of flag words in memory that other processes can map by `path`.
+
+    >>> from kvstore import FlagWords
+    >>> flags = FlagWords.create(2)
+    >>> len(flags), flags[1].load()
+    (2, 0)
+    """
 
     def __init__(self, fd: int, bell_fd: int, path: str) -> None:
         self.path = path
@@ -99,7 +114,12 @@ class FlagWords(Handle):
 
     @classmethod
     def create(cls, count: int) -> Self:
-        """Make `count` words, all zero."""
+        """Make `count` words, all zero.
+
+        >>> with FlagWords.create(1) as words:
+        ...     words[0].load()
+        0
+        """
         if not isinstance(count, int) or not 1 <= count <= WORDS_MAX:
             raise InvalidArgument(f"A set of flag words has 1 to {WORDS_MAX} words, not {shown(count)}.")
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -113,7 +133,12 @@ class FlagWords(Handle):
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Map the words that another process of the same user made; `path` is its `FlagWords.path`."""
+        """Map the words that another process of the same user made; `path` is its `FlagWords.path`.
+
+        >>> with FlagWords.open(flags.path) as same:
+        ...     len(same)
+        2
+        """
         if not isinstance(path, str) or "\0" in path:
             raise InvalidArgument(f"The path of flag words is that of `FlagWords.path`, not {shown(path)}.")
         try:
@@ -135,7 +160,10 @@ class FlagWords(Handle):
         return self._words[index]
 
     def close(self) -> None:
-        """Release the words. They are unmapped when no object refers to one and no put waits for one."""
+        """Release the words. They are unmapped when no object refers to one and no put waits for one.
+
+        >>> FlagWords.create(1).close()
+        """
         if self._fd < 0:
             return
         self._words = []

@@ -31,7 +31,13 @@ assert _PIECE.size == ffi.sizeof("struct tk_piece")
 
 
 class Pieces:
-    """The pieces of a block. Their memory is freed when neither this object nor a put of the fabric uses it."""
+    """The pieces of a block. Their memory is freed when neither this object nor a put of the fabric uses it.
+
+    >>> from nic_offload.pieces import Pieces
+    >>> pieces = Pieces.of(kv, [(0, 2048), (8192, 2048)])
+    >>> pieces.length
+    4096
+    """
 
     def __init__(self, regions: Sequence[Region], rows: Buffer, *, handles: Any = None) -> None:
         """`rows` has 16 bytes for each piece: which of the regions it is in (4), its length (4), its offset (8)."""
@@ -50,14 +56,24 @@ class Pieces:
         self.length = int(lib.tk_pieces_bytes(self._handle))
 
     def gathered(self) -> bytearray:
-        """A copy of their current bytes, in their order."""
+        """A copy of their current bytes, in their order.
+
+        >>> len(pieces.gathered())
+        4096
+        """
         copy = bytearray(self.length)
         lib.tk_gather(self._handle, ffi.from_buffer(copy))
         return copy
 
     @classmethod
     def each(cls, regions: Sequence[Region], tables: Iterable[Buffer]) -> list[Pieces]:
-        """The same for many blocks in the same regions."""
+        """The same for many blocks in the same regions.
+
+        >>> from struct import pack
+        >>> rows = pack("=IIQ", 0, 2048, 0) + pack("=IIQ", 0, 2048, 8192)
+        >>> [one.length for one in Pieces.each([kv], [rows, rows])]
+        [4096, 4096]
+        """
         handles = _handles_of(regions)
         shared = tuple(regions)
         if not isinstance(tables, Iterable):
@@ -66,7 +82,11 @@ class Pieces:
 
     @classmethod
     def of(cls, region: Region, pieces: Iterable[tuple[int, int]]) -> Pieces:
-        """Pieces of one region, each an offset and a length."""
+        """Pieces of one region, each an offset and a length.
+
+        >>> Pieces.of(kv, [(0, 2048), (8192, 2048)]).length
+        4096
+        """
         try:
             rows = b"".join([_PIECE.pack(0, length, offset) for offset, length in pieces])
         except (TypeError, ValueError, struct.error):

@@ -33,7 +33,7 @@ _LINE_MAX = 100
 _INSIDE = {
     *("Arrivals.dropped", "Arrivals.forgotten", "Arrivals.stored"),
     *("ClusterBlock.copied", "Everywhere.copied", "FlagWord.bell", "Layout.first_head", "Layout.heads"),
-    *("Nodes.placed_as", "Session.resume_span"),
+    *("Nodes.placed_as", "Session.manifest", "Session.resume_span"),
     *("Region.detach", "Region.hold", "Region.is_idle", "Region.let_go", "Region.through"),
     *("Reach.bearer", "Reach.credentials", "Reach.given", "Reach.settings", "Reach.split_from", "Reach.told"),
 }
@@ -45,8 +45,12 @@ _HEAD = """\
 Generated from the docstrings by `make api`; do not edit. [client.md](client.md) shows how the parts go together.
 
 What is not on this page is not public, and may change without notice. `kvstore.__version__` is the version.
-`Block`, `Client`, `ClusterClient`, `FlagWords`, `Hit`, `Miss` and `block_key` can be imported from `kvstore` too.
-The examples under `Client` go on from the one of the class; a test runs them all against a real node.
+`AsyncClient`, `Block`, `Client`, `ClusterClient`, `Durability`, `FlagWords`, `Hit`, `KvError`, `Miss`, `MissReason` and
+`block_key` can be imported from `kvstore` too.
+
+A test runs all examples against a real node. A method's example continues the one of its class, and that one continues
+the example of the class that makes its objects: `Session` that of `Client`, `Resuming` that of `Session`. Those with
+`await` run as printed in `python -m asyncio`.
 """
 
 

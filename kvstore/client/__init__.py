@@ -25,12 +25,14 @@ True
 """
 
 from kvstore.client.arrivals import Arrival, Arrivals
-from kvstore.client.async_client import AsyncClient, AsyncPuts, AsyncSession
+from kvstore.client.async_client import AsyncClient
+from kvstore.client.async_session import AsyncPuts, AsyncSession
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
-from kvstore.client.cluster import ClusterClient, ClusterPin, ClusterPuts
+from kvstore.client.cluster import ClusterClient
 from kvstore.client.cluster_blocks import ClusterBlock
+from kvstore.client.cluster_puts import ClusterPin, ClusterPuts
 from kvstore.client.erasing import Erasure
 from kvstore.client.nodes import Everywhere, Nodes
 from kvstore.client.observing import Happened
@@ -38,7 +40,8 @@ from kvstore.client.puts import ArmedPuts
 from kvstore.client.request_ids import as_request
 from kvstore.client.reserved import Reservation
 from kvstore.client.resuming import Resumed, Resuming
-from kvstore.client.sessions import ListedSession, Session, SessionInfo, TurnInfo
+from kvstore.client.session_info import ListedSession, SessionInfo, TurnInfo
+from kvstore.client.sessions import Session
 from kvstore.client.shards import ShardReader, Wanted
 from kvstore.client.trace import Trace
 from kvstore.reach import Reach

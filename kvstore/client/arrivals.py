@@ -93,7 +93,12 @@ class _Reason(NamedTuple):
 @made_by("`Arrivals.arrived`")
 @checks_arguments
 class Arrival(Handle):
-    """The outcome of a request that arrived."""
+    """The outcome of a request that arrived.
+
+    >>> arrival = arrivals.arrived(request, lambda number, key: Block(key, kv, offset=0, length=4096))
+    >>> arrival.rule, arrival.denied, arrival.miss
+    ('tenant=acme,user=ada', False, None)
+    """
 
     def __init__(
         self,
@@ -116,11 +121,19 @@ class Arrival(Handle):
         self._manifest = manifest
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until every requested block has arrived or failed; False on timeout."""
+        """Wait until every requested block has arrived or failed; False on timeout.
+
+        >>> arrival.wait(timeout_s=10)
+        True
+        """
         return self._arrivals.wait(self, timeout_s)
 
     def whole(self) -> Resumed:
-        """Wait for the session's blocks. The result is all of them, or a MISS with the blocks usable before it."""
+        """Wait for the session's blocks. The result is all of them, or a MISS with the blocks usable before it.
+
+        >>> arrival.whole().usable_tokens
+        16
+        """
         manifest, placing = self._manifest, self.placing
         if manifest is None or placing is None:
             return Resumed(
@@ -145,7 +158,10 @@ class Arrival(Handle):
         return resumed
 
     def close(self) -> None:
-        """Wait until nothing is written into memory any more."""
+        """Wait until nothing is written into memory any more.
+
+        >>> arrival.close()
+        """
         self._arrivals.settle(self)
         if self.placing is not None and self.placing.span is not None:
             self.placing.span.closed(sum(isinstance(one, Hit) for one in self.placing.outcomes.values()))
@@ -153,7 +169,25 @@ class Arrival(Handle):
 
 @checks_arguments
 class Arrivals(Handle):
-    """Fetches what users will need when a rule says so, and reports arrivals (docs/client.md has an example)."""
+    """Fetches what users will need when a rule says so, and reports arrivals (docs/client.md has an example).
+
+    >>> from kvstore.client import Arrivals, Nodes
+    >>> from nic_offload.match_action import Request, Table
+    >>> from nic_offload.match_file import parse_rules
+    >>> table = Table()
+    >>> _ = table.replace(parse_rules('rule = [{ tenant = "acme", user = "ada", actions = ["fetch"] }]'))
+    >>> nodes = Nodes(["127.0.0.1:7070"], tenant="acme")
+    >>> arrivals = Arrivals(nodes, table, tenant="acme")
+    >>> chat = arrivals.session("ada", "chat 7")
+    >>> kv = nodes.of("ada").register(memory)
+    >>> _ = chat.arm([Block(key, kv, offset=0, length=4096)]).wait(timeout_s=10)
+    >>> _ = chat.append([key], tokens=16)
+    >>> request = Request(
+    ...     "acme", "ada", "chat 7", "my model", 0, 0, 0, 0, 0
+    ... )  # addresses and ports, as numbers
+    >>> arrivals.arrived(request, lambda number, key: Block(key, kv, offset=0, length=4096)).whole().is_whole
+    True
+    """
 
     def __init__(self, nodes: Nodes, rules: Table, *, tenant: str, limits: Limits = _LIMITS) -> None:
         """`tenant` is the rules' name for the tenant of the nodes' clients."""
@@ -174,7 +208,11 @@ class Arrivals(Handle):
     # --- reports to the catalogue, from any thread
 
     def session(self, user: str, context: str) -> Session:
-        """A user's session of a context, on the user's home: always the same object. The catalogue follows it."""
+        """A user's session of a context, on the user's home: always the same object. The catalogue follows it.
+
+        >>> arrivals.session("ada", "chat 7") is chat
+        True
+        """
         with self._lock:
             chat = self._sessions.pop((user, context), None)
             if chat is None:
@@ -197,13 +235,21 @@ class Arrivals(Handle):
         self._told.append(_Told(user, b"", 0, next(self._numbers)))
 
     def known(self, user: str) -> tuple[Extent, ...]:
-        """Where the user's KV is stored, as far as this process knows."""
+        """Where the user's KV is stored, as far as this process knows.
+
+        >>> [extent.length for extent in arrivals.known("ada")]
+        [4096]
+        """
         with self._lock:
             self._take_in()
             return self._requester.extents(User(self._tenant, user))
 
     def statistics(self) -> Statistics:
-        """The requester's counts."""
+        """The requester's counts.
+
+        >>> arrivals.statistics().users
+        1
+        """
         with self._lock:
             return self._requester.statistics()
 
@@ -219,6 +265,9 @@ class Arrivals(Handle):
         """Match a request, and start to fetch what the rule says. It never blocks.
 
         With `place(number, key)`, the blocks of the request's session go into registered memory.
+
+        >>> arrivals.arrived(request).rule
+        'tenant=acme,user=ada'
         """
         with self._lock:
             if self._closed:
@@ -341,12 +390,19 @@ class Arrivals(Handle):
     # --- arrived results
 
     def poll(self) -> None:
-        """Process arrivals, and request what there is room for now."""
+        """Process arrivals, and request what there is room for now.
+
+        >>> arrivals.poll()
+        """
         with self._lock:
             self._take_in()
 
     def wait(self, arrival: Arrival, timeout_s: float) -> bool:
-        """Wait until a request's fetch has ended; False on timeout."""
+        """Wait until a request's fetch has ended; False on timeout.
+
+        >>> arrivals.wait(arrivals.arrived(request), timeout_s=10)
+        True
+        """
         return self._until(lambda: self._has_ended(arrival), timeout_s)
 
     def _has_ended(self, arrival: Arrival) -> bool:
@@ -356,7 +412,10 @@ class Arrivals(Handle):
         return number not in self._running.get(owner, ())
 
     def settle(self, arrival: Arrival) -> None:
-        """Wait until a request's blocks are in memory or have failed; each get has its own deadline."""
+        """Wait until a request's blocks are in memory or have failed; each get has its own deadline.
+
+        >>> arrivals.settle(arrivals.arrived(request))
+        """
         placing = arrival.placing
         if placing is None:
             return
@@ -422,7 +481,10 @@ class Arrivals(Handle):
         return self._clock.monotonic_ns() // _NS_PER_MS
 
     def close(self) -> None:
-        """Fetch nothing more. The nodes stay open; the caller owns them."""
+        """Fetch nothing more. The nodes stay open; the caller owns them.
+
+        >>> Arrivals(nodes, table, tenant="acme").close()
+        """
         with self._lock:
             if self._closed:
                 return

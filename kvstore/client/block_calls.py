@@ -70,7 +70,12 @@ class Explained:
 
 @made_by("`Client.pin`")
 class Pin(Handle):
-    """Blocks protected from eviction until this is closed or expires. The time counts from the request."""
+    """Blocks protected from eviction until this is closed or expires. The time counts from the request.
+
+    >>> pin = client.pin([key])
+    >>> pin.pinned
+    [True]
+    """
 
     def __init__(self, calls: BlockCalls, numbers: Sequence[int], pinned: Sequence[bool]) -> None:
         self._calls = calls
@@ -78,7 +83,10 @@ class Pin(Handle):
         self.pinned = list(pinned)  # one per key; a block that is not stored can't be pinned
 
     def close(self) -> None:
-        """Release the blocks. On a node that can't be reached the pin ends when it expires."""
+        """Release the blocks. On a node that can't be reached the pin ends when it expires.
+
+        >>> pin.close()
+        """
         numbers, self._numbers = self._numbers, []
         if numbers:
             with suppress(KvError):

@@ -76,6 +76,10 @@ class Block:
         """A block whose bytes are in pieces of registered memory, such as an engine's pages of each layer's K and V.
 
         A put gathers them when it fires; a get scatters them. The node knows nothing of pieces.
+
+        >>> from nic_offload.pieces import Pieces
+        >>> Block.of_pieces(key, Pieces.of(kv, [(0, 2048), (8192, 2048)])).length
+        4096
         """
         _check_pieces(pieces)
         return cls(key, pieces.regions[0], 0, pieces.length, threshold, pieces, whole, skip, domain)

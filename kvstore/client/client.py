@@ -1,18 +1,10 @@
-"""The client: what a serving engine imports. Each method is one delegation; the work is done by the modules beside it.
-
-    with Client("127.0.0.1:7070") as client, FlagWords.create(1) as flags:
-        kv = client.register(buffer)
-        blocks = [Block(key, kv, offset, length, threshold=n), ...]
-        puts = client.arm(blocks, flags[0])
-        ...                                   # any process or GPU thread stores n to the flag word
-        results = puts.wait(timeout_s=10)
-        outcomes = client.get(blocks, timeout_s=10)
+"""A client of one node. Each method is one delegation; the work is done by the modules beside it.
 
 What always holds: every call ends within its deadline; a get returns exact bytes, or a Miss with its reason, and never
 raises because a node is away; a failed put has one typed error; once a call has ended, nothing of it writes to the
 caller's memory. A mistake of the caller's is a `UsageError`, and nothing is sent.
 
-It talks to one node, by one transport; `Nodes` talks to several.
+It talks to one node, by one transport; `Nodes` and `ClusterClient` talk to several.
 """
 
 from __future__ import annotations
@@ -57,7 +49,8 @@ if TYPE_CHECKING:
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.reserved import Reservation
     from kvstore.client.session_export import Progress
-    from kvstore.client.sessions import ListedSession, Session
+    from kvstore.client.session_info import ListedSession
+    from kvstore.client.sessions import Session
     from kvstore.client.step_calls import ReadAhead
     from kvstore.client.transport import Transport
     from kvstore.layout import Layout
@@ -575,9 +568,9 @@ class Client(Handle):
         """The outcomes of the tenant's look-ups: of a request, of a session, or the latest ones.
 
         >>> from kvstore.client import as_request
-        >>> with as_request("request 1"):
+        >>> with as_request("request-1"):
         ...     _ = client.get([block])
-        >>> [look_up.blocks for look_up in client.looked_up("request 1").lookups]
+        >>> [look_up.blocks for look_up in client.looked_up("request-1").lookups]
         [1]
         """
         return self._observing.looked_up(request_id, user, session, last=last)

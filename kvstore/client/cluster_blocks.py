@@ -43,7 +43,14 @@ class ClusterPieces:
 
 
 class ClusterBlock(NamedTuple):
-    """A block, and where its bytes are or go in memory registered by `ClusterClient.register`."""
+    """A block, and where its bytes are or go in memory registered by `ClusterClient.register`.
+
+    >>> from kvstore.client import ClusterBlock, ClusterClient
+    >>> cluster = ClusterClient([client.target])
+    >>> everywhere = cluster.register(memory)
+    >>> ClusterBlock(key, everywhere, offset=0, length=4096).length
+    4096
+    """
 
     key: bytes
     memory: Everywhere
@@ -70,6 +77,11 @@ class ClusterBlock(NamedTuple):
         """A block whose bytes are in pieces of registered memory, as `Block.of_pieces` has them.
 
         `rows` has 16 bytes for each piece: which of the memories it is in (4), its length (4), its offset (8).
+
+        >>> from struct import pack
+        >>> rows = pack("=IIQ", 0, 2048, 0) + pack("=IIQ", 0, 2048, 8192)
+        >>> ClusterBlock.of_pieces(key, [everywhere], rows).length
+        4096
         """
         check_list(memories, "memories")
         where = ClusterPieces(tuple(memories), rows)

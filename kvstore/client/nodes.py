@@ -51,7 +51,13 @@ _CLOCK = SystemClock()
 
 @checks_arguments
 class Nodes(Handle):
-    """A client of each of several nodes. Any thread."""
+    """A client of each of several nodes. Any thread.
+
+    >>> from kvstore.client import Nodes
+    >>> nodes = Nodes(["127.0.0.1:7070"], layout=b"my model, bf16")
+    >>> [found.length for found in nodes.of("ada").exists([key])]
+    [4096]
+    """
 
     def __init__(
         self,
@@ -105,7 +111,11 @@ class Nodes(Handle):
             client.close()
 
     def home(self, user: str) -> str:
-        """The node that stores a user's KV, now."""
+        """The node that stores a user's KV, now.
+
+        >>> nodes.home("ada") == client.target
+        True
+        """
         check_name("A user", user)
         now = self.map
         home = now.home(self.placed_as(now), user)
@@ -117,11 +127,19 @@ class Nodes(Handle):
         return self.reach.tenant if now.placed_as is None else now.placed_as
 
     def of(self, user: str) -> Client:
-        """The client of a user's home. Call this each turn: the client is closed some time after its node leaves."""
+        """The client of a user's home. Call this each turn: the client is closed some time after its node leaves.
+
+        >>> nodes.of("ada").target == client.target
+        True
+        """
         return self._client(self.home(user))
 
     def at(self, target: str) -> Client:
-        """The client of one node, a member or one that is absent."""
+        """The client of one node, a member or one that is absent.
+
+        >>> nodes.at(client.target).target == client.target
+        True
+        """
         now = self.map
         nodes = [one.node for one in (*now.members, *now.absent)]
         if target not in nodes:
@@ -129,7 +147,11 @@ class Nodes(Handle):
         return self._client(target)
 
     def first(self) -> Client:
-        """The client of the first configured node, whether it is on the map or not. It does not wait."""
+        """The client of the first configured node, whether it is on the map or not. It does not wait.
+
+        >>> nodes.first().target == client.target
+        True
+        """
         return self._client(self.reach.nodes[0])
 
     def _client(self, target: str) -> Client:
@@ -143,15 +165,27 @@ class Nodes(Handle):
             return client
 
     def session(self, user: str, name: str) -> Session:
-        """A session, on whatever node is the user's home at each call."""
+        """A session, on whatever node is the user's home at each call.
+
+        >>> nodes.session("ada", "chat at home").append([key], tokens=16)
+        1
+        """
         return Session(lambda: session_calls_of(self.of(user)), user, name)
 
     def register(self, memory: Buffer) -> Everywhere:
-        """Register memory for puts to and gets from any node. Close it before the memory is freed."""
+        """Register memory for puts to and gets from any node. Close it before the memory is freed.
+
+        >>> with nodes.register(bytearray(4096)) as everywhere:
+        ...     everywhere.at(nodes.of("ada")).length
+        4096
+        """
         return Everywhere(memory)
 
     def close(self) -> None:
-        """Close the clients."""
+        """Close the clients.
+
+        >>> Nodes([client.target]).close()
+        """
         with self._lock:
             self._closed = True
             clients, self._clients = self._clients, {}
@@ -184,7 +218,11 @@ class Everywhere(Handle):
         self._regions: dict[Client, Region] = {}
 
     def at(self, client: Client) -> Region:
-        """The region registered with this client."""
+        """The region registered with this client.
+
+        >>> everywhere.at(cluster.nodes.first()).length
+        16384
+        """
         with self._lock:
             region = self._regions.get(client)
             if region is None or region.handle is None:
@@ -196,7 +234,10 @@ class Everywhere(Handle):
         return bytes(memoryview(self._memory).cast("B")[offset : offset + length])
 
     def close(self) -> None:
-        """Deregister it from all clients. RegionBusy if a get still uses it: close it again later."""
+        """Deregister it from all clients. RegionBusy if a get still uses it: close it again later.
+
+        >>> cluster.register(bytearray(4096)).close()
+        """
         busy: RegionBusy | None = None
         with self._lock:
             for client, region in list(self._regions.items()):

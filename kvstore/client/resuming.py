@@ -95,6 +95,12 @@ class Resuming(Handle):
     """One resume: blocks arrive in the order of the request, and the first can be used before the last.
 
     `Session.resuming` makes it. `wait_layer` and `wait_blocks` say whether blocks can be used, `whole` waits for all.
+
+    >>> resuming = chat.resuming(lambda number, key: Block(key, kv, offset=0, length=4096))
+    >>> resuming.wait_blocks(1)
+    True
+    >>> resuming.whole().usable_tokens
+    16
     """
 
     def __init__(
@@ -173,7 +179,11 @@ class Resuming(Handle):
         return block
 
     def wait_blocks(self, count: int) -> bool:
-        """Wait for the first `count` blocks in the order requested; returns whether they all arrived."""
+        """Wait for the first `count` blocks in the order requested; returns whether they all arrived.
+
+        >>> resuming.wait_blocks(1)
+        True
+        """
         count = min(count, len(self._order))
         if self._closed and self._came < count and self._miss is None:
             raise Closed("The resume was closed before all blocks had arrived.")
@@ -187,7 +197,11 @@ class Resuming(Handle):
         return self._miss is None
 
     def wait_layer(self, layer: int) -> bool:
-        """Wait for the blocks of all layers up to this one; returns whether they all arrived."""
+        """Wait for the blocks of all layers up to this one; returns whether they all arrived.
+
+        >>> resuming.wait_layer(0)
+        True
+        """
         return self.wait_blocks(sum(one <= layer for one in self._layers))
 
     def _take(self, batch: _Batch, count: int) -> None:
@@ -203,7 +217,11 @@ class Resuming(Handle):
             self._batches.popleft()
 
     def whole(self) -> Resumed:
-        """Wait for all blocks. The result is all of them, or a MISS with the blocks usable before it."""
+        """Wait for all blocks. The result is all of them, or a MISS with the blocks usable before it.
+
+        >>> resuming.whole().is_whole
+        True
+        """
         self.wait_blocks(len(self._order))
         self._settle()
         usable = next(
@@ -220,7 +238,10 @@ class Resuming(Handle):
         return resumed
 
     def close(self) -> None:
-        """Request nothing more, wait until nothing is pending, and release the blocks."""
+        """Request nothing more, wait until nothing is pending, and release the blocks.
+
+        >>> resuming.close()
+        """
         self._settle()
         if self._span is not None:
             self._span.closed(self._came)
