@@ -71,6 +71,7 @@ class AsyncClient:
 
     Its methods are those of `Client`, awaitable. `sync` is that client: its properties, such as `sync.transport`, need
     no waiting, and `await client.call(client.sync.reserve, blocks)` makes any call that has no method here.
+    The examples continue those of `Client`, and run in `python -m asyncio`.
 
     >>> from kvstore import AsyncClient
     >>> client = AsyncClient("127.0.0.1:7070", layout=b"my model, bf16")

@@ -126,7 +126,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The block's bytes are in the client's memory, checked."""
+    """The block's bytes are in the caller's memory, checked."""
 
     key: bytes
 

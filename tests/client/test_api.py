@@ -94,6 +94,11 @@ def test_each_public_method_has_an_example(shell: Shell, name: str, method: str)
     assert ">>> " in getattr(shell.classes[name], method).__doc__, f"{name}.{method} has no example"
 
 
+@pytest.mark.parametrize("name", [name for name, _ in public_classes()])
+def test_the_example_of_each_class_runs_as_printed(shell: Shell, name: str) -> None:
+    assert shell.names_of(name)["client"]
+
+
 @pytest.mark.parametrize(("name", "method"), METHODS)
 def test_the_example_of_each_method_runs_as_printed(shell: Shell, name: str, method: str) -> None:
     shell.run(getattr(shell.classes[name], method).__doc__, shell.names_of(name), f"{name}.{method}")
