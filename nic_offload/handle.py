@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -13,9 +14,9 @@ __all__ = ["Handle"]
 class Handle:
     """An object that is open until `close`. Garbage collection alone closes nothing."""
 
+    @abstractmethod  # for mypy; `ABC` would show in `help` of each handle
     def close(self) -> None:
         """Release it; safe to call again."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         """Begin a `with` block, whose end closes it."""
