@@ -201,7 +201,7 @@ class Layout:
         return replace(self, shard=shard, shards=shards)
 
     def sources(self, shards: int) -> list[int]:
-        """Which of `shards` shards hold the heads that this one needs, each from the lowest that has it.
+        """Which of `shards` stored shards have the heads of this one; of shards with the same heads, the lowest.
 
         >>> layout.sources(shards=2)
         [0, 1]

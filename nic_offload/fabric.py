@@ -114,11 +114,11 @@ class Statistics:
 
 @made_by("`Client.register`")
 class Region(Handle):
-    """Registered memory. `base + offset` is how a peer names a byte of it, with `key`.
+    """Registered memory of `length` bytes, which puts read and gets write."""
 
-    Revoking the key is not enough while a peer writes: a message whose key was checked before may still be arriving.
-    So a caller that asks a peer to write here holds the region until the peer is done, or the endpoint is closed.
-    """
+    # A peer names a byte of it by `base + offset` and `key`. Revoking the key is not enough while a peer writes: a
+    # message whose key was checked before may still be arriving. So a caller that asks a peer to write here holds the
+    # region until the peer is done, or the endpoint is closed.
 
     def __init__(
         self,

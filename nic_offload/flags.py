@@ -98,7 +98,7 @@ class FlagWord:
 
 @made_by("`FlagWords.create` or `FlagWords.open`")
 class FlagWords(Handle):
-    """A handful of flag words in memory that other processes can map by `path`.
+    """Flag words in memory that other processes can map by its `path`.
 
     >>> from kvstore import FlagWords
     >>> flags = FlagWords.create(2)

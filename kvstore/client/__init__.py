@@ -21,8 +21,8 @@ True
 `Client` has all calls of one node, `Session` those of one session, `ClusterClient` spreads blocks over a cluster,
 `AsyncClient` is for asyncio. A get gives a `Hit` or a `Miss` with its reason for each block; `Client.explain` and
 `Client.looked_up` say more about a miss. `kvstore.errors` has the errors, `kvstore.testing` nodes for tests,
-`help(...)` an example of each method. The examples of a class continue its own, and that one continues the example of
-`Client` or of the class that makes its objects.
+`help(...)` an example of each method: it continues the example of its class, and that one continues the example of
+`Client`, or of the class that makes its objects.
 """
 
 from kvstore.client.arrivals import Arrival, Arrivals

@@ -1,4 +1,4 @@
-"""Requests on the compute side: each is matched, and its user's KV is brought in, ideally while the user still types.
+"""Requests on the compute side: each is matched, and its user's KV is fetched, ideally while the user still types.
 
     with Arrivals(nodes, table) as arrivals:
         chat = arrivals.session("ada", "chat 7")         # whose transfers the requester's catalogue follows
@@ -169,7 +169,7 @@ class Arrival(Handle):
 
 @checks_arguments
 class Arrivals(Handle):
-    """Fetches what users will need when a rule says so, and reports arrivals (docs/client.md has an example).
+    """Fetches the KV of users whose requests match a rule, and reports when it has arrived.
 
     >>> from kvstore.client import Arrivals, Nodes
     >>> from nic_offload.match_action import Request, Table
@@ -262,7 +262,7 @@ class Arrivals(Handle):
         *,
         timeout_s: float | None = None,
     ) -> Arrival:
-        """Match a request, and start to fetch what the rule says. It never blocks.
+        """Match a request, and start to fetch what the rule says. It waits for look-ups on a node, but for no block.
 
         With `place(number, key)`, the blocks of the request's session go into registered memory.
 

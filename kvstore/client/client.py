@@ -114,9 +114,9 @@ class Client(Handle):
         the fabric, or gRPC where there is no libfabric. `provider` is libfabric's; by default the best available.
         `user` or `shared` says who owns the blocks that it puts without a domain: this user, with keys of
         `in_domain(key, domain_of(user))`, or all users together. A node that encrypts refuses a put that says neither.
-        `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
-        is a miss. `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
-        With a `tracer_provider`, of OpenTelemetry, its puts, gets and resumes are spans, and its calls carry them.
+        `layout` identifies how a block's bytes are laid out, preferably as a `Layout`; a get under another layout is a
+        miss. `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
+        With a `tracer_provider` of OpenTelemetry, its puts, gets and resumes are spans, and its calls carry them.
         """
         given = {
             "tenant": tenant,
@@ -155,12 +155,12 @@ class Client(Handle):
 
     @property
     def target(self) -> str:
-        """Its node, HOST:PORT."""
+        """The node's address, HOST:PORT."""
         return self._core.reach.node
 
     @property
     def tenant(self) -> str:
-        """The tenant it named. A node that requires tokens uses the token's tenant."""
+        """The tenant in its settings. A node that requires tokens uses the token's tenant instead."""
         return self._core.reach.tenant
 
     @property
@@ -170,17 +170,17 @@ class Client(Handle):
 
     @property
     def transport(self) -> str:
-        """How its blocks go: "fabric", "grpc" or "memory" (`kvstore.client.transport`)."""
+        """How blocks are carried: "fabric", "grpc" or "memory"."""
         return self._core.transport
 
     @property
     def fabric(self) -> Fabric:
-        """The fabric of all its links; with gRPC, one that only has the memory and the flags."""
+        """The fabric of all its links; over gRPC, one that has only registered memory and flags."""
         return self._core.fabric
 
     @property
     def calls(self) -> int:
-        """How many calls it has made to the node. Arming a put makes none."""
+        """The number of calls made to the node. Arming a put makes none."""
         return self._core.calls
 
     @property
@@ -213,7 +213,7 @@ class Client(Handle):
         return self._by_grpc if self._core.transport == GRPC else self._by_fabric
 
     def register(self, memory: Buffer) -> Region:
-        """Register memory that blocks are put from and got into. Close the region before the memory is freed.
+        """Register memory to put blocks from and get blocks into. Close the region before the memory is freed.
 
         >>> with client.register(bytearray(8192)) as region:
         ...     region.length
@@ -254,10 +254,9 @@ class Client(Handle):
     ) -> ArmedPuts:
         """Queue a put for each block. It is sent when `flag` reaches the block's threshold; without a flag, at once.
 
-        The node is not called, and any number may be armed, 32,768 in a call. What `reserve` reports beforehand, the
-        results report afterwards: a block that is already stored is sent all the same, and not written again. A put
-        that has not been sent within `lease_ms` never is. A block without a key gets it later, by `ArmedPuts.name`. The
-        first one attaches, for `timeout_s` at most.
+        The node is not called. A call takes up to 32,768 blocks; any number may be armed. A block that is already
+        stored is sent nevertheless, and not written again. A put that has not been sent within `lease_ms` never is. A
+        block without a key is given one later, by `ArmedPuts.name`. The first call attaches, within `timeout_s`.
 
         >>> from nic_offload.flags import FlagWords
         >>> with FlagWords.create(1) as flags:
@@ -415,7 +414,7 @@ class Client(Handle):
         """Look up blocks without getting them. Returns a Stored, or the Miss that a get would return, for each.
 
         Without `lengths`, any length matches; with `any_layout`, any layout, and `looked_up` doesn't list the call. A
-        look-up does not count as a use: it protects no block from eviction. The timeout applies to each call.
+        look-up is not a use: it doesn't delay a block's eviction. The timeout applies to each call to the node.
 
         >>> stored, miss = client.exists([key, block_key(b"never put")])
         >>> stored.length, str(miss)
@@ -424,7 +423,9 @@ class Client(Handle):
         return self._blocks.exists(keys, lengths=lengths, any_layout=any_layout, timeout_s=timeout_s)
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
-        """Count the blocks, from the first, that could be got without a gap. The timeout applies to each call.
+        """Count the blocks that could be got from the first one on, without a gap.
+
+        The timeout applies to each call to the node.
 
         >>> client.prefix([key, block_key(b"never put"), key]).blocks
         1
@@ -477,7 +478,7 @@ class Client(Handle):
     # --- sessions
 
     def session(self, user: str, name: str) -> Session:
-        """One session, whether it exists or not. The node is not called.
+        """A session by its name, whether it exists or not. The node is not called.
 
         >>> chat = client.session("ada", "chat 7")
         >>> chat.append([key], tokens=16)  # the session's blocks, now
@@ -523,9 +524,9 @@ class Client(Handle):
     # --- erasing
 
     def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
-        """Erase a user on this node: their sessions, and the blocks of their erase domain or of those sessions alone.
+        """Erase a user on this node: their sessions, and the blocks of their erase domain or of no other session.
 
-        On a node that encrypts, the keys are destroyed first. Other gets of these blocks are `MISS(erased)`.
+        On a node that encrypts, the keys are destroyed first. Later gets of these blocks are `MISS(erased)`.
 
         >>> _ = client.put_inline(block_key(b"of mallory"), b"KV")
         >>> _ = client.session("mallory", "chat 1").append([block_key(b"of mallory")], tokens=16)
@@ -547,7 +548,7 @@ class Client(Handle):
     # --- what the node does
 
     def status(self, *, wait_s: float = 0.0) -> StatusResponse:
-        """The node's status. `wait_s` waits that long for a node that is not reachable yet.
+        """The node's status. With `wait_s`, wait that long for a node that can't be reached yet.
 
         >>> client.status(wait_s=5).read_only
         False

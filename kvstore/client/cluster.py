@@ -85,7 +85,7 @@ R = TypeVar("R")
 
 @checks_arguments
 class ClusterClient(Handle):
-    """A client of each member. Any thread.
+    """A client of a cluster, whose nodes store each block once or twice. Its methods may be called from any thread.
 
     >>> from kvstore.client import ClusterBlock, ClusterClient
     >>> cluster = ClusterClient(["127.0.0.1:7070"], layout=b"my model, bf16")  # one of its nodes is enough
@@ -103,7 +103,11 @@ class ClusterClient(Handle):
         acks: Literal["all", "any"] = "all",
         **of_clients: Any,
     ) -> None:
-        """`nodes` are one or more of the cluster's nodes; `of_clients` are the arguments of each `Client`."""
+        """`nodes` are one or more of the cluster's nodes; `of_clients` are the arguments of each `Client`.
+
+        Each block is stored on `replicas` nodes, 1 or 2. A put succeeds once all of them have the block, or, with
+        `acks="any"`, once one has.
+        """
         check_between("The number of a block's replicas", replicas, 1, REPLICAS_MAX)
         if acks not in ("all", "any"):
             raise InvalidArgument(f'`acks` is "all" or "any", not {shown(acks)}.')
@@ -137,7 +141,7 @@ class ClusterClient(Handle):
         return self.nodes.first().fabric
 
     def owners(self, key: bytes) -> list[str]:
-        """The nodes that own a block now, its first owner first.
+        """The nodes that store a block, as the map has them now, the first owner first.
 
         >>> cluster.owners(key) == [client.target]
         True
@@ -320,7 +324,7 @@ class ClusterClient(Handle):
     def exists(
         self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[Stored | Miss]:
-        """As `Client.exists`: whether any of its owners has it. A node that is away is a Miss that says so.
+        """As `Client.exists`, of the first owner that has it. If none can be reached, the Miss says so.
 
         >>> [type(found).__name__ for found in cluster.exists([key, block_key(b"never put")])]
         ['Stored', 'Miss']
@@ -349,10 +353,10 @@ class ClusterClient(Handle):
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
         """As `Client.delete`, on every member and every node that is absent from the map.
 
-        Raises the error of one that has not answered: its blocks would reappear when it is back. Remove an absent node
-        that won't come back with `kvstore cluster forget`. A copy between nodes may overtake the deletion, so all are
-        asked twice, the second time with the same map as this client's; NodeUnavailable if the maps don't agree within
-        a call's time.
+        Raises the error of a node that has not answered, because its blocks would reappear when it returns. Remove an
+        absent node that won't return with `kvstore cluster forget`. A copy between nodes may overtake the deletion, so
+        all nodes are called twice, the second time with the same map as this client's; NodeUnavailable if the maps
+        don't agree within the time of a call.
 
         >>> cluster.delete([block_key(b"never put")])
         [False]
@@ -362,7 +366,7 @@ class ClusterClient(Handle):
     def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> list[Erasure]:
         """As `Client.erase_user`, on every member and every node that is absent from the map, as `delete`.
 
-        Returns the result for each of them, with its receipt; a node may be asked twice.
+        Returns the result of each node, with its receipt.
 
         >>> [erasure.sessions for erasure in cluster.erase_user("nobody")]  # of each node
         [0]

@@ -43,7 +43,7 @@ class ClusterPieces:
 
 
 class ClusterBlock(NamedTuple):
-    """A block, and where its bytes are or go in memory registered by `ClusterClient.register`.
+    """A block, and the memory of `ClusterClient.register` that its bytes are in or go to.
 
     >>> from kvstore.client import ClusterBlock, ClusterClient
     >>> cluster = ClusterClient([client.target])

@@ -51,7 +51,7 @@ _CLOCK = SystemClock()
 
 @checks_arguments
 class Nodes(Handle):
-    """A client of each of several nodes. Any thread.
+    """A client of each of several nodes. Its methods may be called from any thread.
 
     >>> from kvstore.client import Nodes
     >>> nodes = Nodes(["127.0.0.1:7070"], layout=b"my model, bf16")

@@ -306,7 +306,7 @@ class ArmedPuts:
             return self._results
 
     def cancel(self) -> int:
-        """Withdraw exactly the puts that have not been sent; returns how many.
+        """Withdraw the puts that have not been sent; returns how many.
 
         >>> client.arm([Block(key, kv, offset=0, length=4096, threshold=99)], flags[0]).cancel()
         1

@@ -1,4 +1,4 @@
-"""What a node says of a session: its size and its turns. Plain values."""
+"""Descriptions of a session: its size and its turns. Plain values."""
 
 from __future__ import annotations
 

@@ -574,7 +574,7 @@ class Session:
         self.notes.note(step, tokens=tokens, detail=detail)
 
     def report(self) -> None:
-        """Send recorded steps to the node, if no other call will. Failures are ignored.
+        """Send recorded steps to the node now, not with the next call. Failures are ignored.
 
         >>> chat.report()
         """
