@@ -182,9 +182,8 @@ class Arrivals(Handle):
     >>> kv = nodes.of("ada").register(memory)
     >>> _ = chat.arm([Block(key, kv, offset=0, length=4096)]).wait(timeout_s=10)
     >>> _ = chat.append([key], tokens=16)
-    >>> request = Request(
-    ...     "acme", "ada", "chat 7", "my model", 0, 0, 0, 0, 0
-    ... )  # addresses and ports, as numbers
+    >>> addresses = (0, 0, 0, 0, 0)  # of the connection: both addresses, both ports, the protocol
+    >>> request = Request("acme", "ada", "chat 7", "my model", *addresses)
     >>> arrivals.arrived(request, lambda number, key: Block(key, kv, offset=0, length=4096)).whole().is_whole
     True
     """
