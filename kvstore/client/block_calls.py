@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from kvstore.client.checks import check_keys, check_lengths, check_number
+from kvstore.client.checks import check_lengths, check_number
 from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument, KvError
 from kvstore.limits import BATCH_BLOCKS_MAX
@@ -130,7 +130,6 @@ class BlockCalls:
         timeout_s: float | None = None,
     ) -> list[Stored | Miss]:
         """As `Client.exists`."""
-        check_keys(keys)
         check_lengths(lengths, keys)
         fingerprint = b"" if any_layout else self._fingerprint
         names = [
@@ -154,7 +153,6 @@ class BlockCalls:
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
         """As `Client.prefix`."""
-        check_keys(keys)
         blocks = 0
         for some in _batches(keys):
             request = pb.PrefixRequest(tenant=self._tenant, fingerprint=self._fingerprint, keys=some)
@@ -174,7 +172,6 @@ class BlockCalls:
 
     def delete_told(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> Deleted:
         """Like `Client.delete`; also returns what the node reports of itself."""
-        check_keys(keys)
         found: list[bool] = []
         digests, nodes = set[int](), set[str]()
         for some in _batches(keys):
@@ -190,7 +187,6 @@ class BlockCalls:
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`."""
-        check_keys(keys)
         told: list[pb.Explanation] = []
         for some in _batches(keys):
             with self._calling("Explaining blocks"):
@@ -200,7 +196,6 @@ class BlockCalls:
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
         """As `Client.pin`."""
-        check_keys(keys)
         check_number("A pin's time to live in ms", time_to_live_ms)
         numbers: list[int] = []
         pinned: list[bool] = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from kvstore.client.arguments import checks_arguments
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import Block, put_into
-from kvstore.client.checks import check_keys, check_list, check_name, check_number
+from kvstore.client.checks import check_list, check_name, check_number
 from kvstore.client.request_ids import as_request
 from kvstore.client.resuming import Manifest, Resuming
 from kvstore.client.session_export import export_session, import_session
@@ -218,7 +218,6 @@ class Session:
         >>> client.session("grace", "chat 10").append([key], tokens=16)
         1
         """
-        check_keys(keys)
         if not keys:
             raise InvalidArgument("A turn has at least one block.")
         check_number("A turn's tokens", tokens)
