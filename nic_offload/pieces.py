@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError, InvalidArgument
@@ -39,9 +39,11 @@ class Pieces:
     4096
     """
 
-    def __init__(self, regions: Sequence[Region], rows: Buffer, *, handles: Any = None) -> None:
+    def __init__(self, regions: Sequence[Region], rows: Buffer) -> None:
         """`rows` has 16 bytes for each piece: which of the regions it is in (4), its length (4), its offset (8)."""
-        handles = _handles_of(regions) if handles is None else handles
+        self._open(regions, _handles_of(regions), rows)
+
+    def _open(self, regions: Sequence[Region], handles: Any, rows: Buffer) -> Self:
         self.regions = tuple(regions)
         try:
             table = ffi.from_buffer("struct tk_piece[]", rows)
@@ -54,6 +56,7 @@ class Pieces:
         self._handle: Any = ffi.gc(out[0], lib.tk_pieces_close)
         self.pointer = int(ffi.cast("uintptr_t", self._handle))
         self.length = int(lib.tk_pieces_bytes(self._handle))
+        return self
 
     def gathered(self) -> bytearray:
         """A copy of their current bytes, in their order.
@@ -67,7 +70,7 @@ class Pieces:
 
     @classmethod
     def each(cls, regions: Sequence[Region], tables: Iterable[Buffer]) -> list[Pieces]:
-        """The same for many blocks in the same regions.
+        """The pieces of many blocks in the same regions; each table has the rows of one.
 
         >>> from struct import pack
         >>> rows = pack("=IIQ", 0, 2048, 0) + pack("=IIQ", 0, 2048, 8192)
@@ -78,7 +81,7 @@ class Pieces:
         shared = tuple(regions)
         if not isinstance(tables, Iterable):
             raise InvalidArgument(f"The tables are the rows of each block, not {type(tables).__name__}.")
-        return [cls(shared, rows, handles=handles) for rows in tables]
+        return [cls.__new__(cls)._open(shared, handles, rows) for rows in tables]  # noqa: SLF001 - of this class
 
     @classmethod
     def of(cls, region: Region, pieces: Iterable[tuple[int, int]]) -> Pieces:

@@ -24,7 +24,7 @@ import grpc
 from kvstore.client.breaker import Breaker
 from kvstore.client.call_routes import Asking
 from kvstore.client.channel import close_channel, open_channel
-from kvstore.client.checks import check_between, check_number
+from kvstore.client.checks import check_between
 from kvstore.client.contact import explained
 from kvstore.client.link import TAGS_OF_ONE, Link, Operation
 from kvstore.client.own_address import OwnSide, say_first_word
@@ -105,7 +105,7 @@ class Core(Handle):
         tracer_provider: TracerProvider | None,
     ) -> None:
         self.reach, self.fingerprint = reach, fingerprint
-        self.slots = check_number("The number of a client's slots", slots)
+        self.slots = check_between("The number of a client's slots", slots, 1, (1 << 32) - 1)
         self.block_bytes_max = check_between(
             "The length of a client's longest block", block_bytes_max, BLOCK_BYTES_MIN, BLOCK_BYTES_MAX
         )

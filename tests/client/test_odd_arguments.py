@@ -315,7 +315,7 @@ def names_of(kind: type) -> set[str]:
     named = {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
     if len(named) < len(parameters):
         named |= inspect.signature(Client).parameters.keys() - {"node"}
-    return named - {"handles", "tracer_provider"}
+    return named - {"tracer_provider"}
 
 
 def use(made: Any, bench: Bench) -> None:
