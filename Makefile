@@ -1,26 +1,27 @@
-# One command each. Every rule that needs it does the set-up first; a second set-up takes well under a second.
+# One command each; `make help` lists them. Each target runs the set-up first, which takes well under a second once it is
+# complete. Settings, with their defaults in brackets:
 #
-#   PYTHON=/path/to/python3    the interpreter for .venv (3.11 or newer)
-#   PYTEST_ARGS='-k lease -x'  handed on to pytest
-#   DEMO_ARGS='...'            handed on to `kvstore demo`
-#   MUTANTS='name ...'         only planted bugs whose name holds one of these words
-#   TRIGGERKV_KILL_ROUNDS=n    how often `make crash` kills the node
-#   TRIGGERKV_PEERS_ROUNDS=n   how many rounds `make bench-peers` does (5); 1 for a first look
-#   TRIGGERKV_TWIN_ROUNDS=n    how many rounds `make bench-twin` does (3)
-#   FUZZ_RUNS='C PYTHON'       how many inputs `make fuzz` gives to the desk, and to each Python parser
-#   TRIGGERKV_KEYRING_ENDS=n   in how many ways `make test-keyring` ends each step of a keyring (12)
-#   TRIGGERKV_HOSTILE_S=n      for how many seconds `make test-hostile` lets each attack go on (2.4)
-#   TRIGGERKV_SOAK_S=n         for how many seconds `make soak` puts
-#   TRIGGERKV_CRASH_SEEDS=n    how many lives it leads on a simulated drive, four crashes each
-#   TRIGGERKV_CHAOS_ROUNDS=n      how many rounds `make test-cluster` does between hosts (300), fifteen to a cluster
-#   TRIGGERKV_CHAOS_SEED=n        the seed of the first of these clusters
-#   TRIGGERKV_CHAOS_KINDS='...'   these kinds of harm, one after the other (tests/hosts/chaos.py), and not by the seed
-#   TRIGGERKV_CLUSTER_ROUNDS=n    how many rounds of nodes that die or hang it does beside each other on one host (300)
-#   TRIGGERKV_RANDOM_EXAMPLES=1    other examples of Hypothesis' each time: to search; without it a run is like the last one
-#   TRIGGERKV_MACHINE_EXAMPLES=n  how many sequences of 100 steps it does to a store beside a dict
-#   TRIGGERKV_CONVERSATION_RUNS=n how often `make test-engines` holds ten conversations while all goes wrong (1)
-#   TRIGGERKV_SEED=n              the seed of the first one
-#   TRIGGERKV_PLAN_GRID=1         tests/sim/test_plan.py tries all 30 plans of its grid (minutes), not 3 of them
+#   PYTHON=/path/to/python3        the interpreter for .venv, 3.11 or newer
+#   PYTEST_ARGS='-k lease -x'      arguments of pytest
+#   DEMO_ARGS='...'                arguments of `kvstore demo`
+#   MUTANTS='name ...'             `make mutants`: only planted bugs whose name contains one of these words
+#   FUZZ_RUNS='C PYTHON'           `make fuzz`: the number of inputs for the C core, and for each Python parser
+#   TRIGGERKV_KILL_ROUNDS=n        `make crash`: how often the node is killed
+#   TRIGGERKV_CRASH_SEEDS=n        `make crash`: runs on a simulated drive, with four crashes each
+#   TRIGGERKV_PEERS_ROUNDS=n       `make bench-peers`: rounds (5); 1 for a first look
+#   TRIGGERKV_TWIN_ROUNDS=n        `make bench-twin`: rounds (3)
+#   TRIGGERKV_KEYRING_ENDS=n       `make test-keyring`: interruptions of each step of a keyring (12)
+#   TRIGGERKV_HOSTILE_S=n          `make test-hostile`: seconds for each attack (2.4)
+#   TRIGGERKV_SOAK_S=n             `make soak`: seconds of puts
+#   TRIGGERKV_CHAOS_ROUNDS=n       `make test-cluster`: rounds between hosts (300), fifteen for each cluster
+#   TRIGGERKV_CHAOS_SEED=n         `make test-cluster`: the seed of the first cluster
+#   TRIGGERKV_CHAOS_KINDS='...'    `make test-cluster`: these failures in this order (tests/hosts/chaos.py), not random ones
+#   TRIGGERKV_CLUSTER_ROUNDS=n     `make test-cluster`: rounds in which nodes of one host die or hang (300)
+#   TRIGGERKV_CONVERSATION_RUNS=n  `make test-engines`: runs of ten conversations during failures (1)
+#   TRIGGERKV_SEED=n               `make test-engines`: the seed of the first run
+#   TRIGGERKV_RANDOM_EXAMPLES=1    Hypothesis draws other examples in each run; without it, always the same ones
+#   TRIGGERKV_MACHINE_EXAMPLES=n   sequences of 100 steps in which a store is compared with a dict
+#   TRIGGERKV_PLAN_GRID=1          tests/sim/test_plan.py tries all 30 plans of its grid (minutes), not 3
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
@@ -40,7 +41,7 @@ setup: ## system packages, .venv, the C core; does only what is missing
 	@PYTHON='$(PYTHON)' tools/setup.sh
 
 .PHONY: demo
-demo: setup-engines ## blocks put by a flag store and read back; a chat that goes on in another process
+demo: setup-engines ## puts blocks by a flag store and reads them back; then a chat that continues in another process
 	@.venv/bin/kvstore demo $(DEMO_ARGS)
 	@.venv-engines/bin/python -m kvstore chat
 
@@ -65,7 +66,7 @@ test-hosts: setup-engines etcd ## tests/hosts: network namespaces as hosts, behi
 	@tools/test_hosts.sh $(PYTEST_ARGS)
 
 .PHONY: test-cluster
-test-cluster: setup etcd ## clusters in their long form: 300 rounds of all that goes wrong between hosts, 300 of nodes that die or hang (two hours)
+test-cluster: setup etcd ## clusters in their long form: 300 rounds of failures between hosts, 300 of nodes that die or hang (two hours)
 	@TRIGGERKV_CHAOS_ROUNDS=$(or $(TRIGGERKV_CHAOS_ROUNDS),300) TRIGGERKV_HOSTS_LIMIT_S=14400 tools/test_hosts.sh -k chaos -rA $(PYTEST_ARGS)
 	@TRIGGERKV_CLUSTER_ROUNDS=$(or $(TRIGGERKV_CLUSTER_ROUNDS),300) $(py) -m pytest tests/cluster $(PYTEST_ARGS)
 
@@ -90,11 +91,11 @@ test-hostile: setup ## tests/hostile: attacks with one tenant's token or none, b
 	@$(if $(PYTEST_ARGS),$(py) -m pytest tests/hostile $(PYTEST_ARGS),tools/test.sh hostile)
 
 .PHONY: test-keyring
-test-keyring: setup ## tests/sealing: a keyring that is stopped at each step, in many more ways (minutes)
+test-keyring: setup ## tests/sealing: a keyring interrupted at each step, in many more ways (minutes)
 	@TRIGGERKV_KEYRING_ENDS=$(or $(TRIGGERKV_KEYRING_ENDS),500) $(py) -m pytest tests/sealing $(PYTEST_ARGS)
 
 .PHONY: crash
-crash: setup ## the long form: 20,000 lives on a drive that loses what it may, 1,000 SIGKILLs at unkind moments
+crash: setup ## the long form: 20,000 runs on a simulated drive that loses unflushed data, 1,000 SIGKILLs at the worst moments
 	@TRIGGERKV_CRASH_SEEDS=$(or $(TRIGGERKV_CRASH_SEEDS),20000) $(py) -m pytest tests/storage/test_crashes.py $(PYTEST_ARGS)
 	@TRIGGERKV_RANDOM_EXAMPLES=1 TRIGGERKV_MACHINE_EXAMPLES=$(or $(TRIGGERKV_MACHINE_EXAMPLES),10000) $(py) -m pytest tests/storage/test_state_machine.py $(PYTEST_ARGS) --timeout 7200
 	@TRIGGERKV_KILL_ROUNDS=$(or $(TRIGGERKV_KILL_ROUNDS),1000) $(py) -m pytest tests/crash $(PYTEST_ARGS)
@@ -108,7 +109,7 @@ fuzz: setup ## 10,000,000 calls into the desk and as many puts to the receiver u
 	@tools/fuzz.sh $(FUZZ_RUNS)
 
 .PHONY: mutants
-mutants: setup setup-engines ## plants the bugs of tools/mutants/ one by one: a test must die of each (minutes)
+mutants: setup setup-engines ## plants the bugs of tools/mutants/ one by one: each must make a test fail (minutes)
 	@$(py) -m tools.mutants $(MUTANTS)
 
 .PHONY: sanitize
@@ -123,7 +124,7 @@ check: setup ## ruff, its formatter, mypy --strict
 	@$(py) -m mypy
 
 .PHONY: lint-fix
-lint-fix: setup ## let ruff repair and format what it can
+lint-fix: setup ## fix and format what ruff can
 	@$(py) -m ruff check --fix .
 	@$(py) -m ruff format .
 
@@ -136,11 +137,11 @@ bench-%: setup ## one benchmark: tests/bench/bench_NAME.py
 	@$(py) -m tests.bench $*
 
 .PHONY: bench-peers
-bench-peers: setup peers ## us beside Redis, the bare fabric and the bare drive, in one run (six minutes)
+bench-peers: setup peers ## triggerkv beside Redis, the bare fabric and the bare drive, in one run (six minutes)
 	@$(py) -m tests.bench peers
 
 .PHONY: bench-engines
-bench-engines: setup-engines ## a real engine: time to first token, computed, cached and from our node; what a step costs
+bench-engines: setup-engines ## a real engine: time to first token, computed, cached and from our node; the cost of a step
 	@.venv-engines/bin/python -m tests.bench engines
 	@.venv-engines/bin/python -m tests.bench steps
 
@@ -153,7 +154,7 @@ api: setup ## generate docs/api.md from the docstrings
 	@$(py) -m tools.generate_api
 
 .PHONY: docs
-docs: setup ## build/site: the documentation, to be read in a browser without a network
+docs: setup ## build/site: the documentation, for a browser without a network
 	@$(py) -m tools.docs_site
 
 .PHONY: wheel
@@ -167,15 +168,15 @@ release: setup ## dist/: three manylinux wheels below 1 MiB, triggerkv, triggerk
 	@$(py) -m tools.release
 
 .PHONY: test-ends
-test-ends: release ## the wheels with the oldest and the newest dependencies, on each Python that is here, or on $(PYTHONS) (minutes)
+test-ends: release ## the wheels with the oldest and the newest dependencies, on each installed Python, or on $(PYTHONS) (minutes)
 	@tools/test_ends.sh $(PYTHONS)
 
 .PHONY: test-ends-short
-test-ends-short: wheel ## the same in two minutes: a new user's first steps, on the Python of .venv or on $(PYTHONS)
+test-ends-short: wheel ## its short form, a new user's first steps, on the Python of .venv or on $(PYTHONS) (two minutes)
 	@tools/test_ends.sh --short $(PYTHONS)
 
 .PHONY: clean
-clean: ## remove .venv and all that was built
+clean: ## remove .venv and all build outputs
 	rm -rf .venv .venv-engines .cache build dist *.egg-info nic_offload/*.so nic_offload/_core.c kvstore/storage/*.so kvstore/storage/_uring.c kvstore/storage/keep/*.so kvstore/storage/keep/_keep.c
 	rm -f sim/replay/*.so sim/replay/_events.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -60,6 +60,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """What completion in a shell and `help` list, whether it is loaded or not."""
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """Load one of `__all__` when it is first used."""
     if name not in _HOMES:

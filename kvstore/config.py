@@ -28,6 +28,7 @@ from kvstore.limits import (
 )
 from kvstore.reach import split_target
 from kvstore.storage.eviction.policies import POLICY_DEFAULT, check_policy_name
+from nic_offload.errors import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -311,9 +312,9 @@ def silence_grpc() -> None:
 
 def parse_size(text: str) -> int:
     """`4GiB`, `512M`, or a plain number of bytes; K, M, G, T, P are powers of 1000, with an `i` of 1024."""
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
-        raise ConfigError(f"{text!r} is not a size; write a number and a unit, such as 512MiB or 4GB.")
+        raise ConfigError(f"{shown(text)} is not a size; write a number and a unit, such as 512MiB or 4GB.")
     number, unit, binary = match.groups()
     step = 1024 if binary else 1000
     size = float(number) * step ** " KMGTP".index(unit.upper() or " ")

@@ -8,11 +8,15 @@ __all__ = ["Durability"]
 
 
 class Durability(enum.IntEnum):
-    """LANDED: in the node's memory; WRITTEN: on its drive, survives SIGKILL; SYNCED: flushed, survives power loss.
+    """What a block that was put survives. A higher one includes the lower ones.
 
-    The numbers are those of the proto and of the acknowledgement codes; more is safer.
+        LANDED   it is in the node's memory: survives the client
+        WRITTEN  it is on the drive: survives SIGKILL of the node
+        SYNCED   the drive has flushed it: survives power loss
+
+    The numbers are those of the proto and of the acknowledgement codes.
     """
 
-    LANDED = 1  # it is in the node's memory: survives the client
-    WRITTEN = 2  # it is on the drive: survives the node's process
-    SYNCED = 3  # the drive has flushed it: survives power loss
+    LANDED = 1
+    WRITTEN = 2
+    SYNCED = 3

@@ -56,11 +56,13 @@ A miss is not an error: see `kvstore.miss`.
 from __future__ import annotations
 
 from nic_offload.errors import (
+    Closed,
     CudaUnavailable,
     DeviceError,
     FabricError,
     FabricStuck,
     FabricUnavailable,
+    InvalidArgument,
     KvError,
     NoMemory,
     PortTaken,
@@ -68,6 +70,7 @@ from nic_offload.errors import (
     RegionBusy,
     RuleError,
     TableFull,
+    UsageError,
 )
 
 __all__ = [
@@ -147,20 +150,8 @@ class TenantDenied(KvError):
     """The caller may not act for this tenant."""
 
 
-class UsageError(KvError):
-    """A mistake of the caller's, found on its own side before anything is sent. It never travels."""
-
-
-class InvalidArgument(UsageError):
-    """An invalid argument: a length, a number of blocks, a time."""
-
-
 class NotRegistered(UsageError):
     """A block lies in memory that is not, or no longer, registered with this client."""
-
-
-class Closed(UsageError):
-    """The object has been closed."""
 
 
 class Refused(KvError):

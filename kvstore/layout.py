@@ -25,8 +25,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import LayoutError
-from kvstore.limits import LAYERS_MAX
+from kvstore.limits import LAYERS_MAX, SHARDS_MAX
 from kvstore.names import block_key, layout_fingerprint
+from nic_offload.errors import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +66,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one shard's block of `block_tokens` tokens is laid out in memory."""
+    """How one shard's block of `block_tokens` tokens is laid out in memory.
+
+    >>> from kvstore.layout import Layer, Layout
+    >>> layout = Layout("my model", "v1", "bfloat16", 16, (Layer(heads=2, k_numbers=64, v_numbers=64),))
+    >>> layout.block_bytes
+    8192
+    """
 
     model: str
     weights: str  # a digest, because the same name may stand for other weights tomorrow
@@ -83,21 +90,29 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Raise for an invalid layout."""
-        if self.dtype not in ELEMENT_BYTES:
+        self._check_types()
+        if not isinstance(self.dtype, str) or self.dtype not in ELEMENT_BYTES:
             raise LayoutError(
-                f"There is no number format {self.dtype!r}; there are {', '.join(ELEMENT_BYTES)}."
+                f"There is no number format {shown(self.dtype)}; there are {', '.join(ELEMENT_BYTES)}."
             )
         if self.block_tokens < 1:
-            raise LayoutError(f"A block has at least one token, not {self.block_tokens}.")
+            raise LayoutError(f"A block has at least one token, not {shown(self.block_tokens)}.")
         if not 1 <= len(self.layers) <= LAYERS_MAX:
             raise LayoutError(f"A layout has 1 to {LAYERS_MAX} layers, not {len(self.layers)}.")
         for number, part, parts in (("shard", self.shard, self.shards), ("stage", self.stage, self.stages)):
             if not 0 <= part < parts:
-                raise LayoutError(f"There is no {number} {part} of {parts}.")
+                raise LayoutError(f"There is no {number} {shown(part)} of {shown(parts)}.")
         if (self.order is Order.OPAQUE) != bool(self.engine):
             raise LayoutError("An opaque order, and no other, names the engine that knows it.")
         for index, layer in enumerate(self.layers):
             self._check_layer(index, layer)
+
+    def _check_types(self) -> None:
+        for name in ("block_tokens", "shard", "shards", "stage", "stages"):
+            if not isinstance(number := getattr(self, name), int):
+                raise LayoutError(f"{name} is a whole number, not {type(number).__name__}.")
+        if not isinstance(self.layers, tuple) or not all(isinstance(one, Layer) for one in self.layers):
+            raise LayoutError("The layers of a layout are a tuple of Layer.")
 
     def _check_layer(self, index: int, layer: Layer) -> None:
         if min(layer.heads, layer.k_numbers, layer.v_numbers) < 0:
@@ -145,7 +160,11 @@ class Layout:
         return block_key(self.canonical)
 
     def key(self, chained_hash: bytes) -> bytes:
-        """The key of the block with this hash of its tokens and all tokens before them."""
+        """The key of the block with this hash of its tokens and all tokens before them.
+
+        >>> len(layout.key(b"hash of the tokens"))
+        32
+        """
         return block_key(self._name, chained_hash)
 
     # --- bytes
@@ -174,19 +193,33 @@ class Layout:
         return max(begin + size for begin, size in self.spans)
 
     def of_shard(self, shard: int, shards: int) -> Layout:
-        """The layout of another shard of the same KV."""
+        """The layout of another shard of the same KV.
+
+        >>> layout.of_shard(1, shards=2).block_bytes
+        4096
+        """
         return replace(self, shard=shard, shards=shards)
 
     def sources(self, shards: int) -> list[int]:
-        """Which of `shards` shards hold the heads that this one needs, each from the lowest that has it."""
+        """Which of `shards` stored shards have the heads of this one; of shards with the same heads, the lowest.
+
+        >>> layout.sources(shards=2)
+        [0, 1]
+        """
         return sorted({run.shard for run in self.reshard(shards)})
 
     def reshard(self, shards: int) -> list[Run]:
-        """The byte ranges of the blocks of `shards` shards that make up a block of this one, in order of the target."""
+        """The byte ranges of the blocks of `shards` shards that make up a block of this one, in order of the target.
+
+        >>> [(run.shard, run.length) for run in layout.reshard(shards=2)]
+        [(0, 2048), (1, 2048), (0, 2048), (1, 2048)]
+        """
         if self.order is Order.OPAQUE:
             raise LayoutError(
                 f"Only {self.engine} knows the order of these bytes: they can't be moved between shards."
             )
+        if not isinstance(shards, int) or not 1 <= shards <= SHARDS_MAX:
+            raise LayoutError(f"A layout has 1 to {SHARDS_MAX} shards, not {shown(shards)}.")
         stored = [self.of_shard(shard, shards) for shard in range(shards)]
         begins = [0] * shards
         target = 0

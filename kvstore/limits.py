@@ -25,6 +25,7 @@ BATCH_PUTS_AHEAD = 64  # blocks of a stream that wait for the drive
 BATCH_ENDS_UNREAD_MAX = 8192  # results that a stream's client has not read; beyond it no block is accepted
 BATCH_READS_AHEAD = 8  # blocks of a stream that are read while others are sent
 LAYERS_MAX = 4096  # of a model
+SHARDS_MAX = 4096  # of its KV, whose blocks are combined into those of another number of shards
 RESUME_BATCH_BLOCKS = 128  # of a session, requested at a time
 RESUME_AHEAD_BATCHES = 2  # of these in flight at a time
 RESHARD_SCRATCH_BYTES = 64 << 20  # for combining stored shards; at least one block's worth

@@ -12,19 +12,34 @@ __all__ = ["Miss", "MissReason"]
 
 
 class MissReason(enum.IntEnum):
-    """Why a block was not served."""
+    """Why a block was not served.
 
-    UNKNOWN = 1  # never stored here, deleted, or removed too long ago to be remembered
-    CORRUPT = 2  # stored, but the bytes on the drive failed a check
-    LAYOUT = 3  # stored under another layout fingerprint
-    EXPIRED = 4  # its time to live is over, or was not long ago
-    LENGTH = 5  # stored with another length than requested
-    UNREADABLE = 6  # the drive answered with an error
-    NODE_AWAY = 7  # the node did not answer in time; reported by clients only
-    BUSY = 8  # the node was at a limit and did not start
-    EVICTED = 9  # evicted for room; known for the latest removals only
-    QUOTA = 10  # evicted because its tenant was at its quota and put more; known for the latest removals only
-    ERASED = 11  # it was erased, with its user or its tenant
+        UNKNOWN     never stored on this node, deleted, or removed too long ago to be remembered
+        CORRUPT     stored, but the bytes on the drive failed a check
+        LAYOUT      stored under another layout
+        EXPIRED     its time to live is over
+        LENGTH      stored with another length than the one requested
+        UNREADABLE  the drive returned an error
+        NODE_AWAY   the node did not answer in time; only clients report this
+        BUSY        the node was at a limit, and did not begin; try again
+        EVICTED     evicted to make room
+        QUOTA       evicted because its tenant was at its quota and put more
+        ERASED      erased, with its user or its tenant
+
+    A node remembers only its latest removals; the reason of an earlier one is UNKNOWN.
+    """
+
+    UNKNOWN = 1
+    CORRUPT = 2
+    LAYOUT = 3
+    EXPIRED = 4
+    LENGTH = 5
+    UNREADABLE = 6
+    NODE_AWAY = 7
+    BUSY = 8
+    EVICTED = 9
+    QUOTA = 10
+    ERASED = 11
 
     @classmethod
     def _missing_(cls, value: object) -> MissReason | None:
@@ -34,7 +49,12 @@ class MissReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """One block that was not served."""
+    """A block that was not served, and why. It is a result, not an exception: the caller computes the block.
+
+    >>> from kvstore import Miss, MissReason
+    >>> print(Miss(MissReason.EVICTED))
+    MISS(evicted)
+    """
 
     reason: MissReason
     detail: str = ""

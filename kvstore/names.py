@@ -58,7 +58,7 @@ def _digest(purpose: bytes, size_bytes: int, parts: Iterable[bytes]) -> bytes:
         try:
             state.update(len(part).to_bytes(8, "little"))
             state.update(part)
-        except TypeError:
+        except (BufferError, TypeError):
             raise InvalidArgument(f"A part of a name is bytes, not {type(part).__name__}.") from None
     return state.digest()
 
@@ -75,7 +75,11 @@ def _encoded(name: str) -> bytes:
 
 
 def block_key(*parts: bytes) -> bytes:
-    """The key of a block whose bytes are determined by these parts: the engine's chained hash, the model, ..."""
+    """The key of a block whose bytes are determined by these parts: the engine's chained hash, the model, ...
+
+    >>> len(block_key(b"my model", b"hash of the tokens"))
+    32
+    """
     return _digest(b"triggerkv key", KEY_BYTES, parts)
 
 

@@ -21,6 +21,7 @@ import ipaddress
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -36,7 +37,7 @@ from kvstore.limits import (
 from kvstore.names import SHARED, TENANTS_NAME, UNSAID, domain_of, is_tenant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import grpc
 
@@ -62,7 +63,13 @@ _TOGETHER: Final = (("node", "nodes"), ("token", "token_file"), ("user", "shared
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Which nodes, as which tenant, and how. All files are PEM, except the token's."""
+    """Which nodes, as which tenant, and how. All files are PEM, except the token's.
+
+    >>> from kvstore.client import Reach
+    >>> reach = Reach(("10.0.0.5:7070", "10.0.0.6:7070"), tenant="acme")
+    >>> reach.call_timeout_s
+    10.0
+    """
 
     nodes: tuple[str, ...]  # HOST:PORT each, brackets around IPv6
     tenant: str = ""  # for a node that requires no token
@@ -86,6 +93,7 @@ class Reach:
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
+        self._check_types()
         if not 1 <= len(self.nodes) <= NODES_MAX:
             raise ConfigError(f"There are 1 to {NODES_MAX} nodes, not {len(self.nodes)}.")
         if len(set(self.nodes)) < len(self.nodes):
@@ -106,6 +114,18 @@ class Reach:
                         f"A token is not sent to {host} in the clear: set ca to the CA of the node's"
                         f" certificate, or tls = true if the system trusts it."
                     )
+
+    def _check_types(self) -> None:
+        for one in fields(self):
+            value: Any = getattr(self, one.name)
+            kind = _KINDS[one.name]
+            if value is None and one.default is None:
+                continue
+            if not isinstance(value, kind.types) or (isinstance(value, bool) and bool not in kind.types):
+                raise ConfigError(f"{one.name} is {kind.word}, not {type(value).__name__}.")
+            if kind is _FILE_KIND:
+                object.__setattr__(self, one.name, Path(str(value)))
+        object.__setattr__(self, "nodes", _several(self.nodes, Path()))
 
     def _check_choices(self) -> None:
         if self.transport not in _TRANSPORTS:
@@ -129,7 +149,12 @@ class Reach:
 
         `node` is `nodes` with one address. Values that are None count as not given. If no node is set anywhere,
         `default_node` is used: commands have one, libraries don't.
+
+        >>> Reach.of({"node": "10.0.0.5:7070", "tenant": "acme"}).node
+        '10.0.0.5:7070'
         """
+        if not isinstance(given, Mapping | None):
+            raise ConfigError(f"Settings are given by name, not as {type(given).__name__}.")
         stated = {name: value for name, value in (given or {}).items() if value is not None}
         merged = _merged((where, _read(stated, where, Path())), _of_environment(), _of_file())
         settings = {name: value for name, (value, _) in merged.items()}
@@ -215,7 +240,11 @@ class Reach:
         return frozenset(_KINDS)
 
     def at(self, node: str) -> Reach:
-        """The same settings for a single one of the nodes."""
+        """The same settings for a single one of the nodes.
+
+        >>> reach.at("10.0.0.6:7070").node
+        '10.0.0.6:7070'
+        """
         return replace(self, nodes=(node,))
 
     def bearer(self) -> str | None:
@@ -300,6 +329,8 @@ def _path(value: Any, folder: Path) -> Path:
 
 def _several(value: Any, _: Path) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
+    if others := [part for part in parts if not isinstance(part, str)]:
+        raise ConfigError(f"A node is HOST:PORT, not {type(others[0]).__name__}.")
     return tuple(str(part).strip() for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""The root of the project's error tree, and its branches for the fabric, GPUs and match-action.
+"""The root of the project's error tree, and its branches for callers' mistakes, the fabric, GPUs and match-action.
 
 `kvstore.errors` shows the whole tree and re-exports these; the root is here because this package is the lower one. A
 miss is a value (`kvstore.miss`), never an exception.
@@ -10,11 +10,13 @@ import errno
 import os
 
 __all__ = [
+    "Closed",
     "CudaUnavailable",
     "DeviceError",
     "FabricError",
     "FabricStuck",
     "FabricUnavailable",
+    "InvalidArgument",
     "KvError",
     "NoMemory",
     "PortTaken",
@@ -22,14 +24,38 @@ __all__ = [
     "RegionBusy",
     "RuleError",
     "TableFull",
+    "UsageError",
+    "shown",
 ]
 
 
+_SHOWN_MAX = 60  # characters
 _STUCK = -errno.EDEADLK  # the C core's TK_STUCK
+
+
+def shown(value: object) -> str:
+    """A wrong value as a message shows it: on one line, and not longer than a sentence bears."""
+    try:
+        text = repr(value).replace("\n", " ")
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
 
 
 class KvError(Exception):
     """Whatever this project raises on purpose. The message is one sentence a person can act on."""
+
+
+class UsageError(KvError):
+    """A mistake of the caller's, found on its own side before anything is sent. It never travels."""
+
+
+class InvalidArgument(UsageError):
+    """An invalid argument: a length, a number of blocks, a time."""
+
+
+class Closed(UsageError):
+    """The object has been closed."""
 
 
 class FabricError(KvError):

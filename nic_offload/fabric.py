@@ -25,6 +25,7 @@ from nic_offload.counter import Counter
 from nic_offload.errors import FabricError, PortTaken, RegionBusy
 from nic_offload.handle import Handle
 from nic_offload.library import load
+from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,12 +112,13 @@ class Statistics:
     alive_ns: int
 
 
+@made_by("`Client.register`")
 class Region(Handle):
-    """Registered memory. `base + offset` is how a peer names a byte of it, with `key`.
+    """Registered memory of `length` bytes, which puts read and gets write."""
 
-    Revoking the key is not enough while a peer writes: a message whose key was checked before may still be arriving.
-    So a caller that asks a peer to write here holds the region until the peer is done, or the endpoint is closed.
-    """
+    # A peer names a byte of it by `base + offset` and `key`. Revoking the key is not enough while a peer writes: a
+    # message whose key was checked before may still be arriving. So a caller that asks a peer to write here holds the
+    # region until the peer is done, or the endpoint is closed.
 
     def __init__(
         self,
@@ -181,7 +183,10 @@ class Region(Handle):
             self._holds -= 1
 
     def close(self) -> None:
-        """Take the memory back: after this no byte of it is written or read. RegionBusy if one still may be."""
+        """Take the memory back: after this no byte of it is written or read. RegionBusy if one still may be.
+
+        >>> client.register(bytearray(4096)).close()
+        """
         with self._lock:
             if self.handle is None:
                 return

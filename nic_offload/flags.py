@@ -25,13 +25,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from nic_offload._core import ffi, lib
-from nic_offload.errors import KvError
+from nic_offload.errors import Closed, InvalidArgument, KvError, shown
 from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
 
 __all__ = ["FlagWord", "FlagWords"]
 
+WORDS_MAX = 1 << 20  # of one set: 8 MiB
+
 _WORD_BYTES = 8
+_VALUE_MAX = (1 << 64) - 1
 _NAME = "triggerkv-flags"
 _MEMORY_FILE = f"/memfd:{_NAME} "
 _BELL = struct.Struct("=QIIi4x")  # struct tk_bell, after the words
@@ -70,20 +73,38 @@ class FlagWord:
         return (ffi.NULL, -1) if self._words is None else (self._words.bell, self._words.bell_fd)
 
     def load(self) -> int:
-        """The word's value now."""
+        """The word's value now.
+
+        >>> flags[1].load()
+        0
+        """
         return int(lib.tk_word_load(self._pointer))
 
     def store(self, value: int) -> None:
-        """Publish everything written before, then the value. This fires puts."""
-        if self._words is None:
-            lib.tk_word_store(self._pointer, value)
-        else:
-            lib.tk_word_ring(self._pointer, value, self._words.bell, self._words.bell_fd)
+        """Publish everything written before, then the value. This fires puts.
+
+        >>> flags[0].store(3)
+        >>> flags[0].load()
+        3
+        """
+        try:
+            if self._words is None:
+                lib.tk_word_store(self._pointer, value)
+            else:
+                lib.tk_word_ring(self._pointer, value, self._words.bell, self._words.bell_fd)
+        except (OverflowError, TypeError):  # the conversion to C; checking beforehand would cost each store
+            raise InvalidArgument(f"A flag word's value is 0 to {_VALUE_MAX}, not {shown(value)}.") from None
 
 
 @made_by("`FlagWords.create` or `FlagWords.open`")
 class FlagWords(Handle):
-    """A handful of flag words in memory that other processes can map by `path`."""
+    """Flag words in memory that other processes can map by its `path`.
+
+    >>> from kvstore import FlagWords
+    >>> flags = FlagWords.create(2)
+    >>> len(flags), flags[1].load()
+    (2, 0)
+    """
 
     def __init__(self, fd: int, bell_fd: int, path: str) -> None:
         self.path = path
@@ -93,9 +114,14 @@ class FlagWords(Handle):
 
     @classmethod
     def create(cls, count: int) -> Self:
-        """Make `count` words, all zero."""
-        if count < 1:
-            raise KvError(f"A set of flag words needs at least one word, not {count}.")
+        """Make `count` words, all zero.
+
+        >>> with FlagWords.create(1) as words:
+        ...     words[0].load()
+        0
+        """
+        if not isinstance(count, int) or not 1 <= count <= WORDS_MAX:
+            raise InvalidArgument(f"A set of flag words has 1 to {WORDS_MAX} words, not {shown(count)}.")
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         hears, rings = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         bell_fd = os.open(f"/proc/self/fd/{hears}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -107,7 +133,14 @@ class FlagWords(Handle):
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Map the words that another process of the same user made; `path` is its `FlagWords.path`."""
+        """Map the words that another process of the same user made; `path` is its `FlagWords.path`.
+
+        >>> with FlagWords.open(flags.path) as same:
+        ...     len(same)
+        2
+        """
+        if not isinstance(path, str) or "\0" in path:
+            raise InvalidArgument(f"The path of flag words is that of `FlagWords.path`, not {shown(path)}.")
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -122,10 +155,15 @@ class FlagWords(Handle):
         return len(self._words)
 
     def __getitem__(self, index: int) -> FlagWord:
+        if self._fd < 0:
+            raise Closed("The flag words are closed.")
         return self._words[index]
 
     def close(self) -> None:
-        """Release the words. They are unmapped when no object refers to one and no put waits for one."""
+        """Release the words. They are unmapped when no object refers to one and no put waits for one.
+
+        >>> FlagWords.create(1).close()
+        """
         if self._fd < 0:
             return
         self._words = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -11,17 +11,19 @@ if TYPE_CHECKING:
 __all__ = ["Handle"]
 
 
-class Handle(ABC):
+class Handle:
     """An object that is open until `close`. Garbage collection alone closes nothing."""
 
-    @abstractmethod
+    @abstractmethod  # for mypy; `ABC` would show in `help` of each handle
     def close(self) -> None:
         """Release it; safe to call again."""
 
     def __enter__(self) -> Self:
+        """Begin a `with` block, whose end closes it."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close it."""
         self.close()

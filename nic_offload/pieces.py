@@ -10,13 +10,14 @@ queued, their regions can't be closed.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Self
 
 from nic_offload._core import ffi, lib
-from nic_offload.errors import FabricError
+from nic_offload.errors import FabricError, InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from typing_extensions import Buffer
 
@@ -25,17 +26,29 @@ if TYPE_CHECKING:
 __all__ = ["Pieces", "pieces_said", "scatter"]
 
 _PIECE = struct.Struct("=IIQ")
+_ROWS = f"The rows of pieces are bytes, {_PIECE.size} for each piece."
 assert _PIECE.size == ffi.sizeof("struct tk_piece")
 
 
 class Pieces:
-    """The pieces of a block. Their memory is freed when neither this object nor a put of the fabric uses it."""
+    """The pieces of a block. Their memory is freed when neither this object nor a put of the fabric uses it.
 
-    def __init__(self, regions: Sequence[Region], rows: Buffer, *, handles: Any = None) -> None:
+    >>> from nic_offload.pieces import Pieces
+    >>> pieces = Pieces.of(kv, [(0, 2048), (8192, 2048)])
+    >>> pieces.length
+    4096
+    """
+
+    def __init__(self, regions: Sequence[Region], rows: Buffer) -> None:
         """`rows` has 16 bytes for each piece: which of the regions it is in (4), its length (4), its offset (8)."""
-        self.regions = regions if isinstance(regions, tuple) else tuple(regions)
-        handles = _handles_of(self.regions) if handles is None else handles
-        table = ffi.from_buffer("struct tk_piece[]", rows)
+        self._open(regions, _handles_of(regions), rows)
+
+    def _open(self, regions: Sequence[Region], handles: Any, rows: Buffer) -> Self:
+        self.regions = tuple(regions)
+        try:
+            table = ffi.from_buffer("struct tk_piece[]", rows)
+        except (BufferError, TypeError, ValueError):
+            raise InvalidArgument(_ROWS) from None
         out = ffi.new("struct tk_pieces **")
         code = lib.tk_pieces_open(handles, len(self.regions), table, len(table), out)
         if code:
@@ -43,33 +56,60 @@ class Pieces:
         self._handle: Any = ffi.gc(out[0], lib.tk_pieces_close)
         self.pointer = int(ffi.cast("uintptr_t", self._handle))
         self.length = int(lib.tk_pieces_bytes(self._handle))
+        return self
 
     def gathered(self) -> bytearray:
-        """A copy of their current bytes, in their order."""
+        """A copy of their current bytes, in their order.
+
+        >>> len(pieces.gathered())
+        4096
+        """
         copy = bytearray(self.length)
         lib.tk_gather(self._handle, ffi.from_buffer(copy))
         return copy
 
     @classmethod
     def each(cls, regions: Sequence[Region], tables: Iterable[Buffer]) -> list[Pieces]:
-        """The same for many blocks in the same regions."""
+        """The pieces of many blocks in the same regions; each table has the rows of one.
+
+        >>> from struct import pack
+        >>> rows = pack("=IIQ", 0, 2048, 0) + pack("=IIQ", 0, 2048, 8192)
+        >>> [one.length for one in Pieces.each([kv], [rows, rows])]
+        [4096, 4096]
+        """
+        handles = _handles_of(regions)
         shared = tuple(regions)
-        handles = _handles_of(shared)
-        return [cls(shared, rows, handles=handles) for rows in tables]
+        if not isinstance(tables, Iterable):
+            raise InvalidArgument(f"The tables are the rows of each block, not {type(tables).__name__}.")
+        return [cls.__new__(cls)._open(shared, handles, rows) for rows in tables]  # noqa: SLF001 - of this class
 
     @classmethod
     def of(cls, region: Region, pieces: Iterable[tuple[int, int]]) -> Pieces:
-        """Pieces of one region, each an offset and a length."""
-        return cls([region], b"".join([_PIECE.pack(0, length, offset) for offset, length in pieces]))
+        """Pieces of one region, each an offset and a length.
+
+        >>> Pieces.of(kv, [(0, 2048), (8192, 2048)]).length
+        4096
+        """
+        try:
+            rows = b"".join([_PIECE.pack(0, length, offset) for offset, length in pieces])
+        except (TypeError, ValueError, struct.error):
+            raise InvalidArgument("Each piece of a region is an offset and a length.") from None
+        return cls([region], rows)
 
 
 def pieces_said(rows: Buffer) -> list[tuple[int, int, int]]:
     """Decode such an array: for each piece the number of its region, its length, its offset."""
-    return list(_PIECE.iter_unpack(rows))
+    try:
+        return list(_PIECE.iter_unpack(rows))
+    except (BufferError, TypeError, struct.error):
+        raise InvalidArgument(_ROWS) from None
 
 
 def _handles_of(regions: Sequence[Region]) -> Any:
-    return ffi.new("struct tk_region *[]", [region.handle or ffi.NULL for region in regions])
+    try:
+        return ffi.new("struct tk_region *[]", [region.handle or ffi.NULL for region in regions])
+    except (AttributeError, TypeError):
+        raise InvalidArgument("The regions of pieces are a list of what `Client.register` returns.") from None
 
 
 def scatter(blocks: Sequence[tuple[Pieces, int]]) -> None:

@@ -68,7 +68,7 @@ class HasTarget(Protocol):
         ...
 
 
-class Rig:
+class ClientWithBuffers:
     """A client of a node, a buffer to put from and one to get into, and a flag word."""
 
     def __init__(self, node: HasTarget, *, slots: int = 16, block_bytes_max: int = MIB) -> None:
@@ -167,8 +167,8 @@ def tenant() -> str:
 
 
 @pytest.fixture
-def rig(node: HasTarget) -> Iterator[Rig]:
-    rig = Rig(node)
+def rig(node: HasTarget) -> Iterator[ClientWithBuffers]:
+    rig = ClientWithBuffers(node)
     yield rig
     rig.close()
 

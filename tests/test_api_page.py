@@ -12,7 +12,7 @@ import kvstore
 from kvcli.version import VERSION
 from kvstore import client, errors, testing
 from nic_offload.flags import FlagWords
-from tools.generate_api import PAGE, page
+from tools.generate_api import PAGE, page, public_classes
 
 TEXT = PAGE.read_text()
 
@@ -33,6 +33,20 @@ def test_help_shows_no_plumbing() -> None:
         assert not hasattr(client.ArmedPuts, name)
     fields = pydoc.plain(pydoc.render_doc(client.Block)).partition("__init__")[0]
     assert all(f"\n |      {one}  " in fields for one in client.Block.__annotations__)
+
+
+@pytest.mark.parametrize(("name", "kind"), list(public_classes()))
+def test_help_of_a_class_shows_no_plumbing(name: str, kind: type) -> None:
+    text = pydoc.plain(pydoc.render_doc(kind))
+    for inner in ("__abstractmethods__", "abc.ABC", "follower", "tk_", "watch:"):
+        assert inner not in text, name
+
+
+def test_dir_and_help_of_the_package_list_what_it_exports() -> None:
+    assert set(kvstore.__all__) < set(dir(kvstore))
+    text = pydoc.plain(pydoc.render_doc(kvstore))
+    assert all(f"    class {name}(" in text for name in kvstore.__all__ if name != "block_key")
+    assert "__getattr__" not in text
 
 
 def test_all_that_users_import_is_on_the_page() -> None:

@@ -6,12 +6,12 @@ import importlib
 import inspect
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["PAGE", "main", "page"]
+__all__ = ["PAGE", "main", "page", "public_classes", "public_methods"]
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 
@@ -23,6 +23,8 @@ _MODULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kvstore.durability", ()),
     ("kvstore.miss", ()),
     ("nic_offload.flags", ("FlagWords", "FlagWord")),
+    ("nic_offload.fabric", ("Region",)),
+    ("nic_offload.pieces", ("Pieces",)),
     ("kvstore.testing", ()),
     ("kvstore.errors", ()),
 )
@@ -30,7 +32,9 @@ _LINE_MAX = 100
 # Called from inside the package, across modules.
 _INSIDE = {
     *("Arrivals.dropped", "Arrivals.forgotten", "Arrivals.stored"),
-    *("FlagWord.bell", "Session.manifest", "Session.resume_span"),
+    *("ClusterBlock.copied", "Everywhere.copied", "FlagWord.bell", "Layout.first_head", "Layout.heads"),
+    *("Nodes.placed_as", "Session.manifest", "Session.resume_span"),
+    *("Region.detach", "Region.hold", "Region.is_idle", "Region.let_go", "Region.through"),
     *("Reach.bearer", "Reach.credentials", "Reach.given", "Reach.settings", "Reach.split_from", "Reach.told"),
 }
 _FIRST = ("Client", "Block")  # before the others, which follow by name
@@ -41,8 +45,12 @@ _HEAD = """\
 Generated from the docstrings by `make api`; do not edit. [client.md](client.md) shows how the parts go together.
 
 What is not on this page is not public, and may change without notice. `kvstore.__version__` is the version.
-`Block`, `Client`, `ClusterClient`, `FlagWords`, `Hit`, `Miss` and `block_key` can be imported from `kvstore` too.
-The examples under `Client` go on from the one of the class; a test runs them all against a real node.
+`AsyncClient`, `Block`, `Client`, `ClusterClient`, `Durability`, `FlagWords`, `Hit`, `KvError`, `Miss`, `MissReason` and
+`block_key` can be imported from `kvstore` too.
+
+A test runs all examples against a real node. A method's example continues the one of its class, and that one continues
+the example of the class that makes its objects: `Session` that of `Client`, `Resuming` that of `Session`. Those with
+`await` run as printed in `python -m asyncio`.
 """
 
 
@@ -53,18 +61,40 @@ def page() -> str:
     )
 
 
-def _module(name: str, only: tuple[str, ...]) -> Iterator[str]:
+def public_classes() -> Iterator[tuple[str, type]]:
+    """The classes of the page, by name."""
+    for module, only in _MODULES:
+        for name, what in _members(module, only):
+            if inspect.isclass(what):
+                yield name, what
+
+
+def public_methods(name: str, kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """A class's methods on the page, by name; properties are none."""
+    for member, found in vars(kind).items():
+        is_method = isinstance(found, (classmethod, staticmethod)) or inspect.isfunction(found)
+        if is_method and not member.startswith("_") and f"{name}.{member}" not in _INSIDE:
+            yield member, getattr(kind, member)
+
+
+def _members(name: str, only: tuple[str, ...]) -> Iterator[tuple[str, object]]:
     module = importlib.import_module(name)
-    yield f"## {name}\n"
     if name == "kvstore.errors":  # the tree says it all
-        yield from _prose(inspect.getdoc(module) or "")
         return
-    if only:
-        names: list[str] = list(only)
-    else:
-        names = [*filter(module.__all__.__contains__, _FIRST), *sorted(set(module.__all__) - set(_FIRST))]
+    names = only or (
+        *filter(module.__all__.__contains__, _FIRST),
+        *sorted(set(module.__all__) - set(_FIRST)),
+    )
     for one in names:
-        yield from _member(one, getattr(module, one))
+        yield one, getattr(module, one)
+
+
+def _module(name: str, only: tuple[str, ...]) -> Iterator[str]:
+    yield f"## {name}\n"
+    if name == "kvstore.errors":
+        yield from _prose(inspect.getdoc(importlib.import_module(name)) or "")
+    for one, what in _members(name, only):
+        yield from _member(one, what)
 
 
 def _member(name: str, what: object) -> Iterator[str]:
@@ -78,15 +108,14 @@ def _member(name: str, what: object) -> Iterator[str]:
     yield from _prose(inspect.getdoc(what) or "")
     if is_made and "__init__" in vars(what):
         yield from _prose(inspect.cleandoc(what.__init__.__doc__ or ""))
+    methods = dict(public_methods(name, what))
     for member, found in vars(what).items():
-        if member.startswith("_") or f"{name}.{member}" in _INSIDE:
-            continue
-        if isinstance(found, property):
+        if isinstance(found, property) and not member.startswith("_") and f"{name}.{member}" not in _INSIDE:
             yield f"#### {name}.{member}\n"
             yield from _prose(inspect.getdoc(found) or "")
-        elif isinstance(found, (classmethod, staticmethod)) or inspect.isfunction(found):
+        elif member in methods:
             yield f"#### {name}.{member}()\n"
-            yield from _function(f"{name}.{member}", getattr(what, member))
+            yield from _function(f"{name}.{member}", methods[member])
     if issubclass(what, int):
         yield from (f"- `{one.name}`" for one in what)  # type: ignore[attr-defined]
         yield ""

@@ -21,25 +21,30 @@ True
 `Client` has all calls of one node, `Session` those of one session, `ClusterClient` spreads blocks over a cluster,
 `AsyncClient` is for asyncio. A get gives a `Hit` or a `Miss` with its reason for each block; `Client.explain` and
 `Client.looked_up` say more about a miss. `kvstore.errors` has the errors, `kvstore.testing` nodes for tests,
-`help(...)` an example of each method.
+`help(...)` an example of each method: it continues the example of its class, and that one continues the example of
+`Client`, or of the class that makes its objects.
 """
 
 from kvstore.client.arrivals import Arrival, Arrivals
-from kvstore.client.async_client import AsyncClient, AsyncPuts, AsyncSession
+from kvstore.client.async_client import AsyncClient
+from kvstore.client.async_session import AsyncPuts, AsyncSession
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
-from kvstore.client.cluster import ClusterClient, ClusterPin, ClusterPuts
+from kvstore.client.cluster import ClusterClient
 from kvstore.client.cluster_blocks import ClusterBlock
+from kvstore.client.cluster_puts import ClusterPin, ClusterPuts
 from kvstore.client.erasing import Erasure
 from kvstore.client.nodes import Everywhere, Nodes
-from kvstore.client.observing import Happened
+from kvstore.client.observing import Happened, LookedUp
 from kvstore.client.puts import ArmedPuts
 from kvstore.client.request_ids import as_request
 from kvstore.client.reserved import Reservation
 from kvstore.client.resuming import Resumed, Resuming
-from kvstore.client.sessions import ListedSession, Session, SessionInfo, TurnInfo
+from kvstore.client.session_info import ListedSession, SessionInfo, TurnInfo
+from kvstore.client.sessions import Session
 from kvstore.client.shards import ShardReader, Wanted
+from kvstore.client.step_calls import ReadAhead
 from kvstore.client.trace import Trace
 from kvstore.reach import Reach
 
@@ -62,11 +67,13 @@ __all__ = [
     "Happened",
     "Hit",
     "ListedSession",
+    "LookedUp",
     "Nodes",
     "Pin",
     "Prefix",
     "PutResult",
     "Reach",
+    "ReadAhead",
     "Reservation",
     "Resumed",
     "Resuming",

@@ -1,4 +1,4 @@
-"""Requests on the compute side: each is matched, and its user's KV is brought in, ideally while the user still types.
+"""Requests on the compute side: each is matched, and its user's KV is fetched, ideally while the user still types.
 
     with Arrivals(nodes, table) as arrivals:
         chat = arrivals.session("ada", "chat 7")         # whose transfers the requester's catalogue follows
@@ -27,13 +27,15 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.blocks import Hit
-from kvstore.client.checks import check_memory
+from kvstore.client.checks import check_memory, check_placed
+from kvstore.client.client import session_calls_of
 from kvstore.client.fetcher import Fetcher, Placing
 from kvstore.client.resuming import Manifest, Resumed
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
-from kvstore.errors import Closed, DeadlineExceeded, InvalidArgument, KvError, NodeUnavailable, Overloaded
+from kvstore.errors import Closed, DeadlineExceeded, KvError, NodeUnavailable, Overloaded
 from kvstore.limits import (
     ARRIVAL_GRACE_MS,
     BATCH_BLOCKS_MAX,
@@ -88,9 +90,15 @@ class _Reason(NamedTuple):
     notes: Notes
 
 
-@made_by("`Arrivals.arrive`")
+@made_by("`Arrivals.arrived`")
+@checks_arguments
 class Arrival(Handle):
-    """The outcome of a request that arrived."""
+    """The outcome of a request that arrived.
+
+    >>> arrival = arrivals.arrived(request, lambda number, key: Block(key, kv, offset=0, length=4096))
+    >>> arrival.rule, arrival.denied, arrival.miss
+    ('tenant=acme,user=ada', False, None)
+    """
 
     def __init__(
         self,
@@ -113,11 +121,19 @@ class Arrival(Handle):
         self._manifest = manifest
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until every requested block has arrived or failed; False on timeout."""
+        """Wait until every requested block has arrived or failed; False on timeout.
+
+        >>> arrival.wait(timeout_s=10)
+        True
+        """
         return self._arrivals.wait(self, timeout_s)
 
     def whole(self) -> Resumed:
-        """Wait for the session's blocks. The result is all of them, or a MISS with the blocks usable before it."""
+        """Wait for the session's blocks. The result is all of them, or a MISS with the blocks usable before it.
+
+        >>> arrival.whole().usable_tokens
+        16
+        """
         manifest, placing = self._manifest, self.placing
         if manifest is None or placing is None:
             return Resumed(
@@ -142,14 +158,35 @@ class Arrival(Handle):
         return resumed
 
     def close(self) -> None:
-        """Wait until nothing is written into memory any more."""
+        """Wait until nothing is written into memory any more.
+
+        >>> arrival.close()
+        """
         self._arrivals.settle(self)
         if self.placing is not None and self.placing.span is not None:
             self.placing.span.closed(sum(isinstance(one, Hit) for one in self.placing.outcomes.values()))
 
 
+@checks_arguments
 class Arrivals(Handle):
-    """Fetches what users will need when a rule says so, and reports arrivals (docs/client.md has an example)."""
+    """Fetches the KV of users whose requests match a rule, and reports when it has arrived.
+
+    >>> from kvstore.client import Arrivals, Nodes
+    >>> from nic_offload.match_action import Request, Table
+    >>> from nic_offload.match_file import parse_rules
+    >>> table = Table()
+    >>> _ = table.replace(parse_rules('rule = [{ tenant = "acme", user = "ada", actions = ["fetch"] }]'))
+    >>> nodes = Nodes(["127.0.0.1:7070"], tenant="acme")
+    >>> arrivals = Arrivals(nodes, table, tenant="acme")
+    >>> chat = arrivals.session("ada", "chat 7")
+    >>> kv = nodes.of("ada").register(memory)
+    >>> _ = chat.arm([Block(key, kv, offset=0, length=4096)]).wait(timeout_s=10)
+    >>> _ = chat.append([key], tokens=16)
+    >>> addresses = (0, 0, 0, 0, 0)  # of the connection: both addresses, both ports, the protocol
+    >>> request = Request("acme", "ada", "chat 7", "my model", *addresses)
+    >>> arrivals.arrived(request, lambda number, key: Block(key, kv, offset=0, length=4096)).whole().is_whole
+    True
+    """
 
     def __init__(self, nodes: Nodes, rules: Table, *, tenant: str, limits: Limits = _LIMITS) -> None:
         """`tenant` is the rules' name for the tenant of the nodes' clients."""
@@ -170,11 +207,15 @@ class Arrivals(Handle):
     # --- reports to the catalogue, from any thread
 
     def session(self, user: str, context: str) -> Session:
-        """A user's session of a context, on the user's home: always the same object. The catalogue follows it."""
+        """A user's session of a context, on the user's home: always the same object. The catalogue follows it.
+
+        >>> arrivals.session("ada", "chat 7") is chat
+        True
+        """
         with self._lock:
             chat = self._sessions.pop((user, context), None)
             if chat is None:
-                chat = self._nodes.of(user).session(user, context, follower=self)
+                chat = session_calls_of(self._nodes.of(user)).one(user, context, follower=self)
                 if len(self._sessions) >= SESSIONS_FOLLOWED_MAX:
                     del self._sessions[next(iter(self._sessions))]  # its users keep using it
             self._sessions[user, context] = chat
@@ -193,13 +234,21 @@ class Arrivals(Handle):
         self._told.append(_Told(user, b"", 0, next(self._numbers)))
 
     def known(self, user: str) -> tuple[Extent, ...]:
-        """Where the user's KV is stored, as far as this process knows."""
+        """Where the user's KV is stored, as far as this process knows.
+
+        >>> [extent.length for extent in arrivals.known("ada")]
+        [4096]
+        """
         with self._lock:
             self._take_in()
             return self._requester.extents(User(self._tenant, user))
 
     def statistics(self) -> Statistics:
-        """The requester's counts."""
+        """The requester's counts.
+
+        >>> arrivals.statistics().users
+        1
+        """
         with self._lock:
             return self._requester.statistics()
 
@@ -212,9 +261,12 @@ class Arrivals(Handle):
         *,
         timeout_s: float | None = None,
     ) -> Arrival:
-        """Match a request, and start to fetch what the rule says. It never blocks.
+        """Match a request, and start to fetch what the rule says. It waits for look-ups on a node, but for no block.
 
         With `place(number, key)`, the blocks of the request's session go into registered memory.
+
+        >>> arrivals.arrived(request).rule
+        'tenant=acme,user=ada'
         """
         with self._lock:
             if self._closed:
@@ -337,12 +389,19 @@ class Arrivals(Handle):
     # --- arrived results
 
     def poll(self) -> None:
-        """Process arrivals, and request what there is room for now."""
+        """Process arrivals, and request what there is room for now.
+
+        >>> arrivals.poll()
+        """
         with self._lock:
             self._take_in()
 
     def wait(self, arrival: Arrival, timeout_s: float) -> bool:
-        """Wait until a request's fetch has ended; False on timeout."""
+        """Wait until a request's fetch has ended; False on timeout.
+
+        >>> arrivals.wait(arrivals.arrived(request), timeout_s=10)
+        True
+        """
         return self._until(lambda: self._has_ended(arrival), timeout_s)
 
     def _has_ended(self, arrival: Arrival) -> bool:
@@ -352,7 +411,10 @@ class Arrivals(Handle):
         return number not in self._running.get(owner, ())
 
     def settle(self, arrival: Arrival) -> None:
-        """Wait until a request's blocks are in memory or have failed; each get has its own deadline."""
+        """Wait until a request's blocks are in memory or have failed; each get has its own deadline.
+
+        >>> arrivals.settle(arrivals.arrived(request))
+        """
         placing = arrival.placing
         if placing is None:
             return
@@ -418,7 +480,10 @@ class Arrivals(Handle):
         return self._clock.monotonic_ns() // _NS_PER_MS
 
     def close(self) -> None:
-        """Fetch nothing more. The nodes stay open; the caller owns them."""
+        """Fetch nothing more. The nodes stay open; the caller owns them.
+
+        >>> Arrivals(nodes, table, tenant="acme").close()
+        """
         with self._lock:
             if self._closed:
                 return
@@ -443,8 +508,7 @@ def _places(
         if key in gone:
             continue
         block = place(number, key)
-        if block.key != key:
-            raise InvalidArgument(f"Block {number} of the session was given a destination under another key.")
+        check_placed(block, number, key)
         places.setdefault(key, []).append(block)
     return places
 

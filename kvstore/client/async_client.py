@@ -28,12 +28,12 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeVar, cast
 
+from kvstore.client.async_session import AsyncPuts, AsyncSession
 from kvstore.client.client import Client
 from kvstore.durability import Durability
 from kvstore.errors import Closed
 from kvstore.limits import ASYNC_CALLS_MAX, ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS
 from kvstore.names import UNSAID
-from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -47,24 +47,19 @@ if TYPE_CHECKING:
     from kvstore.client.erasing import Erasure
     from kvstore.client.inline import Data
     from kvstore.client.observing import Happened, LookedUp
-    from kvstore.client.puts import ArmedPuts
-    from kvstore.client.resuming import Manifest, Resumed
     from kvstore.client.session_export import Progress
-    from kvstore.client.sessions import ListedSession, Session, SessionInfo
+    from kvstore.client.session_info import ListedSession
     from kvstore.client.step_calls import ReadAhead
-    from kvstore.client.trace import Follower, Trace
-    from kvstore.client.transfer_watch import Watch
     from kvstore.layout import Layout
     from kvstore.miss import Miss
     from kvstore.reach import Reach
-    from kvstore.steps import Step
     from kvstore.wire.kvstore_pb2 import StatusResponse
     from kvstore.wire.observing_pb2 import StatisticsResponse
     from nic_offload.counter import Counter
     from nic_offload.fabric import Region
     from nic_offload.flags import FlagWord
 
-__all__ = ["AsyncClient", "AsyncPuts", "AsyncSession"]
+__all__ = ["AsyncClient"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,6 +71,14 @@ class AsyncClient:
 
     Its methods are those of `Client`, awaitable. `sync` is that client: its properties, such as `sync.transport`, need
     no waiting, and `await client.call(client.sync.reserve, blocks)` makes any call that has no method here.
+    The examples continue those of `Client`, and run in `python -m asyncio`.
+
+    >>> from kvstore import AsyncClient
+    >>> client = AsyncClient("127.0.0.1:7070", layout=b"my model, bf16")
+    >>> kv = await client.register(memory)
+    >>> block = Block(key, kv, offset=0, length=4096)
+    >>> [result.durability.name for result in await client.put([block])]
+    ['WRITTEN']
     """
 
     def __init__(self, node: str | Reach | None = None, **of_client: Any) -> None:
@@ -84,7 +87,11 @@ class AsyncClient:
         self._threads = ThreadPoolExecutor(ASYNC_CALLS_MAX, "kvstore-async")
 
     async def call(self, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
-        """Call a function that may wait, such as a method of `sync`, in a thread, and await its result."""
+        """Call a function that may wait, such as a method of `sync`, in a thread, and await its result.
+
+        >>> reservation = await client.call(client.sync.reserve, [block])
+        >>> await client.call(reservation.give_back)
+        """
         work = partial(copy_context().run, partial(function, *arguments, **named))
         loop = asyncio.get_running_loop()
         try:
@@ -102,11 +109,19 @@ class AsyncClient:
             raise
 
     async def attach(self) -> None:
-        """As `Client.attach`."""
+        """As `Client.attach`.
+
+        >>> await client.attach()
+        """
         await self.call(self.sync.attach)
 
     async def register(self, memory: Buffer) -> Region:
-        """As `Client.register`."""
+        """As `Client.register`.
+
+        >>> with await client.register(bytearray(8192)) as region:
+        ...     region.length
+        8192
+        """
         return await self.call(self.sync.register, memory)
 
     # --- over the fabric
@@ -119,7 +134,11 @@ class AsyncClient:
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
-        """As `Client.put`."""
+        """As `Client.put`.
+
+        >>> [result.durability.name for result in await client.put([block])]
+        ['WRITTEN']
+        """
         put = partial(
             self.sync.put, durability=durability, expires_unix_ms=expires_unix_ms, timeout_s=timeout_s
         )
@@ -135,7 +154,12 @@ class AsyncClient:
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncPuts:
-        """As `Client.arm`: the node is not called. Await `attach` first, otherwise the first `arm` blocks the loop."""
+        """As `Client.arm`: the node is not called. Await `attach` first, otherwise the first `arm` blocks the loop.
+
+        >>> puts = client.arm([block])
+        >>> [result.durability.name for result in await puts.wait(timeout_s=10)]
+        ['WRITTEN']
+        """
         arm = partial(self.sync.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
         armed = arm(blocks, flag, expires_unix_ms=expires_unix_ms)
         return AsyncPuts(self, armed)
@@ -143,7 +167,11 @@ class AsyncClient:
     async def get(
         self, blocks: Sequence[Block], *, layout: Layout | None = None, timeout_s: float | None = None
     ) -> list[Hit | Miss]:
-        """As `Client.get`."""
+        """As `Client.get`.
+
+        >>> [type(outcome).__name__ for outcome in await client.get([block])]
+        ['Hit']
+        """
         return await self.call(partial(self.sync.get, layout=layout, timeout_s=timeout_s), blocks)
 
     # --- over gRPC
@@ -158,7 +186,11 @@ class AsyncClient:
         domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> Durability:
-        """As `Client.put_inline`."""
+        """As `Client.put_inline`.
+
+        >>> (await client.put_inline(block_key(b"inline"), b"the KV of a page")).name
+        'WRITTEN'
+        """
         put = partial(
             self.sync.put_inline,
             durability=durability,
@@ -169,7 +201,12 @@ class AsyncClient:
         return await self.call(put, key, data)
 
     async def get_inline(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
-        """As `Client.get_inline`."""
+        """As `Client.get_inline`.
+
+        >>> _ = await client.put_inline(block_key(b"inline"), b"the KV of a page")
+        >>> await client.get_inline(block_key(b"inline"), length=16)
+        b'the KV of a page'
+        """
         return await self.call(partial(self.sync.get_inline, timeout_s=timeout_s), key, length)
 
     async def put_many_inline(
@@ -181,7 +218,12 @@ class AsyncClient:
         domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
-        """As `Client.put_many_inline`."""
+        """As `Client.put_many_inline`.
+
+        >>> pages = [(block_key(b"inline"), b"the KV of a page")]
+        >>> [result.durability.name for result in await client.put_many_inline(pages)]
+        ['WRITTEN']
+        """
         put = partial(
             self.sync.put_many_inline,
             durability=durability,
@@ -194,7 +236,11 @@ class AsyncClient:
     async def get_many_inline(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> list[bytes | Miss]:
-        """As `Client.get_many_inline`, but returns a list of all outcomes."""
+        """As `Client.get_many_inline`, but returns a list of all outcomes.
+
+        >>> [len(page) for page in await client.get_many_inline([(key, 4096)])]
+        [4096]
+        """
         return await self.call(lambda: list(self.sync.get_many_inline(wanted, timeout_s=timeout_s)))
 
     # --- what is stored
@@ -207,40 +253,75 @@ class AsyncClient:
         any_layout: bool = False,
         timeout_s: float | None = None,
     ) -> list[Stored | Miss]:
-        """As `Client.exists`."""
+        """As `Client.exists`.
+
+        >>> [type(found).__name__ for found in await client.exists([key, block_key(b"never put")])]
+        ['Stored', 'Miss']
+        """
         exists = partial(self.sync.exists, lengths=lengths, any_layout=any_layout, timeout_s=timeout_s)
         return await self.call(exists, keys)
 
     async def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
-        """As `Client.prefix`."""
+        """As `Client.prefix`.
+
+        >>> (await client.prefix([key, block_key(b"never put")])).blocks
+        1
+        """
         return await self.call(partial(self.sync.prefix, timeout_s=timeout_s), keys)
 
     async def explain(self, keys: Sequence[bytes]) -> list[Explained]:
-        """As `Client.explain`."""
+        """As `Client.explain`.
+
+        >>> [told.stored for told in await client.explain([key])]
+        [True]
+        """
         return await self.call(self.sync.explain, keys)
 
     async def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
-        """As `Client.pin`."""
+        """As `Client.pin`.
+
+        >>> with await client.pin([key]) as pin:
+        ...     pin.pinned
+        [True]
+        """
         return await self.call(partial(self.sync.pin, time_to_live_ms=time_to_live_ms), keys)
 
-    async def prefetch(self, keys: Sequence[bytes], *, watch: Watch | None = None) -> ReadAhead:
-        """As `Client.prefetch`."""
-        return await self.call(partial(self.sync.prefetch, watch=watch), keys)
+    async def prefetch(self, keys: Sequence[bytes]) -> ReadAhead:
+        """As `Client.prefetch`.
+
+        >>> (await client.prefetch([key])).missing
+        {}
+        """
+        return await self.call(self.sync.prefetch, keys)
 
     async def delete(
         self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN
     ) -> list[bool]:
-        """As `Client.delete`."""
+        """As `Client.delete`.
+
+        >>> await client.delete([block_key(b"never put")])
+        [False]
+        """
         return await self.call(partial(self.sync.delete, durability=durability), keys)
 
     # --- sessions
 
-    def session(self, user: str, name: str, *, follower: Follower | None = None) -> AsyncSession:
-        """As `Client.session`: the node is not called."""
-        return AsyncSession(self, self.sync.session(user, name, follower=follower))
+    def session(self, user: str, name: str) -> AsyncSession:
+        """As `Client.session`: the node is not called.
+
+        >>> chat = client.session("ada", "asyncio 1")
+        >>> await chat.append([key], tokens=16)
+        1
+        """
+        return AsyncSession(self, self.sync.session(user, name))
 
     async def sessions(self, user: str) -> list[ListedSession]:
-        """As `Client.sessions`, but returns a list."""
+        """As `Client.sessions`, but returns a list.
+
+        >>> _ = await client.session("eva", "chat 1").append([key], tokens=16)
+        >>> [one.session for one in await client.sessions("eva")]
+        ['chat 1']
+        """
         return await self.call(lambda: list(self.sync.sessions(user)))
 
     async def import_session(
@@ -252,38 +333,74 @@ class AsyncClient:
         durability: Durability = Durability.WRITTEN,
         progress: Progress | None = None,
     ) -> AsyncSession:
-        """As `Client.import_session`. The file is read, and `progress` called, in another thread."""
+        """As `Client.import_session`. The file is read, and `progress` called, in another thread.
+
+        >>> from io import BytesIO
+        >>> chat, file = client.session("rob", "chat 1"), BytesIO()
+        >>> _ = await chat.append([key], tokens=16)
+        >>> _ = await chat.export(file), file.seek(0)
+        >>> copy = await client.import_session(file, "rob", "a copy")
+        >>> (await copy.info()).tokens
+        16
+        """
         import_one = partial(self.sync.import_session, durability=durability, progress=progress)
         return AsyncSession(self, await self.call(import_one, file, user, name))
 
     # --- erasing
 
     async def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
-        """As `Client.erase_user`."""
+        """As `Client.erase_user`.
+
+        >>> (await client.erase_user("nobody")).sessions
+        0
+        """
         return await self.call(partial(self.sync.erase_user, timeout_s=timeout_s), user)
 
     async def erase_tenant(self, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
-        """As `Client.erase_tenant`."""
+        """As `Client.erase_tenant`.
+
+        >>> async with AsyncClient(client.sync.target, tenant="initech") as other:
+        ...     (await other.erase_tenant()).sessions
+        0
+        """
         return await self.call(partial(self.sync.erase_tenant, timeout_s=timeout_s))
 
     # --- what the node does
 
     async def status(self, *, wait_s: float = 0.0) -> StatusResponse:
-        """As `Client.status`."""
+        """As `Client.status`.
+
+        >>> (await client.status(wait_s=5)).read_only
+        False
+        """
         return await self.call(partial(self.sync.status, wait_s=wait_s))
 
     async def statistics(self) -> StatisticsResponse:
-        """As `Client.statistics`."""
+        """As `Client.statistics`.
+
+        >>> (await client.statistics()).puts > 0
+        True
+        """
         return await self.call(self.sync.statistics)
 
     async def looked_up(
         self, request_id: str = "", user: str = "", session: str = "", *, last: int = 0
     ) -> LookedUp:
-        """As `Client.looked_up`."""
+        """As `Client.looked_up`.
+
+        >>> _ = await client.get([block])
+        >>> [look_up.blocks for look_up in (await client.looked_up(last=1)).lookups]
+        [1]
+        """
         return await self.call(partial(self.sync.looked_up, last=last), request_id, user, session)
 
     async def watch(self, *, timeout_s: float) -> AsyncGenerator[Happened | None, None]:
-        """As `Client.watch`, for `async for`. It takes one of the threads while it waits."""
+        """As `Client.watch`, for `async for`. It takes one of the threads while it waits.
+
+        >>> async for event in client.watch(timeout_s=10):
+        ...     if event is None:  # it has begun
+        ...         break
+        """
         events = self.sync.watch(timeout_s=timeout_s)
         try:
             while (event := await self.call(next, events, _OVER)) is not _OVER:
@@ -294,7 +411,10 @@ class AsyncClient:
     # --- closing
 
     async def close(self) -> None:
-        """Close the client. It waits for calls that are under way; puts that have not been acknowledged fail."""
+        """Close the client. It waits for calls that are under way; puts that have not been acknowledged fail.
+
+        >>> await AsyncClient(client.sync.target).close()
+        """
         await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     def _close(self) -> None:
@@ -308,156 +428,3 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-@made_by("`AsyncClient.arm`")
-class AsyncPuts:
-    """Armed puts: `ArmedPuts` with awaitable waits."""
-
-    def __init__(self, client: AsyncClient, armed: ArmedPuts) -> None:
-        self._client, self.armed = client, armed
-
-    async def wait(self, timeout_s: float) -> list[PutResult]:
-        """As `ArmedPuts.wait`."""
-        return await self._client.call(self.armed.wait, timeout_s)
-
-    async def wait_landed(self, timeout_s: float) -> bool:
-        """As `ArmedPuts.wait_landed`."""
-        return await self._client.call(self.armed.wait_landed, timeout_s)
-
-    async def cancel(self) -> int:
-        """As `ArmedPuts.cancel`."""
-        return await self._client.call(self.armed.cancel)
-
-    async def abandon(self) -> None:
-        """As `ArmedPuts.abandon`."""
-        await self._client.call(self.armed.abandon)
-
-    def name(self, number: int, key: bytes) -> None:
-        """As `ArmedPuts.name`: it doesn't wait."""
-        self.armed.name(number, key)
-
-    def progress(self) -> tuple[int, int, int]:
-        """As `ArmedPuts.progress`: it doesn't wait."""
-        return self.armed.progress()
-
-    def ended(self) -> list[PutResult] | None:
-        """As `ArmedPuts.ended`: it doesn't wait."""
-        return self.armed.ended()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether every put has ended."""
-        return self.armed.has_ended
-
-
-@made_by("`AsyncClient.session`")
-class AsyncSession:
-    """A session: `Session` with awaitable calls. `await client.call(chat.sync.getting, place)` makes any other call."""
-
-    def __init__(self, client: AsyncClient, sync: Session) -> None:
-        self._client, self.sync = client, sync
-
-    def arm(
-        self,
-        blocks: Sequence[Block],
-        flag: FlagWord | Counter | None = None,
-        *,
-        durability: Durability = Durability.WRITTEN,
-        lease_ms: int = LEASE_TIMEOUT_MS,
-        expires_unix_ms: int = 0,
-    ) -> AsyncPuts:
-        """As `Session.arm`: the node is not called. Await `AsyncClient.attach` first."""
-        armed = self.sync.arm(
-            blocks, flag, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms
-        )
-        return AsyncPuts(self._client, armed)
-
-    async def append(
-        self,
-        keys: Sequence[bytes],
-        tokens: int,
-        *,
-        time_to_live_ms: int | None = None,
-        durability: Durability = Durability.WRITTEN,
-    ) -> int:
-        """As `Session.append`."""
-        append = partial(self.sync.append, time_to_live_ms=time_to_live_ms, durability=durability)
-        return await self._client.call(append, keys, tokens)
-
-    async def keys(self) -> list[bytes]:
-        """As `Session.keys`."""
-        return await self._client.call(self.sync.keys)
-
-    async def info(self) -> SessionInfo:
-        """As `Session.info`."""
-        return await self._client.call(self.sync.info)
-
-    async def fork(
-        self,
-        name: str,
-        *,
-        user: str | None = None,
-        blocks: int | None = None,
-        durability: Durability = Durability.WRITTEN,
-    ) -> AsyncSession:
-        """As `Session.fork`."""
-        fork = partial(self.sync.fork, user=user, blocks=blocks, durability=durability)
-        return AsyncSession(self._client, await self._client.call(fork, name))
-
-    async def truncate(self, blocks: int, *, durability: Durability = Durability.WRITTEN) -> None:
-        """As `Session.truncate`."""
-        await self._client.call(partial(self.sync.truncate, durability=durability), blocks)
-
-    async def limit(self, time_to_live_ms: int, *, durability: Durability = Durability.WRITTEN) -> int:
-        """As `Session.limit`."""
-        return await self._client.call(partial(self.sync.limit, durability=durability), time_to_live_ms)
-
-    async def export(self, file: BinaryIO, *, progress: Progress | None = None) -> int:
-        """As `Session.export`. The file is written, and `progress` called, in another thread."""
-        return await self._client.call(partial(self.sync.export, progress=progress), file)
-
-    async def protect(self, blocks: int = 0) -> None:
-        """As `Session.protect`."""
-        await self._client.call(self.sync.protect, blocks)
-
-    async def unprotect(self) -> bool:
-        """As `Session.unprotect`."""
-        return await self._client.call(self.sync.unprotect)
-
-    async def prefetch(self) -> int:
-        """As `Session.prefetch`."""
-        return await self._client.call(self.sync.prefetch)
-
-    async def resume(
-        self,
-        place: Callable[[int, bytes], Block],
-        *,
-        layout: Layout | None = None,
-        timeout_s: float | None = None,
-    ) -> Resumed:
-        """As `Session.resume`. `place` is called in another thread."""
-        return await self._client.call(partial(self.sync.resume, layout=layout, timeout_s=timeout_s), place)
-
-    async def remove(
-        self, *, delete_blocks: bool = False, durability: Durability = Durability.WRITTEN
-    ) -> int:
-        """As `Session.remove`."""
-        remove = partial(self.sync.remove, delete_blocks=delete_blocks, durability=durability)
-        return await self._client.call(remove)
-
-    async def manifest(self, timeout_s: float | None = None) -> Manifest:
-        """As `Session.manifest`."""
-        return await self._client.call(self.sync.manifest, timeout_s)
-
-    def mark(self, step: Step, *, tokens: int = 0, detail: str = "") -> None:
-        """As `Session.mark`: the node is not called."""
-        self.sync.mark(step, tokens=tokens, detail=detail)
-
-    async def report(self) -> None:
-        """As `Session.report`."""
-        await self._client.call(self.sync.report)
-
-    async def trace(self) -> Trace:
-        """As `Session.trace`."""
-        return await self._client.call(self.sync.trace)

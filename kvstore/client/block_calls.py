@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from kvstore.client.checks import check_keys, check_lengths, check_number
+from kvstore.client.checks import check_lengths, check_number
 from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument, KvError
 from kvstore.limits import BATCH_BLOCKS_MAX
@@ -70,7 +70,12 @@ class Explained:
 
 @made_by("`Client.pin`")
 class Pin(Handle):
-    """Blocks protected from eviction until this is closed or expires. The time counts from the request."""
+    """Blocks protected from eviction until this is closed or expires. The time counts from the request.
+
+    >>> pin = client.pin([key])
+    >>> pin.pinned
+    [True]
+    """
 
     def __init__(self, calls: BlockCalls, numbers: Sequence[int], pinned: Sequence[bool]) -> None:
         self._calls = calls
@@ -78,7 +83,10 @@ class Pin(Handle):
         self.pinned = list(pinned)  # one per key; a block that is not stored can't be pinned
 
     def close(self) -> None:
-        """Release the blocks. On a node that can't be reached the pin ends when it expires."""
+        """Release the blocks. On a node that can't be reached the pin ends when it expires.
+
+        >>> pin.close()
+        """
         numbers, self._numbers = self._numbers, []
         if numbers:
             with suppress(KvError):
@@ -122,7 +130,6 @@ class BlockCalls:
         timeout_s: float | None = None,
     ) -> list[Stored | Miss]:
         """As `Client.exists`."""
-        check_keys(keys)
         check_lengths(lengths, keys)
         fingerprint = b"" if any_layout else self._fingerprint
         names = [
@@ -146,7 +153,6 @@ class BlockCalls:
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
         """As `Client.prefix`."""
-        check_keys(keys)
         blocks = 0
         for some in _batches(keys):
             request = pb.PrefixRequest(tenant=self._tenant, fingerprint=self._fingerprint, keys=some)
@@ -166,7 +172,6 @@ class BlockCalls:
 
     def delete_told(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> Deleted:
         """Like `Client.delete`; also returns what the node reports of itself."""
-        check_keys(keys)
         found: list[bool] = []
         digests, nodes = set[int](), set[str]()
         for some in _batches(keys):
@@ -182,7 +187,6 @@ class BlockCalls:
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`."""
-        check_keys(keys)
         told: list[pb.Explanation] = []
         for some in _batches(keys):
             with self._calling("Explaining blocks"):
@@ -192,7 +196,6 @@ class BlockCalls:
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
         """As `Client.pin`."""
-        check_keys(keys)
         check_number("A pin's time to live in ms", time_to_live_ms)
         numbers: list[int] = []
         pinned: list[bool] = []

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from kvstore.errors import InvalidArgument, KeyTaken, NotRegistered
 from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
 from kvstore.names import UNSAID, check_domain_name, is_in_domain, layout_fingerprint
+from nic_offload.errors import shown
+from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from kvstore.durability import Durability
     from kvstore.errors import KvError
     from nic_offload.fabric import Region
-    from nic_offload.pieces import Pieces
 
 __all__ = [
     "Block",
@@ -75,7 +76,12 @@ class Block:
         """A block whose bytes are in pieces of registered memory, such as an engine's pages of each layer's K and V.
 
         A put gathers them when it fires; a get scatters them. The node knows nothing of pieces.
+
+        >>> from nic_offload.pieces import Pieces
+        >>> Block.of_pieces(key, Pieces.of(kv, [(0, 2048), (8192, 2048)])).length
+        4096
         """
+        _check_pieces(pieces)
         return cls(key, pieces.regions[0], 0, pieces.length, threshold, pieces, whole, skip, domain)
 
     @property
@@ -90,39 +96,37 @@ class Block:
 
     def __post_init__(self) -> None:
         """Raise for a block that no node would accept, before anything is sent."""
-        if not isinstance(self.key, bytes):
-            raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(self.key).__name__}.")
-        if self.key and len(self.key) != KEY_BYTES:
-            raise InvalidArgument(f"A block's key has {KEY_BYTES} bytes, not {len(self.key)}.")
-        _check_numbers(self.offset, self.length)
+        if not isinstance(self.key, bytes) or (self.key and len(self.key) != KEY_BYTES):
+            _refuse_key(self.key)
+        if not type(self.offset) is type(self.length) is type(self.threshold) is int:  # almost never
+            _check_numbers(self.offset, self.length, self.threshold)
         if self.domain != UNSAID:
             check_domain_name(self.domain)
         if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
             raise InvalidArgument(
-                f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {self.length}."
+                f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {shown(self.length)}."
             )
-        if (self.whole or self.skip) and not 0 <= self.skip <= self.whole - self.length:
-            raise InvalidArgument(
-                f"A block of {self.whole} bytes has no {self.length} bytes after the first {self.skip}."
-            )
+        if self.whole or self.skip:
+            _check_part(self.length, self.whole, self.skip)
         if self.pieces is not None:
+            _check_pieces(self.pieces)
             if self.pieces.length != self.length:
                 raise InvalidArgument(
-                    f"A block of {self.length} bytes has pieces of {self.pieces.length} bytes in total."
+                    f"A block of {shown(self.length)} bytes has pieces of {self.pieces.length} bytes in total."
                 )
         elif not 0 <= self.offset <= getattr(self.region, "length", 0) - self.length:
             if not hasattr(self.region, "length"):
                 kind = type(self.region).__name__
                 raise NotRegistered(f"A block's region is what `Client.register` returns, not a {kind}.")
             raise InvalidArgument(
-                f"Bytes {self.offset} to {self.offset + self.length} are not in the registered region,"
-                f" which has {self.region.length}."
+                f"Bytes {shown(self.offset)} to {shown(self.offset + self.length)} are not in the registered region,"
+                f" which has {shown(self.region.length)}."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The block's bytes are in the client's memory, checked."""
+    """The block's bytes are in the caller's memory, checked."""
 
     key: bytes
 
@@ -169,11 +173,38 @@ class KnownLayout(NamedTuple):
     fingerprint: bytes
 
 
-def _check_numbers(offset: int, length: int) -> None:
+def _check_part(length: int, whole: int, skip: int) -> None:
+    _check_numbers(whole, skip)
+    if whole > BLOCK_BYTES_MAX:
+        raise InvalidArgument(
+            f"The whole of a block has at most {BLOCK_BYTES_MAX} bytes, not {shown(whole)}."
+        )
+    if not 0 <= skip <= whole - length:
+        raise InvalidArgument(
+            f"A block of {shown(whole)} bytes has no {length} bytes after the first {shown(skip)}."
+        )
+
+
+def _check_pieces(pieces: object) -> None:
+    if not isinstance(pieces, Pieces):
+        kind = type(pieces).__name__
+        raise InvalidArgument(f"A block's pieces are `nic_offload.pieces.Pieces`, not {kind}.")
+
+
+def _refuse_key(key: object) -> None:
+    if not isinstance(key, bytes):
+        raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(key).__name__}.")
+    raise InvalidArgument(f"A block's key has {KEY_BYTES} bytes, not {len(key)}.")
+
+
+def _check_numbers(*numbers: int) -> None:
     try:
-        index(offset), index(length)
-    except TypeError as error:
-        raise InvalidArgument("A block's offset and length are whole numbers of bytes.") from error
+        for number in numbers:
+            index(number)
+    except TypeError:
+        raise InvalidArgument(
+            "A block's offset, length, threshold, whole and skip are whole numbers."
+        ) from None
 
 
 pieces_of = attrgetter("pieces")  # for `map`, which costs a block next to nothing

@@ -20,6 +20,7 @@ from kvstore.limits import (
 )
 from kvstore.names import SHARED, UNSAID, fits_domain, is_in_domain
 from nic_offload.counter import Counter
+from nic_offload.errors import shown
 from nic_offload.flags import FlagWord
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "are_pieces",
     "check_armed",
+    "check_between",
     "check_blocks",
     "check_buffer",
     "check_domain",
@@ -39,11 +41,13 @@ __all__ = [
     "check_key",
     "check_keys",
     "check_lease",
+    "check_length",
     "check_lengths",
     "check_list",
     "check_memory",
     "check_name",
     "check_number",
+    "check_placed",
     "check_reserved",
     "check_wanted",
     "checked_puts",
@@ -102,7 +106,12 @@ def check_wanted(wanted: Sequence[tuple[bytes, int]]) -> None:
     for one in wanted:
         key, length = _pair(one, "length")
         check_key(key)
-        check_number(_LENGTH, length, 64)
+        check_length(length)
+
+
+def check_length(length: int) -> None:
+    """Raise for anything but the length of a block."""
+    check_between("A block's length", length, BLOCK_BYTES_MIN, BLOCK_BYTES_MAX)
 
 
 def checked_puts(blocks: Iterable[tuple[bytes, Data]]) -> Iterator[tuple[bytes, memoryview]]:
@@ -142,6 +151,8 @@ def check_buffer(memory: object) -> None:
         raise InvalidArgument(
             f"Memory to register must be writable, such as a bytearray; this {kind} is read-only."
         )
+    if not view.c_contiguous:
+        raise InvalidArgument("Memory to register is contiguous; this has gaps between its elements.")
 
 
 def _pair(given: Any, other: str) -> tuple[Any, Any]:
@@ -177,6 +188,15 @@ def are_pieces(blocks: Sequence[Block]) -> bool:
     except AttributeError:  # so the check costs blocks nothing
         check_blocks(blocks)
         raise
+
+
+def check_placed(block: object, number: int, key: bytes) -> None:
+    """Raise for anything but a destination of this block of a session, as the caller's `place` returned it."""
+    if not isinstance(block, Block):
+        kind = type(block).__name__
+        raise InvalidArgument(f"`place` returns a Block for each block of the session, not {kind}.")
+    if block.key != key:
+        raise InvalidArgument(f"Block {number} of the session was given a destination under another key.")
 
 
 def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
@@ -259,15 +279,19 @@ def check_name(what: str, name: object) -> None:
         raise InvalidArgument(f"{what} has 1 to {SESSION_LABEL_BYTES_MAX} bytes in UTF-8, not {size}.")
 
 
+def check_between(what: str, number: int, least: int, most: int) -> int:
+    """Return the number; raise for anything but a whole number within these bounds."""
+    try:
+        if least <= index(number) <= most:
+            return number
+    except TypeError:
+        pass
+    raise InvalidArgument(f"{what} must be {least} to {most}, not {shown(number)}.")
+
+
 def check_number(what: str, number: int, bits: int = 32) -> int:
     """Return the number; raise if a field of this width can't hold it."""
-    try:
-        is_good = 0 <= index(number) < 1 << bits
-    except TypeError:
-        is_good = False
-    if not is_good:
-        raise InvalidArgument(f"{what} must be 0 to {(1 << bits) - 1}, not {number!r}.")
-    return number
+    return check_between(what, number, 0, (1 << bits) - 1)
 
 
 def check_how(flag: object, durability: object) -> None:
@@ -275,20 +299,20 @@ def check_how(flag: object, durability: object) -> None:
     if not (flag is None or isinstance(flag, FlagWord | Counter)):
         raise InvalidArgument(f"A flag is one of FlagWords or a Counter, not {type(flag).__name__}.")
     if not isinstance(durability, Durability):
-        raise InvalidArgument(f"A durability is one of Durability, not {durability!r}.")
+        raise InvalidArgument(f"A durability is one of Durability, not {shown(durability)}.")
 
 
 def checked_timeout(timeout_s: float) -> float:
     """A timeout in seconds, limited to the longest possible one."""
     try:
         if timeout_s == timeout_s:  # noqa: PLR0124 - which NaN is not
-            return max(0.0, min(float(timeout_s), TIMEOUT_S_MAX))
-    except (TypeError, ValueError):
+            return max(0.0, float(min(timeout_s, TIMEOUT_S_MAX)))
+    except (TypeError, ValueError, OverflowError):
         pass
-    raise InvalidArgument(f"A timeout is a number of seconds, not {timeout_s!r}.")
+    raise InvalidArgument(f"A timeout is a number of seconds, not {shown(timeout_s)}.")
 
 
 def check_lease(lease_ms: int, what_lasts: str) -> None:
     """Raise for a time longer than any lease or armed put may last."""
     if not 1 <= lease_ms <= LEASE_TIMEOUT_MS_MAX:
-        raise InvalidArgument(f"{what_lasts} 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {lease_ms}.")
+        raise InvalidArgument(f"{what_lasts} 1 to {LEASE_TIMEOUT_MS_MAX} ms, not {shown(lease_ms)}.")

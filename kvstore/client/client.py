@@ -1,18 +1,10 @@
-"""The client: what a serving engine imports. Each method is one delegation; the work is done by the modules beside it.
-
-    with Client("127.0.0.1:7070") as client, FlagWords.create(1) as flags:
-        kv = client.register(buffer)
-        blocks = [Block(key, kv, offset, length, threshold=n), ...]
-        puts = client.arm(blocks, flags[0])
-        ...                                   # any process or GPU thread stores n to the flag word
-        results = puts.wait(timeout_s=10)
-        outcomes = client.get(blocks, timeout_s=10)
+"""A client of one node. Each method is one delegation; the work is done by the modules beside it.
 
 What always holds: every call ends within its deadline; a get returns exact bytes, or a Miss with its reason, and never
 raises because a node is away; a failed put has one typed error; once a call has ended, nothing of it writes to the
 caller's memory. A mistake of the caller's is a `UsageError`, and nothing is sent.
 
-It talks to one node, by one transport; `Nodes` talks to several.
+It talks to one node, by one transport; `Nodes` and `ClusterClient` talk to several.
 """
 
 from __future__ import annotations
@@ -20,17 +12,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.block_calls import BlockCalls
 from kvstore.client.blocks import fingerprint_of
-from kvstore.client.checks import check_buffer, check_list, checked_timeout
 from kvstore.client.core import Core
 from kvstore.client.erasing import ErasingCalls
 from kvstore.client.fabric_transport import FabricTransport
+from kvstore.client.gets import Ended, survivable
 from kvstore.client.grpc_transport import GrpcTransport
 from kvstore.client.inline import InlineCalls
 from kvstore.client.observing import ObservingCalls
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
+from kvstore.client.transfer_watch import current_watch
 from kvstore.durability import Durability
 from kvstore.limits import ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS, LEASE_TIMEOUT_MS_MAX
 from kvstore.names import UNSAID
@@ -48,17 +42,16 @@ if TYPE_CHECKING:
     from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
     from kvstore.client.blocks import Block, HasFingerprint, Hit, PutResult
     from kvstore.client.erasing import Erasure
-    from kvstore.client.gets import Ended, Get, NoGet
+    from kvstore.client.gets import Get, NoGet
     from kvstore.client.grpc_gets import GrpcGet
     from kvstore.client.inline import Data
     from kvstore.client.observing import Happened, LookedUp
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.reserved import Reservation
     from kvstore.client.session_export import Progress
-    from kvstore.client.sessions import ListedSession, Session
+    from kvstore.client.session_info import ListedSession
+    from kvstore.client.sessions import Session
     from kvstore.client.step_calls import ReadAhead
-    from kvstore.client.trace import Follower
-    from kvstore.client.transfer_watch import Watch
     from kvstore.client.transport import Transport
     from kvstore.layout import Layout
     from kvstore.miss import Miss
@@ -71,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = ["Client", "session_calls_of"]
 
 
+@checks_arguments
 class Client(Handle):
     """A client of one node. Its methods may be called from any thread.
 
@@ -120,9 +114,9 @@ class Client(Handle):
         the fabric, or gRPC where there is no libfabric. `provider` is libfabric's; by default the best available.
         `user` or `shared` says who owns the blocks that it puts without a domain: this user, with keys of
         `in_domain(key, domain_of(user))`, or all users together. A node that encrypts refuses a put that says neither.
-        `layout` is whatever determines how a block's bytes are laid out, at best a `Layout`; a get under another layout
-        is a miss. `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
-        With a `tracer_provider`, of OpenTelemetry, its puts, gets and resumes are spans, and its calls carry them.
+        `layout` identifies how a block's bytes are laid out, preferably as a `Layout`; a get under another layout is a
+        miss. `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
+        With a `tracer_provider` of OpenTelemetry, its puts, gets and resumes are spans, and its calls carry them.
         """
         given = {
             "tenant": tenant,
@@ -161,12 +155,12 @@ class Client(Handle):
 
     @property
     def target(self) -> str:
-        """Its node, HOST:PORT."""
+        """The node's address, HOST:PORT."""
         return self._core.reach.node
 
     @property
     def tenant(self) -> str:
-        """The tenant it named. A node that requires tokens uses the token's tenant."""
+        """The tenant in its settings. A node that requires tokens uses the token's tenant instead."""
         return self._core.reach.tenant
 
     @property
@@ -176,17 +170,17 @@ class Client(Handle):
 
     @property
     def transport(self) -> str:
-        """How its blocks go: "fabric", "grpc" or "memory" (`kvstore.client.transport`)."""
+        """How blocks are carried: "fabric", "grpc" or "memory"."""
         return self._core.transport
 
     @property
     def fabric(self) -> Fabric:
-        """The fabric of all its links; with gRPC, one that only has the memory and the flags."""
+        """The fabric of all its links; over gRPC, one that has only registered memory and flags."""
         return self._core.fabric
 
     @property
     def calls(self) -> int:
-        """How many calls it has made to the node. Arming a put makes none."""
+        """The number of calls made to the node. Arming a put makes none."""
         return self._core.calls
 
     @property
@@ -219,13 +213,12 @@ class Client(Handle):
         return self._by_grpc if self._core.transport == GRPC else self._by_fabric
 
     def register(self, memory: Buffer) -> Region:
-        """Register memory that blocks are put from and got into. Close the region before the memory is freed.
+        """Register memory to put blocks from and get blocks into. Close the region before the memory is freed.
 
         >>> with client.register(bytearray(8192)) as region:
         ...     region.length
         8192
         """
-        check_buffer(memory)
         return self._core.open_fabric.register(memory)
 
     # --- puts and gets of registered memory
@@ -244,8 +237,7 @@ class Client(Handle):
         >>> result.durability.name, result.error
         ('WRITTEN', None)
         """
-        check_list(blocks, "blocks")
-        timeout_s = checked_timeout(self._core.reach.get_timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self._core.reach.get_timeout_s if timeout_s is None else timeout_s
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
         arm = partial(self.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
         return arm(blocks, expires_unix_ms=expires_unix_ms).wait(timeout_s) if blocks else []
@@ -258,15 +250,13 @@ class Client(Handle):
         durability: Durability = Durability.WRITTEN,
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
-        watch: Watch | None = None,
         timeout_s: float | None = None,
     ) -> ArmedPuts:
         """Queue a put for each block. It is sent when `flag` reaches the block's threshold; without a flag, at once.
 
-        The node is not called, and any number may be armed, 32,768 in a call. What `reserve` reports beforehand, the
-        results report afterwards: a block that is already stored is sent all the same, and not written again. A put
-        that has not been sent within `lease_ms` never is. A block without a key gets it later, by `ArmedPuts.name`. The
-        first one attaches, for `timeout_s` at most.
+        The node is not called. A call takes up to 32,768 blocks; any number may be armed. A block that is already
+        stored is sent nevertheless, and not written again. A put that has not been sent within `lease_ms` never is. A
+        block without a key is given one later, by `ArmedPuts.name`. The first call attaches, within `timeout_s`.
 
         >>> from nic_offload.flags import FlagWords
         >>> with FlagWords.create(1) as flags:
@@ -275,7 +265,7 @@ class Client(Handle):
         ...     [result.durability.name for result in puts.wait(timeout_s=10)]
         ['WRITTEN']
         """
-        arm = partial(self._transport.arm, durability=durability, lease_ms=lease_ms, watch=watch)
+        arm = partial(self._transport.arm, durability=durability, lease_ms=lease_ms, watch=current_watch())
         return arm(blocks, flag, expires_unix_ms=expires_unix_ms, attach_s=timeout_s)
 
     def reserve(
@@ -285,11 +275,8 @@ class Client(Handle):
         durability: Durability = Durability.WRITTEN,
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
-        watch: Watch | None = None,
     ) -> Reservation:
         """Lease a slot on the node for each block, all or none. The result says which blocks are already stored.
-
-        `watch` is notified of their progress; a session's `reserve` passes one.
 
         >>> from nic_offload.flags import FlagWords
         >>> with FlagWords.create(1) as flags:
@@ -299,7 +286,11 @@ class Client(Handle):
         [True]
         """
         return self._by_fabric.reserve(
-            blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
+            blocks,
+            durability=durability,
+            lease_ms=lease_ms,
+            expires_unix_ms=expires_unix_ms,
+            watch=current_watch(),
         )
 
     def get(
@@ -319,7 +310,6 @@ class Client(Handle):
         >>> type(hit).__name__, str(miss)
         ('Hit', 'MISS(unknown)')
         """
-        check_list(blocks, "blocks")
         return self._transport.get(blocks, layout=layout, timeout_s=timeout_s) if blocks else []
 
     def getting(
@@ -328,19 +318,21 @@ class Client(Handle):
         *,
         layout: Layout | None = None,
         timeout_s: float | None = None,
-        watch: Watch | None = None,
         ended: Ended | None = None,
     ) -> Get | GrpcGet | NoGet:
         """Start a get without waiting for it. `wait(n)` of the returned object waits for the first `n` blocks.
 
-        The node sends them in order. `ended` is called with all outcomes when they are known, and must not block.
-        Blocks of pieces need `get`, which scatters them.
+        The node sends them in order. `ended` is called with all outcomes when they are known, in a thread of the
+        client, so it must not block. Blocks of pieces need `get`, which scatters them.
 
         >>> get = client.getting([block])
         >>> [type(outcome).__name__ for outcome in get.wait()]
         ['Hit']
         """
-        return self._transport.getting(blocks, layout=layout, timeout_s=timeout_s, watch=watch, ended=ended)
+        ended = None if ended is None else survivable(ended)
+        return self._transport.getting(
+            blocks, layout=layout, timeout_s=timeout_s, watch=current_watch(), ended=ended
+        )
 
     # --- puts and gets over gRPC
 
@@ -422,7 +414,7 @@ class Client(Handle):
         """Look up blocks without getting them. Returns a Stored, or the Miss that a get would return, for each.
 
         Without `lengths`, any length matches; with `any_layout`, any layout, and `looked_up` doesn't list the call. A
-        look-up does not count as a use: it protects no block from eviction. The timeout applies to each call.
+        look-up is not a use: it doesn't delay a block's eviction. The timeout applies to each call to the node.
 
         >>> stored, miss = client.exists([key, block_key(b"never put")])
         >>> stored.length, str(miss)
@@ -431,7 +423,9 @@ class Client(Handle):
         return self._blocks.exists(keys, lengths=lengths, any_layout=any_layout, timeout_s=timeout_s)
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
-        """Count the blocks, from the first, that could be got without a gap. The timeout applies to each call.
+        """Count the blocks that could be got from the first one on, without a gap.
+
+        The timeout applies to each call to the node.
 
         >>> client.prefix([key, block_key(b"never put"), key]).blocks
         1
@@ -459,7 +453,7 @@ class Client(Handle):
         """
         return self._blocks.pin(keys, time_to_live_ms=time_to_live_ms)
 
-    def prefetch(self, keys: Sequence[bytes], *, watch: Watch | None = None) -> ReadAhead:
+    def prefetch(self, keys: Sequence[bytes]) -> ReadAhead:
         """Have the node read blocks into its memory when it has no gets to serve, and wait until it has.
 
         The result says which blocks were not read and which are missing; the others are in the node's memory.
@@ -468,7 +462,7 @@ class Client(Handle):
         >>> read.unread, read.missing
         ([], {})
         """
-        return self._steps.prefetch(keys, watch)
+        return self._steps.prefetch(keys, current_watch())
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
         """Delete blocks permanently. Returns, for each, whether it was stored.
@@ -483,14 +477,14 @@ class Client(Handle):
 
     # --- sessions
 
-    def session(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
-        """One session, whether it exists or not. The node is not called. A follower is notified of all its transfers.
+    def session(self, user: str, name: str) -> Session:
+        """A session by its name, whether it exists or not. The node is not called.
 
         >>> chat = client.session("ada", "chat 7")
         >>> chat.append([key], tokens=16)  # the session's blocks, now
         1
         """
-        return self._sessions.one(user, name, follower=follower)
+        return self._sessions.one(user, name)
 
     def sessions(self, user: str) -> Iterator[ListedSession]:
         """All sessions of a user. Sessions removed or created meanwhile may or may not be included.
@@ -530,9 +524,9 @@ class Client(Handle):
     # --- erasing
 
     def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
-        """Erase a user on this node: their sessions, and the blocks of their erase domain or of those sessions alone.
+        """Erase a user on this node: their sessions, and the blocks of their erase domain or of no other session.
 
-        On a node that encrypts, the keys are destroyed first. Other gets of these blocks are `MISS(erased)`.
+        On a node that encrypts, the keys are destroyed first. Later gets of these blocks are `MISS(erased)`.
 
         >>> _ = client.put_inline(block_key(b"of mallory"), b"KV")
         >>> _ = client.session("mallory", "chat 1").append([block_key(b"of mallory")], tokens=16)
@@ -554,7 +548,7 @@ class Client(Handle):
     # --- what the node does
 
     def status(self, *, wait_s: float = 0.0) -> StatusResponse:
-        """The node's status. `wait_s` waits that long for a node that is not reachable yet.
+        """The node's status. With `wait_s`, wait that long for a node that can't be reached yet.
 
         >>> client.status(wait_s=5).read_only
         False
@@ -575,9 +569,9 @@ class Client(Handle):
         """The outcomes of the tenant's look-ups: of a request, of a session, or the latest ones.
 
         >>> from kvstore.client import as_request
-        >>> with as_request("request 1"):
+        >>> with as_request("request-1"):
         ...     _ = client.get([block])
-        >>> [look_up.blocks for look_up in client.looked_up("request 1").lookups]
+        >>> [look_up.blocks for look_up in client.looked_up("request-1").lookups]
         [1]
         """
         return self._observing.looked_up(request_id, user, session, last=last)

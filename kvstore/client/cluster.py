@@ -30,10 +30,12 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.block_calls import Prefix, Stored
 from kvstore.client.blocks import PutResult
-from kvstore.client.checks import check_key, check_keys, check_lengths, check_wanted, checked_puts
+from kvstore.client.checks import check_between, check_lengths, check_wanted, checked_puts
 from kvstore.client.cluster_blocks import blocks_of, keys_of
+from kvstore.client.cluster_puts import ClusterPin, ClusterPuts, merged, now_s, seconds_until
 from kvstore.client.cluster_removals import Removals
 from kvstore.client.nodes import Nodes
 from kvstore.client.repairs import Repairs
@@ -43,8 +45,6 @@ from kvstore.errors import InvalidArgument, KvError, NodeUnavailable, UsageError
 from kvstore.limits import (
     CLUSTER_CALLS_AT_ONCE,
     CLUSTER_FIRST_TRY_MS,
-    CLUSTER_LAST_COPY_MS,
-    CLUSTER_PUTS_SLICE_MS,
     ERASE_TIMEOUT_S,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
@@ -53,8 +53,8 @@ from kvstore.limits import (
 )
 from kvstore.miss import Miss, MissReason
 from kvstore.names import UNSAID, is_in_domain
+from nic_offload.errors import shown
 from nic_offload.handle import Handle
-from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,17 +75,25 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Fabric
     from nic_offload.flags import FlagWord
 
-__all__ = ["ClusterClient", "ClusterPin", "ClusterPuts"]
+__all__ = ["ClusterClient"]
 
 _CLOCK = SystemClock()
 _PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
-_LOOK_S = CLUSTER_PUTS_SLICE_MS / 1000
 _INLINE_A_ROUND = 64  # blocks got over gRPC before the first of them is yielded
 R = TypeVar("R")
 
 
+@checks_arguments
 class ClusterClient(Handle):
-    """A client of each member. Any thread."""
+    """A client of a cluster, whose nodes store each block once or twice. Its methods may be called from any thread.
+
+    >>> from kvstore.client import ClusterBlock, ClusterClient
+    >>> cluster = ClusterClient(["127.0.0.1:7070"], layout=b"my model, bf16")  # one of its nodes is enough
+    >>> everywhere = cluster.register(memory)
+    >>> block = ClusterBlock(key, everywhere, offset=0, length=4096)
+    >>> [result.durability.name for result in cluster.put([block])]
+    ['WRITTEN']
+    """
 
     def __init__(
         self,
@@ -95,9 +103,14 @@ class ClusterClient(Handle):
         acks: Literal["all", "any"] = "all",
         **of_clients: Any,
     ) -> None:
-        """`nodes` are one or more of the cluster's nodes; `of_clients` are the arguments of each `Client`."""
-        if not 1 <= replicas <= REPLICAS_MAX:
-            raise InvalidArgument(f"A block has 1 to {REPLICAS_MAX} replicas, not {replicas}.")
+        """`nodes` are one or more of the cluster's nodes; `of_clients` are the arguments of each `Client`.
+
+        Each block is stored on `replicas` nodes, 1 or 2. A put succeeds once all of them have the block, or, with
+        `acks="any"`, once one has.
+        """
+        check_between("The number of a block's replicas", replicas, 1, REPLICAS_MAX)
+        if acks not in ("all", "any"):
+            raise InvalidArgument(f'`acks` is "all" or "any", not {shown(acks)}.')
         self.nodes = Nodes(nodes, **of_clients)
         self._replicas, self._copies = replicas, replicas if acks == "all" else 1
         self._repairs = Repairs(self.nodes.at)
@@ -109,6 +122,9 @@ class ClusterClient(Handle):
         """Register memory for puts to and gets from any node. Close it before the memory is freed.
 
         FabricError if there is no fabric here, or the memory can't be registered with it.
+
+        >>> with cluster.register(bytearray(8192)) as everywhere:
+        ...     block = ClusterBlock(key, everywhere, offset=0, length=8192)
         """
         everywhere = self.nodes.register(memory)
         everywhere.at(self.nodes.first())
@@ -125,8 +141,11 @@ class ClusterClient(Handle):
         return self.nodes.first().fabric
 
     def owners(self, key: bytes) -> list[str]:
-        """The nodes that own a block now, its first owner first."""
-        check_key(key)
+        """The nodes that store a block, as the map has them now, the first owner first.
+
+        >>> cluster.owners(key) == [client.target]
+        True
+        """
         now = self.nodes.map
         return [
             now.members[at].node
@@ -143,13 +162,17 @@ class ClusterClient(Handle):
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
-        """As `Client.put`, on each owner. When it returns, nothing reads the memory any more."""
+        """As `Client.put`, on each owner. When it returns, nothing reads the memory any more.
+
+        >>> [result.durability.name for result in cluster.put([block])]
+        ['WRITTEN']
+        """
         timeout_s = self._get_s(timeout_s)
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
-        until_s = _now_s() + timeout_s
+        until_s = now_s() + timeout_s
         arm = partial(self.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
         puts = arm(blocks, expires_unix_ms=expires_unix_ms)
-        results = puts.wait(_left(until_s))
+        results = puts.wait(seconds_until(until_s))
         puts.abandon()
         return results
 
@@ -163,7 +186,12 @@ class ClusterClient(Handle):
         expires_unix_ms: int = 0,
         timeout_s: float | None = None,
     ) -> ClusterPuts:
-        """As `Client.arm`: a put to each owner, all of them fired by the one flag."""
+        """As `Client.arm`: a put to each owner, all of them fired by the one flag.
+
+        >>> puts = cluster.arm([block])
+        >>> [result.durability.name for result in puts.wait(timeout_s=10)]
+        ['WRITTEN']
+        """
         keys = keys_of(blocks)
         parts = self._owned(keys)
 
@@ -181,7 +209,11 @@ class ClusterClient(Handle):
         return ClusterPuts(keys, [(parts[node], one) for node, one in armed.items()], self._copies)
 
     def get(self, blocks: Sequence[ClusterBlock], *, timeout_s: float | None = None) -> list[Hit | Miss]:
-        """As `Client.get`, of the first owner that has it."""
+        """As `Client.get`, of the first owner that has it.
+
+        >>> [type(outcome).__name__ for outcome in cluster.get([block])]
+        ['Hit']
+        """
 
         def get(client: Client, some: list[int], left_s: float) -> list[Hit | Miss]:
             return client.get(blocks_of(client, [blocks[at] for at in some]), timeout_s=left_s)
@@ -203,7 +235,11 @@ class ClusterClient(Handle):
         domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> Durability:
-        """As `Client.put_inline`, on each owner; returns the lowest durability reached."""
+        """As `Client.put_inline`, on each owner; returns the lowest durability reached.
+
+        >>> cluster.put_inline(block_key(b"inline"), b"the KV of a page").name
+        'WRITTEN'
+        """
         (result,) = self.put_many_inline(
             [(key, data)],
             durability=durability,
@@ -217,7 +253,12 @@ class ClusterClient(Handle):
         return result.durability
 
     def get_inline(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
-        """As `Client.get_inline`, of the first owner that has it."""
+        """As `Client.get_inline`, of the first owner that has it.
+
+        >>> _ = cluster.put_inline(block_key(b"inline"), b"the KV of a page")
+        >>> cluster.get_inline(block_key(b"inline"), length=16)
+        b'the KV of a page'
+        """
         (found,) = self.get_many_inline([(key, length)], timeout_s=timeout_s)
         return found
 
@@ -230,7 +271,12 @@ class ClusterClient(Handle):
         domain: bytes = UNSAID,
         timeout_s: float | None = None,
     ) -> list[PutResult]:
-        """As `Client.put_many_inline`, on each owner; every block has a result."""
+        """As `Client.put_many_inline`, on each owner; every block has a result.
+
+        >>> pages = [(block_key(b"inline"), b"the KV of a page")]
+        >>> [result.durability.name for result in cluster.put_many_inline(pages)]
+        ['WRITTEN']
+        """
         given = list(checked_puts(blocks))
         keys = [key for key, _ in given]
         parts = self._owned(keys)
@@ -249,14 +295,18 @@ class ClusterClient(Handle):
             results, broken = ([], answer) if isinstance(answer, KvError) else (answer, _broke(node))
             for at, result in zip_longest(parts[node], results):
                 told[at].append(result or PutResult(keys[at], None, broken))
-        return [_merged(key, some, self._copies) for key, some in zip(keys, told, strict=True)]
+        return [merged(key, some, self._copies) for key, some in zip(keys, told, strict=True)]
 
     def get_many_inline(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
     ) -> Iterator[bytes | Miss]:
-        """As `Client.get_many_inline`, of the first owner that has it; the timeout is for all of them."""
+        """As `Client.get_many_inline`, of the first owner that has it; the timeout is for all of them.
+
+        >>> [len(page) for page in cluster.get_many_inline([(key, 4096)])]
+        [4096]
+        """
         check_wanted(wanted)
-        until_s = _now_s() + self._get_s(timeout_s)
+        until_s = now_s() + self._get_s(timeout_s)
         for first in range(0, len(wanted), _INLINE_A_ROUND):
             part = wanted[first : first + _INLINE_A_ROUND]
 
@@ -265,15 +315,20 @@ class ClusterClient(Handle):
             ) -> list[bytes | Miss]:
                 return list(client.get_many_inline([part[at] for at in some], timeout_s=left_s))
 
-            yield from self._found([key for key, _ in part], get, _left(until_s), lambda _, found: found)
+            yield from self._found(
+                [key for key, _ in part], get, seconds_until(until_s), lambda _, found: found
+            )
 
     # --- what is stored
 
     def exists(
         self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> list[Stored | Miss]:
-        """As `Client.exists`: whether any of its owners has it. A node that is away is a Miss that says so."""
-        check_keys(keys)
+        """As `Client.exists`, of the first owner that has it. If none can be reached, the Miss says so.
+
+        >>> [type(found).__name__ for found in cluster.exists([key, block_key(b"never put")])]
+        ['Stored', 'Miss']
+        """
         check_lengths(lengths, keys)
         sizes = lengths or [0] * len(keys)
 
@@ -285,7 +340,11 @@ class ClusterClient(Handle):
         return self._found(keys, ask, self._call_s(timeout_s))
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
-        """As `Client.prefix`."""
+        """As `Client.prefix`.
+
+        >>> cluster.prefix([key, block_key(b"never put")]).blocks
+        1
+        """
         for blocks, found in enumerate(self.exists(keys, timeout_s=timeout_s)):
             if isinstance(found, Miss):
                 return Prefix(blocks, found)
@@ -294,18 +353,23 @@ class ClusterClient(Handle):
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
         """As `Client.delete`, on every member and every node that is absent from the map.
 
-        Raises the error of one that has not answered: its blocks would reappear when it is back. Remove an absent node
-        that won't come back with `kvstore cluster forget`. A copy between nodes may overtake the deletion, so all are
-        asked twice, the second time with the same map as this client's; NodeUnavailable if the maps don't agree within
-        a call's time.
+        Raises the error of a node that has not answered, because its blocks would reappear when it returns. Remove an
+        absent node that won't return with `kvstore cluster forget`. A copy between nodes may overtake the deletion, so
+        all nodes are called twice, the second time with the same map as this client's; NodeUnavailable if the maps
+        don't agree within the time of a call.
+
+        >>> cluster.delete([block_key(b"never put")])
+        [False]
         """
-        check_keys(keys)
         return self._removals.delete(keys, durability, self._call_s(None))
 
     def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> list[Erasure]:
         """As `Client.erase_user`, on every member and every node that is absent from the map, as `delete`.
 
-        Returns the result for each of them, with its receipt; a node may be asked twice.
+        Returns the result of each node, with its receipt.
+
+        >>> [erasure.sessions for erasure in cluster.erase_user("nobody")]  # of each node
+        [0]
         """
         return self._removals.erase(
             lambda client, left_s: client._erasing.user(user, left_s),  # noqa: SLF001 - of this package
@@ -313,15 +377,24 @@ class ClusterClient(Handle):
         )
 
     def erase_tenant(self, *, timeout_s: float = ERASE_TIMEOUT_S) -> list[Erasure]:
-        """As `Client.erase_tenant`, on the same nodes as `erase_user`."""
+        """As `Client.erase_tenant`, on the same nodes as `erase_user`.
+
+        >>> with ClusterClient([client.target], tenant="initech") as other:
+        ...     [erasure.sessions for erasure in other.erase_tenant()]
+        [0]
+        """
         return self._removals.erase(
             lambda client, left_s: client._erasing.tenant(left_s),  # noqa: SLF001 - of this package
             timeout_s,
         )
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> ClusterPin:
-        """As `Client.pin`, on each owner that answers; raises if none does."""
-        check_keys(keys)
+        """As `Client.pin`, on each owner that answers; raises if none does.
+
+        >>> with cluster.pin([key]) as pin:
+        ...     pin.pinned
+        [True]
+        """
         parts = self._owned(keys)
         answers = self._each(
             parts, lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms)
@@ -341,7 +414,10 @@ class ClusterClient(Handle):
         return ClusterPin(pins, pinned)
 
     def close(self) -> None:
-        """Close the clients. Calls under way end by their deadlines."""
+        """Close the clients. Calls under way end by their deadlines.
+
+        >>> ClusterClient([client.target]).close()
+        """
         self._closing.set()
         self.nodes.close()
         self._repairs.close()
@@ -395,7 +471,7 @@ class ClusterClient(Handle):
         lost: dict[int, list[str]] = defaultdict(list)  # the owners that should have a block and don't
         left: Sequence[int] = range(len(keys))
         for rank in ranks:
-            left_s = _left(until_s)
+            left_s = seconds_until(until_s)
             if rank != ranks[-1]:
                 left_s = min(left_s / 2, CLUSTER_FIRST_TRY_MS / 1000)
             for node, at, outcome in self._asked(self._split(now, keys, left, rank), ask, left_s):
@@ -467,109 +543,5 @@ class ClusterClient(Handle):
         return answers
 
 
-@made_by("`ClusterClient.arm`")
-class ClusterPuts:
-    """Puts to several nodes fired by one flag, as `ArmedPuts` is for one node."""
-
-    def __init__(
-        self, keys: Sequence[bytes], parts: Sequence[tuple[list[int], ArmedPuts | KvError]], copies: int
-    ) -> None:
-        self._keys, self._parts, self._copies = keys, parts, copies
-        self._armed = [puts for _, puts in parts if not isinstance(puts, KvError)]
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether every put has ended."""
-        return all(puts.has_ended for puts in self._armed)
-
-    def wait(self, timeout_s: float) -> list[PutResult]:
-        """As `ArmedPuts.wait`: one result for each block, for all its owners.
-
-        Once each block has enough copies, it waits a moment longer for the other puts, which then continue.
-        """
-        until_s = _now_s() + timeout_s
-        is_enough = False
-        while not self.has_ended and _left(until_s):
-            for puts in self._armed:
-                puts.wait(min(_left(until_s), _LOOK_S))
-            if not is_enough and all(one.error is None for one in self._told()):
-                is_enough = True
-                until_s = min(until_s, _now_s() + CLUSTER_LAST_COPY_MS / 1000)
-        return self._told()
-
-    def _told(self) -> list[PutResult]:
-        told: list[list[PutResult]] = [[] for _ in self._keys]
-        for some, puts in self._parts:
-            if isinstance(puts, KvError):
-                results = [PutResult(self._keys[at], None, puts) for at in some]
-            else:
-                results = puts.wait(0)
-            for at, result in zip(some, results, strict=True):
-                told[at].append(result)
-        return [_merged(key, each, self._copies) for key, each in zip(self._keys, told, strict=True)]
-
-    def wait_landed(self, timeout_s: float) -> bool:
-        """As `ArmedPuts.wait_landed`."""
-        until_s = _now_s() + timeout_s
-        return all(puts.wait_landed(_left(until_s)) for puts in self._armed)
-
-    def cancel(self) -> int:
-        """Withdraw the puts that have not been sent, to all owners; returns how many."""
-        return sum(puts.cancel() for puts in self._armed)
-
-    def abandon(self) -> None:
-        """As `ArmedPuts.abandon`: when this returns, nothing reads the sources any more."""
-        for puts in self._armed:
-            puts.abandon()
-
-
-@made_by("`ClusterClient.pin`")
-class ClusterPin(Handle):
-    """Blocks protected from eviction on all owners until this is closed or expires."""
-
-    def __init__(self, pins: Sequence[Pin], pinned: Sequence[bool]) -> None:
-        self._pins = pins
-        self.pinned = list(pinned)  # one per key: whether any owner has it
-
-    def close(self) -> None:
-        """Release the blocks."""
-        for pin in self._pins:
-            pin.close()
-
-
 def _broke(node: str) -> KvError:
     return NodeUnavailable(f"The stream to {node} broke before this block.")
-
-
-def _now_s() -> float:
-    return _CLOCK.monotonic_ns() / 1e9
-
-
-def _left(until_s: float) -> float:
-    return max(0.0, until_s - _now_s())
-
-
-def _merged(key: bytes, each: Sequence[PutResult], copies: int) -> PutResult:
-    """The result for a block with this many wanted copies, from the results of its puts."""
-    good = [one for one in each if one.error is None]
-    if len(good) < copies:
-        taken = [one for one in each if one.has_block and one.error is not None]
-        if taken and len(good) + len(taken) >= copies:
-            return taken[0]
-        for one in each:
-            if one.error is not None:
-                return one
-        there = len(each)
-        return PutResult(
-            key, None, NodeUnavailable(f"{copies} copies are wanted, and {there} nodes are there.")
-        )
-    reached = [one.durability for one in good if one.durability is not None]
-    return PutResult(
-        key,
-        min(reached, default=None),
-        None,
-        already_stored=all(one.already_stored for one in good),
-        fired_ns=max(one.fired_ns for one in good),
-        landed_ns=max(one.landed_ns for one in good),
-        durable_ns=max(one.durable_ns for one in good),
-    )

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Block
-from kvstore.client.checks import check_blocks
+from kvstore.client.checks import check_blocks, check_keys, check_list
+from kvstore.client.nodes import Everywhere
+from kvstore.errors import InvalidArgument, NotRegistered
 from kvstore.names import UNSAID
 from nic_offload.pieces import Pieces, pieces_said
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvstore.client.client import Client
-    from kvstore.client.nodes import Everywhere
+
 
 __all__ = ["ClusterBlock", "ClusterPieces", "blocks_of", "keys_of"]
 
@@ -41,7 +43,14 @@ class ClusterPieces:
 
 
 class ClusterBlock(NamedTuple):
-    """A block, and where its bytes are or go in memory registered by `ClusterClient.register`."""
+    """A block, and the memory of `ClusterClient.register` that its bytes are in or go to.
+
+    >>> from kvstore.client import ClusterBlock, ClusterClient
+    >>> cluster = ClusterClient([client.target])
+    >>> everywhere = cluster.register(memory)
+    >>> ClusterBlock(key, everywhere, offset=0, length=4096).length
+    4096
+    """
 
     key: bytes
     memory: Everywhere
@@ -68,9 +77,20 @@ class ClusterBlock(NamedTuple):
         """A block whose bytes are in pieces of registered memory, as `Block.of_pieces` has them.
 
         `rows` has 16 bytes for each piece: which of the memories it is in (4), its length (4), its offset (8).
+
+        >>> from struct import pack
+        >>> rows = pack("=IIQ", 0, 2048, 0) + pack("=IIQ", 0, 2048, 8192)
+        >>> ClusterBlock.of_pieces(key, [everywhere], rows).length
+        4096
         """
-        where = ClusterPieces(memories if isinstance(memories, tuple) else tuple(memories), rows)
-        length = sum(length for _, length, _ in pieces_said(rows))
+        check_list(memories, "memories")
+        where = ClusterPieces(tuple(memories), rows)
+        said = pieces_said(rows)
+        if not said or max(number for number, _, _ in said) >= len(memories):
+            raise InvalidArgument(
+                f"The rows of a block's pieces name one of its {len(memories)} memories each."
+            )
+        length = sum(length for _, length, _ in said)
         return cls(key, where.memories[0], 0, length, threshold, where, whole, skip, domain)
 
     def copied(self) -> bytes | None:
@@ -85,7 +105,15 @@ class ClusterBlock(NamedTuple):
 def keys_of(blocks: Sequence[ClusterBlock]) -> list[bytes]:
     """Their keys. Raises for anything but a list of such blocks."""
     check_blocks(blocks, ClusterBlock)  # a single block is a tuple, whose fields are not blocks
-    return [one.key for one in blocks]
+    for one in blocks:
+        if not isinstance(one.pieces, ClusterPieces | None):
+            raise InvalidArgument("A block of pieces is made by `ClusterBlock.of_pieces`.")
+        memories = (one.memory,) if one.pieces is None else one.pieces.memories
+        if not all(isinstance(memory, Everywhere) for memory in memories):
+            raise NotRegistered("A block's memory is what `ClusterClient.register` returns.")
+    keys = [one.key for one in blocks]
+    check_keys(keys)
+    return keys
 
 
 def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:

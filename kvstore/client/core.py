@@ -24,6 +24,7 @@ import grpc
 from kvstore.client.breaker import Breaker
 from kvstore.client.call_routes import Asking
 from kvstore.client.channel import close_channel, open_channel
+from kvstore.client.checks import check_between
 from kvstore.client.contact import explained
 from kvstore.client.link import TAGS_OF_ONE, Link, Operation
 from kvstore.client.own_address import OwnSide, say_first_word
@@ -39,7 +40,14 @@ from kvstore.errors import (
     KvError,
     NodeUnavailable,
 )
-from kvstore.limits import FETCH_CANCEL_MS, STALLED_LOOK_MS, STALLED_MS, STATUS_AGAIN_MS
+from kvstore.limits import (
+    BLOCK_BYTES_MAX,
+    BLOCK_BYTES_MIN,
+    FETCH_CANCEL_MS,
+    STALLED_LOOK_MS,
+    STALLED_MS,
+    STATUS_AGAIN_MS,
+)
 from kvstore.reach import AUTO, FABRIC, GRPC
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
@@ -97,7 +105,10 @@ class Core(Handle):
         tracer_provider: TracerProvider | None,
     ) -> None:
         self.reach, self.fingerprint = reach, fingerprint
-        self.slots, self.block_bytes_max = slots, block_bytes_max
+        self.slots = check_between("The number of a client's slots", slots, 1, (1 << 32) - 1)
+        self.block_bytes_max = check_between(
+            "The length of a client's longest block", block_bytes_max, BLOCK_BYTES_MIN, BLOCK_BYTES_MAX
+        )
         self.spans = None if tracer_provider is None else _spans(tracer_provider, reach.node)
         self.channel = open_channel(reach, None if self.spans is None else self.spans.header)
         self.lock = threading.RLock()

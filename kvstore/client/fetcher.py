@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from threading import Condition
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.client.transfer_watch import within
+from kvstore.client.transfer_watch import watched_by, within
 from kvstore.errors import KvError
 from kvstore.limits import GET_THREADS, PREFETCH_THREADS, RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss, MissReason
@@ -145,8 +145,8 @@ class Fetcher(Handle):
 
         left_s = max(0.0, (placing.until_ns - self._clock.monotonic_ns()) / 1e9)
         try:
-            with within(placing.span):
-                self._nodes.at(node).getting(blocks, timeout_s=left_s, watch=placing.notes, ended=ended)
+            with within(placing.span), watched_by(placing.notes):
+                self._nodes.at(node).getting(blocks, timeout_s=left_s, ended=ended)
         except (
             KvError
         ) as error:  # the client is closed, or the memory has just been taken back: nothing was begun
@@ -164,7 +164,8 @@ class Fetcher(Handle):
 
     def _read_ahead(self, ticket: Hashable, node: str, keys: Sequence[bytes], notes: Notes | None) -> None:
         try:
-            read: ReadAhead = self._nodes.at(node).prefetch(keys, watch=notes)
+            with watched_by(notes):
+                read: ReadAhead = self._nodes.at(node).prefetch(keys)
         except KvError:
             self._over(ticket, (), keys)
         else:

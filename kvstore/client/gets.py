@@ -12,6 +12,7 @@ is called ends there, and the node is never called.
 
 from __future__ import annotations
 
+import logging
 from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from kvstore.client.link import Host, Link
     from nic_offload.fabric import Event, Region
 
-__all__ = ["Ended", "Get", "NoGet"]
+__all__ = ["Ended", "Get", "NoGet", "survivable"]
+
+log = logging.getLogger(__name__)
 
 Ended: TypeAlias = "Callable[[list[Hit | Miss]], object]"
 Lost: TypeAlias = "Callable[[Sequence[Hit | Miss | None], KvError], object]"
@@ -44,6 +47,18 @@ _ANY_CODE = 0xFF
 _SERVED = int(AckCode.SERVED)
 _SCATTERED = int(AckCode.SCATTERED)
 _SLICE_S = 3600.0
+
+
+def survivable(ended: Ended) -> Ended:
+    """The same; an exception is logged, and doesn't end the client's thread that makes the call."""
+
+    def survived(outcomes: list[Hit | Miss]) -> None:
+        try:
+            ended(outcomes)
+        except Exception:
+            log.exception("The function `ended` of a get failed.")
+
+    return survived
 
 
 class NoGet:

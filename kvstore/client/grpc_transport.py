@@ -20,7 +20,6 @@ from kvstore.client.checks import (
     are_pieces,
     check_armed,
     check_gets,
-    check_how,
     check_lease,
     check_number,
     checked_timeout,
@@ -78,7 +77,6 @@ class GrpcTransport:
         core = self._core
         blocks = put_into(blocks, core.reach.domain)
         check_armed(core.open_fabric, blocks, ARMED_BLOCKS_MAX, core.block_bytes_max)
-        check_how(flag, durability)
         check_lease(lease_ms, "A put waits for its flag")
         check_number(_EXPIRES, expires_unix_ms, 64)
         deadline_ns = _CLOCK.monotonic_ns() + lease_ms * 1_000_000

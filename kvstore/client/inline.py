@@ -16,6 +16,7 @@ from kvstore.client.blocks import PutResult
 from kvstore.client.checks import (
     check_domain,
     check_key,
+    check_length,
     check_number,
     check_wanted,
     checked_puts,
@@ -319,7 +320,7 @@ class InlineCalls:
     ) -> pb.BlockName:
         check_key(key)
         check_domain_name(domain)
-        check_number("A block's length", length, 64)
+        check_length(length)
         fingerprint = self._fingerprint if fingerprint is None else fingerprint
         return pb.BlockName(key=key, fingerprint=fingerprint, length=length, domain=domain)
 

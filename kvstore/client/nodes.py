@@ -20,8 +20,10 @@ What it doesn't do: move or copy what is stored.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.checks import check_name
 from kvstore.client.client import Client, session_calls_of
 from kvstore.client.map_follower import Following
@@ -31,10 +33,12 @@ from kvstore.cluster.map import Map, Member
 from kvstore.errors import Closed, ConfigError, RegionBusy
 from kvstore.limits import CLUSTER_LEFT_MS
 from kvstore.reach import Reach
+from nic_offload.errors import shown
 from nic_offload.handle import Handle
+from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from typing_extensions import Buffer
 
@@ -45,8 +49,15 @@ __all__ = ["Everywhere", "Nodes"]
 _CLOCK = SystemClock()
 
 
+@checks_arguments
 class Nodes(Handle):
-    """A client of each of several nodes. Any thread."""
+    """A client of each of several nodes. Its methods may be called from any thread.
+
+    >>> from kvstore.client import Nodes
+    >>> nodes = Nodes(["127.0.0.1:7070"], layout=b"my model, bf16")
+    >>> [found.length for found in nodes.of("ada").exists([key])]
+    [4096]
+    """
 
     def __init__(
         self,
@@ -61,11 +72,15 @@ class Nodes(Handle):
             self.reach = Reach.given(nodes, known)
         else:
             targets = [nodes] if isinstance(nodes, str) else nodes
-            self.reach = Reach.of({"nodes": None if targets is None else sorted(set(targets)), **known})
+            if isinstance(targets, (list, tuple)):
+                targets = sorted(set(targets), key=str)  # of any types: `Reach` refuses others
+            self.reach = Reach.of({"nodes": targets, **known})
+        if not isinstance(weights, Mapping | None):
+            raise ConfigError(f"The weights are a number for each node, not {type(weights).__name__}.")
         weight_of = dict(weights or {})
         for target in weight_of:
             if target not in self.reach.nodes:
-                raise ConfigError(f"{target!r} has a weight but is not one of the nodes.")
+                raise ConfigError(f"{shown(target)} has a weight but is not one of the nodes.")
         given = Map.of(0, (Member(one, one, weight_of.get(one, 1)) for one in self.reach.nodes))
         self._following = Following(self.reach, given)
         self._seen = given
@@ -96,7 +111,11 @@ class Nodes(Handle):
             client.close()
 
     def home(self, user: str) -> str:
-        """The node that stores a user's KV, now."""
+        """The node that stores a user's KV, now.
+
+        >>> nodes.home("ada") == client.target
+        True
+        """
         check_name("A user", user)
         now = self.map
         home = now.home(self.placed_as(now), user)
@@ -108,11 +127,19 @@ class Nodes(Handle):
         return self.reach.tenant if now.placed_as is None else now.placed_as
 
     def of(self, user: str) -> Client:
-        """The client of a user's home. Call this each turn: the client is closed some time after its node leaves."""
+        """The client of a user's home. Call this each turn: the client is closed some time after its node leaves.
+
+        >>> nodes.of("ada").target == client.target
+        True
+        """
         return self._client(self.home(user))
 
     def at(self, target: str) -> Client:
-        """The client of one node, a member or one that is absent."""
+        """The client of one node, a member or one that is absent.
+
+        >>> nodes.at(client.target).target == client.target
+        True
+        """
         now = self.map
         nodes = [one.node for one in (*now.members, *now.absent)]
         if target not in nodes:
@@ -120,7 +147,11 @@ class Nodes(Handle):
         return self._client(target)
 
     def first(self) -> Client:
-        """The client of the first configured node, whether it is on the map or not. It does not wait."""
+        """The client of the first configured node, whether it is on the map or not. It does not wait.
+
+        >>> nodes.first().target == client.target
+        True
+        """
         return self._client(self.reach.nodes[0])
 
     def _client(self, target: str) -> Client:
@@ -134,15 +165,27 @@ class Nodes(Handle):
             return client
 
     def session(self, user: str, name: str) -> Session:
-        """A session, on whatever node is the user's home at each call."""
+        """A session, on whatever node is the user's home at each call.
+
+        >>> nodes.session("ada", "chat at home").append([key], tokens=16)
+        1
+        """
         return Session(lambda: session_calls_of(self.of(user)), user, name)
 
     def register(self, memory: Buffer) -> Everywhere:
-        """Register memory for puts to and gets from any node. Close it before the memory is freed."""
+        """Register memory for puts to and gets from any node. Close it before the memory is freed.
+
+        >>> with nodes.register(bytearray(4096)) as everywhere:
+        ...     everywhere.at(nodes.of("ada")).length
+        4096
+        """
         return Everywhere(memory)
 
     def close(self) -> None:
-        """Close the clients."""
+        """Close the clients.
+
+        >>> Nodes([client.target]).close()
+        """
         with self._lock:
             self._closed = True
             clients, self._clients = self._clients, {}
@@ -164,6 +207,8 @@ class _HomeOnMap(AnyHome):
         return self._nodes.home(user) == self._target
 
 
+@made_by("`ClusterClient.register` or `Nodes.register`")
+@checks_arguments
 class Everywhere(Handle):
     """Memory registered with each client that needs it."""
 
@@ -173,7 +218,11 @@ class Everywhere(Handle):
         self._regions: dict[Client, Region] = {}
 
     def at(self, client: Client) -> Region:
-        """The region registered with this client."""
+        """The region registered with this client.
+
+        >>> everywhere.at(cluster.nodes.first()).length
+        16384
+        """
         with self._lock:
             region = self._regions.get(client)
             if region is None or region.handle is None:
@@ -185,7 +234,10 @@ class Everywhere(Handle):
         return bytes(memoryview(self._memory).cast("B")[offset : offset + length])
 
     def close(self) -> None:
-        """Deregister it from all clients. RegionBusy if a get still uses it: close it again later."""
+        """Deregister it from all clients. RegionBusy if a get still uses it: close it again later.
+
+        >>> cluster.register(bytearray(4096)).close()
+        """
         busy: RegionBusy | None = None
         with self._lock:
             for client, region in list(self._regions.items()):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvstore.client.checks import check_number
+from kvstore.errors import InvalidArgument
 from kvstore.limits import LOOKUPS_LISTED_MAX
 from kvstore.wire import blocks_pb2, lookups_pb2, lookups_pb2_grpc, observing_pb2_grpc
 from kvstore.wire import observing_pb2 as pb
@@ -75,6 +76,8 @@ class ObservingCalls:
         self, request_id: str = "", user: str = "", session: str = "", *, last: int = 0
     ) -> LookedUp:
         """As `Client.looked_up`."""
+        if bool(user) != bool(session):
+            raise InvalidArgument("Filter look-ups by both user and session, or by neither.")
         request = lookups_pb2.ListLookupsRequest(
             tenant=self._tenant,
             request_id=request_id,

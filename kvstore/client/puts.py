@@ -13,6 +13,7 @@ import errno
 import threading
 from typing import TYPE_CHECKING
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.blocks import PutResult
 from kvstore.client.checks import check_domain
 from kvstore.client.link import Callbacks
@@ -54,11 +55,19 @@ _REACHED = (None, *Durability)  # by code
 
 
 @made_by("`Client.arm`")
+@checks_arguments
 class ArmedPuts:
     """A batch of armed puts, as `Client.arm` returns it. Wait for it, check its progress, or ignore it.
 
     `wait` gives the result of each put, `progress` says how many have fired, landed and ended, `cancel` withdraws those
     that have not been sent. The memory may be overwritten once a put has landed (`wait_landed`).
+
+    >>> from kvstore import FlagWords
+    >>> flags = FlagWords.create(1)
+    >>> puts = client.arm([block], flags[0])
+    >>> flags[0].store(1)
+    >>> [result.durability.name for result in puts.wait(timeout_s=10)]
+    ['WRITTEN']
     """
 
     # Each block is a row of a group; the C core writes into it when the block fired and what the node acknowledged.
@@ -258,7 +267,11 @@ class ArmedPuts:
     # --- for the application
 
     def name(self, number: int, key: bytes) -> None:
-        """Set the key of a block that was armed without one. A put that fires before that fails."""
+        """Set the key of a block that was armed without one. A put that fires before that fails.
+
+        >>> puts = client.arm([Block(b"", kv, offset=0, length=4096)], flags[0])
+        >>> puts.name(0, block_key(b"known later"))
+        """
         if self._keys.get(number) != b"" or len(key) != KEY_BYTES:
             raise InvalidArgument(
                 f"Only a put without a key can be named, once, with a key of {KEY_BYTES} bytes."
@@ -270,7 +283,11 @@ class ArmedPuts:
                 self._heads.name(number, key, self._durability)
 
     def progress(self) -> tuple[int, int, int]:
-        """How many blocks have fired, have landed, and have ended."""
+        """How many blocks have fired, have landed, and have ended.
+
+        >>> puts.progress()
+        (1, 1, 1)
+        """
         rows = list(self._group.rows())
         return (
             sum(row.fired_ns > 0 for row in rows),
@@ -279,13 +296,21 @@ class ArmedPuts:
         )
 
     def ended(self) -> list[PutResult] | None:
-        """The results in the order of the blocks, or None while one is still under way."""
+        """The results in the order of the blocks, or None while one is still under way.
+
+        >>> [result.durability.name for result in puts.ended()]
+        ['WRITTEN']
+        """
         with self._client.lock:
             self._end_if_over()
             return self._results
 
     def cancel(self) -> int:
-        """Withdraw exactly the puts that have not been sent; returns how many."""
+        """Withdraw the puts that have not been sent; returns how many.
+
+        >>> client.arm([Block(key, kv, offset=0, length=4096, threshold=99)], flags[0]).cancel()
+        1
+        """
         with self._client.lock:
             waiting = [self._tag + 2 * i for i, row in enumerate(self._group.rows()) if not row.over]
             return self._client.fabric.cancel(waiting) if waiting else 0
@@ -296,13 +321,22 @@ class ArmedPuts:
         return not self._group.open_rows
 
     def wait_landed(self, timeout_s: float) -> bool:
-        """Wait until every put has landed or failed, after which the sources may be overwritten; False on timeout."""
+        """Wait until every put has landed or failed, after which the sources may be overwritten; False on timeout.
+
+        >>> puts.wait_landed(timeout_s=10)
+        True
+        """
         return self._group.wait_landed(timeout_s)
 
     def abandon(self) -> None:
         """End all puts that have not landed. When this returns, nothing reads the sources any more.
 
         Unsent puts are never sent. If one has been sent and the node has not reported it landed, the link is closed.
+
+        >>> unsent = client.arm([Block(key, kv, offset=0, length=4096, threshold=99)], flags[0])
+        >>> unsent.abandon()
+        >>> [type(result.error).__name__ for result in unsent.wait(timeout_s=10)]
+        ['FabricError']
         """
         settled = threading.Event()
 
@@ -329,6 +363,9 @@ class ArmedPuts:
         """Wait until every put has ended. Returns the results in the order of the blocks.
 
         Blocks still pending at the timeout are reported as DeadlineExceeded, and continue.
+
+        >>> [result.durability.name for result in puts.wait(timeout_s=10)]
+        ['WRITTEN']
         """
         self._group.wait(len(self._blocks), timeout_s)
         with self._client.lock:

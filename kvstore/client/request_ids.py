@@ -52,7 +52,13 @@ def current_request() -> str:
 def as_request(request_id: str = "") -> Iterator[str]:
     """Record all look-ups of this thread or task under this request's id, which is generated if not given.
 
-    An id is printable ASCII, at most 128 characters; others become question marks.
+    An id is printable ASCII without spaces, at most 128 characters; other characters become question marks.
+
+    >>> from kvstore.client import as_request
+    >>> with as_request("request-7") as request_id:
+    ...     _ = client.get([block])
+    >>> request_id
+    'request-7'
     """
     request_id = clean_id(request_id) or current_request()
     token = _request.set(request_id)

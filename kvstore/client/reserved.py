@@ -13,6 +13,7 @@ import contextlib
 import errno
 from typing import TYPE_CHECKING
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.lease_returns import GivingBack
 from kvstore.client.link import Callbacks
 from kvstore.client.puts import ArmedPuts
@@ -39,8 +40,15 @@ __all__ = ["Reservation", "lease_deadline_ns"]
 
 
 @made_by("`Client.reserve`")
+@checks_arguments
 class Reservation:
-    """Leased slots for a batch of blocks. Arm them or give them back."""
+    """Leased slots for a batch of blocks. Arm them or give them back.
+
+    >>> reservation = client.reserve([block])
+    >>> reservation.already_stored
+    1
+    >>> reservation.give_back()
+    """
 
     def __init__(
         self,
@@ -74,7 +82,12 @@ class Reservation:
         self._spent = True
 
     def arm(self, flag: FlagWord | Counter | None) -> ArmedPuts:
-        """Queue the puts. Each is sent when `flag` reaches its block's threshold; without a flag, at once."""
+        """Queue the puts. Each is sent when `flag` reaches its block's threshold; without a flag, at once.
+
+        >>> puts = client.reserve([block]).arm(None)
+        >>> [result.already_stored for result in puts.wait(timeout_s=10)]
+        [True]
+        """
         self._spend()
         try:
             return _LeasedPuts(
@@ -95,7 +108,10 @@ class Reservation:
             raise
 
     def give_back(self) -> None:
-        """Return the leases without putting anything. When this returns, the slots are free."""
+        """Return the leases without putting anything. When this returns, the slots are free.
+
+        >>> client.reserve([block]).give_back()
+        """
         self._spend()
         of_lease = list(zip(self._leases, self._words, strict=True))
         with self._client.lock:

@@ -21,10 +21,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.blocks import Hit
+from kvstore.client.checks import check_number, check_placed
 from kvstore.client.request_ids import as_request, current_request
-from kvstore.client.transfer_watch import within
-from kvstore.errors import Closed, InvalidArgument, KvError
+from kvstore.client.transfer_watch import watched_by, within
+from kvstore.errors import Closed, KvError
 from kvstore.limits import RESUME_AHEAD_BATCHES, RESUME_BATCH_BLOCKS
 from kvstore.miss import Miss
 from kvstore.steps import Step
@@ -88,10 +90,17 @@ class _Batch(NamedTuple):
 
 
 @made_by("`Session.resuming`")
+@checks_arguments
 class Resuming(Handle):
     """One resume: blocks arrive in the order of the request, and the first can be used before the last.
 
     `Session.resuming` makes it. `wait_layer` and `wait_blocks` say whether blocks can be used, `whole` waits for all.
+
+    >>> resuming = chat.resuming(lambda number, key: Block(key, kv, offset=0, length=4096))
+    >>> resuming.wait_blocks(1)
+    True
+    >>> resuming.whole().usable_tokens
+    16
     """
 
     def __init__(
@@ -115,7 +124,8 @@ class Resuming(Handle):
         self._clock = clock
         self._until_ns = until_ns
         self._layout = layout
-        layers = [0 if layer_of is None else layer_of(number) for number in range(len(manifest.keys))]
+        numbers = range(len(manifest.keys))
+        layers = [0 if layer_of is None else check_number("A layer", layer_of(number)) for number in numbers]
         self._order = sorted(
             range(len(layers)), key=layers.__getitem__
         )  # a stable sort: else as in the session
@@ -152,10 +162,8 @@ class Resuming(Handle):
             ):
                 numbers = self._order[self._asked : self._asked + RESUME_BATCH_BLOCKS]
                 blocks = [self._placed(number) for number in numbers]
-                with as_request(self._request_id), within(self._span):
-                    get = self._client.getting(
-                        blocks, layout=self._layout, timeout_s=self._left_s(), watch=self._notes
-                    )
+                with as_request(self._request_id), within(self._span), watched_by(self._notes):
+                    get = self._client.getting(blocks, layout=self._layout, timeout_s=self._left_s())
                 self._batches.append(_Batch(get, self._asked, numbers))
                 self._asked += len(numbers)
         except BaseException:
@@ -165,14 +173,17 @@ class Resuming(Handle):
     def _placed(self, number: int) -> Block:
         key = self._manifest.keys[number]
         block = self._place(number, key)
-        if block.key != key:
-            raise InvalidArgument(f"Block {number} of the session was given a destination under another key.")
+        check_placed(block, number, key)
         if not self._asked:
             self._notes.registered(block.region)
         return block
 
     def wait_blocks(self, count: int) -> bool:
-        """Wait for the first `count` blocks in the order requested; returns whether they all arrived."""
+        """Wait for the first `count` blocks in the order requested; returns whether they all arrived.
+
+        >>> resuming.wait_blocks(1)
+        True
+        """
         count = min(count, len(self._order))
         if self._closed and self._came < count and self._miss is None:
             raise Closed("The resume was closed before all blocks had arrived.")
@@ -186,7 +197,11 @@ class Resuming(Handle):
         return self._miss is None
 
     def wait_layer(self, layer: int) -> bool:
-        """Wait for the blocks of all layers up to this one; returns whether they all arrived."""
+        """Wait for the blocks of all layers up to this one; returns whether they all arrived.
+
+        >>> resuming.wait_layer(0)
+        True
+        """
         return self.wait_blocks(sum(one <= layer for one in self._layers))
 
     def _take(self, batch: _Batch, count: int) -> None:
@@ -202,7 +217,11 @@ class Resuming(Handle):
             self._batches.popleft()
 
     def whole(self) -> Resumed:
-        """Wait for all blocks. The result is all of them, or a MISS with the blocks usable before it."""
+        """Wait for all blocks. The result is all of them, or a MISS with the blocks usable before it.
+
+        >>> resuming.whole().is_whole
+        True
+        """
         self.wait_blocks(len(self._order))
         self._settle()
         usable = next(
@@ -219,7 +238,10 @@ class Resuming(Handle):
         return resumed
 
     def close(self) -> None:
-        """Request nothing more, wait until nothing is pending, and release the blocks."""
+        """Request nothing more, wait until nothing is pending, and release the blocks.
+
+        >>> resuming.close()
+        """
         self._settle()
         if self._span is not None:
             self._span.closed(self._came)

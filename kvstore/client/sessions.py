@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
+from kvstore.client.arguments import checks_arguments
 from kvstore.client.block_calls import durability_message
 from kvstore.client.blocks import Block, put_into
-from kvstore.client.checks import check_keys, check_list, check_name, check_number
+from kvstore.client.checks import check_list, check_name, check_number
 from kvstore.client.request_ids import as_request
 from kvstore.client.resuming import Manifest, Resuming
 from kvstore.client.session_export import export_session, import_session
+from kvstore.client.session_info import ListedSession, SessionInfo, TurnInfo
 from kvstore.client.trace import Notes
-from kvstore.client.transfer_watch import within
+from kvstore.client.transfer_watch import watched_by, within
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import (
@@ -69,38 +70,7 @@ _LIVES = "A session's time to live in ms"
 _SHARED = "The number of a session's blocks"
 T = TypeVar("T")
 
-__all__ = ["AnyHome", "ListedSession", "Session", "SessionCalls", "SessionInfo", "TurnInfo"]
-
-
-@dataclass(frozen=True, slots=True)
-class TurnInfo:
-    """A turn: the range of its blocks and of its tokens."""
-
-    blocks: range
-    tokens: range
-    began_unix_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """A session's blocks, tokens and turns."""
-
-    blocks: int
-    tokens: int
-    turns: tuple[TurnInfo, ...]
-    expires_unix_ms: int = 0  # 0: it does not end by itself
-
-
-@dataclass(frozen=True, slots=True)
-class ListedSession:
-    """A session in a list."""
-
-    session: str
-    blocks: int
-    turns: int
-    tokens: int
-    last_turn_unix_ms: int  # 0: it has none
-    expires_unix_ms: int = 0  # 0: it does not end by itself
+__all__ = ["AnyHome", "Session", "SessionCalls"]
 
 
 def _asked(
@@ -191,11 +161,18 @@ class SessionCalls:
 
 
 @made_by("`Client.session`")
+@checks_arguments
 class Session:
     """One session of one user: its blocks in order, turn by turn. `Client.session` makes it.
 
     `append` names blocks as a turn, `resume` brings all of them back into memory, `fork` begins another session with
     the same blocks. Appends of one such object are made one after the other.
+
+    >>> chat = client.session("grace", "chat 9")
+    >>> chat.append([key], tokens=16)  # blocks now
+    1
+    >>> chat.resume(lambda number, key: Block(key, kv, offset=0, length=4096)).is_whole
+    True
     """
 
     def __init__(
@@ -237,8 +214,10 @@ class Session:
 
         SessionRefused, and no change, if the session was changed elsewhere since this object last saw it (`info`
         refreshes that), or if a block is not stored.
+
+        >>> client.session("grace", "chat 10").append([key], tokens=16)
+        1
         """
-        check_keys(keys)
         if not keys:
             raise InvalidArgument("A turn has at least one block.")
         check_number("A turn's tokens", tokens)
@@ -274,7 +253,11 @@ class Session:
             self._blocks = 0
 
     def info(self) -> SessionInfo:
-        """Its blocks, tokens and turns; NoSession if it does not exist."""
+        """Its blocks, tokens and turns; NoSession if it does not exist.
+
+        >>> chat.info().tokens
+        16
+        """
         answer = self._get(0)
         turns = _turns(answer)
         told, token = [], 0
@@ -285,7 +268,11 @@ class Session:
         return SessionInfo(answer.blocks, token, tuple(told), answer.expires_unix_ms)
 
     def keys(self) -> list[bytes]:
-        """The keys of its blocks, in order."""
+        """The keys of its blocks, in order.
+
+        >>> chat.keys() == [key]
+        True
+        """
         return list(self._get(SESSION_BLOCKS_MAX).keys)
 
     def _get(
@@ -316,7 +303,12 @@ class Session:
         blocks: int | None = None,
         durability: Durability = Durability.WRITTEN,
     ) -> Session:
-        """Create a session that shares this one's first blocks, or all. The two change independently."""
+        """Create a session that shares this one's first blocks, or all. The two change independently.
+
+        >>> fork = chat.fork("another answer")
+        >>> fork.keys() == [key]
+        True
+        """
         check_number(_SHARED, blocks or 0)
         fork = Session(self._find, self.user if user is None else user, name)
         if not self._calls.home.is_here(fork.user):
@@ -334,7 +326,13 @@ class Session:
         return fork
 
     def truncate(self, blocks: int, *, durability: Durability = Durability.WRITTEN) -> None:
-        """Keep only its first blocks. The others stay stored."""
+        """Keep only its first blocks. The others stay stored.
+
+        >>> fork = chat.fork("from the start")
+        >>> fork.truncate(0)
+        >>> fork.keys()
+        []
+        """
         check_number(_SHARED, blocks)
         kept = durability_message(durability)
         self._blocks = self._ask(
@@ -348,7 +346,12 @@ class Session:
         )
 
     def remove(self, *, delete_blocks: bool = False, durability: Durability = Durability.WRITTEN) -> int:
-        """Remove the session and, on request, the blocks in no other session; returns how many blocks were deleted."""
+        """Remove the session and, on request, the blocks in no other session; returns how many blocks were deleted.
+
+        >>> fork = chat.fork("not needed")
+        >>> fork.remove()
+        0
+        """
         request = pb.RemoveSessionRequest(
             delete_blocks=delete_blocks, durability=durability_message(durability)
         )
@@ -368,6 +371,10 @@ class Session:
         """Set its time to live, 0 for none; returns when it expires, in milliseconds since 1970.
 
         It is then removed, with its protection. Its blocks stay, subject to eviction.
+
+        >>> fork = chat.fork("for a minute")
+        >>> fork.limit(time_to_live_ms=60_000) > 0
+        True
         """
         check_number(_LIVES, time_to_live_ms, 64)
         request = pb.LimitSessionRequest(
@@ -385,6 +392,10 @@ class Session:
 
         `progress` is called after each block with how many are written, and of how many.
         Raises SessionFileError if a block can't be read; an import then refuses the file.
+
+        >>> from io import BytesIO
+        >>> chat.export(BytesIO())
+        1
         """
         return export_session(self._calls.client, self, file, progress)
 
@@ -392,6 +403,8 @@ class Session:
         """Protect its first blocks from eviction, or all, including later ones, until `unprotect`.
 
         The session's manifest records it, synced: it survives a restart of the node, a lost index and power loss.
+
+        >>> chat.protect()
         """
         check_number(_SHARED, blocks)
         self._ask(
@@ -402,7 +415,12 @@ class Session:
         )
 
     def unprotect(self) -> bool:
-        """End the protection; returns whether there was one."""
+        """End the protection; returns whether there was one.
+
+        >>> chat.protect()
+        >>> chat.unprotect()
+        True
+        """
         return self._ask(
             "Ending a session's protection",
             lambda timeout_s: bool(
@@ -413,7 +431,11 @@ class Session:
         )
 
     def prefetch(self) -> int:
-        """Have the node read its first blocks into its memory, without waiting; returns how many it will read."""
+        """Have the node read its first blocks into its memory, without waiting; returns how many it will read.
+
+        >>> chat.prefetch() <= 1
+        True
+        """
         return self._ask(
             "Prefetching a session",
             lambda timeout_s: int(
@@ -435,6 +457,9 @@ class Session:
         """Get its blocks, in order, each into what `place(number, key)` returns. The result is all of them, or a MISS.
 
         They are pinned meanwhile, so that none is evicted, unless there are more than a tenant may pin.
+
+        >>> chat.resume(lambda number, key: Block(key, kv, offset=0, length=4096)).usable_tokens
+        16
         """
         with self.resuming(place, layout=layout, timeout_s=timeout_s) as resuming:
             return resuming.whole()
@@ -450,6 +475,10 @@ class Session:
         """Start a resume without waiting for it. The first blocks can be used before the last arrive.
 
         `layer_of(number)` gives the layer of a block, if it has one; the lowest layers are fetched first.
+
+        >>> with chat.resuming(lambda number, key: Block(key, kv, offset=0, length=4096)) as resuming:
+        ...     resuming.wait_blocks(1)
+        True
         """
         clock = SystemClock()
         if timeout_s is None:
@@ -491,15 +520,17 @@ class Session:
         """As `Client.reserve`, for blocks of this session; the node traces them as such.
 
         Those without a domain whose keys are made for one belong to the session's user.
+
+        >>> chat.reserve([block]).give_back()
         """
         self._registered(blocks)
-        return self._calls.client.reserve(
-            put_into(blocks, domain_of(self.user), of_domains=True),
-            durability=durability,
-            lease_ms=lease_ms,
-            expires_unix_ms=expires_unix_ms,
-            watch=self.notes,
-        )
+        with watched_by(self.notes):
+            return self._calls.client.reserve(
+                put_into(blocks, domain_of(self.user), of_domains=True),
+                durability=durability,
+                lease_ms=lease_ms,
+                expires_unix_ms=expires_unix_ms,
+            )
 
     def arm(
         self,
@@ -513,16 +544,20 @@ class Session:
         """As `Client.arm`, for blocks of this session; the node traces them as such.
 
         Those without a domain whose keys are made for one belong to the session's user.
+
+        >>> puts = chat.arm([block])
+        >>> [result.durability.name for result in puts.wait(timeout_s=10)]
+        ['WRITTEN']
         """
         self._registered(blocks)
-        return self._calls.client.arm(
-            put_into(blocks, domain_of(self.user), of_domains=True),
-            flag,
-            durability=durability,
-            lease_ms=lease_ms,
-            expires_unix_ms=expires_unix_ms,
-            watch=self.notes,
-        )
+        with watched_by(self.notes):
+            return self._calls.client.arm(
+                put_into(blocks, domain_of(self.user), of_domains=True),
+                flag,
+                durability=durability,
+                lease_ms=lease_ms,
+                expires_unix_ms=expires_unix_ms,
+            )
 
     def _registered(self, blocks: Sequence[Block]) -> None:
         check_list(blocks, "blocks")
@@ -530,16 +565,28 @@ class Session:
             self.notes.registered(blocks[0].region)
 
     def mark(self, step: Step, *, tokens: int = 0, detail: str = "") -> None:
-        """Record a step that only the application knows, such as Step.ANSWERED; the next call or `report` sends it."""
+        """Record a step that only the application knows, such as Step.ANSWERED; the next call or `report` sends it.
+
+        >>> from kvstore.steps import Step
+        >>> chat.mark(Step.ANSWERED, tokens=16)
+        """
         self.notes.note(step, tokens=tokens, detail=detail)
 
     def report(self) -> None:
-        """Send recorded steps to the node, if no other call will. Failures are ignored."""
+        """Send recorded steps to the node now, not with the next call. Failures are ignored.
+
+        >>> chat.report()
+        """
         with suppress(KvError):
             self._calls.steps.report(self.notes)
 
     def trace(self) -> Trace:
-        """What the node and its clients recorded of the session's last turns."""
+        """What the node and its clients recorded of the session's last turns.
+
+        >>> chat.report()
+        >>> len(chat.trace().seen) > 0
+        True
+        """
         return self._calls.steps.trace(steps_pb2.GetTraceRequest(name=self._name))
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.client.arguments import checked, checks_arguments
 from kvstore.client.blocks import Block, Hit
 from kvstore.clock import SystemClock
-from kvstore.errors import LayoutError
+from kvstore.errors import InvalidArgument, LayoutError
 from kvstore.limits import BATCH_BLOCKS_MAX, RESHARD_SCRATCH_BYTES
 from nic_offload.handle import Handle
 from nic_offload.memory import Runs, allocate
@@ -40,9 +41,23 @@ class Wanted(NamedTuple):
     offset: int
 
 
+@checks_arguments
 class ShardReader(Handle):
-    """Reads blocks of one layout that `stored_shards` shards put."""
+    """Reads blocks of one layout that `stored_shards` shards put.
 
+    >>> from kvstore.client import ShardReader, Wanted
+    >>> from kvstore.layout import Layer, Layout
+    >>> whole = Layout("my model", "v1", "bfloat16", 16, (Layer(heads=2, k_numbers=64, v_numbers=64),))
+    >>> for half in (whole.of_shard(0, 2), whole.of_shard(1, 2)):
+    ...     with Client(client.target, layout=half) as shard:
+    ...         _ = shard.put_inline(half.key(b"hash of the tokens"), bytes(half.block_bytes))
+    >>> target = client.register(bytearray(whole.block_bytes))
+    >>> reader = ShardReader(client, whole, stored_shards=2)
+    >>> [type(outcome).__name__ for outcome in reader.get([Wanted(b"hash of the tokens", target, offset=0)])]
+    ['Hit']
+    """
+
+    @checked
     def __init__(self, client: Client, layout: Layout, stored_shards: int) -> None:
         self._client = client
         self._clock = SystemClock()
@@ -57,10 +72,16 @@ class ShardReader(Handle):
         self._region = client.register(self._scratch)
 
     def get(self, wanted: Sequence[Wanted], *, timeout_s: float | None = None) -> list[Hit | Miss]:
-        """Get blocks into their destinations. Returns a Hit or a Miss for each, in order."""
+        """Get blocks into their destinations. Returns a Hit or a Miss for each, in order.
+
+        >>> [str(outcome) for outcome in reader.get([Wanted(b"hash of other tokens", target, offset=0)])]
+        ['MISS(unknown)']
+        """
         if timeout_s is None:
             timeout_s = self._client.reach.get_timeout_s
         for one in wanted:
+            if not isinstance(one, Wanted):
+                raise InvalidArgument(f"Each block is a Wanted, not {type(one).__name__}.")
             if not 0 <= one.offset <= one.region.length - self._layout.block_bytes:
                 raise LayoutError(
                     f"A block of {self._layout.block_bytes} bytes is not in the region at {one.offset}."
@@ -100,6 +121,9 @@ class ShardReader(Handle):
         return outcomes
 
     def close(self) -> None:
-        """Free the scratch memory."""
+        """Free the scratch memory.
+
+        >>> ShardReader(client, whole, stored_shards=2).close()
+        """
         self._region.close()
         self._scratch.close()

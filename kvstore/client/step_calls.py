@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.client.checks import check_keys
 from kvstore.client.trace import Trace
 from kvstore.client.transfer_watch import metadata_of
 from kvstore.miss import Miss, MissReason
@@ -47,7 +46,6 @@ class StepCalls:
 
     def prefetch(self, keys: Sequence[bytes], watch: Watch | None = None) -> ReadAhead:
         """As `Client.prefetch`."""
-        check_keys(keys)
         if not keys:
             return ReadAhead([], {})
         with self._calling("Prefetching blocks"):

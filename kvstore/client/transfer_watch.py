@@ -6,18 +6,19 @@ What it doesn't do: change transfers or their timing.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from kvstore.client.blocks import Block, PutResult
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.spans import GetSpan, InlineSpan, PutSpan, ResumeSpan
 
-__all__ = ["Metadata", "Watch", "metadata_of", "within"]
+__all__ = ["Metadata", "Watch", "current_watch", "metadata_of", "watched_by", "within"]
 
 Metadata: TypeAlias = "tuple[tuple[str, bytes], ...]"
 
@@ -36,6 +37,24 @@ class Watch(Protocol):
     def put_ended(self, block: Block, result: PutResult) -> None:
         """A put has ended, with success or failure."""
         ...
+
+
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watched_by(watch: Watch | None) -> Iterator[None]:
+    """Have a watch notified of the transfers that this thread starts inside."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+def current_watch() -> Watch | None:
+    """The watch of what this thread starts now."""
+    return _watch.get()
 
 
 def metadata_of(watch: Watch | None) -> Metadata:

@@ -17,6 +17,7 @@ from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_LOTS_MAX, CLUSTER_WEIGHT_MAX, OWNERS_MAX
 from kvstore.placement import LOTS, Placement, lot_of
 from kvstore.reach import split_target
+from nic_offload.errors import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -47,8 +48,8 @@ class Member:
             raise ConfigError(
                 f"A member's name, version, state and zone have at most {_TEXT_MAX} printable characters."
             )
-        if not 1 <= self.weight <= CLUSTER_WEIGHT_MAX:
-            raise ConfigError(f"A node's weight is 1 to {CLUSTER_WEIGHT_MAX}, not {self.weight}.")
+        if not isinstance(self.weight, int) or not 1 <= self.weight <= CLUSTER_WEIGHT_MAX:
+            raise ConfigError(f"A node's weight is 1 to {CLUSTER_WEIGHT_MAX}, not {shown(self.weight)}.")
 
     def encoded(self) -> bytes:
         """The record in etcd."""

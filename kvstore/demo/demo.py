@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.client import Block, Client, Hit
+from kvstore.client.transfer_watch import watched_by
 from kvstore.commands.trace_command import table as trace_table
 from kvstore.config import show_size
 from kvstore.demo.node_process import NodeProcess
@@ -178,7 +179,8 @@ def _read_back_by_cpu(client: Client, blocks: Sequence[Block], memory: mmap.mmap
 def _resume(client: Client, blocks: Sequence[Block], memory: mmap.mmap, digests: Sequence[str]) -> None:
     chat = client.session("somebody", "demo")
     chat.append([block.key for block in blocks], tokens=len(blocks))
-    client.prefetch([block.key for block in blocks], watch=chat.notes)
+    with watched_by(chat.notes):
+        client.prefetch([block.key for block in blocks])
     memory[:] = bytes(_TOTAL)
     resumed = chat.resume(lambda i, _: blocks[i], timeout_s=_WAIT_S)
     if not resumed.is_whole:

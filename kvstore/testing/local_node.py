@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client import Client
+from kvstore.config import parse_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.limits import HOT_BYTES_MIN
 from nic_offload.handle import Handle
@@ -43,6 +44,7 @@ class LocalNode(Handle):
 
         `arguments` are further arguments of `kvstore serve`, such as `("--eviction", "s3fifo")`.
         """
+        parse_size(drive)  # an invalid one is refused before a process starts
         self._folder = tempfile.TemporaryDirectory(prefix="triggerkv-")
         try:
             self._process = NodeProcess(

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b b16729da615fd22344b06bb627ba5c85
+# Generated from proto sources with BLAKE2b 5c9b7627372476134553c5a21e112251
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

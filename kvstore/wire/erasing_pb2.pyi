@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b b16729da615fd22344b06bb627ba5c85
+# Generated from proto sources with BLAKE2b 5c9b7627372476134553c5a21e112251
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping

@@ -1,18 +1,27 @@
-"""What `Client` shows: each method is the class's own, says what it does, and has an example, which is run."""
+"""The public API as `help` shows it: each method says what it does, and has an example, which runs as printed."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import doctest
 import inspect
+import io
+import re
+import sys
+from contextlib import redirect_stdout
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import kvstore.client
-from kvstore.client import Block, Client
+from kvstore.client import AsyncClient, Block, Client, ClusterClient, Nodes
 from kvstore.errors import Closed, KvError, StorageError, UsageError
 from kvstore.names import block_key
+from nic_offload.flags import FlagWords
 from tests.conftest import small_client
+from tools.generate_api import public_classes, public_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,38 +29,85 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
 
 KEY = block_key(b"the api")
-METHODS = sorted(name for name, one in vars(Client).items() if name[0] != "_" and inspect.isfunction(one))
+METHODS = [(name, method) for name, kind in public_classes() for method, _ in public_methods(name, kind)]
+FUNCTIONS = (kvstore.client.as_request, block_key)
+_MADE_BY = re.compile(r"`(\w+)(?:\.\w+)?`.* makes it\.$")
 _PARSER = doctest.DocTestParser()
 
 
-def run(text: str, names: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run a docstring's examples, and give what they named."""
-    test = _PARSER.get_doctest(inspect.cleandoc(text), dict(names), name, None, 0)
-    report: list[str] = []
-    doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False)
-    assert not report, "".join(report)
-    return test.globs
+class Shell:
+    """Runs the examples of docstrings, also `await` outside of a function, as in `python -m asyncio`."""
 
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._loop = asyncio.new_event_loop()
+        self._names_of: dict[str, dict[str, Any]] = {}
+        self.classes = dict(public_classes())
 
-def test_the_program_to_copy_runs(shared_node: NodeProcess) -> None:
-    assert kvstore.client.__doc__ is not None
-    run(kvstore.client.__doc__.replace("127.0.0.1:7070", shared_node.target), {}, "kvstore.client")
+    def run(self, text: str | None, names: dict[str, Any], of: str) -> dict[str, Any]:
+        """Run a docstring's examples; returns these names and those that they define."""
+        names = dict(names)
+        for example in _PARSER.get_examples((text or "").replace("127.0.0.1:7070", self._target), of):
+            code = compile(example.source, of, "single", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            with redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "displayhook", sys.__displayhook__)  # prints values
+                result = FunctionType(code, names)()
+                if inspect.iscoroutine(result):
+                    self._loop.run_until_complete(result)
+            assert out.getvalue() == example.want, f"{of}: {example.source}"
+        return names
+
+    def names_of(self, name: str) -> dict[str, Any]:
+        """What the example of a class defines, and before it that of the class that makes its objects."""
+        if name not in self._names_of:
+            kind = self.classes[name]
+            made = _MADE_BY.match(vars(kind).get("__init__", kind).__doc__ or "")
+            maker = "Client" if made is None or made.group(1) == name else made.group(1)
+            before = {} if name == "Client" else self.names_of(maker)
+            self._names_of[name] = self.run(kind.__doc__, before, name)
+        return self._names_of[name]
+
+    def close(self) -> None:
+        for names in reversed(self._names_of.values()):
+            for one in names.values():
+                if isinstance(one, AsyncClient):
+                    self._loop.run_until_complete(one.close())
+                elif isinstance(one, Client | ClusterClient | Nodes | FlagWords):
+                    one.close()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
 
 
 @pytest.fixture(scope="module")
-def begun(shared_node: NodeProcess) -> Iterator[dict[str, Any]]:
-    """What the example of the class itself has made."""
-    assert Client.__doc__ is not None
-    names = run(Client.__doc__.replace("127.0.0.1:7070", shared_node.target), {}, "Client")
-    yield names
-    names["client"].close()
+def shell(shared_node: NodeProcess) -> Iterator[Shell]:
+    shell = Shell(shared_node.target)
+    yield shell
+    shell.close()
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_example_of_each_method_runs_as_printed(name: str, begun: dict[str, Any]) -> None:
-    text = getattr(Client, name).__doc__
-    assert ">>> " in text, f"Client.{name} has no example"
-    run(text, begun, name)
+def test_the_program_to_copy_runs(shell: Shell) -> None:
+    shell.run(kvstore.client.__doc__, {}, "kvstore.client")
+
+
+@pytest.mark.parametrize(("name", "method"), METHODS)
+def test_each_public_method_has_an_example(shell: Shell, name: str, method: str) -> None:
+    assert ">>> " in getattr(shell.classes[name], method).__doc__, f"{name}.{method} has no example"
+
+
+@pytest.mark.parametrize("name", [name for name, _ in public_classes()])
+def test_the_example_of_each_class_runs_as_printed(shell: Shell, name: str) -> None:
+    assert shell.names_of(name)["client"]
+
+
+@pytest.mark.parametrize(("name", "method"), METHODS)
+def test_the_example_of_each_method_runs_as_printed(shell: Shell, name: str, method: str) -> None:
+    shell.run(getattr(shell.classes[name], method).__doc__, shell.names_of(name), f"{name}.{method}")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_example_of_each_function_runs_as_printed(shell: Shell, function: Callable[..., object]) -> None:
+    assert ">>> " in (function.__doc__ or "")
+    shell.run(function.__doc__, shell.names_of("Client"), function.__name__)
 
 
 def test_all_that_a_client_can_do_stands_in_its_class(shared_node: NodeProcess) -> None:

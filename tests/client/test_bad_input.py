@@ -38,7 +38,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.wire import batches_pb2, batches_pb2_grpc, kvstore_pb2_grpc
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import ERROR_NAME, error_from_rpc
-from tests.conftest import MIB, Rig, small_client, small_node
+from tests.conftest import MIB, ClientWithBuffers, small_client, small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def nobody() -> str:
     ],
 )
 def test_a_block_that_no_node_would_take_is_refused_at_once(
-    rig: Rig, make: Callable[[Rig], Block], says: str
+    rig: ClientWithBuffers, make: Callable[[ClientWithBuffers], Block], says: str
 ) -> None:
     before = rig.client.calls
     with pytest.raises(InvalidArgument, match=says) as caught:
@@ -87,7 +87,7 @@ def test_a_block_that_no_node_would_take_is_refused_at_once(
     assert rig.client.calls == before
 
 
-def test_memory_that_is_not_registered_is_refused(node: NodeProcess, rig: Rig) -> None:
+def test_memory_that_is_not_registered_is_refused(node: NodeProcess, rig: ClientWithBuffers) -> None:
     block = rig.block(0)
     with (
         small_client(node.target) as other,
@@ -101,7 +101,7 @@ def test_memory_that_is_not_registered_is_refused(node: NodeProcess, rig: Rig) -
         rig.client.get([block])
 
 
-def test_a_reservation_is_not_empty_and_no_batch_is_unbounded(rig: Rig) -> None:
+def test_a_reservation_is_not_empty_and_no_batch_is_unbounded(rig: ClientWithBuffers) -> None:
     for reserved in (0, BATCH_BLOCKS_MAX + 1):
         with pytest.raises(InvalidArgument, match="blocks, not"):
             rig.client.reserve([rig.block(0)] * reserved)
@@ -109,20 +109,20 @@ def test_a_reservation_is_not_empty_and_no_batch_is_unbounded(rig: Rig) -> None:
         rig.client.get([rig.block(0)] * (GET_BLOCKS_MAX + 1))
 
 
-def test_a_lease_has_a_longest_time(rig: Rig) -> None:
+def test_a_lease_has_a_longest_time(rig: ClientWithBuffers) -> None:
     for lease_ms in (0, LEASE_TIMEOUT_MS_MAX + 1):
         with pytest.raises(InvalidArgument, match="A lease lasts"):
             rig.client.reserve([rig.block(0)], lease_ms=lease_ms)
 
 
-def test_a_reservation_is_armed_once(rig: Rig) -> None:
+def test_a_reservation_is_armed_once(rig: ClientWithBuffers) -> None:
     reservation = rig.client.reserve([rig.block(0)])
     reservation.arm(rig.flags[0])
     with pytest.raises(InvalidArgument, match="once"):
         reservation.arm(rig.flags[0])
 
 
-def test_a_region_that_a_put_waits_for_is_not_closed(rig: Rig) -> None:
+def test_a_region_that_a_put_waits_for_is_not_closed(rig: ClientWithBuffers) -> None:
     puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
     with pytest.raises(RegionBusy, match="still use the region"):
         rig.from_region.close()
@@ -133,12 +133,12 @@ def test_a_region_that_a_put_waits_for_is_not_closed(rig: Rig) -> None:
 
 
 @pytest.fixture
-def stub(rig: Rig) -> kvstore_pb2_grpc.KvStoreStub:
+def stub(rig: ClientWithBuffers) -> kvstore_pb2_grpc.KvStoreStub:
     rig.client.reserve([rig.block(15)])  # attaches
     return rig.client._core.stub
 
 
-def number_of(rig: Rig) -> int:
+def number_of(rig: ClientWithBuffers) -> int:
     """Of its connection, as the node has it."""
     assert rig.client._core.link is not None
     return rig.client._core.link.number
@@ -179,7 +179,7 @@ BAD_RESERVES = [  # of a connection that is there, where none is named
 
 @pytest.mark.parametrize(("request_", "says"), BAD_RESERVES)
 def test_the_node_refuses_a_bad_reserve_in_one_sentence(
-    rig: Rig, stub: kvstore_pb2_grpc.KvStoreStub, request_: pb.ReserveRequest, says: str
+    rig: ClientWithBuffers, stub: kvstore_pb2_grpc.KvStoreStub, request_: pb.ReserveRequest, says: str
 ) -> None:
     connection = number_of(rig)
     asked = pb.ReserveRequest(connection=connection)
@@ -195,7 +195,7 @@ def test_the_node_refuses_a_bad_reserve_in_one_sentence(
 
 
 def test_the_node_refuses_a_fetch_whose_word_is_not_the_clients(
-    rig: Rig, stub: kvstore_pb2_grpc.KvStoreStub
+    rig: ClientWithBuffers, stub: kvstore_pb2_grpc.KvStoreStub
 ) -> None:
     request = pb.FetchRequest(
         connection=number_of(rig), blocks=[pb.FetchBlock(name=name(), ack_word=ACK_WORDS + GRANTED_PUTS)]
@@ -212,7 +212,7 @@ def test_a_client_of_another_fabric_is_told_so(node: NodeProcess) -> None:
 
 
 def test_more_slots_than_there_are_is_overloaded_and_nothing_is_leased(node: NodeProcess) -> None:
-    rig = Rig(node, slots=4)
+    rig = ClientWithBuffers(node, slots=4)
     with pytest.raises(Overloaded, match="4 of 4 landing slots free and 5"):
         rig.client.reserve([rig.block(i) for i in range(5)])
     rig.client.reserve([rig.block(i) for i in range(4)]).give_back()
@@ -287,7 +287,7 @@ def test_an_absent_node_is_an_error_for_a_put_and_a_miss_for_a_get(nobody: str) 
 
 
 def test_a_node_that_does_not_answer_costs_a_get_its_deadline_and_no_more(node: NodeProcess) -> None:
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     rig.client.reserve([rig.block(0)]).give_back()  # attached
     subprocess.run(["kill", "-STOP", str(node.pid)], check=True)
     try:
@@ -311,7 +311,7 @@ def test_a_node_that_does_not_answer_costs_a_get_its_deadline_and_no_more(node: 
 
 def test_a_full_drive_makes_room_and_says_what_was_evicted(tmp_path: Path) -> None:
     with NodeProcess(tmp_path / "node", capacity="24MiB") as node:
-        rig = Rig(node, slots=8)
+        rig = ClientWithBuffers(node, slots=8)
         put: list[Block] = []
         for start in range(0, 64, 8):
             rig.flags[0].store(0)
@@ -344,14 +344,14 @@ def test_a_client_that_goes_leaves_its_slots_and_its_key_to_nobody(node: NodePro
     for _ in range(3):
         ended = subprocess.run([sys.executable, "-c", script, node.target], check=False, timeout=WAIT_S)
         assert ended.returncode == -9
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     _until(lambda: rig.client.status().connections == 0)
     rig.close()
 
 
 def test_leases_that_a_client_neither_uses_nor_returns_end_its_connection(tmp_path: Path) -> None:
     with small_node(tmp_path / "node") as node:
-        rig = Rig(node, slots=2)
+        rig = ClientWithBuffers(node, slots=2)
         rig.client.reserve([rig.block(0)], lease_ms=100)  # neither armed nor given back
         assert rig.client.status().connections == 1
         _until(lambda: rig.client.status().connections == 0)

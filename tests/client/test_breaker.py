@@ -23,7 +23,7 @@ from tests.node.test_tenants import HeldClock
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
-    from tests.conftest import Rig
+    from tests.conftest import ClientWithBuffers
 
 WAIT_S = 20.0
 AWAY = NodeUnavailable("Nobody there.")
@@ -116,7 +116,9 @@ def test_what_is_raised_by_others_says_nothing_of_the_node(breaker: Breaker, clo
     assert not breaker.is_open
 
 
-def test_a_stopped_node_costs_one_deadline_and_then_answers_again(node: NodeProcess, rig: Rig) -> None:
+def test_a_stopped_node_costs_one_deadline_and_then_answers_again(
+    node: NodeProcess, rig: ClientWithBuffers
+) -> None:
     block = rig.block(0)
     put(rig, [block])
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
@@ -173,7 +175,7 @@ def test_one_call_that_waited_long_is_enough(breaker: Breaker, clock: HeldClock)
 
 
 def test_gets_of_short_deadlines_by_many_threads_cost_an_armed_put_nothing(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them at a time than there are places for calls over the fabric, so that some go by gRPC."""
     for module in ("core", "gets"):  # the node confirms each, however busy this machine is

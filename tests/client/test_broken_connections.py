@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.puts import ArmedPuts
     from nic_offload.fabric import Fabric
-    from tests.conftest import Rig
+    from tests.conftest import ClientWithBuffers
 
 pytestmark = [
     pytest.mark.skipif(load().best_provider() != "net", reason="only libfabric's net refuses"),
@@ -55,7 +55,7 @@ def relays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Relay]]:
         relay.close()
 
 
-def armed(rig: Rig, *numbers: int) -> ArmedPuts:
+def armed(rig: ClientWithBuffers, *numbers: int) -> ArmedPuts:
     """Puts without a deadline, which have fired."""
     puts = rig.client.arm([rig.block(number, LENGTH) for number in numbers], rig.flags[0])
     rig.flags[0].store(max(numbers) + 1)
@@ -69,7 +69,7 @@ def ends_for_a_broken_connection(puts: ArmedPuts) -> None:
 
 
 def test_a_put_ends_when_the_node_refuses_new_connections_and_the_next_is_stored(
-    rig: Rig, relays: list[Relay]
+    rig: ClientWithBuffers, relays: list[Relay]
 ) -> None:
     assert armed(rig, 0).wait(WAIT_S)[0].durability == Durability.WRITTEN
     relays[0].cut(both=False)
@@ -79,7 +79,7 @@ def test_a_put_ends_when_the_node_refuses_new_connections_and_the_next_is_stored
 
 
 def test_where_no_break_shows_a_link_over_which_nothing_goes_out_is_ended(
-    rig: Rig, relays: list[Relay], monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, relays: list[Relay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with tcp;ofi_rxm, which takes nothing without credits either."""
     monkeypatch.setattr(Endpoint, "has_broken", False)
@@ -94,7 +94,7 @@ def test_where_no_break_shows_a_link_over_which_nothing_goes_out_is_ended(
 
 @pytest.mark.parametrize("both", [False, True], ids=["the client's end", "both ends"])
 def test_puts_that_were_lost_with_their_connection_end_and_hold_up_no_other(
-    rig: Rig, relays: list[Relay], *, both: bool
+    rig: ClientWithBuffers, relays: list[Relay], *, both: bool
 ) -> None:
     """As far as libfabric knows they are done; they have all slots, so that nothing else goes out."""
     assert armed(rig, 0).wait(WAIT_S)[0].durability == Durability.WRITTEN

@@ -21,7 +21,7 @@ from kvstore.miss import Miss, MissReason
 from nic_offload.group import Group
 from tests.client.test_promises import put
 from tests.client.test_resuming import key
-from tests.conftest import MIB, Rig, small_node
+from tests.conftest import MIB, ClientWithBuffers, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HeldDrive, NodeInProcess
 
@@ -47,11 +47,11 @@ def is_away(outcome: object) -> bool:
     return isinstance(outcome, Miss) and outcome.reason is MissReason.NODE_AWAY
 
 
-def untouched(rig: Rig) -> bool:
+def untouched(rig: ClientWithBuffers) -> bool:
     return bool(rig.target[:] == CANARY * len(rig.target))
 
 
-def paint(rig: Rig) -> None:
+def paint(rig: ClientWithBuffers) -> None:
     rig.target[:] = CANARY * len(rig.target)
 
 
@@ -62,7 +62,7 @@ def over_rpc(client: Client) -> None:
 
 
 @pytest.mark.parametrize("way", ["fabric", "rpc"])
-def test_a_get_past_its_deadline_ends_alone(node: NodeInProcess, rig: Rig, way: str) -> None:
+def test_a_get_past_its_deadline_ends_alone(node: NodeInProcess, rig: ClientWithBuffers, way: str) -> None:
     """Once it ended the link, and with it every put that was armed on it."""
     blocks = [rig.block(number, 100_000) for number in range(4)]
     put(rig, blocks)
@@ -92,7 +92,7 @@ def test_a_get_past_its_deadline_ends_alone(node: NodeInProcess, rig: Rig, way: 
 
 @pytest.mark.parametrize("way", ["fabric", "rpc"])
 def test_a_get_whose_deadline_is_over_before_the_node_is_asked_ends_alone(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, way: str
+    rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """It was cancelled as one that comes over the fabric, then went by gRPC, with no time left: no word ever came."""
     block = rig.block(0, 100_000)
@@ -122,7 +122,7 @@ def test_a_get_whose_deadline_is_over_before_the_node_is_asked_ends_alone(
 
 def test_a_get_whose_cancellation_is_not_confirmed_ends_the_link(tmp_path: Path) -> None:
     with small_node(tmp_path / "node") as process:
-        rig = Rig(process)
+        rig = ClientWithBuffers(process)
         block = rig.block(0, 100_000)
         put(rig, [block])
         os.kill(process.pid, signal.SIGSTOP)
@@ -140,7 +140,7 @@ def test_a_get_whose_cancellation_is_not_confirmed_ends_the_link(tmp_path: Path)
 
 
 def test_a_fetch_that_the_node_hears_of_after_its_cancellation_is_not_served(
-    node: NodeInProcess, rig: Rig
+    node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     """The cancellation goes by gRPC, and may overtake the fetch."""
     block = rig.block(0, 100_000)
@@ -179,7 +179,7 @@ def stand_still(node: NodeInProcess, go_on: threading.Event) -> threading.Thread
 
 
 def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_served(
-    node: NodeInProcess, rig: Rig
+    node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     """The node's loop has the call, and hears of it only after the client gave it up."""
     block = rig.block(0, 100_000)
@@ -200,7 +200,7 @@ def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_se
 
 
 def test_the_words_of_a_get_that_is_refused_while_it_is_cancelled_are_kept_for_the_node(
-    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node puts one, as of a call that never came: once another get waited for its own in the same place."""
     block = rig.block(0, 100_000)
@@ -227,7 +227,7 @@ def test_the_words_of_a_get_that_is_refused_while_it_is_cancelled_are_kept_for_t
 
 
 def test_gets_that_end_at_any_moment_leave_the_link_and_write_nothing_afterwards(
-    node: NodeInProcess, rig: Rig
+    node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     """From the drive and the hot memory, called by the fabric and by gRPC, with deadlines from nothing to enough."""
     blocks = [rig.block(number, MIB // 2) for number in range(12)]
@@ -268,7 +268,7 @@ def forget_all(inside: Node) -> None:
 # --- memory
 
 
-def test_a_region_is_busy_while_a_get_may_write_to_it(node: NodeInProcess, rig: Rig) -> None:
+def test_a_region_is_busy_while_a_get_may_write_to_it(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     """Once it could be closed, and late bytes came into whatever was mapped there next."""
     block = rig.block(0, 100_000)
     put(rig, [block])
@@ -282,7 +282,7 @@ def test_a_region_is_busy_while_a_get_may_write_to_it(node: NodeInProcess, rig: 
     rig.target.close()  # nobody keeps it
 
 
-def test_a_region_is_free_after_every_end_of_a_get(node: NodeInProcess, rig: Rig) -> None:
+def test_a_region_is_free_after_every_end_of_a_get(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)
@@ -293,7 +293,7 @@ def test_a_region_is_free_after_every_end_of_a_get(node: NodeInProcess, rig: Rig
     rig.to_region.close()
 
 
-def test_a_region_is_busy_while_an_armed_put_will_read_it(rig: Rig) -> None:
+def test_a_region_is_busy_while_an_armed_put_will_read_it(rig: ClientWithBuffers) -> None:
     puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
     with pytest.raises(RegionBusy):
         rig.from_region.close()
@@ -302,7 +302,7 @@ def test_a_region_is_busy_while_an_armed_put_will_read_it(rig: Rig) -> None:
 
 
 def test_the_first_blocks_are_waited_for_while_the_others_are_still_read(
-    node: NodeInProcess, rig: Rig
+    node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     hot, cold = rig.block(0, 100_000), rig.block(1, 100_000)
     put(rig, [hot, cold])
@@ -316,7 +316,7 @@ def test_the_first_blocks_are_waited_for_while_the_others_are_still_read(
 
 
 def test_a_get_whose_caller_is_interrupted_is_ended_all_the_same(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(0, 100_000)
     put(rig, [block])
@@ -337,7 +337,7 @@ def test_a_get_whose_caller_is_interrupted_is_ended_all_the_same(
 
 
 def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeInProcess) -> None:
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)
@@ -352,7 +352,7 @@ def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeIn
 
 
 def test_what_was_being_read_for_a_client_that_has_gone_is_not_sent(node: NodeInProcess) -> None:
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)
@@ -370,7 +370,7 @@ def test_what_was_being_read_for_a_client_that_has_gone_is_not_sent(node: NodeIn
     )
 
 
-def test_a_region_is_busy_while_a_resume_is_under_way(node: NodeInProcess, rig: Rig) -> None:
+def test_a_region_is_busy_while_a_resume_is_under_way(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     chat = rig.client.session("ada", "chat 7")
     blocks = [Block(key(at), rig.from_region, at * MIB, 1000, threshold=1) for at in range(3)]
     puts = chat.reserve(blocks).arm(rig.flags[0])
@@ -388,7 +388,9 @@ def test_a_region_is_busy_while_a_resume_is_under_way(node: NodeInProcess, rig: 
         rig.to_region.close()
 
 
-def test_memory_of_several_nodes_stays_registered_where_it_is_busy(node: NodeInProcess, rig: Rig) -> None:
+def test_memory_of_several_nodes_stays_registered_where_it_is_busy(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)
@@ -406,7 +408,7 @@ def test_memory_of_several_nodes_stays_registered_where_it_is_busy(node: NodeInP
 
 
 def test_a_get_whose_fabric_hangs_ends_and_its_memory_stays_taken(
-    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody knows what a provider that hangs will still write. Once whoever waited then waited for ever."""
     block = rig.block(0, 100_000)
@@ -428,7 +430,9 @@ def test_a_get_whose_fabric_hangs_ends_and_its_memory_stays_taken(
     link.endpoint.close()
 
 
-def test_memory_that_nobody_else_keeps_lives_for_as_long_as_its_region(node: NodeInProcess, rig: Rig) -> None:
+def test_memory_that_nobody_else_keeps_lives_for_as_long_as_its_region(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     block = rig.block(0, 100_000)
     put(rig, [block])
     region = rig.client.register(bytearray(MIB))

@@ -25,7 +25,7 @@ from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from nic_offload.trigger import TriggeredPut, arm
 from tests.client.test_promises import put
-from tests.conftest import MIB, Rig, small_client, small_node
+from tests.conftest import MIB, ClientWithBuffers, small_client, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 from tests.wire.calls import call_bytes, due_generation
@@ -48,8 +48,8 @@ def inside(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 
 @pytest.fixture
-def rig_inside(inside: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(inside)
+def rig_inside(inside: NodeInProcess) -> Iterator[ClientWithBuffers]:
+    rig = ClientWithBuffers(inside)
     yield rig
     rig.close()
 
@@ -60,7 +60,7 @@ def link_of(client: Client) -> Link:
     return client._core.link
 
 
-def get(rig: Rig, blocks: list[Block]) -> list[Hit | Miss]:
+def get(rig: ClientWithBuffers, blocks: list[Block]) -> list[Hit | Miss]:
     rig.target[:] = bytes(len(rig.target))
     return rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S)
 
@@ -77,7 +77,7 @@ def served(node: NodeInProcess) -> int:
     return int(node.call(lambda one: one.fabric.statistics().served))
 
 
-def test_puts_and_gets_make_no_call_of_grpc(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_puts_and_gets_make_no_call_of_grpc(rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.client.attach()
     forbid_grpc(rig.client, monkeypatch)
     blocks = [rig.block(number, 100_000) for number in range(8)]
@@ -90,7 +90,9 @@ def test_puts_and_gets_make_no_call_of_grpc(rig: Rig, monkeypatch: pytest.Monkey
     assert rig.client.reserve(blocks).already_stored == 8
 
 
-def test_where_the_core_takes_no_call_it_goes_by_grpc(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_core_takes_no_call_it_goes_by_grpc(
+    rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = link_of(rig.client)
     assert link.calls is not None
     monkeypatch.setattr(link.calls.caller, "call", lambda *_: -errno.EBUSY)
@@ -101,7 +103,7 @@ def test_where_the_core_takes_no_call_it_goes_by_grpc(rig: Rig, monkeypatch: pyt
 
 
 def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_there(
-    inside: NodeInProcess, rig_inside: Rig, monkeypatch: pytest.MonkeyPatch
+    inside: NodeInProcess, rig_inside: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = rig_inside
     blocks = [rig.block(number, 100_000) for number in range(2 * fabric_call.CALL_PLACES)]
@@ -127,7 +129,7 @@ def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_the
 
 
 def test_a_fabric_that_takes_no_more_leaves_the_call_to_grpc(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(0)
     put(rig, [block])
@@ -144,7 +146,7 @@ def test_a_fabric_that_takes_no_more_leaves_the_call_to_grpc(
     assert rig.client._core.link is link
 
 
-def test_a_generation_that_no_word_holds_is_refused(rig: Rig, node: NodeProcess) -> None:
+def test_a_generation_that_no_word_holds_is_refused(rig: ClientWithBuffers, node: NodeProcess) -> None:
     block = rig.block(0)
     put(rig, [block])
     link = link_of(rig.client)
@@ -165,7 +167,7 @@ def test_a_generation_that_no_word_holds_is_refused(rig: Rig, node: NodeProcess)
 
 
 def test_metadata_that_is_none_costs_nobody_else_anything(
-    inside: NodeInProcess, rig_inside: Rig, monkeypatch: pytest.MonkeyPatch
+    inside: NodeInProcess, rig_inside: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The C core does not look at it, and the node when it takes note of what was served."""
     rig, block = rig_inside, rig_inside.block(0, 50_000)
@@ -190,7 +192,7 @@ def test_a_client_of_an_earlier_version_is_given_no_place(
     def earlier(**fields: Any) -> pb.AttachRequest:
         return whole(**{name: value for name, value in fields.items() if name != "answers_base"})
 
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     monkeypatch.setattr(pb, "AttachRequest", earlier)
     try:
         assert link_of(rig.client).calls is None
@@ -202,7 +204,7 @@ def test_a_client_of_an_earlier_version_is_given_no_place(
 
 
 @pytest.mark.parametrize("by_grpc", [False, True])
-def test_what_is_refused_is_refused_the_same_way(rig: Rig, by_grpc: bool) -> None:  # noqa: FBT001
+def test_what_is_refused_is_refused_the_same_way(rig: ClientWithBuffers, by_grpc: bool) -> None:  # noqa: FBT001
     link = link_of(rig.client)
     if by_grpc:
         link.calls = None
@@ -216,7 +218,9 @@ def test_what_is_refused_is_refused_the_same_way(rig: Rig, by_grpc: bool) -> Non
     rig.client.reserve([rig.block(0)]).give_back()
 
 
-def test_a_spoilt_call_ends_the_connection_and_nothing_else(rig: Rig, node: NodeProcess) -> None:
+def test_a_spoilt_call_ends_the_connection_and_nothing_else(
+    rig: ClientWithBuffers, node: NodeProcess
+) -> None:
     block = rig.block(0)
     put(rig, [block])
     link = link_of(rig.client)
@@ -254,7 +258,7 @@ def test_a_spoilt_call_ends_the_connection_and_nothing_else(rig: Rig, node: Node
 
 
 def test_a_node_that_stands_still_costs_a_get_its_deadline_and_a_reserve_an_error(
-    rig: Rig, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(0)
     put(rig, [block])
@@ -280,7 +284,7 @@ def test_a_node_that_stands_still_costs_a_get_its_deadline_and_a_reserve_an_erro
     os.kill(node.pid, signal.SIGCONT)
 
 
-def test_a_client_that_closes_in_the_middle_ends_its_calls(rig: Rig, node: NodeProcess) -> None:
+def test_a_client_that_closes_in_the_middle_ends_its_calls(rig: ClientWithBuffers, node: NodeProcess) -> None:
     block = rig.block(0)
     put(rig, [block])
     outcomes: list[Hit | Miss] = []
@@ -302,7 +306,7 @@ def test_a_client_that_closes_in_the_middle_ends_its_calls(rig: Rig, node: NodeP
 
 
 def test_a_block_that_is_deleted_is_gone_from_the_shelf_at_once(
-    inside: NodeInProcess, rig_inside: Rig
+    inside: NodeInProcess, rig_inside: ClientWithBuffers
 ) -> None:
     rig, blocks = rig_inside, [rig_inside.block(number, 50_000) for number in range(6)]
     put(rig, blocks)
@@ -322,7 +326,7 @@ def test_a_block_that_is_deleted_is_gone_from_the_shelf_at_once(
 
 @pytest.mark.parametrize("way", ["_read", "_keep_arrived"])
 def test_a_block_that_was_deleted_while_it_was_read_does_not_come_onto_the_shelf(
-    inside: NodeInProcess, rig_inside: Rig, way: str
+    inside: NodeInProcess, rig_inside: ClientWithBuffers, way: str
 ) -> None:
     """Before what was read is looked at: that which the store has read, and that which a reader has."""
     rig, block = rig_inside, rig_inside.block(0, 50_000)
@@ -345,7 +349,7 @@ def test_a_block_that_was_deleted_while_it_was_read_does_not_come_onto_the_shelf
     assert miss.reason is MissReason.UNKNOWN
 
 
-def test_what_expires_is_not_on_the_shelf(inside: NodeInProcess, rig_inside: Rig) -> None:
+def test_what_expires_is_not_on_the_shelf(inside: NodeInProcess, rig_inside: ClientWithBuffers) -> None:
     rig, block = rig_inside, rig_inside.block(0, 50_000)
     puts = rig.client.reserve([block], expires_unix_ms=int(time.time() * 1000) + 3_600_000).arm(rig.flags[0])
     rig.flags[0].store(1)
@@ -356,7 +360,7 @@ def test_what_expires_is_not_on_the_shelf(inside: NodeInProcess, rig_inside: Rig
     assert inside.call(lambda one: len(one.hot.shelf)) == 0
 
 
-def test_another_tenants_block_is_not_served(inside: NodeInProcess, rig_inside: Rig) -> None:
+def test_another_tenants_block_is_not_served(inside: NodeInProcess, rig_inside: ClientWithBuffers) -> None:
     rig, block = rig_inside, rig_inside.block(0, 50_000)
     put(rig, [block])
     for _ in range(3):
@@ -373,7 +377,7 @@ def test_another_tenants_block_is_not_served(inside: NodeInProcess, rig_inside: 
 
 
 def test_whoever_asks_hears_of_what_was_answered_without_the_application(
-    inside: NodeInProcess, rig_inside: Rig
+    inside: NodeInProcess, rig_inside: ClientWithBuffers
 ) -> None:
     rig, blocks = rig_inside, [rig_inside.block(number, 50_000) for number in range(4)]
     put(rig, blocks)

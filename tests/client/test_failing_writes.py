@@ -16,7 +16,7 @@ from kvstore.client import link as links
 from kvstore.client.shared import MappedMemory
 from kvstore.durability import Durability
 from kvstore.miss import Miss, MissReason
-from tests.conftest import MIB, Rig
+from tests.conftest import MIB, ClientWithBuffers
 from tests.nic_offload.rig import offered
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def apart(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "map_shared", lambda *_: MappedMemory())
 
 
-def put(rig: Rig, blocks: list[Block], *, reserved: bool) -> list[Any]:
+def put(rig: ClientWithBuffers, blocks: list[Block], *, reserved: bool) -> list[Any]:
     rig.flags[0].store(0)
     puts = rig.client.reserve(blocks).arm(rig.flags[0]) if reserved else rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(max(block.threshold for block in blocks))
     return list(puts.wait(WAIT_S))
 
 
-def stored(rig: Rig, block: Block) -> bool:
+def stored(rig: ClientWithBuffers, block: Block) -> bool:
     """Whether the node has it; if it has, its bytes are what they should be.
 
     A connection that follows a broken one may hang (libfabric's `net` under the stand-in does, now and then).
@@ -65,7 +65,9 @@ def stored(rig: Rig, block: Block) -> bool:
 
 
 @pytest.mark.parametrize("reserved", [True, False])
-def test_what_is_acknowledged_is_stored_and_right_and_nothing_else_is(rig: Rig, *, reserved: bool) -> None:
+def test_what_is_acknowledged_is_stored_and_right_and_nothing_else_is(
+    rig: ClientWithBuffers, *, reserved: bool
+) -> None:
     good = bad = 0
     for turn in range(ROUNDS):
         rig.source[:] = secrets.token_bytes(16 * MIB)  # what an earlier round left in a slot is wrong now

@@ -27,7 +27,7 @@ from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from nic_offload.trigger import TriggeredNotify, arm
-from tests.conftest import MIB, Rig
+from tests.conftest import MIB, ClientWithBuffers
 from tests.nic_offload.rig import PAGE, wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -56,7 +56,7 @@ def is_settled(node: NodeInProcess) -> bool:
     return bool(node.call(settled))
 
 
-def test_a_block_that_has_landed_is_read_back_at_once(node: NodeInProcess, rig: Rig) -> None:
+def test_a_block_that_has_landed_is_read_back_at_once(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     dice = random.Random(17)
     for number in range(150):
         block = rig.block(number, dice.randrange(1, 200_000), offset=dice.randrange(MIB))
@@ -75,11 +75,13 @@ def test_blocks_are_written_and_read_back_while_the_nodes_python_stands_still(
     tmp_path: Path, drives: int
 ) -> None:
     """Between the flag and `written` there is not one Python frame at the node: its thread is held meanwhile."""
-    with NodeInProcess(tmp_path / "node", drives=drives) as node, closing(Rig(node)) as rig:
+    with NodeInProcess(tmp_path / "node", drives=drives) as node, closing(ClientWithBuffers(node)) as rig:
         while_python_stands_still(node, rig)
 
 
-def test_what_a_lane_has_is_known_before_its_name_is_put_another_way(node: NodeInProcess, rig: Rig) -> None:
+def test_what_a_lane_has_is_known_before_its_name_is_put_another_way(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     rig.client.put([rig.block(0, 5000)])
     wait_until(lambda: is_settled(node), "the lane has ground")
     held, go_on = threading.Event(), threading.Event()
@@ -103,7 +105,7 @@ def test_what_a_lane_has_is_known_before_its_name_is_put_another_way(node: NodeI
     assert seen == [True]
 
 
-def while_python_stands_still(node: NodeInProcess, rig: Rig) -> None:
+def while_python_stands_still(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     rig.client.put([rig.block(0, 5000)])  # with which each drive lends its lane ground
     wait_until(lambda: is_settled(node), "the first is on the drive")
     held, go_on = threading.Event(), threading.Event()
@@ -152,7 +154,7 @@ def test_any_number_is_armed_over_a_few_slots_and_with_one_flag(node: NodeInProc
             assert found[piece] == memory[piece]
 
 
-def test_a_put_is_armed_before_its_block_has_a_name(rig: Rig) -> None:
+def test_a_put_is_armed_before_its_block_has_a_name(rig: ClientWithBuffers) -> None:
     blocks = [Block(b"", rig.from_region, number * LENGTH, LENGTH, threshold=1) for number in range(3)]
     puts = rig.client.arm(blocks, rig.flags[0])
     puts.name(0, rig.key(0))
@@ -170,13 +172,15 @@ def test_a_put_is_armed_before_its_block_has_a_name(rig: Rig) -> None:
         rig.client.get(blocks)
 
 
-def test_a_block_that_is_larger_than_was_agreed_is_refused_here(rig: Rig) -> None:
+def test_a_block_that_is_larger_than_was_agreed_is_refused_here(rig: ClientWithBuffers) -> None:
     with pytest.raises(InvalidArgument, match="up to 1048576 bytes"):
         rig.client.put([rig.block(0, MIB + 1)])
     assert rig.client.put([rig.block(0)])[0].error is None
 
 
-def test_a_put_whose_flag_does_not_come_in_time_never_goes_out(node: NodeInProcess, rig: Rig) -> None:
+def test_a_put_whose_flag_does_not_come_in_time_never_goes_out(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     puts = rig.client.arm([rig.block(0)], rig.flags[0], lease_ms=30)
     (result,) = puts.wait(WAIT_S)
     assert isinstance(result.error, DeadlineExceeded)
@@ -188,7 +192,9 @@ def test_a_put_whose_flag_does_not_come_in_time_never_goes_out(node: NodeInProce
     assert connections(node) == 1, "the link is the same"
 
 
-def test_what_is_deleted_right_after_it_landed_is_gone_and_stays_gone(node: NodeInProcess, rig: Rig) -> None:
+def test_what_is_deleted_right_after_it_landed_is_gone_and_stays_gone(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     for number in range(60):
         block = rig.block(number, LENGTH)
         assert rig.client.put([block], durability=LANDED)[0].error is None
@@ -201,7 +207,7 @@ def test_what_is_deleted_right_after_it_landed_is_gone_and_stays_gone(node: Node
         assert isinstance(outcome, Miss), number
 
 
-def test_what_landed_stays_as_the_hot_copy(node: NodeInProcess, rig: Rig) -> None:
+def test_what_landed_stays_as_the_hot_copy(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(16)]
     assert all(one.error is None for one in rig.client.put(blocks))
     before = rig.client.statistics()
@@ -215,7 +221,9 @@ def test_what_landed_stays_as_the_hot_copy(node: NodeInProcess, rig: Rig) -> Non
     )
 
 
-def test_a_client_that_puts_nothing_for_a_while_holds_no_memory(node: NodeInProcess, rig: Rig) -> None:
+def test_a_client_that_puts_nothing_for_a_while_holds_no_memory(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     rig.client.put([rig.block(0, LENGTH)])
     assert node.call(lambda inside: inside.hot.shares.total_bytes) > 0
     wait_until(lambda: node.call(lambda inside: inside.hot.shares.total_bytes) == 0, "it is given back")
@@ -227,7 +235,7 @@ def test_a_client_that_puts_nothing_for_a_while_holds_no_memory(node: NodeInProc
 def test_puts_wait_for_memory_and_for_nothing_else(tmp_path: Path) -> None:
     """The hot memory has room for six such blocks; forty go through it, one client's beside another's."""
     with NodeInProcess(tmp_path / "node", hot_bytes=6 * MIB + MIB // 2) as node:
-        rigs = Rig(node), Rig(node)
+        rigs = ClientWithBuffers(node), ClientWithBuffers(node)
         for rig in rigs:
             rig.flags[0].store(1000)
         puts = [rig.client.arm([rig.block(n) for n in range(20)], rig.flags[0]) for rig in rigs]
@@ -250,7 +258,7 @@ def connections(node: NodeInProcess) -> int:
 
 
 def test_what_comes_into_a_slot_and_is_no_put_ends_that_connection_alone(node: NodeInProcess) -> None:
-    bad, good = Rig(node), Rig(node)
+    bad, good = ClientWithBuffers(node), ClientWithBuffers(node)
     good.client.put([good.block(0, LENGTH)])
     bad.client.put([bad.block(0, LENGTH)])
     link = bad.client._core.link
@@ -273,7 +281,7 @@ def test_what_comes_into_a_slot_and_is_no_put_ends_that_connection_alone(node: N
 
 def test_puts_under_way_when_the_node_goes_end_with_an_error(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "node") as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         rig.client.put([rig.block(0, LENGTH)])
         puts = rig.client.arm([rig.block(number, LENGTH) for number in range(1, 16)], rig.flags[0])
     results = puts.wait(WAIT_S)
@@ -283,7 +291,7 @@ def test_puts_under_way_when_the_node_goes_end_with_an_error(tmp_path: Path) -> 
 
 
 def test_what_the_drive_has_not_taken_yet_is_read_and_deleted_all_the_same(
-    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(node.node.store, "put", full)
@@ -306,7 +314,7 @@ def test_what_the_drive_has_not_taken_yet_is_read_and_deleted_all_the_same(
 
 @pytest.mark.node("in process", hot_bytes=2 * MIB)
 def test_blocks_of_other_sizes_get_room_when_those_of_one_size_have_all_that_a_client_may_hold(
-    node: NodeInProcess, rig: Rig
+    node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     """Whatever was given for one size and is not used is taken back for the other."""
     for length in (MIB - PAGE, 2 * PAGE, MIB, 3 * PAGE, MIB // 2, MIB):
@@ -339,14 +347,14 @@ def test_other_bytes_under_a_key_that_only_the_drive_has_are_refused(
     """`landed` is said before the drive is asked, so the node has to know what names are there."""
     with ExitStack() as stack:
         node = stack.enter_context(NodeInProcess(tmp_path / "node"))
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         blocks = [rig.block(number, LENGTH) for number in range(40)]
         assert all(one.error is None for one in rig.client.put(blocks))
         if is_new_life:
             rig.client.close()
             stack.pop_all().close()
             node = stack.enter_context(NodeInProcess(tmp_path / "node"))
-            old, rig = rig, Rig(node)
+            old, rig = rig, ClientWithBuffers(node)
             rig.name, rig.source[:] = old.name, old.source[:]
         stack.callback(rig.close)
         wait_until(lambda: is_settled(node), "it is on the drive")
@@ -365,7 +373,9 @@ def test_other_bytes_under_a_key_that_only_the_drive_has_are_refused(
         assert all(one.error is None for one in rig.client.put(others, durability=LANDED))
 
 
-def test_other_bytes_under_a_key_that_is_to_expire_are_refused(node: NodeInProcess, rig: Rig) -> None:
+def test_other_bytes_under_a_key_that_is_to_expire_are_refused(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     soon_ms = int(time.time() * 1000) + 60_000
     for number in range(30):
         block, other = rig.block(number, LENGTH), rig.block(number, LENGTH, offset=MIB // 2)
@@ -377,7 +387,7 @@ def test_other_bytes_under_a_key_that_is_to_expire_are_refused(node: NodeInProce
 
 
 def test_a_name_is_free_again_when_its_block_is_gone(
-    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is there to be compared with, so `landed` is said without the drive."""
     block = rig.block(0, LENGTH)

@@ -44,7 +44,7 @@ SIZE = 4096
 WAIT_S = 20.0
 
 
-class Rig:
+class GrpcClient:
     """A client without a fabric, and memory."""
 
     def __init__(self, node: HasTarget, **more: Any) -> None:
@@ -61,8 +61,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(node: NodeProcess) -> Iterator[Rig]:
-    rig = Rig(node)
+def rig(node: NodeProcess) -> Iterator[GrpcClient]:
+    rig = GrpcClient(node)
     with rig.client:
         yield rig
 
@@ -70,7 +70,7 @@ def rig(node: NodeProcess) -> Iterator[Rig]:
 class Held:
     """Streams of puts that wait here before each block that they take."""
 
-    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, rig: GrpcClient, monkeypatch: pytest.MonkeyPatch) -> None:
         self.came, self.goes_on = threading.Semaphore(0), threading.Semaphore(0)
         inline = rig.client._inline
         put_many = inline.put_many
@@ -91,7 +91,7 @@ class Held:
             yield one
 
 
-def test_a_region_is_held_until_its_puts_have_ended(rig: Rig) -> None:
+def test_a_region_is_held_until_its_puts_have_ended(rig: GrpcClient) -> None:
     with FlagWords.create(1) as flags:
         puts = rig.client.arm([rig.block(0)], flags[0])
         with pytest.raises(RegionBusy):
@@ -105,7 +105,7 @@ def test_a_region_is_held_until_its_puts_have_ended(rig: Rig) -> None:
         rig.client.put([Block(block_key(b"closed"), rig.kv, 0, SIZE)])
 
 
-def test_what_was_abandoned_is_not_read_any_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_abandoned_is_not_read_any_more(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(rig, monkeypatch)
     rig.fill(1)
     puts = rig.client.arm([rig.block(0), rig.block(1)])
@@ -125,7 +125,7 @@ def test_what_was_abandoned_is_not_read_any_more(rig: Rig, monkeypatch: pytest.M
     assert isinstance(rig.client.get_inline(rig.block(1).key, SIZE), Miss)
 
 
-def test_a_client_that_closes_reads_nothing_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_closes_reads_nothing_more(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(rig, monkeypatch)
     with FlagWords.create(1) as flags:
         waiting = rig.client.arm([rig.block(2)], flags[0])
@@ -140,7 +140,7 @@ def test_a_client_that_closes_reads_nothing_more(rig: Rig, monkeypatch: pytest.M
     assert waiting.progress()[0] == 0
 
 
-def test_blocks_that_fire_together_go_in_one_stream(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_fire_together_go_in_one_stream(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = []
     inline = rig.client._inline
     put_many = inline.put_many
@@ -159,7 +159,7 @@ def test_blocks_that_fire_together_go_in_one_stream(rig: Rig, monkeypatch: pytes
     assert len(streams) <= 2, "one for what came first, and one for what came while its thread began"
 
 
-def test_a_block_is_named_before_it_fires_or_not_sent(rig: Rig) -> None:
+def test_a_block_is_named_before_it_fires_or_not_sent(rig: GrpcClient) -> None:
     rig.fill(7)
     with FlagWords.create(1) as flags:
         puts = rig.client.arm([Block(b"", rig.kv, 0, SIZE), Block(b"", rig.kv, 0, SIZE)], flags[0])
@@ -171,7 +171,7 @@ def test_a_block_is_named_before_it_fires_or_not_sent(rig: Rig) -> None:
     assert rig.client.get_inline(block_key(b"named"), SIZE) == b"\7" * SIZE
 
 
-def test_pieces_and_parts_come_back_in_their_places(rig: Rig) -> None:
+def test_pieces_and_parts_come_back_in_their_places(rig: GrpcClient) -> None:
     rig.fill(0)
     rig.memory[:200], rig.memory[SIZE : SIZE + 100] = b"a" * 200, b"b" * 100
     key = block_key(b"pieces")
@@ -188,7 +188,7 @@ def test_pieces_and_parts_come_back_in_their_places(rig: Rig) -> None:
 
 
 def test_blocks_come_in_their_order_and_a_waiter_gets_the_first(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.fill(3)
     blocks = [rig.block(number) for number in range(4)]
@@ -219,7 +219,7 @@ def test_blocks_come_in_their_order_and_a_waiter_gets_the_first(
     rig.kv.close()
 
 
-def busy_at_first(rig: Rig, monkeypatch: pytest.MonkeyPatch, keys: set[bytes]) -> list[int]:
+def busy_at_first(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch, keys: set[bytes]) -> list[int]:
     """Let the node be too busy for these once; how many blocks each stream is asked for."""
     inline, asked = rig.client._inline, list[int]()
     get_many = inline.get_many
@@ -234,7 +234,7 @@ def busy_at_first(rig: Rig, monkeypatch: pytest.MonkeyPatch, keys: set[bytes]) -
 
 
 def test_a_node_that_is_too_busy_for_a_block_is_asked_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.fill(6)
     blocks = [rig.block(number) for number in range(6)]
@@ -249,7 +249,7 @@ def test_a_node_that_is_too_busy_for_a_block_is_asked_again(
 
 
 def test_many_threads_get_what_is_stored_and_no_miss(node: NodeProcess) -> None:
-    rig = Rig(node, block_bytes_max=1 << 20)
+    rig = GrpcClient(node, block_bytes_max=1 << 20)
     with rig.client as client:
         memory = bytearray(32 << 20)
         kv = client.register(memory)
@@ -272,7 +272,7 @@ def test_many_threads_get_what_is_stored_and_no_miss(node: NodeProcess) -> None:
 
 
 def test_puts_that_the_node_has_no_memory_for_are_sent_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inline, sent = rig.client._inline, list[int]()
     put_many = inline.put_many
@@ -291,7 +291,7 @@ def test_puts_that_the_node_has_no_memory_for_are_sent_again(
 
 
 def test_what_broke_a_stream_is_the_error_of_all_that_it_did_not_take(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = NotAuthenticated("The token is not valid.")
     monkeypatch.setattr(
@@ -301,7 +301,9 @@ def test_what_broke_a_stream_is_the_error_of_all_that_it_did_not_take(
     assert [one.error for one in results] == [broken] * 3
 
 
-def test_a_region_is_held_while_a_get_into_it_goes_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_is_held_while_a_get_into_it_goes_on(
+    rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig.client.put([rig.block(0)])
     came, goes_on = threading.Event(), threading.Event()
     inline = rig.client._inline
@@ -326,7 +328,7 @@ def test_a_region_is_held_while_a_get_into_it_goes_on(rig: Rig, monkeypatch: pyt
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_callback_may_fail_or_close_the_client(rig: Rig) -> None:
+def test_a_callback_may_fail_or_close_the_client(rig: GrpcClient) -> None:
     def fail(_: object) -> None:
         raise RuntimeError("the caller's own")
 
@@ -339,7 +341,7 @@ def test_a_callback_may_fail_or_close_the_client(rig: Rig) -> None:
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
 def test_mistakes_are_usage_errors_whatever_the_transport(node: NodeProcess, transport: str) -> None:
-    rig = Rig(node, transport=transport)
+    rig = GrpcClient(node, transport=transport)
     block, wrong = rig.block(0), cast("Any", 7)
     with rig.client as client:
         for call in (
@@ -361,7 +363,7 @@ def test_mistakes_are_usage_errors_whatever_the_transport(node: NodeProcess, tra
 
 def test_a_node_that_is_away_is_a_miss_and_an_error_within_the_deadline() -> None:
     with LocalNode() as node:
-        rig = Rig(node, get_timeout_ms=2_000)
+        rig = GrpcClient(node, get_timeout_ms=2_000)
         with rig.client as client:
             client.attach()
             assert not client.is_attached
@@ -385,7 +387,7 @@ def test_without_libfabric_blocks_go_inside_grpc_and_that_is_said_once(
 
     monkeypatch.setattr(OwnSide, "open_fabric", missing)
     with caplog.at_level(logging.WARNING):
-        rig = Rig(node, transport="auto")
+        rig = GrpcClient(node, transport="auto")
         with rig.client as client:
             assert client.transport == "grpc"
             rig.fill(5)

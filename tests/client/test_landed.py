@@ -12,10 +12,10 @@ from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
-    from tests.conftest import Rig
+    from tests.conftest import ClientWithBuffers
 
 
-def test_a_put_has_landed_before_it_has_ended(rig: Rig) -> None:
+def test_a_put_has_landed_before_it_has_ended(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number) for number in range(4)]
     armed = rig.client.arm(blocks, rig.flags[0])
     assert not armed.wait_landed(0.05)
@@ -28,7 +28,7 @@ def test_a_put_has_landed_before_it_has_ended(rig: Rig) -> None:
     assert rig.client.prefix([block.key for block in blocks]).blocks == 4
 
 
-def test_what_is_abandoned_never_goes_out_and_the_rest_is_stored(rig: Rig) -> None:
+def test_what_is_abandoned_never_goes_out_and_the_rest_is_stored(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number) for number in range(16)]
     armed = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(8)
@@ -44,7 +44,7 @@ def test_what_is_abandoned_never_goes_out_and_the_rest_is_stored(rig: Rig) -> No
     wait_until(lambda: takes_sixteen(rig), "all slots are free again")
 
 
-def takes_sixteen(rig: Rig) -> bool:
+def takes_sixteen(rig: ClientWithBuffers) -> bool:
     try:
         rig.client.reserve([rig.block(number) for number in range(16, 32)]).give_back()
     except Overloaded:

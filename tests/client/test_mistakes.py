@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.client import AsyncClient, Block, Client, ClusterClient, Nodes
+from kvstore.client import AsyncClient, Block, Client, ClusterClient, Hit, Nodes
 from kvstore.client.checks import check_keys
 from kvstore.client.step_calls import ReadAhead
-from kvstore.errors import InvalidArgument, KeyTaken, NoSession, Refused, SessionRefused, StorageError
+from kvstore.errors import (
+    Closed,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidArgument,
+    KeyTaken,
+    LayoutError,
+    NoSession,
+    Refused,
+    SessionRefused,
+    StorageError,
+)
+from kvstore.layout import Layer, Layout
 from kvstore.limits import BLOCK_BYTES_MAX
+from kvstore.miss import Miss
 from kvstore.names import block_key
 from kvstore.testing import MemoryNode
+from nic_offload.flags import FlagWords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -216,3 +232,115 @@ def test_a_block_s_offset_and_length_are_whole_numbers(client: Client, number: A
     with client.register(bytearray(64)) as region:
         assert "whole numbers" in says(Block, KEY, region, number, 8)
         assert "whole numbers" in says(Block, KEY, region, 8, number)
+
+
+def test_a_range_is_checked_before_anything_is_sent(client: Client) -> None:
+    before = client.calls
+    assert "1 to 67108864, not 0" in says(client.get_inline, KEY, 0)
+    assert "1 to 67108864, not 0" in says(client.get_many_inline, [(KEY, 0)])
+    assert "both user and session" in says(client.looked_up, user="ada")
+    assert client.calls == before
+    for wrong in (-5, 0, 1.5, "4", 1 << 40):
+        assert "slots" in says(Client, client.target, slots=wrong)
+        assert "longest block" in says(Client, client.target, block_bytes_max=wrong)
+
+
+@pytest.mark.parametrize("timeout_s", ["x", float("nan"), [1], b"1"])
+def test_a_timeout_is_a_number(client: Client, timeout_s: Any) -> None:
+    with client.register(bytearray(8)) as kv:
+        block = Block(KEY, kv, 0, 8)
+        for call in (
+            lambda: client.put([block], timeout_s=timeout_s),
+            lambda: client.get([block], timeout_s=timeout_s),
+            lambda: client.exists([KEY], timeout_s=timeout_s),
+            lambda: client.erase_user("ada", timeout_s=timeout_s),
+            lambda: client.watch(timeout_s=timeout_s),
+            lambda: client.status(wait_s=timeout_s),
+        ):
+            assert "A timeout is a number of seconds" in says(call)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("-inf")])
+def test_a_timeout_that_is_over_makes_a_get_a_miss(client: Client, timeout_s: float) -> None:
+    with client.register(bytearray(8)) as kv:
+        (miss,) = client.get([Block(KEY, kv, 0, 8)], timeout_s=timeout_s)
+    assert isinstance(miss, Miss)
+    with suppress(DeadlineExceeded):  # or the node was fast
+        client.exists([KEY], timeout_s=timeout_s)
+
+
+def test_an_endless_timeout_is_the_longest(client: Client) -> None:
+    assert client.exists([KEY], timeout_s=float("inf"))
+    assert client.exists([KEY], timeout_s=1 << 70)
+
+
+def test_memory_to_register_is_contiguous_and_writable(client: Client) -> None:
+    strided = memoryview(bytearray(64))[::2]
+    assert "has gaps" in says(client.register, strided)
+    assert "read-only" in says(client.register, memoryview(b"bytes"))
+    assert "has no bytes" in says(client.register, bytearray())
+
+
+def test_what_a_callers_function_takes_and_returns_is_checked(client: Client) -> None:
+    key = block_key(b"of a session")
+    client.put_inline(key, b"12345678")
+    chat = client.session("ada", "resumed")
+    chat.append([key], tokens=1)
+    with client.register(bytearray(8)) as kv:
+        few: Any = lambda: 5  # noqa: E731
+        other: Any = lambda _, __: 5  # noqa: E731
+        odd: Any = lambda _: "first"  # noqa: E731
+        assert "called with 2 arguments" in says(chat.resume, few)
+        assert "returns a Block" in says(chat.resume, other)
+        assert "another key" in says(chat.resume, lambda _, __: Block(KEY, kv, 0, 8))
+        assert "A layer" in says(chat.resuming, lambda _, key: Block(key, kv, 0, 8), layer_of=odd)
+        assert chat.resume(lambda _, key: Block(key, kv, 0, 8)).is_whole, "nothing is left of these"
+
+
+def test_a_failing_function_of_the_caller_costs_the_client_nothing(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = block_key(b"for a failing function")
+    client.put_inline(key, b"12345678")
+    called = threading.Event()
+
+    def fails(_: object) -> None:
+        called.set()
+        raise ValueError("the caller's own")
+
+    with client.register(bytearray(8)) as kv:
+        client.getting([Block(key, kv, 0, 8)], ended=fails)
+        assert called.wait(10)
+        for _ in range(3):  # by the same thread
+            assert client.get([Block(key, kv, 0, 8)], timeout_s=10) == [Hit(key)]
+            assert client.put([Block(key, kv, 0, 8)], timeout_s=10)[0].error is None
+    assert "`ended` of a get failed" in caplog.text
+
+
+def test_flag_words_and_their_values_have_a_range() -> None:
+    for count in (0, -1, 10**12, 1.5, "2"):
+        assert "1 to 1048576 words" in says(FlagWords.create, count)
+    assert "`FlagWords.path`" in says(FlagWords.open, None)
+    with FlagWords.create(1) as flags:
+        for value in (-1, 1 << 64, "1", None):
+            assert "0 to 18446744073709551615" in says(flags[0].store, value)
+        assert flags[0].load() == 0
+    with pytest.raises(Closed):
+        flags[0]
+
+
+def test_the_settings_of_several_nodes_are_checked() -> None:
+    wrong: Any
+    for wrong in (5, {"127.0.0.1:1"}, [5], ["127.0.0.1:1", None]):
+        for kind in (ClusterClient, Nodes):
+            with pytest.raises(ConfigError, match="HOST:PORT, not"):
+                kind(wrong)
+    assert '"all" or "any"' in says(ClusterClient, ["127.0.0.1:1"], acks="both")
+    assert "replicas" in says(ClusterClient, ["127.0.0.1:1"], replicas="2")
+
+
+def test_a_layout_has_a_bounded_number_of_shards() -> None:
+    layout = Layout("model", "weights", "int8", 1, (Layer(1, 8, 8),))
+    for shards in (0, -1, 1 << 40, 1.5):
+        with pytest.raises(LayoutError, match="1 to 4096 shards"):
+            layout.reshard(shards)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from tests.node.in_process import HeldDrive, NodeInProcess
 
 if TYPE_CHECKING:
     from kvstore.node.node import Node
-    from tests.conftest import Rig
+    from tests.conftest import ClientWithBuffers
 
 pytestmark = pytest.mark.node("in process")
 
@@ -28,12 +28,12 @@ PAGE = 4096
 LENGTH = 100_000
 
 
-def part_of(rig: Rig, block: Block, skip: int, length: int) -> Block:
+def part_of(rig: ClientWithBuffers, block: Block, skip: int, length: int) -> Block:
     return Block(block.key, rig.to_region, block.offset + skip, length, whole=block.length, skip=skip)
 
 
 @pytest.mark.parametrize("way", ["fabric", "rpc"])
-def test_parts_are_exact_from_the_drive_and_from_memory(rig: Rig, way: str) -> None:
+def test_parts_are_exact_from_the_drive_and_from_memory(rig: ClientWithBuffers, way: str) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(4)]
     put(rig, blocks)
     if way == "rpc":
@@ -57,7 +57,7 @@ def test_parts_are_exact_from_the_drive_and_from_memory(rig: Rig, way: str) -> N
 @pytest.mark.parametrize("on_shelf", [True, False])
 def test_a_part_of_a_block_that_has_changed_elsewhere_is_not_sent(
     node: NodeInProcess,
-    rig: Rig,
+    rig: ClientWithBuffers,
     on_shelf: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     block = rig.block(0, LENGTH)
@@ -87,7 +87,7 @@ def test_a_part_of_a_block_that_has_changed_elsewhere_is_not_sent(
 
 
 @pytest.mark.parametrize("by_rpc", [True, False])
-def test_a_part_that_no_block_has_is_refused_by_the_node(rig: Rig, by_rpc: bool) -> None:  # noqa: FBT001
+def test_a_part_that_no_block_has_is_refused_by_the_node(rig: ClientWithBuffers, by_rpc: bool) -> None:  # noqa: FBT001
     block = rig.block(0, LENGTH)
     put(rig, [block])
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]  # so that it is hot
@@ -112,7 +112,9 @@ def pages_of(pool: Pool) -> list[bytes]:
     return [bytes(memory[:]) for memory in pool.memory]
 
 
-def test_pieces_are_the_callers_again_when_his_time_is_over(node: NodeInProcess, rig: Rig) -> None:
+def test_pieces_are_the_callers_again_when_his_time_is_over(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     layers, count = 25, 60  # 6 MB: two windows
     pool, back = Pool(rig.client, layers, count, PAGE, seed=3), Pool(rig.client, layers, count, PAGE, seed=4)
     blocks = [Block.of_pieces(rig.key(page), pool.pieces(page)) for page in range(count)]
@@ -133,7 +135,9 @@ def test_pieces_are_the_callers_again_when_his_time_is_over(node: NodeInProcess,
     assert [again.page(page) for page in range(16)] == [pool.page(page) for page in range(16)]
 
 
-def test_a_region_is_busy_while_a_get_may_scatter_into_it(node: NodeInProcess, rig: Rig) -> None:
+def test_a_region_is_busy_while_a_get_may_scatter_into_it(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     pool, back = Pool(rig.client, 4, 4, PAGE, seed=3), Pool(rig.client, 4, 4, PAGE)
     block = Block.of_pieces(rig.key(0), pool.pieces(0))
     rig.client.reserve([block]).arm(None).wait(WAIT_S)
@@ -153,7 +157,7 @@ def test_a_region_is_busy_while_a_get_may_scatter_into_it(node: NodeInProcess, r
         region.close()
 
 
-def test_slabs_are_used_again_and_bounded(rig: Rig) -> None:
+def test_slabs_are_used_again_and_bounded(rig: ClientWithBuffers) -> None:
     slabs = rig.client._core.slabs
     taken = [slabs.take(1) for _ in range(SLABS_KEPT + 3)]
     assert len({one.region.address for one in taken}) == len(taken)

@@ -18,7 +18,7 @@ from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from nic_offload.pieces import Pieces
-from tests.conftest import MIB, Rig, small_node
+from tests.conftest import MIB, ClientWithBuffers, small_node
 from tests.nic_offload.rig import needs_provider
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Pool:
         )
 
 
-def test_a_put_of_pieces_is_one_block(rig: Rig) -> None:
+def test_a_put_of_pieces_is_one_block(rig: ClientWithBuffers) -> None:
     pool = Pool(rig.client, 32, 20, PAGE, seed=3)
     blocks = [Block.of_pieces(rig.key(page), pool.pieces(page)) for page in range(20)]
     calls = rig.client.calls
@@ -71,7 +71,7 @@ def test_a_put_of_pieces_is_one_block(rig: Rig) -> None:
         assert rig.target[block.offset : block.offset + block.length] == pool.page(page)
 
 
-def test_pieces_and_whole_blocks_go_with_one_flag_and_are_read_when_it_fires(rig: Rig) -> None:
+def test_pieces_and_whole_blocks_go_with_one_flag_and_are_read_when_it_fires(rig: ClientWithBuffers) -> None:
     pool = Pool(rig.client, 8, 4, PAGE, seed=4)
     blocks = [
         Block.of_pieces(rig.key(0), pool.pieces(0), threshold=1),
@@ -93,7 +93,7 @@ def test_pieces_and_whole_blocks_go_with_one_flag_and_are_read_when_it_fires(rig
         assert rig.target[: len(bytes_)] == bytes_
 
 
-def test_a_reservation_takes_pieces_as_well(rig: Rig) -> None:
+def test_a_reservation_takes_pieces_as_well(rig: ClientWithBuffers) -> None:
     pool = Pool(rig.client, 16, 12, PAGE, seed=5)
     blocks = [Block.of_pieces(rig.key(page), pool.pieces(page)) for page in range(12)]
     puts = rig.client.reserve(blocks).arm(rig.flags[0])
@@ -128,7 +128,7 @@ def test_pieces_go_over_other_providers(tmp_path: Path, provider: str) -> None:
         assert [back.page(page) for page in range(8)] == [pool.page(page) for page in range(8)]
 
 
-def test_pieces_go_inside_grpc(rig: Rig) -> None:
+def test_pieces_go_inside_grpc(rig: ClientWithBuffers) -> None:
     rig.client.put_inline(rig.key(1), [b"K" * 5000, memoryview(b"V" * 3000)])
     assert rig.client.get_inline(rig.key(1), 8000) == b"K" * 5000 + b"V" * 3000
     (result,) = rig.client.put_many_inline([(rig.key(2), (b"k", b"v" * 300_000))])
@@ -136,7 +136,7 @@ def test_pieces_go_inside_grpc(rig: Rig) -> None:
     assert rig.client.get_inline(rig.key(2), 300_001) == b"k" + b"v" * 300_000
 
 
-def test_what_can_not_be_a_block_of_pieces_is_refused(rig: Rig) -> None:
+def test_what_can_not_be_a_block_of_pieces_is_refused(rig: ClientWithBuffers) -> None:
     pieces = Pool(rig.client, 2, 2, PAGE).pieces(0)
     key = rig.key(0)
     with pytest.raises(InvalidArgument, match="in total"):
@@ -158,7 +158,7 @@ def test_what_can_not_be_a_block_of_pieces_is_refused(rig: Rig) -> None:
 # --- gets
 
 
-def test_blocks_come_into_their_pieces_and_nowhere_else(rig: Rig) -> None:
+def test_blocks_come_into_their_pieces_and_nowhere_else(rig: ClientWithBuffers) -> None:
     """Some hundred of them, so in several windows; with some that are missed, and some that belong in one run."""
     pool, back = Pool(rig.client, 32, 100, PAGE, seed=7), Pool(rig.client, 32, 100, PAGE, seed=8)
     blocks = [Block.of_pieces(rig.key(page), pool.pieces(page)) for page in range(100)]
@@ -196,7 +196,7 @@ def test_a_block_larger_than_a_slab_comes_too(node: NodeProcess, tenant: str) ->
         assert [back.page(page) for page in range(2)] == [pool.page(page) for page in range(2)]
 
 
-def test_more_blocks_than_a_call_names_come_in_one_get(rig: Rig) -> None:
+def test_more_blocks_than_a_call_names_come_in_one_get(rig: ClientWithBuffers) -> None:
     count = 2500
     blocks = [Block(rig.key(number), rig.from_region, number * 3000, 3000) for number in range(count)]
     assert all(one.error is None for one in rig.client.put(blocks, timeout_s=60))
@@ -205,7 +205,7 @@ def test_more_blocks_than_a_call_names_come_in_one_get(rig: Rig) -> None:
     assert rig.target[: count * 3000] == rig.source[: count * 3000]
 
 
-def test_layers_of_a_block_are_got_by_themselves(rig: Rig) -> None:
+def test_layers_of_a_block_are_got_by_themselves(rig: ClientWithBuffers) -> None:
     """Each part is exact, and nothing beside it moves."""
     layers = 16
     pool = Pool(rig.client, layers, 6, PAGE, seed=10)
@@ -230,7 +230,7 @@ def test_layers_of_a_block_are_got_by_themselves(rig: Rig) -> None:
     assert (rig.target[:100], rig.target[5101:]) == (before[:100], before[5101:])
 
 
-def test_a_part_says_how_long_the_whole_is(rig: Rig) -> None:
+def test_a_part_says_how_long_the_whole_is(rig: ClientWithBuffers) -> None:
     block = rig.block(1, 8 * PAGE)
     rig.client.put([block])
     wanted = Block(block.key, rig.to_region, 0, PAGE, whole=9 * PAGE)
@@ -238,7 +238,7 @@ def test_a_part_says_how_long_the_whole_is(rig: Rig) -> None:
     assert isinstance(outcome, Miss)
 
 
-def test_a_get_of_pieces_that_nobody_waits_for_is_refused(rig: Rig) -> None:
+def test_a_get_of_pieces_that_nobody_waits_for_is_refused(rig: ClientWithBuffers) -> None:
     block = Block.of_pieces(rig.key(0), Pool(rig.client, 2, 2, PAGE).pieces(0))
     with pytest.raises(InvalidArgument, match="get"):
         rig.client.getting([block])

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.client import Block, Hit
 from kvstore.miss import Miss, MissReason
-from tests.conftest import MIB, Rig, small_client, small_node
+from tests.conftest import MIB, ClientWithBuffers, small_client, small_node
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.node("shared")
 WAIT_S = 20.0
 
 
-def put(rig: Rig, blocks: list[Block]) -> None:
+def put(rig: ClientWithBuffers, blocks: list[Block]) -> None:
     """Put them so that only the drive has them: what comes into a reserved slot is not kept in the node's memory."""
     rig.flags[0].store(0)
     puts = rig.client.reserve(blocks).arm(rig.flags[0])
@@ -52,7 +52,7 @@ def corrupt(told: StatisticsResponse) -> int:
 
 @pytest.mark.parametrize("at", [0, 5000, 99_999, -1, -4096])
 def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
-    node: NodeProcess, rig: Rig, at: int
+    node: NodeProcess, rig: ClientWithBuffers, at: int
 ) -> None:
     """Offsets below 0 are in the header page."""
     block = rig.block(0, 100_000)
@@ -74,7 +74,7 @@ def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
     assert rig.is_exact(block)
 
 
-def test_an_inline_get_sees_the_damage_too(node: NodeProcess, rig: Rig) -> None:
+def test_an_inline_get_sees_the_damage_too(node: NodeProcess, rig: ClientWithBuffers) -> None:
     data = rig.source[:100_000]
     rig.client.put_inline(rig.key(0), data)
     flip_a_bit_of(node.data / "drive-0.kv", data, 77_777)
@@ -84,7 +84,7 @@ def test_an_inline_get_sees_the_damage_too(node: NodeProcess, rig: Rig) -> None:
 
 
 def test_after_a_get_has_given_up_no_late_byte_comes(node: NodeProcess) -> None:
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     blocks = [rig.block(i) for i in range(8)]
     put(rig, blocks)
     canary = b"\x5a" * len(rig.target)

@@ -14,7 +14,7 @@ from kvstore.demo.node_process import NodeProcess
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, Overloaded
 from kvstore.miss import Miss, MissReason
-from tests.conftest import MIB, Rig, small_client, small_node
+from tests.conftest import MIB, ClientWithBuffers, small_client, small_node
 from tests.nic_offload.rig import needs_provider, wait_until
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ pytestmark = pytest.mark.node("shared")
 WAIT_S = 20.0
 
 
-def put_all(rig: Rig, lengths: list[int], durability: Durability = Durability.WRITTEN) -> list[object]:
+def put_all(
+    rig: ClientWithBuffers, lengths: list[int], durability: Durability = Durability.WRITTEN
+) -> list[object]:
     blocks = [rig.block(i, length) for i, length in enumerate(lengths)]
     rig.flags[0].store(0)
     puts = rig.client.arm(blocks, rig.flags[0], durability=durability)
@@ -38,7 +40,9 @@ def put_all(rig: Rig, lengths: list[int], durability: Durability = Durability.WR
 
 
 @pytest.mark.parametrize("durability", list(Durability))
-def test_a_put_of_every_durability_comes_back_byte_for_byte(rig: Rig, durability: Durability) -> None:
+def test_a_put_of_every_durability_comes_back_byte_for_byte(
+    rig: ClientWithBuffers, durability: Durability
+) -> None:
     lengths = [1, 511, 4095, 4096, 4097, 65537, MIB - 1, MIB]
     blocks = [rig.block(i, length) for i, length in enumerate(lengths)]
     put_all(rig, lengths, durability)
@@ -50,7 +54,7 @@ def test_a_put_of_every_durability_comes_back_byte_for_byte(rig: Rig, durability
     assert all(rig.is_exact(block) for block in blocks)
 
 
-def test_a_get_writes_inside_its_block_and_nowhere_else(rig: Rig) -> None:
+def test_a_get_writes_inside_its_block_and_nowhere_else(rig: ClientWithBuffers) -> None:
     put_all(rig, [5000])
     rig.target[:] = b"\xa5" * len(rig.target)
     block = rig.block(0, 5000, region=rig.to_region, offset=12345)
@@ -60,7 +64,7 @@ def test_a_get_writes_inside_its_block_and_nowhere_else(rig: Rig) -> None:
     assert rig.target[17345:] == b"\xa5" * (len(rig.target) - 17345)
 
 
-def test_another_process_fires_the_put_and_the_application_calls_nothing(rig: Rig) -> None:
+def test_another_process_fires_the_put_and_the_application_calls_nothing(rig: ClientWithBuffers) -> None:
     block = rig.block(0)
     puts = rig.client.arm([block], rig.flags[0])
     before = rig.client.calls
@@ -75,7 +79,7 @@ def test_another_process_fires_the_put_and_the_application_calls_nothing(rig: Ri
     assert rig.client.calls == before
 
 
-def test_nothing_goes_out_before_its_threshold(rig: Rig) -> None:
+def test_nothing_goes_out_before_its_threshold(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(i) for i in range(3)]
     puts = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(2)
@@ -86,7 +90,7 @@ def test_nothing_goes_out_before_its_threshold(rig: Rig) -> None:
     assert all(result.error is None for result in puts.wait(WAIT_S))
 
 
-def test_a_block_that_is_stored_is_not_sent_again(rig: Rig) -> None:
+def test_a_block_that_is_stored_is_not_sent_again(rig: ClientWithBuffers) -> None:
     put_all(rig, [MIB] * 4)
     sent = rig.client.fabric.statistics().put_bytes
     reservation = rig.client.reserve([rig.block(i) for i in range(5)])
@@ -103,7 +107,7 @@ def test_a_block_that_is_stored_is_not_sent_again(rig: Rig) -> None:
 
 
 def test_a_cancelled_put_never_goes_out_and_its_slot_is_used_again(node: NodeProcess) -> None:
-    rig = Rig(node, slots=1)
+    rig = ClientWithBuffers(node, slots=1)
     for _ in range(3):  # more rounds than there are slots
         puts = rig.client.arm([rig.block(0)], rig.flags[0])
         assert puts.cancel() == 1
@@ -115,7 +119,7 @@ def test_a_cancelled_put_never_goes_out_and_its_slot_is_used_again(node: NodePro
     rig.close()
 
 
-def _until_a_slot_is_free(rig: Rig) -> None:
+def _until_a_slot_is_free(rig: ClientWithBuffers) -> None:
     for _ in range(1000):
         try:
             rig.client.reserve([rig.block(1)]).give_back()
@@ -125,7 +129,7 @@ def _until_a_slot_is_free(rig: Rig) -> None:
     pytest.fail("the slot did not come back")
 
 
-def test_what_was_acknowledged_as_written_is_not_sent_again(rig: Rig) -> None:
+def test_what_was_acknowledged_as_written_is_not_sent_again(rig: ClientWithBuffers) -> None:
     """However soon it is asked: the node's C core has told the client, and perhaps not the node's Python."""
     for first in range(20, 80, 3):
         blocks = [rig.block(number, 4096) for number in range(first, first + 3)]
@@ -136,13 +140,13 @@ def test_what_was_acknowledged_as_written_is_not_sent_again(rig: Rig) -> None:
 
 
 def test_a_reservation_given_back_frees_its_slots(node: NodeProcess) -> None:
-    rig = Rig(node, slots=2)
+    rig = ClientWithBuffers(node, slots=2)
     for _ in range(5):
         _until_a_slot_is_free(rig)
     rig.close()
 
 
-def test_a_flag_that_comes_too_late_fires_nothing(rig: Rig) -> None:
+def test_a_flag_that_comes_too_late_fires_nothing(rig: ClientWithBuffers) -> None:
     puts = rig.client.arm([rig.block(0)], rig.flags[0], lease_ms=200)
     (result,) = puts.wait(WAIT_S)
     assert isinstance(result.error, DeadlineExceeded)
@@ -151,7 +155,7 @@ def test_a_flag_that_comes_too_late_fires_nothing(rig: Rig) -> None:
     put_all(rig, [MIB])  # and the client goes on
 
 
-def test_a_get_under_another_layout_or_length_is_a_miss(node: NodeProcess, rig: Rig) -> None:
+def test_a_get_under_another_layout_or_length_is_a_miss(node: NodeProcess, rig: ClientWithBuffers) -> None:
     put_all(rig, [MIB])
     short = rig.block(0, MIB - 1, region=rig.to_region)
     (outcome,) = rig.client.get([short], timeout_s=WAIT_S)
@@ -164,7 +168,7 @@ def test_a_get_under_another_layout_or_length_is_a_miss(node: NodeProcess, rig: 
         assert outcome.reason is MissReason.LAYOUT
 
 
-def test_another_tenant_does_not_get_the_block(node: NodeProcess, rig: Rig) -> None:
+def test_another_tenant_does_not_get_the_block(node: NodeProcess, rig: ClientWithBuffers) -> None:
     put_all(rig, [MIB])
     with small_client(node.target, tenant="other") as other:
         region = other.register(bytearray(MIB))
@@ -173,7 +177,7 @@ def test_another_tenant_does_not_get_the_block(node: NodeProcess, rig: Rig) -> N
         assert outcome.reason is MissReason.UNKNOWN
 
 
-def test_inline_and_fabric_see_the_same_blocks(rig: Rig) -> None:
+def test_inline_and_fabric_see_the_same_blocks(rig: ClientWithBuffers) -> None:
     data = bytes(rig.source[:70_000])
     assert rig.client.put_inline(rig.key(0), data) is Durability.WRITTEN
     assert rig.client.get_inline(rig.key(0), len(data)) == data
@@ -189,7 +193,7 @@ def test_a_block_as_large_as_they_come(tmp_path: Path) -> None:
         NodeProcess(tmp_path / "node", capacity="256MiB") as node,
         Client(node.target, slots=1, block_bytes_max=length) as client,
     ):
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         data = bytearray(rig.source[:] * 4)
         into = bytearray(length)
         source = client.register(data)
@@ -207,7 +211,7 @@ def test_a_block_as_large_as_they_come(tmp_path: Path) -> None:
 def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> None:
     needs_provider(provider)
     with small_node(tmp_path / "node", provider=provider) as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         with Client(node.target, provider=provider, slots=8, block_bytes_max=MIB) as client:
             source, target = client.register(rig.source), client.register(rig.target)
             blocks = [Block(rig.key(i), source, i * MIB, MIB, threshold=1) for i in range(8)]
@@ -220,7 +224,7 @@ def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> N
         rig.close()
 
 
-def test_a_block_whose_time_is_over_leaves_the_node_though_nobody_asks(rig: Rig) -> None:
+def test_a_block_whose_time_is_over_leaves_the_node_though_nobody_asks(rig: ClientWithBuffers) -> None:
     others = rig.client.status().blocks
     expires_unix_ms = time.time_ns() // 1_000_000 + 300
     assert rig.client.put_inline(rig.key(1), b"short-lived", expires_unix_ms=expires_unix_ms) is not None

@@ -28,7 +28,7 @@ from nic_offload.memory import allocate
 from nic_offload.trigger import TriggeredNotify, TriggeredPut, arm
 from tests.client.test_fabric_calls import get, link_of
 from tests.client.test_promises import put
-from tests.conftest import MIB, Rig
+from tests.conftest import MIB, ClientWithBuffers
 from tests.nic_offload.rig import wait_until
 from tests.nic_offload.test_granted import head_of
 from tests.node.in_process import NodeInProcess
@@ -84,7 +84,7 @@ class Forger:
 
 
 @pytest.fixture
-def at_node(rig: Rig) -> Iterator[Forger]:
+def at_node(rig: ClientWithBuffers) -> Iterator[Forger]:
     """It writes to the connection's memory at the node."""
     link = link_of(rig.client)
     forger = Forger(rig.client.fabric.provider, link.node_address)
@@ -93,7 +93,7 @@ def at_node(rig: Rig) -> Iterator[Forger]:
 
 
 @pytest.fixture
-def at_client(rig: Rig) -> Iterator[Forger]:
+def at_client(rig: ClientWithBuffers) -> Iterator[Forger]:
     """It writes to the client's own memory."""
     link = link_of(rig.client)
     forger = Forger(rig.client.fabric.provider, link.endpoint.address())
@@ -101,7 +101,7 @@ def at_client(rig: Rig) -> Iterator[Forger]:
     forger.close()
 
 
-def is_well(rig: Rig, link: Link, number: int) -> None:
+def is_well(rig: ClientWithBuffers, link: Link, number: int) -> None:
     """The connection is the same, and serves."""
     block = rig.block(number)
     put(rig, [block])
@@ -130,7 +130,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[pb.AttachResponse]:
 
 
 def test_a_forged_put_is_not_stored_and_the_connection_goes_on(
-    told: list[pb.AttachResponse], rig: Rig, at_node: Forger
+    told: list[pb.AttachResponse], rig: ClientWithBuffers, at_node: Forger
 ) -> None:
     link = link_of(rig.client)
     puts = told[0].puts
@@ -146,7 +146,9 @@ def test_a_forged_put_is_not_stored_and_the_connection_goes_on(
     assert isinstance(rig.client.exists([key])[0], Miss)
 
 
-def test_a_forged_call_is_not_answered_and_the_connection_goes_on(rig: Rig, at_node: Forger) -> None:
+def test_a_forged_call_is_not_answered_and_the_connection_goes_on(
+    rig: ClientWithBuffers, at_node: Forger
+) -> None:
     """It wants a block of the tenant's sent to where the forger likes. Its flag is not believed, so nobody reads it."""
     link = link_of(rig.client)
     block = rig.block(0)
@@ -169,7 +171,7 @@ def test_a_forged_call_is_not_answered_and_the_connection_goes_on(rig: Rig, at_n
 
 
 def test_a_call_that_is_written_over_on_its_way_ends_the_connection_with_a_sentence(
-    rig: Rig, caplog: pytest.LogCaptureFixture, at_node: Forger
+    rig: ClientWithBuffers, caplog: pytest.LogCaptureFixture, at_node: Forger
 ) -> None:
     """Under its own flag. So much a forger can do to a connection whose keys it has; the next one has others."""
     link = link_of(rig.client)
@@ -189,7 +191,7 @@ def test_a_call_that_is_written_over_on_its_way_ends_the_connection_with_a_sente
 
 def test_the_node_counts_what_it_does_not_believe(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "node") as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         link = link_of(rig.client)
 
         def foreign() -> int:
@@ -208,7 +210,7 @@ def test_the_node_counts_what_it_does_not_believe(tmp_path: Path) -> None:
         rig.close()
 
 
-def test_forged_words_settle_neither_put_nor_get(rig: Rig, at_client: Forger) -> None:
+def test_forged_words_settle_neither_put_nor_get(rig: ClientWithBuffers, at_client: Forger) -> None:
     """All of the client's words say that all is well; nothing of it is believed."""
     link = link_of(rig.client)
     key = link._acks.key
@@ -221,7 +223,7 @@ def test_forged_words_settle_neither_put_nor_get(rig: Rig, at_client: Forger) ->
 
 
 def test_a_forged_answer_is_an_error_and_leases_nothing(
-    rig: Rig, at_client: Forger, monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, at_client: Forger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is written over the node's before its client reads it."""
     link = link_of(rig.client)
@@ -244,7 +246,7 @@ def test_a_forged_answer_is_an_error_and_leases_nothing(
 
 
 def test_either_end_of_an_earlier_version_is_served_without_seals(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who doesn't say `seals` gets none, and who gets none looks for none: so it is with both of the other versions."""
     request = pb.AttachRequest
@@ -261,7 +263,10 @@ def test_either_end_of_an_earlier_version_is_served_without_seals(
 
 
 def test_the_secret_of_a_connection_is_nowhere_to_be_read(
-    told: list[pb.AttachResponse], rig: Rig, node: NodeInProcess, caplog: pytest.LogCaptureFixture
+    told: list[pb.AttachResponse],
+    rig: ClientWithBuffers,
+    node: NodeInProcess,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("DEBUG")
     link = link_of(rig.client)
@@ -271,7 +276,7 @@ def test_the_secret_of_a_connection_is_nowhere_to_be_read(
     assert "attached" in caplog.text
     assert secret.hex() not in caplog.text
     assert str(secret) not in repr(Seal(secret))
-    second = Rig(node)
+    second = ClientWithBuffers(node)
     link_of(second.client)
     second.close()
     assert told[1].seal != secret

@@ -27,7 +27,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.node.tenants import token_digest
 from tests.client.test_fabric_calls import get, link_of
 from tests.client.test_seal import areas
-from tests.conftest import MIB, Rig, small_node
+from tests.conftest import MIB, ClientWithBuffers, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
 
 
-def shared_blocks(rig: Rig) -> int:
+def shared_blocks(rig: ClientWithBuffers) -> int:
     calls = link_of(rig.client).calls
     assert calls is not None
     return calls.caller.shared_blocks
@@ -52,14 +52,14 @@ def inner(tmp_path: Path) -> Iterator[NodeInProcess]:
         yield node
 
 
-def put(rig: Rig, blocks: list[Block], durability: Durability = Durability.WRITTEN) -> None:
+def put(rig: ClientWithBuffers, blocks: list[Block], durability: Durability = Durability.WRITTEN) -> None:
     results = rig.client.put(blocks, durability=durability)
     assert [result.error for result in results] == [None] * len(blocks)
 
 
 @contextmanager
-def rig_of(node: Any) -> Iterator[Rig]:
-    rig = Rig(node)
+def rig_of(node: Any) -> Iterator[ClientWithBuffers]:
+    rig = ClientWithBuffers(node)
     try:
         yield rig
     finally:
@@ -67,12 +67,12 @@ def rig_of(node: Any) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def inside(inner: NodeInProcess) -> Iterator[Rig]:
+def inside(inner: NodeInProcess) -> Iterator[ClientWithBuffers]:
     with rig_of(inner) as rig:
         yield rig
 
 
-def test_what_landed_is_got_out_of_the_nodes_memory(rig: Rig) -> None:
+def test_what_landed_is_got_out_of_the_nodes_memory(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number, length) for number, length in enumerate((1, 4096, 100_000, MIB))]
     put(rig, blocks)
     assert get(rig, blocks) == [Hit(block.key) for block in blocks]
@@ -81,7 +81,7 @@ def test_what_landed_is_got_out_of_the_nodes_memory(rig: Rig) -> None:
     assert rig.client.status().mapped == 1
 
 
-def test_what_only_the_drive_has_is_read_in_memory_too(rig: Rig, node: NodeProcess) -> None:
+def test_what_only_the_drive_has_is_read_in_memory_too(rig: ClientWithBuffers, node: NodeProcess) -> None:
     blocks = [rig.block(number) for number in range(4)]
     put(rig, blocks)
     node.stop()
@@ -95,7 +95,7 @@ def test_what_only_the_drive_has_is_read_in_memory_too(rig: Rig, node: NodeProce
             assert shared_blocks(later) == 4 * (number + 1)
 
 
-def test_parts_of_blocks(rig: Rig) -> None:
+def test_parts_of_blocks(rig: ClientWithBuffers) -> None:
     block = rig.block(0)
     put(rig, [block])
     part = Block(block.key, rig.to_region, 0, 300_001, whole=MIB, skip=70_000)
@@ -105,7 +105,7 @@ def test_parts_of_blocks(rig: Rig) -> None:
 
 
 def test_a_block_whose_bytes_changed_in_memory_is_a_miss_and_then_comes_from_the_drive(
-    inside: Rig, inner: NodeInProcess
+    inside: ClientWithBuffers, inner: NodeInProcess
 ) -> None:
     block = inside.block(0, 100_000)
     put(inside, [block])
@@ -131,7 +131,7 @@ class Churn:
 
     NAMES = 300
 
-    def __init__(self, node: NodeInProcess, writer: Rig) -> None:
+    def __init__(self, node: NodeInProcess, writer: ClientWithBuffers) -> None:
         self._node, self._writer = node, writer
         self._stop = threading.Event()
         draw = random.Random(1)
@@ -154,7 +154,7 @@ class Churn:
         put(self._writer, blocks, Durability.LANDED)
         self._writer.client.delete([block.key for block in blocks[::4]])
 
-    def _read(self, rig: Rig, draw: random.Random) -> None:
+    def _read(self, rig: ClientWithBuffers, draw: random.Random) -> None:
         numbers = draw.sample(range(self.NAMES), draw.choice((1, 1, 2, 12)))
         blocks = self._blocks(numbers, rig.to_region)
         for number, block, outcome in zip(numbers, blocks, rig.client.get(blocks), strict=True):
@@ -193,7 +193,9 @@ def test_no_wrong_byte_while_blocks_come_and_go_under_readers(tmp_path: Path) ->
     assert churn.shared > 100, f"of {churn.hits} hits, out of the node's memory"
 
 
-def test_a_node_that_dies_under_a_reader_costs_misses_and_no_wrong_byte(rig: Rig, node: NodeProcess) -> None:
+def test_a_node_that_dies_under_a_reader_costs_misses_and_no_wrong_byte(
+    rig: ClientWithBuffers, node: NodeProcess
+) -> None:
     blocks = [rig.block(number) for number in range(16)]
     put(rig, blocks)
     assert all(isinstance(one, Hit) for one in get(rig, blocks))
@@ -259,7 +261,9 @@ def test_readers_that_call_no_more_hold_up_a_get_from_the_drive_for_two_seconds_
 
 
 @pytest.fixture
-def offer(inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[pb.SharedMemory, Rig]]:
+def offer(
+    inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[pb.SharedMemory, ClientWithBuffers]]:
     """What a client was told of the memory, which it has not mapped."""
     told = areas(monkeypatch)
     monkeypatch.setattr(links, "map_shared", lambda *_: MappedMemory())
@@ -281,7 +285,7 @@ def ask(name: str, shown: bytes) -> int | None:
 
 
 def test_a_pass_is_good_once_and_gives_memory_that_only_the_node_can_change(
-    offer: tuple[pb.SharedMemory, Rig],
+    offer: tuple[pb.SharedMemory, ClientWithBuffers],
 ) -> None:
     told, _ = offer
     fd = ask(told.socket, told.pass_once)
@@ -301,7 +305,7 @@ def test_a_pass_is_good_once_and_gives_memory_that_only_the_node_can_change(
 
 
 def test_no_other_pass_is_good_nor_one_of_a_connection_that_is_closed(
-    offer: tuple[pb.SharedMemory, Rig], inner: NodeInProcess
+    offer: tuple[pb.SharedMemory, ClientWithBuffers], inner: NodeInProcess
 ) -> None:
     told, rig = offer
     assert ask(told.socket, secrets.token_bytes(SHARE_PASS_BYTES)) is None
@@ -338,7 +342,7 @@ def test_slots_that_cannot_be_mapped_for_want_of_a_descriptor_leave_none_behind(
         os.close(fd)
 
 
-def test_callers_that_show_nothing_are_hung_up_on(offer: tuple[pb.SharedMemory, Rig]) -> None:
+def test_callers_that_show_nothing_are_hung_up_on(offer: tuple[pb.SharedMemory, ClientWithBuffers]) -> None:
     told, rig = offer
     silent = [socket.socket(socket.AF_UNIX) for _ in range(SHARE_CALLERS_MAX)]
     for one in silent:

@@ -30,7 +30,7 @@ from kvstore.wire.ack import ack_word
 from kvstore.wire.sharing import HAS_SLOTS
 from tests.client.test_fabric_calls import link_of
 from tests.client.test_seal import areas
-from tests.conftest import MIB, Rig, small_node
+from tests.conftest import MIB, ClientWithBuffers, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -45,13 +45,13 @@ WAIT_S = 20.0
 LENGTH = 64 << 10
 
 
-def shared_puts(rig: Rig) -> int:
+def shared_puts(rig: ClientWithBuffers) -> int:
     sender = link_of(rig.client).sender
     assert sender is not None
     return sender.shared_puts
 
 
-def memory_of(rig: Rig) -> mmap.mmap:
+def memory_of(rig: ClientWithBuffers) -> mmap.mmap:
     slots = link_of(rig.client).mapped.slots
     assert slots is not None
     return slots.memory
@@ -64,8 +64,8 @@ def inner(tmp_path: Path) -> Iterator[NodeInProcess]:
 
 
 @contextmanager
-def rig_of(node: Any) -> Iterator[Rig]:
-    rig = Rig(node)
+def rig_of(node: Any) -> Iterator[ClientWithBuffers]:
+    rig = ClientWithBuffers(node)
     try:
         yield rig
     finally:
@@ -73,17 +73,17 @@ def rig_of(node: Any) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def inside(inner: NodeInProcess) -> Iterator[Rig]:
+def inside(inner: NodeInProcess) -> Iterator[ClientWithBuffers]:
     with rig_of(inner) as rig:
         yield rig
 
 
-def put(rig: Rig, block: Block, durability: Durability = Durability.WRITTEN) -> KvError | None:
+def put(rig: ClientWithBuffers, block: Block, durability: Durability = Durability.WRITTEN) -> KvError | None:
     (result,) = rig.client.put([block], durability=durability, timeout_s=WAIT_S)
     return result.error
 
 
-def is_there(rig: Rig, block: Block) -> bool:
+def is_there(rig: ClientWithBuffers, block: Block) -> bool:
     return rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)] and rig.is_exact(block)
 
 
@@ -109,7 +109,7 @@ def test_a_put_goes_into_the_nodes_memory_and_stays(tmp_path: Path) -> None:
         assert shared_puts(rig) >= 1, "the new connection has its slots mapped, too"
 
 
-def test_many_armed_on_one_flag_go_through_eight_slots(inside: Rig) -> None:
+def test_many_armed_on_one_flag_go_through_eight_slots(inside: ClientWithBuffers) -> None:
     blocks = [
         Block(inside.key(n), inside.from_region, n * 4096, 4000, threshold=n % 5 + 1) for n in range(1000)
     ]
@@ -121,7 +121,7 @@ def test_many_armed_on_one_flag_go_through_eight_slots(inside: Rig) -> None:
     assert all(is_there(inside, block) for block in blocks[::37])
 
 
-def test_an_idle_end_is_woken(inside: Rig) -> None:
+def test_an_idle_end_is_woken(inside: ClientWithBuffers) -> None:
     """Without the doorbells each would wait for the end of a sleep, 20 ms at the node: a fifth of them up to 4 ms."""
     fast = 0
     for number in range(50):
@@ -132,7 +132,7 @@ def test_an_idle_end_is_woken(inside: Rig) -> None:
     assert fast >= 20
 
 
-def test_what_is_written_over_while_it_is_put_is_whole_or_refused(inside: Rig) -> None:
+def test_what_is_written_over_while_it_is_put_is_whole_or_refused(inside: ClientWithBuffers) -> None:
     """The checksum is of the application's bytes: what was torn on its way to the slot is not stored."""
     ends = threading.Event()
 
@@ -154,7 +154,7 @@ def test_what_is_written_over_while_it_is_put_is_whole_or_refused(inside: Rig) -
 # --- a client that lies, or a process that writes where it should not
 
 
-def test_bytes_written_over_after_the_flag_are_refused_or_were_read_before(inside: Rig) -> None:
+def test_bytes_written_over_after_the_flag_are_refused_or_were_read_before(inside: ClientWithBuffers) -> None:
     """The node reads a slot once: what it keeps has the checksum that came with the put."""
     assert put(inside, inside.block(0)) is None
     memory, ends = memory_of(inside), threading.Event()
@@ -239,7 +239,9 @@ def show(told: pb.SharedMemory) -> tuple[int, list[int], socket.socket]:
 
 
 @pytest.fixture
-def offer(inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[pb.SharedMemory, Rig]]:
+def offer(
+    inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[pb.SharedMemory, ClientWithBuffers]]:
     told = areas(monkeypatch)
     monkeypatch.setattr(links, "map_shared", lambda *_: MappedMemory())
     with rig_of(inner) as rig:
@@ -252,7 +254,7 @@ def passes(inner: NodeInProcess) -> int:
 
 
 def test_a_pass_is_good_once_and_for_its_connection(
-    offer: tuple[pb.SharedMemory, Rig], inner: NodeInProcess
+    offer: tuple[pb.SharedMemory, ClientWithBuffers], inner: NodeInProcess
 ) -> None:
     told, rig = offer
     has, given, first = show(told)
@@ -271,7 +273,9 @@ def test_a_pass_is_good_once_and_for_its_connection(
     assert passes(inner) == 0
 
 
-def test_nobody_changes_the_memorys_size(offer: tuple[pb.SharedMemory, Rig], inner: NodeInProcess) -> None:
+def test_nobody_changes_the_memorys_size(
+    offer: tuple[pb.SharedMemory, ClientWithBuffers], inner: NodeInProcess
+) -> None:
     told, rig = offer
     has, given, asked = show(told)
     assert has & HAS_SLOTS
@@ -311,7 +315,7 @@ def test_clients_put_the_same_names_at_the_same_time(tmp_path: Path, *, deletes:
         together = threading.Barrier(len(rigs))
         errors: list[KvError | None] = []
 
-        def go_on(rig: Rig) -> None:
+        def go_on(rig: ClientWithBuffers) -> None:
             rig.name = b"the same"
             rig.source[:4096] = bytes(4096)
             for turn in range(150):
@@ -411,7 +415,7 @@ def test_a_tenant_with_many_connections_leaves_others_places_to_map_slots(inner:
 
 
 def test_a_node_without_a_descriptor_for_a_caller_rests_and_takes_it_later(
-    inner: NodeInProcess, offer: tuple[pb.SharedMemory, Rig], monkeypatch: pytest.MonkeyPatch
+    inner: NodeInProcess, offer: tuple[pb.SharedMemory, ClientWithBuffers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller that can't be accepted stays where it is, and the loop would be told of it over and over."""
     told, _ = offer
@@ -507,7 +511,9 @@ def flags_seen(node: NodeInProcess) -> list[bool]:
     return seen
 
 
-def test_the_node_knows_the_flag_of_a_put_through_shared_memory(inner: NodeInProcess, inside: Rig) -> None:
+def test_the_node_knows_the_flag_of_a_put_through_shared_memory(
+    inner: NodeInProcess, inside: ClientWithBuffers
+) -> None:
     assert put(inside, inside.block(0)) is None
     assert flags_seen(inner) == [True]
     assert inner.call(lambda node: node.traces.fired_blocks) == 1

@@ -20,7 +20,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.wire import fabric_call
 from tests.client.test_fabric_calls import forbid_grpc, get, link_of, served
 from tests.client.test_promises import put
-from tests.conftest import Rig
+from tests.conftest import ClientWithBuffers
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -44,7 +44,7 @@ def stopped(node: NodeProcess) -> Iterator[None]:
         os.kill(node.pid, signal.SIGCONT)
 
 
-def ask_in_all_places(rig: Rig, block: Block, timeout_s: float = WAIT_S) -> list[Get]:
+def ask_in_all_places(rig: ClientWithBuffers, block: Block, timeout_s: float = WAIT_S) -> list[Get]:
     calls = link_of(rig.client).calls
     assert calls is not None
     gets = [get_of(rig, block, timeout_s) for _ in range(fabric_call.CALL_PLACES)]
@@ -52,14 +52,14 @@ def ask_in_all_places(rig: Rig, block: Block, timeout_s: float = WAIT_S) -> list
     return gets
 
 
-def get_of(rig: Rig, block: Block, timeout_s: float = WAIT_S) -> Get:
+def get_of(rig: ClientWithBuffers, block: Block, timeout_s: float = WAIT_S) -> Get:
     get = rig.client.getting([rig.wanted(block)], timeout_s=timeout_s)
     assert isinstance(get, Get)
     return get
 
 
 def test_gets_beyond_the_places_wait_for_one_and_none_goes_by_grpc(
-    rig: Rig, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = [rig.block(number) for number in range(16)]
     put(rig, blocks)
@@ -75,7 +75,7 @@ def test_gets_beyond_the_places_wait_for_one_and_none_goes_by_grpc(
 
 
 def test_a_get_whose_deadline_finds_it_waiting_is_a_miss_and_the_node_is_never_asked(
-    rig: Rig, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block, other = rig.block(0), rig.block(1)
     put(rig, [block, other])
@@ -106,7 +106,7 @@ def test_a_get_whose_deadline_finds_it_waiting_is_a_miss_and_the_node_is_never_a
 
 
 def test_a_reserve_that_waits_ends_at_its_deadline_and_leaves_the_link(
-    rig: Rig, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(0)
     put(rig, [block])
@@ -123,7 +123,9 @@ def test_a_reserve_that_waits_ends_at_its_deadline_and_leaves_the_link(
     assert rig.client._core.link is link
 
 
-def test_reserves_that_wait_go_out_and_each_has_its_own_answer(rig: Rig, node: NodeProcess) -> None:
+def test_reserves_that_wait_go_out_and_each_has_its_own_answer(
+    rig: ClientWithBuffers, node: NodeProcess
+) -> None:
     """Answers with bytes: a place is free once these are read, and each lies where its own call was."""
     link = link_of(rig.client)
     count = 2 * fabric_call.CALL_PLACES + 3
@@ -146,7 +148,7 @@ def test_reserves_that_wait_go_out_and_each_has_its_own_answer(rig: Rig, node: N
 
 
 def test_a_node_that_stands_still_ends_the_link_by_the_calls_that_it_took(
-    rig: Rig, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+    rig: ClientWithBuffers, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(0)
     put(rig, [block])
@@ -166,7 +168,7 @@ def test_a_node_that_stands_still_ends_the_link_by_the_calls_that_it_took(
 
 
 @pytest.mark.parametrize("way", ["closed", "lost"])
-def test_calls_that_wait_end_with_their_link(rig: Rig, node: NodeProcess, way: str) -> None:
+def test_calls_that_wait_end_with_their_link(rig: ClientWithBuffers, node: NodeProcess, way: str) -> None:
     block = rig.block(0)
     put(rig, [block])
     with stopped(node):
@@ -204,7 +206,7 @@ def test_two_hundred_gets_in_flight_of_eight_threads_are_exact_and_none_goes_by_
 ) -> None:
     """In memory and from the drive, each into memory of its own, three times over."""
     threads_count, each, length = 8, 25, 20_000
-    with NodeInProcess(tmp_path / "node") as node, closing(Rig(node)) as rig:
+    with NodeInProcess(tmp_path / "node") as node, closing(ClientWithBuffers(node)) as rig:
         blocks = [rig.block(number, length, offset=number * length) for number in range(threads_count * each)]
         for start in range(0, len(blocks), 10):
             put(rig, blocks[start : start + 10])
@@ -236,7 +238,9 @@ def test_two_hundred_gets_in_flight_of_eight_threads_are_exact_and_none_goes_by_
         assert served(node) > 0
 
 
-def impatient(rig: Rig, mine: list[Block], dice: random.Random) -> tuple[list[Hit | Miss], bool]:
+def impatient(
+    rig: ClientWithBuffers, mine: list[Block], dice: random.Random
+) -> tuple[list[Hit | Miss], bool]:
     """Gets of neighbouring blocks with hardly any time; what became of them, and whether all was as it was said."""
     gets = [rig.client.getting([rig.wanted(block)], timeout_s=dice.random() * 0.01) for block in mine]
     outcomes = [get.wait()[0] for get in gets]
@@ -252,7 +256,7 @@ def test_gets_whose_deadlines_end_at_any_moment_write_nothing_afterwards_and_kee
 ) -> None:
     """Many at a time, so that some end while they wait, some as they go out, and some when the node has them."""
     threads_count, each, turns, length = 6, 6, 40, 20_000
-    with NodeInProcess(tmp_path / "node") as node, closing(Rig(node)) as rig:
+    with NodeInProcess(tmp_path / "node") as node, closing(ClientWithBuffers(node)) as rig:
         blocks = [rig.block(number, length, offset=number * length) for number in range(threads_count * each)]
         for start in range(0, len(blocks), 9):
             put(rig, blocks[start : start + 9])

@@ -450,5 +450,5 @@ def test_blocks_in_pieces_of_two_memories_are_there_though_a_node_is_lost(world:
 
 
 def test_more_replicas_than_can_be_kept_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="1 to 2 replicas"):
+    with pytest.raises(InvalidArgument, match="replicas must be 1 to 2, not 3"):
         ClusterClient(["127.0.0.1:1"], replicas=3)

@@ -10,7 +10,7 @@ from kvstore.client import Hit
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import NodeUnavailable
 from kvstore.miss import Miss, MissReason
-from tests.conftest import Rig
+from tests.conftest import ClientWithBuffers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,14 +21,14 @@ BLOCKS = 16
 WAIT_S = 30.0
 
 
-def put(rig: Rig, blocks: list[Block]) -> None:
+def put(rig: ClientWithBuffers, blocks: list[Block]) -> None:
     rig.flags[0].store(0)
     puts = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(BLOCKS)
     assert all(result.error is None for result in puts.wait(WAIT_S))
 
 
-def got(rig: Rig, blocks: list[Block]) -> list[Hit | Miss]:
+def got(rig: ClientWithBuffers, blocks: list[Block]) -> list[Hit | Miss]:
     """What a get of all gives, each hit exact."""
     outcomes = rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S)
     for block, outcome in zip(blocks, outcomes, strict=True):
@@ -42,7 +42,7 @@ def test_a_removed_drive_costs_its_own_blocks_and_nothing_else(tmp_path: Path) -
         tmp_path / "node", arguments=[word for drive in drives for word in ("--drive", f"{drive}:64MiB")]
     )
     try:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         blocks = [rig.block(number) for number in range(BLOCKS)]
         put(rig, blocks)
         each = [drive.blocks for drive in rig.client.status().drives]

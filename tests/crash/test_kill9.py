@@ -18,7 +18,7 @@ from kvstore.durability import Durability
 from kvstore.errors import KvError
 from kvstore.names import SHARED
 from kvstore.sealing.masters import new_master_file
-from tests.conftest import MIB, Rig, small_node
+from tests.conftest import MIB, ClientWithBuffers, small_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ def test_every_block_acknowledged_as_written_survives_sigkill(
         arguments = ["--master-key", f"file:{tmp_path / 'master.key'}"]
     node = small_node(tmp_path / "node", capacity=f"{ROOM_BYTES}", arguments=arguments)
     try:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         acked: dict[bytes, tuple[int, int]] = {}
         tried: dict[bytes, tuple[int, int]] = {}
         written = killed_in_mid_put = 0
@@ -73,7 +73,7 @@ def test_every_block_acknowledged_as_written_survives_sigkill(
 
 
 def one_round(
-    rig: Rig, node: NodeProcess, rng: random.Random, number: int
+    rig: ClientWithBuffers, node: NodeProcess, rng: random.Random, number: int
 ) -> tuple[list[PutResult], list[Block]]:
     """Put some blocks and kill the node at a random moment of it."""
     blocks = [
@@ -99,7 +99,9 @@ def one_round(
     return puts.wait(WAIT_S), blocks
 
 
-def check(rig: Rig, blocks: dict[bytes, tuple[int, int]], acked: dict[bytes, tuple[int, int]]) -> None:
+def check(
+    rig: ClientWithBuffers, blocks: dict[bytes, tuple[int, int]], acked: dict[bytes, tuple[int, int]]
+) -> None:
     """Get blocks and hold them against what was put."""
     names = sorted(blocks)
     for start in range(0, len(names), 8):
@@ -120,7 +122,7 @@ def check(rig: Rig, blocks: dict[bytes, tuple[int, int]], acked: dict[bytes, tup
 def test_a_node_killed_during_a_get_costs_a_miss_and_nothing_else(tmp_path: Path) -> None:
     node = small_node(tmp_path / "node")
     try:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         blocks = [rig.block(i) for i in range(16)]
         puts = rig.client.arm(blocks, rig.flags[0])
         rig.flags[0].store(16)

@@ -15,7 +15,7 @@ import pytest
 from kvstore.client import Block, Hit
 from kvstore.demo.node_process import NodeProcess
 from kvstore.miss import MissReason
-from tests.conftest import MIB, Rig
+from tests.conftest import MIB, ClientWithBuffers
 
 SOAK_S = int(os.environ.get("TRIGGERKV_SOAK_S", "10"))
 BATCH = 16
@@ -35,7 +35,7 @@ def resident_bytes(pid: int) -> int:
 def test_a_small_drive_takes_puts_for_as_long_as_they_come(tmp_path: Path) -> None:
     rng = random.Random(7)
     with NodeProcess(tmp_path / "node", capacity="96MiB") as node:
-        rig = Rig(node, slots=BATCH)
+        rig = ClientWithBuffers(node, slots=BATCH)
         known: dict[bytes, tuple[int, int]] = {}
         put_bytes = hits = misses = number = 0
         before_bytes = 0
@@ -60,19 +60,21 @@ def test_a_small_drive_takes_puts_for_as_long_as_they_come(tmp_path: Path) -> No
         rig.close()
 
 
-def some_block(rig: Rig, rng: random.Random, number: int) -> Block:
+def some_block(rig: ClientWithBuffers, rng: random.Random, number: int) -> Block:
     length = rng.choice([4096, 50_000, 200_000, MIB])
     return Block(rig.key(number), rig.from_region, rng.randrange(15 * MIB), length)
 
 
-def put(rig: Rig, blocks: list[Block]) -> None:
+def put(rig: ClientWithBuffers, blocks: list[Block]) -> None:
     rig.flags[0].store(0)
     puts = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(1)
     assert [result.error for result in puts.wait(WAIT_S)] == [None] * len(blocks)
 
 
-def get_some(rig: Rig, keys: list[bytes], known: dict[bytes, tuple[int, int]]) -> tuple[int, list[bytes]]:
+def get_some(
+    rig: ClientWithBuffers, keys: list[bytes], known: dict[bytes, tuple[int, int]]
+) -> tuple[int, list[bytes]]:
     """Get blocks, all of them exact or gone for room; how many there were, and which were gone."""
     wanted = [Block(key, rig.to_region, at * MIB, known[key][1]) for at, key in enumerate(keys)]
     hits, gone = 0, []

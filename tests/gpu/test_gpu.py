@@ -21,7 +21,7 @@ from kvstore.names import block_key
 from nic_offload.device import Copy
 from nic_offload.flags import FlagWord, FlagWords
 from nic_offload.memory import address_of
-from tests.conftest import Rig, small_node
+from tests.conftest import ClientWithBuffers, small_node
 from tests.device.engine import wait_for
 from tests.device.tensors import BLOCKS, LAYERS, PAGE_BYTES, SHAPES, identity_of, names
 
@@ -177,7 +177,7 @@ def test_latency_from_a_stores_launch_to_landed(
     device: CudaDevice, figure: Callable[[str, float], None], tmp_path: Path
 ) -> None:
     with small_node(tmp_path / "node") as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         with FlagWords.create(1) as words:
             flag, stream = device.map(words[0].address, 8), device.open_stream()
             for name, by_gpu in (("gpu", True), ("host", False)):

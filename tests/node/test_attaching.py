@@ -18,7 +18,7 @@ from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.client.test_promises import put
-from tests.conftest import Rig, small_client, small_node
+from tests.conftest import ClientWithBuffers, small_client, small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def test_an_attach_that_fails_in_the_client_ends_at_the_node(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the node kept the connection, and its slots, until the client was closed."""
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     fabric = rig.client.fabric
 
     def refused(_: bytes) -> int:
@@ -131,7 +131,7 @@ def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once that was said to be an error of the protocol."""
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     with monkeypatch.context() as patched:
         patched.setattr(node_module, "set_aside", lambda _: allocate(MORE_THAN_THERE_IS))
         with pytest.raises(Overloaded, match=r"lacks the \d+ bytes of memory for a client's \d+ slots"):
@@ -149,7 +149,7 @@ def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
 
 
 def test_memory_comes_with_the_first_put_and_with_as_many_more_as_are_under_way(node: NodeInProcess) -> None:
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     rig.client.attach()
     seen = [node.call(lambda inside: inside.landing.total)]
     for blocks in (1, 1, 3, 2, 3):
@@ -164,7 +164,7 @@ def test_memory_comes_with_the_first_put_and_with_as_many_more_as_are_under_way(
 
 def test_a_client_that_only_got_leaves_nothing_behind(node: NodeInProcess) -> None:
     """Once to give back the landing memory that it never had was an error, and the rest of its end was not done."""
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     assert not isinstance(rig.client.get([rig.wanted(rig.block(0, 1000))], timeout_s=WAIT_S)[0], Hit)
     (connection,) = node.call(lambda inside: list(inside.connections.values()))
     assert node.call(lambda inside: inside.landing.total) == 0
@@ -181,7 +181,7 @@ def test_memory_that_is_not_there_is_a_typed_error() -> None:
 def test_a_get_of_a_client_for_whom_there_is_no_memory_is_a_miss(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     with monkeypatch.context() as patched:
         patched.setattr(node_module, "set_aside", lambda _: allocate(MORE_THAN_THERE_IS))
         (outcome,) = rig.client.get([Block(rig.key(0), rig.to_region, 0, 10)], timeout_s=WAIT_S)
@@ -191,7 +191,7 @@ def test_a_get_of_a_client_for_whom_there_is_no_memory_is_a_miss(
 
 
 def test_a_tenant_puts_into_its_share_of_the_landing_memory_and_no_more(node: NodeInProcess) -> None:
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     rig.client.attach()
     slots = 8
 

@@ -18,7 +18,7 @@ from nic_offload.errors import FabricError
 from nic_offload.reader import Reader
 from tests.client.test_cancelled_gets import paint, untouched
 from tests.client.test_promises import put
-from tests.conftest import Rig
+from tests.conftest import ClientWithBuffers
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HeldDrive, NodeInProcess
 
@@ -96,13 +96,13 @@ def held(node: NodeInProcess, tmp_path: Path) -> Iterator[Held]:
 class Getting:
     """A get in a thread of its own."""
 
-    def __init__(self, rig: Rig, blocks: Sequence[Block], timeout_s: float = WAIT_S) -> None:
+    def __init__(self, rig: ClientWithBuffers, blocks: Sequence[Block], timeout_s: float = WAIT_S) -> None:
         self.outcomes: list[Any] = []
         self._wanted = [rig.wanted(block) for block in blocks]
         self._thread = threading.Thread(target=self._get, args=(rig, timeout_s))
         self._thread.start()
 
-    def _get(self, rig: Rig, timeout_s: float) -> None:
+    def _get(self, rig: ClientWithBuffers, timeout_s: float) -> None:
         self.outcomes = rig.client.get(self._wanted, timeout_s=timeout_s)
 
     def wait(self) -> list[Any]:
@@ -133,7 +133,7 @@ def state(node: NodeInProcess) -> tuple[int, int, int, int]:
 
 
 def test_what_was_handed_over_arrives_while_the_nodes_python_stands_still(
-    node: NodeInProcess, rig: Rig, held: Held
+    node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(3)]
     put(rig, blocks)
@@ -158,7 +158,7 @@ def test_what_was_handed_over_arrives_while_the_nodes_python_stands_still(
 
 
 def test_a_get_that_was_given_up_gets_nothing_and_its_memory_is_held_until_the_drive_is_done(
-    node: NodeInProcess, rig: Rig, held: Held
+    node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     block = rig.block(0, LENGTH)
     put(rig, [block])
@@ -180,7 +180,7 @@ def test_a_get_that_was_given_up_gets_nothing_and_its_memory_is_held_until_the_d
 
 
 def test_a_client_that_goes_leaves_its_memory_to_the_drive_until_that_is_done(
-    node: NodeInProcess, rig: Rig, held: Held
+    node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     block = rig.block(0, LENGTH)
     put(rig, [block])
@@ -199,7 +199,7 @@ def test_a_client_that_goes_leaves_its_memory_to_the_drive_until_that_is_done(
 
 
 def test_a_block_deleted_while_it_is_read_is_not_kept_and_its_pages_are_not_reused_before(
-    node: NodeInProcess, rig: Rig, held: Held
+    node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     block = rig.block(0, LENGTH)
     put(rig, [block])
@@ -228,7 +228,7 @@ def test_a_block_deleted_while_it_is_read_is_not_kept_and_its_pages_are_not_reus
 
 @pytest.mark.parametrize("damage", ["another record", "a short read"])
 def test_what_a_reader_does_not_find_the_store_looks_for(
-    node: NodeInProcess, rig: Rig, held: Held, damage: str
+    node: NodeInProcess, rig: ClientWithBuffers, held: Held, damage: str
 ) -> None:
     """Here it is all right on the drive: only the reader was told something else."""
     block, other = rig.block(0, LENGTH), rig.block(1, LENGTH)
@@ -243,7 +243,7 @@ def test_what_a_reader_does_not_find_the_store_looks_for(
 
 
 def test_a_payload_that_is_not_what_was_written_is_missed_and_forgotten(
-    node: NodeInProcess, rig: Rig, held: Held
+    node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     block = rig.block(0, LENGTH)
     put(rig, [block])
@@ -262,7 +262,7 @@ def test_a_payload_that_is_not_what_was_written_is_missed_and_forgotten(
 
 
 def test_of_what_is_read_together_only_the_damaged_one_is_missed(
-    node: NodeInProcess, rig: Rig, held: Held
+    node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(3)]
     put(rig, blocks)
@@ -280,7 +280,7 @@ def test_of_what_is_read_together_only_the_damaged_one_is_missed(
     assert node.call(lambda inside: inside.counters.hits_drive) == 2
 
 
-def test_what_the_fabric_does_not_take_the_store_reads(node: NodeInProcess, rig: Rig) -> None:
+def test_what_the_fabric_does_not_take_the_store_reads(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(2)]
     put(rig, blocks)
 
@@ -298,7 +298,9 @@ def test_what_the_fabric_does_not_take_the_store_reads(node: NodeInProcess, rig:
     wait_until(lambda: state(node) == (0, 0, 0, 0), "all is given back")
 
 
-def test_without_a_reader_what_was_given_up_is_not_sent_either(node: NodeInProcess, rig: Rig) -> None:
+def test_without_a_reader_what_was_given_up_is_not_sent_either(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     """As on a drive that may have no further ring."""
     block = rig.block(0, LENGTH)
     put(rig, [block])
@@ -313,7 +315,9 @@ def test_without_a_reader_what_was_given_up_is_not_sent_either(node: NodeInProce
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
 
 
-def test_without_a_reader_nothing_is_sent_to_a_client_that_has_gone(node: NodeInProcess, rig: Rig) -> None:
+def test_without_a_reader_nothing_is_sent_to_a_client_that_has_gone(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     block = rig.block(0, LENGTH)
     put(rig, [block])
     node.call(lambda inside: inside.fetches.readers._of.clear())
@@ -331,7 +335,7 @@ def test_without_a_reader_nothing_is_sent_to_a_client_that_has_gone(node: NodeIn
 
 def test_each_of_several_drives_has_a_reader(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "node", drives=2) as several:
-        rig = Rig(several)
+        rig = ClientWithBuffers(several)
         blocks = [rig.block(number, LENGTH) for number in range(12)]
         put(rig, blocks)
         asked: set[int] = set()

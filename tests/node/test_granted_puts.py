@@ -14,7 +14,7 @@ from kvstore.node.drive_lanes import LANE_TAG
 from kvstore.node.granted_puts import Granted
 from kvstore.storage.puts import Puts
 from nic_offload.shelf import Shelf
-from tests.conftest import Rig
+from tests.conftest import ClientWithBuffers
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -60,7 +60,7 @@ def gathered(node: NodeInProcess) -> int:
 
 @pytest.mark.parametrize(("length", "calls"), [(10_000, 3), (600_000, 9)])
 def test_small_blocks_that_come_while_a_write_is_under_way_go_to_the_drive_together(
-    node: NodeInProcess, rig: Rig, length: int, calls: int
+    node: NodeInProcess, rig: ClientWithBuffers, length: int, calls: int
 ) -> None:
     blocks = [rig.block(number, length) for number in range(10)]
     assert rig.client.put(blocks[:1])[0].durability is Durability.WRITTEN
@@ -84,7 +84,7 @@ def test_what_was_acknowledged_is_found_beside_what_was_never_stored(
 ) -> None:
     """A get of which all is in memory is answered by the core; these by Python, which hears of puts in batches."""
     with NodeInProcess(tmp_path / "laned") as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         for number in range(200):
             stored, unknown = rig.block(2 * number, 4096), rig.block(2 * number + 1, 4096)
             (put,) = rig.client.arm([stored], durability=durability).wait(WAIT_S)
@@ -109,7 +109,7 @@ def test_clients_that_put_nothing_cost_a_look_up_nothing(
 
     monkeypatch.setattr(Granted, "came", noted)
     with NodeInProcess(tmp_path / "node") as node:
-        rigs = [Rig(node) for _ in range(4)]
+        rigs = [ClientWithBuffers(node) for _ in range(4)]
         for rig in rigs:
             rig.client.attach()
         block = rigs[0].block(0, 4096)
@@ -128,7 +128,7 @@ def test_what_comes_along_with_what_a_lane_has_written_is_stored_as_well(
 ) -> None:
     """A receiver tells of a block once, and not when it was taken before on behalf of a lane's."""
     with NodeInProcess(tmp_path / "node") as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         assert rig.client.arm([rig.block(0, 4096)]).wait(WAIT_S)[0].error is None
         told = Granted.told
 
@@ -169,7 +169,7 @@ def test_what_comes_in_a_stream_is_all_written_by_the_lane(
 ) -> None:
     """Ground comes in time, and what finds none, or a full lane, waits: Python writes none of them."""
     with NodeInProcess(tmp_path / "node", capacity) as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         by_python = counted_by_python(monkeypatch)
         for first in range(1, count + 1, at_once):
             blocks = [rig.block(number, length) for number in range(first, first + at_once)]
@@ -183,7 +183,7 @@ def test_a_lane_that_took_nothing_for_a_while_is_used_again(
 ) -> None:
     """The drive had no ground for it then."""
     with NodeInProcess(tmp_path / "node") as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         lane = node.call(lambda node: node.store.drives[0]._writes.ground.lane)
         lane.expect(ground=False)
         accepted = counted_by_python(monkeypatch)
@@ -199,7 +199,7 @@ def test_what_is_deleted_before_its_put_has_ended_leaves_no_copy(
 ) -> None:
     """Also if the core knows it still, because it is being sent."""
     with NodeInProcess(tmp_path / "node") as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         assert rig.client.arm([rig.block(0, 4096)]).wait(WAIT_S)[0].error is None
         wait_until(lambda: node.call(lambda one: one.hot.pages.statistics().kept) == 1, "it is kept")
         monkeypatch.setattr(Shelf, "rename", lambda _, ids, __: b"\1" * len(ids))

@@ -10,7 +10,7 @@ from kvstore.client import Block, Client, Hit
 from kvstore.miss import Miss, MissReason
 from kvstore.node.hot import HotPages
 from tests.client.test_promises import flip_a_bit_of, put
-from tests.conftest import MIB, Rig
+from tests.conftest import MIB, ClientWithBuffers
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ def hot(node: NodeInProcess) -> HotStatistics:
     return node.call(told)  # type: ignore[no-any-return]
 
 
-def get(rig: Rig, *blocks: Block) -> list[Any]:
+def get(rig: ClientWithBuffers, *blocks: Block) -> list[Any]:
     rig.target[:] = bytes(len(rig.target))
     return rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S)
 
 
-def test_the_second_get_needs_no_drive(tmp_path: Path, node: NodeInProcess, rig: Rig) -> None:
+def test_the_second_get_needs_no_drive(tmp_path: Path, node: NodeInProcess, rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number, 200_000) for number in range(4)]
     put(rig, blocks)
     assert get(rig, *blocks) == [Hit(block.key) for block in blocks]
@@ -54,7 +54,7 @@ def test_the_second_get_needs_no_drive(tmp_path: Path, node: NodeInProcess, rig:
 @pytest.mark.parametrize("on_shelf", [False, True])
 def test_bytes_that_changed_in_memory_come_from_the_drive_instead(
     node: NodeInProcess,
-    rig: Rig,
+    rig: ClientWithBuffers,
     on_shelf: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     """The node's own thread reads them anew at once; the C core, which reads no drive, says that they are missed."""
@@ -81,7 +81,9 @@ def test_bytes_that_changed_in_memory_come_from_the_drive_instead(
     assert rig.client.status().corrupt_found == 0
 
 
-def test_a_block_that_was_replaced_is_not_served_from_memory(node: NodeInProcess, rig: Rig) -> None:
+def test_a_block_that_was_replaced_is_not_served_from_memory(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     """A name is written anew once its first block is over, with other bytes under another generation."""
     block = rig.block(0, 100_000)
     put(rig, [block])
@@ -95,7 +97,9 @@ def test_a_block_that_was_replaced_is_not_served_from_memory(node: NodeInProcess
     assert rig.is_exact(block)
 
 
-def test_another_layout_or_length_finds_nothing_in_memory(node: NodeInProcess, rig: Rig) -> None:
+def test_another_layout_or_length_finds_nothing_in_memory(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     block = rig.block(0, 100_000)
     put(rig, [block])
     assert get(rig, block) == [Hit(block.key)]
@@ -109,7 +113,7 @@ def test_another_layout_or_length_finds_nothing_in_memory(node: NodeInProcess, r
     assert hot(node).found == 0
 
 
-def test_more_than_the_memory_holds_goes_through_it(node: NodeInProcess, rig: Rig) -> None:
+def test_more_than_the_memory_holds_goes_through_it(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     """Inline gets and fetches share it; those that find no room wait for it, and nobody waits for ever."""
     blocks = [rig.block(number, 1 << 20) for number in range(16)]
     put(rig, blocks)
@@ -128,7 +132,7 @@ def test_more_than_the_memory_holds_goes_through_it(node: NodeInProcess, rig: Ri
 
 
 def test_an_inline_get_finds_and_leaves_blocks_there_too(
-    tmp_path: Path, node: NodeInProcess, rig: Rig
+    tmp_path: Path, node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     data = rig.source[:100_000]
     rig.client.put_inline(rig.key(0), data)
@@ -149,7 +153,7 @@ def test_an_inline_get_finds_and_leaves_blocks_there_too(
 
 
 def test_an_inline_get_replaces_bytes_that_changed_in_memory(
-    tmp_path: Path, node: NodeInProcess, rig: Rig
+    tmp_path: Path, node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     data = rig.source[:100_000]
     rig.client.put_inline(rig.key(0), data)
@@ -170,11 +174,11 @@ def test_an_inline_get_replaces_bytes_that_changed_in_memory(
 # --- what is gone takes no room
 
 
-def drop_by_deleting(_: NodeInProcess, rig: Rig, blocks: list[Block]) -> None:
+def drop_by_deleting(_: NodeInProcess, rig: ClientWithBuffers, blocks: list[Block]) -> None:
     rig.client.delete([block.key for block in blocks])
 
 
-def drop_by_evicting(node: NodeInProcess, _: Rig, blocks: list[Block]) -> None:
+def drop_by_evicting(node: NodeInProcess, _: ClientWithBuffers, blocks: list[Block]) -> None:
     def evict(inside: Node) -> None:
         (drive,) = inside.store.drives
         (tenant,) = {name[0] for name in inside.hot.pages._named}
@@ -194,7 +198,7 @@ def drop_by_quarantine(node: NodeInProcess, *_: object) -> None:
 
 @pytest.mark.parametrize("drop", [drop_by_deleting, drop_by_evicting, drop_by_quarantine])
 def test_blocks_that_are_gone_take_no_room_in_the_hot_memory(
-    node: NodeInProcess, rig: Rig, drop: Any
+    node: NodeInProcess, rig: ClientWithBuffers, drop: Any
 ) -> None:
     """Also those that were wanted again, which a scan would not have flushed."""
     blocks = [rig.block(number, 200_000) for number in range(6)]
@@ -209,7 +213,9 @@ def test_blocks_that_are_gone_take_no_room_in_the_hot_memory(
     assert all(isinstance(one, Miss) for one in get(rig, *blocks))
 
 
-def test_a_block_whose_time_is_over_takes_no_room_in_the_hot_memory(node: NodeInProcess, rig: Rig) -> None:
+def test_a_block_whose_time_is_over_takes_no_room_in_the_hot_memory(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     block = rig.block(0, 200_000)
     expires_ms = node.call(lambda inside: inside.clock.wall_ms()) + 5000
     puts = rig.client.reserve([block], expires_unix_ms=expires_ms).arm(rig.flags[0])
@@ -220,7 +226,9 @@ def test_a_block_whose_time_is_over_takes_no_room_in_the_hot_memory(node: NodeIn
     wait_until(lambda: hot(node).kept == 0, "its time is over")
 
 
-def test_a_block_that_is_replaced_takes_no_room_in_the_hot_memory(node: NodeInProcess, rig: Rig) -> None:
+def test_a_block_that_is_replaced_takes_no_room_in_the_hot_memory(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     """The put of a name whose block is over replaces it; the new one is kept when it is read."""
     block = rig.block(0, 200_000)
     put(rig, [block])
@@ -240,7 +248,9 @@ def test_a_block_that_is_replaced_takes_no_room_in_the_hot_memory(node: NodeInPr
 
 
 @pytest.mark.parametrize("way", ["fetch", "inline", "prefetch"])
-def test_a_block_that_goes_while_it_is_read_is_not_kept(node: NodeInProcess, rig: Rig, way: str) -> None:
+def test_a_block_that_goes_while_it_is_read_is_not_kept(
+    node: NodeInProcess, rig: ClientWithBuffers, way: str
+) -> None:
     block = rig.block(0, 200_000)
     put(rig, [block])
 

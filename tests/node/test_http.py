@@ -44,7 +44,7 @@ from kvstore.node.listening import Certificates
 from kvstore.node.pages import _health
 from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
-from tests.conftest import SMALL_DRIVE, Rig, small_client, small_node
+from tests.conftest import SMALL_DRIVE, ClientWithBuffers, small_client, small_node
 from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def guarded(audit: Path) -> Iterator[NodeProcess]:
 
 
 def test_what_is_done_is_in_the_metrics_and_in_the_state(node: NodeProcess) -> None:
-    rig, url = Rig(node), http_url(node)
+    rig, url = ClientWithBuffers(node), http_url(node)
     blocks = [rig.block(number) for number in range(4)]
     puts = rig.client.reserve(blocks).arm(rig.flags[0])
     rig.flags[0].store(4)
@@ -173,7 +173,7 @@ def test_what_is_done_is_in_the_metrics_and_in_the_state(node: NodeProcess) -> N
 
 
 def test_a_put_of_a_session_is_shown_from_its_flag_on(node: NodeProcess) -> None:
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     chat = rig.client.session("ada", "chat")
     blocks = [rig.block(number) for number in range(2)]
     puts = chat.reserve(blocks).arm(rig.flags[0])

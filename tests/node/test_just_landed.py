@@ -10,7 +10,7 @@ from kvstore.client import Hit, Stored
 from kvstore.durability import Durability
 from kvstore.miss import Miss, MissReason
 from nic_offload.lane import Lane
-from tests.conftest import MIB, Rig, small_client
+from tests.conftest import MIB, ClientWithBuffers, small_client
 from tests.node.in_process import NodeInProcess
 from tests.node.test_granted_puts import WAIT_S, HeldWrites
 
@@ -26,7 +26,7 @@ LENGTH = 5000
 
 
 @pytest.fixture
-def landed(node: NodeInProcess, rig: Rig) -> Iterator[Block]:
+def landed(node: NodeInProcess, rig: ClientWithBuffers) -> Iterator[Block]:
     """A block whose write does not end."""
     assert rig.client.put([rig.block(0, LENGTH)])[0].error is None
     drive, block = HeldWrites(node), rig.block(1, LENGTH)
@@ -37,13 +37,15 @@ def landed(node: NodeInProcess, rig: Rig) -> Iterator[Block]:
     assert put.wait(WAIT_S)[0].durability is Durability.WRITTEN
 
 
-def test_it_is_got_inside_grpc(rig: Rig, landed: Block) -> None:
+def test_it_is_got_inside_grpc(rig: ClientWithBuffers, landed: Block) -> None:
     payload = rig.source[landed.offset : landed.offset + LENGTH]
     assert rig.client.get_inline(landed.key, LENGTH, timeout_s=WAIT_S) == payload
     assert list(rig.client.get_many_inline([(landed.key, LENGTH)], timeout_s=WAIT_S)) == [payload]
 
 
-def test_its_length_and_layout_are_compared(node: NodeInProcess, rig: Rig, landed: Block) -> None:
+def test_its_length_and_layout_are_compared(
+    node: NodeInProcess, rig: ClientWithBuffers, landed: Block
+) -> None:
     short = rig.block(1, LENGTH - 1, region=rig.to_region)
     (outcome,) = rig.client.get([short], timeout_s=WAIT_S)
     assert isinstance(outcome, Miss)
@@ -65,7 +67,9 @@ def test_its_length_and_layout_are_compared(node: NodeInProcess, rig: Rig, lande
         assert stored.length == LENGTH
 
 
-def test_bytes_that_changed_in_memory_are_not_sent(node: NodeInProcess, rig: Rig, landed: Block) -> None:
+def test_bytes_that_changed_in_memory_are_not_sent(
+    node: NodeInProcess, rig: ClientWithBuffers, landed: Block
+) -> None:
     (one,) = node.call(lambda node: list(node.granted._landed.values()))
     payload = node.call(lambda node: node.hot.payload(one.piece, LENGTH))
     was, payload[0] = payload[0], payload[0] ^ 1
@@ -77,7 +81,7 @@ def test_bytes_that_changed_in_memory_are_not_sent(node: NodeInProcess, rig: Rig
 def test_it_is_got_from_memory_beside_an_unknown_one(tmp_path: Path) -> None:
     """Python answers such a call, often before it has heard that a lane has written the block."""
     with NodeInProcess(tmp_path / "node") as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         for number in range(8):
             block = rig.block(number, LENGTH)
             assert rig.client.put([block])[0].error is None
@@ -97,7 +101,7 @@ def test_a_call_is_told_of_what_waits_for_a_lane(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("kvstore.node.drive_lanes.LANE_BYTES_MAX", 2 * MIB)
     cleared, clear = list[tuple[Lane, int]](), Lane.clear
     with NodeInProcess(tmp_path / "node", 1 << 30) as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         assert rig.client.arm([rig.block(0)]).wait(WAIT_S)[0].error is None
         monkeypatch.setattr(Lane, "clear", lambda lane, until: cleared.append((lane, until)))
         for first in range(1, 13, 4):

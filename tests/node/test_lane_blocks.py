@@ -15,7 +15,7 @@ from kvstore.storage.index import Index
 from nic_offload.lane import Lane
 from nic_offload.shelf import Shelf
 from tests.client.test_granted import is_settled
-from tests.conftest import Rig
+from tests.conftest import ClientWithBuffers
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def rig(node: NodeInProcess, rig: Rig) -> Rig:
+def rig(node: NodeInProcess, rig: ClientWithBuffers) -> ClientWithBuffers:
     """A client that has put something, so that the lane has ground."""
     put(rig, range(1000, 1008))
     settled(node)
     return rig
 
 
-def put(rig: Rig, numbers: range, durability: Durability = Durability.LANDED) -> None:
+def put(rig: ClientWithBuffers, numbers: range, durability: Durability = Durability.LANDED) -> None:
     blocks = [rig.block(number, LENGTH) for number in numbers]
     for first in range(0, len(blocks), 8):
         assert [one.error for one in rig.client.put(blocks[first : first + 8], durability=durability)] == [
@@ -75,7 +75,7 @@ def held_bytes(node: NodeInProcess) -> int:
 
 
 def test_many_are_taken_together_and_all_is_as_if_they_had_come_one_by_one(
-    node: NodeInProcess, rig: Rig, together: list[int]
+    node: NodeInProcess, rig: ClientWithBuffers, together: list[int]
 ) -> None:
     before = rig.client.statistics()
     put(rig, range(8))
@@ -92,7 +92,9 @@ def test_many_are_taken_together_and_all_is_as_if_they_had_come_one_by_one(
     assert held_bytes(node) == 0
 
 
-def test_who_asks_in_between_hears_of_them(node: NodeInProcess, rig: Rig, together: list[int]) -> None:
+def test_who_asks_in_between_hears_of_them(
+    node: NodeInProcess, rig: ClientWithBuffers, together: list[int]
+) -> None:
     """Each is asked for at once, many while their writes are under way."""
     for number in range(COUNT):
         put(rig, range(number, number + 1))
@@ -107,7 +109,7 @@ def test_who_asks_in_between_hears_of_them(node: NodeInProcess, rig: Rig, togeth
 
 
 def test_a_block_that_the_core_no_longer_lists_is_stored_like_any_other(
-    node: NodeInProcess, rig: Rig, together: list[int], monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = rig.client.statistics()
     monkeypatch.setattr(Shelf, "rename", lambda _self, ids, _new_ids: bytes(len(ids)))
@@ -123,7 +125,7 @@ def test_a_block_that_the_core_no_longer_lists_is_stored_like_any_other(
 
 
 def test_blocks_that_the_index_does_not_take_are_lost_and_counted(
-    node: NodeInProcess, rig: Rig, together: list[int], monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_index: Index, _blocks: object) -> None:
         raise StorageError("The index is broken.")
@@ -139,13 +141,13 @@ def test_blocks_that_the_index_does_not_take_are_lost_and_counted(
 
 
 def test_a_name_that_a_lane_is_writing_is_put_by_another_client(
-    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python has the second block, and knows of the first by then: only one of them is stored."""
     cleared, clear = list[tuple[Lane, int]](), Lane.clear
     monkeypatch.setattr(Lane, "clear", lambda lane, until: cleared.append((lane, until)))
     node.call(lambda inside: inside.granted._lanes.seal())  # the ground that was cleared already
-    with closing(Rig(node)) as another:
+    with closing(ClientWithBuffers(node)) as another:
         another.name, another.source[:] = rig.name, rig.source[:]
         another.client.attach()  # before anything is asked for
         puts = [one.client.arm([one.block(number, LENGTH) for number in range(4)]) for one in (rig, another)]

@@ -11,7 +11,7 @@ from kvstore.client.block_calls import Stored
 from kvstore.limits import PAGE_BYTES, QUOTA_LENT_SHARE
 from kvstore.node import granted_puts
 from tests.client.test_granted import is_settled, while_python_stands_still
-from tests.conftest import Rig
+from tests.conftest import ClientWithBuffers
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ QUOTA = FIT * PAGES * PAGE_BYTES
 
 
 @pytest.fixture
-def rig(node: NodeInProcess) -> Iterator[Rig]:
-    with closing(Rig(node)) as rig:
+def rig(node: NodeInProcess) -> Iterator[ClientWithBuffers]:
+    with closing(ClientWithBuffers(node)) as rig:
         rig.client.attach()
         set_quota(node, QUOTA)
         yield rig
@@ -56,25 +56,29 @@ def lent_pages(node: NodeInProcess) -> int:
     return int(node.call(lent))
 
 
-def put(rig: Rig, numbers: range) -> None:
+def put(rig: ClientWithBuffers, numbers: range) -> None:
     for first in numbers[::4]:
         blocks = [rig.block(number, LENGTH) for number in range(first, min(first + 4, numbers.stop))]
         assert [one.error for one in rig.client.put(blocks)] == [None] * len(blocks)
 
 
-def stored(rig: Rig, numbers: range) -> list[int]:
+def stored(rig: ClientWithBuffers, numbers: range) -> list[int]:
     found = rig.client.exists([rig.key(number) for number in numbers])
     return [number for number, one in zip(numbers, found, strict=True) if isinstance(one, Stored)]
 
 
-def test_blocks_are_written_while_python_stands_still_with_a_quota_too(node: NodeInProcess, rig: Rig) -> None:
+def test_blocks_are_written_while_python_stands_still_with_a_quota_too(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     set_quota(node, 32 << 20)
     while_python_stands_still(node, rig)
     told = rig.client.statistics()
     assert told.quota_used_bytes == 41 * 3 * PAGE_BYTES
 
 
-def test_what_lanes_take_and_were_lent_stays_within_the_quota(node: NodeInProcess, rig: Rig) -> None:
+def test_what_lanes_take_and_were_lent_stays_within_the_quota(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     """Of two clients of the tenant, which put more than twice of what fits."""
     fit, puts = 4 * FIT, 10 * FIT
 
@@ -82,7 +86,7 @@ def test_what_lanes_take_and_were_lent_stays_within_the_quota(node: NodeInProces
         quotas = inside.store.quotas
         return max(map(quotas._used_pages, quotas._numbers)) + sum(quotas._lent.values())
 
-    with closing(Rig(node)) as another:
+    with closing(ClientWithBuffers(node)) as another:
         another.client.attach()
         another.name = rig.name
         set_quota(node, 4 * QUOTA)
@@ -98,7 +102,7 @@ def test_what_lanes_take_and_were_lent_stays_within_the_quota(node: NodeInProces
 
 
 def test_what_is_lent_is_recalled_before_a_put_is_refused(
-    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(granted_puts, "ROOMS_IDLE_TICKS", 1 << 60)  # it doesn't come back by itself
     put(rig, range(FIT - 2))
@@ -113,7 +117,7 @@ def test_what_is_lent_is_recalled_before_a_put_is_refused(
 
 
 def test_what_is_lent_comes_back_from_those_who_leave_or_put_nothing_or_lose_their_quota(
-    node: NodeInProcess, rig: Rig
+    node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     put(rig, range(8))
     assert lent_pages(node)

@@ -16,7 +16,7 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire import kvstore_pb2_grpc
 from nic_offload.memory import allocate
 from tests.client.test_promises import put
-from tests.conftest import MIB, Rig, small_client
+from tests.conftest import MIB, ClientWithBuffers, small_client
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ STALLED = 100
 
 
 @pytest.fixture
-def rig(node: NodeInProcess) -> Iterator[Rig]:
-    rig = Rig(node, block_bytes_max=4 * MIB)
+def rig(node: NodeInProcess) -> Iterator[ClientWithBuffers]:
+    rig = ClientWithBuffers(node, block_bytes_max=4 * MIB)
     yield rig
     rig.close()
 
@@ -49,7 +49,7 @@ def open_readers(stub: kvstore_pb2_grpc.KvStoreStub, key: bytes, length: int, co
 
 
 def test_a_hundred_readers_that_stand_still_leave_room_for_the_others_and_are_ended(
-    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inline, "INLINE_TIMEOUT_MS", 1500)
     put_key = rig.key(99)
@@ -105,7 +105,7 @@ def test_a_put_whose_bytes_do_not_come_is_ended_and_its_memory_comes_back(
 
 
 def test_a_tenant_that_requests_everything_at_once_does_not_delay_another(
-    node: NodeInProcess, rig: Rig
+    node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     """Its thousand fetches are queued, and then comes one of another tenant: that one is among the next to be begun."""
     greedy = [rig.block(number, MIB) for number in range(16)]

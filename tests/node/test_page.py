@@ -15,7 +15,7 @@ from kvstore.limits import UI_MEMBERS_MAX, UI_SESSIONS_MAX
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
 from kvstore.node.ui_state import cluster
-from tests.conftest import Rig, small_client, small_node
+from tests.conftest import ClientWithBuffers, small_client, small_node
 from tests.node.browser import BROWSER, Browser
 from tests.node.test_http import ask, bearer, http_url
 
@@ -51,7 +51,7 @@ def test_a_node_that_has_done_nothing_says_so(node: NodeProcess, browser: Browse
 
 @in_a_browser
 def test_what_was_done_is_shown_and_names_stay_text(node: NodeProcess, browser: Browser) -> None:
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     evil = "<script>document.title='run'</script><img src=x onerror=alert(1)>"
     chat = rig.client.session("ada", evil)
     blocks = [rig.block(number) for number in range(3)]

@@ -11,7 +11,7 @@ from kvstore.client import Hit
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken
 from tests.client.test_promises import flip_a_bit_of, put
-from tests.conftest import Rig
+from tests.conftest import ClientWithBuffers
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -38,14 +38,14 @@ def test_a_block_that_a_scan_found_is_not_called_stored_before_it_was_checked(
     torn: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     with NodeInProcess(data) as node:
-        first = Rig(node)
+        first = ClientWithBuffers(node)
         put(first, [first.block(0, LENGTH)])
         first.client.close()
     shutil.rmtree(data / "index-0")
     if torn:
         flip_a_bit_of(data / "drive-0.kv", first.source[:LENGTH], LENGTH - 1)
     with NodeInProcess(data) as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         rig.name, rig.source[:] = first.name, first.source[:]
         block = rig.block(0, LENGTH)
         reservation = rig.client.reserve([block])
@@ -65,12 +65,12 @@ def test_a_block_that_a_scan_found_is_not_called_stored_before_it_was_checked(
 
 def test_a_block_that_was_got_over_the_fabric_is_called_stored_again(data: Path) -> None:
     with NodeInProcess(data) as node:
-        first = Rig(node)
+        first = ClientWithBuffers(node)
         put(first, [first.block(0, LENGTH)])
         first.close()
     shutil.rmtree(data / "index-0")
     with NodeInProcess(data) as node:
-        rig = Rig(node)
+        rig = ClientWithBuffers(node)
         rig.name = first.name
         block = rig.block(0, LENGTH)
         assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
@@ -82,7 +82,7 @@ def test_a_block_that_was_got_over_the_fabric_is_called_stored_again(data: Path)
 
 @pytest.mark.parametrize("durability", [Durability.WRITTEN, Durability.SYNCED])
 def test_of_two_puts_of_one_key_with_different_bytes_one_is_told_that_the_key_is_taken(
-    rig: Rig, durability: Durability
+    rig: ClientWithBuffers, durability: Durability
 ) -> None:
     same = [rig.block(0, LENGTH), rig.block(0, LENGTH)]
     other = rig.block(0, LENGTH, offset=5 * LENGTH)
@@ -97,7 +97,7 @@ def test_of_two_puts_of_one_key_with_different_bytes_one_is_told_that_the_key_is
     assert (told.puts, told.puts_taken, told.puts_failed) == (3 - len(taken), len(taken), 0)
 
 
-def _put_landed(rig: Rig, block: Block) -> PutResult:
+def _put_landed(rig: ClientWithBuffers, block: Block) -> PutResult:
     rig.flags[0].store(0)
     puts = rig.client.reserve([block], durability=Durability.LANDED).arm(rig.flags[0])
     rig.flags[0].store(block.threshold)
@@ -106,7 +106,7 @@ def _put_landed(rig: Rig, block: Block) -> PutResult:
 
 
 def test_landed_is_never_sent_for_a_block_whose_length_differs_from_the_stored_one(
-    rig: Rig, node: NodeInProcess
+    rig: ClientWithBuffers, node: NodeInProcess
 ) -> None:
     block = rig.block(0, LENGTH)
     put(rig, [block])
@@ -122,7 +122,9 @@ def test_landed_is_never_sent_for_a_block_whose_length_differs_from_the_stored_o
     assert rig.is_exact(block)
 
 
-def test_a_block_that_had_landed_and_was_not_kept_is_counted(rig: Rig, node: NodeInProcess) -> None:
+def test_a_block_that_had_landed_and_was_not_kept_is_counted(
+    rig: ClientWithBuffers, node: NodeInProcess
+) -> None:
     other = rig.block(0, LENGTH, offset=5 * LENGTH)
     late = rig.client.reserve(
         [other], durability=Durability.LANDED
@@ -136,7 +138,7 @@ def test_a_block_that_had_landed_and_was_not_kept_is_counted(rig: Rig, node: Nod
     assert (counters.landed_taken, counters.landed_failed) == (1, 0)
 
 
-def test_an_inline_put_of_other_bytes_is_told_that_the_key_is_taken(rig: Rig) -> None:
+def test_an_inline_put_of_other_bytes_is_told_that_the_key_is_taken(rig: ClientWithBuffers) -> None:
     key = rig.key(1)
     rig.client.put_inline(key, b"the first")
     rig.client.put_inline(key, b"the first", durability=Durability.SYNCED)

@@ -21,7 +21,7 @@ from tests.nic_offload.rig import wait_until
 if TYPE_CHECKING:
     from kvstore.client.link import Link
     from kvstore.node.node import Node
-    from tests.conftest import Rig
+    from tests.conftest import ClientWithBuffers
     from tests.node.in_process import NodeInProcess
 
 pytestmark = pytest.mark.node("in process")
@@ -35,7 +35,7 @@ ERRORS = (
 )
 
 
-def link_of(rig: Rig) -> Link:
+def link_of(rig: ClientWithBuffers) -> Link:
     rig.client.attach()
     assert rig.client._core.link is not None
     return rig.client._core.link
@@ -54,7 +54,9 @@ def burn(node: NodeInProcess, *kinds: StorageError) -> None:
     node.call(fail_puts)
 
 
-def test_a_client_that_returns_an_expired_lease_learns_that_it_expired(node: NodeInProcess, rig: Rig) -> None:
+def test_a_client_that_returns_an_expired_lease_learns_that_it_expired(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     """Its word has been put then, and is waited for."""
     link = link_of(rig)
     free = len(link._free_words)
@@ -75,7 +77,9 @@ def test_a_client_that_returns_an_expired_lease_learns_that_it_expired(node: Nod
     assert len(set(link._free_words)) == free
 
 
-def test_a_block_that_landed_and_was_not_kept_puts_no_second_word(node: NodeInProcess, rig: Rig) -> None:
+def test_a_block_that_landed_and_was_not_kept_puts_no_second_word(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     """`landed` was the last word that its client waited for."""
     link = link_of(rig)
 
@@ -99,7 +103,7 @@ def test_a_block_that_landed_and_was_not_kept_puts_no_second_word(node: NodeInPr
             assert said == AckCode.STORAGE_FAILED
 
 
-def fail(rig: Rig, count: int) -> list[KvError]:
+def fail(rig: ClientWithBuffers, count: int) -> list[KvError]:
     """Put blocks; the errors with which they fail, and nothing of them is left behind."""
     link = link_of(rig)
     puts = rig.client.reserve([rig.block(number) for number in range(count)]).arm(rig.flags[0])
@@ -114,7 +118,7 @@ def fail(rig: Rig, count: int) -> list[KvError]:
 
 
 def test_what_the_node_knows_of_a_failed_put_reaches_its_client_in_words(
-    node: NodeInProcess, rig: Rig
+    node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     burn(node, *ERRORS)
     for _ in range(2):
@@ -127,7 +131,7 @@ def test_what_the_node_knows_of_a_failed_put_reaches_its_client_in_words(
 
 
 def test_a_put_that_failed_ends_with_its_code_where_the_node_says_no_more(
-    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     burn(node, *ERRORS)
     monkeypatch.setattr(Connection, "why_failed", lambda *_: [])
@@ -139,7 +143,7 @@ def test_a_put_that_failed_ends_with_its_code_where_the_node_says_no_more(
 
 
 def test_the_source_of_a_put_that_failed_is_free_before_the_words_have_come(
-    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     burn(node, *ERRORS)
     link = link_of(rig)
@@ -163,7 +167,7 @@ def test_the_source_of_a_put_that_failed_is_free_before_the_words_have_come(
 
 
 def test_a_put_that_failed_as_its_link_was_lost_ends_with_what_its_code_said(
-    node: NodeInProcess, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     burn(node, *ERRORS)
     link = link_of(rig)
@@ -179,7 +183,9 @@ def test_a_put_that_failed_as_its_link_was_lost_ends_with_what_its_code_said(
     assert type(result.error) is StorageError
 
 
-def test_a_node_remembers_as_many_failures_as_puts_may_be_under_way(node: NodeInProcess, rig: Rig) -> None:
+def test_a_node_remembers_as_many_failures_as_puts_may_be_under_way(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     """For a client that never asks."""
     link_of(rig)
     connection = node.call(lambda inside: next(iter(inside.connections.values())))

@@ -14,7 +14,6 @@ from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import NodeUnavailable
 from kvstore.names import block_key
 from kvstore.testing import LocalNode
-from tests.client.test_api import run
 
 if TYPE_CHECKING:
     from kvstore.client import Client
@@ -22,14 +21,6 @@ if TYPE_CHECKING:
 pytest_plugins = ["kvstore.testing.fixtures"]
 
 KEY = block_key(b"testing")
-
-
-def test_the_examples_run_as_printed() -> None:
-    texts = [LocalNode.__doc__, *(one.__doc__ for one in vars(LocalNode).values() if callable(one))]
-    examples = [text for text in texts if text is not None and ">>> " in text]
-    assert len(examples) == 7
-    for text in examples:
-        run(text, {"LocalNode": LocalNode}, "LocalNode")
 
 
 def test_a_client_of_the_fixture_is_a_tenant_of_its_own(

@@ -21,7 +21,6 @@ from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.testing import MemoryNode
 from kvstore.testing.memory_disk import MemoryDisk
 from nic_offload.memory import address_of, set_aside
-from tests.client.test_api import run
 
 if TYPE_CHECKING:
     from kvstore.client import Client
@@ -30,14 +29,6 @@ pytest_plugins = ["kvstore.testing.fixtures"]
 
 KEY = block_key(b"memory")
 MIB = 1 << 20
-
-
-def test_the_examples_run_as_printed() -> None:
-    texts = [MemoryNode.__doc__, *(one.__doc__ for one in vars(MemoryNode).values() if callable(one))]
-    examples = [text for text in texts if text is not None and ">>> " in text]
-    assert len(examples) == 5
-    for text in examples:
-        run(text, {"MemoryNode": MemoryNode, "Block": Block, "block_key": block_key}, "MemoryNode")
 
 
 def test_a_client_of_the_fixture_is_a_tenant_of_its_own(kv_node: MemoryNode, kv_client: Client) -> None:
