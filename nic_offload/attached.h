@@ -74,6 +74,8 @@ void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count,
 void tk_shelf_take(struct tk_shelf *shelf, const uint64_t *ids, int count, uint8_t *free);
 int tk_shelf_count(struct tk_shelf *shelf);
 uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have noted for the application, ever */
+/* The tags of receivers with such blocks. Called by the thread that opens and closes them. */
+int tk_shelf_waiting(struct tk_shelf *shelf, uint64_t *tags, int tags_max);
 /* Adds or removes names (owner and key of each) that are stored. */
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored);
 /* Gives blocks other ids. `done[i]` is 1, or 0 if the block is no longer known or its new id is in use. */

@@ -329,21 +329,6 @@ static int take_inbox(struct tk_fabric *fabric)
 	return stop ? -1 : 1;
 }
 
-static void give_back_finished(struct tk_fabric *fabric)
-{
-	if (!fabric->finished)
-		return;
-	pthread_mutex_lock(&fabric->inbox_lock);
-	for (struct work *work = fabric->finished, *next; work; work = next) {
-		next = work->next;
-		work->next = fabric->free;
-		fabric->free = work;
-		fabric->free_count++;
-	}
-	pthread_mutex_unlock(&fabric->inbox_lock);
-	fabric->finished = NULL;
-}
-
 void *core_progress(void *argument)
 {
 	struct tk_fabric *fabric = argument;

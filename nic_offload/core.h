@@ -82,6 +82,7 @@ int tk_fabric_event_fd(struct tk_fabric *fabric);
 int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name);
 int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max);
 int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out);
+void tk_fabric_shrink(struct tk_fabric *fabric); /* frees memory for queued work that was not needed since the last call */
 
 /* `source` is the address to listen on, in the fabric's own format; a `length` of 0 means the fabric's address, any port.
  * The key of memory registered through an endpoint is invalid at endpoints of other domains. */

@@ -74,8 +74,8 @@ static void free_fabric(struct tk_fabric *fabric)
 	close_fid(fabric->fid ? &fabric->fid->fid : NULL);
 	if (fabric->info)
 		fabric->library->freeinfo(fabric->info);
-	for (uint32_t i = 0; i < fabric->chunks_count; i++)
-		free(fabric->chunks[i]);
+	for (uint32_t i = 0; fabric->chunks && i < fabric->chunks_max; i++)
+		free(fabric->chunks[i].items);
 	free(fabric->active);
 	free(fabric->nic.slots);
 	free(fabric->chunks);

@@ -32,7 +32,7 @@ union address {
 	char room[TK_ADDRESS_BYTES];
 };
 
-#define WORK_CHUNK 1024u /* items taken from the heap at a time */
+#define WORK_CHUNK 1024u /* items taken from the heap at a time; tk_fabric_shrink leaves as many */
 
 enum work_kind { WORK_OPERATION, WORK_LANDING, WORK_ACK };
 
@@ -61,6 +61,7 @@ struct work {
 	struct work *next;	    /* in the inbox, the free list or a queue */
 	struct work *previous;	    /* in a queue */
 	struct work *before, *after; /* all items that the thread owns */
+	uint32_t chunk;		    /* the number of its chunk */
 	uint32_t place;		    /* in its counter's heap, or among the watches */
 	enum work_kind kind;
 	enum work_state state;
@@ -99,6 +100,13 @@ struct work {
 		struct tk_landing landing;
 		struct tk_ack_watch ack;
 	};
+};
+
+/* Items that were taken from the heap together, and go back together. */
+struct work_chunk {
+	struct work *items; /* NULL: none */
+	struct work *free;
+	uint32_t count, free_count;
 };
 
 struct queue {
@@ -297,10 +305,11 @@ struct tk_fabric {
 	pthread_mutex_t inbox_lock;
 	pthread_cond_t command_done;
 	struct queue inbox;
-	struct work *free;
-	struct work **chunks;
-	uint32_t chunks_count, chunks_max;
+	struct work_chunk *chunks;
+	uint32_t chunks_max;
+	uint32_t first_free; /* no chunk before this one has a free item */
 	uint32_t free_count, work_count, work_max;
+	uint32_t free_least; /* of `free_count`, since tk_fabric_shrink was last called */
 	uint64_t sequence;
 	struct command *command;
 	struct command *put_off; /* the thread's own */

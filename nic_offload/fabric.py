@@ -468,6 +468,10 @@ class Fabric(Handle):
             raise FabricError.from_code("Flushing", count)
         return int(count)
 
+    def shrink(self) -> None:
+        """Free memory for queued operations and watches that was not needed since the last call; cheap."""
+        lib.tk_fabric_shrink(self.handle)
+
     def statistics(self) -> Statistics:
         """Counts so far; cheap, no lock."""
         out = ffi.new("struct tk_statistics *")

@@ -11,6 +11,37 @@
 
 #define EVENTS_FOR_EACH 4u /* events that may wait to be taken, for each piece of work that may be queued */
 
+/* Under inbox_lock. */
+static void put_free(struct tk_fabric *fabric, struct work *work)
+{
+	struct work_chunk *chunk = &fabric->chunks[work->chunk];
+	work->next = chunk->free;
+	chunk->free = work;
+	chunk->free_count++;
+	fabric->free_count++;
+	if (work->chunk < fabric->first_free)
+		fabric->first_free = work->chunk;
+}
+
+/* Under inbox_lock. */
+static int add_chunk(struct tk_fabric *fabric)
+{
+	uint32_t left = fabric->work_max - fabric->work_count, number = 0;
+	while (fabric->chunks[number].items)
+		number++;
+	struct work_chunk *chunk = &fabric->chunks[number];
+	*chunk = (struct work_chunk){.count = left < WORK_CHUNK ? left : WORK_CHUNK};
+	chunk->items = calloc(chunk->count, sizeof *chunk->items);
+	if (!chunk->items)
+		return -ENOMEM;
+	fabric->work_count += chunk->count;
+	for (uint32_t i = 0; i < chunk->count; i++) {
+		chunk->items[i].chunk = number;
+		put_free(fabric, &chunk->items[i]);
+	}
+	return 0;
+}
+
 /* Under inbox_lock. All or none: -EAGAIN when the bound on queued work would be passed. */
 int reserve_work(struct tk_fabric *fabric, uint32_t count)
 {
@@ -20,36 +51,45 @@ int reserve_work(struct tk_fabric *fabric, uint32_t count)
 		return -EAGAIN;
 	if (__atomic_load_n(&fabric->events_count, __ATOMIC_RELAXED) > EVENTS_FOR_EACH * fabric->work_max)
 		return -EAGAIN; /* the events are not being taken */
-	while (fabric->free_count < count) {
-		uint32_t left = fabric->work_max - fabric->work_count;
-		uint32_t more = left < WORK_CHUNK ? left : WORK_CHUNK;
-		struct work *chunk = calloc(more, sizeof *chunk);
-		if (!chunk)
+	while (fabric->free_count < count)
+		if (add_chunk(fabric))
 			return -ENOMEM;
-		fabric->chunks[fabric->chunks_count++] = chunk;
-		fabric->work_count += more;
-		fabric->free_count += more;
-		for (uint32_t i = 0; i < more; i++) {
-			chunk[i].next = fabric->free;
-			fabric->free = &chunk[i];
-		}
-	}
 	return 0;
 }
 
-/* Under inbox_lock, after reserve_work. */
+/* Under inbox_lock, after reserve_work. Items of the first chunks first, so that the last ones can be given back. */
 struct work *take_free(struct tk_fabric *fabric, enum work_kind kind)
 {
-	struct work *work = fabric->free;
-	fabric->free = work->next;
-	fabric->free_count--;
+	while (!fabric->chunks[fabric->first_free].free)
+		fabric->first_free++;
+	struct work_chunk *chunk = &fabric->chunks[fabric->first_free];
+	struct work *work = chunk->free;
+	chunk->free = work->next;
+	chunk->free_count--;
+	if (--fabric->free_count < fabric->free_least)
+		fabric->free_least = fabric->free_count;
 	memset(work, 0, sizeof *work);
+	work->chunk = fabric->first_free;
 	work->kind = kind;
 	work->sequence = fabric->sequence++;
 	return work;
 }
 
-/* The same, for the thread to take in. */
+/* At the end of a round; see recycle. */
+void give_back_finished(struct tk_fabric *fabric)
+{
+	if (!fabric->finished)
+		return;
+	pthread_mutex_lock(&fabric->inbox_lock);
+	for (struct work *work = fabric->finished, *next; work; work = next) {
+		next = work->next;
+		put_free(fabric, work);
+	}
+	pthread_mutex_unlock(&fabric->inbox_lock);
+	fabric->finished = NULL;
+}
+
+/* take_free, for the thread to take in. */
 static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
 {
 	struct work *work = take_free(fabric, kind);
@@ -232,6 +272,26 @@ int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count)
 int tk_desk_cancel(struct tk_fabric *fabric, struct tk_desk *desk, const uint64_t *generations, int count)
 {
 	return cancel(fabric, desk, generations, count);
+}
+
+void tk_fabric_shrink(struct tk_fabric *fabric)
+{
+	if (!fabric_is_ours(fabric))
+		return;
+	pthread_mutex_lock(&fabric->inbox_lock);
+	uint32_t unneeded = fabric->free_least;
+	for (uint32_t number = fabric->chunks_max; number--;) {
+		struct work_chunk *chunk = &fabric->chunks[number];
+		if (!chunk->items || chunk->free_count < chunk->count || unneeded < WORK_CHUNK + chunk->count)
+			continue;
+		unneeded -= chunk->count;
+		fabric->free_count -= chunk->count;
+		fabric->work_count -= chunk->count;
+		free(chunk->items);
+		*chunk = (struct work_chunk){0};
+	}
+	fabric->free_least = fabric->free_count;
+	pthread_mutex_unlock(&fabric->inbox_lock);
 }
 
 int tk_flush(struct tk_fabric *fabric)

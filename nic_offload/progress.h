@@ -78,6 +78,7 @@ void nic_put_flag(struct tk_fabric *fabric, struct slot *slot, int lost);
 /* inbox.c: work for the thread, under the inbox's lock; any thread */
 int reserve_work(struct tk_fabric *fabric, uint32_t count);
 struct work *take_free(struct tk_fabric *fabric, enum work_kind kind); /* from what was reserved */
+void give_back_finished(struct tk_fabric *fabric); /* the thread's; takes the lock */
 int check_operation(const struct tk_fabric *fabric, const struct tk_operation *op); /* without the lock */
 struct work *enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op);
 struct work *enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch);

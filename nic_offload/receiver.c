@@ -190,7 +190,7 @@ int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out,
 		}
 		count++;
 	}
-	receiver->came_count = left;
+	__atomic_store_n(&receiver->came_count, left, __ATOMIC_RELAXED);
 	receiver->on_lanes = 0;
 	receiver->told = left > receiver->later_count || (left && receiver->is_call_next);
 	receiver->is_call_next = receiver->told && receiver->is_call_next;
@@ -208,6 +208,16 @@ int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out,
 		state->rooms += receiver->rooms[i].pages == receiver->wanted_pages;
 	receiver->differed = receiver->taken = receiver->expired = receiver->unsaid = 0;
 	pthread_mutex_unlock(&receiver->lock);
+	return count;
+}
+
+/* Receivers are added and removed while the caller's thread waits for that: the list does not change meanwhile. */
+int tk_shelf_waiting(struct tk_shelf *shelf, uint64_t *tags, int tags_max)
+{
+	int count = 0;
+	for (const struct tk_receiver *one = shelf->fabric->receivers; one && count < tags_max; one = one->next)
+		if (one->shelf == shelf && __atomic_load_n(&one->came_count, __ATOMIC_RELAXED))
+			tags[count++] = one->setup.tag;
 	return count;
 }
 

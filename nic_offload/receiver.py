@@ -3,7 +3,8 @@
 Each block is read once from its slot, into a room that was provided in advance, and can be read from there, on the
 shelf, before its client gets `landed`. Received blocks are taken in batches.
 
-What always holds: a room holds one block, and then belongs to the taker; without rooms, clients wait.
+What always holds: a room holds one block, and then belongs to the taker; without rooms, clients wait. The receivers of
+a shelf are used by one thread: they hand blocks over in the same memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["CAME", "Came", "Receiver", "Room", "State"]
 _ROOM = struct.Struct("=QII")
 CAME = struct.Struct("=6Q5I4B32s16s16s")
 _STATE = struct.Struct("=7Ii")
-_TAKEN_MAX = 256
+_ROOMS_AT_ONCE = 256
 assert _ROOM.size == ffi.sizeof("struct tk_room")
 assert CAME.size == ffi.sizeof("struct tk_came")
 assert _STATE.size == ffi.sizeof("struct tk_receiver_state")
@@ -121,7 +122,7 @@ class Receiver:
             raise FabricError.from_code("Opening a receiver", code)
         self._fabric = fabric
         self._handle: Any = out[0]
-        self._out = ffi.new("struct tk_came[]", _TAKEN_MAX)
+        self._out = shelf.arrivals  # not one each: a node may have thousands of receivers
         self._state = ffi.new("struct tk_receiver_state *")
 
     def use(self, lanes: Lanes | None, *, is_limited: bool = False) -> None:
@@ -149,15 +150,15 @@ class Receiver:
 
         Without `every`, blocks that wait for a full lane stay.
         """
-        count = lib.tk_receiver_take(self._handle, every, self._out, _TAKEN_MAX, self._state)
+        count = lib.tk_receiver_take(self._handle, every, self._out, len(self._out), self._state)
         rows = CAME.iter_unpack(ffi.buffer(self._out, count * CAME.size))
         return list(map(Came._make, rows)), State._make(_STATE.unpack(ffi.buffer(self._state)))
 
     def rooms(self) -> list[int]:
         """Take unused rooms back; returns their numbers."""
         numbers: list[int] = []
-        out = ffi.new("struct tk_room[]", _TAKEN_MAX)
-        while count := lib.tk_receiver_rooms(self._handle, out, _TAKEN_MAX):
+        out = ffi.new("struct tk_room[]", _ROOMS_AT_ONCE)
+        while count := lib.tk_receiver_rooms(self._handle, out, _ROOMS_AT_ONCE):
             numbers += [out[at].number for at in range(count)]
         return numbers
 

@@ -47,7 +47,7 @@ struct tk_receiver {
 	struct tk_room *rooms;
 	uint32_t rooms_count, rooms_capacity;
 	struct tk_came *came;
-	uint32_t came_count, came_capacity;
+	uint32_t came_count, came_capacity; /* the count is atomic, because it is read without the lock */
 	uint32_t later_count; /* how many of those wait for a lane; written atomically, because it is read without the lock */
 	int is_call_next;     /* the application is about to get a call, and takes these with it */
 	uint32_t on_lanes; /* blocks handed to lanes since the application last took some */

@@ -282,8 +282,10 @@ static int settle(struct tk_receiver *receiver)
 	else if (came.listed)
 		reading->record = hand_over(receiver, &came);
 	if (!reading->code || reading->code == receiver->setup.landed_code) {
-		if (!reading->record) /* otherwise the lane reports it */
-			receiver->came[receiver->came_count++] = came; /* only this thread adds to them */
+		if (!reading->record) { /* otherwise the lane reports it */
+			receiver->came[receiver->came_count] = came; /* only this thread adds to them */
+			__atomic_store_n(&receiver->came_count, receiver->came_count + 1, __ATOMIC_RELAXED);
+		}
 		count_later(receiver, came.under_way == LATER);
 		reading->id = came.id;
 		__atomic_add_fetch(&receiver->shelf->came, 1, __ATOMIC_RELEASE);

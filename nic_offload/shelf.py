@@ -38,6 +38,7 @@ assert _COLD_HEAD.size == ffi.sizeof("struct tk_cold_head")
 assert _COLD_ROW.size == ffi.sizeof("struct tk_cold_row")
 _SERVED_BYTES = 1 << 20
 _ROOMS_AT_ONCE = 256
+_ARRIVALS_AT_ONCE = 256
 _NAME_BYTES = 48
 _PLACE_BYTES = ffi.sizeof("struct tk_place")
 _WORD_MASK = (1 << 64) - 1
@@ -109,6 +110,7 @@ class Shelf:
         self._fabric = fabric
         self.handle: Any = out[0]
         self._told = ffi.new("char[]", _SERVED_BYTES)
+        self.arrivals: Any = ffi.new("struct tk_came[]", _ARRIVALS_AT_ONCE)  # taken from any one receiver
 
     def __len__(self) -> int:
         return 0 if self._fabric.closed else int(lib.tk_shelf_count(self.handle))
@@ -117,6 +119,12 @@ class Shelf:
     def came(self) -> int:
         """The number of blocks ever received by receivers: each is counted before it is acknowledged."""
         return 0 if self._fabric.closed else int(lib.tk_shelf_came(self.handle))
+
+    def waiting(self, at_most: int) -> list[int]:
+        """The tags of receivers with blocks to take, among them all blocks that `came` counts; cheap, no lock."""
+        tags = ffi.new("uint64_t[]", at_most)
+        count = 0 if self._fabric.closed else lib.tk_shelf_waiting(self.handle, tags, at_most)
+        return list(tags[0:count])
 
     def put(self, blocks: Sequence[Shelved]) -> None:
         """List blocks; a block replaces one of the same owner and key."""

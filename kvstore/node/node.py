@@ -190,6 +190,7 @@ class Node:
         self.pins.expire()
         self.prefetches.pump()
         self._stalled.look(self.connections.values())
+        self.fabric.shrink()
         self.store.poll()
 
     # --- connections
@@ -469,9 +470,8 @@ class Node:
                 self.fetches.readers.read(event)
             case EventKind.WATCH_FAILED:
                 self._lease_over(event)
-            case _:
-                if not self.fabric_calls.sent(event):
-                    self.fetches.sent(event)
+            case _ if not self.fabric_calls.sent(event):
+                self.fetches.sent(event)
 
     def _landed(self, event: Event, landed: list[LandedLease]) -> None:
         connection = self._leased.get(event.tag)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import atheris  # in .cache/atheris, where tools/fuzz.sh puts it
 
-with atheris.instrument_imports(include=["kvstore", "sim"]):
+with atheris.instrument_imports(include=["kvstore", "sim", "tests.fuzz"]):
     from tests.fuzz.targets import SEEDS, TARGETS, WORDS
 
 if __name__ == "__main__":

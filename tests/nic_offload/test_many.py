@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import select
 import time
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.node.heap import used_bytes
 from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import WordPut, put_words
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from nic_offload.flags import FlagWord
 
 ENDPOINTS = 16
+MIB = 1 << 20
 
 
 def holds(word: FlagWord, value: int) -> bool:
@@ -129,6 +132,34 @@ def test_events_that_nobody_takes_are_bounded(provider: str) -> None:
         assert armed <= 6 * 64 + 1  # as many may be waiting to be published, and as many be under way
         pair.near.wait(lambda: len(pair.near.events) == armed, "all events")
         pair.there.fence()
+
+
+@pytest.mark.parametrize("provider", ["net"])
+def test_memory_for_queued_work_is_freed_once_nothing_has_needed_it_between_two_looks(pair: Pair) -> None:
+    """Most of what is queued is cancelled; the rest stays where it is, and fires."""
+    near, there, flag = pair.near, pair.there, pair.flags[0]
+    tags, more = range(16 << 10), range(16 << 10, 20 << 10)
+    kept = {*tags[:100], tags[len(tags) // 2]}
+    there.fence()
+    near.fabric.shrink()
+    gc.collect()  # what earlier tests have left
+    before = used_bytes()
+    for first in tags[::1024]:
+        there.arm(*(there.put(tag, 8, fires=(flag, 1)) for tag in tags[first : first + 1024]))
+    full = used_bytes()
+    assert full - before > 6 * MIB, "queued work takes memory"
+    near.fabric.cancel(sorted(set(tags) - kept))
+    near.all_final(set(tags) - kept)
+    near.fabric.shrink()
+    assert used_bytes() > full - MIB, "it was needed since the last look"
+    near.fabric.shrink()
+    assert used_bytes() < before + 3 * MIB
+    flag.store(1)
+    near.all_final(kept)
+    there.arm(*(there.put(tag, 8, fires=(flag, 2)) for tag in more))
+    flag.store(2)
+    finals = near.all_final(more)
+    assert {finals[tag].kind for tag in kept.union(more)} == {EventKind.DONE}
 
 
 def test_words_put_quietly_report_nothing(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,14 +10,18 @@ import grpc
 import pytest
 
 from kvstore.client import Block, Client, Hit
+from kvstore.durability import Durability
 from kvstore.errors import FabricError, KvError, NoMemory, Overloaded
-from kvstore.limits import PAGE_BYTES
+from kvstore.limits import LEASES_MAX, PAGE_BYTES
 from kvstore.node import connection as connection_module
 from kvstore.node import node as node_module
+from kvstore.node.heap import used_bytes
+from kvstore.node.landing import Lease
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
 from nic_offload.memory import allocate
 from nic_offload.sockaddr import SocketAddress, ip_of
+from nic_offload.trigger import watch_landings
 from tests.client.test_promises import put
 from tests.conftest import ClientWithBuffers, small_client, small_node
 from tests.nic_offload.rig import wait_until
@@ -204,4 +209,23 @@ def test_a_tenant_puts_into_its_share_of_the_landing_memory_and_no_more(node: No
     with pytest.raises(Overloaded, match="share of the node's landing memory"):
         rig.client.reserve([rig.block(at, 1000) for at in range(slots + 1)])
     put(rig, [rig.block(0, 1000)])
+    rig.close()
+
+
+def test_memory_for_the_watches_of_many_leases_is_freed_when_they_have_ended(node: NodeInProcess) -> None:
+    """As many as a tenant of two may have."""
+    rig = Rig(node)
+    rig.client.attach()
+    (connection,) = node.call(lambda inside: list(inside.connections.values()))
+    generations = range(1 << 50, (1 << 50) + LEASES_MAX // 2)
+    watches = [
+        connection._watch(Lease(0, one, bytes(32), bytes(16), 100, Durability.WRITTEN, 0, 0), 0)
+        for one in generations
+    ]
+    gc.collect()  # what earlier tests have left
+    before = used_bytes()
+    node.call(lambda inside: watch_landings(inside.fabric, watches))
+    assert used_bytes() - before > 6 << 20
+    node.call(lambda inside: inside.fabric.cancel(generations))
+    wait_until(lambda: used_bytes() - before < 3 << 20, "the memory is free")
     rig.close()

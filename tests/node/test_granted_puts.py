@@ -100,22 +100,26 @@ def test_what_was_acknowledged_is_found_beside_what_was_never_stored(
 def test_clients_that_put_nothing_cost_a_look_up_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A look-up takes first what another client has put just now."""
     looked: list[int] = []
     came = Granted.came
 
-    def noted(granted: Granted, number: int) -> None:
+    def noted(granted: Granted, number: int, *, every: bool = False) -> None:
         looked.append(number)
-        came(granted, number)
+        came(granted, number, every=every)
 
     monkeypatch.setattr(Granted, "came", noted)
     with NodeInProcess(tmp_path / "node") as node:
         rigs = [ClientWithBuffers(node) for _ in range(4)]
         for rig in rigs:
             rig.client.attach()
-        block = rigs[0].block(0, 4096)
-        (put,) = rigs[0].client.arm([block], durability=Durability.LANDED).wait(WAIT_S)
-        assert put.error is None
-        wait_until(lambda: node.call(lambda one: one.counters.puts) == 1, "the store has it")
+        for number in range(50):
+            block = rigs[0].block(number, 4096)
+            (put,) = rigs[0].client.arm([block], durability=Durability.LANDED).wait(WAIT_S)
+            assert put.error is None
+            assert isinstance(rigs[1].client.exists([block.key])[0], Stored)
+        assert set(looked) == {min(node.call(lambda one: list(one.connections)))}
+        wait_until(lambda: node.call(lambda one: one.counters.puts) == 50, "the store has all")
         looked.clear()
         assert isinstance(rigs[1].client.exists([block.key])[0], Stored)
         assert looked == []
