@@ -214,7 +214,7 @@ def test_a_tenant_puts_into_its_share_of_the_landing_memory_and_no_more(node: No
 
 def test_memory_for_the_watches_of_many_leases_is_freed_when_they_have_ended(node: NodeInProcess) -> None:
     """As many as a tenant of two may have."""
-    rig = Rig(node)
+    rig = ClientWithBuffers(node)
     rig.client.attach()
     (connection,) = node.call(lambda inside: list(inside.connections.values()))
     generations = range(1 << 50, (1 << 50) + LEASES_MAX // 2)
