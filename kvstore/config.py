@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore.cluster.etcd_options import EtcdReach
 from kvstore.errors import ConfigError
+from kvstore.input_file import read_file
 from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_DEFAULT,
     DRIVE_CAPACITY_BYTES_MAX,
@@ -88,7 +89,7 @@ class UpkeepConfig(NamedTuple):
         """The secret shared by the nodes of the cluster."""
         if self.secret_path is None:
             return None
-        secret = _read(self.secret_path).decode("ascii", "replace").strip()
+        secret = read_file(self.secret_path).decode("ascii", "replace").strip()
         if len(secret) < UPKEEP_SECRET_BYTES_MIN or not secret.isascii() or not secret.isprintable():
             raise ConfigError(
                 f"{self.secret_path} has no secret: it must be at least {UPKEEP_SECRET_BYTES_MIN} ASCII characters."
@@ -98,14 +99,7 @@ class UpkeepConfig(NamedTuple):
     @property
     def ca(self) -> bytes | None:
         """The CA's certificates, PEM."""
-        return None if self.nodes_ca is None else _read(self.nodes_ca)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+        return None if self.nodes_ca is None else read_file(self.nodes_ca)
 
 
 class ClusterConfig(NamedTuple):

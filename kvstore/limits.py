@@ -457,6 +457,7 @@ BREAKER_MS_MIN = 50  # for which a client doesn't call a node that was down, twi
 BREAKER_MS_MAX = 5_000
 STATUS_AGAIN_MS = 50  # between two attempts to reach an awaited node
 CONTACT_HURRIED_MS = 250  # of each step of a check of a node, made after a call has failed
+INPUT_FILE_BYTES_MAX = 16 << 20  # that an option or a setting names: certificates, tenants, rules, settings
 LOG_LINES_PER_S = 20  # of one kind of message
 LOG_KINDS_MAX = 1024
 RPC_TIMEOUT_MS = 10_000

@@ -20,13 +20,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from kvstore.errors import ConfigError
+from kvstore.input_file import read_file, read_pem, read_toml
 from kvstore.limits import (
     CONNECT_TIMEOUT_MS,
     FETCH_TIMEOUT_MS,
@@ -253,14 +253,7 @@ class Reach:
             if self.token is not None and not _is_token(self.token):
                 raise ConfigError("The token has invalid characters, or is too long.")
             return self.token
-        try:
-            text = self.token_file.read_text(encoding="ascii").strip()
-        except OSError as error:
-            raise ConfigError(
-                f"The token in {self.token_file} could not be read: {error.strerror}."
-            ) from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{self.token_file} does not contain a valid token.") from error
+        text = read_file(self.token_file).decode("ascii", "replace").strip()
         if not _is_token(text):
             raise ConfigError(f"{self.token_file} does not contain a valid token.")
         return text
@@ -270,7 +263,7 @@ class Reach:
         if not self.uses_tls:
             return None
         ca, key, certificate = (
-            None if path is None else _pem(path) for path in (self.ca, self.key, self.certificate)
+            None if path is None else read_pem(path) for path in (self.ca, self.key, self.certificate)
         )
         import grpc  # noqa: PLC0415 - commands that reach no node start without it
 
@@ -279,17 +272,6 @@ class Reach:
 
 def _is_token(text: str) -> bool:
     return text.isascii() and text.isprintable() and 0 < len(text) <= _TOKEN_MAX
-
-
-def _pem(path: Path) -> bytes:
-    """A file's bytes. An empty file is an error: gRPC would take it for the system's CAs."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    if b"-----BEGIN " not in data:
-        raise ConfigError(f"{path} contains no certificate or key in PEM.")
-    return data
 
 
 def split_target(target: str) -> tuple[str, int]:
@@ -424,15 +406,11 @@ def _of_file() -> _Level:
             ) from None
         return "", {}
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        given = read_toml(path)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         if named:
             raise ConfigError(f"{path}, which {_VARIABLE}CONFIG names, does not exist.") from None
         return "", {}
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply for settings.") from None
-    except ValueError as error:  # invalid TOML or UTF-8, or a number longer than Python reads
-        raise ConfigError(f"{path} is not TOML: {error}.") from error
     return str(path), _read(given, str(path), path.parent)

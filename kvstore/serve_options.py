@@ -12,7 +12,6 @@ What it doesn't do: look for a file that nobody named, or open anything that a s
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -29,6 +28,7 @@ from kvstore.config import (
 )
 from kvstore.endpoints import Ports
 from kvstore.errors import ConfigError, KvError, NoSpace
+from kvstore.input_file import read_toml
 from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
 from kvstore.node.fabric_address import parse_networks
 
@@ -346,14 +346,7 @@ def _of_environment() -> dict[str, Any]:
 
 def read_file(path: Path) -> dict[str, Any]:
     """The settings in a file, parsed, but not checked against other settings."""
-    try:
-        given: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply for settings.") from None
-    except ValueError as error:  # invalid TOML or UTF-8, or a number longer than Python reads
-        raise ConfigError(f"{path} is not TOML: {error}.") from error
+    given = read_toml(path)
     if unknown := sorted(set(given) - set(_BY_NAME)):
         raise ConfigError(f"{path} has an unknown setting: {', '.join(unknown)}.")
     return {name: _of_file(_BY_NAME[name], value, path) for name, value in given.items()}

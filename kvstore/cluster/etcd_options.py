@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import ConfigError
+from kvstore.input_file import read_file
 from kvstore.limits import ETCD_ENDPOINTS_MAX
 from kvstore.reach import split_target
 
@@ -74,16 +75,9 @@ class EtcdReach:
         """Return the CA of etcd's certificate, our key and our certificate; None without TLS."""
         if self.ca is None:
             return None
-        key = None if self.key is None else _read(self.key)
-        return _read(self.ca), key, None if self.certificate is None else _read(self.certificate)
+        key = None if self.key is None else read_file(self.key)
+        return read_file(self.ca), key, None if self.certificate is None else read_file(self.certificate)
 
     def secret(self) -> str:
         """The password."""
-        return "" if self.password is None else _read(self.password).decode(errors="replace").strip()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+        return "" if self.password is None else read_file(self.password).decode(errors="replace").strip()

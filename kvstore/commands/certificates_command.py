@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ConfigError
+from kvstore.input_file import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,7 +129,7 @@ def _sign(folder: Path, unfinished: Path, kind: str, names: Sequence[str], days:
 
 def _refuse_unless_whole(path: Path) -> None:
     """Openssl ends with 0 on a full disk as well."""
-    if not path.read_text(errors="replace").rstrip().endswith("-----"):
+    if not read_file(path).rstrip().endswith(b"-----"):
         raise ConfigError(f"{path} is not complete. Is the disk full?")
 
 

@@ -23,6 +23,7 @@ from kvstore.cluster.map import Member
 from kvstore.config import show_size
 from kvstore.endpoints import ONE_CONNECTION
 from kvstore.errors import ConfigError, KvError
+from kvstore.input_file import read_pem
 from kvstore.limits import (
     CALLS_PENDING_MAX,
     DOOR_HANDSHAKE_MS,
@@ -267,7 +268,7 @@ def _shown_to_nodes(config: NodeConfig) -> dict[str, bytes]:
     key, certificate = config.tls_key, config.tls_certificate
     if config.tls_clients is None or key is None or certificate is None:
         return {}
-    return {"private_key": key.read_bytes(), "certificate_chain": certificate.read_bytes()}
+    return {"private_key": read_pem(key), "certificate_chain": read_pem(certificate)}
 
 
 def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
@@ -348,7 +349,7 @@ def _check_before(config: NodeConfig) -> None:
     if config.http is not None:
         check_port(*config.http)
     if (cluster := config.cluster) is not None:
-        cluster.etcd.pem()
+        _ = cluster.etcd.pem(), cluster.etcd.secret()
         if cluster.upkeep is not None:
             _ = cluster.upkeep.secret, cluster.upkeep.ca
     if config.master_key is not None and not keyring_path(config.data).exists():
