@@ -25,6 +25,7 @@ from kvstore.names import block_key, in_domain, is_in_domain
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from kvstore.client import Client, Happened
     from kvstore.client.blocks import HasFingerprint
@@ -55,14 +56,18 @@ def _client(arguments: argparse.Namespace, layout: HasFingerprint | bytes = b"")
     return Client(told.at(told.nodes[0]), layout=layout)
 
 
-def _put(arguments: argparse.Namespace) -> int:
-    if arguments.puts_for == "":  # a variable that is not set: nobody could erase the block as this user's
+def _keys(texts: Sequence[str], arguments: argparse.Namespace) -> list[bytes]:
+    """The keys of blocks, of the user that the command or a setting names."""
+    if arguments.owner == "":  # a variable that is not set: nobody could erase the block as this user's
         raise ConfigError("A user's name is not empty.")
-    key = parse_key(arguments.block)
+    keys, domain = [parse_key(text) for text in texts], reach(arguments).domain
+    return [key if is_in_domain(key) else in_domain(key, domain) for key in keys]
+
+
+def _put(arguments: argparse.Namespace) -> int:
+    (key,) = _keys([arguments.block], arguments)
     data = _read(arguments.file)
     with _client(arguments, arguments.layout.encode()) as client:
-        if not is_in_domain(key):
-            key = in_domain(key, client.reach.domain)
         reached = client.put_inline(key, data)
     document = {"key": key.hex(), "bytes": len(data), "durability": reached.name.lower()}
     _say(f"{key.hex()} {document['durability']}, {len(data)} bytes", document, arguments)
@@ -85,7 +90,7 @@ def _get(arguments: argparse.Namespace) -> int:
     from kvstore.client.blocks import KnownLayout
     from kvstore.miss import Miss
 
-    key = parse_key(arguments.block)
+    (key,) = _keys([arguments.block], arguments)
     with _client(arguments) as client:
         (found,) = client.exists([key], any_layout=True)
     # The get is sent for a miss, too, so that the node counts it.
@@ -112,7 +117,7 @@ def _get(arguments: argparse.Namespace) -> int:
 
 
 def _delete(arguments: argparse.Namespace) -> int:
-    keys = [parse_key(text) for text in arguments.keys]
+    keys = _keys(arguments.keys, arguments)
     with _client(arguments) as client:
         found = client.delete(keys)
     return _each(keys, found, ("deleted", "not stored"), arguments)
@@ -121,7 +126,7 @@ def _delete(arguments: argparse.Namespace) -> int:
 def _pin(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.seconds <= _PIN_S_MAX:
         raise ConfigError(f"--seconds takes 1 to {_PIN_S_MAX}.")
-    keys = [parse_key(text) for text in arguments.keys]
+    keys = _keys(arguments.keys, arguments)
     with _client(arguments) as client:
         # Not closed: the pin outlives the command until it expires.
         pinned = client.pin(keys, time_to_live_ms=1000 * arguments.seconds).pinned
@@ -186,6 +191,20 @@ def _say(line: str, document: dict[str, object], arguments: argparse.Namespace) 
     print(json.dumps(document) if arguments.json else line)
 
 
+def _reach_blocks(parser: argparse.ArgumentParser) -> None:
+    """The options that say whose block it is, and where."""
+    parser.add_argument(
+        "--user", dest="owner", metavar="NAME", help="the block's owner: it is erased with this user"
+    )
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        default=None,
+        help="the block is shared by all users, and erased with the tenant",
+    )
+    reach_node(parser)
+
+
 def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add them to the others."""
     put = commands.add_parser(
@@ -198,16 +217,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     put.add_argument("block", metavar="KEY", help=_KEY)
     put.add_argument("file", type=Path, metavar="FILE", help="- is standard input")
     put.add_argument("--layout", default="", help="the layout of the bytes, as in `Client(layout=)`")
-    put.add_argument(
-        "--user", dest="puts_for", metavar="NAME", help="the block's owner: it is erased with this user"
-    )
-    put.add_argument(
-        "--shared",
-        action="store_true",
-        default=None,
-        help="the block is shared by all users, and erased with the tenant",
-    )
-    reach_node(put)
+    _reach_blocks(put)
     put.set_defaults(run=_put)
 
     get = commands.add_parser(
@@ -221,7 +231,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     get.add_argument(
         "file", nargs="?", type=Path, default=Path("-"), metavar="FILE", help="by default standard output"
     )
-    reach_node(get)
+    _reach_blocks(get)
     get.set_defaults(run=_get)
 
     erase = commands.add_parser(
@@ -242,7 +252,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         description="Delete blocks permanently. Exit status 3 if one of them was not stored.",
     )
     delete.add_argument("keys", nargs="+", metavar="KEY", help=_KEY)
-    reach_node(delete)
+    _reach_blocks(delete)
     delete.set_defaults(run=_delete)
 
     pin = commands.add_parser(
@@ -259,7 +269,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         metavar="S",
         help=f"for how long, {_PIN_S_MAX} at most (%(default)s)",
     )
-    reach_node(pin)
+    _reach_blocks(pin)
     pin.set_defaults(run=_pin)
 
     watch = commands.add_parser(

@@ -63,7 +63,7 @@ def reach(arguments: argparse.Namespace) -> Reach:
     names = Reach.settings() & vars(arguments).keys() - {"node", "user"}
     given = {"nodes": arguments.node, **{name: getattr(arguments, name) for name in names}}
     given["user"] = getattr(
-        arguments, "puts_for", None
+        arguments, "owner", None
     )  # other commands' `--user` names the user whose sessions they show
     return Reach.of(given, where="the command", default_node=DEFAULT_NODE)
 
