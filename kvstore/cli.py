@@ -17,14 +17,13 @@ from kvstore.commands.block_commands import add_block_commands
 from kvstore.commands.node_commands import DEFAULT_NODE, add_node_commands, reach, reach_node
 from kvstore.config import silence_grpc
 from kvstore.errors import ConfigError, KvError, NoSession, RuleError, UsageError
+from kvstore.limits import CERTIFICATE_DAYS_MAX
 from kvstore.serve_options import add_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["main"]
-
-_DAYS_MAX = 3650
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -74,8 +73,8 @@ def _token(_: argparse.Namespace) -> int:
 def _certificates(arguments: argparse.Namespace) -> int:
     from kvstore.commands.certificates_command import make
 
-    if not 1 <= arguments.days <= _DAYS_MAX:
-        raise ConfigError(f"--days takes 1 to {_DAYS_MAX}.")
+    if not 1 <= arguments.days <= CERTIFICATE_DAYS_MAX:
+        raise ConfigError(f"--days takes 1 to {CERTIFICATE_DAYS_MAX}.")
     return make(arguments.folder, arguments.node, arguments.client, arguments.days)
 
 

@@ -23,7 +23,9 @@ from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_MIN,
     HOT_BYTES_DEFAULT,
     HOT_BYTES_MIN,
+    PORT_MAX,
     REPLICAS_MAX,
+    SIZE_BYTES_MAX,
     UPKEEP_SECRET_BYTES_MIN,
     ZONE_CHARACTERS_MAX,
 )
@@ -55,10 +57,8 @@ __all__ = [
 ]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
-_PORT_MAX = 65535
 _WILDCARDS = ("::", "0.0.0.0")  # noqa: S104 - for comparison
 _OF_ETCD = {"_cert": "certificate"}
-_SIZE_MAX = 2**63 - 1
 _COLLECTOR = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
 
 
@@ -242,8 +242,8 @@ class NodeConfig:
 
     def _check_listen(self, host: str, port: int) -> None:
         self._check_beyond(host)
-        if not 0 <= port <= _PORT_MAX:
-            raise ConfigError(f"A port is 0 to {_PORT_MAX}, not {port}.")
+        if not 0 <= port <= PORT_MAX:
+            raise ConfigError(f"A port is 0 to {PORT_MAX}, not {port}.")
 
     def _check_beyond(self, host: str) -> None:
         """Raise unless a node that other machines can reach authenticates its callers."""
@@ -312,7 +312,7 @@ def parse_size(text: str) -> int:
     number, unit, binary = match.groups()
     step = 1024 if binary else 1000
     size = float(number) * step ** " KMGTP".index(unit.upper() or " ")
-    if size > _SIZE_MAX:
+    if size > SIZE_BYTES_MAX:
         raise ConfigError(f"{text!r} is larger than any drive or memory.")
     return int(size)
 

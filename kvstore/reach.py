@@ -29,10 +29,14 @@ from kvstore.errors import ConfigError
 from kvstore.input_file import read_file, read_pem, read_toml
 from kvstore.limits import (
     CONNECT_TIMEOUT_MS,
+    DIGITS_MAX,
     FETCH_TIMEOUT_MS,
+    HOST_LABEL_CHARACTERS_MAX,
     NODES_MAX,
+    PORT_MAX,
     REACH_TIMEOUT_MS_MAX,
     RPC_TIMEOUT_MS,
+    TOKEN_CHARACTERS_MAX,
 )
 from kvstore.names import SHARED, TENANTS_NAME, UNSAID, domain_of, is_tenant
 
@@ -50,12 +54,8 @@ _TRANSPORTS: Final = (AUTO, FABRIC, GRPC, "memory")
 
 _FILE: Final = Path("~/.config/triggerkv/client.toml")
 _VARIABLE: Final = "TRIGGERKV_"
-_PORT_MAX: Final = 65_535
-_LABEL_MAX: Final = 63  # characters between the dots of a name
-_TOKEN_MAX: Final = 4096
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
 _PORT = re.compile(r"[0-9]{1,5}")
-_DIGITS_MAX: Final = 18
 _Level: TypeAlias = "tuple[str, dict[str, Any]]"  # a place, and its settings
 # Settings that express the same thing in two ways: a place that has one of them counts for both.
 _TOGETHER: Final = (("node", "nodes"), ("token", "token_file"), ("user", "shared"))
@@ -271,19 +271,21 @@ class Reach:
 
 
 def _is_token(text: str) -> bool:
-    return text.isascii() and text.isprintable() and 0 < len(text) <= _TOKEN_MAX
+    return text.isascii() and text.isprintable() and 0 < len(text) <= TOKEN_CHARACTERS_MAX
 
 
 def split_target(target: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`, the host without the brackets that IPv6 needs."""
     host, colon, port = target.rpartition(":")
-    if colon and _PORT.fullmatch(port) and 1 <= int(port) <= _PORT_MAX:
+    if colon and _PORT.fullmatch(port) and 1 <= int(port) <= PORT_MAX:
         if host.startswith("[") and host.endswith("]"):
             try:
                 return str(ipaddress.IPv6Address(host[1:-1])), int(port)
             except ValueError:
                 host = ""
-        if _HOST.fullmatch(host) and all(0 < len(label) <= _LABEL_MAX for label in host.split(".")):
+        if _HOST.fullmatch(host) and all(
+            0 < len(label) <= HOST_LABEL_CHARACTERS_MAX for label in host.split(".")
+        ):
             return host, int(port)
     raise ConfigError(f"{target!r} is not an address of a node; write HOST:PORT, with brackets around IPv6.")
 
@@ -385,7 +387,7 @@ def _of_environment() -> _Level:
                 raise ConfigError(f"{variable} is true or false, not {text!r}.")
             given[name] = text.lower() in {"true", "1"}
         elif kind.types == (int,):
-            if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
+            if not (text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX):
                 raise ConfigError(f"{variable} is {kind.word}, not {text!r}.")
             given[name] = int(text)
         else:

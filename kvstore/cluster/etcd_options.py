@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
 from kvstore.input_file import read_file
-from kvstore.limits import ETCD_ENDPOINTS_MAX
+from kvstore.limits import CLUSTER_NAME_CHARACTERS_MAX, ETCD_ENDPOINTS_MAX
 from kvstore.reach import split_target
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["EtcdReach"]
-
-_CLUSTER_NAME_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,10 @@ class EtcdReach:
         for endpoint in self.endpoints:
             split_target(endpoint)
         is_word = self.cluster.replace("-", "").replace("_", "").isalnum() and self.cluster.isascii()
-        if not is_word or len(self.cluster) > _CLUSTER_NAME_MAX:
-            raise ConfigError(f"A cluster's name has letters, digits, - and _, {_CLUSTER_NAME_MAX} at most.")
+        if not is_word or len(self.cluster) > CLUSTER_NAME_CHARACTERS_MAX:
+            raise ConfigError(
+                f"A cluster's name has letters, digits, - and _, {CLUSTER_NAME_CHARACTERS_MAX} at most."
+            )
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("A certificate for etcd and its key come together.")
         if self.certificate is not None and self.ca is None:

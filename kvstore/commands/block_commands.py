@@ -20,7 +20,7 @@ from kvstore.commands.node_commands import reach, reach_node
 from kvstore.commands.whole_file import whole_file
 from kvstore.config import printable
 from kvstore.errors import ConfigError
-from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES
+from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES, PIN_TIMEOUT_MS_MAX, WATCH_S_MAX
 from kvstore.names import block_key, in_domain, is_in_domain
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["add_block_commands", "parse_key"]
 
 _NAME: Final = "name:"
-_WATCH_S_MAX: Final = 86_400.0
-_PIN_S_MAX: Final = 600
+_PIN_S_MAX: Final = PIN_TIMEOUT_MS_MAX // 1000
 _KEY: Final = "64 hexadecimal digits, or name:TEXT"
 
 
@@ -162,8 +161,8 @@ def _each(
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    if not 0 < arguments.seconds <= _WATCH_S_MAX:
-        raise ConfigError(f"--seconds must be more than 0 and at most {_WATCH_S_MAX:.0f}.")
+    if not 0 < arguments.seconds <= WATCH_S_MAX:
+        raise ConfigError(f"--seconds must be more than 0 and at most {WATCH_S_MAX:.0f}.")
     with _client(arguments) as client:
         for event in client.watch(timeout_s=arguments.seconds):
             if event is not None:
@@ -279,7 +278,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         " With --json, an object per line.",
     )
     watch.add_argument(
-        "--seconds", type=float, default=_WATCH_S_MAX, metavar="S", help="for how long (%(default).0f)"
+        "--seconds", type=float, default=WATCH_S_MAX, metavar="S", help="for how long (%(default).0f)"
     )
     reach_node(watch)
     watch.set_defaults(run=_watch)
