@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Status", "add_commands", "ended_by", "run_command"]
+__all__ = ["CommandParser", "Status", "add_commands", "ended_by", "run_command"]
 
 
 class Status(enum.IntEnum):
@@ -36,8 +36,8 @@ class Status(enum.IntEnum):
     TERMINATED = 128 + signal.SIGTERM
 
 
-class _CommandParser(argparse.ArgumentParser):
-    """A subcommand's parser, which shows its own usage for an unknown argument, not the whole command's."""
+class CommandParser(argparse.ArgumentParser):
+    """A command's or a subcommand's parser, which shows its own usage for an unknown argument."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse's, which would leave unknown arguments to the main parser."""
@@ -46,10 +46,14 @@ class _CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse's, which would ignore that the help could not be written."""
+        (file or sys.stderr).write(message or "")
+
 
 def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
     """Let a command have subcommands, which `add_parser` of the result adds; one of them is required."""
-    kind: type[argparse.ArgumentParser] = _CommandParser
+    kind: type[argparse.ArgumentParser] = CommandParser
     return parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=kind)
 
 
@@ -86,6 +90,10 @@ def run_command(
             raise
         status, sentence = ended
         print(f"{name}: {sentence}", file=sys.stderr)  # noqa: T201 - a command prints
+        try:
+            sys.stdout.flush()
+        except OSError:  # the disk is full, and a flush at exit would be a traceback
+            _drop_output()
     return status
 
 
@@ -124,7 +132,7 @@ def _has_output() -> bool:
 
 
 def _drop_output() -> None:
-    """The reader has closed the pipe; leave nothing to flush at exit."""
+    """What is printed goes nowhere, so leave nothing to flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -169,6 +169,25 @@ def test_a_reader_that_leaves_at_once_is_no_error(command: tuple[str, ...], argu
 
 
 @BOTH
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["completion", "bash"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_output_that_finds_no_room_is_a_failure(
+    command: tuple[str, ...], arguments: list[str], unbuffered: str
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            timeout=WAIT_S,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, f"{NAMES[command]}: No space left on device.\n")
+
+
+@BOTH
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_stream_that_is_closed_is_no_traceback(command: tuple[str, ...], closed: str) -> None:
     done = subprocess.run(
@@ -221,21 +240,21 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
             2,
             "--hot 9999 GiB exceeds this machine's memory",
         ),
-        (["serve", "--data", "/proc/x"], 1, "/proc/x cannot be used"),
+        (["serve", "--data", "/proc/x"], 2, "/proc/x can't be used"),
         (["demo", "--data", "/proc/x"], 1, "/proc/x"),
         (["fsck", "{}/none"], 2, "There is no data folder"),
         (["put", "short", "{}/none"], 2, "64 hexadecimal digits"),
         (["put", "name:a", "{}/none"], 2, "could not be read"),
-        (["serve", "--data", "/dev/null"], 1, "it is a file, not a folder"),
+        (["serve", "--data", "/dev/null"], 2, "it is a file, not a folder"),
         (["serve", "--data", "{}/node", "--capacity", "9999TiB"], 2, "at most 16 TiB, not 9999 TiB"),
         (["serve", "--data", "{}/node", "--listen", "{taken}"], 1, "is in use by another process"),
         ([*SERVE, "--http", "{taken}"], 1, "is in use by another process"),
         ([*SERVE, "--events", "tcp://{taken}"], 1, "Address already in use"),
-        ([*SERVE, "--provider", "none"], 1, "The provider none"),
+        ([*SERVE, "--provider", "none"], 2, "There is no provider none in libfabric"),
         ([*SERVE, "--tied"], 2, "--tied needs a pipe or a terminal as standard input."),
         ([*SERVE, "--tenants", "{}/none"], 2, "{}/none could not be read"),
         ([*SERVE, "--tls-cert", "{}/none", "--tls-key", "{}/none"], 2, "{}/none could not be read"),
-        ([*SERVE, "--master-key", "file:{}/none"], 1, "{}/none could not be read"),
+        ([*SERVE, "--master-key", "file:{}/none"], 2, "{}/none could not be read"),
         ([*SERVE, "--audit", "{}/none/log"], 2, "{}/none/log can't be written"),
         ([*SERVE, "--cluster", "127.0.0.1:1/x", "--cluster-ca", "{}/none"], 2, "{}/none could not be read"),
         ([*SERVE, *MEMBER, "--cluster-secret", "{}/none"], 2, "{}/none could not be read"),
