@@ -17,7 +17,6 @@ from kvstore.errors import (
     ConfigError,
     Corrupt,
     FolderLocked,
-    KvError,
     NoSpace,
     ReadOnly,
     StorageError,
@@ -186,9 +185,16 @@ def test_a_folder_in_which_nothing_could_be_made_is_as_it_was(tmp_path: Path, *,
     data = tmp_path / "data"
     if is_there:
         data.mkdir()
-    drive = DriveSpec(tmp_path / "none" / "drive", DRIVE_CAPACITY_BYTES_MIN)
-    with pytest.raises(KvError):
-        Store.open(data, capacity_bytes=None, clock=SystemClock(), drives=[drive])
+    size, clock = DRIVE_CAPACITY_BYTES_MIN, SystemClock()
+    drive = DriveSpec(tmp_path / "none" / "drive", size)
+    with pytest.raises(ConfigError, match="could not be created"):
+        Store.open(data, capacity_bytes=None, clock=clock, drives=[drive])
+    with pytest.raises(ConfigError, match="no drive 3 to leave out"):
+        Store.open(data, capacity_bytes=size, clock=clock, without=[3])
+    with pytest.raises(ConfigError, match="no drive 3 to leave out"):
+        Store.open(
+            data, capacity_bytes=None, clock=clock, without=[3], drives=[DriveSpec(tmp_path / "d", size)]
+        )
     assert list(tmp_path.iterdir()) == ([data] if is_there else [])
     assert not is_there or not list(data.iterdir())
 
