@@ -57,22 +57,30 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[
     return parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=kind)
 
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 class _Terminated(KeyboardInterrupt):
     """SIGTERM, handled like Ctrl-C."""
 
 
 def run_command(
-    name: str, work: Callable[[], int], status_of: Callable[[Exception], Status | None] = lambda _: None
+    name: str,
+    work: Callable[[], int],
+    status_of: Callable[[Exception], Status | None] = lambda _: None,
+    *,
+    ends_process: bool = False,
 ) -> int:
     """Do `work`, and return the exit status of the process.
 
-    `status_of` returns that of an error which the command knows, else None.
+    `status_of` returns that of an error which the command knows, else None. With `ends_process` the caller exits with
+    this status at once, and later signals don't change it.
     """
     if not _has_output():
         print(f"{name}: Standard output is closed.", file=sys.stderr)  # noqa: T201 - a command prints
         return Status.FAILED
     try:
-        with _terminated_like_interrupted():
+        with _terminated_like_interrupted(ends_process=ends_process):
             try:
                 status = work()
             except SystemExit:  # argparse has printed the help or the error
@@ -137,7 +145,7 @@ def _drop_output() -> None:
 
 
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
+def _terminated_like_interrupted(*, ends_process: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
@@ -145,11 +153,14 @@ def _terminated_like_interrupted() -> Iterator[None]:
     def terminate(_number: int, _frame: object) -> None:
         raise _Terminated
 
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `kvcli.start` left it
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    signal.signal(signal.SIGTERM, terminate)
+    if before[signal.SIGINT] is signal.SIG_DFL:  # as `kvcli.start` left it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
+        if ends_process:  # Python and libfabric's libraries restore the defaults before the process has ended
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ends_process else handler)

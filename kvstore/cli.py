@@ -314,4 +314,4 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return status
 
-    return run_command("kvstore", work, _status_of)
+    return run_command("kvstore", work, _status_of, ends_process=argv is None)

@@ -382,7 +382,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     # A ValueError is an OutOfRange, and nothing else raises one here.
-    return run_command("kvsim", work, lambda error: Status.USAGE if isinstance(error, ValueError) else None)
+    return run_command(
+        "kvsim",
+        work,
+        lambda error: Status.USAGE if isinstance(error, ValueError) else None,
+        ends_process=argv is None,
+    )
 
 
 if __name__ == "__main__":

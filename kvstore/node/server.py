@@ -384,14 +384,14 @@ async def _serve_node(
 ) -> None:
     """Serve until it is stopped, then close in order."""
     config = told.node()
-    loop, store = asyncio.get_running_loop(), node.store
+    store = node.store
     store.change_quotas(gate.tenants.quotas())
 
     def reload() -> None:
         nonlocal told
         told = _reload(told, read_again, node, gate, certificates)
 
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    _at_signals(reload, signal.SIGHUP)
     _join_cluster(node, gate, config)
     membership = node.membership
     server, health = open_server(node, gate)
@@ -438,8 +438,34 @@ async def _serve_node(
             keeper.close()
 
 
+def _at_signals(do: Callable[[], object], *numbers: signal.Signals) -> None:
+    """Have the running loop call it at these signals, which do nothing once the loop is closed.
+
+    asyncio's own handlers are removed with the loop: a second signal would then kill a node that is ending.
+    """
+    loop = asyncio.get_running_loop()
+
+    def handle(_number: int, _frame: object) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(do)
+
+    for number in numbers:
+        signal.signal(number, handle)
+    # With any handler of its own the loop wakes for all signals; this one is ignored by default. Python's warning that
+    # more came than it has room for takes a lock inside the signal's handler, and the next signal's waits for it.
+    loop.add_signal_handler(signal.SIGURG, lambda: None)
+    signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
+
+
 async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
-    clock = SystemClock()
+    clock, loop, stop = SystemClock(), asyncio.get_running_loop(), asyncio.Event()
+
+    def end() -> None:
+        stop.set()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a flood of them would hold the end up
+            signal.signal(number, signal.SIG_IGN)
+
+    _at_signals(end, signal.SIGTERM, signal.SIGINT)
     config = told.node()
     begin_logging(clock, config.log_level, config.log_format)
     keep_out_of_dumps()
@@ -450,10 +476,6 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     _check_before(config)
     collector_kind = None if config.otel is None else _collector_kind()
     open_keys = keys_opener(config.data, config.master_key)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     if config.tied:
         try:
             loop.add_reader(sys.stdin.fileno(), stop.set)

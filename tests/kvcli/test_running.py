@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -313,6 +314,51 @@ def test_a_demo_that_a_signal_ends_leaves_no_process_and_no_message(
     while Path(f"/proc/{node}").exists():
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.003])
+def test_a_node_that_gets_one_signal_after_another_ends_cleanly(pause_s: float, tmp_path: Path) -> None:
+    command = [
+        "env",
+        "--default-signal=INT,TERM,HUP",
+        *KVSTORE,
+        *SERVE,
+        "--capacity",
+        "64MiB",
+        "--hot",
+        "128MiB",
+    ]
+    with subprocess.Popen(
+        [part.replace("{}", str(tmp_path)) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("ready ")
+        until = time.monotonic() + WAIT_S
+        for number in itertools.cycle((signal.SIGTERM, signal.SIGINT)):
+            process.send_signal(number)
+            if process.poll() is not None:
+                break
+            if time.monotonic() > until:
+                process.kill()
+            time.sleep(pause_s)
+        assert process.returncode == Status.DONE
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_signal_after_the_end_does_not_change_the_status() -> None:
+    code = (
+        "import signal, sys\n"
+        "from kvcli.running import run_command\n"
+        "status = run_command('x', lambda: 3, ends_process=True)\n"
+        "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):\n"
+        "    signal.raise_signal(number)\n"
+        "sys.exit(status)"
+    )
+    assert run(sys.executable, "-c", code).returncode == Status.NO
 
 
 def test_the_page_has_each_status_and_each_command() -> None:
