@@ -45,6 +45,7 @@ __all__ = [
     "EventsConfig",
     "NodeConfig",
     "UpkeepConfig",
+    "counted",
     "environment",
     "parse_drive",
     "parse_listen",
@@ -333,6 +334,11 @@ def show_size(size_bytes: int) -> str:
             break
         amount /= 1024
     return f"{amount:.0f} {unit}" if amount == int(amount) else f"{amount:.1f} {unit}"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 block`, `2 blocks`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def show_time(time_ms: float) -> str:

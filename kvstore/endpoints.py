@@ -57,7 +57,9 @@ class Ports:
 
     def __init__(self, first: int, last: int) -> None:
         if not 1 <= first <= last <= PORT_MAX:
-            raise ConfigError(f"A range of ports is within 1 to {PORT_MAX}; {first}-{last} is not.")
+            raise ConfigError(
+                f"A range of ports is FIRST-LAST, within 1 to {PORT_MAX} and in this order, not {first}-{last}."
+            )
         self.first, self.last = first, last
         self._next = first
 

@@ -315,7 +315,10 @@ def _several(value: Any, _: Path) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if others := [part for part in parts if not isinstance(part, str)]:
         raise ConfigError(f"A node is HOST:PORT, not {type(others[0]).__name__}.")
-    return tuple(str(part).strip() for part in parts)
+    nodes = tuple(part.strip() for part in parts)
+    if "" in nodes:
+        raise ConfigError("A node's address is empty; write HOST:PORT, or several with commas between them.")
+    return nodes
 
 
 _TEXT = _Kind((str,), lambda value, _: value, "a text")

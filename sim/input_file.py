@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvcli.input_file import open_input
-from sim.units import OutOfRange
+from sim.units import OutOfRange, Unusable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,11 +22,6 @@ _FILE_BYTES_MAX = 16 << 20
 _TRACE_BYTES_MAX = 2 << 30  # its requests take several times as much memory
 
 
-class _Unreadable(OutOfRange):
-    def __init__(self, parameter: str, path: Path, why: str) -> None:
-        ValueError.__init__(self, f"{parameter}: {path} can't be read: {why}.")
-
-
 @contextmanager
 def open_text(parameter: str, path: Path, bytes_max: int = _TRACE_BYTES_MAX) -> Iterator[TextIO]:
     """Open it as UTF-8, with or without a mark, and with any ends of lines, as `csv` wants them."""
@@ -34,11 +29,11 @@ def open_text(parameter: str, path: Path, bytes_max: int = _TRACE_BYTES_MAX) -> 
         with io.TextIOWrapper(open_input(path, bytes_max), "utf-8-sig", newline="") as file:
             yield file
     except UnicodeDecodeError as error:
-        raise _Unreadable(parameter, path, "it is not UTF-8") from error
+        raise Unusable(parameter, path, "can't be read: it is not UTF-8") from error
     except OSError as error:
-        raise _Unreadable(parameter, path, str(error.strerror)) from error
+        raise Unusable(parameter, path, f"can't be read: {error.strerror}") from error
     except csv.Error as error:
-        raise _Unreadable(parameter, path, f"it is not CSV ({error})") from error
+        raise Unusable(parameter, path, f"can't be read: it is not CSV ({error})") from error
 
 
 def read_text(parameter: str, path: Path) -> str:
@@ -53,7 +48,7 @@ def read_toml(parameter: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _Unreadable(parameter, path, f"it is not TOML ({error})") from error
+        raise Unusable(parameter, path, f"can't be read: it is not TOML ({error})") from error
 
 
 def read_rows(parameter: str, path: Path, columns: tuple[str, ...], rows_max: int) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from kvcli.running import Status
 from kvstore.commands.node_commands import reach, reach_node
 from kvstore.commands.whole_file import whole_file
-from kvstore.config import printable
+from kvstore.config import counted, printable, show_size
 from kvstore.errors import ConfigError
 from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES, PIN_TIMEOUT_MS_MAX, WATCH_S_MAX
 from kvstore.names import block_key, in_domain, is_in_domain
@@ -69,7 +69,7 @@ def _put(arguments: argparse.Namespace) -> int:
     with _client(arguments, arguments.layout.encode()) as client:
         reached = client.put_inline(key, data)
     document = {"key": key.hex(), "bytes": len(data), "durability": reached.name.lower()}
-    _say(f"{key.hex()} {document['durability']}, {len(data)} bytes", document, arguments)
+    _say(f"{key.hex()} {document['durability']}, {show_size(len(data))}", document, arguments)
     return Status.DONE
 
 
@@ -81,7 +81,8 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     if not 1 <= len(data) <= BLOCK_BYTES_MAX:
-        raise ConfigError(f"A block has 1 to {BLOCK_BYTES_MAX} bytes, and {path} has {len(data) and 'more'}.")
+        has = "more" if data else "none"
+        raise ConfigError(f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, and {path} has {has}.")
     return data
 
 
@@ -135,6 +136,11 @@ def _pin(arguments: argparse.Namespace) -> int:
 def _erase(arguments: argparse.Namespace) -> int:
     if (arguments.user is None) == (not arguments.whole_tenant):
         raise ConfigError("Say what to erase: --user NAME, or --whole-tenant.")
+    if arguments.whole_tenant and not arguments.yes:
+        print("kvstore: Nothing was erased: --yes erases all that the tenant stored.", file=sys.stderr)
+        if arguments.json:
+            print(json.dumps({"erased": False}))
+        return Status.NO
     from kvstore.client import ClusterClient
 
     with ClusterClient(reach(arguments)) as client:  # of one node, if it is in no cluster
@@ -145,7 +151,8 @@ def _erase(arguments: argparse.Namespace) -> int:
         print(
             one.receipt
             if arguments.json
-            else f"erased {one.sessions} sessions and {one.blocks} blocks of {one.size_bytes} bytes: {how}"
+            else f"erased {counted(one.sessions, 'session')} and {counted(one.blocks, 'block')}"
+            f" of {show_size(one.size_bytes)}: {how}"
         )
     return Status.DONE
 
@@ -172,7 +179,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _line(event: Happened) -> str:
-    whose = f"session {printable(event.user)}/{printable(event.session)}, {event.blocks} blocks"
+    whose = f"session {printable(event.user)}/{printable(event.session)}, {counted(event.blocks, 'block')}"
     lost = f" ({event.dropped} events before it were not sent)" if event.dropped else ""
     return f"{event.at_unix_ms} {event.what} {event.key.hex() or whose}{lost}"
 
@@ -241,7 +248,12 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         " each node; with --json, its receipt.",
     )
     erase.add_argument("--user", metavar="NAME", help="the user whose sessions and blocks are erased")
-    erase.add_argument("--whole-tenant", action="store_true", help="everything of the caller's tenant")
+    erase.add_argument(
+        "--whole-tenant", action="store_true", help="everything of the caller's tenant; with --yes"
+    )
+    erase.add_argument(
+        "--yes", action="store_true", help="erase a whole tenant: nothing of it can be restored"
+    )
     reach_node(erase)
     erase.set_defaults(run=_erase, user=None)
 

@@ -349,12 +349,28 @@ def test_a_node_that_gets_one_signal_after_another_ends_cleanly(pause_s: float, 
         assert "Traceback" not in process.stderr.read()
 
 
+def test_a_signal_between_the_loops_end_and_the_commands_does_nothing() -> None:
+    code = (
+        "import asyncio, signal\n"
+        "from kvstore.node.server import _at_signals\n"
+        "async def serve():\n"
+        "    _at_signals(lambda: None, signal.SIGTERM)\n"
+        "asyncio.run(serve())\n"
+        "signal.raise_signal(signal.SIGTERM)\n"
+        "print('alive')"
+    )
+    assert run(sys.executable, "-c", code).stdout == "alive\n"
+
+
 def test_a_signal_after_the_end_does_not_change_the_status() -> None:
     code = (
-        "import signal, sys\n"
+        "import os, signal, sys, threading\n"
         "from kvcli.running import run_command\n"
+        "threading.Thread(target=threading.Event().wait, args=(10,), daemon=True).start()\n"
         "status = run_command('x', lambda: 3, ends_process=True)\n"
         "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):\n"
+        "    os.kill(os.getpid(), number)\n"  # the other thread may get it
+        "    signal.signal(number, signal.SIG_DFL)\n"  # as libfabric's libraries do at their end
         "    signal.raise_signal(number)\n"
         "sys.exit(status)"
     )
