@@ -369,7 +369,9 @@ def test_a_signal_after_the_end_does_not_change_the_status() -> None:
         "threading.Thread(target=threading.Event().wait, args=(10,), daemon=True).start()\n"
         "status = run_command('x', lambda: 3, ends_process=True)\n"
         "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):\n"
-        "    os.kill(os.getpid(), number)\n"  # the other thread may get it
+        "    os.kill(os.getpid(), number)\n"  # the other thread gets it
+        "    while number in signal.sigpending():\n"
+        "        pass\n"
         "    signal.signal(number, signal.SIG_DFL)\n"  # as libfabric's libraries do at their end
         "    signal.raise_signal(number)\n"
         "sys.exit(status)"
