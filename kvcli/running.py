@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Status", "add_commands", "ended_by", "run_command"]
+__all__ = ["CommandParser", "Status", "add_commands", "ended_by", "run_command"]
 
 
 class Status(enum.IntEnum):
@@ -36,8 +36,8 @@ class Status(enum.IntEnum):
     TERMINATED = 128 + signal.SIGTERM
 
 
-class _CommandParser(argparse.ArgumentParser):
-    """A subcommand's parser, which shows its own usage for an unknown argument, not the whole command's."""
+class CommandParser(argparse.ArgumentParser):
+    """A command's or a subcommand's parser, which shows its own usage for an unknown argument."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse's, which would leave unknown arguments to the main parser."""
@@ -46,11 +46,18 @@ class _CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse's, which would ignore that the help could not be written."""
+        (file or sys.stderr).write(message or "")
+
 
 def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
     """Let a command have subcommands, which `add_parser` of the result adds; one of them is required."""
-    kind: type[argparse.ArgumentParser] = _CommandParser
+    kind: type[argparse.ArgumentParser] = CommandParser
     return parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=kind)
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -58,17 +65,22 @@ class _Terminated(KeyboardInterrupt):
 
 
 def run_command(
-    name: str, work: Callable[[], int], status_of: Callable[[Exception], Status | None] = lambda _: None
+    name: str,
+    work: Callable[[], int],
+    status_of: Callable[[Exception], Status | None] = lambda _: None,
+    *,
+    ends_process: bool = False,
 ) -> int:
     """Do `work`, and return the exit status of the process.
 
-    `status_of` returns that of an error which the command knows, else None.
+    `status_of` returns that of an error which the command knows, else None. With `ends_process` the caller exits with
+    this status at once, and later signals don't change it.
     """
     if not _has_output():
         print(f"{name}: Standard output is closed.", file=sys.stderr)  # noqa: T201 - a command prints
         return Status.FAILED
     try:
-        with _terminated_like_interrupted():
+        with _terminated_like_interrupted(ends_process=ends_process):
             try:
                 status = work()
             except SystemExit:  # argparse has printed the help or the error
@@ -86,6 +98,10 @@ def run_command(
             raise
         status, sentence = ended
         print(f"{name}: {sentence}", file=sys.stderr)  # noqa: T201 - a command prints
+        try:
+            sys.stdout.flush()
+        except OSError:  # the disk is full, and a flush at exit would be a traceback
+            _drop_output()
     return status
 
 
@@ -124,12 +140,12 @@ def _has_output() -> bool:
 
 
 def _drop_output() -> None:
-    """The reader has closed the pipe; leave nothing to flush at exit."""
+    """What is printed goes nowhere, so leave nothing to flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
+def _terminated_like_interrupted(*, ends_process: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
         yield
         return
@@ -137,11 +153,14 @@ def _terminated_like_interrupted() -> Iterator[None]:
     def terminate(_number: int, _frame: object) -> None:
         raise _Terminated
 
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, terminate)}
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `kvcli.start` left it
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    signal.signal(signal.SIGTERM, terminate)
+    if before[signal.SIGINT] is signal.SIG_DFL:  # as `kvcli.start` left it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
+        if ends_process:  # Python and libfabric's libraries restore the defaults before the process has ended
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ends_process else handler)

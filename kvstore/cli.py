@@ -5,26 +5,25 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.completion import add_completion, script
-from kvcli.running import Status, add_commands, ended_by, run_command
+from kvcli.running import CommandParser, Status, add_commands, ended_by, run_command
 from kvcli.version import add_version
 from kvstore.commands.block_commands import add_block_commands
 from kvstore.commands.node_commands import DEFAULT_NODE, add_node_commands, reach, reach_node
 from kvstore.config import silence_grpc
-from kvstore.errors import ConfigError, KvError, NoSession, RuleError, UsageError
+from kvstore.errors import ConfigError, KvError, NoProvider, NoSession, RuleError, UsageError
+from kvstore.limits import CERTIFICATE_DAYS_MAX
 from kvstore.serve_options import add_options
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 __all__ = ["main"]
-
-_DAYS_MAX = 3650
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -74,8 +73,8 @@ def _token(_: argparse.Namespace) -> int:
 def _certificates(arguments: argparse.Namespace) -> int:
     from kvstore.commands.certificates_command import make
 
-    if not 1 <= arguments.days <= _DAYS_MAX:
-        raise ConfigError(f"--days takes 1 to {_DAYS_MAX}.")
+    if not 1 <= arguments.days <= CERTIFICATE_DAYS_MAX:
+        raise ConfigError(f"--days takes 1 to {CERTIFICATE_DAYS_MAX}.")
     return make(arguments.folder, arguments.node, arguments.client, arguments.days)
 
 
@@ -178,7 +177,7 @@ def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="kvstore",
         description="A storage node for the KV caches of large language models.",
         epilog="Exit status: 0 success, 1 failure, 2 usage error, 3 the answer is no; see docs/commands.md.",
@@ -292,7 +291,7 @@ def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _status_of(error: Exception) -> Status | None:
     if isinstance(error, NoSession):
         return Status.NO
-    if isinstance(error, (ConfigError, RuleError, UsageError)):
+    if isinstance(error, (NoProvider, RuleError, UsageError)):
         return Status.USAGE
     return Status.FAILED if isinstance(error, KvError) else None
 
@@ -309,8 +308,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             ended = ended_by(error, _status_of(error))
             is_told = getattr(arguments, "json", False) and not isinstance(error, BrokenPipeError)
             if ended is not None and is_told:
-                print(json.dumps({"error": type(error).__name__, "message": ended[1]}))
+                ours = UsageError if ended[0] is Status.USAGE else KvError
+                kind = type(error) if isinstance(error, KvError) else ours
+                print(json.dumps({"error": kind.__name__, "message": ended[1]}))
             raise
         return status
 
-    return run_command("kvstore", work, _status_of)
+    return run_command("kvstore", work, _status_of, ends_process=argv is None)

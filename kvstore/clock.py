@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock", "unix_offset_ns"]
+from kvstore.limits import CLOCK_CLOSE_NS, CLOCK_TRIES
 
-_TRIES = 4
-_CLOSE_NS = 2_000
+__all__ = ["Clock", "SystemClock", "unix_offset_ns"]
 
 
 class Clock(Protocol):
@@ -45,10 +44,10 @@ def unix_offset_ns() -> int:
     The clocks are read one after the other, and a thread may lose its core in between: the closest reading counts.
     """
     best_ns, offset_ns = -1, 0
-    for _ in range(_TRIES):
+    for _ in range(CLOCK_TRIES):
         before_ns, wall_ns, after_ns = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
         if best_ns < 0 or after_ns - before_ns < best_ns:
             best_ns, offset_ns = after_ns - before_ns, wall_ns - (before_ns + after_ns) // 2
-        if best_ns < _CLOSE_NS:
+        if best_ns < CLOCK_CLOSE_NS:
             break
     return offset_ns

@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore.cluster.etcd_options import EtcdReach
 from kvstore.errors import ConfigError
+from kvstore.input_file import read_file
 from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_DEFAULT,
     DRIVE_CAPACITY_BYTES_MAX,
     DRIVE_CAPACITY_BYTES_MIN,
     HOT_BYTES_DEFAULT,
     HOT_BYTES_MIN,
+    PORT_MAX,
     REPLICAS_MAX,
+    SIZE_BYTES_MAX,
     UPKEEP_SECRET_BYTES_MIN,
     ZONE_CHARACTERS_MAX,
 )
@@ -42,6 +45,7 @@ __all__ = [
     "EventsConfig",
     "NodeConfig",
     "UpkeepConfig",
+    "counted",
     "environment",
     "parse_drive",
     "parse_listen",
@@ -54,10 +58,8 @@ __all__ = [
 ]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
-_PORT_MAX = 65535
 _WILDCARDS = ("::", "0.0.0.0")  # noqa: S104 - for comparison
 _OF_ETCD = {"_cert": "certificate"}
-_SIZE_MAX = 2**63 - 1
 _COLLECTOR = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
 
 
@@ -88,7 +90,7 @@ class UpkeepConfig(NamedTuple):
         """The secret shared by the nodes of the cluster."""
         if self.secret_path is None:
             return None
-        secret = _read(self.secret_path).decode("ascii", "replace").strip()
+        secret = read_file(self.secret_path).decode("ascii", "replace").strip()
         if len(secret) < UPKEEP_SECRET_BYTES_MIN or not secret.isascii() or not secret.isprintable():
             raise ConfigError(
                 f"{self.secret_path} has no secret: it must be at least {UPKEEP_SECRET_BYTES_MIN} ASCII characters."
@@ -98,14 +100,7 @@ class UpkeepConfig(NamedTuple):
     @property
     def ca(self) -> bytes | None:
         """The CA's certificates, PEM."""
-        return None if self.nodes_ca is None else _read(self.nodes_ca)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+        return None if self.nodes_ca is None else read_file(self.nodes_ca)
 
 
 class ClusterConfig(NamedTuple):
@@ -248,8 +243,8 @@ class NodeConfig:
 
     def _check_listen(self, host: str, port: int) -> None:
         self._check_beyond(host)
-        if not 0 <= port <= _PORT_MAX:
-            raise ConfigError(f"A port is 0 to {_PORT_MAX}, not {port}.")
+        if not 0 <= port <= PORT_MAX:
+            raise ConfigError(f"A port is 0 to {PORT_MAX}, not {port}.")
 
     def _check_beyond(self, host: str) -> None:
         """Raise unless a node that other machines can reach authenticates its callers."""
@@ -318,7 +313,7 @@ def parse_size(text: str) -> int:
     number, unit, binary = match.groups()
     step = 1024 if binary else 1000
     size = float(number) * step ** " KMGTP".index(unit.upper() or " ")
-    if size > _SIZE_MAX:
+    if size > SIZE_BYTES_MAX:
         raise ConfigError(f"{text!r} is larger than any drive or memory.")
     return int(size)
 
@@ -339,6 +334,11 @@ def show_size(size_bytes: int) -> str:
             break
         amount /= 1024
     return f"{amount:.0f} {unit}" if amount == int(amount) else f"{amount:.1f} {unit}"
+
+
+def counted(count: int, what: str) -> str:
+    """`1 block`, `2 blocks`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def show_time(time_ms: float) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError, Overloaded, PortTaken
+from kvstore.limits import PORT_MAX
 from nic_offload.sockaddr import SocketAddress, ip_of
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ ENDPOINTS_ON_WILDCARDS = frozenset({"net", "tcp", "tcp;ofi_rxm", "sockets"})
 ONE_CONNECTION = frozenset({"net", "tcp"})
 WITHOUT_IP = frozenset({"cxi", "efa", "shm", "memory"})
 
-_PORT_MAX = 65535
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _IPV4 = 4
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
@@ -56,8 +56,10 @@ class Ports:
     """A range of ports, tried in turn, so that a freed port is not reused at once. One thread."""
 
     def __init__(self, first: int, last: int) -> None:
-        if not 1 <= first <= last <= _PORT_MAX:
-            raise ConfigError(f"A range of ports is within 1 to {_PORT_MAX}; {first}-{last} is not.")
+        if not 1 <= first <= last <= PORT_MAX:
+            raise ConfigError(
+                f"A range of ports is FIRST-LAST, within 1 to {PORT_MAX} and in this order, not {first}-{last}."
+            )
         self.first, self.last = first, last
         self._next = first
 

@@ -1,12 +1,12 @@
 """The error tree. Each error says in one sentence what is wrong and, where it can, what to do.
 
     KvError
-    ├── ConfigError            a setting or argument that can't be used
     ├── Overloaded             the node is at a limit; try again after `retry_after_ms`
     ├── LayoutError            an impossible layout, or bytes that can't be moved between shards
     ├── NotAuthenticated       the caller could not be authenticated
     ├── TenantDenied           the caller may not act for this tenant
     ├── UsageError             a mistake of the caller's, found before anything is sent
+    │   ├── ConfigError        a setting, or a file that one names, that can't be used
     │   ├── InvalidArgument    an invalid argument: a length, a number of blocks, a time
     │   ├── NotRegistered      memory that is not, or no longer, registered with this client
     │   └── Closed             the object has been closed
@@ -40,6 +40,7 @@
     │   └── ForeignDrive       a drive of another store, or of another place in this one
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
+    │   │   └── NoProvider     libfabric has no provider of this name
     │   ├── FabricStuck        the fabric's thread is stuck in the provider
     │   ├── NoMemory           no memory, or no more memory can be registered
     │   ├── PortTaken          the endpoint's port is taken by another socket
@@ -65,6 +66,7 @@ from nic_offload.errors import (
     InvalidArgument,
     KvError,
     NoMemory,
+    NoProvider,
     PortTaken,
     PutFailed,
     RegionBusy,
@@ -98,6 +100,7 @@ __all__ = [
     "MasterKeyUnavailable",
     "NoKeyring",
     "NoMemory",
+    "NoProvider",
     "NoSession",
     "NoSpace",
     "NodeUnavailable",
@@ -126,10 +129,6 @@ __all__ = [
 ]
 
 
-class ConfigError(KvError):
-    """A setting or an argument that cannot be used."""
-
-
 class Overloaded(KvError):
     """The node is at a limit; nothing was done, and a later try may succeed."""
 
@@ -148,6 +147,10 @@ class NotAuthenticated(KvError):
 
 class TenantDenied(KvError):
     """The caller may not act for this tenant."""
+
+
+class ConfigError(UsageError):
+    """A setting, an option, or a file that one of them names, that can't be used."""
 
 
 class NotRegistered(UsageError):

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.config import show_size, show_time
+from kvstore.limits import LOOKUP_SLOW_MS
 from kvstore.lookups import HITS, Kind, Outcome
 
 if TYPE_CHECKING:
@@ -81,7 +82,6 @@ assert set(SAID) == set(Outcome)
 assert set(ASKED) == set(Kind)
 assert set(DO) | HITS == set(Outcome)
 
-_SLOW_MS = 1.0
 _HALF = 2
 
 
@@ -148,7 +148,7 @@ def advice(lookups: Sequence[Lookup], statistics: StatisticsResponse) -> list[st
     else:
         told = ["Nothing was missed."]
     slow = max(lookups, key=lambda one: one.took_us)
-    if slow.took_us >= _SLOW_MS * 1000:
+    if slow.took_us >= LOOKUP_SLOW_MS * 1000:
         if slow.queued_us * _HALF > slow.took_us:
             told.append(
                 "Most of the time was spent queueing behind other fetches: spread the load over more nodes."

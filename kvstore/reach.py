@@ -20,19 +20,23 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from kvstore.errors import ConfigError
+from kvstore.input_file import read_file, read_pem, read_toml
 from kvstore.limits import (
     CONNECT_TIMEOUT_MS,
+    DIGITS_MAX,
     FETCH_TIMEOUT_MS,
+    HOST_LABEL_CHARACTERS_MAX,
     NODES_MAX,
+    PORT_MAX,
     REACH_TIMEOUT_MS_MAX,
     RPC_TIMEOUT_MS,
+    TOKEN_CHARACTERS_MAX,
 )
 from kvstore.names import SHARED, TENANTS_NAME, UNSAID, domain_of, is_tenant
 
@@ -50,12 +54,8 @@ _TRANSPORTS: Final = (AUTO, FABRIC, GRPC, "memory")
 
 _FILE: Final = Path("~/.config/triggerkv/client.toml")
 _VARIABLE: Final = "TRIGGERKV_"
-_PORT_MAX: Final = 65_535
-_LABEL_MAX: Final = 63  # characters between the dots of a name
-_TOKEN_MAX: Final = 4096
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})", re.ASCII)
 _PORT = re.compile(r"[0-9]{1,5}")
-_DIGITS_MAX: Final = 18
 _Level: TypeAlias = "tuple[str, dict[str, Any]]"  # a place, and its settings
 # Settings that express the same thing in two ways: a place that has one of them counts for both.
 _TOGETHER: Final = (("node", "nodes"), ("token", "token_file"), ("user", "shared"))
@@ -253,14 +253,7 @@ class Reach:
             if self.token is not None and not _is_token(self.token):
                 raise ConfigError("The token has invalid characters, or is too long.")
             return self.token
-        try:
-            text = self.token_file.read_text(encoding="ascii").strip()
-        except OSError as error:
-            raise ConfigError(
-                f"The token in {self.token_file} could not be read: {error.strerror}."
-            ) from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{self.token_file} does not contain a valid token.") from error
+        text = read_file(self.token_file).decode("ascii", "replace").strip()
         if not _is_token(text):
             raise ConfigError(f"{self.token_file} does not contain a valid token.")
         return text
@@ -270,7 +263,7 @@ class Reach:
         if not self.uses_tls:
             return None
         ca, key, certificate = (
-            None if path is None else _pem(path) for path in (self.ca, self.key, self.certificate)
+            None if path is None else read_pem(path) for path in (self.ca, self.key, self.certificate)
         )
         import grpc  # noqa: PLC0415 - commands that reach no node start without it
 
@@ -278,30 +271,21 @@ class Reach:
 
 
 def _is_token(text: str) -> bool:
-    return text.isascii() and text.isprintable() and 0 < len(text) <= _TOKEN_MAX
-
-
-def _pem(path: Path) -> bytes:
-    """A file's bytes. An empty file is an error: gRPC would take it for the system's CAs."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    if b"-----BEGIN " not in data:
-        raise ConfigError(f"{path} contains no certificate or key in PEM.")
-    return data
+    return text.isascii() and text.isprintable() and 0 < len(text) <= TOKEN_CHARACTERS_MAX
 
 
 def split_target(target: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`, the host without the brackets that IPv6 needs."""
     host, colon, port = target.rpartition(":")
-    if colon and _PORT.fullmatch(port) and 1 <= int(port) <= _PORT_MAX:
+    if colon and _PORT.fullmatch(port) and 1 <= int(port) <= PORT_MAX:
         if host.startswith("[") and host.endswith("]"):
             try:
                 return str(ipaddress.IPv6Address(host[1:-1])), int(port)
             except ValueError:
                 host = ""
-        if _HOST.fullmatch(host) and all(0 < len(label) <= _LABEL_MAX for label in host.split(".")):
+        if _HOST.fullmatch(host) and all(
+            0 < len(label) <= HOST_LABEL_CHARACTERS_MAX for label in host.split(".")
+        ):
             return host, int(port)
     raise ConfigError(f"{target!r} is not an address of a node; write HOST:PORT, with brackets around IPv6.")
 
@@ -331,7 +315,10 @@ def _several(value: Any, _: Path) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if others := [part for part in parts if not isinstance(part, str)]:
         raise ConfigError(f"A node is HOST:PORT, not {type(others[0]).__name__}.")
-    return tuple(str(part).strip() for part in parts)
+    nodes = tuple(part.strip() for part in parts)
+    if "" in nodes:
+        raise ConfigError("A node's address is empty; write HOST:PORT, or several with commas between them.")
+    return nodes
 
 
 _TEXT = _Kind((str,), lambda value, _: value, "a text")
@@ -403,7 +390,7 @@ def _of_environment() -> _Level:
                 raise ConfigError(f"{variable} is true or false, not {text!r}.")
             given[name] = text.lower() in {"true", "1"}
         elif kind.types == (int,):
-            if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
+            if not (text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX):
                 raise ConfigError(f"{variable} is {kind.word}, not {text!r}.")
             given[name] = int(text)
         else:
@@ -424,15 +411,11 @@ def _of_file() -> _Level:
             ) from None
         return "", {}
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        given = read_toml(path)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         if named:
             raise ConfigError(f"{path}, which {_VARIABLE}CONFIG names, does not exist.") from None
         return "", {}
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply for settings.") from None
-    except ValueError as error:  # invalid TOML or UTF-8, or a number longer than Python reads
-        raise ConfigError(f"{path} is not TOML: {error}.") from error
     return str(path), _read(given, str(path), path.parent)

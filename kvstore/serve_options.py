@@ -12,7 +12,6 @@ What it doesn't do: look for a file that nobody named, or open anything that a s
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -29,7 +28,8 @@ from kvstore.config import (
 )
 from kvstore.endpoints import Ports
 from kvstore.errors import ConfigError, KvError, NoSpace
-from kvstore.limits import FABRIC_PORT_FIRST, FABRIC_PORT_LAST
+from kvstore.input_file import read_toml
+from kvstore.limits import DIGITS_MAX, FABRIC_PORT_FIRST, FABRIC_PORT_LAST
 from kvstore.node.fabric_address import parse_networks
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ __all__ = [
 
 _VARIABLE: Final = "TRIGGERKV_SERVE_"
 _FILE_VARIABLE: Final = f"{_VARIABLE}CONFIG"
-_DIGITS_MAX: Final = 18
 
 
 def _choice(*choices: str) -> Callable[[str], str]:
@@ -63,8 +62,8 @@ def _choice(*choices: str) -> Callable[[str], str]:
 
 
 def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
-        raise ConfigError(f"it is a whole number of at most {_DIGITS_MAX} digits, not {text!r}")
+    if not (text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX):
+        raise ConfigError(f"it is a whole number of at most {DIGITS_MAX} digits, not {text!r}")
     return int(text)
 
 
@@ -346,14 +345,7 @@ def _of_environment() -> dict[str, Any]:
 
 def read_file(path: Path) -> dict[str, Any]:
     """The settings in a file, parsed, but not checked against other settings."""
-    try:
-        given: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply for settings.") from None
-    except ValueError as error:  # invalid TOML or UTF-8, or a number longer than Python reads
-        raise ConfigError(f"{path} is not TOML: {error}.") from error
+    given = read_toml(path)
     if unknown := sorted(set(given) - set(_BY_NAME)):
         raise ConfigError(f"{path} has an unknown setting: {', '.join(unknown)}.")
     return {name: _of_file(_BY_NAME[name], value, path) for name, value in given.items()}
@@ -375,8 +367,8 @@ def _of_file(option: Option, value: Any, path: Path) -> Any:
 def _one_of_file(option: Option, value: Any, where: str, folder: Path) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ConfigError(f"{where} is a text or a whole number, not {type(value).__name__}.")
-    if isinstance(value, int) and abs(value) >= 10**_DIGITS_MAX:
-        raise ConfigError(f"{where} has more than {_DIGITS_MAX} digits.")
+    if isinstance(value, int) and abs(value) >= 10**DIGITS_MAX:
+        raise ConfigError(f"{where} has more than {DIGITS_MAX} digits.")
     text = str(value)
     if option.is_path:
         try:

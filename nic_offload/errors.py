@@ -19,6 +19,7 @@ __all__ = [
     "InvalidArgument",
     "KvError",
     "NoMemory",
+    "NoProvider",
     "PortTaken",
     "PutFailed",
     "RegionBusy",
@@ -75,6 +76,10 @@ class FabricError(KvError):
 
 class FabricUnavailable(FabricError):
     """There is no libfabric, or no provider in it, that can carry KV blocks on this machine."""
+
+
+class NoProvider(FabricUnavailable):
+    """libfabric has no provider of this name."""
 
 
 class FabricStuck(FabricError):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.counter import Counter
-from nic_offload.errors import FabricError, PortTaken, RegionBusy
+from nic_offload.errors import FabricError, NoProvider, PortTaken, RegionBusy
 from nic_offload.handle import Handle
 from nic_offload.library import load
 from nic_offload.made_by import made_by
@@ -345,6 +345,11 @@ class Fabric(Handle):
         code = lib.tk_fabric_open(chosen.encode(), node, work_max, answer_ns, flags, out, message)
         if code:
             why = ffi.string(message).decode() or f"code {code}"
+            names = (MEMORY, *(one.name for one in load().providers()))
+            if chosen not in names:
+                raise NoProvider(
+                    f"There is no provider {chosen} in {library}, only {', '.join(sorted(names[1:]))}."
+                )
             raise FabricError(f"The provider {chosen} of {library} did not open: {why}.")
         self.handle: Any = out[0]
         self.regions: set[Region] = set()

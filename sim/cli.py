@@ -7,16 +7,16 @@ answer at once.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from typing import TYPE_CHECKING
 
 from kvcli.completion import add_completion, script
-from kvcli.running import Status, add_commands, run_command
+from kvcli.running import CommandParser, Status, add_commands, run_command
 from kvcli.version import add_version
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -355,7 +355,7 @@ _COMMANDS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="kvsim",
         description="Estimate what KV-cache offload costs on other hardware.",
         epilog="Exit status: 0 success, 1 failure, 2 usage error; see docs/commands.md.",
@@ -382,7 +382,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     # A ValueError is an OutOfRange, and nothing else raises one here.
-    return run_command("kvsim", work, lambda error: Status.USAGE if isinstance(error, ValueError) else None)
+    return run_command(
+        "kvsim",
+        work,
+        lambda error: Status.USAGE if isinstance(error, ValueError) else None,
+        ends_process=argv is None,
+    )
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ correct total is count times price, in whole cents, and is shown beside the prin
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING
 
+from sim.input_file import read_rows
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:
@@ -59,18 +59,7 @@ def _usd(where: str, text: str) -> Decimal:
 
 def read_cost_table(path: Path) -> list[CostRow]:
     """Read a CSV file with the columns of `COLUMNS`."""
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise OutOfRange("--gpu-cost", f"{path}, which can't be read", "a CSV file", str(error)) from error
-    if not rows or len(rows) > _ROWS_MAX or not set(COLUMNS) <= set(rows[0]):
-        raise OutOfRange(
-            "--gpu-cost",
-            str(path),
-            "a CSV file",
-            f"with the columns {','.join(COLUMNS)} and at least one line",
-        )
+    rows = read_rows("--gpu-cost", path, COLUMNS, _ROWS_MAX)
     found = []
     for line, row in enumerate(rows, start=2):
         where = f"--gpu-cost {path.name}:{line}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from sim.input_file import read_text
 from sim.layout import DTYPE_BITS, Layer, Layout, dtype_bits
 from sim.models import Model
 from sim.units import OutOfRange, require
@@ -50,7 +51,6 @@ _DTYPES = {
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
 }
-_FILE_BYTES_MAX = 10 << 20
 
 _Config = dict[str, Any]
 
@@ -277,10 +277,11 @@ def read_model(path: Path, parameters: float | None, active: float | None) -> Mo
 
 def _read(path: Path) -> _Config:
     try:
-        with path.open("rb") as file:
-            config = json.loads(file.read(_FILE_BYTES_MAX))
-    except (OSError, ValueError) as error:
-        raise OutOfRange("--config", f"{path}, which can't be read", "a config.json", str(error)) from error
+        config = json.loads(read_text("--config", path))
+    except OutOfRange:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise OutOfRange("--config", str(path), "a config.json", f"and this is not JSON ({error})") from error
     if not isinstance(config, dict):
         raise OutOfRange("--config", str(path), "a config.json", "an object with the model's counts")
     return config

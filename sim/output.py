@@ -7,7 +7,7 @@ import io
 import json
 from typing import TYPE_CHECKING, Any
 
-from sim.units import OutOfRange
+from sim.units import OutOfRange, Unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ def save(parameter: str, path: Path, text: str) -> str:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OutOfRange(parameter, str(path), "a file to write", f"and {error.strerror}") from error
+        raise Unusable(parameter, path, f"can't be written: {error.strerror}") from error
     return f"\nwritten: {path}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 
-__all__ = ["OutOfRange", "format_bytes", "format_seconds", "parse_bytes", "require"]
+__all__ = ["OutOfRange", "Unusable", "format_bytes", "format_seconds", "parse_bytes", "require"]
 
 _PLAIN_SECONDS_MIN = 1e-2
 
@@ -32,6 +32,13 @@ class OutOfRange(ValueError):
 
     def __init__(self, parameter: str, value: object, unit: str, accepted: str) -> None:
         super().__init__(f"{parameter} is {value}; it takes {unit}, {accepted}.")
+
+
+class Unusable(OutOfRange):
+    """A file that can't be read or written."""
+
+    def __init__(self, parameter: str, path: object, why: str) -> None:
+        ValueError.__init__(self, f"{parameter}: {path} {why}.")
 
 
 def require(parameter: str, value: float, unit: str, low: float, high: float) -> None:

@@ -266,3 +266,9 @@ def test_a_library_has_no_default_node() -> None:
     with pytest.raises(ConfigError, match="No node is set"):
         Client()
     assert of_command(_parser().parse_args(["stats"])).node == "127.0.0.1:7070"
+
+
+def test_an_empty_address_of_a_node_is_named_as_such() -> None:
+    for node in ("", ",,", "127.0.0.1:1,"):
+        with pytest.raises(ConfigError, match="A node's address is empty"):
+            Reach.of({"node": node})

@@ -45,6 +45,7 @@ from kvstore.errors import InvalidArgument, KvError, NodeUnavailable, UsageError
 from kvstore.limits import (
     CLUSTER_CALLS_AT_ONCE,
     CLUSTER_FIRST_TRY_MS,
+    CLUSTER_INLINE_AT_ONCE,
     ERASE_TIMEOUT_S,
     LEASE_TIMEOUT_MS,
     LEASE_TIMEOUT_MS_MAX,
@@ -79,7 +80,6 @@ __all__ = ["ClusterClient"]
 
 _CLOCK = SystemClock()
 _PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
-_INLINE_A_ROUND = 64  # blocks got over gRPC before the first of them is yielded
 R = TypeVar("R")
 
 
@@ -307,8 +307,8 @@ class ClusterClient(Handle):
         """
         check_wanted(wanted)
         until_s = now_s() + self._get_s(timeout_s)
-        for first in range(0, len(wanted), _INLINE_A_ROUND):
-            part = wanted[first : first + _INLINE_A_ROUND]
+        for first in range(0, len(wanted), CLUSTER_INLINE_AT_ONCE):
+            part = wanted[first : first + CLUSTER_INLINE_AT_ONCE]
 
             def get(
                 client: Client, some: list[int], left_s: float, part: Sequence[tuple[bytes, int]] = part

@@ -114,6 +114,7 @@ def _connect(addresses: list[str], port: int, timeout_s: float) -> tuple[socket.
 
 def _shake_hands(connected: socket.socket, host: str, reach: Reach) -> Step:
     try:
+        reach.credentials()  # reads each file, with a bound
         context = ssl.create_default_context(cafile=None if reach.ca is None else str(reach.ca))
         context.set_alpn_protocols(["h2"])
         if reach.certificate is not None:

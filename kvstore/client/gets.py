@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from kvstore.client.blocks import Hit, whole_of
 from kvstore.clock import SystemClock
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, ProtocolError
-from kvstore.limits import FETCH_CANCEL_MS
+from kvstore.limits import FETCH_CANCEL_MS, WAIT_SLICE_S
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import AckCode, miss_of_code
@@ -46,7 +46,6 @@ Lost: TypeAlias = "Callable[[Sequence[Hit | Miss | None], KvError], object]"
 _ANY_CODE = 0xFF
 _SERVED = int(AckCode.SERVED)
 _SCATTERED = int(AckCode.SCATTERED)
-_SLICE_S = 3600.0
 
 
 def survivable(ended: Ended) -> Ended:
@@ -364,7 +363,7 @@ class Get:
         The wait ends at their deadline or, `FETCH_CANCEL_MS` later, with the link.
         """
         wanted = len(self._blocks) if first is None else max(0, min(first, len(self._blocks)))
-        while not self.group.wait(wanted if wanted < len(self._blocks) else wanted + 1, _SLICE_S):
+        while not self.group.wait(wanted if wanted < len(self._blocks) else wanted + 1, WAIT_SLICE_S):
             pass
         with self._client.lock:
             self._end_if_over()

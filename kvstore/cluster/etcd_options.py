@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError
-from kvstore.limits import ETCD_ENDPOINTS_MAX
+from kvstore.input_file import read_file
+from kvstore.limits import CLUSTER_NAME_CHARACTERS_MAX, ETCD_ENDPOINTS_MAX
 from kvstore.reach import split_target
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["EtcdReach"]
-
-_CLUSTER_NAME_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,10 @@ class EtcdReach:
         for endpoint in self.endpoints:
             split_target(endpoint)
         is_word = self.cluster.replace("-", "").replace("_", "").isalnum() and self.cluster.isascii()
-        if not is_word or len(self.cluster) > _CLUSTER_NAME_MAX:
-            raise ConfigError(f"A cluster's name has letters, digits, - and _, {_CLUSTER_NAME_MAX} at most.")
+        if not is_word or len(self.cluster) > CLUSTER_NAME_CHARACTERS_MAX:
+            raise ConfigError(
+                f"A cluster's name has letters, digits, - and _, {CLUSTER_NAME_CHARACTERS_MAX} at most."
+            )
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("A certificate for etcd and its key come together.")
         if self.certificate is not None and self.ca is None:
@@ -74,16 +75,9 @@ class EtcdReach:
         """Return the CA of etcd's certificate, our key and our certificate; None without TLS."""
         if self.ca is None:
             return None
-        key = None if self.key is None else _read(self.key)
-        return _read(self.ca), key, None if self.certificate is None else _read(self.certificate)
+        key = None if self.key is None else read_file(self.key)
+        return read_file(self.ca), key, None if self.certificate is None else read_file(self.certificate)
 
     def secret(self) -> str:
         """The password."""
-        return "" if self.password is None else _read(self.password).decode(errors="replace").strip()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
+        return "" if self.password is None else read_file(self.password).decode(errors="replace").strip()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.cluster.owners import Owners
 from kvstore.errors import ConfigError
-from kvstore.limits import CLUSTER_LOTS_MAX, CLUSTER_WEIGHT_MAX, OWNERS_MAX
+from kvstore.limits import CLUSTER_LOTS_MAX, CLUSTER_WEIGHT_MAX, MEMBER_TEXT_CHARACTERS_MAX, OWNERS_MAX
 from kvstore.placement import LOTS, Placement, lot_of
 from kvstore.reach import split_target
 from nic_offload.errors import shown
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["DRAINING", "TOO_OLD", "Map", "Member", "lots_in", "lots_record"]
 
 DRAINING: Final = "draining"
-
-_TEXT_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,9 +42,12 @@ class Member:
         """ConfigError if a field is invalid."""
         split_target(self.node)
         texts = (self.name, self.version, self.state, self.zone)
-        if not self.name or any(len(text) > _TEXT_MAX or not text.isprintable() for text in texts):
+        if not self.name or any(
+            len(text) > MEMBER_TEXT_CHARACTERS_MAX or not text.isprintable() for text in texts
+        ):
             raise ConfigError(
-                f"A member's name, version, state and zone have at most {_TEXT_MAX} printable characters."
+                "A member's name, version, state and zone have at most"
+                f" {MEMBER_TEXT_CHARACTERS_MAX} printable characters."
             )
         if not isinstance(self.weight, int) or not 1 <= self.weight <= CLUSTER_WEIGHT_MAX:
             raise ConfigError(f"A node's weight is 1 to {CLUSTER_WEIGHT_MAX}, not {shown(self.weight)}.")

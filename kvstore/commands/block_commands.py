@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Final
 from kvcli.running import Status
 from kvstore.commands.node_commands import reach, reach_node
 from kvstore.commands.whole_file import whole_file
-from kvstore.config import printable
+from kvstore.config import counted, printable, show_size
 from kvstore.errors import ConfigError
-from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES
+from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES, PIN_TIMEOUT_MS_MAX, WATCH_S_MAX
 from kvstore.names import block_key, in_domain, is_in_domain
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from kvstore.client import Client, Happened
     from kvstore.client.blocks import HasFingerprint
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["add_block_commands", "parse_key"]
 
 _NAME: Final = "name:"
-_WATCH_S_MAX: Final = 86_400.0
-_PIN_S_MAX: Final = 600
+_PIN_S_MAX: Final = PIN_TIMEOUT_MS_MAX // 1000
 _KEY: Final = "64 hexadecimal digits, or name:TEXT"
 
 
@@ -55,17 +55,21 @@ def _client(arguments: argparse.Namespace, layout: HasFingerprint | bytes = b"")
     return Client(told.at(told.nodes[0]), layout=layout)
 
 
-def _put(arguments: argparse.Namespace) -> int:
-    if arguments.puts_for == "":  # a variable that is not set: nobody could erase the block as this user's
+def _keys(texts: Sequence[str], arguments: argparse.Namespace) -> list[bytes]:
+    """The keys of blocks, of the user that the command or a setting names."""
+    if arguments.owner == "":  # a variable that is not set: nobody could erase the block as this user's
         raise ConfigError("A user's name is not empty.")
-    key = parse_key(arguments.block)
+    keys, domain = [parse_key(text) for text in texts], reach(arguments).domain
+    return [key if is_in_domain(key) else in_domain(key, domain) for key in keys]
+
+
+def _put(arguments: argparse.Namespace) -> int:
+    (key,) = _keys([arguments.block], arguments)
     data = _read(arguments.file)
     with _client(arguments, arguments.layout.encode()) as client:
-        if not is_in_domain(key):
-            key = in_domain(key, client.reach.domain)
         reached = client.put_inline(key, data)
     document = {"key": key.hex(), "bytes": len(data), "durability": reached.name.lower()}
-    _say(f"{key.hex()} {document['durability']}, {len(data)} bytes", document, arguments)
+    _say(f"{key.hex()} {document['durability']}, {show_size(len(data))}", document, arguments)
     return Status.DONE
 
 
@@ -77,7 +81,8 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     if not 1 <= len(data) <= BLOCK_BYTES_MAX:
-        raise ConfigError(f"A block has 1 to {BLOCK_BYTES_MAX} bytes, and {path} has {len(data) and 'more'}.")
+        has = "more" if data else "none"
+        raise ConfigError(f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, and {path} has {has}.")
     return data
 
 
@@ -85,7 +90,7 @@ def _get(arguments: argparse.Namespace) -> int:
     from kvstore.client.blocks import KnownLayout
     from kvstore.miss import Miss
 
-    key = parse_key(arguments.block)
+    (key,) = _keys([arguments.block], arguments)
     with _client(arguments) as client:
         (found,) = client.exists([key], any_layout=True)
     # The get is sent for a miss, too, so that the node counts it.
@@ -112,7 +117,7 @@ def _get(arguments: argparse.Namespace) -> int:
 
 
 def _delete(arguments: argparse.Namespace) -> int:
-    keys = [parse_key(text) for text in arguments.keys]
+    keys = _keys(arguments.keys, arguments)
     with _client(arguments) as client:
         found = client.delete(keys)
     return _each(keys, found, ("deleted", "not stored"), arguments)
@@ -121,7 +126,7 @@ def _delete(arguments: argparse.Namespace) -> int:
 def _pin(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.seconds <= _PIN_S_MAX:
         raise ConfigError(f"--seconds takes 1 to {_PIN_S_MAX}.")
-    keys = [parse_key(text) for text in arguments.keys]
+    keys = _keys(arguments.keys, arguments)
     with _client(arguments) as client:
         # Not closed: the pin outlives the command until it expires.
         pinned = client.pin(keys, time_to_live_ms=1000 * arguments.seconds).pinned
@@ -131,6 +136,11 @@ def _pin(arguments: argparse.Namespace) -> int:
 def _erase(arguments: argparse.Namespace) -> int:
     if (arguments.user is None) == (not arguments.whole_tenant):
         raise ConfigError("Say what to erase: --user NAME, or --whole-tenant.")
+    if arguments.whole_tenant and not arguments.yes:
+        print("kvstore: Nothing was erased: --yes erases all that the tenant stored.", file=sys.stderr)
+        if arguments.json:
+            print(json.dumps({"erased": False}))
+        return Status.NO
     from kvstore.client import ClusterClient
 
     with ClusterClient(reach(arguments)) as client:  # of one node, if it is in no cluster
@@ -141,7 +151,8 @@ def _erase(arguments: argparse.Namespace) -> int:
         print(
             one.receipt
             if arguments.json
-            else f"erased {one.sessions} sessions and {one.blocks} blocks of {one.size_bytes} bytes: {how}"
+            else f"erased {counted(one.sessions, 'session')} and {counted(one.blocks, 'block')}"
+            f" of {show_size(one.size_bytes)}: {how}"
         )
     return Status.DONE
 
@@ -157,8 +168,8 @@ def _each(
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    if not 0 < arguments.seconds <= _WATCH_S_MAX:
-        raise ConfigError(f"--seconds must be more than 0 and at most {_WATCH_S_MAX:.0f}.")
+    if not 0 < arguments.seconds <= WATCH_S_MAX:
+        raise ConfigError(f"--seconds must be more than 0 and at most {WATCH_S_MAX:.0f}.")
     with _client(arguments) as client:
         for event in client.watch(timeout_s=arguments.seconds):
             if event is not None:
@@ -168,7 +179,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _line(event: Happened) -> str:
-    whose = f"session {printable(event.user)}/{printable(event.session)}, {event.blocks} blocks"
+    whose = f"session {printable(event.user)}/{printable(event.session)}, {counted(event.blocks, 'block')}"
     lost = f" ({event.dropped} events before it were not sent)" if event.dropped else ""
     return f"{event.at_unix_ms} {event.what} {event.key.hex() or whose}{lost}"
 
@@ -186,6 +197,20 @@ def _say(line: str, document: dict[str, object], arguments: argparse.Namespace) 
     print(json.dumps(document) if arguments.json else line)
 
 
+def _reach_blocks(parser: argparse.ArgumentParser) -> None:
+    """The options that say whose block it is, and where."""
+    parser.add_argument(
+        "--user", dest="owner", metavar="NAME", help="the block's owner: it is erased with this user"
+    )
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        default=None,
+        help="the block is shared by all users, and erased with the tenant",
+    )
+    reach_node(parser)
+
+
 def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add them to the others."""
     put = commands.add_parser(
@@ -198,16 +223,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     put.add_argument("block", metavar="KEY", help=_KEY)
     put.add_argument("file", type=Path, metavar="FILE", help="- is standard input")
     put.add_argument("--layout", default="", help="the layout of the bytes, as in `Client(layout=)`")
-    put.add_argument(
-        "--user", dest="puts_for", metavar="NAME", help="the block's owner: it is erased with this user"
-    )
-    put.add_argument(
-        "--shared",
-        action="store_true",
-        default=None,
-        help="the block is shared by all users, and erased with the tenant",
-    )
-    reach_node(put)
+    _reach_blocks(put)
     put.set_defaults(run=_put)
 
     get = commands.add_parser(
@@ -221,7 +237,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
     get.add_argument(
         "file", nargs="?", type=Path, default=Path("-"), metavar="FILE", help="by default standard output"
     )
-    reach_node(get)
+    _reach_blocks(get)
     get.set_defaults(run=_get)
 
     erase = commands.add_parser(
@@ -232,7 +248,12 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         " each node; with --json, its receipt.",
     )
     erase.add_argument("--user", metavar="NAME", help="the user whose sessions and blocks are erased")
-    erase.add_argument("--whole-tenant", action="store_true", help="everything of the caller's tenant")
+    erase.add_argument(
+        "--whole-tenant", action="store_true", help="everything of the caller's tenant; with --yes"
+    )
+    erase.add_argument(
+        "--yes", action="store_true", help="erase a whole tenant: nothing of it can be restored"
+    )
     reach_node(erase)
     erase.set_defaults(run=_erase, user=None)
 
@@ -242,7 +263,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         description="Delete blocks permanently. Exit status 3 if one of them was not stored.",
     )
     delete.add_argument("keys", nargs="+", metavar="KEY", help=_KEY)
-    reach_node(delete)
+    _reach_blocks(delete)
     delete.set_defaults(run=_delete)
 
     pin = commands.add_parser(
@@ -259,7 +280,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         metavar="S",
         help=f"for how long, {_PIN_S_MAX} at most (%(default)s)",
     )
-    reach_node(pin)
+    _reach_blocks(pin)
     pin.set_defaults(run=_pin)
 
     watch = commands.add_parser(
@@ -269,7 +290,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         " With --json, an object per line.",
     )
     watch.add_argument(
-        "--seconds", type=float, default=_WATCH_S_MAX, metavar="S", help="for how long (%(default).0f)"
+        "--seconds", type=float, default=WATCH_S_MAX, metavar="S", help="for how long (%(default).0f)"
     )
     reach_node(watch)
     watch.set_defaults(run=_watch)

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import ConfigError
+from kvstore.input_file import read_file
+from kvstore.limits import OPENSSL_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +32,6 @@ __all__ = ["make"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,62})", re.ASCII)
 _KEY: Final = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-_TIMEOUT_S: Final = 60
 _USAGE: Final = {"node": "serverAuth", "client": "clientAuth"}
 
 
@@ -41,13 +42,13 @@ def _openssl(*arguments: str | Path) -> None:
             capture_output=True,
             check=False,
             text=True,
-            timeout=_TIMEOUT_S,
+            timeout=OPENSSL_TIMEOUT_S,
             umask=0o077,
         )
     except FileNotFoundError:
         raise ConfigError("There is no openssl on this machine; apt-get install openssl.") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"openssl {arguments[0]} did not end within {_TIMEOUT_S} s.") from None
+        raise ConfigError(f"openssl {arguments[0]} did not end within {OPENSSL_TIMEOUT_S} s.") from None
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ConfigError(f"openssl {arguments[0]} failed: {last}")
@@ -128,7 +129,7 @@ def _sign(folder: Path, unfinished: Path, kind: str, names: Sequence[str], days:
 
 def _refuse_unless_whole(path: Path) -> None:
     """Openssl ends with 0 on a full disk as well."""
-    if not path.read_text(errors="replace").rstrip().endswith("-----"):
+    if not read_file(path).rstrip().endswith(b"-----"):
         raise ConfigError(f"{path} is not complete. Is the disk full?")
 
 

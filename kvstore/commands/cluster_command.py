@@ -14,7 +14,7 @@ from kvstore.client.channel import open_channel
 from kvstore.client.contact import explained
 from kvstore.client.map_follower import map_of
 from kvstore.cluster.planning import Plan, with_change
-from kvstore.limits import CLUSTER_CALLS_AT_ONCE, UPKEEP_BYTES_PER_S
+from kvstore.limits import CLUSTER_CALLS_AT_ONCE, DRAIN_LOOK_S, UPKEEP_BYTES_PER_S
 from kvstore.wire import cluster_pb2 as pb
 from kvstore.wire import cluster_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, upkeep_pb2, upkeep_pb2_grpc
 from kvstore.wire.status import error_from_rpc
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from kvstore.reach import Reach
 
 __all__ = ["drain", "forget", "members", "plan", "show"]
-
-_LOOK_S = 0.5
 
 
 def show(reach: Reach, *, as_json: bool) -> int:
@@ -182,7 +180,7 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
                 return Status.DONE
             if told.looked and told.left <= told.unsure + told.full:
                 break
-            threading.Event().wait(_LOOK_S)
+            threading.Event().wait(DRAIN_LOOK_S)
     if as_json:
         said = {"node": node, "left": told.left, "unsure": told.unsure, "full": told.full}
         print(json.dumps(said))  # noqa: T201

@@ -137,7 +137,8 @@ def _lookup_lines(lookup: Lookup, first: int, now_ms: int) -> Iterator[str]:
         yield f"    {span.ljust(width)}  {verdict}  {text}"
     if lookup.detail:
         yield f"    {printable(lookup.detail)}"
-    yield f"    took {_times(lookup)}"
+    if lookup.took_us:  # a look-up that a client reports may have none
+        yield f"    took {_times(lookup)}"
 
 
 def _times(lookup: Lookup) -> str:

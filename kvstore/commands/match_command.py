@@ -13,7 +13,8 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from kvstore.errors import ConfigError, RuleError
+from kvstore.errors import RuleError
+from kvstore.input_file import read_text
 from nic_offload.match_action import Outcome, Request, Table
 from nic_offload.match_fields import FIELDS
 from nic_offload.match_file import parse_rules
@@ -47,14 +48,8 @@ def parse_request(text: str) -> Request:
 
 def run(path: Path, request_text: str | None, *, as_json: bool) -> int:
     """Print the findings; return the exit status."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"The rules in {path} could not be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"The rules in {path} are not UTF-8: byte {error.start} is not.") from error
     table = Table()
-    table.replace(parse_rules(text))
+    table.replace(parse_rules(read_text(path)))
     entries = sorted(table, key=lambda entry: (-entry.plan.level, entry.age, entry.name))
     request = None if request_text is None else parse_request(request_text)
     considered = [] if request is None else table.explain(request)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
+from kvstore.limits import TOP_INTERVAL_S_MAX, TOP_INTERVAL_S_MIN
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["add_node_commands", "reach", "reach_node"]
 
 DEFAULT_NODE = "127.0.0.1:7070"  # where `kvstore serve` listens by default
-_INTERVAL_S_MIN, _INTERVAL_S_MAX = 0.1, 3600.0
 
 
 def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> None:
@@ -63,7 +63,7 @@ def reach(arguments: argparse.Namespace) -> Reach:
     names = Reach.settings() & vars(arguments).keys() - {"node", "user"}
     given = {"nodes": arguments.node, **{name: getattr(arguments, name) for name in names}}
     given["user"] = getattr(
-        arguments, "puts_for", None
+        arguments, "owner", None
     )  # other commands' `--user` names the user whose sessions they show
     return Reach.of(given, where="the command", default_node=DEFAULT_NODE)
 
@@ -161,8 +161,8 @@ def _top(arguments: argparse.Namespace) -> int:
     from kvstore.clock import SystemClock
     from kvstore.commands.top_command import Top
 
-    if not _INTERVAL_S_MIN <= arguments.interval <= _INTERVAL_S_MAX:
-        raise ConfigError(f"--interval takes {_INTERVAL_S_MIN} to {_INTERVAL_S_MAX} seconds.")
+    if not TOP_INTERVAL_S_MIN <= arguments.interval <= TOP_INTERVAL_S_MAX:
+        raise ConfigError(f"--interval takes {TOP_INTERVAL_S_MIN} to {TOP_INTERVAL_S_MAX} seconds.")
     with _asked(arguments).client() as client:
         top = Top(client, client.target, SystemClock(), Event().wait, sys.stdout)
         return top.run(arguments.interval, once=arguments.once, as_json=arguments.json)

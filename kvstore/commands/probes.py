@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import StorageError
-from kvstore.limits import PAGE_BYTES, VAULT_KEYS_MAX
+from kvstore.limits import PAGE_BYTES, PROBE_TIMEOUT_S, VAULT_KEYS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,6 @@ MEASURE_BYTES = 256 << 20
 
 _TEMPORARY = ".triggerkv-doctor-"
 _CHUNK_BYTES = 4 << 20
-_TIMEOUT_S = 5.0  # each way; a slow drive is measured on less
 _IO_URING_SETUP = 425  # the same number on every architecture
 _CAP_IPC_LOCK = 14
 
@@ -79,7 +78,7 @@ def exercise_ring(folder: Path) -> None:
             with memoryview(page) as view:
                 address = ctypes.addressof(ctypes.c_char.from_buffer(view))
             disk.submit([DiskOp(DiskOpKind.WRITE, address, PAGE_BYTES, offset=0, tag=1)])
-            ready, _, _ = select.select([disk.fileno()], [], [], _TIMEOUT_S)
+            ready, _, _ = select.select([disk.fileno()], [], [], PROBE_TIMEOUT_S)
             done = disk.reap() if ready else []
             if [entry.result for entry in done] != [PAGE_BYTES] or disk.read_at(0, PAGE_BYTES) != content:
                 raise StorageError("A page written through the ring was read back with other bytes.")
@@ -90,7 +89,7 @@ def exercise_ring(folder: Path) -> None:
 def _pace(size_bytes: int, step: Callable[[int], int]) -> tuple[int, float]:
     """Run steps until all are done or time is up; returns bytes done and seconds taken."""
     start, done = time.perf_counter(), 0
-    while done < size_bytes and time.perf_counter() - start < _TIMEOUT_S:
+    while done < size_bytes and time.perf_counter() - start < PROBE_TIMEOUT_S:
         moved = step(done)
         if moved <= 0:
             break

@@ -16,7 +16,7 @@ from kvstore.client import Client, Nodes, Stored
 from kvstore.client.blocks import KnownLayout
 from kvstore.client.session_file import Reader
 from kvstore.commands.whole_file import whole_file
-from kvstore.config import printable
+from kvstore.config import counted, printable
 from kvstore.errors import ConfigError, SessionFileError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def export_one(asked: Asked, session: str, path: Path, *, as_json: bool = False)
     with asked.client(KnownLayout(first.fingerprint)) as client, whole_file(path) as file, bars() as tell:
         chat = client.session(asked.user, session)
         blocks = chat.export(file, progress=lambda done, of: tell("exporting blocks", done, of))
-    print(json.dumps({"blocks": blocks}) if as_json else f"{blocks} blocks exported")  # noqa: T201
+    print(json.dumps({"blocks": blocks}) if as_json else f"{counted(blocks, 'block')} exported")  # noqa: T201
     return 0
 
 
@@ -82,7 +82,7 @@ def import_one(asked: Asked, session: str, path: Path, *, as_json: bool = False)
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     except SessionFileError as error:
         raise ConfigError(f"{path}: {error}") from error
-    print(json.dumps({"blocks": blocks}) if as_json else f"{blocks} blocks imported")  # noqa: T201
+    print(json.dumps({"blocks": blocks}) if as_json else f"{counted(blocks, 'block')} imported")  # noqa: T201
     return 0
 
 

@@ -117,6 +117,8 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     assert isinstance(value, int)
+    if name == "quota_bytes" and not value:
+        return "none"
     if name.endswith("_bytes"):
         return show_size(value)
     return show_time(value) if name.endswith("_ms") else str(value)

@@ -25,7 +25,7 @@ from kvstore.client import Hit, Stored
 from kvstore.clock import SystemClock
 from kvstore.engines.stores import block_at, is_about_domains, name_of, open_store
 from kvstore.errors import KvError
-from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_SLOTS_BYTES, SLOTS_PER_CLIENT_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_SLOTS_BYTES, ENGINE_SLOTS_MIN, SLOTS_PER_CLIENT_MAX
 from kvstore.names import block_key
 from nic_offload.handle import Handle
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["PART_BYTES", "Carrier", "Place", "part_keys"]
 
 PART_BYTES = 4 << 20  # of one stored object; part of the names of larger blocks, so it never changes
-_SLOTS_MIN = 16
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class Carrier(Handle):
     def __init__(self, settings: EngineSettings, layout: bytes, block_bytes_max: int = PART_BYTES) -> None:
         """Open the client; the node is not called yet. Blocks larger than announced are sent over gRPC."""
         self._slot_bytes = max(1, min(block_bytes_max, PART_BYTES))
-        self._slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, ENGINE_SLOTS_BYTES // self._slot_bytes))
+        self._slots = min(SLOTS_PER_CLIENT_MAX, max(ENGINE_SLOTS_MIN, ENGINE_SLOTS_BYTES // self._slot_bytes))
         self._client: Store = open_store(
             settings, layout, slots=self._slots, block_bytes_max=self._slot_bytes
         )

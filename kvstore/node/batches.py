@@ -279,7 +279,7 @@ class _Puts:
 
     def _kept(self, landed_ns: int, batch: Sequence[PutDone]) -> None:
         kept = [self._lengths.pop(done.tag) for done in batch if done.error is None]
-        self._inline.counters.kept(kept, (done.error for done in batch))
+        self._inline.counters.kept(kept)
         self.blocks, self.size_bytes = self.blocks + len(kept), self.size_bytes + sum(kept)
         self._inline.timings.inline_kept(
             self._tenant, self.durability, landed_ns, landed_ns, kept, (done.error for done in batch)

@@ -335,17 +335,17 @@ class Granted:
             came, state = area.receiver.take(every=every)
             if came:
                 self._note(area, came)
-            self._count_refused(state)
+            self._note_refused(area, state)
             if len(came) < BATCH_BLOCKS_MAX // 4:
                 return state
 
-    def _count_refused(self, state: State) -> None:
+    def _note_refused(self, area: PutArea, state: State) -> None:
         refused: list[KvError] = [KeyTaken(_TAKEN)] * state.taken
         refused += [Corrupt(_DIFFERED)] * state.differed
         refused += [Expired(_EXPIRED)] * state.expired
         refused += [DomainRequired()] * state.unsaid
-        if refused:
-            self._node.counters.kept((), refused)
+        for error in refused:
+            self._node.timings.grant_refused(area.connection.tenant, error)
 
     def _note(self, area: PutArea, came: Sequence[Came]) -> None:
         node, connection = self._node, area.connection
@@ -453,10 +453,7 @@ class Granted:
             connection, code = one.connection, self._code(one, done)
             if code is not None and not connection.closed:
                 words.append(connection.word_put(one.came.ack_word, one.came.ack_generation, code))
-        node.counters.kept(
-            [one.length for some in kept.values() for one in some],
-            [done.error for done in batch if done.error is not None],
-        )
+        node.counters.kept(one.length for some in kept.values() for one in some)
         if words:
             put_words(node.fabric, words)
         self._settle(landed, batch)

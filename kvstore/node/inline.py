@@ -137,7 +137,7 @@ class InlineBlocks:
                 if batch[0].error is not None:
                     self._granted.free_names([(tenant, key)])
                 lengths = [length] if batch[0].error is None else []
-                self.counters.kept(lengths, [batch[0].error])
+                self.counters.kept(lengths)
                 self.timings.inline_kept(
                     tenant, batch[0].durability, began_ns, landed_ns, lengths, [batch[0].error]
                 )

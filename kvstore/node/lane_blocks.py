@@ -127,7 +127,7 @@ class LaneBlocks:
         if area.has_our_clock:
             flags_ns = fired_ns[(fired_ns > 0) & (fired_ns < landed_ns)].tolist()
             node.traces.fired_blocks += len(flags_ns)
-        node.counters.kept(lengths, ())
+        node.counters.kept(lengths)
         first_ns, last_ns = int(landed_ns[0]), int(landed_ns[-1])
         put = node.timings.kept_together(
             area.connection.tenant,

@@ -16,25 +16,12 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvstore.errors import CannotListen, ConfigError
+from kvstore.input_file import read_pem
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kvstore.config import NodeConfig
 
 __all__ = ["Certificates", "check_port", "listen", "why_not"]
-
-_PEM = {"certificate": ssl.PEM_HEADER, "key": "PRIVATE KEY-----"}
-
-
-def _read(path: Path, holds: str) -> bytes:
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
-    if _PEM[holds].encode() not in text:
-        raise ConfigError(f"{path} holds no {holds} in PEM.")
-    return text
 
 
 class Certificates:
@@ -71,16 +58,16 @@ class Certificates:
 def _for_grpc(config: NodeConfig) -> grpc.ServerCertificateConfiguration:
     assert config.tls_certificate is not None
     assert config.tls_key is not None
-    clients = None if config.tls_clients is None else _read(config.tls_clients, "certificate")
-    pair = (_read(config.tls_key, "key"), _read(config.tls_certificate, "certificate"))
+    clients = None if config.tls_clients is None else read_pem(config.tls_clients, "certificate")
+    pair = (read_pem(config.tls_key, "key"), read_pem(config.tls_certificate, "certificate"))
     return grpc.ssl_server_certificate_configuration([pair], clients)
 
 
 def _context(config: NodeConfig) -> ssl.SSLContext:
     assert config.tls_certificate is not None
     assert config.tls_key is not None
-    _read(config.tls_certificate, "certificate")
-    _read(config.tls_key, "key")
+    read_pem(config.tls_certificate, "certificate")
+    read_pem(config.tls_key, "key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(config.tls_certificate, config.tls_key, password=_refuse_password)
@@ -91,7 +78,7 @@ def _context(config: NodeConfig) -> ssl.SSLContext:
             f"{config.tls_certificate} and {config.tls_key} can't be used: {error.reason or error}."
         ) from error
     if config.tls_clients is not None:
-        _read(config.tls_clients, "certificate")
+        read_pem(config.tls_clients, "certificate")
         # Probes without a certificate, such as a kubelet's, may ask for health; the service refuses all other calls.
         context.verify_mode = ssl.CERT_OPTIONAL
         try:

@@ -20,6 +20,7 @@ from prometheus_client.core import (
 )
 
 from kvstore.durability import Durability
+from kvstore.errors import KeyTaken, LeaseExpired
 from kvstore.limits import LANDING_BYTES_MAX, PINS_MAX
 from kvstore.miss import MissReason
 from kvstore.node.timings import BUCKETS_S
@@ -210,11 +211,11 @@ def _of_blocks(node: Node) -> list[Metric]:
     return [
         _counter("kvstore_puts_total", "Blocks stored.", counters.puts),
         _counter("kvstore_put_bytes_total", "Bytes stored.", counters.put_bytes),
-        _counter("kvstore_puts_failed_total", "Blocks that could not be stored.", counters.puts_failed),
-        _counter(
-            "kvstore_puts_taken_total",
-            "Blocks refused because their key already has another block.",
-            counters.puts_taken,
+        _counters(
+            "kvstore_puts_failed_total",
+            "Blocks that were not stored, by the error's type.",
+            "reason",
+            {KeyTaken.__name__: 0, LeaseExpired.__name__: 0} | counters.failed,
         ),
         _counters(
             "kvstore_triggered_puts_total",

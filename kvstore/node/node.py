@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import BeingErased, KeyTaken, NoMemory, Overloaded, ProtocolError
+from kvstore.errors import BeingErased, KeyTaken, LeaseExpired, NoMemory, Overloaded, ProtocolError
 from kvstore.limits import (
     BLOCK_BYTES_MAX,
     HOT_BYTES_DEFAULT,
@@ -51,7 +51,6 @@ from kvstore.node.readiness import Readiness
 from kvstore.node.session_traces import Traces
 from kvstore.node.span_notes import End
 from kvstore.node.stalled import Stalled
-from kvstore.node.statistics import Counters
 from kvstore.node.ticks import Ticks
 from kvstore.node.time_slices import Turns
 from kvstore.node.timings import Timings
@@ -135,7 +134,8 @@ class Node:
         self._filler = ThreadPoolExecutor(1, "kvstore-landing", os.nice, (_FILLER_NICE,))
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
         self.began_ns = self.ticked_ns = clock.monotonic_ns()  # `ticked_ns`: when the loop last ran the timer
-        self.counters, self.timings, self.turns = Counters(), Timings(clock), Turns(clock)
+        self.timings, self.turns = Timings(clock), Turns(clock)
+        self.counters = self.timings.counters
         self.watchers = Watchers(clock, tenants_known)
         self.block_listeners: list[Listener] = [self.watchers.blocks]
         store.listen(self._blocks_changed)
@@ -524,7 +524,7 @@ class Node:
                 self._free_if_idle(connection)
             elif code is not None:
                 words.append(connection.word_put(lease.ack_word, lease.generation, code))
-        self.counters.kept(lengths, (done.error for done in batch))
+        self.counters.kept(lengths)
         if words:
             put_words(self.fabric, words)
         self.granted.free_names(vain)
@@ -559,8 +559,7 @@ class Node:
         lease = connection.slots.expired(event.tag) if connection is not None else None
         if connection is None or lease is None:
             return
-        self.counters.leases_over += 1
-        self.timings.lease_over(connection.tenant, lease)
+        self.timings.lease_failed(connection.tenant, lease, LeaseExpired("Its lease has expired."))
         if self.spans is not None:
             self.spans.ended([(lease, End.EXPIRED)], self.clock.monotonic_ns())
         self.lookups.lease_over(connection.tenant, lease.key)

@@ -43,7 +43,7 @@ class History:
             counters.puts,
             counters.hits_memory + counters.hits_drive,
             counters.misses.total(),
-            counters.puts_failed + counters.puts_taken + counters.leases_over,
+            counters.puts_failed,
             node.fetches.waiting + store.puts_pending + store.gets_pending,
         )
 

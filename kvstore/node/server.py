@@ -23,6 +23,7 @@ from kvstore.cluster.map import Member
 from kvstore.config import show_size
 from kvstore.endpoints import ONE_CONNECTION
 from kvstore.errors import ConfigError, KvError
+from kvstore.input_file import read_pem
 from kvstore.limits import (
     CALLS_PENDING_MAX,
     DOOR_HANDSHAKE_MS,
@@ -267,7 +268,7 @@ def _shown_to_nodes(config: NodeConfig) -> dict[str, bytes]:
     key, certificate = config.tls_key, config.tls_certificate
     if config.tls_clients is None or key is None or certificate is None:
         return {}
-    return {"private_key": key.read_bytes(), "certificate_chain": certificate.read_bytes()}
+    return {"private_key": read_pem(key), "certificate_chain": read_pem(certificate)}
 
 
 def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
@@ -348,7 +349,7 @@ def _check_before(config: NodeConfig) -> None:
     if config.http is not None:
         check_port(*config.http)
     if (cluster := config.cluster) is not None:
-        cluster.etcd.pem()
+        _ = cluster.etcd.pem(), cluster.etcd.secret()
         if cluster.upkeep is not None:
             _ = cluster.upkeep.secret, cluster.upkeep.ca
     if config.master_key is not None and not keyring_path(config.data).exists():
@@ -383,14 +384,14 @@ async def _serve_node(
 ) -> None:
     """Serve until it is stopped, then close in order."""
     config = told.node()
-    loop, store = asyncio.get_running_loop(), node.store
+    store = node.store
     store.change_quotas(gate.tenants.quotas())
 
     def reload() -> None:
         nonlocal told
         told = _reload(told, read_again, node, gate, certificates)
 
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    _at_signals(reload, signal.SIGHUP)
     _join_cluster(node, gate, config)
     membership = node.membership
     server, health = open_server(node, gate)
@@ -437,8 +438,34 @@ async def _serve_node(
             keeper.close()
 
 
+def _at_signals(do: Callable[[], object], *numbers: signal.Signals) -> None:
+    """Have the running loop call it at these signals, which do nothing once the loop is closed.
+
+    asyncio's own handlers are removed with the loop: a second signal would then kill a node that is ending.
+    """
+    loop = asyncio.get_running_loop()
+
+    def handle(_number: int, _frame: object) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(do)
+
+    for number in numbers:
+        signal.signal(number, handle)
+    # With any handler of its own the loop wakes for all signals; this one is ignored by default. Python's warning that
+    # more came than it has room for takes a lock inside the signal's handler, and the next signal's waits for it.
+    loop.add_signal_handler(signal.SIGURG, lambda: None)
+    signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
+
+
 async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
-    clock = SystemClock()
+    clock, loop, stop = SystemClock(), asyncio.get_running_loop(), asyncio.Event()
+
+    def end() -> None:
+        stop.set()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a flood of them would hold the end up
+            signal.signal(number, signal.SIG_IGN)
+
+    _at_signals(end, signal.SIGTERM, signal.SIGINT)
     config = told.node()
     begin_logging(clock, config.log_level, config.log_format)
     keep_out_of_dumps()
@@ -449,10 +476,6 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
     _check_before(config)
     collector_kind = None if config.otel is None else _collector_kind()
     open_keys = keys_opener(config.data, config.master_key)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     if config.tied:
         try:
             loop.add_reader(sys.stdin.fileno(), stop.set)

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore.errors import KeyTaken
+from kvstore.errors import KeyTaken, LeaseExpired
 from kvstore.miss import MissReason
 from kvstore.wire import observing_pb2 as pb
 
@@ -35,8 +35,7 @@ class Counters:
 
     puts: int = 0
     put_bytes: int = 0
-    puts_failed: int = 0
-    puts_taken: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # puts that failed, by the error's type
     landed_taken: int = 0
     landed_failed: int = 0
     hits_memory: int = 0
@@ -45,17 +44,28 @@ class Counters:
     refused: int = 0
     leased: int = 0
     landed: int = 0
-    leases_over: int = 0
     misses: Counter[MissReason] = field(default_factory=Counter)
 
-    def kept(self, lengths: Iterable[int], errors: Iterable[KvError | None]) -> None:
-        """Count the ends of a batch of puts: lengths of stored payloads, and errors (None: the block was stored)."""
-        lengths, failures = list(lengths), [error for error in errors if error is not None]
-        taken = sum(isinstance(error, KeyTaken) for error in failures)
+    @property
+    def puts_failed(self) -> int:
+        """Puts that failed for any reason: the failed blocks of all rows of `Timings.puts`, which counts them."""
+        return self.failed.total()
+
+    @property
+    def puts_taken(self) -> int:
+        """Of these, blocks whose key had another block."""
+        return self.failed[KeyTaken.__name__]
+
+    @property
+    def leases_over(self) -> int:
+        """Of these, blocks that did not land before their lease ended."""
+        return self.failed[LeaseExpired.__name__]
+
+    def kept(self, lengths: Iterable[int]) -> None:
+        """Count stored blocks."""
+        lengths = list(lengths)
         self.puts += len(lengths)
         self.put_bytes += sum(lengths)
-        self.puts_failed += len(failures) - taken
-        self.puts_taken += taken
 
     def lost(self, error: KvError) -> None:
         """Count a block that was acknowledged as landed but not stored, by its error."""

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tomllib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import ConfigError, NotAuthenticated, TenantDenied
+from kvstore.input_file import read_toml
 from kvstore.limits import REPLICAS_MAX, TENANTS_MAX
 from kvstore.names import TENANTS_NAME, is_tenant, tenant_name
 from kvstore.node.rates import Rate
@@ -232,12 +232,7 @@ def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 
 def _read(path: Path) -> dict[str, _Entry]:
-    try:
-        sections = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"The tenants in {path} could not be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The tenants in {path} are not TOML: {error}.") from error
+    sections = read_toml(path)
     if not 1 <= len(sections) <= TENANTS_MAX:
         raise ConfigError(f"{path} has {len(sections)} tenants; a node has 1 to {TENANTS_MAX}.")
     entries = {name: _entry(path, name, section) for name, section in sections.items()}

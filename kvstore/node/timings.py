@@ -12,14 +12,14 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvstore.errors import LeaseExpired
+from kvstore.durability import Durability
 from kvstore.limits import PUTS_ROW_MS, PUTS_SEEN_MAX, PUTS_TOGETHER_MS, RPC_TIMEOUT_MS
+from kvstore.node.statistics import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvstore.clock import Clock
-    from kvstore.durability import Durability
     from kvstore.errors import KvError
     from kvstore.node.landing import Tracked
     from kvstore.node.session_traces import SessionTrace
@@ -125,6 +125,9 @@ class Timings:
     """A node's timings."""
 
     clock: Clock
+    counters: Counters = field(
+        default_factory=Counters
+    )  # which has the failures of all rows, with the old ones
     kept: dict[Durability, Histogram] = field(default_factory=dict)  # from landed to stored
     fired: Histogram = field(default_factory=Histogram)  # from the flag to landed, if the flag was reported
     got_from_memory: Histogram = field(default_factory=Histogram)  # from request to sent
@@ -177,9 +180,7 @@ class Timings:
         now_ns = self.clock.monotonic_ns()
         for error in errors:
             if error is not None:
-                self._put(tenant, began_ns, durability, None, inline=True).fail(
-                    1, 0, type(error).__name__, now_ns
-                )
+                self._fail(self._put(tenant, began_ns, durability, None, inline=True), 0, error)
         if not lengths:
             return
         self._kept(durability).note(now_ns - landed_ns, len(lengths))
@@ -188,15 +189,18 @@ class Timings:
 
     def lease_failed(self, tenant: bytes, lease: Tracked, error: KvError) -> None:
         """Note that a landed block was not stored."""
-        self._fail(tenant, lease, type(error).__name__)
-
-    def lease_over(self, tenant: bytes, lease: Tracked) -> None:
-        """Note that a lease ended before its block landed."""
-        self._fail(tenant, lease, LeaseExpired.__name__)
-
-    def _fail(self, tenant: bytes, lease: Tracked, why: str) -> None:
         put = self._put(tenant, lease.leased_ns, lease.durability, lease.trace, inline=False)
-        put.fail(1, lease.length, why, self.clock.monotonic_ns())
+        self._fail(put, lease.length, error)
+
+    def grant_refused(self, tenant: bytes, error: KvError) -> None:
+        """Note that the node's C core refused a block, of which it reports nothing else."""
+        now_ns = self.clock.monotonic_ns()
+        self._fail(self._put(tenant, now_ns, Durability.LANDED, None, inline=False), 0, error)
+
+    def _fail(self, put: PutSeen, size_bytes: int, error: KvError) -> None:
+        why = type(error).__name__
+        put.fail(1, size_bytes, why, self.clock.monotonic_ns())
+        self.counters.failed[why] += 1
 
     def called(self, call: str, began_ns: int, failure: str | None, ended_ns: int | None = None) -> None:
         """Note the end of a call, at `ended_ns`, by default now."""

@@ -53,7 +53,7 @@ def check_master(option: str) -> None:
 
 
 def open_master(option: str, clock: Clock | None = None) -> Master:
-    """The master key that an option names; MasterKeyUnavailable if it can't be read, ConfigError if it is invalid."""
+    """The master key that an option names; ConfigError if there is none, MasterKeyUnavailable if its service fails."""
     reason = aead.available()
     if reason is not None:
         raise MasterKeyUnavailable(f"Nothing can be encrypted here: {reason}.")
@@ -89,7 +89,7 @@ def _words(command: str) -> list[str]:
 def _credential(name: str) -> Path:
     folder = environment(_CREDENTIALS)
     if not folder:
-        raise MasterKeyUnavailable(
+        raise ConfigError(
             f"There is no credential {name}: ${_CREDENTIALS} is not set; systemd sets it for units that have"
             f" LoadCredential={name}:PATH."
         )
@@ -107,7 +107,7 @@ def _from_file(path: Path, *, is_credential: bool) -> LocalMaster:
         finally:
             os.close(fd)
     except OSError as error:
-        raise MasterKeyUnavailable(f"The master key {path} could not be read: {error.strerror}.") from error
+        raise ConfigError(f"The master key {path} could not be read: {error.strerror}.") from error
     return _local(text, size, str(path))
 
 
@@ -133,7 +133,7 @@ def _from_command(words: list[str], clock: Clock) -> LocalMaster:
             start_new_session=True,
         )
     except OSError as error:
-        raise MasterKeyUnavailable(
+        raise ConfigError(
             f"The command {words[0]} for the master key could not be run: {error.strerror}."
         ) from error
     deadline_ns = clock.monotonic_ns() + MASTER_COMMAND_MS * 1_000_000

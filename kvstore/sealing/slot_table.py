@@ -25,6 +25,7 @@ from kvstore.limits import (
     KEYRING_ROTATED_AT_ONCE,
     KEYRING_SLOTS_MAX,
     KEYRING_STEP_PAGES_MAX,
+    KEYRING_STEP_PAGES_MIN,
     KEYRING_TENANT_KEYS_MAX,
     TENANT_BYTES,
 )
@@ -58,7 +59,6 @@ FREE: Final = 0
 LIVE: Final = 1
 GONE: Final = 2
 DAMAGED: Final = 3
-STEP_PAGES_MIN: Final = 16
 
 _ROW: Final = np.dtype(
     [
@@ -362,7 +362,7 @@ class SlotTable:
 
     def _grow(self) -> None:
         had = len(self._states)
-        pages = min(max(STEP_PAGES_MIN, had // SLOTS_PER_PAGE), KEYRING_STEP_PAGES_MAX)
+        pages = min(max(KEYRING_STEP_PAGES_MIN, had // SLOTS_PER_PAGE), KEYRING_STEP_PAGES_MAX)
         pages = min(pages, -(-(self._slots_max - had) // SLOTS_PER_PAGE))
         more = pages * SLOTS_PER_PAGE
         self.file.write(HEADER_PAGES + had // SLOTS_PER_PAGE, pack_slot(None) * more)

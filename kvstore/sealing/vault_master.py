@@ -22,7 +22,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvstore.errors import MasterKeyUnavailable, WrongMasterKey
+from kvstore.errors import ConfigError, MasterKeyUnavailable, WrongMasterKey
+from kvstore.input_file import read_pem, read_text
 from kvstore.limits import (
     MASTER_ID_BYTES_MAX,
     MASTER_WRAPPED_BYTES_MAX,
@@ -165,12 +166,13 @@ class _Call(Thread):
         key = self._key
         timeout_s = VAULT_CALL_MS / 1000
         try:
-            token = key.token.read_text(encoding="ascii").strip()
-        except (OSError, ValueError):
-            self.broken = f"its token could not be read from {key.token}"
+            token = read_text(key.token).strip()
+            ca = None if key.ca is None else read_pem(key.ca).decode("ascii", "ignore")
+        except ConfigError as error:
+            self.broken = str(error).rstrip(".")
             return
         if key.is_tls:
-            trusted = ssl.create_default_context(cafile=None if key.ca is None else str(key.ca))
+            trusted = ssl.create_default_context(cadata=ca)
             self._connection = http.client.HTTPSConnection(
                 key.host, key.port, timeout=timeout_s, context=trusted
             )

@@ -64,7 +64,7 @@ class FolderBay:
             self._adopt(spec)
         linked = self.linked()
         if not linked and not self._specs and not any(self._data.glob("index-*")):
-            _preallocate(drive_path(self._data, 0), self._capacity_bytes)
+            self._preallocate(drive_path(self._data, 0), self._capacity_bytes)
             linked = [0]
         return linked
 
@@ -73,9 +73,9 @@ class FolderBay:
         return UringDisk(drive_path(self._data, number))
 
     def take_back(self) -> None:
-        """Remove the links that this opening made."""
-        for link in self._made:
-            link.unlink(missing_ok=True)
+        """Remove the files and links that this opening made."""
+        for path in self._made:
+            path.unlink(missing_ok=True)
         self._made.clear()
 
     def linked(self) -> list[int]:
@@ -92,7 +92,7 @@ class FolderBay:
                 raise ConfigError(
                     f"{path} does not exist. To create a file there, give its size: {path}:100GiB"
                 )
-            _preallocate(path, spec.capacity_bytes)
+            self._preallocate(path, spec.capacity_bytes)
         elif not (path.is_block_device() or path.is_file()):
             raise ConfigError(f"{path} is neither a file nor a block device, so it cannot be a drive.")
         number = self._number_on(path)
@@ -108,6 +108,10 @@ class FolderBay:
         )  # not what it resolves to: names below /dev/disk/by-id survive a reboot, others may not
         self._made.append(link)
         sync_folder(self._data)
+
+    def _preallocate(self, path: Path, capacity_bytes: int | None) -> None:
+        _preallocate(path, capacity_bytes)
+        self._made.append(path)
 
     def _number_on(self, path: Path) -> int | None:
         disk = UringDisk(path)
@@ -138,7 +142,7 @@ def _preallocate(path: Path, capacity_bytes: int | None) -> None:
     try:
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise StorageError(f"The drive {path} could not be created: {error.strerror}.") from error
+        raise ConfigError(f"The drive {path} could not be created: {error.strerror}.") from error
     try:
         os.posix_fallocate(fd, 0, capacity_bytes // PAGE_BYTES * PAGE_BYTES)
         os.fsync(fd)

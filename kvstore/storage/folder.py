@@ -14,7 +14,7 @@ import os
 import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.errors import FolderLocked, StorageError
+from kvstore.errors import ConfigError, FolderLocked, StorageError
 from kvstore.limits import DRIVES_MAX, LENT_MAX, PAGE_BYTES
 from kvstore.storage.row_check import CHECK_BYTES, checked, is_whole
 
@@ -99,26 +99,30 @@ class FolderLock:
     """Locks a data folder for this process; the kernel releases it when the process dies."""
 
     def __init__(self, data: Path) -> None:
+        self._path = data / _LOCK_NAME
         try:
+            had_folder = data.is_dir()
             data.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fd = os.open(data / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._is_new, self._made = not self._path.exists(), None if had_folder else data
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileExistsError as error:
-            raise StorageError(
-                f"The data folder {data} cannot be used: it is a file, not a folder."
-            ) from error
+            raise ConfigError(f"The data folder {data} can't be used: it is a file, not a folder.") from error
         except OSError as error:
-            raise StorageError(f"The data folder {data} cannot be used: {error.strerror}.") from error
+            raise ConfigError(f"The data folder {data} can't be used: {error.strerror}.") from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._fd)
             raise FolderLocked(f"Another process has the data folder {data} open.") from error
+        if not os.fstat(self._fd).st_nlink:  # that process has just given it up, with the folder
+            os.close(self._fd)
+            raise FolderLocked(f"Another process had the data folder {data} open; try again.")
         try:
             os.posix_fallocate(self._fd, 0, _LOCK_BYTES)  # a mapped page without room would kill the process
             self._page = mmap.mmap(self._fd, _LOCK_BYTES)
         except OSError as error:
             os.close(self._fd)
-            raise StorageError(f"The data folder {data} cannot be used: {error.strerror}.") from error
+            raise StorageError(f"The data folder {data} can't be used: {error.strerror}.") from error
 
     def place(self, number: int) -> NotePlace:
         """Return the place where commits of one drive's index are noted."""
@@ -128,6 +132,14 @@ class FolderLock:
         """Unlock it for other processes."""
         self._page.close()
         os.close(self._fd)
+
+    def give_up(self) -> None:
+        """The same, after nothing came of the folder: where nothing else was made, nothing is left."""
+        if self._is_new and list(self._path.parent.iterdir()) == [self._path]:
+            self._path.unlink()
+            if self._made is not None:
+                self._made.rmdir()
+        self.release()
 
 
 class NotePlace:

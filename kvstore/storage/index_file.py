@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from kvstore.errors import Corrupt
+from kvstore.limits import INDEX_PAGES_CHECKED_AT_ONCE, LMDB_KEY_BYTES_MAX
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ _SEAL: Final = struct.Struct("<8sQI")  # magic, bytes of the file, their CRC32C;
 _SEAL_MAGIC: Final = b"TKVSEAL1"
 _CRC: Final = struct.Struct("<I")
 _READ_BYTES: Final = 4 << 20
-_PAGES_AT_ONCE: Final = 1024
 
 # LMDB's data version 1 on a little-endian 64-bit machine (mdb.c, "MDB_page", "MDB_node", "MDB_db", "MDB_meta").
 PAGE_BYTES: Final = 4096
@@ -60,7 +60,6 @@ PAGE_HEAD_BYTES: Final = 16
 _BRANCH, _LEAF, _OVERFLOW, _META = 0x01, 0x02, 0x04, 0x08
 _BIG_DATA, _SUB_DATA = 0x01, 0x02
 NODE_BYTES: Final = 8
-_KEY_BYTES_MAX: Final = 511
 _TREE: Final = struct.Struct(
     "<IHHQQQQQ"
 )  # pad, flags, depth, branch pages, leaf pages, overflow pages, entries, root
@@ -315,8 +314,8 @@ class _Walk:
 
 
 def _parts(numbers: NDArray[np.uint64]) -> Iterator[NDArray[np.uint64]]:
-    for first in range(0, len(numbers), _PAGES_AT_ONCE):
-        yield numbers[first : first + _PAGES_AT_ONCE]
+    for first in range(0, len(numbers), INDEX_PAGES_CHECKED_AT_ONCE):
+        yield numbers[first : first + INDEX_PAGES_CHECKED_AT_ONCE]
 
 
 def _refuse(numbers: NDArray[np.uint64], wrong: NDArray[np.bool_], why: str) -> None:
@@ -346,7 +345,7 @@ def _nodes(numbers: NDArray[np.uint64], words: NDArray[np.uint16], *, is_leaf: b
     else:
         strange = (keys < 1) & (column > 0)
         sizes = NODE_BYTES + keys
-    _refuse(of, strange | (keys > _KEY_BYTES_MAX), "has a row of another kind")
+    _refuse(of, strange | (keys > LMDB_KEY_BYTES_MAX), "has a row of another kind")
     # Nodes lie one after the other from `upper` to the page's end, with nothing in between.
     order = np.lexsort((place, row))
     starts, ends = place[order], (place + sizes + sizes % 2)[order]

@@ -137,7 +137,7 @@ class Store(Handle):
         """
         with ExitStack() as undo:
             lock = FolderLock(data)
-            undo.callback(lock.release)
+            undo.callback(lock.give_up)
             bay = bay or FolderBay(data, capacity_bytes, drives)
             opened, away, keys = open_drives(
                 data,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalNode"]
 
-_SLOTS, _BLOCK_BYTES_MAX = 16, 1 << 20  # of a client: 16 MiB of the node's memory
+_SLOTS, _BLOCK_BYTES = 16, 1 << 20  # of a client: 16 MiB of the node's memory
 
 
 class LocalNode(Handle):
@@ -68,7 +68,7 @@ class LocalNode(Handle):
         ...     client.tenant
         'acme'
         """
-        return Client(self.target, **({"slots": _SLOTS, "block_bytes_max": _BLOCK_BYTES_MAX} | more))
+        return Client(self.target, **({"slots": _SLOTS, "block_bytes_max": _BLOCK_BYTES} | more))
 
     def kill(self) -> None:
         """Send SIGKILL: blocks not acknowledged as written may be lost. `start` restarts it.

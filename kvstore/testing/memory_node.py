@@ -45,7 +45,7 @@ __all__ = ["MemoryNode"]
 _STOP_GRACE_S: Final = STOP_GRACE_MS / 1000
 _HOST: Final = "127.0.0.1"
 _HOT_BYTES: Final = 32 << 20
-_SLOTS, _BLOCK_BYTES_MAX = 4, 1 << 20  # of a client
+_SLOTS, _BLOCK_BYTES = 4, 1 << 20  # of a client
 
 
 class MemoryNode(Handle):
@@ -88,7 +88,7 @@ class MemoryNode(Handle):
         ...     client.tenant
         'acme'
         """
-        settings: dict[str, Any] = {"transport": MEMORY, "slots": _SLOTS, "block_bytes_max": _BLOCK_BYTES_MAX}
+        settings: dict[str, Any] = {"transport": MEMORY, "slots": _SLOTS, "block_bytes_max": _BLOCK_BYTES}
         return Client(self.target, **(settings | more))
 
     def stop(self) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from google.protobuf.message import DecodeError
 
 from kvstore.errors import ProtocolError
-from kvstore.limits import MESSAGE_FIELDS_MAX, PART_FIELDS_MAX
+from kvstore.limits import MESSAGE_FIELDS_MAX, PART_FIELDS_MAX, VARINT_BYTES_MAX
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import kvstore_pb2
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["GotPart", "PutMessage", "encoded_get", "encoded_put", "got_parts", "parse_put"]
 
 _VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5  # kinds of fields
-_VARINT_BYTES_MAX = 10
 _KIND_BITS = 3
 _SEVEN_BITS, _MORE = 0x7F, 0x80  # of each byte of a varint
 _PART_OF_GETS, _NUMBER, _MISS, _CHUNK_GOT = 1, 1, 2, 3  # fields
@@ -190,7 +189,7 @@ def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
     if at < len(view) and view[at] < _MORE:  # nearly all of them
         return view[at], at + 1
     number = 0
-    for count, byte in enumerate(view[at : at + _VARINT_BYTES_MAX]):
+    for count, byte in enumerate(view[at : at + VARINT_BYTES_MAX]):
         number |= (byte & _SEVEN_BITS) << 7 * count
         if byte < _MORE:
             return number & (1 << 64) - 1, at + count + 1

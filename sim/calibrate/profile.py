@@ -8,11 +8,11 @@ A name is part.what.count: `memory.copy.1`, `link.put.1` (one message alone), `l
 from __future__ import annotations
 
 import statistics
-import tomllib
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from sim.calibrate.fit import Line, fit
+from sim.input_file import read_toml
 from sim.presets import Fit, Preset, Stages
 from sim.units import OutOfRange, format_bytes
 
@@ -190,14 +190,13 @@ def _line(source: str, name: str, table: Mapping[str, Any]) -> Line:
 
 def read_profile(path: Path) -> Profile:
     """Read what `dump_profile` wrote."""
+    document = read_toml("--profile", path)
     try:
-        with path.open("rb") as file:
-            document = tomllib.load(file)
         lines = {name: _line(str(path), name, table) for name, table in document["line"].items()}
         return Profile(lines, float(document["trigger"]["seconds"]), dict(document.get("machine", {})))
-    except (OSError, tomllib.TOMLDecodeError, KeyError, AttributeError, TypeError) as error:
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
         raise OutOfRange(
-            "--profile", f"{path} ({error!r})", "a profile in TOML", "as kvsim calibrate fit writes it"
+            "--profile", str(path), "a profile", "such as `kvsim calibrate fit` writes"
         ) from error
 
 

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from sim.input_file import read_text
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:
@@ -63,11 +64,7 @@ def parse(text: str, source: str) -> Measured:
 
 def read_measured(parameter: str, path: Path) -> Measured:
     """Read a file of measurements."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutOfRange(parameter, f"{path}, which can't be read", "a file", str(error)) from error
-    return parse(text, str(path))
+    return parse(read_text(parameter, path), str(path))
 
 
 def dump(measured: Measured) -> str:

@@ -12,11 +12,11 @@ every other stop a message must have arrived whole before it goes on.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from sim.hardware import HARDWARE, accepted, changed
+from sim.input_file import read_toml
 from sim.replay.events import Step
 from sim.units import OutOfRange, require
 
@@ -124,11 +124,7 @@ class Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     """Read the table [cluster] of a TOML file; numbers that it doesn't name keep their defaults."""
-    try:
-        with path.open("rb") as file:
-            table = tomllib.load(file).get("cluster")
-    except (OSError, ValueError) as error:
-        raise OutOfRange("--cluster", f"{path}, which can't be read", "a TOML file", str(error)) from error
+    table = read_toml("--cluster", path).get("cluster")
     if not isinstance(table, dict):
         raise OutOfRange("--cluster", str(path), "a TOML file", "with a table [cluster]")
     return changed(Cluster(), table.items(), "--cluster")

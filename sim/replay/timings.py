@@ -10,12 +10,12 @@ is the minimum of a step.
 
 from __future__ import annotations
 
-import csv
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sim.input_file import read_rows
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:
@@ -63,14 +63,7 @@ def _between(times: Sequence[float], at: int, share: float) -> float:
 
 def read_timings(path: Path) -> Timings:
     """Read a table; one with gaps is refused."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise OutOfRange("--timings", f"{path}, which can't be read", "a CSV file", str(error)) from error
-    if not rows or len(rows) > _ROWS_MAX or not set(COLUMNS) <= set(rows[0]):
-        accepted = f"with the columns {','.join(COLUMNS)} and at least one line"
-        raise OutOfRange("--timings", str(path), "a CSV file", accepted)
+    rows = read_rows("--timings", path, COLUMNS, _ROWS_MAX)
     found: dict[tuple[float, float], float] = {}
     for line, row in enumerate(rows, start=2):
         values = []

@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from sim.input_file import open_text
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _checked(path: Path, line: int, arrival_s: float, input_tokens: int, output_
 def _mooncake(path: Path, block_tokens: int) -> Iterator[Request]:
     users: dict[int, int] = {}  # by the last whole block of a prompt of theirs
     fresh = count()
-    with path.open(encoding="utf-8") as file:
+    with open_text("TRACE", path) as file:
         for line, text in enumerate(file, start=1):
             if not text.strip():
                 continue
@@ -99,7 +100,7 @@ def _rows(
     path: Path, accepted: str, read: Callable[[dict[str, str]], _Fields]
 ) -> Iterator[tuple[int, _Fields]]:
     """The lines of a CSV file, with the fields read from each."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with open_text("TRACE", path) as file:
         for line, row in enumerate(csv.DictReader(file), start=2):
             try:
                 fields = read(row)
@@ -161,7 +162,7 @@ def _azure(path: Path, block_tokens: int) -> Iterator[Request]:
 
 
 def _csv(path: Path, block_tokens: int) -> Iterator[Request]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with open_text("TRACE", path) as file:
         head = next(csv.reader(file), [])
     return (_azure if "ContextTokens" in head else _burstgpt)(path, block_tokens)
 
@@ -173,10 +174,7 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[Request]:
     if path.suffix not in readers:
         accepted = "named *.jsonl (Mooncake's format) or *.csv (BurstGPT's or Azure's)"
         raise OutOfRange("TRACE", str(path), "a file of requests", accepted)
-    try:
-        requests = list(readers[path.suffix](path, block_tokens))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise OutOfRange("TRACE", f"{path}, which can't be read", "a file of requests", str(error)) from error
+    requests = list(readers[path.suffix](path, block_tokens))
     if not requests:
         raise OutOfRange("TRACE", f"{path}, which is empty", "a file of requests", "at least one")
     requests.sort(key=lambda request: request.arrival_s)

@@ -167,6 +167,7 @@ def test_a_callers_mistake_is_no_failure_of_a_drive_or_a_peer() -> None:
         assert not issubclass(kind, StorageError)
     assert {one.__name__ for one in UsageError.__subclasses__()} == {
         "Closed",
+        "ConfigError",
         "InvalidArgument",
         "NotRegistered",
     }

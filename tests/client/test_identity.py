@@ -533,7 +533,7 @@ def test_with_both_a_node_may_listen_anywhere(tmp_path: Path) -> None:
         (("--tls-cert", "/nowhere", "--tls-key", "/nowhere"), "/nowhere could not be read"),
         (
             ("--tls-cert", "/etc/passwd", "--tls-key", "/etc/passwd"),
-            "/etc/passwd holds no certificate in PEM",
+            "/etc/passwd contains no certificate in PEM",
         ),
         (("--tenants", "/nowhere"), "/nowhere could not be read"),
         (("--audit", "/"), "audit log / can't be written"),
@@ -555,9 +555,9 @@ def test_each_mistake_in_the_certificates_has_a_sentence_of_its_own(tmp_path: Pa
         return str(raised.value)
 
     assert "acme.key is not the key of" in refused("node.pem", "acme.key")
-    assert "node.pem holds no key in PEM" in refused("node.pem", "node.pem")
-    assert "node.key holds no certificate in PEM" in refused("node.key", "node.key")
-    assert "node.key holds no certificate" in refused(
+    assert "node.pem contains no key in PEM" in refused("node.pem", "node.pem")
+    assert "node.key contains no certificate in PEM" in refused("node.key", "node.key")
+    assert "node.key contains no certificate" in refused(
         "node.pem", "node.key", "--tls-clients", str(pki / "node.key")
     )
     (pki / "cut.pem").write_text((pki / "node.pem").read_text()[:200])

@@ -69,7 +69,7 @@ def test_a_command_that_calls_a_node_ends_like_the_others(
 
 @pytest.mark.parametrize(
     ("file", "status", "error"),
-    [("/dev/full", Status.FAILED, "OSError"), ("{}", Status.USAGE, "ConfigError")],
+    [("/dev/full", Status.FAILED, "KvError"), ("{}", Status.USAGE, "ConfigError")],
 )
 def test_a_file_that_can_not_be_written_is_an_object_too(
     file: str, status: Status, error: str, shared_node: NodeProcess, tenant: str, tmp_path: Path, capfd: Any
@@ -83,7 +83,8 @@ def test_a_file_that_can_not_be_written_is_an_object_too(
 
 def test_an_argument_that_is_not_utf_8_is_an_object_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["get", "name:\udcff", "--json"]) == Status.USAGE
-    assert json.loads(capfd.readouterr().out)["message"] == "An argument is not valid UTF-8."
+    told = json.loads(capfd.readouterr().out)
+    assert told == {"error": "UsageError", "message": "An argument is not valid UTF-8."}
 
 
 def test_a_drive_without_room_is_a_failure_before_anything_is_created(

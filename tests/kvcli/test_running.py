@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -169,6 +170,25 @@ def test_a_reader_that_leaves_at_once_is_no_error(command: tuple[str, ...], argu
 
 
 @BOTH
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["completion", "bash"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_output_that_finds_no_room_is_a_failure(
+    command: tuple[str, ...], arguments: list[str], unbuffered: str
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            timeout=WAIT_S,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, f"{NAMES[command]}: No space left on device.\n")
+
+
+@BOTH
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_stream_that_is_closed_is_no_traceback(command: tuple[str, ...], closed: str) -> None:
     done = subprocess.run(
@@ -221,21 +241,21 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
             2,
             "--hot 9999 GiB exceeds this machine's memory",
         ),
-        (["serve", "--data", "/proc/x"], 1, "/proc/x cannot be used"),
+        (["serve", "--data", "/proc/x"], 2, "/proc/x can't be used"),
         (["demo", "--data", "/proc/x"], 1, "/proc/x"),
         (["fsck", "{}/none"], 2, "There is no data folder"),
         (["put", "short", "{}/none"], 2, "64 hexadecimal digits"),
         (["put", "name:a", "{}/none"], 2, "could not be read"),
-        (["serve", "--data", "/dev/null"], 1, "it is a file, not a folder"),
+        (["serve", "--data", "/dev/null"], 2, "it is a file, not a folder"),
         (["serve", "--data", "{}/node", "--capacity", "9999TiB"], 2, "at most 16 TiB, not 9999 TiB"),
         (["serve", "--data", "{}/node", "--listen", "{taken}"], 1, "is in use by another process"),
         ([*SERVE, "--http", "{taken}"], 1, "is in use by another process"),
         ([*SERVE, "--events", "tcp://{taken}"], 1, "Address already in use"),
-        ([*SERVE, "--provider", "none"], 1, "The provider none"),
+        ([*SERVE, "--provider", "none"], 2, "There is no provider none in libfabric"),
         ([*SERVE, "--tied"], 2, "--tied needs a pipe or a terminal as standard input."),
         ([*SERVE, "--tenants", "{}/none"], 2, "{}/none could not be read"),
         ([*SERVE, "--tls-cert", "{}/none", "--tls-key", "{}/none"], 2, "{}/none could not be read"),
-        ([*SERVE, "--master-key", "file:{}/none"], 1, "{}/none could not be read"),
+        ([*SERVE, "--master-key", "file:{}/none"], 2, "{}/none could not be read"),
         ([*SERVE, "--audit", "{}/none/log"], 2, "{}/none/log can't be written"),
         ([*SERVE, "--cluster", "127.0.0.1:1/x", "--cluster-ca", "{}/none"], 2, "{}/none could not be read"),
         ([*SERVE, *MEMBER, "--cluster-secret", "{}/none"], 2, "{}/none could not be read"),
@@ -294,6 +314,69 @@ def test_a_demo_that_a_signal_ends_leaves_no_process_and_no_message(
     while Path(f"/proc/{node}").exists():
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.003])
+def test_a_node_that_gets_one_signal_after_another_ends_cleanly(pause_s: float, tmp_path: Path) -> None:
+    command = [
+        "env",
+        "--default-signal=INT,TERM,HUP",
+        *KVSTORE,
+        *SERVE,
+        "--capacity",
+        "64MiB",
+        "--hot",
+        "128MiB",
+    ]
+    with subprocess.Popen(
+        [part.replace("{}", str(tmp_path)) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("ready ")
+        until = time.monotonic() + WAIT_S
+        for number in itertools.cycle((signal.SIGTERM, signal.SIGINT)):
+            process.send_signal(number)
+            if process.poll() is not None:
+                break
+            if time.monotonic() > until:
+                process.kill()
+            time.sleep(pause_s)
+        assert process.returncode == Status.DONE
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_signal_between_the_loops_end_and_the_commands_does_nothing() -> None:
+    code = (
+        "import asyncio, signal\n"
+        "from kvstore.node.server import _at_signals\n"
+        "async def serve():\n"
+        "    _at_signals(lambda: None, signal.SIGTERM)\n"
+        "asyncio.run(serve())\n"
+        "signal.raise_signal(signal.SIGTERM)\n"
+        "print('alive')"
+    )
+    assert run(sys.executable, "-c", code).stdout == "alive\n"
+
+
+def test_a_signal_after_the_end_does_not_change_the_status() -> None:
+    code = (
+        "import os, signal, sys, threading\n"
+        "from kvcli.running import run_command\n"
+        "threading.Thread(target=threading.Event().wait, args=(10,), daemon=True).start()\n"
+        "status = run_command('x', lambda: 3, ends_process=True)\n"
+        "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):\n"
+        "    os.kill(os.getpid(), number)\n"  # the other thread gets it
+        "    while number in signal.sigpending():\n"
+        "        pass\n"
+        "    signal.signal(number, signal.SIG_DFL)\n"  # as libfabric's libraries do at their end
+        "    signal.raise_signal(number)\n"
+        "sys.exit(status)"
+    )
+    assert run(sys.executable, "-c", code).returncode == Status.NO
 
 
 def test_the_page_has_each_status_and_each_command() -> None:

@@ -15,6 +15,7 @@ import pytest
 from kvstore.cli import main
 from kvstore.client import Client
 from kvstore.errors import NodeUnavailable
+from kvstore.limits import INPUT_FILE_BYTES_MAX
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
 
@@ -103,12 +104,17 @@ def test_new_connections_get_the_new_certificate(tls_node: NodeProcess, pki: Pat
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("node.pem", b"what is this\n", "node.pem holds no certificate in PEM."),
-        ("node.key", b"", "node.key holds no key in PEM."),
+        ("node.pem", b"what is this\n", "node.pem contains no certificate in PEM."),
+        ("node.key", b"", "node.key contains no key in PEM."),
         ("node.pem", None, "node.pem could not be read: No such file or directory."),
         ("node.key", "two/127.0.0.1.key", "node.key is not the key of"),
+        (
+            "node.pem",
+            bytes(INPUT_FILE_BYTES_MAX + 1),
+            "node.pem could not be read: it is larger than 16 MiB.",
+        ),
     ],
-    ids=["no certificate", "no key", "no file", "another key"],
+    ids=["no certificate", "no key", "no file", "another key", "too large"],
 )
 def test_a_bad_file_leaves_the_certificate_that_is_in_force(
     tls_node: NodeProcess, pki: Path, tmp_path: Path, name: str, content: bytes | str | None, said: str

@@ -281,8 +281,10 @@ def test_the_command_erases_a_whole_tenant(tmp_path: Path) -> None:
         key = block_key(b"of the tenant")
         with Client(node.target) as client:
             client.put_inline(key, MARK * 100)
-        assert main(["erase", "--node", node.target]) == Status.USAGE
-        assert main(["erase", "--whole-tenant", "--node", node.target]) == Status.DONE
+            assert main(["erase", "--node", node.target]) == Status.USAGE
+            assert main(["erase", "--whole-tenant", "--node", node.target]) == Status.NO, "without --yes"
+            assert client.get_inline(key, len(MARK) * 100) == MARK * 100
+        assert main(["erase", "--whole-tenant", "--yes", "--node", node.target]) == Status.DONE
         with Client(node.target) as client:
             assert isinstance(client.get_inline(key, 3200), Miss)
 

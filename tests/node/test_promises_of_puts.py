@@ -94,7 +94,7 @@ def test_of_two_puts_of_one_key_with_different_bytes_one_is_told_that_the_key_is
     assert all(result.error is None for result in results if result not in taken)
     assert all(result.has_block for result in results)
     told = rig.client.statistics()
-    assert (told.puts, told.puts_taken, told.puts_failed) == (3 - len(taken), len(taken), 0)
+    assert (told.puts, told.puts_taken, told.puts_failed) == (3 - len(taken), len(taken), len(taken))
 
 
 def _put_landed(rig: ClientWithBuffers, block: Block) -> PutResult:
@@ -117,6 +117,9 @@ def test_landed_is_never_sent_for_a_block_whose_length_differs_from_the_stored_o
     counters = node.node.counters
     wait_until(lambda: counters.puts_taken == 20, "the node notes what it has said")
     assert (counters.puts, counters.landed_taken, node.call(lambda one: one.leases)) == (1, 0, 0)
+    rows = node.call(lambda one: list(one.timings.puts.values()))
+    assert sum(row.failed for row in rows) == counters.puts_failed == 20, "of the same failures"
+    assert {row.failure for row in rows if row.failed} == {"KeyTaken"}
     assert _put_landed(rig, rig.block(1, LENGTH)).error is None
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
     assert rig.is_exact(block)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvstore.durability import Durability
-from kvstore.errors import NoSpace
+from kvstore.errors import KeyTaken, LeaseExpired, NoSpace
 from kvstore.limits import RPC_TIMEOUT_MS, TRACE_STEPS_MAX
 from kvstore.node.session_names import name_of
 from kvstore.node.session_traces import SessionTrace
@@ -82,11 +82,15 @@ def test_the_flag_of_another_put_is_ignored() -> None:
 def test_blocks_that_failed_have_a_row_with_the_reason() -> None:
     house = House()
     house.timings.lease_failed(ONE, house.lease(1_000 * MS), NoSpace("full"))
-    house.timings.lease_over(ONE, house.lease(0, leased_ns=2_000 * MS))
+    house.timings.lease_failed(ONE, house.lease(0, leased_ns=2_000 * MS), LeaseExpired("over"))
     assert [(row.blocks, row.failed, row.failure) for row in house.rows] == [
         (0, 1, "NoSpace"),
         (0, 1, "LeaseExpired"),
     ]
+    house.timings.grant_refused(ONE, KeyTaken("taken"))
+    house.timings.inline_kept(ONE, Durability.WRITTEN, 0, 0, (), [KeyTaken("taken"), None])
+    assert house.timings.counters.failed == {"NoSpace": 1, "LeaseExpired": 1, "KeyTaken": 2}
+    assert sum(row.failed for row in house.rows) == house.timings.counters.puts_failed == 4
 
 
 def test_blocks_of_one_put_of_which_some_failed_are_one_row() -> None:

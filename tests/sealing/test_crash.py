@@ -66,7 +66,7 @@ CHANGES = {
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A keyring grows by a page or two, so that it does so often."""
-    monkeypatch.setattr("kvstore.sealing.slot_table.STEP_PAGES_MIN", 1)
+    monkeypatch.setattr("kvstore.sealing.slot_table.KEYRING_STEP_PAGES_MIN", 1)
 
 
 def prepared() -> tuple[bytes, dict[Name, bytes | None]]:

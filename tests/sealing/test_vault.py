@@ -192,7 +192,7 @@ def test_what_vault_answers_is_one_sentence_and_never_quoted(vault: FakeVault, t
     token.write_text(TOKEN)  # it is read again for each call
     assert master.unwrap(b"for", wrapped) == bytes(32)
     token.unlink()
-    with pytest.raises(MasterKeyUnavailable, match="its token could not be read"):
+    with pytest.raises(MasterKeyUnavailable, match="token could not be read"):
         master.unwrap(b"for", wrapped)
 
 

@@ -308,13 +308,19 @@ def test_fit_and_check_as_commands(tmp_path: Path, capsys: pytest.CaptureFixture
             ["curve", "--profile", "p.toml"],
             "--profile is p.toml; it takes a profile, with --preset measured only.",
         ),
-        (["calibrate", "fit", "none.json"], "MEASURED is none.json, which can't be read; it takes a file, "),
+        (
+            ["calibrate", "fit", "none.json"],
+            "MEASURED: none.json can't be read: No such file or directory.\n",
+        ),
         (["calibrate", "run", "--data", "/none"], "--data is /none; it takes a folder, on the drive that"),
         (
             ["calibrate", "run", "--runtime-ms", "1"],
             "--runtime-ms is 1; it takes milliseconds a point, from 50 ",
         ),
-        (["calibrate", "check", "none.toml"], "--profile is none.toml (FileNotFoundError("),
+        (
+            ["calibrate", "check", "none.toml"],
+            "--profile: none.toml can't be read: No such file or directory.\n",
+        ),
     ],
 )
 def test_a_bad_argument_is_one_sentence_and_status_2(

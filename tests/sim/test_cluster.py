@@ -127,7 +127,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "with a table [cluster]."),
-        ("[cluster", "which can't be read; it takes a TOML file, "),
+        ("[cluster", "can't be read: it is not TOML ("),
         ("[cluster]\nengine = 1", "--cluster is 'engine'; it takes a name of the cluster, one of engines, "),
         ("[cluster]\nengines = 0", "--cluster engines is 0; it takes a number of engines, from 1 to 4096."),
         (

@@ -140,7 +140,7 @@ def test_a_config_is_read_with_its_name_and_type(tmp_path: Path) -> None:
             "config.json is without it; it takes a count, a whole number from 1 under one of num_hidden_l",
         ),
         ("[1]", "it takes a config.json, an object with the model's counts."),
-        ("{", "which can't be read; it takes a config.json, "),
+        ("{", "it takes a config.json, and this is not JSON ("),
         ('{"n_layer": 0}', "config.json is 0; it takes a count"),
         ('{"n_layer": true}', "config.json is True; it takes a count"),
         (

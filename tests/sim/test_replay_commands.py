@@ -214,7 +214,10 @@ def test_break_even_lists_every_model(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["replay", "nothing.jsonl"], "kvsim: TRACE is nothing.jsonl, which can't be read; it takes a file"),
+        (
+            ["replay", "nothing.jsonl"],
+            "kvsim: TRACE: nothing.jsonl can't be read: No such file or directory.\n",
+        ),
         (
             ["plan", "--set", "engines"],
             "kvsim: --set is 'engines'; it takes a name and its value, written NAME=V",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.clock import SystemClock
+from kvstore.config import DriveSpec
 from kvstore.errors import (
     ConfigError,
     Corrupt,
@@ -27,6 +29,7 @@ from kvstore.limits import (
     PAGE_BYTES,
 )
 from kvstore.storage import index_check
+from kvstore.storage.folder import FolderLock
 from kvstore.storage.store import Store
 from kvstore.wire.record import roll_offset
 from tests.storage.fakes import FakeDisk
@@ -173,8 +176,42 @@ def test_a_device_whose_formatting_was_cut_short_in_its_superblock_is_not_format
 
 def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"a file where the folder should be")
-    with pytest.raises(StorageError, match="cannot be used"):
+    with pytest.raises(ConfigError, match="it is a file, not a folder"):
         Store.open(tmp_path / "data", capacity_bytes=DRIVE_CAPACITY_BYTES_MIN, clock=SystemClock())
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_folder_in_which_nothing_could_be_made_is_as_it_was(tmp_path: Path, *, is_there: bool) -> None:
+    data = tmp_path / "data"
+    if is_there:
+        data.mkdir()
+    size, clock = DRIVE_CAPACITY_BYTES_MIN, SystemClock()
+    drive = DriveSpec(tmp_path / "none" / "drive", size)
+    with pytest.raises(ConfigError, match="could not be created"):
+        Store.open(data, capacity_bytes=None, clock=clock, drives=[drive])
+    with pytest.raises(ConfigError, match="no drive 3 to leave out"):
+        Store.open(data, capacity_bytes=size, clock=clock, without=[3])
+    with pytest.raises(ConfigError, match="no drive 3 to leave out"):
+        Store.open(
+            data, capacity_bytes=None, clock=clock, without=[3], drives=[DriveSpec(tmp_path / "d", size)]
+        )
+    assert list(tmp_path.iterdir()) == ([data] if is_there else [])
+    assert not is_there or not list(data.iterdir())
+
+
+def test_a_lock_that_was_given_up_meanwhile_locks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = FolderLock(tmp_path / "data")
+    flock = fcntl.flock
+
+    def late(fd: int, how: int) -> None:
+        first.give_up()  # after the second has opened the file
+        flock(fd, how)
+
+    monkeypatch.setattr("kvstore.storage.folder.fcntl.flock", late)
+    with pytest.raises(FolderLocked, match="try again"):
+        FolderLock(tmp_path / "data")
 
 
 @pytest.mark.parametrize("more", [0, 1])

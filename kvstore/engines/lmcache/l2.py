@@ -26,10 +26,10 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from kvstore.engines.carrier import Carrier, part_keys
 from kvstore.engines.common_settings import EngineSettings
-from kvstore.engines.lmcache.locks import LOCK_MS, Locks
+from kvstore.engines.lmcache.locks import Locks
 from kvstore.engines.lmcache.objects import formats, formats_of, object_key, place
 from kvstore.errors import FabricError, LayoutError
-from kvstore.limits import LMCACHE_FORMATS_MAX, LMCACHE_TASKS_MAX
+from kvstore.limits import LMCACHE_FORMATS_MAX, LMCACHE_LOCK_MS, LMCACHE_TASKS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -129,7 +129,7 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
         here = self._carrier.present([(name, 0) for _, name in asked])
         found = {number for (number, _), is_here in zip(asked, here, strict=True) if is_here}
         names = [name for (_, name), is_here in zip(asked, here, strict=True) if is_here]
-        if names and (pin := self._carrier.pin(names, LOCK_MS)) is not None:
+        if names and (pin := self._carrier.pin(names, LMCACHE_LOCK_MS)) is not None:
             self._locks.add(pin, (keys[number] for number in found))
         self._notify_keys_accessed([keys[number] for number in sorted(found)])
         return _bits(len(keys), found)

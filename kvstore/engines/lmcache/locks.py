@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import SystemClock
+from kvstore.limits import LMCACHE_LOCK_MS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from nic_offload.handle import Handle
 
-__all__ = ["LOCK_MS", "Locks"]
-
-LOCK_MS = 60_000
+__all__ = ["Locks"]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +41,7 @@ class Locks:
     def add(self, pin: Handle, keys: Iterable[Any]) -> None:
         """Record a pin and the keys it protects."""
         now_ns = self._clock.monotonic_ns()
-        one = _Lock(pin, now_ns + LOCK_MS * 1_000_000, set(keys))
+        one = _Lock(pin, now_ns + LMCACHE_LOCK_MS * 1_000_000, set(keys))
         with self._lock:
             while self._all and self._all[0].until_ns < now_ns:
                 self._forget(self._all.popleft())

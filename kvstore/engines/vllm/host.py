@@ -25,6 +25,7 @@ from kvstore.limits import (
     LEASE_TIMEOUT_MS,
     SLOTS_PER_CLIENT_MAX,
     VLLM_ABSENT_MAX,
+    VLLM_ABSENT_NS,
     VLLM_QUEUED_MAX,
 )
 
@@ -39,7 +40,6 @@ __all__ = ["HostMemory", "State"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-_ABSENT_NS = 1_000_000_000  # how long a missing key is not requested again
 _BATCH = 256
 
 
@@ -93,7 +93,7 @@ class HostMemory:
             if (slot := self._slots.get(key)) is not None:
                 return slot.state
             since_ns = self._absent.get(key)
-            if since_ns is not None and self._clock.monotonic_ns() - since_ns < _ABSENT_NS:
+            if since_ns is not None and self._clock.monotonic_ns() - since_ns < VLLM_ABSENT_NS:
                 return State.ABSENT
             slot = self._take(key, State.UNKNOWN)
             if slot is None or self._to_fetch.full():

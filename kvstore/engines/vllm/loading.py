@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.client import as_request
 from kvstore.clock import SystemClock
 from kvstore.engines.vllm.transport import Object
+from kvstore.limits import VLLM_LOADING_WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +31,6 @@ __all__ = ["Loaded", "Loads"]
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 _THREADS = 2  # so that requests' loads don't wait for each other
-_IDLE_WAIT_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Loads:
         """The loads that have ended; with `wait`, wait a moment for one, so that an idle engine doesn't spin."""
         with self._news:
             if wait and self._under_way and not self._ended:
-                self._news.wait(_IDLE_WAIT_S)
+                self._news.wait(VLLM_LOADING_WAIT_S)
             ended = list(self._ended)
             self._ended.clear()
         self._under_way -= len(ended)

@@ -40,7 +40,7 @@ from kvstore.engines.vllm.host import HostMemory, State
 from kvstore.engines.vllm.model_hints import Adapter, Engine
 from kvstore.engines.vllm.settings import ENGINE, Settings
 from kvstore.errors import ConfigError
-from kvstore.limits import BLOCK_BYTES_MAX
+from kvstore.limits import BLOCK_BYTES_MAX, VLLM_SAVING_WAIT_S
 from kvstore.names import block_key
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ __all__ = ["TriggerKvOffloadingSpec"]
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
 _PAGE = mmap.PAGESIZE
-_IDLE_WAIT_S = 0.002
 _NAME_BYTES = 16
 _RESULTS = {
     State.UNKNOWN: LookupResult.RETRY,
@@ -204,7 +203,7 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: Any) -> None:
         """Wait a moment for the node's answers instead of polling again at once."""
         if not context.new_req_ids:
-            self._host.wait(_IDLE_WAIT_S)
+            self._host.wait(VLLM_SAVING_WAIT_S)
 
     def reset_cache(self) -> None:
         """Ignore everything stored so far, here or on the node: the weights may have changed."""

@@ -21,7 +21,7 @@ from kvstore.engines.vllm.plan import Load, Plan, Told, Wanted
 from kvstore.engines.vllm.session_turns import Turns, domain_named
 from kvstore.engines.vllm.stats import Stats
 from kvstore.engines.vllm.transport import open_client
-from kvstore.limits import VLLM_SAVING_MAX
+from kvstore.limits import VLLM_LOOKUP_FIRST_WAIT_S, VLLM_LOOKUP_NEXT_WAIT_S, VLLM_SAVING_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Scheduling"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
-
-# A look-up takes a millisecond or two, during which a scheduler that is told to retry spins.
-_FIRST_WAIT_S = 0.01
-_NEXT_WAIT_S = 0.001
 
 
 @dataclass(slots=True)
@@ -154,7 +150,7 @@ class Scheduling:
         """While others compute, nothing waits here; an idle engine that is told to retry would spin."""
         if not self._is_idle:
             return 0.0
-        return _NEXT_WAIT_S if known.asked else _FIRST_WAIT_S
+        return VLLM_LOOKUP_NEXT_WAIT_S if known.asked else VLLM_LOOKUP_FIRST_WAIT_S
 
     def _shares_awaited(self, known: _Request, computed_tokens: int) -> bool:
         """Whether the engine's own cache would give it blocks that another request of this step has yet to load.

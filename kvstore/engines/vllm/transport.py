@@ -14,7 +14,7 @@ from kvstore.engines.vllm.device_memory import DeviceMemory
 from kvstore.engines.vllm.device_transport import DeviceTransport
 from kvstore.engines.vllm.saving import Saves, staging
 from kvstore.engines.vllm.sending import PutSender
-from kvstore.limits import SLOTS_PER_CLIENT_MAX, VLLM_SLOTS_BYTES
+from kvstore.limits import ENGINE_SLOTS_MIN, SLOTS_PER_CLIENT_MAX, VLLM_SLOTS_BYTES
 
 if TYPE_CHECKING:
     import mmap
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from kvstore.engines.vllm.settings import Settings
 
 __all__ = ["Object", "Transport", "open_client", "open_transport"]
-
-_SLOTS_MIN = 16
 
 
 class Object(NamedTuple):
@@ -72,7 +70,7 @@ def open_client(
 def open_transport(settings: Settings, identity: Identity, memory: KvMemory | DeviceMemory) -> Transport:
     """The transport for this kind of memory."""
     object_bytes = max(group.object_bytes_max for group in identity.groups)
-    slots = min(SLOTS_PER_CLIENT_MAX, max(_SLOTS_MIN, VLLM_SLOTS_BYTES // object_bytes))
+    slots = min(SLOTS_PER_CLIENT_MAX, max(ENGINE_SLOTS_MIN, VLLM_SLOTS_BYTES // object_bytes))
     copies = staging(memory, settings.host_bytes)
     client = open_client(settings, identity, object_bytes, slots)
     try:

@@ -1,8 +1,9 @@
 """The identity of weights: a digest that two engines share only if their weights are the same.
 
-What always holds: a folder of up to `WHOLE_BYTES_MAX` of weights is hashed as a whole. For a larger one, the digest
-covers each file's name, size and beginning, and samples from all over it: further training changes all of them. A hub's
-model is identified by its commit. Ambiguous weights have no identity: a branch may have other content tomorrow.
+What always holds: a folder of up to `VLLM_WEIGHTS_HASHED_BYTES_MAX` of weights is hashed as a whole. For a larger one,
+the digest covers each file's name, size and beginning, and samples from all over it: further training changes all of
+them. A hub's model is identified by its commit. Ambiguous weights have no identity: a branch may have other content
+tomorrow.
 What it doesn't do: detect single tensors of a large folder patched in place; set `weights` after such a patch.
 """
 
@@ -16,9 +17,10 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
+from kvstore.limits import VLLM_WEIGHTS_HASHED_BYTES_MAX
+
 __all__ = ["adapter_name", "weights_name"]
 
-WHOLE_BYTES_MAX = 256 << 20
 _PIECE_BYTES = 64 << 10
 _PIECES = 64  # of a file
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -83,7 +85,7 @@ def _name(files: list[Path]) -> str:
 @lru_cache(maxsize=256)
 def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
     """A file's modification time is not part of the digest; it decides whether the digest is computed again."""
-    whole = sum(size for _, size, _ in files) <= WHOLE_BYTES_MAX
+    whole = sum(size for _, size, _ in files) <= VLLM_WEIGHTS_HASHED_BYTES_MAX
     state = blake2b(digest_size=16, person=b"triggerkv weight")
     for file, size, _ in files:
         state.update(f"{file.name} {size}\n".encode())
