@@ -40,7 +40,7 @@
     │   └── ForeignDrive       a drive of another store, or of another place in this one
     ├── FabricError            (this and what follows: defined in `nic_offload.errors`, the lower package)
     │   ├── FabricUnavailable
-    │   │   └── NoProvider     libfabric has no provider of this name
+    │   ├── NoProvider         libfabric has no provider of this name
     │   ├── FabricStuck        the fabric's thread is stuck in the provider
     │   ├── NoMemory           no memory, or no more memory can be registered
     │   ├── PortTaken          the endpoint's port is taken by another socket

@@ -78,7 +78,7 @@ class FabricUnavailable(FabricError):
     """There is no libfabric, or no provider in it, that can carry KV blocks on this machine."""
 
 
-class NoProvider(FabricUnavailable):
+class NoProvider(FabricError):
     """libfabric has no provider of this name."""
 
 

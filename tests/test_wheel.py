@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.readme import clean_copy, environment
-from tools.release import PARTS, WHEEL_BYTES_MAX, materials, split
+from tools.release import PARTS, WHEEL_BYTES_MAX, materials, split, without_comments
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,6 +40,22 @@ else:
 
 def _metadata(name: str, version: str, files: dict[str, bytes]) -> str:
     return files[f"{name.replace('-', '_')}-{version}.dist-info/METADATA"].decode()
+
+
+def test_modules_lose_their_comments_and_nothing_else() -> None:
+    for path in [
+        ROOT / "kvstore/limits.py",
+        ROOT / "kvstore/node/granted_puts.py",
+        ROOT / "nic_offload/lane.py",
+    ]:
+        source = path.read_bytes()
+        bare = without_comments(source)
+        assert ast.dump(ast.parse(bare), include_attributes=True) == ast.dump(
+            ast.parse(source), include_attributes=True
+        )
+        assert b"  # " in source
+        assert b"  # " not in bare
+    assert without_comments(b"text = '# no comment'  # one\n# two\n") == b"text = '# no comment'\n\n"
 
 
 @pytest.mark.slow

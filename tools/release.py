@@ -5,7 +5,8 @@ The tree is built once, and split: `triggerkv` is the node and the client; `trig
 `triggerkv` of the same version.
 
 What always holds: the extensions are stripped and need no library but libc; the same tree gives the same wheels; a
-wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out.
+wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out, and so are the comments in
+modules: docstrings stay, and so does the number of each line in a traceback.
 What it doesn't do: upload anything. docs/releasing.md has the steps of a release.
 """
 
@@ -22,13 +23,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tokenize
 import zipfile
 from configparser import ConfigParser
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PARTS", "Part", "main", "materials", "split"]
+__all__ = ["PARTS", "Part", "main", "materials", "split", "without_comments"]
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -113,11 +115,21 @@ def _built(folder: Path) -> Path:
     return wheel
 
 
+def without_comments(source: bytes) -> bytes:
+    """A module without its comments, line by line the same code."""
+    lines = source.decode().split("\n")
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            lines[line - 1] = lines[line - 1][:column].rstrip()
+    return "\n".join(lines).encode()
+
+
 def split(wheel: bytes) -> dict[str, dict[str, bytes]]:
     """The files of the wheels by the name of the distribution, without what only developers use."""
     with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
         files = {
-            name: archive.read(name)
+            name: without_comments(archive.read(name)) if name.endswith(".py") else archive.read(name)
             for name in sorted(archive.namelist())
             if not name.endswith("/") and not LEFT_OUT.search(name)
         }

@@ -312,4 +312,4 @@ def test_the_command_says_how_as_the_receipt_and_the_audit_log_do(
                 line = [one for one in lines if one["what"] == "erase-domain"][-1]
                 assert line["how"] == how
                 keys = f"{line['keys']} " if line["keys"] else ""
-                assert said.endswith(f"bytes: {keys}{how}")
+                assert said.endswith(f": {keys}{how}")
