@@ -5,8 +5,8 @@ The tree is built once, and split: `triggerkv` is the node and the client; `trig
 `triggerkv` of the same version.
 
 What always holds: the extensions are stripped and need no library but libc; the same tree gives the same wheels; a
-wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out, and so are the comments in
-modules: docstrings stay, and so does the number of each line in a traceback.
+wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out, and so are the comments
+in modules: docstrings stay, and so does the number of each line in a traceback.
 What it doesn't do: upload anything. docs/releasing.md has the steps of a release.
 """
 
