@@ -102,7 +102,7 @@ def test_figures_5_to_7_are_drawn_with_their_caveats(
         assert words in svg
     missing = tmp_path / "none" / "figures.svg"
     assert main(["curve", "--plot", str(missing)]) == 2
-    assert capsys.readouterr().err.startswith(f"kvsim: --plot is {missing}; it takes a file to write, and ")
+    assert capsys.readouterr().err.startswith(f"kvsim: --plot: {missing} can't be written: ")
 
 
 def test_kv_lists_models_or_the_ones_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

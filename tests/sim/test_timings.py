@@ -68,7 +68,7 @@ def test_one_line_is_a_table_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "with the columns new_tokens,context_tokens,prefill_s and at least one line"),
+        ("", "with the columns new_tokens,context_tokens,prefill_s and 1 to 100,000 lines"),
         ("a,b\n1,2\n", "with the columns"),
         (
             TABLE[: TABLE.index("1000,2000")],
