@@ -39,7 +39,7 @@ def test_printed_totals_stand_beside_the_right_ones(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "with the columns gpu,count,price_usd,printed_total_usd and at least one line."),
+        ("", "with the columns gpu,count,price_usd,printed_total_usd and 1 to 10,000 lines."),
         ("gpu,count\nA,1\n", "with the columns gpu,count"),
         (HEAD + "A,x,1,1\n", "--gpu-cost table.csv:2 count is 'x'; it takes a number of GPUs, from 1 to"),
         (HEAD + "A,1,1,1\nA,0,1,1\n", "--gpu-cost table.csv:3 count is 0; it takes a number of GPUs, from 1"),
