@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstore.durability import Durability
 from kvstore.limits import PAGE_BYTES, TENANT_BYTES
-from kvstore.storage.index_layout import NAME_BYTES, NAMED_ROW
+from kvstore.storage.index_layout import NAME_BYTES, NAMED_ROW, record_pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -102,7 +102,7 @@ class LaneBlocks:
         node.counters.leased += len(rows)
         node.counters.landed += len(rows)
         if area.lent_pages:
-            self._lent.heard(area, int(_pages_of(rows).sum()))
+            self._lent.heard(area, int(record_pages(rows["came"]["length"]).sum()))
 
     def _keep(self, area: PutArea, rows: NDArray[Any], names: Sequence[Name]) -> NDArray[np.bool_]:
         """Keep the memory of these blocks as their hot copies; return of which, because the C core lists them."""
@@ -136,11 +136,6 @@ class LaneBlocks:
             lengths,
         )
         put.take_flags(flags_ns)
-
-
-def _pages_of(rows: NDArray[Any]) -> NDArray[np.int64]:
-    """Return how many pages the records of these blocks have."""
-    return 1 - (-rows["came"]["length"].astype(np.int64) // PAGE_BYTES)
 
 
 def _named(rows: NDArray[Any], parts: Sequence[tuple[PutArea, NDArray[np.intp]]]) -> NDArray[Any]:

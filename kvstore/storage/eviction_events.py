@@ -26,7 +26,6 @@ from kvstore.errors import NoSpace, ReadOnly, StorageError
 from kvstore.limits import (
     EVICTION_LOW_PAGES_MAX,
     EVICTIONS_REMEMBERED,
-    HEADER_BYTES,
     PAGE_BYTES,
     PROTECTED_SESSIONS_MAX,
     SESSION_STEP_BLOCKS,
@@ -36,7 +35,7 @@ from kvstore.storage.eviction.evictor import Evictor
 from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
-from kvstore.storage.index_layout import rows_of_entries
+from kvstore.storage.index_layout import record_pages, rows_of_entries
 from kvstore.storage.leaving_blocks import LeavingBlocks
 from kvstore.storage.left_places import LeftPlaces
 from kvstore.storage.session_space import SessionSpace
@@ -213,7 +212,7 @@ class Keeping:
         now_ms = self._clock.wall_ms()
         records = np.zeros((len(rows), len(Record._fields)), np.uint64)
         records[:, _AT["generation"]] = rows["generation"]
-        records[:, _AT["pages"]] = _pages(rows)
+        records[:, _AT["pages"]] = record_pages(rows["length"])
         records[:, _AT["expires_ms"]] = rows["expires_ms"]
         records[:, _AT["start"]] = rows["offset"] // PAGE_BYTES
         if self.core.knows_names:
@@ -546,7 +545,7 @@ class Keeping:
         generations = _column("Q", lives["generation"])
         self.core.restore(
             generations,
-            _column("I", _pages(lives)),
+            _column("I", record_pages(lives["length"])),
             _column("Q", lives["expires_ms"]),
             _column("Q", lives["offset"] // PAGE_BYTES),
         )
@@ -584,11 +583,6 @@ def with_erased(
     for at, erased_ms in zip(unknown, found, strict=True):
         told[at] = told[at]._replace(erased_ms=erased_ms)
     return told
-
-
-def _pages(rows: NDArray[Any]) -> NDArray[np.int64]:
-    """Return how many pages the records of these lengths have."""
-    return HEADER_BYTES // PAGE_BYTES - (-rows["length"].astype(np.int64) // PAGE_BYTES)
 
 
 def _column(code: str, numbers: NDArray[Any]) -> array[int]:

@@ -64,6 +64,7 @@ from kvstore.storage.index_layout import (
     PLACE_ROW,
     ROW,
     packed,
+    record_pages,
 )
 from kvstore.storage.index_rows import check_order, rows_of
 from kvstore.storage.overwriting import PLACES, note
@@ -425,8 +426,9 @@ class Index:
                 rows = transaction.cursor(table).iternext(keys=False)
                 parts.append(np.frombuffer(b"".join(row[: PLACE.size] for row in rows), PLACE_ROW))
         places = np.concatenate(parts)
-        pages = HEADER_BYTES // PAGE_BYTES - (-places["length"].astype(np.int64) // PAGE_BYTES)
-        extents = np.stack([(places["offset"] // PAGE_BYTES).astype(np.int64), pages], axis=1)
+        extents = np.stack(
+            [(places["offset"] // PAGE_BYTES).astype(np.int64), record_pages(places["length"])], axis=1
+        )
         return extents[np.argsort(extents[:, 0], kind="stable")]
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kvstore.limits import KEY_BYTES, TENANT_BYTES
+from kvstore.limits import HEADER_BYTES, KEY_BYTES, PAGE_BYTES, TENANT_BYTES
 from kvstore.storage.row_check import CHECK_BYTES
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ __all__ = [
     "PLACE_ROW",
     "ROW",
     "packed",
+    "record_pages",
     "rows_of_entries",
 ]
 
@@ -83,6 +84,11 @@ assert OWNER.size == 48 + PLACE.size == _OWNED.itemsize - GENERATION.size
 def rows_of_entries(entries: Iterable[tuple[Name, Entry]]) -> NDArray[Any]:
     """Return what an index has of blocks as `NAMED_ROW`s, without checks."""
     return np.array([(*name, *entry, b"") for name, entry in entries], NAMED_ROW)
+
+
+def record_pages(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Return how many pages the records of payloads of these lengths have."""
+    return HEADER_BYTES // PAGE_BYTES - (-lengths.astype(np.int64) // PAGE_BYTES)
 
 
 def packed(blocks: NDArray[Any]) -> tuple[Pairs, Pairs]:
