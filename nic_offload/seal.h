@@ -5,6 +5,7 @@
 #define TRIGGERKV_SEAL_H
 
 #include "core.h"
+#include "siphash.h"
 
 /* A place in memory, as peers name it. */
 struct spot {
@@ -19,14 +20,6 @@ struct seal {
 	uint64_t here, words_bytes; /* and its own address */
 	uint64_t shared, shared_bytes; /* words that only the peer's process and ours can write to */
 };
-
-struct siphash {
-	uint64_t v[4], length;
-};
-
-void siphash_begin(struct siphash *hash, const uint64_t secret[2]);
-void siphash_words(struct siphash *hash, const void *data, size_t length); /* a multiple of 8 */
-uint64_t siphash_end(struct siphash *hash, const void *data, size_t length);
 
 struct spot word_spot(uint64_t first, uint64_t key, uint32_t number); /* a word in an array of words */
 struct spot spot_of(const struct tk_region *region, uint64_t address);

@@ -1,7 +1,7 @@
 /*
  * SipHash-2-4: a keyed hash. Names that collide can't be chosen without the key.
  */
-#include "seal.h"
+#include "siphash.h"
 
 #include <string.h>
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstore.durability import Durability
 from kvstore.limits import PAGE_BYTES, TENANT_BYTES
-from kvstore.storage.index_layout import NAME_BYTES, NAMED_ROW, record_pages
+from kvstore.storage.index_layout import BLOCK_ROW, NAME_BYTES, record_pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -140,7 +140,7 @@ class LaneBlocks:
 
 def _named(rows: NDArray[Any], parts: Sequence[tuple[PutArea, NDArray[np.intp]]]) -> NDArray[Any]:
     """Return what the index will have of the blocks."""
-    came, named = rows["came"], np.zeros(len(rows), NAMED_ROW)
+    came, named = rows["came"], np.zeros(len(rows), BLOCK_ROW)
     for area, at in parts:
         named["tenant"][at] = np.frombuffer(area.connection.tenant, named["tenant"].dtype)
     for field in ("key", "length", "crc32c", "fingerprint"):

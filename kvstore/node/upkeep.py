@@ -189,14 +189,12 @@ class Upkeep:
         """Scan all blocks once."""
         names = self._tenants.names()
         for drive in self._node.store.drives:
-            after = b""
-            while True:
+            at, is_more = 0, True
+            while is_more:
                 async with self._node.turns.of(UPKEEP, rest=3):
-                    rows = drive.keeping.after(after, UPKEEP_ASKED_BLOCKS)
+                    rows, at = drive.keeping.after(at, UPKEEP_ASKED_BLOCKS)
                     blocks = self._wanting(drive, rows, names)
-                if not rows:
-                    break
-                after = b"".join(rows[-1][0])
+                is_more = at > 0
                 if blocks:
                     await self._keep_up(blocks)
                 if self._membership.digest != digest:

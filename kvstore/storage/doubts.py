@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import StorageError
@@ -68,35 +67,28 @@ class Doubts:
 
     def add(self, generations: Iterable[int]) -> None:
         """Mark those of these blocks that are stored as doubted."""
-        generations = set(generations)
-        self._believed -= generations
+        asked = list(set(generations))
+        self._believed.difference_update(asked)
+        stored = [one for one, is_there in zip(asked, self._index.have(asked), strict=True) if is_there]
 
         def doubt(transaction: Any) -> None:
-            for one in map(_GENERATION.pack, generations):
-                if transaction.get(one, db=self._index.generations) is not None:
-                    transaction.put(one, checked(one, _DOUBT), db=self._index.doubts)
+            for one in map(_GENERATION.pack, stored):
+                transaction.put(one, checked(one, _DOUBT), db=self._index.doubts)
 
         self._write(doubt)
 
     def add_above(self, generation: int) -> None:
         """Mark all blocks of higher generations as doubted, in transactions of bounded size."""
-        while some := self._first_above(generation):
+        every = self._index.generations()
+        above = every[every > generation]
+        for first in range(0, len(above), DOUBTS_LISTED_AT_ONCE):
+            some = [_GENERATION.pack(one) for one in above[first : first + DOUBTS_LISTED_AT_ONCE].tolist()]
 
             def doubt(transaction: Any, some: list[bytes] = some) -> None:
                 with transaction.cursor(self._index.doubts) as cursor:
                     cursor.putmulti((one, checked(one, _DOUBT)) for one in some)
 
             self._write(doubt)
-            (generation,) = _GENERATION.unpack(some[-1])
-
-    def _first_above(self, generation: int) -> list[bytes]:
-        with (
-            self._index.reading() as transaction,
-            transaction.cursor(self._index.generations) as cursor,
-        ):
-            if not cursor.set_range(_GENERATION.pack(generation + 1)):
-                return []
-            return list(islice(cursor.iternext(values=False), DOUBTS_LISTED_AT_ONCE))
 
     def believe(self, generations: Iterable[int]) -> None:
         """Record that the CRCs of these blocks were checked and are right; `commit` makes that durable."""

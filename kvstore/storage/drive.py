@@ -351,9 +351,9 @@ class Drive(Handle):
         self._set_off()
         return sum(record_bytes(entry.length) for entry in gone if entry is not None)
 
-    def of_domain(self, tenant: bytes, of: set[int] | None, after: bytes) -> tuple[list[Name], bytes | None]:
-        """Return blocks of a tenant, all or those of some keys, and where to continue; None: there are no more."""
-        return self._index.of_domain(tenant, of, after, ERASE_LOOK_BLOCKS)
+    def of_domain(self, tenant: bytes, of: set[int] | None, at: int) -> tuple[list[Name], int]:
+        """Return blocks of a tenant, all or those of some keys, and where to continue; 0: there are no more."""
+        return self._index.of_domain(tenant, of, at, ERASE_LOOK_BLOCKS)
 
     def drop(self, names: Sequence[Name], then: Wiped) -> None:
         """Delete blocks, synced; `then` is called from `poll` or at once."""

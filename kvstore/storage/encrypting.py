@@ -88,9 +88,7 @@ class Encrypting:
         self.why = "" if self.is_active else self._why_at_end  # why it doesn't continue
         self._closed = False
         self._plain: list[tuple[Name, Entry]] = []  # found, and still to be encrypted
-        self._after: bytes | None = (
-            b""  # the name after which the scan of the index continues; None: it is done
-        )
+        self._at: int | None = 0  # where the scan of the index continues; None: it is done
         self._left_out = False  # some were left out during the scan, and are tried again
         self._sweep: _Sweep | None = None
         self._is_ending = False
@@ -164,7 +162,7 @@ class Encrypting:
 
     def _begin_block(self) -> bool:
         looked = 0
-        while self._plain or (self._after is not None and looked < ENCRYPT_LOOKED_AT_ONCE):
+        while self._plain or (self._at is not None and looked < ENCRYPT_LOOKED_AT_ONCE):
             if not self._plain:
                 self._look()
                 looked += ENCRYPT_LOOKED_AT_ONCE
@@ -180,10 +178,10 @@ class Encrypting:
             else:
                 self._read(name, entry)
                 return True
-        if self._after is None and self._left_out:
-            self._after, self._left_out = b"", False
+        if self._at is None and self._left_out:
+            self._at, self._left_out = 0, False
             return False
-        return self._after is not None and self._nothing_yet()
+        return self._at is not None and self._nothing_yet()
 
     def _nothing_yet(self) -> bool:
         """Continue the scan at the next step: an index may have many encrypted blocks."""
@@ -195,10 +193,10 @@ class Encrypting:
         self._left_out = True
 
     def _look(self) -> None:
-        assert self._after is not None
-        rows = self._index.after(self._after, ENCRYPT_LOOKED_AT_ONCE)
+        assert self._at is not None
+        rows, at = self._index.after(self._at, ENCRYPT_LOOKED_AT_ONCE)
         self._plain = [(name, entry) for name, entry in rows if not entry.domain]
-        self._after = b"".join(rows[-1][0]) if len(rows) == ENCRYPT_LOOKED_AT_ONCE else None
+        self._at = at or None
 
     def _read(self, name: Name, entry: Entry) -> None:
         size_bytes = record_bytes(entry.length)
@@ -244,10 +242,10 @@ class Encrypting:
 
     def _begin_sweep(self) -> bool:
         """Wait until nothing in the clear is about to become free, then scan all that is free."""
-        if self._after is not None or not self._sessions.is_done or self._puts.rewriting:
+        if self._at is not None or not self._sessions.is_done or self._puts.rewriting:
             return False
         if self._keeping.plain_bytes:  # a block was added behind the scan
-            self._after = b""
+            self._at = 0
             return False
         self._sweep = _Sweep(self._extents.first_page)
         self._extents.unwritten = []

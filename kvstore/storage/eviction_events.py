@@ -203,12 +203,8 @@ class Keeping:
 
     # Entering.
 
-    def published(self, blocks: Sequence[tuple[Name, Entry]]) -> None:
-        """Note blocks that are in the index now."""
-        self.published_rows([name for name, _ in blocks], rows_of_entries(blocks))
-
     def published_rows(self, names: Sequence[Name], rows: NDArray[Any]) -> None:
-        """Note blocks that are in the index now, given as `NAMED_ROW`s too."""
+        """Note blocks that are in the index now, given as `BLOCK_ROW`s too."""
         now_ms = self._clock.wall_ms()
         records = np.zeros((len(rows), len(Record._fields)), np.uint64)
         records[:, _AT["generation"]] = rows["generation"]
@@ -458,7 +454,7 @@ class Keeping:
 
     def generations_of(self, tenant: bytes) -> array[int]:
         """Return the generations of all blocks of a tenant, in ascending order."""
-        return _column("Q", self._index.generations_of_tenant(tenant))
+        return _column("Q", self._index.generations(tenant))
 
     def renewed(self, generation: int, expires_ms: int) -> None:
         """Note that a block lives longer."""
@@ -522,9 +518,12 @@ class Keeping:
 
     # Queries.
 
-    def after(self, name: bytes, limit: int) -> list[tuple[Name, Entry]]:
-        """The next `limit` blocks after a name (tenant and key), in order of names, including expired ones."""
-        return self._index.after(name, limit)
+    def after(self, at: int, limit: int) -> tuple[list[tuple[Name, Entry]], int]:
+        """Look at the next `limit` blocks, or a few more, including expired ones, and return where to continue.
+
+        0 is the beginning and the end. Each block that is there all the time is found.
+        """
+        return self._index.after(at, limit)
 
     def explain(self, name: Name) -> Explanation:
         """Return where a block is, or why it is gone."""

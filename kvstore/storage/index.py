@@ -1,10 +1,13 @@
-"""The index: (tenant, key) -> where the block is, and generation -> which block, in LMDB. A cache of the drive.
+"""The index: (tenant, key) -> where the block is, and generation -> which block. A cache of the drive.
 
-At a start it is trusted only if its file is intact (`kvstore.storage.index_file`), if it names the same drive and
-epoch as the superblock, and if it was either closed cleanly, or written since the machine booted (the kernel's page
-cache survives a killed process) and has every commit that the folder's lock file has noted. An index whose file is
-not byte for byte the one that was closed is checked first (`kvstore.storage.index_check`). Otherwise it is discarded
-and rebuilt.
+Blocks are in a table of the C core, with a file of its own (`kvstore.storage.block_table`); everything else, which is
+sessions, what a crash may have torn, and places to be overwritten, is in LMDB.
+
+At a start it is trusted only if both files are intact (`kvstore.storage.index_file`, and the table's own checks), if
+they name the same drive and epoch as the superblock, and if it was either closed cleanly, or written since the machine
+booted (the kernel's page cache survives a killed process) and has every commit that the folder's lock file has noted.
+An LMDB file that is not byte for byte the one that was closed is checked first (`kvstore.storage.index_check`).
+Otherwise the index is discarded and rebuilt.
 
 Always holds:
 
@@ -12,13 +15,13 @@ Always holds:
   So an index restored from an earlier time has a past epoch, or, if it was copied from a running node and restored
   after SIGKILL, lacks a noted commit. An index restored together with its notes most likely contradicts the drive
   (`kvstore.storage.index_check`).
-- Commits are not synced, so after power loss the file may be any mixture of old and new pages. The boot id has
-  changed then, and nothing in the file is trusted. Only the commit that marks the index as clean is synced, with all
+- Commits are not synced, so after power loss the files may be any mixture of old and new pages. The boot id has
+  changed then, and nothing in them is trusted. Only the commit that marks the index as clean is synced, with all
   before it.
-- Doubted blocks (`kvstore.storage.doubts`) are noted by generation, until the block is removed.
-- A batch is published, or removed, in one transaction.
-- Each block has one row by name and one by generation. The latter are appended, because generations rise.
-- Errors of LMDB are StorageErrors; an index that raised one while it was open is not trusted again.
+- Doubted blocks (`kvstore.storage.doubts`) are noted by generation. Notes of blocks that are gone say nothing.
+- A batch is published, or removed, in one commit of the table. What LMDB has to note because of it is committed first:
+  a process that dies in between has noted a place that is not free, which is left alone.
+- Errors are StorageErrors; an index that raised one while it was open is not trusted again.
 
 It doesn't know extents or pins. Sessions, unsettled changes of them, doubts, and places of erased blocks are in tables
 of their own (`kvstore.storage.manifests`, `.doubts` and `.overwriting`).
@@ -30,7 +33,6 @@ import os
 import shutil
 import struct
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -38,35 +40,21 @@ import lmdb
 import numpy as np
 
 from kvstore.errors import Corrupt, StorageError
-from kvstore.limits import (
-    HEADER_BYTES,
-    INDEX_GROWTHS_MAX,
-    INDEX_LIVES_LISTED_AT_ONCE,
-    INDEX_MAP_BYTES_MIN,
-    PAGE_BYTES,
-    TENANT_BYTES,
-)
+from kvstore.limits import HEADER_BYTES, INDEX_GROWTHS_MAX, INDEX_MAP_BYTES_MIN, PAGE_BYTES
+from kvstore.storage.block_table import BlockTable
 from kvstore.storage.folder import CommitNote
 from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, overwrite, seal, unseal
 from kvstore.storage.index_layout import (
-    BLOCKS,
-    BORN,
-    ENTRY,
-    ENTRY_ROW,
-    EXPIRES,
-    GENERATION,
     LIFE,
     LIFE_ROW,
     NAME_BYTES,
-    OWNER,
-    OWNERS,
     PLACE,
     PLACE_ROW,
-    ROW,
-    packed,
     record_pages,
+    rows_of_entries,
+    unpacked,
 )
-from kvstore.storage.index_rows import check_order, rows_of
+from kvstore.storage.index_upgrade import upgrade
 from kvstore.storage.overwriting import PLACES, note
 from kvstore.storage.row_check import CHECK_BYTES, checked, is_whole
 from kvstore.wire.record import Header, Kind
@@ -85,22 +73,25 @@ if TYPE_CHECKING:
     NamesAndLives = tuple[NDArray[np.uint8], NDArray[Any]]
     """Names of blocks, a row each, and of each its offset, length, generation and expiry."""
 
-__all__ = ["Entry", "Index", "header_of", "is_header_of", "kernel_boot_id"]
+__all__ = ["BLOCKS_NAME", "Entry", "Index", "header_of", "is_header_of", "kernel_boot_id"]
 
 T = TypeVar("T")
 
 _META: Final = struct.Struct("<16sQ?36s")  # drive uuid, epoch, clean, boot id
-_META_KEY: Final = b"store 3"  # the rows had no checks before 2, and no domains before 3
-_SEALED_META_KEY: Final = b"store 3, sealed"  # no label of a session was ever in this file in the clear
+_META_KEY: Final = b"store 4"  # blocks were in LMDB before 4
+_SEALED_META_KEY: Final = b"store 4, sealed"  # no label of a session was ever in this file in the clear
 _COMMIT: Final = struct.Struct("<Q")
 _COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another one is not trusted
 _CAPACITY_PER_MAP_BYTE: Final = 16  # the smallest record takes 8 KiB and its entry far less than 512 bytes
 _DOUBTED_KEY: Final = b"doubts"  # with the epoch up to which doubts are noted
 _EPOCH: Final = struct.Struct("<Q")
 _FAILURES: Final = (lmdb.Error, struct.error)
-_TABLES: Final = (b"blocks", b"generations", b"sessions", b"chunks", b"references", b"meta")
-_DOUBTS: Final = b"doubts"
-_OWED: Final = b"owed"
+_TABLES: Final = (b"sessions", b"chunks", b"references", b"meta", b"owed", PLACES, b"doubts")
+_TABLE_COMMITS: Final = (
+    40  # bits of the number of the last commit that are the table's; the others are LMDB's
+)
+
+BLOCKS_NAME: Final = "blocks"  # the table's file, beside LMDB's
 
 
 class Entry(NamedTuple):
@@ -131,15 +122,32 @@ def kernel_boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def _values(rows: NDArray[np.uint8]) -> NDArray[Any]:
-    return np.ascontiguousarray(rows[:, NAME_BYTES:]).view(ROW)[:, 0]
+def _entries(rows: NDArray[Any]) -> Iterator[tuple[Name, Entry]]:
+    for tenant, key, offset, length, crc, generation, fingerprint, domain, expires_ms in unpacked(
+        rows.tobytes()
+    ):
+        yield (
+            (tenant, key),
+            Entry(offset, length, crc, generation, expires_ms, fingerprint, domain),
+        )
+
+
+def _commit_of(table: int, rest: int) -> int:
+    """Return one number for the last commits of both files."""
+    return (rest << _TABLE_COMMITS | table & (1 << _TABLE_COMMITS) - 1) & (1 << 64) - 1
 
 
 class Index:
     """An open index. One thread uses it."""
 
     def __init__(
-        self, folder: Path, capacity_bytes: int, *, readonly: bool = False, sealed: bool = False
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        *,
+        readonly: bool = False,
+        sealed: bool = False,
+        is_new: bool = False,
     ) -> None:
         self._folder = folder
         self._meta_key = _SEALED_META_KEY if sealed else _META_KEY
@@ -149,15 +157,18 @@ class Index:
         self._noted = (b"", 0)
         self.was_clean = False
         self.knows_doubts = True  # an older build noted none
-        self.doubts: Any = None  # the tables; an older build's index that is only read has none
-        self.owed: Any = None
-        self.erased: Any = None
         self.has_doubts = False  # whether there may be any
         self.is_sealed = False  # its file is byte for byte the one that was closed
         self._doubted = False
-        self.failed: Callable[[StorageError], object] = lambda _: None  # called when LMDB has raised
+        self.failed: Callable[[StorageError], object] = lambda _: None  # called when it has raised
         self._covered_bytes = 0
-        self._open(durable=False)
+        path = folder / BLOCKS_NAME
+        self._table = BlockTable.create(path) if is_new else BlockTable.load(path, readonly=readonly)
+        try:
+            self._open(durable=False)
+        except BaseException:
+            self._table.close()
+            raise
 
     @classmethod
     def trusted(
@@ -174,6 +185,9 @@ class Index:
         is_as_closed = is_sealed(folder)
         if not is_as_closed:
             check_structure(folder)
+        if not readonly:
+            with suppress(StorageError, lmdb.Error, struct.error):
+                upgrade(folder, folder / BLOCKS_NAME, superblock)
         try:
             sealed = superblock.keyring is not None and not superblock.plain_below
             index = cls(folder, superblock.capacity_bytes, readonly=readonly, sealed=sealed)
@@ -204,13 +218,14 @@ class Index:
         else:
             folder.unlink(missing_ok=True)
         folder.mkdir(mode=0o700)
-        return cls(folder, capacity_bytes, sealed=sealed)
+        return cls(folder, capacity_bytes, sealed=sealed, is_new=True)
 
     def begin_epoch(self, superblock: Superblock, boot_id: str, notes: NotePlace) -> None:
         """Record which epoch this index belongs to. The superblock with it must be durable already."""
         unseal(self._folder)
         self._notes = notes
         self._noted = (superblock.drive_uuid, superblock.epoch)
+        self._begin_epoch_of_table(superblock)
         self._put_meta(superblock, boot_id, clean=False)
 
     def close_clean(self, superblock: Superblock, boot_id: str) -> None:
@@ -222,9 +237,17 @@ class Index:
             return
         self._env.close()
         self._open(durable=True)
+        self._begin_epoch_of_table(superblock)
+        try:
+            self._table.sync()
+        except OSError as error:
+            self._fails(f"could not be synced: {error.strerror}")
+            self.abandon()
+            return
         self._put_meta(superblock, boot_id, clean=True)
         self._env.sync(True)
         self._env.close()
+        self._table.close()
         with suppress(OSError):  # an index without a seal is checked at the next opening
             seal(self._folder)
 
@@ -236,134 +259,106 @@ class Index:
     def abandon(self) -> None:
         """Close without marking the index as clean. A failed index is removed, and the next opening builds another."""
         self._env.close()
+        self._table.close()
         if self._doubted and not self._readonly:
             with suppress(OSError):
                 (self._folder / DATA_NAME).unlink(missing_ok=True)
 
     def lookup(self, names: Sequence[Name]) -> list[Entry | None]:
-        """Look up many blocks in one read transaction."""
-        try:
-            with self._env.begin(db=self.blocks, buffers=True) as transaction:
-                found = [transaction.get(tenant + key) for tenant, key in names]
-                return [None if value is None else Entry._make(ENTRY_ROW.unpack(value)) for value in found]
-        except _FAILURES as error:
-            raise self._unreadable(error) from error
+        """Look up many blocks at once."""
+        rows = self._asked(lambda: self._table.find(b"".join([part for name in names for part in name])))
+        return [
+            Entry(offset, length, crc, generation, expires_ms, fingerprint, domain) if generation else None
+            for _, _, offset, length, crc, generation, fingerprint, domain, expires_ms in unpacked(
+                rows.tobytes()
+            )
+        ]
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> int:
         """Return how many keys from the first are stored and not expired; each one is looked up.
 
         Bisection would be wrong: expiry and quarantine leave holes.
         """
-        try:
-            with self._env.begin(db=self.blocks, buffers=True) as transaction:
-                get = transaction.get
-                for count, key in enumerate(keys):
-                    row = get(tenant + key)
-                    if row is None:
-                        return count
-                    (expires_ms,) = EXPIRES.unpack(row)
-                    if 0 < expires_ms <= now_ms:
-                        return count
-        except _FAILURES as error:
-            raise self._unreadable(error) from error
-        return len(keys)
+        return self._asked(lambda: self._table.find_until(tenant, b"".join(keys), len(keys), now_ms))
 
     def missing(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> list[bytes]:
         """Return those of these keys that are not stored or have expired, in their order."""
-        missing = []
-        try:
-            with self._env.begin(db=self.blocks, buffers=True) as transaction:
-                for key in keys:
-                    row = transaction.get(tenant + key)
-                    if row is None or 0 < EXPIRES.unpack(row)[0] <= now_ms:
-                        missing.append(key)
-        except _FAILURES as error:
-            raise self._unreadable(error) from error
-        return missing
+        rows = self._find(tenant, keys)
+        expires_ms = rows["expires_ms"]
+        there = (rows["generation"] > 0) & ((expires_ms == 0) | (expires_ms > now_ms))
+        return [keys[at] for at in np.flatnonzero(~there).tolist()]
 
     def names_of(self, generations: Sequence[int]) -> list[Name | None]:
         """Return which block has each generation."""
-        with self.reading() as transaction:
-            rows = [transaction.get(GENERATION.pack(one), db=self.generations) for one in generations]
-        return [None if row is None else (row[:TENANT_BYTES], row[TENANT_BYTES:48]) for row in rows]
+        rows = self._of_generations(generations)
+        named = ((tenant, key, born) for tenant, key, _, _, _, born, *_ in unpacked(rows.tobytes()))
+        return [(tenant, key) if born else None for tenant, key, born in named]
+
+    def of_generations(self, generations: Sequence[int]) -> list[tuple[Name, Entry]]:
+        """Return the blocks that have these generations."""
+        rows = self._of_generations(generations)
+        return list(_entries(rows[rows["generation"] > 0]))
+
+    def have(self, generations: Sequence[int]) -> list[bool]:
+        """Return which generations are those of blocks."""
+        found: list[bool] = (self._of_generations(generations)["generation"] > 0).tolist()
+        return found
 
     def publish(self, entries: Iterable[tuple[Name, Entry]], *, left: Sequence[Entry | Place] = ()) -> None:
         """Publish a batch; each entry replaces one of the same name. The places in `left` are noted for overwriting."""
-        rows, owners = [], []
-        for (tenant, key), entry in entries:
-            name = tenant + key
-            offset, length, _, generation, *_ = entry
-            rows.append((name, checked(name, ENTRY.pack(*entry))))
-            owners.append((GENERATION.pack(generation), OWNER.pack(name, offset, length)))
-
-        def publish_all(transaction: Any) -> None:
-            self._put_all(transaction, rows, owners)
-            note(transaction, self.erased, left)
-
-        self.write(publish_all)
+        if left:
+            self.write(lambda transaction: note(transaction, self.erased, left))
+        self.publish_rows(rows_of_entries(entries))
 
     def publish_rows(self, blocks: NDArray[Any]) -> None:
-        """Publish a batch, given as `NAMED_ROW`s."""
-        rows, owners = packed(blocks)
-        self.write(lambda transaction: self._put_all(transaction, rows, owners))
+        """Publish a batch, given as `BLOCK_ROW`s."""
+        if not len(blocks):
+            return
+        replaced = self._doubted_of(blocks)
+        self._change(lambda: self._table.put(blocks))
+        self._forget_doubts(replaced)
 
     def renew(self, entries: Iterable[tuple[Name, Entry]]) -> None:
         """Change the expiry of stored blocks to that of these entries, and nothing else."""
-
-        def renew_all(transaction: Any) -> None:
-            for (tenant, key), entry in entries:
-                name = tenant + key
-                transaction.put(name, checked(name, ENTRY.pack(*entry)), db=self.blocks)
-
-        self.write(renew_all)
+        renewed = list(entries)
+        names = b"".join([part for name, _ in renewed for part in name])
+        self._change(
+            lambda: self._table.renew(names, np.array([entry.expires_ms for _, entry in renewed], np.uint64))
+        )
 
     def remove(self, names: Iterable[Name], spared: Collection[int] | None = None) -> list[Entry | None]:
         """Remove blocks; return the entry of each. Given `spared` keys, note the places of blocks with other keys."""
-
-        def remove_all(transaction: Any) -> list[Entry | None]:
-            gone = [self._remove_one(transaction, tenant + key) for tenant, key in names]
-            if spared is not None:
-                note(transaction, self.erased, [one for one in gone if one and one.domain not in spared])
-            return gone
-
-        return self.write(remove_all)
+        names = list(names)
+        if spared is not None:
+            gone = [one for one in self.lookup(names) if one is not None and one.domain not in spared]
+            if gone:
+                self.write(lambda transaction: note(transaction, self.erased, gone))
+        rows = self._change(lambda: self._table.remove(b"".join([part for name in names for part in name])))
+        self._forget_doubts(rows["generation"])
+        return [entry if entry.generation else None for _, entry in _entries(rows)]
 
     def entries(self) -> Iterator[tuple[Name, Entry]]:
-        """Return all entries, in the order of their names."""
-        with self.reading() as transaction:
-            for name, value in transaction.cursor(self.blocks):
-                yield (name[:TENANT_BYTES], name[TENANT_BYTES:]), Entry._make(ENTRY_ROW.unpack(value))
+        """Return all entries, in no order."""
+        for rows in self.block_rows():
+            yield from _entries(rows)
 
-    def after(self, name: bytes, limit: int) -> list[tuple[Name, Entry]]:
-        """Return up to `limit` entries after a name (tenant and key), ordered by name."""
-        with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
-            rows = islice(cursor, limit) if cursor.set_range(name + b"\0") else ()
-            return [
-                ((found[:TENANT_BYTES], found[TENANT_BYTES:]), Entry._make(ENTRY_ROW.unpack(row)))
-                for found, row in rows
-            ]
+    def after(self, at: int, limit: int, tenant: bytes | None = None) -> tuple[list[tuple[Name, Entry]], int]:
+        """Look at `limit` blocks, or a few more, from a place on; return them, or those of one tenant.
 
-    def of_domain(
-        self, tenant: bytes, of: set[int] | None, after: bytes, limit: int
-    ) -> tuple[list[Name], bytes | None]:
-        """Return blocks of a tenant, all or those of some keys, and where to continue; None: there are no more."""
-        rows = self.after(after or tenant, limit)
-        names = [name for name, entry in rows if name[0] == tenant and (of is None or entry.domain in of)]
-        is_more = len(rows) == limit and rows[-1][0][0] == tenant
-        return names, b"".join(rows[-1][0]) if is_more else None
+        Also return where to continue; 0: there are no more. From 0 on, each block that is there all the time is found.
+        """
+        rows, at = self._asked(lambda: self._table.after(at, limit, tenant))
+        return list(_entries(rows)), at
+
+    def of_domain(self, tenant: bytes, of: set[int] | None, at: int, limit: int) -> tuple[list[Name], int]:
+        """Return blocks of a tenant, all or those of some keys, and where to continue; 0: there are no more."""
+        entries, at = self.after(at, limit, tenant)
+        return [name for name, entry in entries if of is None or entry.domain in of], at
 
     def names(self) -> Iterator[NamesAndLives]:
         """Return the names of all blocks, many at once: tenant and key."""
         for rows in self.block_rows():
-            yield rows[:, :NAME_BYTES], _values(rows)[LIFE]
-
-    def owners(self) -> Iterator[tuple[int, Name, int, int]]:
-        """Return generation, name, offset and length of all blocks, ordered by generation."""
-        with self.reading() as transaction:
-            for generation, row in transaction.cursor(self.generations):
-                name, offset, length = OWNER.unpack(row)
-                (number,) = GENERATION.unpack(generation)
-                yield number, (name[:TENANT_BYTES], name[TENANT_BYTES:]), offset, length
+            yield rows.view(np.uint8).reshape(len(rows), -1)[:, :NAME_BYTES], rows[LIFE]
 
     def lives(self) -> NDArray[Any]:
         """Return place, size, generation and expiry of all blocks as one array of records, unordered."""
@@ -373,49 +368,31 @@ class Index:
     def plain_bytes(self) -> int:
         """Return the bytes of blocks that are in the clear."""
         count = 0
-        for values in map(_values, self.block_rows()):
-            pages = -(-values["length"][values["domain"] == 0].astype(np.int64) // PAGE_BYTES)
+        for rows in self.block_rows():
+            pages = -(-rows["length"][rows["domain"] == 0].astype(np.int64) // PAGE_BYTES)
             count += int(pages.sum()) * PAGE_BYTES + len(pages) * HEADER_BYTES
         return count
 
     def key_numbers(self) -> NDArray[np.int64]:
         """Return the numbers of the domains' keys that blocks name, each once."""
-        found = {0}.union(*(np.unique(_values(rows)["domain"]).tolist() for rows in self.block_rows()))
+        found = {0}.union(*(np.unique(rows["domain"]).tolist() for rows in self.block_rows()))
         return np.array(sorted(found - {0}), np.int64) - 1
 
-    def block_rows(self) -> Iterator[NDArray[np.uint8]]:
-        """Return the rows by name, thousands at once, in their order: name and value."""
-        return rows_of(self._folder, *BLOCKS)
-
-    def owner_rows(self) -> Iterator[NDArray[np.uint8]]:
-        """Return the rows by generation, thousands at once, in their order: generation and value."""
-        return rows_of(self._folder, *OWNERS)
-
-    def check_order(self) -> None:
-        """Raise Corrupt unless each row, by name and by generation, is where a search finds it."""
-        check_order(self._folder, *BLOCKS)
-        check_order(self._folder, *OWNERS)
+    def block_rows(self) -> Iterator[NDArray[Any]]:
+        """Return the rows of all blocks, thousands at once, in no order. Nothing is changed meanwhile."""
+        try:
+            yield from self._table.rows()
+        except StorageError as error:
+            raise self._fails(str(error)) from error
 
     def generations_of(self, tenant: bytes, keys: Sequence[bytes]) -> list[int]:
         """Return the generation of each block; 0 if it is not stored."""
-        names = [tenant + key for key in keys]
-        with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
-            found = dict(cursor.getmulti(names))
-        return [BORN.unpack(found[name])[0] if name in found else 0 for name in names]
+        found: list[int] = self._find(tenant, keys)["generation"].tolist()
+        return found
 
-    def generations_of_tenant(self, tenant: bytes) -> NDArray[np.uint64]:
-        """Return the generations of all blocks of a tenant, in ascending order."""
-        parts = [np.empty(0, np.uint64)]
-        with self.reading() as transaction, transaction.cursor(self.blocks) as cursor:
-            there = cursor.set_range(tenant)
-            items = iter(cursor)
-            while there and (part := list(islice(items, INDEX_LIVES_LISTED_AT_ONCE))):
-                there = part[-1][0].startswith(tenant)  # they are ordered by name
-                if not there:
-                    part = list(takewhile(lambda item: item[0].startswith(tenant), part))
-                rows = np.frombuffer(b"".join(row for _, row in part), ROW)
-                parts.append(rows["generation"].astype(np.uint64))
-        return np.sort(np.concatenate(parts))
+    def generations(self, tenant: bytes | None = None) -> NDArray[np.uint64]:
+        """Return the generations of all blocks in ascending order, or those of one tenant."""
+        return self._table.generations(tenant)
 
     def extents(self, lives: NDArray[Any] | None = None) -> NDArray[np.int64]:
         """Return first page and length of every record in all tables, a row each, in the order of pages."""
@@ -432,8 +409,7 @@ class Index:
         return extents[np.argsort(extents[:, 0], kind="stable")]
 
     def __len__(self) -> int:
-        with self.reading() as transaction:
-            return int(transaction.stat(self.blocks)["entries"])
+        return len(self._table)
 
     @contextmanager
     def reading(self, *, buffers: bool = False) -> Iterator[Any]:
@@ -458,43 +434,56 @@ class Index:
             except _FAILURES as error:
                 raise self._fails(f"could not be written: {error}") from error
             else:
+                self._last_commit = commit
                 self._cover()
-                if self._notes is not None:
-                    self._notes.write_note(CommitNote(*self._noted, commit))
+                self._note_commit()
                 return result
         raise StorageError(f"The index in {self._folder} does not fit into {self._map_bytes} bytes.")
 
-    def _put_all(
-        self,
-        transaction: Any,
-        rows: list[tuple[bytes, bytes]],
-        owners: list[tuple[bytes, bytes]],
-    ) -> None:
-        with transaction.cursor(self.blocks) as cursor:
-            consumed, added = cursor.putmulti(rows, overwrite=False)
-        if added != consumed:  # some names are taken, which is rare
-            for name, row in rows:
-                old = transaction.get(name, db=self.blocks)
-                if old != row:
-                    self._remove_one(transaction, name)
-                    transaction.put(name, row, db=self.blocks)
-        with transaction.cursor(self.generations) as cursor:
-            consumed, added = cursor.putmulti(owners, append=True)
-        if added != consumed:  # not in the order of generations: a rebuild
-            for generation, owner in owners:
-                transaction.put(generation, owner, db=self.generations)
+    def _change(self, change: Callable[[], T]) -> T:
+        """Make a change of the table; StorageError if nothing was changed."""
+        result = self._asked(change)
+        self._note_commit()
+        return result
 
-    def _remove_one(self, transaction: Any, name: bytes) -> Entry | None:
-        row = transaction.pop(name, db=self.blocks)
-        if row is None:
-            return None
-        if not is_whole(name, row):  # the header is about to be wiped at whatever place the row says
-            raise self._fails("contradicts itself: a block's row was changed")
-        entry = Entry._make(ENTRY_ROW.unpack(row))
-        transaction.delete(GENERATION.pack(entry.generation), db=self.generations)
-        if self.has_doubts:
-            transaction.delete(GENERATION.pack(entry.generation), db=self.doubts)
-        return entry
+    def _asked(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except StorageError as error:
+            raise self._fails(str(error)) from error
+
+    def _find(self, tenant: bytes, keys: Sequence[bytes]) -> NDArray[Any]:
+        return self._asked(lambda: self._table.find(b"".join([tenant + key for key in keys])))
+
+    def _of_generations(self, generations: Sequence[int]) -> NDArray[Any]:
+        return self._asked(lambda: self._table.of_generations(np.array(generations, np.uint64)))
+
+    def _doubted_of(self, blocks: NDArray[Any]) -> NDArray[np.uint64]:
+        """Return the generations of what these blocks replace, if there may be doubts."""
+        if not self.has_doubts:
+            return np.empty(0, np.uint64)
+        names = blocks.view(np.uint8).reshape(len(blocks), -1)[:, :NAME_BYTES].tobytes()
+        before: NDArray[np.uint64] = self._asked(lambda: self._table.find(names))["generation"]
+        return before[before != blocks["generation"]]
+
+    def _forget_doubts(self, generations: NDArray[np.uint64]) -> None:
+        """Remove the doubts of blocks that are gone."""
+        if self.has_doubts and generations.any():
+            gone = generations[generations > 0].astype(">u8").tobytes()
+
+            def forget(transaction: Any) -> None:
+                for at in range(0, len(gone), 8):
+                    transaction.delete(gone[at : at + 8], db=self.doubts)
+
+            self.write(forget)
+
+    def _note_commit(self) -> None:
+        if self._notes is not None:
+            commit = _commit_of(self._table.commit, self._last_commit)
+            self._notes.write_note(CommitNote(*self._noted, commit))
+
+    def _begin_epoch_of_table(self, superblock: Superblock) -> None:
+        self._asked(lambda: self._table.begin_epoch(superblock.drive_uuid, superblock.epoch))
 
     def _unreadable(self, error: Exception) -> StorageError:
         return self._fails(f"could not be read: {error}")
@@ -511,7 +500,7 @@ class Index:
         self._env = lmdb.open(
             str(self._folder),
             map_size=self._map_bytes,
-            max_dbs=len(_TABLES) + 3,
+            max_dbs=len(_TABLES),
             readonly=self._readonly,
             create=not self._readonly,
             sync=durable,
@@ -523,23 +512,21 @@ class Index:
         try:
             self._page_bytes = self._env.stat()["psize"]
             self._refuse_if_cut()
-            self.blocks, self.generations, self.sessions, self.chunks, self.references, self._meta = (
-                self._env.open_db(table, create=not self._readonly) for table in _TABLES
-            )
-            self._open_later()
+            (
+                self.sessions,
+                self.chunks,
+                self.references,
+                self._meta,
+                self.owed,
+                self.erased,
+                self.doubts,
+            ) = (self._env.open_db(table, create=not self._readonly) for table in _TABLES)
+            self._last_commit = int(self._env.info()["last_txnid"])
+            with self._env.begin() as transaction:
+                self.has_doubts = transaction.stat(self.doubts)["entries"] > 0
         except BaseException:
             self._env.close()
             raise
-
-    def _open_later(self) -> None:
-        """Open the tables that an older build didn't have."""
-        with suppress(lmdb.NotFoundError):
-            self.owed = self._env.open_db(_OWED, create=not self._readonly)
-            self.erased = self._env.open_db(PLACES, create=not self._readonly)
-        with suppress(lmdb.NotFoundError):
-            self.doubts = self._env.open_db(_DOUBTS, create=not self._readonly)
-            with self._env.begin() as transaction:
-                self.has_doubts = transaction.stat(self.doubts)["entries"] > 0
 
     def _refuse_if_cut(self) -> None:
         # Touching a page after the end of a mapped file kills the process, so this comes before any lookup.
@@ -575,19 +562,26 @@ class Index:
         if (drive_uuid, epoch) != (superblock.drive_uuid, superblock.epoch):
             return "it is of another drive or another time"
         commits = self._env.info()["last_txnid"]
-        if _COMMIT.unpack(commit)[0] != commits:
+        if _COMMIT.unpack(commit)[0] != commits or not self._table.is_of(drive_uuid, epoch):
             return "its head is of another commit than its rows"
         self.was_clean = bool(clean)
         self.knows_doubts = doubted == _EPOCH.pack(epoch)
         if self.was_clean:
             return ""
-        # A process may die between a commit and its note, so the index may be ahead by one.
-        if (note.drive_uuid, note.epoch) != (drive_uuid, epoch) or commits not in (
-            note.commit,
-            note.commit + 1,
+        if (note.drive_uuid, note.epoch) != (drive_uuid, epoch) or not self._has_all_until(
+            note.commit, commits
         ):
             return "it lacks a commit"
         return "" if boot == boot_id.encode() else "the power may have gone since it was written"
+
+    def _has_all_until(self, noted: int, commits: int) -> bool:
+        # A process may die between a commit and its note, so the index may be ahead by one.
+        table = self._table.commit
+        return noted in (
+            _commit_of(table, commits),
+            _commit_of(table - 1, commits),
+            _commit_of(table, commits - 1),
+        )
 
     def _put_meta(self, superblock: Superblock, boot_id: str, *, clean: bool) -> None:
         row = _META.pack(superblock.drive_uuid, superblock.epoch, clean, boot_id.encode())

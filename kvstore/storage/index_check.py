@@ -1,8 +1,8 @@
 """Checks an index that was not closed cleanly against itself, and a part of it against the drive, before it is trusted.
 
-The index decides where the next records are written. After this check, every row is as it was written and is found by
-its name; rows by name and by generation agree; and the rows belong to the last commit. `extents_around` checks that
-no two records overlap and that none is out of bounds.
+The index decides where the next records are written. The table of blocks was checked when it was loaded. After this
+check, every row of LMDB is as it was written and is found by its name; and the rows belong to the last commit.
+`extents_around` checks that no two records overlap and that none is out of bounds.
 
 Checking all headers would be a scan of the drive, so only some are read: those of the newest
 `INDEX_HEADERS_CHECKED_MAX` blocks, of the oldest `FREE_HEADERS_CHECKED_MAX`, and the first pages of as many free
@@ -15,11 +15,9 @@ Always holds: an index that fails is Corrupt, with the reason. Nothing is writte
 from __future__ import annotations
 
 import struct
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import lmdb
-import numpy as np
 
 from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import (
@@ -34,12 +32,10 @@ from kvstore.limits import (
     USER_BYTES,
 )
 from kvstore.storage.overwriting import PLACE_BYTES
-from kvstore.storage.row_check import CHECK_BYTES, crc32_of_each, is_whole
+from kvstore.storage.row_check import is_whole
 from kvstore.wire.record import Flaw, Kind, record_bytes
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from kvstore.storage.extents import Extents
     from kvstore.storage.folder import BegunNote
     from kvstore.storage.index import Index
@@ -58,8 +54,6 @@ def check_index(index: Index, volume: Volume) -> None:
     """Check every row."""
     try:
         with index.reading() as transaction:
-            index.check_order()
-            _refuse_different(_blocks(index), _owners(index))
             for table, name_bytes, is_record in (
                 (index.sessions, _SESSION_NAME_BYTES, True),
                 (index.chunks, _NAME_BYTES, True),
@@ -68,8 +62,7 @@ def check_index(index: Index, volume: Volume) -> None:
                 (index.doubts, _GENERATION.size, False),
                 (index.erased, PLACE_BYTES, False),
             ):
-                if table is not None:  # an older build didn't have the last ones
-                    _table(transaction, table, name_bytes, is_record=is_record)
+                _table(transaction, table, name_bytes, is_record=is_record)
         _headers(index, volume)
     except (lmdb.Error, struct.error, ValueError) as error:
         raise Corrupt(f"it can't be read: {error}") from error
@@ -98,43 +91,6 @@ def check_free(volume: Volume, extents: Extents, begun: BegunNote) -> None:
             raise Corrupt("it is older than a record on the drive")
 
 
-def _refuse_different(by_name: tuple[int, int], by_generation: tuple[int, int]) -> None:
-    if by_name != by_generation:
-        raise Corrupt("its rows by name and by generation differ")
-
-
-def _blocks(index: Index) -> tuple[int, int]:
-    """Check the rows by name; return their number, and the sum that the rows by generation must have."""
-    count = total = 0
-    for rows in index.block_rows():
-        if (crc32_of_each(rows[:, :-CHECK_BYTES]) != _number(rows[:, -CHECK_BYTES:], "<u4")).any():
-            raise Corrupt("a block's row was changed")
-        names, values = rows[:, :_NAME_BYTES], rows[:, _NAME_BYTES:]
-        offsets, lengths = _number(values[:, :8], "<u8"), _number(values[:, 8:12], "<u4")
-        if (
-            (offsets % PAGE_BYTES != 0).any()
-            or lengths.min() < BLOCK_BYTES_MIN
-            or lengths.max() > BLOCK_BYTES_MAX
-        ):
-            raise Corrupt(_NO_PLACE)
-        generations = values[:, 23:15:-1]  # as the other table has them, the highest byte first
-        total += int(crc32_of_each(np.concatenate([generations, names, values[:, :12]], axis=1)).sum())
-        count += len(rows)
-    return count, total
-
-
-def _owners(index: Index) -> tuple[int, int]:
-    count = total = 0
-    for rows in index.owner_rows():
-        total += int(crc32_of_each(rows).sum())
-        count += len(rows)
-    return count, total
-
-
-def _number(part: NDArray[np.uint8], kind: str) -> NDArray[Any]:
-    return np.ascontiguousarray(part).view(kind)[:, 0]
-
-
 def _table(transaction: Any, table: Any, name_bytes: int, *, is_record: bool) -> None:
     before = b""
     for name, row in transaction.cursor(table):
@@ -157,14 +113,10 @@ def _headers(index: Index, volume: Volume) -> None:
 
     If the index is from an earlier time, the oldest have been replaced by others.
     """
-    with index.reading() as transaction:
-        rows = transaction.cursor(index.generations).iterprev(keys=False)
-        names = [row[:_NAME_BYTES] for row in islice(rows, INDEX_HEADERS_CHECKED_MAX)]
-        rows = transaction.cursor(index.generations).iternext(keys=False)
-        names += [row[:_NAME_BYTES] for row in islice(rows, FREE_HEADERS_CHECKED_MAX)]
-    found = index.lookup([(name[:TENANT_BYTES], name[TENANT_BYTES:]) for name in names])
-    for name, entry in zip(names, found, strict=True):
-        assert entry is not None, "the rows have been held against each other"
+    every = index.generations()
+    some = {*every[-INDEX_HEADERS_CHECKED_MAX:].tolist(), *every[:FREE_HEADERS_CHECKED_MAX].tolist()}
+    for (tenant, key), entry in index.of_generations(sorted(some)):
+        name = tenant + key
         if entry.offset + record_bytes(entry.length) > volume.superblock.capacity_bytes:
             raise Corrupt("a row has a place beyond the drive")
         try:

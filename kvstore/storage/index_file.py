@@ -35,14 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DATA_NAME",
-    "NODE_BYTES",
-    "PAGE_BYTES",
-    "PAGE_HEAD_BYTES",
     "check_structure",
     "is_sealed",
     "overwrite",
     "seal",
-    "tree_of",
     "unseal",
 ]
 
@@ -54,12 +50,12 @@ _CRC: Final = struct.Struct("<I")
 _READ_BYTES: Final = 4 << 20
 
 # LMDB's data version 1 on a little-endian 64-bit machine (mdb.c, "MDB_page", "MDB_node", "MDB_db", "MDB_meta").
-PAGE_BYTES: Final = 4096
+_PAGE_BYTES: Final = 4096
 _PAGE_HEAD: Final = struct.Struct("<QHHHH")  # number, pad, flags, lower, upper
-PAGE_HEAD_BYTES: Final = 16
+_PAGE_HEAD_BYTES: Final = 16
 _BRANCH, _LEAF, _OVERFLOW, _META = 0x01, 0x02, 0x04, 0x08
 _BIG_DATA, _SUB_DATA = 0x01, 0x02
-NODE_BYTES: Final = 8
+_NODE_BYTES: Final = 8
 _TREE: Final = struct.Struct(
     "<IHHQQQQQ"
 )  # pad, flags, depth, branch pages, leaf pages, overflow pages, entries, root
@@ -160,22 +156,12 @@ def check_structure(folder: Path) -> None:
         raise Corrupt(f"its file can't be read: {error}") from error
 
 
-def tree_of(fd: int, table: bytes) -> tuple[int, int]:
-    """Return a table's root page and depth; 0 for a table without rows. The structure is trusted."""
-    walk = _Walk(fd)
-    for name, (_, value) in walk.rows(walk.begin().main):
-        if name == table:
-            tree = _Tree._make(_TREE.unpack(value))
-            return tree.root, tree.depth
-    return 0, 0
-
-
 class _Walk:
     """One pass over a file."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._pages = os.fstat(fd).st_size // PAGE_BYTES
+        self._pages = os.fstat(fd).st_size // _PAGE_BYTES
         self._used = np.zeros(self._pages, np.uint8)  # 1: something leads there
 
     def begin(self) -> _Head:
@@ -206,10 +192,10 @@ class _Walk:
 
     def _head(self, number: int) -> _Head:
         page = self._page(number, _META)
-        if _META_HEAD.unpack_from(page, PAGE_HEAD_BYTES) != (_META_MAGIC, 1):
+        if _META_HEAD.unpack_from(page, _PAGE_HEAD_BYTES) != (_META_MAGIC, 1):
             raise Corrupt("its head is damaged")
         free, main = (_Tree._make(_TREE.unpack_from(page, _META_TREES + at * _TREE.size)) for at in range(2))
-        if (free.pad, free.flags, main.flags) != (PAGE_BYTES, _INTEGER_KEY, 0):
+        if (free.pad, free.flags, main.flags) != (_PAGE_BYTES, _INTEGER_KEY, 0):
             raise Corrupt("its head is damaged")
         last_page, transaction = _META_TAIL.unpack_from(page, _META_TREES + 2 * _TREE.size)
         return _Head(free, main, last_page, transaction)
@@ -218,14 +204,14 @@ class _Walk:
         """Key, flags and value of every row of a small tree."""
         for pages, nodes in self._leaves(tree):
             for row, at, low, high, flags, key in nodes.tolist():
-                page, start = pages[row].tobytes(), at + NODE_BYTES
+                page, start = pages[row].tobytes(), at + _NODE_BYTES
                 length = low | high << 16
                 value = page[start + key : start + key + length]
                 if flags & _BIG_DATA:
                     (first,) = _WORD.unpack_from(page, start + key)
-                    value = self._read(first, -(-(PAGE_HEAD_BYTES + length) // PAGE_BYTES))[PAGE_HEAD_BYTES:][
-                        :length
-                    ]
+                    value = self._read(first, -(-(_PAGE_HEAD_BYTES + length) // _PAGE_BYTES))[
+                        _PAGE_HEAD_BYTES:
+                    ][:length]
                 yield page[start : start + key], (flags, value)
 
     def _leaves(self, tree: _Tree) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
@@ -261,7 +247,7 @@ class _Walk:
         """Read pages of one kind to which something leads; return them and their nodes."""
         self._claim(numbers)
         data = b"".join([self._read(number, 1) for number in numbers.tolist()])
-        pages = np.frombuffer(data, np.uint8).reshape(-1, PAGE_BYTES)
+        pages = np.frombuffer(data, np.uint8).reshape(-1, _PAGE_BYTES)
         said, flags = pages.view("<u8")[:, 0], pages.view("<u2")[:, 5]
         _refuse(numbers, (said != numbers) | (flags != kind), "is not what leads there says it is")
         return pages, _nodes(numbers, pages.view("<u2"), is_leaf=kind == _LEAF)
@@ -269,8 +255,8 @@ class _Walk:
     def _overflow(self, pages: NDArray[np.uint8], nodes: NDArray[np.int64]) -> int:
         total = 0
         for row, at, low, high, _, key in nodes[(nodes[:, 4] & _BIG_DATA) != 0].tolist():
-            (first,) = _WORD.unpack_from(pages[row], at + NODE_BYTES + key)
-            count = -(-(PAGE_HEAD_BYTES + (low | high << 16)) // PAGE_BYTES)
+            (first,) = _WORD.unpack_from(pages[row], at + _NODE_BYTES + key)
+            count = -(-(_PAGE_HEAD_BYTES + (low | high << 16)) // _PAGE_BYTES)
             self._claim(np.array([first], np.uint64))
             head = self._page(first, _OVERFLOW)
             if _OVERFLOW_COUNT.unpack_from(head, 12)[0] != count:
@@ -306,8 +292,8 @@ class _Walk:
         return page
 
     def _read(self, number: int, count: int) -> bytes:
-        wanted = count * PAGE_BYTES
-        data = os.pread(self._fd, wanted, number * PAGE_BYTES)
+        wanted = count * _PAGE_BYTES
+        data = os.pread(self._fd, wanted, number * _PAGE_BYTES)
         if len(data) != wanted:
             raise Corrupt("its file is shorter than it says")
         return data
@@ -329,22 +315,22 @@ def _nodes(numbers: NDArray[np.uint64], words: NDArray[np.uint16], *, is_leaf: b
     Corrupt if one is unsound.
     """
     lower, upper = words[:, 6].astype(np.int64), words[:, 7].astype(np.int64)
-    within = (lower > PAGE_HEAD_BYTES) & (lower <= upper) & (upper <= PAGE_BYTES) & (lower % 2 == 0)
+    within = (lower > _PAGE_HEAD_BYTES) & (lower <= upper) & (upper <= _PAGE_BYTES) & (lower % 2 == 0)
     _refuse(numbers, ~within, "has no bounds")
-    counts = (lower - PAGE_HEAD_BYTES) // 2
-    every = words[:, PAGE_HEAD_BYTES // 2 :][:, : counts.max()]
+    counts = (lower - _PAGE_HEAD_BYTES) // 2
+    every = words[:, _PAGE_HEAD_BYTES // 2 :][:, : counts.max()]
     row, column = np.nonzero(np.arange(every.shape[1]) < counts[:, None])
     place = every[row, column].astype(np.int64)
     of = numbers[row]
-    outside = (place % 2 != 0) | (place < upper[row]) | (place > PAGE_BYTES - NODE_BYTES)
+    outside = (place % 2 != 0) | (place < upper[row]) | (place > _PAGE_BYTES - _NODE_BYTES)
     _refuse(of, outside, "has a row outside of its bounds")
     low, high, flags, keys = (words[row, place // 2 + word].astype(np.int64) for word in range(4))
     if is_leaf:
         strange = ((flags & ~(_BIG_DATA | _SUB_DATA)) != 0) | (keys < 1)
-        sizes = NODE_BYTES + keys + np.where(flags & _BIG_DATA, _WORD.size, low | high << 16)
+        sizes = _NODE_BYTES + keys + np.where(flags & _BIG_DATA, _WORD.size, low | high << 16)
     else:
         strange = (keys < 1) & (column > 0)
-        sizes = NODE_BYTES + keys
+        sizes = _NODE_BYTES + keys
     _refuse(of, strange | (keys > LMDB_KEY_BYTES_MAX), "has a row of another kind")
     # Nodes lie one after the other from `upper` to the page's end, with nothing in between.
     order = np.lexsort((place, row))
@@ -352,5 +338,5 @@ def _nodes(numbers: NDArray[np.uint64], words: NDArray[np.uint16], *, is_leaf: b
     is_first = np.append(True, row[1:] != row[:-1])  # rows ascend, whatever the order of their nodes
     expected = np.where(is_first, upper[row], np.append(0, ends[:-1]))
     is_last = np.append(is_first[1:], True)
-    _refuse(of, (starts != expected) | (is_last & (ends != PAGE_BYTES)), "has rows that overlap")
+    _refuse(of, (starts != expected) | (is_last & (ends != _PAGE_BYTES)), "has rows that overlap")
     return np.stack([row, place, low, high, flags, keys], axis=1)

@@ -34,6 +34,7 @@ from kvstore.limits import (
 from kvstore.storage.checks import Finding
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.index import Entry
+from kvstore.storage.index_layout import rows_of_entries
 from kvstore.storage.items import PutDone, PutItem, PutsDone
 from kvstore.storage.outbox import Outbox
 from kvstore.storage.quotas import Charged
@@ -144,7 +145,7 @@ class Puts:
         self._writes.ground.note_ended(ended())
 
     def publish_lane(self, names: Sequence[Name], rows: NDArray[Any]) -> StorageError | None:
-        """Publish blocks that a lane has written and that nobody knew before, given as `NAMED_ROW`s as well.
+        """Publish blocks that a lane has written and that nobody knew before, given as `BLOCK_ROW`s as well.
 
         They are in the order of generations, and nothing waits for their ends. Return why none was published.
         """
@@ -306,13 +307,14 @@ class Puts:
         replacing = [write for write in writes if write.replaces is not None]
         before = self._index.lookup([write.name for write in replacing]) if replacing else ()
         blocks = [(write.name, write.entry()) for write in writes]
-        self._index.publish(blocks)
+        rows = rows_of_entries(blocks)
+        self._index.publish_rows(rows)
         # One may be gone, if it was deleted or quarantined meanwhile; its extent has then been handled.
         pairs = zip(replacing, before, strict=True)
         replaced = [(write.name, old) for write, old in pairs if old is not None and old == write.replaces]
         if replaced:
             self._keeping.let_go(replaced, Reason.SUPERSEDED)
-        self._keeping.published(blocks)
+        self._keeping.published_rows([write.name for write in writes], rows)
 
     def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
         """Report blocks and the later puts of their names."""

@@ -169,9 +169,10 @@ class Store(Handle):
         for drive in self.drives:
             yield drive.puts.of_domain(tenant, domain)
         for drive in self.drives:
-            after: bytes | None = b""
-            while after is not None:
-                names, after = drive.of_domain(tenant, of, after)
+            at, is_more = 0, True
+            while is_more:
+                names, at = drive.of_domain(tenant, of, at)
+                is_more = at > 0
                 yield names
 
     @contextmanager

@@ -23,10 +23,17 @@ def entry(number: int) -> Entry:
 def test_a_full_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "INDEX_MAP_BYTES_MIN", 256 << 10)
     index = Index.empty(tmp_path / "index", 1)
-    for first in range(0, 10_000, 500):
-        index.publish(((TENANT, key(number)), entry(number)) for number in range(first, first + 500))
-    assert len(index) == 10_000
-    assert index.lookup([(TENANT, key(9_999)), (TENANT, key(10_000))]) == [entry(9_999), None]
+    value = bytes(1000)
+    for first in range(0, 1000, 100):
+
+        def put(transaction: Any, first: int = first) -> None:
+            for number in range(first, first + 100):
+                transaction.put(key(number), value, db=index.sessions)
+
+        index.write(put)
+    with index.reading() as transaction:
+        assert transaction.stat(index.sessions)["entries"] == 1000
+        assert transaction.get(key(999), db=index.sessions) == value
     index.abandon()
 
 
@@ -35,9 +42,16 @@ def test_a_batch_that_no_growth_makes_room_for_changes_nothing(
 ) -> None:
     monkeypatch.setattr(index_module, "INDEX_MAP_BYTES_MIN", 64 << 10)
     index = Index.empty(tmp_path / "index", 1)
+
+
+    def put(transaction: Any) -> None:
+        for number in range(2000):
+            transaction.put(key(number), bytes(1000), db=index.sessions)
+
     with pytest.raises(StorageError, match="does not fit"):
-        index.publish(((TENANT, key(number)), entry(number)) for number in range(20_000))
-    assert len(index) == 0
+        index.write(put)
+    with index.reading() as transaction:
+        assert transaction.stat(index.sessions)["entries"] == 0
     index.abandon()
 
 

@@ -9,8 +9,14 @@ from cffi import FFI
 __all__ = ["ffi"]
 
 _HERE = Path(__file__).resolve().parent
-_DECLARATIONS = (_HERE / "keep.h").read_text().split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
+_HEADERS = ("keep.h", "blocks.h")
+_DECLARATIONS = "".join(
+    (_HERE / name).read_text().split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
+    for name in _HEADERS
+)
 _PARTS = (
+    "blocks",
+    "blocks_file",
     "chains",
     "core",
     "core_goes",
@@ -32,10 +38,13 @@ ffi = FFI()
 ffi.cdef(_DECLARATIONS)
 ffi.set_source(
     "kvstore.storage.keep._keep",
-    '#include "keep.h"',
-    sources=[f"kvstore/storage/keep/{name}.c" for name in _PARTS],
-    depends=["kvstore/storage/keep/inside.h", "kvstore/storage/keep/keep.h"],
-    include_dirs=["kvstore/storage/keep"],
+    "".join(f'#include "{name}"\n' for name in _HEADERS),
+    sources=[*(f"kvstore/storage/keep/{name}.c" for name in _PARTS), "nic_offload/siphash.c"],
+    depends=[
+        *(f"kvstore/storage/keep/{name}" for name in (*_HEADERS, "inside.h", "blocks_inside.h")),
+        "nic_offload/siphash.h",
+    ],
+    include_dirs=["kvstore/storage/keep", "nic_offload"],
     extra_compile_args=[
         "-std=gnu11",
         "-Os",  # a wheel is small, and this is called from Python

@@ -3,6 +3,7 @@
 #define KEEP_INSIDE_H
 
 #include <errno.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,6 +16,7 @@
 
 __attribute__((noreturn, cold)) void keep_broken(const char *file, int line, const char *condition);
 int keep_grow(void **array, uint32_t *room, uint64_t wanted, size_t size);
+int keep_grow_tightly(void **array, uint32_t *room, uint64_t wanted, size_t size);
 
 /* runs.c */
 

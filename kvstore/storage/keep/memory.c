@@ -24,6 +24,22 @@ int keep_grow(void **array, uint32_t *room, uint64_t wanted, size_t size)
 	return 0;
 }
 
+/* The same with little to spare, for many small arrays. New items are not zero. */
+int keep_grow_tightly(void **array, uint32_t *room, uint64_t wanted, size_t size)
+{
+	uint64_t more = wanted + wanted / 8 + 1;
+	void *grown;
+
+	if (wanted <= *room)
+		return 0;
+	grown = more > UINT32_MAX ? NULL : realloc(*array, more * size);
+	if (grown == NULL)
+		return -ENOMEM;
+	*array = grown;
+	*room = (uint32_t)more;
+	return 0;
+}
+
 void keep_broken(const char *file, int line, const char *condition)
 {
 	fprintf(stderr, "triggerkv: %s:%d: `%s` does not hold; the node ends before it does harm.\n", file, line, condition);

@@ -1,0 +1,229 @@
+/* The file of a drive's blocks: a head, and rows of 128 bytes behind it, none across two pages.
+ *
+ * The kernel's page cache survives a killed process, and takes what lies within a page whole. So a row and the head are
+ * written or not; what of a commit without its head was written is undone when the file is loaded.
+ */
+#include "blocks_inside.h"
+#include "siphash.h"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+static const char MAGIC[8] = "TKVROWS1";
+
+enum { ROW_BYTES = 128, LOADED_AT_ONCE = 8192 };
+
+_Static_assert(sizeof(struct keep_block) == ROW_BYTES && KEEP_HEAD_BYTES % ROW_BYTES == 0, "rows stay within pages");
+
+static off_t offset_of(uint32_t slot)
+{
+	return KEEP_HEAD_BYTES + (off_t)slot * ROW_BYTES;
+}
+
+static int write_all(keep_blocks *b, const void *data, size_t size, off_t at)
+{
+	const char *from = data;
+
+	while (size > 0) {
+		ssize_t written = pwrite(b->file, from, size, at);
+
+		if (written < 0 && errno == EINTR)
+			continue;
+		if (written <= 0) {
+			b->has_failed = 1;
+			return written < 0 ? -errno : -EIO;
+		}
+		from += written;
+		at += written;
+		size -= (size_t)written;
+	}
+	return 0;
+}
+
+/* Reads as much as there is; returns how much, or an error. */
+static ssize_t read_all(const keep_blocks *b, void *data, size_t size, off_t at)
+{
+	size_t done = 0;
+
+	while (done < size) {
+		ssize_t got = pread(b->file, (char *)data + done, size - done, at + (off_t)done);
+
+		if (got < 0 && errno == EINTR)
+			continue;
+		if (got < 0)
+			return -errno;
+		if (got == 0)
+			break;
+		done += (size_t)got;
+	}
+	return (ssize_t)done;
+}
+
+/* A number for what a row says of its block, and where it stands, but not for when that expires. */
+uint64_t keep_block_identity(const struct keep_blocks *b, const struct keep_block *row)
+{
+	return tk_siphash(b->head.secret, row, offsetof(struct keep_block, check));
+}
+
+uint64_t keep_block_check(const struct keep_blocks *b, const struct keep_block *row)
+{
+	uint64_t said[2] = {keep_block_identity(b, row), row->expires_ms};
+
+	return tk_siphash(b->head.secret, said, sizeof said);
+}
+
+/* Reads a row that is live in memory; -EBADMSG if it is not as it was written. */
+int keep_blocks_read(const keep_blocks *b, uint32_t slot, struct keep_block *out)
+{
+	ssize_t got = read_all(b, out, sizeof *out, offset_of(slot));
+
+	if (got < 0)
+		return (int)got;
+	if (got < ROW_BYTES || out->slot != slot || out->generation != b->generations[slot] ||
+	    out->check != keep_block_check(b, out))
+		return -EBADMSG;
+	return 0;
+}
+
+/* Writes the rows of a batch to the slots that were taken for it. */
+int keep_blocks_write_rows(keep_blocks *b, const struct keep_block *rows, uint64_t count)
+{
+	for (uint64_t first = 0, until; first < count; first = until) {
+		int error;
+
+		for (until = first + 1; until < count && b->taken[until] == b->taken[until - 1] + 1;)
+			until++;
+		error = write_all(b, &rows[first], (until - first) * sizeof *rows, offset_of(b->taken[first]));
+		if (error < 0)
+			return error;
+	}
+	return 0;
+}
+
+int keep_blocks_mark_gone(keep_blocks *b, uint32_t slot, uint64_t commit)
+{
+	return write_all(b, &commit, sizeof commit, offset_of(slot) + (off_t)offsetof(struct keep_block, gone));
+}
+
+/* Check and expiry are neighbours. */
+int keep_blocks_write_expiry(keep_blocks *b, const struct keep_block *row)
+{
+	return write_all(b, &row->check, sizeof row->check + sizeof row->expires_ms,
+			 offset_of(row->slot) + (off_t)offsetof(struct keep_block, check));
+}
+
+/* Writes the head and makes it the current one. */
+int keep_blocks_write_head(keep_blocks *b, const struct keep_head *head)
+{
+	struct keep_head checked = *head;
+	int error;
+
+	checked.check = tk_siphash(checked.secret, &checked, offsetof(struct keep_head, check));
+	error = write_all(b, &checked, sizeof checked, 0);
+	if (error == 0)
+		b->head = checked;
+	return error;
+}
+
+/* Makes a new table; the file is empty. */
+int keep_blocks_create(keep_blocks *b)
+{
+	struct keep_head head = {.commit = 1};
+
+	memcpy(head.magic, MAGIC, sizeof head.magic);
+	if (getrandom(head.secret, sizeof head.secret, 0) != sizeof head.secret)
+		return -EIO;
+	return keep_blocks_write_head(b, &head);
+}
+
+/* Says to which drive and epoch the table belongs. */
+int keep_blocks_begin_epoch(keep_blocks *b, const uint8_t *drive, uint64_t epoch)
+{
+	struct keep_head head = b->head;
+
+	memcpy(head.drive, drive, sizeof head.drive);
+	head.epoch = epoch;
+	return keep_blocks_write_head(b, &head);
+}
+
+int keep_blocks_is_of(const keep_blocks *b, const uint8_t *drive, uint64_t epoch)
+{
+	return memcmp(b->head.drive, drive, sizeof b->head.drive) == 0 && b->head.epoch == epoch;
+}
+
+static int read_head(keep_blocks *b)
+{
+	ssize_t got = read_all(b, &b->head, sizeof b->head, 0);
+
+	if (got < 0)
+		return (int)got;
+	if (got < (ssize_t)sizeof b->head || memcmp(b->head.magic, MAGIC, sizeof MAGIC) != 0 ||
+	    b->head.check != tk_siphash(b->head.secret, &b->head, offsetof(struct keep_head, check)) ||
+	    b->head.slots >= KEEP_NO_ID || b->head.count > b->head.slots)
+		return -EBADMSG;
+	return 0;
+}
+
+/* Takes one row as it is in the file. What a commit has left that did not end is undone, if that may be written. */
+static int load_one(keep_blocks *b, uint32_t slot, struct keep_block *row, int is_writable, uint64_t *sum)
+{
+	int is_ours = row->born != 0 && row->born <= b->head.commit, error;
+
+	if (!is_ours || (row->gone != 0 && row->gone <= b->head.commit)) {
+		if (is_writable && row->born > b->head.commit) {
+			*row = (struct keep_block){0};
+			error = write_all(b, row, sizeof *row, offset_of(slot));
+			if (error < 0)
+				return error;
+		}
+		return keep_blocks_load_slot(b, slot, NULL);
+	}
+	if (row->slot != slot || row->check != keep_block_check(b, row))
+		return -EBADMSG;
+	if (is_writable && row->gone != 0) {
+		error = keep_blocks_mark_gone(b, slot, 0);
+		if (error < 0)
+			return error;
+	}
+	*sum += keep_block_identity(b, row);
+	return keep_blocks_load_slot(b, slot, row);
+}
+
+static int load_rows(keep_blocks *b, struct keep_block *rows, int is_writable)
+{
+	uint64_t sum = 0, live = 0;
+
+	for (uint64_t first = 0; first < b->head.slots; first += LOADED_AT_ONCE) {
+		uint64_t count = b->head.slots - first < LOADED_AT_ONCE ? b->head.slots - first : LOADED_AT_ONCE;
+		ssize_t got = read_all(b, rows, count * sizeof *rows, offset_of((uint32_t)first));
+
+		if (got < 0)
+			return (int)got;
+		if ((uint64_t)got < count * sizeof *rows)
+			return -EBADMSG;
+		for (uint64_t i = 0; i < count; i++) {
+			int error = load_one(b, (uint32_t)(first + i), &rows[i], is_writable, &sum);
+
+			if (error < 0)
+				return error;
+		}
+	}
+	live = b->head.slots - b->free_count;
+	return live == b->head.count && sum == b->head.sum ? 0 : -EBADMSG;
+}
+
+/* Loads the table of an existing file; -EBADMSG if it is not whole. */
+int keep_blocks_load(keep_blocks *b, int is_writable)
+{
+	struct keep_block *rows;
+	int error = read_head(b);
+
+	if (error == 0)
+		error = keep_blocks_begin_loading(b);
+	if (error < 0)
+		return error;
+	rows = malloc(LOADED_AT_ONCE * sizeof *rows);
+	error = rows == NULL ? -ENOMEM : load_rows(b, rows, is_writable);
+	free(rows);
+	return error < 0 ? error : keep_blocks_end_loading(b);
+}

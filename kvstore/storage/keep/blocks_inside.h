@@ -1,0 +1,62 @@
+/* Shared by blocks.c and blocks_file.c. */
+#ifndef KEEP_BLOCKS_INSIDE_H
+#define KEEP_BLOCKS_INSIDE_H
+
+#include "blocks.h"
+#include "inside.h"
+
+enum { KEEP_PARTS = 1 << 16, KEEP_NAME_BYTES = 48, KEEP_TENANT_BYTES = 16, KEEP_KEY_BYTES = 32 };
+
+/* The first bytes of the file. Written whole, and within a page: a killed process leaves the old one or the new one. */
+struct keep_head {
+	char magic[8];
+	uint8_t drive[16];
+	uint64_t epoch;
+	uint64_t secret[2]; /* of hashes and checks */
+	uint64_t commit;
+	uint64_t slots; /* that were ever used */
+	uint64_t count; /* of live rows, */
+	uint64_t sum;	/* and of what identifies each */
+	uint64_t check;
+};
+
+/* Names with the same first bits of their hashes: 32 further bits and a slot in each word, in ascending order. */
+struct keep_part {
+	uint64_t *words;
+	uint32_t count, room;
+};
+
+struct keep_blocks {
+	int file, has_failed;
+	struct keep_head head;
+	struct keep_part *parts;
+	uint64_t *generations; /* of each slot; 0: it is free */
+	uint32_t generations_room;
+	uint32_t *marks, marks_room; /* of the tenant of each slot */
+	struct keep_map by_generation;
+	uint32_t *free, free_room, free_count;
+	/* While a batch is put: the slots for it in ascending order, its rows as they will be written, and those that each
+	 * replaces. While it is removed: only the latter. */
+	uint32_t *taken, taken_room, taken_count;
+	struct keep_block *pending;
+	uint32_t pending_room;
+	uint32_t *old, old_room;
+};
+
+/* blocks_file.c */
+
+uint64_t keep_block_identity(const struct keep_blocks *b, const struct keep_block *row);
+uint64_t keep_block_check(const struct keep_blocks *b, const struct keep_block *row);
+int keep_blocks_read(const keep_blocks *b, uint32_t slot, struct keep_block *out);
+int keep_blocks_write_rows(keep_blocks *b, const struct keep_block *rows, uint64_t count);
+int keep_blocks_mark_gone(keep_blocks *b, uint32_t slot, uint64_t commit);
+int keep_blocks_write_expiry(keep_blocks *b, const struct keep_block *row);
+int keep_blocks_write_head(keep_blocks *b, const struct keep_head *head);
+
+/* blocks.c */
+
+int keep_blocks_begin_loading(keep_blocks *b);
+int keep_blocks_load_slot(keep_blocks *b, uint32_t slot, const struct keep_block *row);
+int keep_blocks_end_loading(keep_blocks *b);
+
+#endif
