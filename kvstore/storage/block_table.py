@@ -53,7 +53,7 @@ class BlockTable:
     def load(cls, path: Path, *, readonly: bool = False) -> BlockTable:
         """Open an existing table, undoing what a killed process left of its last change; Corrupt if it isn't whole."""
         table = cls(path, os.O_RDONLY if readonly else os.O_RDWR)
-        table._or_close(lib.keep_blocks_load(table._table, not readonly))
+        table._or_close(lib.keep_blocks_load(table._table, not readonly), "its table of blocks was changed")
         return table
 
     def close(self) -> None:
@@ -162,8 +162,10 @@ class BlockTable:
         )
         return rows
 
-    def _or_close(self, outcome: int) -> None:
+    def _or_close(self, outcome: int, if_damaged: str = "") -> None:
         try:
+            if outcome == -errno.EBADMSG:
+                raise Corrupt(if_damaged)
             _check(outcome)
         except BaseException:
             self.close()

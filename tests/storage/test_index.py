@@ -43,7 +43,6 @@ def test_a_batch_that_no_growth_makes_room_for_changes_nothing(
     monkeypatch.setattr(index_module, "INDEX_MAP_BYTES_MIN", 64 << 10)
     index = Index.empty(tmp_path / "index", 1)
 
-
     def put(transaction: Any) -> None:
         for number in range(2000):
             transaction.put(key(number), bytes(1000), db=index.sessions)
@@ -63,7 +62,7 @@ def test_an_index_that_cannot_be_written_stops_puts_and_not_gets(
     def fail(*_: object) -> None:
         raise StorageError("The index could not be written.")
 
-    monkeypatch.setattr(Index, "publish", fail)
+    monkeypatch.setattr(Index, "publish_rows", fail)
     monkeypatch.setattr(Index, "write", fail)
     assert isinstance(fake.put(2, b"during").error, ReadOnly)
     assert isinstance(fake.put(3, b"after").error, ReadOnly)

@@ -10,6 +10,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import lmdb
+import numpy as np
 import pytest
 
 from kvstore.cli import main
@@ -18,8 +19,8 @@ from kvstore.storage import index_check, index_file
 from kvstore.storage.drive_set import SET_NAME, read_set
 from kvstore.storage.folder import FolderLock
 from kvstore.storage.fsck import check
-from kvstore.storage.index import Index
-from kvstore.storage.row_check import checked
+from kvstore.storage.index import BLOCKS_NAME, Index
+from kvstore.storage.index_layout import BLOCK_ROW, NAME_BYTES
 from kvstore.storage.superblock import find_superblock
 from kvstore.storage.volume import Volume
 from tests.storage.fakes import FakeBay, FakeDisk
@@ -111,30 +112,44 @@ def put_row(rig: StoreRig, change: Callable[[Index, Any], object]) -> None:
 
 
 def commit_is_noted(rig: StoreRig) -> None:
-    """Note the last commit of an index that was changed behind the store's back."""
+    """Note the last commits of an index that was changed behind the store's back."""
     index = Index(rig.data / "index-0", 0)
-    commits = index._env.info()["last_txnid"]
-    index.abandon()
     lock = FolderLock(rig.data)
     place = lock.place(0)
-    place.write_note(place.note._replace(commit=commits))
+    index._notes, index._noted = place, place.note[:2]
+    index._note_commit()
+    index.abandon()
     lock.release()
 
 
-def flip_in_row(number: int, byte: int, bit: int) -> Callable[[Index, Any], object]:
-    def flip(index: Index, transaction: Any) -> None:
-        block = TENANT + key(number)
-        row = bytearray(transaction.get(block, db=index.blocks))
-        row[byte] ^= 1 << bit
-        transaction.put(block, bytes(row), db=index.blocks)
-
-    return flip
+def change_blocks(rig: StoreRig, change: Callable[[Index], object]) -> None:
+    """Change blocks behind the store's back, with every check of their rows right."""
+    index = Index(rig.data / "index-0", 0)
+    change(index)
+    index.abandon()
+    commit_is_noted(rig)
 
 
-@pytest.mark.parametrize("byte", [1, 8, 9, 12, 16, 24, 40, 50], ids=lambda byte: f"byte-{byte}")
+def row_at(data: bytes, number: int) -> int:
+    """Return where the row of a stored block begins in the file of the table."""
+    rows = np.frombuffer(data, BLOCK_ROW, offset=PAGE)
+    is_its = (rows["key"] == np.void(key(number))) & (rows["gone"] == 0)
+    return PAGE + BLOCK_ROW.itemsize * int(np.flatnonzero(is_its)[0])
+
+
+def flip_in_row(rig: StoreRig, number: int, byte: int, bit: int) -> None:
+    path = rig.data / "index-0" / BLOCKS_NAME
+    data = bytearray(path.read_bytes())
+    data[row_at(data, number) + byte] ^= 1 << bit
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "byte", [0, 20, 49, 57, 60, 66, 80, 88, 92, 96, 104, 113], ids=lambda byte: f"byte-{byte}"
+)
 @pytest.mark.parametrize("closed_first", [True, False])
 def test_one_flipped_bit_in_a_row_costs_no_record(tmp_path: Path, byte: int, *, closed_first: bool) -> None:
-    """Of its place, length, CRC, generation, expiry, fingerprint and check."""
+    """Of its name, place, length, CRC, generation, fingerprint, domain, slot, commit, check and expiry."""
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
@@ -144,20 +159,23 @@ def test_one_flipped_bit_in_a_row_costs_no_record(tmp_path: Path, byte: int, *, 
     else:
         rig.kill()
         rig.disk = disk_of(rig).after_kill(1)
-    put_row(rig, flip_in_row(50, byte, 4))
-    commit_is_noted(rig)
+    flip_in_row(rig, 50, byte, 4)
     all_is_there(rig)
     assert rig.store.statistics().rebuilt
     puts_overwrite_nothing(rig)
     rig.store.close()
 
 
+@pytest.mark.parametrize("file", ["data.mdb", BLOCKS_NAME])
 @pytest.mark.parametrize("repaired", [False, True])
-def test_a_zeroed_page_is_rebuilt_from_by_a_start_and_by_fsck(closed: StoreRig, *, repaired: bool) -> None:
-    pages = data_of(closed).stat().st_size // PAGE
-    whole = data_of(closed).read_bytes()
+def test_a_zeroed_page_is_rebuilt_from_by_a_start_and_by_fsck(
+    closed: StoreRig, file: str, *, repaired: bool
+) -> None:
+    path = closed.data / "index-0" / file
+    pages = path.stat().st_size // PAGE
+    whole = path.read_bytes()
     for page in range(pages):
-        data_of(closed).write_bytes(whole[: page * PAGE] + bytes(PAGE) + whole[(page + 1) * PAGE :])
+        path.write_bytes(whole[: page * PAGE] + bytes(PAGE) + whole[(page + 1) * PAGE :])
         (closed.data / "index-0" / "seal").unlink(missing_ok=True)  # so that the page itself is looked at
         if repaired:
             disk = FakeDisk(disk_of(closed).pages)
@@ -166,7 +184,7 @@ def test_a_zeroed_page_is_rebuilt_from_by_a_start_and_by_fsck(closed: StoreRig, 
         all_is_there(closed)
         closed.store.close()
         closed.disk = FakeDisk(disk_of(closed).pages)
-        whole = data_of(closed).read_bytes()
+        whole = path.read_bytes()
 
 
 def _bay(disk: FakeDisk) -> Any:
@@ -205,7 +223,7 @@ def test_an_index_damaged_at_random_costs_no_record_and_lets_none_be_overwritten
 
 
 def damage(folder: Path, rng: random.Random) -> None:
-    path = folder / "data.mdb"
+    path = folder / rng.choice(["data.mdb", BLOCKS_NAME])
     data = bytearray(path.read_bytes())
     pages = len(data) // PAGE
     match rng.randrange(7):
@@ -237,12 +255,13 @@ def damage(folder: Path, rng: random.Random) -> None:
 
 
 def test_a_rebuild_is_said_in_one_sentence(closed: StoreRig, caplog: pytest.LogCaptureFixture) -> None:
-    put_row(closed, flip_in_row(50, 1, 4))
+    flip_in_row(closed, 50, 1, 4)
     with caplog.at_level(logging.WARNING):
         all_is_there(closed)
     said = [record.getMessage() for record in caplog.records if "index" in record.getMessage()]
     assert said == [
-        f"The index in {closed.data / 'index-0'} is rebuilt from the drive: a block's row was changed."
+        f"The index in {closed.data / 'index-0'} is rebuilt from the drive: it can't be opened: its table of blocks"
+        " was changed."
     ]
     closed.store.close()
 
@@ -310,20 +329,6 @@ def test_the_index_of_a_killed_process_is_believed(killed: StoreRig) -> None:
     killed.store.close()
 
 
-def _drop_owner(index: Index, transaction: Any) -> None:
-    entry = index.lookup([(TENANT, key(50))])[0]
-    assert entry is not None
-    transaction.delete(struct.pack(">Q", entry.generation), db=index.generations)
-
-
-def _move_owner(index: Index, transaction: Any) -> None:
-    entry = index.lookup([(TENANT, key(50))])[0]
-    assert entry is not None
-    row = bytearray(transaction.get(struct.pack(">Q", entry.generation), db=index.generations))
-    row[49] ^= 16
-    transaction.put(struct.pack(">Q", entry.generation), bytes(row), db=index.generations)
-
-
 def _session(index: Index, transaction: Any) -> None:
     with transaction.cursor(index.sessions) as cursor:
         cursor.first()
@@ -338,48 +343,34 @@ def _reference(index: Index, transaction: Any) -> None:
     transaction.put(block, bytes([row[0] ^ 1]) + row[1:], db=index.references)
 
 
-def _beyond(index: Index, transaction: Any) -> None:
-    entry = index.lookup([(TENANT, key(50))])[0]
-    assert entry is not None
-    put_both(index, transaction, entry._replace(offset=1 << 40))
+def _beyond(index: Index) -> None:
+    put_changed(index, offset=1 << 40)
 
 
-def _odd(index: Index, transaction: Any) -> None:
-    entry = index.lookup([(TENANT, key(50))])[0]
-    assert entry is not None
-    put_both(index, transaction, entry._replace(offset=entry.offset + 1))
-
-
-def _elsewhere(index: Index, transaction: Any) -> None:
+def _elsewhere(index: Index) -> None:
     """A row whose checks are all right and whose record's header says something else."""
+    put_changed(index, crc32c=1)
+
+
+def put_changed(index: Index, **fields: int) -> None:
     entry = index.lookup([(TENANT, key(50))])[0]
     assert entry is not None
-    put_both(index, transaction, entry._replace(crc32c=entry.crc32c ^ 1))
-
-
-def put_both(index: Index, transaction: Any, entry: Any) -> None:
-    block = TENANT + key(50)
-    transaction.put(block, checked(block, struct.pack("<QIIQQ16sI", *entry)), db=index.blocks)
-    owner = struct.pack("<48sQI", block, entry.offset, entry.length)
-    transaction.put(struct.pack(">Q", entry.generation), owner, db=index.generations)
+    index.publish([((TENANT, key(50)), entry._replace(**fields))])
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (flip_in_row(50, 1, 4), "a block's row was changed"),
-        (_drop_owner, "by name and by generation differ"),
-        (_move_owner, "by name and by generation differ"),
-        (_session, "a row was changed"),
-        (_reference, "a row was changed"),
-        (_beyond, "beyond the drive"),
-        (_odd, "has an impossible place"),
-        (_elsewhere, "differs from its record's header"),
+        (lambda rig: put_row(rig, _session), "a row was changed"),
+        (lambda rig: put_row(rig, _reference), "a row was changed"),
+        (lambda rig: change_blocks(rig, _beyond), "beyond the drive"),
+        (lambda rig: change_blocks(rig, _elsewhere), "differs from its record's header"),
+        (lambda rig: flip_in_row(rig, 50, 1, 4), "its table of blocks was changed"),
     ],
 )
-def test_a_contradiction_is_seen(killed: StoreRig, change: Callable[[Index, Any], object], why: str) -> None:
-    put_row(killed, change)
-    commit_is_noted(killed)
+def test_a_contradiction_is_seen(killed: StoreRig, change: Callable[[StoreRig], None], why: str) -> None:
+    change(killed)
+    commit_is_noted(killed) if "table" not in why else None
     with pytest.raises(Corrupt, match=why):
         believed(killed)
     all_is_there(killed)
@@ -392,13 +383,13 @@ def test_a_row_that_no_look_up_finds_is_seen(killed: StoreRig) -> None:
     """A branch that sends look-ups another way; all rows are there, and whole."""
     data = bytearray(data_of(killed).read_bytes())
     tables = struct.unpack_from("<Q", data, newest_head(data) + 40 + 48 + 40)[0] * PAGE
-    said = data.index(b"blocks", tables, tables + PAGE) + len(b"blocks")
+    said = data.index(b"references", tables, tables + PAGE) + len(b"references")
     root = struct.unpack_from("<Q", data, said + 40)[0] * PAGE
     assert struct.unpack_from("<H", data, root + 10)[0] == 1, "it has branches"
     second = struct.unpack_from("<H", data, root + 18)[0]
     data[root + second + 8] = 0xFF
     data_of(killed).write_bytes(data)
-    with pytest.raises(Corrupt, match="not found where its row stands"):
+    with pytest.raises(Corrupt, match="not found where it stands"):
         believed(killed)
     all_is_there(killed)
     assert killed.store.statistics().rebuilt
@@ -476,15 +467,10 @@ def test_a_row_that_changed_while_it_was_open_wipes_nothing(tmp_path: Path) -> N
     fill(rig)
     entry = rig.store.lookup([(TENANT, key(51))])[0]
     assert entry is not None
-    index = rig.drive._index
-
-    def point_at_another(transaction: Any) -> None:
-        block = TENANT + key(50)
-        row = bytearray(transaction.get(block, db=index.blocks))
-        row[:8] = struct.pack("<Q", entry.offset)
-        transaction.put(block, bytes(row), db=index.blocks)
-
-    index.write(point_at_another)
+    path = rig.data / "index-0" / BLOCKS_NAME
+    with path.open("r+b") as file:  # the same file: the store has it open
+        file.seek(row_at(path.read_bytes(), 50) + NAME_BYTES)
+        file.write(struct.pack("<Q", entry.offset))
     assert rig.delete(50).error is not None
     rig.store.close()
     rig.disk = FakeDisk(disk_of(rig).pages)

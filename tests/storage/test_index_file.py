@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,21 +13,29 @@ from kvstore.storage import index_file
 from kvstore.storage.drive_set import SET_NAME, DriveSet, read_set, write_set
 from kvstore.storage.folder import CommitNote, FolderLock
 from kvstore.storage.index import Index
-from tests.storage.rig import TENANT, key
-from tests.storage.test_index import entry
+from tests.storage.rig import key
 from tests.storage.test_index_damage import newest_head
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 PAGE = 4096
+
+
+def put_rows(index: Index, numbers: Iterable[int]) -> None:
+    def put(transaction: Any) -> None:
+        for number in numbers:
+            transaction.put(key(number) + bytes(16), bytes(60), db=index.references)
+
+    index.write(put)
 
 
 def structure(tmp_path: Path) -> bytearray:
     """The file of an index whose trees have branches, and whose free list is long."""
     index = Index.empty(tmp_path / "index", 1)
     for first in range(0, 2000, 50):
-        index.publish(((TENANT, key(number)), entry(number)) for number in range(first, first + 50))
+        put_rows(index, range(first, first + 50))
     index.abandon()
     return bytearray((tmp_path / "index" / "data.mdb").read_bytes())
 
@@ -158,7 +166,7 @@ def test_no_plaintext_of_the_heap_gets_into_the_index(tmp_path: Path) -> None:
             ctypes.memmove(address, (mark * 11)[:PAGE], PAGE)
         for address in dirty[::2]:
             libc.free(address)
-        index.publish([((TENANT, key(number)), entry(number))])
+        put_rows(index, [number])
         for address in dirty[1::2]:
             libc.free(address)
     index.abandon()

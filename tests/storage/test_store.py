@@ -291,7 +291,7 @@ def test_close_does_not_wait_for_what_an_exception_has_lost(
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     with monkeypatch.context() as broken:
-        broken.delattr(Index, "publish")
+        broken.delattr(Index, "publish_rows")
         with pytest.raises(AttributeError):
             rig.put(1, b"x")
     with pytest.raises(StorageError, match="unusable after an earlier exception"):

@@ -47,7 +47,7 @@ ffi.set_source(
     include_dirs=["kvstore/storage/keep", "nic_offload"],
     extra_compile_args=[
         "-std=gnu11",
-        "-Os",  # a wheel is small, and this is called from Python
+        "-O2",
         "-g",
         "-Wall",
         "-Wextra",

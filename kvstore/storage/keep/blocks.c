@@ -156,11 +156,15 @@ const uint32_t *keep_blocks_marks(const keep_blocks *b)
 	return b->marks;
 }
 
-uint32_t keep_blocks_mark(const keep_blocks *b, const uint8_t *tenant)
+uint32_t keep_blocks_mark(keep_blocks *b, const uint8_t *tenant)
 {
-	uint32_t mark = (uint32_t)tk_siphash(b->head.secret, tenant, KEEP_TENANT_BYTES);
+	if (b->last_mark == 0 || memcmp(b->last_tenant, tenant, KEEP_TENANT_BYTES) != 0) {
+		uint32_t mark = (uint32_t)tk_siphash(b->head.secret, tenant, KEEP_TENANT_BYTES);
 
-	return mark ? mark : 1;
+		b->last_mark = mark ? mark : 1;
+		memcpy(b->last_tenant, tenant, KEEP_TENANT_BYTES);
+	}
+	return b->last_mark;
 }
 
 static int reserve(keep_blocks *b, uint64_t slots)
@@ -238,7 +242,7 @@ static int is_same(const struct keep_block *row, const struct keep_block *other)
 static int put_one(keep_blocks *b, const struct keep_block *row, uint64_t at, struct keep_head *head)
 {
 	struct keep_block before, *after = &b->pending[at];
-	uint64_t hash = hash_of(b, row->name);
+	uint64_t hash = hash_of(b, row->name), identity;
 	int found = find(b, hash, row->name, &before), error;
 
 	b->old[at] = KEEP_NO_ID;
@@ -251,7 +255,8 @@ static int put_one(keep_blocks *b, const struct keep_block *row, uint64_t at, st
 	after->slot = b->taken[at];
 	after->born = head->commit;
 	after->gone = 0;
-	after->check = keep_block_check(b, after);
+	identity = keep_block_identity(b, after);
+	after->check = keep_block_check(b, identity, after->expires_ms);
 	if (found)
 		take_out(b, hash, &before);
 	error = add(b, hash, after);
@@ -262,7 +267,7 @@ static int put_one(keep_blocks *b, const struct keep_block *row, uint64_t at, st
 		return error;
 	}
 	head->count += !found;
-	head->sum += keep_block_identity(b, after) - (found ? keep_block_identity(b, &before) : 0);
+	head->sum += identity - (found ? keep_block_identity(b, &before) : 0);
 	if (found)
 		b->old[at] = before.slot;
 	return 0;
@@ -389,7 +394,7 @@ int keep_blocks_renew(keep_blocks *b, const uint8_t *names, const uint64_t *expi
 
 		if (found == 1) {
 			row.expires_ms = expiries_ms[i];
-			row.check = keep_block_check(b, &row);
+			row.check = keep_block_check(b, keep_block_identity(b, &row), row.expires_ms);
 			found = keep_blocks_write_expiry(b, &row);
 		}
 		if (found < 0)

@@ -52,7 +52,7 @@ uint64_t keep_blocks_count(const keep_blocks *b);
 uint64_t keep_blocks_slots(const keep_blocks *b);
 const uint64_t *keep_blocks_generations(const keep_blocks *b);
 const uint32_t *keep_blocks_marks(const keep_blocks *b);
-uint32_t keep_blocks_mark(const keep_blocks *b, const uint8_t *tenant);
+uint32_t keep_blocks_mark(keep_blocks *b, const uint8_t *tenant);
 int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t count);
 int keep_blocks_remove(keep_blocks *b, const uint8_t *names, uint64_t count, struct keep_block *out);
 int keep_blocks_renew(keep_blocks *b, const uint8_t *names, const uint64_t *expiries_ms, uint64_t count);

@@ -65,9 +65,9 @@ uint64_t keep_block_identity(const struct keep_blocks *b, const struct keep_bloc
 	return tk_siphash(b->head.secret, row, offsetof(struct keep_block, check));
 }
 
-uint64_t keep_block_check(const struct keep_blocks *b, const struct keep_block *row)
+uint64_t keep_block_check(const struct keep_blocks *b, uint64_t identity, uint64_t expires_ms)
 {
-	uint64_t said[2] = {keep_block_identity(b, row), row->expires_ms};
+	uint64_t said[2] = {identity, expires_ms};
 
 	return tk_siphash(b->head.secret, said, sizeof said);
 }
@@ -80,7 +80,7 @@ int keep_blocks_read(const keep_blocks *b, uint32_t slot, struct keep_block *out
 	if (got < 0)
 		return (int)got;
 	if (got < ROW_BYTES || out->slot != slot || out->generation != b->generations[slot] ||
-	    out->check != keep_block_check(b, out))
+	    out->check != keep_block_check(b, keep_block_identity(b, out), out->expires_ms))
 		return -EBADMSG;
 	return 0;
 }
@@ -168,6 +168,7 @@ static int read_head(keep_blocks *b)
 static int load_one(keep_blocks *b, uint32_t slot, struct keep_block *row, int is_writable, uint64_t *sum)
 {
 	int is_ours = row->born != 0 && row->born <= b->head.commit, error;
+	uint64_t identity;
 
 	if (!is_ours || (row->gone != 0 && row->gone <= b->head.commit)) {
 		if (is_writable && row->born > b->head.commit) {
@@ -178,14 +179,15 @@ static int load_one(keep_blocks *b, uint32_t slot, struct keep_block *row, int i
 		}
 		return keep_blocks_load_slot(b, slot, NULL);
 	}
-	if (row->slot != slot || row->check != keep_block_check(b, row))
+	identity = keep_block_identity(b, row);
+	if (row->slot != slot || row->check != keep_block_check(b, identity, row->expires_ms))
 		return -EBADMSG;
 	if (is_writable && row->gone != 0) {
 		error = keep_blocks_mark_gone(b, slot, 0);
 		if (error < 0)
 			return error;
 	}
-	*sum += keep_block_identity(b, row);
+	*sum += identity;
 	return keep_blocks_load_slot(b, slot, row);
 }
 

@@ -33,6 +33,8 @@ struct keep_blocks {
 	uint64_t *generations; /* of each slot; 0: it is free */
 	uint32_t generations_room;
 	uint32_t *marks, marks_room; /* of the tenant of each slot */
+	uint8_t last_tenant[KEEP_TENANT_BYTES];
+	uint32_t last_mark; /* 0: not known */
 	struct keep_map by_generation;
 	uint32_t *free, free_room, free_count;
 	/* While a batch is put: the slots for it in ascending order, its rows as they will be written, and those that each
@@ -46,7 +48,7 @@ struct keep_blocks {
 /* blocks_file.c */
 
 uint64_t keep_block_identity(const struct keep_blocks *b, const struct keep_block *row);
-uint64_t keep_block_check(const struct keep_blocks *b, const struct keep_block *row);
+uint64_t keep_block_check(const struct keep_blocks *b, uint64_t identity, uint64_t expires_ms);
 int keep_blocks_read(const keep_blocks *b, uint32_t slot, struct keep_block *out);
 int keep_blocks_write_rows(keep_blocks *b, const struct keep_block *rows, uint64_t count);
 int keep_blocks_mark_gone(keep_blocks *b, uint32_t slot, uint64_t commit);
