@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,14 +47,16 @@ class BlockTable:
     def create(cls, path: Path) -> BlockTable:
         """Make a new table, in place of an existing file."""
         table = cls(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        table._or_close(lib.keep_blocks_create(table._table))
+        with table._closed_if_it_fails():
+            _check(lib.keep_blocks_create(table._table))
         return table
 
     @classmethod
     def load(cls, path: Path, *, readonly: bool = False) -> BlockTable:
         """Open an existing table, undoing what a killed process left of its last change; Corrupt if it isn't whole."""
         table = cls(path, os.O_RDONLY if readonly else os.O_RDWR)
-        table._or_close(lib.keep_blocks_load(table._table, not readonly), "its table of blocks was changed")
+        with table._closed_if_it_fails():
+            _check(lib.keep_blocks_load(table._table, not readonly), "its table of blocks was changed")
         return table
 
     def close(self) -> None:
@@ -162,21 +165,20 @@ class BlockTable:
         )
         return rows
 
-    def _or_close(self, outcome: int, if_damaged: str = "") -> None:
+    @contextmanager
+    def _closed_if_it_fails(self) -> Iterator[None]:
         try:
-            if outcome == -errno.EBADMSG:
-                raise Corrupt(if_damaged)
-            _check(outcome)
+            yield
         except BaseException:
             self.close()
             raise
 
 
-def _check(outcome: int) -> int:
+def _check(outcome: int, if_damaged: str = "contradicts itself: a block's row was changed") -> int:
     if outcome >= 0:
         return outcome
     if outcome == -errno.EBADMSG:
-        raise Corrupt("contradicts itself: a block's row was changed")
+        raise Corrupt(if_damaged)
     if outcome == -errno.EEXIST:
         raise StorageError("could not be written: two blocks have one generation")
     if outcome == -errno.ENOMEM:

@@ -463,8 +463,9 @@ class Index:
         if not self.has_doubts:
             return np.empty(0, np.uint64)
         names = blocks.view(np.uint8).reshape(len(blocks), -1)[:, :NAME_BYTES].tobytes()
-        before: NDArray[np.uint64] = self._asked(lambda: self._table.find(names))["generation"]
-        return before[before != blocks["generation"]]
+        before = self._asked(lambda: self._table.find(names))["generation"]
+        replaced: NDArray[np.uint64] = before[before != blocks["generation"]]
+        return replaced
 
     def _forget_doubts(self, generations: NDArray[np.uint64]) -> None:
         """Remove the doubts of blocks that are gone."""

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import struct
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -27,7 +28,8 @@ from tests.storage.fakes import FakeBay, FakeDisk
 from tests.storage.rig import TENANT, StoreRig, key, name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 CASES = int(os.environ.get("TRIGGERKV_INDEX_CASES", "240"))  # the long form: 20,000
@@ -130,7 +132,7 @@ def change_blocks(rig: StoreRig, change: Callable[[Index], object]) -> None:
     commit_is_noted(rig)
 
 
-def row_at(data: bytes, number: int) -> int:
+def row_at(data: bytes | bytearray, number: int) -> int:
     """Return where the row of a stored block begins in the file of the table."""
     rows = np.frombuffer(data, BLOCK_ROW, offset=PAGE)
     is_its = (rows["key"] == np.void(key(number))) & (rows["gone"] == 0)
@@ -259,9 +261,9 @@ def test_a_rebuild_is_said_in_one_sentence(closed: StoreRig, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         all_is_there(closed)
     said = [record.getMessage() for record in caplog.records if "index" in record.getMessage()]
+    folder = closed.data / "index-0"
     assert said == [
-        f"The index in {closed.data / 'index-0'} is rebuilt from the drive: it can't be opened: its table of blocks"
-        " was changed."
+        f"The index in {folder} is rebuilt from the drive: it can't be opened: its table of blocks was changed."
     ]
     closed.store.close()
 
@@ -352,7 +354,7 @@ def _elsewhere(index: Index) -> None:
     put_changed(index, crc32c=1)
 
 
-def put_changed(index: Index, **fields: int) -> None:
+def put_changed(index: Index, **fields: Any) -> None:
     entry = index.lookup([(TENANT, key(50))])[0]
     assert entry is not None
     index.publish([((TENANT, key(50)), entry._replace(**fields))])
@@ -424,23 +426,46 @@ def failing(*_: object, **__: object) -> Any:
     raise lmdb.CorruptedError("located page was wrong type")
 
 
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[StoreRig], AbstractContextManager[None]]]:
+    """A way to make an open table's file one that takes nothing and has only zeros."""
+    with ExitStack() as last:
+        full = os.open("/dev/full", os.O_RDWR)
+        last.callback(os.close, full)
+
+        @contextmanager
+        def while_full(rig: StoreRig) -> Iterator[None]:
+            fd = rig.drive._index._table._fd
+            own = os.dup(fd)
+            os.dup2(full, fd)
+            try:
+                yield
+            finally:
+                os.dup2(own, fd)
+                os.close(own)
+
+        yield while_full
+
+
 def test_an_index_that_fails_while_it_serves_is_a_typed_error_and_no_acknowledgement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full_disk: Callable[[StoreRig], AbstractContextManager[None]],
 ) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
-    env = rig.drive._index._env
-    with monkeypatch.context() as broken:
-        broken.setattr(rig.drive._index, "_env", _Broken(env))
+    with full_disk(rig):
         assert isinstance(rig.put(3000, b"x").error, StorageError)
         done, _ = rig.get(1)
         assert done.miss is not None
     assert isinstance(rig.put(3001, b"x").error, ReadOnly), "nobody knows what it has by now"
+    assert rig.get(1)[1] == payload_of(1), "and what it had is there"
     with monkeypatch.context() as broken:
-        broken.setattr(rig.drive._index, "_env", _Broken(env))
-        assert rig.delete(1).error is not None
+        broken.setattr(rig.drive._index, "_env", _Broken(rig.drive._index._env))
         assert rig.append(7, [1]).error is not None
+    with full_disk(rig):
+        assert rig.delete(1).error is not None
     rig.store.close()
     assert not data_of(rig).exists(), "so that it is built anew"
     rig.disk = FakeDisk(disk_of(rig).pages)

@@ -16,7 +16,9 @@ _DECLARATIONS = "".join(
 )
 _PARTS = (
     "blocks",
+    "blocks_change",
     "blocks_file",
+    "blocks_load",
     "chains",
     "core",
     "core_goes",

@@ -37,12 +37,11 @@ struct keep_blocks {
 	uint32_t last_mark; /* 0: not known */
 	struct keep_map by_generation;
 	uint32_t *free, free_room, free_count;
-	/* While a batch is put: the slots for it in ascending order, its rows as they will be written, and those that each
-	 * replaces. While it is removed: only the latter. */
+	/* While a batch is put: the slots for it in ascending order, its rows as they will be written, and the row that each
+	 * replaces, without a generation if there is none. */
 	uint32_t *taken, taken_room, taken_count;
-	struct keep_block *pending;
-	uint32_t pending_room;
-	uint32_t *old, old_room;
+	struct keep_block *pending, *before;
+	uint32_t pending_room, before_room;
 };
 
 /* blocks_file.c */
@@ -56,6 +55,21 @@ int keep_blocks_write_expiry(keep_blocks *b, const struct keep_block *row);
 int keep_blocks_write_head(keep_blocks *b, const struct keep_head *head);
 
 /* blocks.c */
+
+uint64_t keep_blocks_hash(const keep_blocks *b, const uint8_t *name);
+struct keep_part *keep_blocks_part(const keep_blocks *b, uint64_t hash);
+uint64_t keep_blocks_word(uint64_t hash, uint32_t slot);
+int keep_blocks_row(const keep_blocks *b, uint32_t slot, struct keep_block *out);
+int keep_blocks_find_one(const keep_blocks *b, uint64_t hash, const uint8_t *name, struct keep_block *out);
+int keep_blocks_reserve(keep_blocks *b, uint64_t slots);
+int keep_blocks_add(keep_blocks *b, uint64_t hash, const struct keep_block *row);
+void keep_blocks_take_out(keep_blocks *b, uint64_t hash, const struct keep_block *row);
+
+/* blocks_change.c */
+
+void keep_blocks_free_slot(keep_blocks *b, uint32_t slot);
+
+/* blocks_load.c */
 
 int keep_blocks_begin_loading(keep_blocks *b);
 int keep_blocks_load_slot(keep_blocks *b, uint32_t slot, const struct keep_block *row);

@@ -1,0 +1,207 @@
+/* Changes of the table of a drive's blocks, each of many blocks and one commit. Memory is changed first, because a block
+ * may come twice in a batch, and is put back if the file can't be written.
+ */
+#include "blocks_inside.h"
+
+static int ascend(const void *one, const void *other)
+{
+	uint32_t a = *(const uint32_t *)one, b = *(const uint32_t *)other;
+
+	return (a > b) - (a < b);
+}
+
+/* Chooses slots for a batch: free ones first. */
+static int take_slots(keep_blocks *b, uint64_t count)
+{
+	uint64_t reused = count < b->free_count ? count : b->free_count, slots = b->head.slots + count - reused;
+	int error = slots < KEEP_NO_ID ? keep_blocks_reserve(b, slots) : -ENOSPC;
+
+	if (error == 0)
+		error = keep_grow((void **)&b->taken, &b->taken_room, count, sizeof *b->taken);
+	if (error == 0)
+		error = keep_grow((void **)&b->pending, &b->pending_room, count, sizeof *b->pending);
+	if (error == 0)
+		error = keep_grow((void **)&b->before, &b->before_room, count, sizeof *b->before);
+	if (error == 0) /* all of these may be free afterwards: those it replaces, and its own that it doesn't need */
+		error = keep_grow((void **)&b->free, &b->free_room, b->free_count + 2 * count, sizeof *b->free);
+	if (error < 0)
+		return error;
+	b->free_count -= reused;
+	memcpy(b->taken, b->free + b->free_count, reused * sizeof *b->taken);
+	qsort(b->taken, reused, sizeof *b->taken, ascend);
+	for (uint64_t i = reused; i < count; i++)
+		b->taken[i] = (uint32_t)(b->head.slots + i - reused);
+	memset(b->pending, 0, count * sizeof *b->pending);
+	return 0;
+}
+
+static struct keep_block *pending_at(keep_blocks *b, uint32_t slot)
+{
+	const uint32_t *its = bsearch(&slot, b->taken, b->taken_count, sizeof *b->taken, ascend);
+
+	keep_assert(its != NULL);
+	return &b->pending[its - b->taken];
+}
+
+static int is_same(const struct keep_block *row, const struct keep_block *other)
+{
+	return memcmp(row, other, offsetof(struct keep_block, slot)) == 0 && row->expires_ms == other->expires_ms;
+}
+
+/* Adds a row of a batch to the memory, in place of one with its name, which becomes `before`. */
+static int put_one(keep_blocks *b, const struct keep_block *row, uint64_t at, struct keep_head *head)
+{
+	struct keep_block *before = &b->before[at], *after = &b->pending[at];
+	uint64_t hash = keep_blocks_hash(b, row->name), identity;
+	int found = keep_blocks_find_one(b, hash, row->name, before), error;
+
+	if (found < 0)
+		return found;
+	b->taken_count = (uint32_t)at + 1;
+	if (!found || is_same(row, before))
+		before->generation = 0;
+	if (found && before->generation == 0)
+		return 0; /* nothing changes, and the slot stays free */
+	*after = *row;
+	after->slot = b->taken[at];
+	after->born = head->commit;
+	after->gone = 0;
+	identity = keep_block_identity(b, after);
+	after->check = keep_block_check(b, identity, after->expires_ms);
+	if (found)
+		keep_blocks_take_out(b, hash, before);
+	error = keep_blocks_add(b, hash, after);
+	if (error < 0) {
+		if (found)
+			keep_assert(keep_blocks_add(b, hash, before) == 0); /* its part has room for it */
+		*after = (struct keep_block){0};
+		return error;
+	}
+	head->count += !found;
+	head->sum += identity - (found ? keep_block_identity(b, before) : 0);
+	return 0;
+}
+
+static void undo_put(keep_blocks *b, uint64_t count)
+{
+	for (uint64_t at = count; at-- > 0;) {
+		const struct keep_block *before = &b->before[at];
+
+		if (b->pending[at].born == 0)
+			continue;
+		keep_blocks_take_out(b, keep_blocks_hash(b, b->pending[at].name), &b->pending[at]);
+		if (before->generation != 0)
+			keep_assert(keep_blocks_add(b, keep_blocks_hash(b, before->name), before) == 0);
+	}
+}
+
+void keep_blocks_free_slot(keep_blocks *b, uint32_t slot)
+{
+	b->free[b->free_count++] = slot;
+}
+
+static int write_put(keep_blocks *b, uint64_t count, const struct keep_head *head)
+{
+	int error;
+
+	/* A row that another of its batch replaces is written as one that is gone. */
+	for (uint64_t i = 0; i < count; i++)
+		if (b->before[i].generation != 0 && b->before[i].born == head->commit)
+			pending_at(b, b->before[i].slot)->gone = head->commit;
+	error = keep_blocks_write_rows(b, b->pending, count);
+	for (uint64_t i = 0; i < count && error == 0; i++)
+		if (b->before[i].generation != 0 && b->before[i].born != head->commit)
+			error = keep_blocks_mark_gone(b, b->before[i].slot, head->commit);
+	return error < 0 ? error : keep_blocks_write_head(b, head);
+}
+
+/* Puts blocks in this order, each in place of one with its name. */
+int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t count)
+{
+	struct keep_head head = b->head;
+	uint64_t done = 0;
+	int error;
+
+	if (b->has_failed)
+		return -EIO;
+	error = take_slots(b, count);
+	if (error < 0)
+		return error;
+	head.commit++;
+	if (count > 0 && b->taken[count - 1] >= head.slots)
+		head.slots = (uint64_t)b->taken[count - 1] + 1;
+	while (done < count && error == 0) {
+		error = put_one(b, &rows[done], done, &head);
+		done += error == 0;
+	}
+	b->taken_count = (uint32_t)count;
+	if (error == 0)
+		error = write_put(b, count, &head);
+	if (error < 0)
+		undo_put(b, done);
+	for (uint64_t i = 0; i < count; i++)
+		if (error < 0 ? b->taken[i] < b->head.slots : b->pending[i].born == 0)
+			keep_blocks_free_slot(b, b->taken[i]);
+	for (uint64_t i = 0; i < count && error == 0; i++)
+		if (b->before[i].generation != 0)
+			keep_blocks_free_slot(b, b->before[i].slot);
+	b->taken_count = 0;
+	return error;
+}
+
+/* Removes blocks; the row of each is returned, one without a generation for each that there is not. */
+int keep_blocks_remove(keep_blocks *b, const uint8_t *names, uint64_t count, struct keep_block *out)
+{
+	struct keep_head head = b->head;
+	uint64_t done = 0;
+	int error = keep_grow((void **)&b->free, &b->free_room, b->free_count + count, sizeof *b->free);
+
+	if (b->has_failed)
+		return -EIO;
+	head.commit++;
+	for (; done < count && error >= 0; done += error >= 0) {
+		uint64_t hash = keep_blocks_hash(b, names + done * KEEP_NAME_BYTES);
+
+		error = keep_blocks_find_one(b, hash, names + done * KEEP_NAME_BYTES, &out[done]);
+		if (error == 1) {
+			keep_blocks_take_out(b, hash, &out[done]);
+			head.count--;
+			head.sum -= keep_block_identity(b, &out[done]);
+		} else if (error == 0) {
+			out[done].generation = 0;
+		}
+	}
+	for (uint64_t i = 0; i < done && error >= 0; i++)
+		if (out[i].generation != 0)
+			error = keep_blocks_mark_gone(b, out[i].slot, head.commit);
+	if (error >= 0)
+		error = keep_blocks_write_head(b, &head);
+	for (uint64_t i = done; i-- > 0;) {
+		if (out[i].generation == 0)
+			continue;
+		if (error >= 0)
+			keep_blocks_free_slot(b, out[i].slot);
+		else
+			keep_assert(keep_blocks_add(b, keep_blocks_hash(b, out[i].name), &out[i]) == 0);
+	}
+	return error < 0 ? error : 0;
+}
+
+/* Changes when blocks expire; those that there are not are left out. Each change is one write, and no commit. */
+int keep_blocks_renew(keep_blocks *b, const uint8_t *names, const uint64_t *expiries_ms, uint64_t count)
+{
+	struct keep_block row;
+
+	for (uint64_t i = 0; i < count; i++) {
+		int found = b->has_failed ? -EIO : keep_blocks_find_one(b, keep_blocks_hash(b, names + i * KEEP_NAME_BYTES), names + i * KEEP_NAME_BYTES, &row);
+
+		if (found == 1) {
+			row.expires_ms = expiries_ms[i];
+			row.check = keep_block_check(b, keep_block_identity(b, &row), row.expires_ms);
+			found = keep_blocks_write_expiry(b, &row);
+		}
+		if (found < 0)
+			return found;
+	}
+	return 0;
+}

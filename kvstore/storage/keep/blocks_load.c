@@ -1,0 +1,71 @@
+/* Fills the table in memory while its file is read. */
+#include "blocks_inside.h"
+
+int keep_blocks_begin_loading(keep_blocks *b)
+{
+	int error = keep_blocks_reserve(b, b->head.slots);
+
+	if (error == 0)
+		error = keep_grow((void **)&b->free, &b->free_room, b->head.slots - b->head.count, sizeof *b->free);
+	if (error == 0)
+		keep_map_expect(&b->by_generation, b->head.count);
+	return error;
+}
+
+/* Takes a live row, or NULL: the next slot is free. */
+int keep_blocks_load_slot(keep_blocks *b, uint32_t slot, const struct keep_block *row)
+{
+	uint64_t hash;
+	struct keep_part *part;
+	int error;
+
+	if (row == NULL) {
+		if (b->free_count == b->head.slots - b->head.count)
+			return -EBADMSG;
+		keep_blocks_free_slot(b, slot);
+		return 0;
+	}
+	if (row->generation == 0 || keep_map_find(&b->by_generation, row->generation) != KEEP_NO_ID)
+		return -EBADMSG;
+	hash = keep_blocks_hash(b, row->name);
+	part = keep_blocks_part(b, hash);
+	error = keep_grow_tightly((void **)&part->words, &part->room, (uint64_t)part->count + 1, sizeof *part->words);
+	if (error < 0)
+		return error;
+	part->words[part->count++] = keep_blocks_word(hash, slot);
+	b->generations[slot] = row->generation;
+	b->marks[slot] = keep_blocks_mark(b, row->name);
+	keep_map_add(&b->by_generation, slot);
+	return 0;
+}
+
+static int words_ascend(const void *one, const void *other)
+{
+	uint64_t a = *(const uint64_t *)one, b = *(const uint64_t *)other;
+
+	return (a > b) - (a < b);
+}
+
+/* Sorts all names; two rows of one name are an error. */
+int keep_blocks_end_loading(keep_blocks *b)
+{
+	struct keep_block row, other;
+
+	for (uint32_t i = 0; i < KEEP_PARTS; i++) {
+		struct keep_part *part = &b->parts[i];
+
+		if (part->count > 1)
+			qsort(part->words, part->count, sizeof *part->words, words_ascend);
+		for (uint32_t at = 0; at < part->count; at++)
+			for (uint32_t next = at + 1;
+			     next < part->count && part->words[next] >> 32 == part->words[at] >> 32; next++) {
+				int error = keep_blocks_read(b, (uint32_t)part->words[at], &row);
+
+				if (error == 0)
+					error = keep_blocks_read(b, (uint32_t)part->words[next], &other);
+				if (error < 0 || memcmp(row.name, other.name, KEEP_NAME_BYTES) == 0)
+					return error < 0 ? error : -EBADMSG;
+			}
+	}
+	return 0;
+}
