@@ -20,7 +20,7 @@ from kvstore.storage.index_layout import BLOCK_ROW, NAME_BYTES
 from kvstore.storage.keep._keep import ffi, lib
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -94,6 +94,11 @@ class BlockTable:
         """Remove blocks: one commit. Return the row of each; one without a generation for each that there is not."""
         return self._rows(len(names) // NAME_BYTES, lib.keep_blocks_remove, names)
 
+    def remove_generations(self, generations: Sequence[int]) -> NDArray[Any]:
+        """Remove the blocks with these generations, like `remove`."""
+        asked = ffi.from_buffer("uint64_t[]", np.array(generations, np.uint64))
+        return self._rows(len(generations), lib.keep_blocks_remove_generations, asked)
+
     def renew(self, names: bytes, expiries_ms: NDArray[np.uint64]) -> None:
         """Change when blocks expire; those that there are not are left out."""
         expiries = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(expiries_ms))
@@ -107,9 +112,9 @@ class BlockTable:
         """Return how many of these keys are there and have not expired, up to the first that is not."""
         return _check(lib.keep_blocks_find_until(self._table, tenant, keys, count, now_ms))
 
-    def of_generations(self, generations: NDArray[np.uint64]) -> NDArray[Any]:
+    def of_generations(self, generations: Sequence[int]) -> NDArray[Any]:
         """Return the row of each generation; one without a generation for each that there is not."""
-        asked = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(generations, np.uint64))
+        asked = ffi.from_buffer("uint64_t[]", np.array(generations, np.uint64))
         return self._rows(len(generations), lib.keep_blocks_of_generations, asked)
 
     def after(self, at: int, limit: int, tenant: bytes | None = None) -> tuple[NDArray[Any], int]:

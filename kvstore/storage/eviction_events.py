@@ -295,19 +295,17 @@ class Keeping:
         if not victims:
             return
         try:
-            known = self._index.names_of(victims.generations)
-            names = [name for name in known if name is not None]
-            assert len(names) == len(victims), "the core and the index know different blocks"
-            gone = self._forget(names)
+            gone = self._index.remove_generations(victims.generations)
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             return
+        names = [name for name, _ in gone]
         if self.listener is not None:
             reasons = victims.reasons
             for reason in set(reasons):
                 self._tell([name for name, one in zip(names, reasons, strict=True) if one is reason], reason)
         self._history.add(names, victims)
-        self._leave_ground([entry for entry in gone if entry is not None])
+        self._leave_ground([entry for _, entry in gone])
 
     def clear(self, generations: Sequence[int]) -> None:
         """Drop blocks that lie where room is needed, except those that have got a guard meanwhile."""

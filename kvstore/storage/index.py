@@ -337,6 +337,13 @@ class Index:
         self._forget_doubts(rows["generation"])
         return [entry if entry.generation else None for _, entry in _entries(rows)]
 
+    def remove_generations(self, generations: Sequence[int]) -> list[tuple[Name, Entry]]:
+        """Remove the blocks with these generations, all of which are there; return them in this order."""
+        rows = self._change(lambda: self._table.remove_generations(generations))
+        self._forget_doubts(rows["generation"])
+        assert rows["generation"].all(), "somebody else knows other blocks"
+        return list(_entries(rows))
+
     def entries(self) -> Iterator[tuple[Name, Entry]]:
         """Return all entries, in no order."""
         for rows in self.block_rows():
@@ -456,7 +463,7 @@ class Index:
         return self._asked(lambda: self._table.find(b"".join([tenant + key for key in keys])))
 
     def _of_generations(self, generations: Sequence[int]) -> NDArray[Any]:
-        return self._asked(lambda: self._table.of_generations(np.array(generations, np.uint64)))
+        return self._asked(lambda: self._table.of_generations(generations))
 
     def _doubted_of(self, blocks: NDArray[Any]) -> NDArray[np.uint64]:
         """Return the generations of what these blocks replace, if there may be doubts."""

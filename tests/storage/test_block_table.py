@@ -60,7 +60,13 @@ class Model:
 
     def remove(self) -> None:
         names = [self.some_name() for _ in range(self.dice.choice([1, 5, 50]))]
-        gone = entries_of(self.table.remove(joined(names)))
+        if self.dice.random() < 0.5:
+            gone = entries_of(self.table.remove(joined(names)))
+        else:
+            known = [self.blocks.get(name) for name in names]
+            gone = entries_of(
+                self.table.remove_generations([entry.generation if entry else 1 << 50 for entry in known])
+            )
         assert gone == [self.blocks.pop(name, None) for name in names]
 
     def renew(self) -> None:
@@ -86,7 +92,7 @@ class Model:
         by_generation = {entry.generation: name for name, entry in self.blocks.items()}
         assert self.table.generations().tolist() == sorted(by_generation)
         asked = [*by_generation, self.generation + 1]
-        rows = self.table.of_generations(np.array(asked, np.uint64))
+        rows = self.table.of_generations(asked)
         found = [
             (tenant, name) if born else None for tenant, name, _, _, _, born, *_ in unpacked(rows.tobytes())
         ]

@@ -55,6 +55,7 @@ const uint32_t *keep_blocks_marks(const keep_blocks *b);
 uint32_t keep_blocks_mark(keep_blocks *b, const uint8_t *tenant);
 int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t count);
 int keep_blocks_remove(keep_blocks *b, const uint8_t *names, uint64_t count, struct keep_block *out);
+int keep_blocks_remove_generations(keep_blocks *b, const uint64_t *generations, uint64_t count, struct keep_block *out);
 int keep_blocks_renew(keep_blocks *b, const uint8_t *names, const uint64_t *expiries_ms, uint64_t count);
 int keep_blocks_find(const keep_blocks *b, const uint8_t *names, uint64_t count, struct keep_block *out);
 int64_t keep_blocks_find_until(const keep_blocks *b, const uint8_t *tenant, const uint8_t *keys, uint64_t count,

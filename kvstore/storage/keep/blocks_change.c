@@ -149,8 +149,25 @@ int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t coun
 	return error;
 }
 
-/* Removes blocks; the row of each is returned, one without a generation for each that there is not. */
-int keep_blocks_remove(keep_blocks *b, const uint8_t *names, uint64_t count, struct keep_block *out)
+static int find_named(const keep_blocks *b, const void *names, uint64_t at, struct keep_block *out)
+{
+	const uint8_t *name = (const uint8_t *)names + at * KEEP_NAME_BYTES;
+
+	return keep_blocks_find_one(b, keep_blocks_hash(b, name), name, out);
+}
+
+static int find_generation(const keep_blocks *b, const void *generations, uint64_t at, struct keep_block *out)
+{
+	uint32_t slot = keep_map_find(&b->by_generation, ((const uint64_t *)generations)[at]);
+	int error = slot == KEEP_NO_ID ? 0 : keep_blocks_read(b, slot, out);
+
+	return error < 0 ? error : slot != KEEP_NO_ID;
+}
+
+/* Removes blocks that `find_it` finds; the row of each is returned, one without a generation for each that there is
+ * not. */
+static int remove_found(keep_blocks *b, int (*find_it)(const keep_blocks *, const void *, uint64_t, struct keep_block *),
+			const void *asked, uint64_t count, struct keep_block *out)
 {
 	struct keep_head head = b->head;
 	uint64_t done = 0;
@@ -160,11 +177,9 @@ int keep_blocks_remove(keep_blocks *b, const uint8_t *names, uint64_t count, str
 		return -EIO;
 	head.commit++;
 	for (; done < count && error >= 0; done += error >= 0) {
-		uint64_t hash = keep_blocks_hash(b, names + done * KEEP_NAME_BYTES);
-
-		error = keep_blocks_find_one(b, hash, names + done * KEEP_NAME_BYTES, &out[done]);
+		error = find_it(b, asked, done, &out[done]);
 		if (error == 1) {
-			keep_blocks_take_out(b, hash, &out[done]);
+			keep_blocks_take_out(b, keep_blocks_hash(b, out[done].name), &out[done]);
 			head.count--;
 			head.sum -= keep_block_identity(b, &out[done]);
 		} else if (error == 0) {
@@ -187,13 +202,23 @@ int keep_blocks_remove(keep_blocks *b, const uint8_t *names, uint64_t count, str
 	return error < 0 ? error : 0;
 }
 
+int keep_blocks_remove(keep_blocks *b, const uint8_t *names, uint64_t count, struct keep_block *out)
+{
+	return remove_found(b, find_named, names, count, out);
+}
+
+int keep_blocks_remove_generations(keep_blocks *b, const uint64_t *generations, uint64_t count, struct keep_block *out)
+{
+	return remove_found(b, find_generation, generations, count, out);
+}
+
 /* Changes when blocks expire; those that there are not are left out. Each change is one write, and no commit. */
 int keep_blocks_renew(keep_blocks *b, const uint8_t *names, const uint64_t *expiries_ms, uint64_t count)
 {
 	struct keep_block row;
 
 	for (uint64_t i = 0; i < count; i++) {
-		int found = b->has_failed ? -EIO : keep_blocks_find_one(b, keep_blocks_hash(b, names + i * KEEP_NAME_BYTES), names + i * KEEP_NAME_BYTES, &row);
+		int found = b->has_failed ? -EIO : find_named(b, names, i, &row);
 
 		if (found == 1) {
 			row.expires_ms = expiries_ms[i];
