@@ -92,7 +92,7 @@ class BlockTable:
 
     def remove(self, names: bytes) -> NDArray[Any]:
         """Remove blocks: one commit. Return the row of each; one without a generation for each that there is not."""
-        return self._rows(len(names) // NAME_BYTES, lib.keep_blocks_remove, names)
+        return self._of_names(lib.keep_blocks_remove, names)
 
     def remove_generations(self, generations: Sequence[int]) -> NDArray[Any]:
         """Remove the blocks with these generations, like `remove`."""
@@ -106,7 +106,7 @@ class BlockTable:
 
     def find(self, names: bytes) -> NDArray[Any]:
         """Return the row of each block; one without a generation for each that there is not."""
-        return self._rows(len(names) // NAME_BYTES, lib.keep_blocks_find, names)
+        return self._of_names(lib.keep_blocks_find, names)
 
     def find_until(self, tenant: bytes, keys: bytes, count: int, now_ms: int) -> int:
         """Return how many of these keys are there and have not expired, up to the first that is not."""
@@ -160,6 +160,11 @@ class BlockTable:
         if not count:
             return np.empty(0, kind)
         return np.frombuffer(ffi.buffer(words, count * np.dtype(kind).itemsize), kind)
+
+    def _of_names(self, call: Any, names: bytes) -> NDArray[Any]:
+        count, rest = divmod(len(names), NAME_BYTES)
+        assert not rest, "each name has a tenant and a key of their lengths"
+        return self._rows(count, call, names)
 
     def _rows(self, count: int, call: Any, what: Any) -> NDArray[Any]:
         rows = np.empty(count, BLOCK_ROW)

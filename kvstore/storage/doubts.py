@@ -20,6 +20,8 @@ import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from kvstore.errors import StorageError
 from kvstore.limits import BATCH_BLOCKS_MAX, DOUBTS_LISTED_AT_ONCE
 from kvstore.storage.row_check import checked
@@ -89,6 +91,20 @@ class Doubts:
                     cursor.putmulti((one, checked(one, _DOUBT)) for one in some)
 
             self._write(doubt)
+
+    def forget_gone(self) -> None:
+        """Remove the doubts of blocks that are gone: a process may have died before it did."""
+        if not self._index.has_doubts:
+            return
+        with self._index.reading() as transaction:
+            noted = b"".join(transaction.cursor(self._index.doubts).iternext(values=False))
+        gone = np.setdiff1d(np.frombuffer(noted, ">u8"), self._index.generations())
+
+        def forget(transaction: Any) -> None:
+            for one in map(_GENERATION.pack, gone.tolist()):
+                transaction.delete(one, db=self._index.doubts)
+
+        self._write(forget)
 
     def believe(self, generations: Iterable[int]) -> None:
         """Record that the CRCs of these blocks were checked and are right; `commit` makes that durable."""

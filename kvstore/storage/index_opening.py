@@ -136,6 +136,8 @@ def open_index(
         assert lives is not None
         index = without_clear_labels(index, folder, volume, undo)
         doubts = Doubts(index)
+        if not index.was_clean:
+            doubts.forget_gone()
         if rebuilt or not index.knows_doubts:
             doubts.add_above(0)
         elif not index.was_clean:

@@ -93,7 +93,7 @@ int post_or_queue_word(struct tk_fabric *one, struct tk_endpoint *from, uint64_t
 {
 	(void)one, (void)peer;
 	must(from == endpoint && key == 7 && target >= ACK_BASE && target < ACK_BASE + 8 * ACK_WORDS && target % 8 == 0);
-	must(word >> ACK_CODE_BITS);
+	must(word >> ACK_CODE_BITS != 0);
 	if (++words % 7 == 0)
 		return -FI_EAGAIN;
 	landed_words += (word & ((1 << ACK_CODE_BITS) - 1)) == LANDED;

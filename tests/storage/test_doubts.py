@@ -131,6 +131,25 @@ def test_after_sigkill_what_is_not_known_to_be_synced_is_doubted_and_nothing_els
     assert fake.get(3)[1] == PAYLOAD
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_the_doubt_of_a_block_goes_with_it(
+    fake: StoreRig, monkeypatch: pytest.MonkeyPatch, *, dies: bool
+) -> None:
+    """Also if the process dies when the block is gone and its doubt is not."""
+    for number in range(3):
+        fake.put(number, PAYLOAD)
+    restart(fake)
+    assert fake.store.statistics().doubted == 3
+    with monkeypatch.context() as before_it:
+        if dies:
+            before_it.setattr(Index, "_forget_doubts", lambda *_: None)
+        assert fake.delete(1).error is None
+    assert fake.store.statistics().doubted == 2 + dies
+    restart(fake)
+    assert fake.store.statistics().doubted == 2
+    assert fake.store.explain(TENANT, key(2)).doubted
+
+
 def test_what_a_failed_sync_has_torn_settles_no_put_after_a_restart(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     disk_of(fake).faults = {disk_of(fake).operations + 1: -errno.EIO}

@@ -7,6 +7,7 @@
 #include "siphash.h"
 
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static const char MAGIC[8] = "TKVROWS1";
@@ -154,12 +155,16 @@ int keep_blocks_is_of(const keep_blocks *b, const uint8_t *drive, uint64_t epoch
 static int read_head(keep_blocks *b)
 {
 	ssize_t got = read_all(b, &b->head, sizeof b->head, 0);
+	struct stat file;
 
 	if (got < 0)
 		return (int)got;
+	if (fstat(b->file, &file) < 0)
+		return -errno;
 	if (got < (ssize_t)sizeof b->head || memcmp(b->head.magic, MAGIC, sizeof MAGIC) != 0 ||
 	    b->head.check != tk_siphash(b->head.secret, &b->head, offsetof(struct keep_head, check)) ||
-	    b->head.slots >= KEEP_NO_ID || b->head.count > b->head.slots)
+	    b->head.slots >= KEEP_NO_ID || b->head.count > b->head.slots ||
+	    (b->head.slots > 0 && file.st_size < offset_of((uint32_t)b->head.slots)))
 		return -EBADMSG;
 	return 0;
 }
