@@ -96,6 +96,16 @@ def _new_index(
     return index
 
 
+def _doubts(index: Index, synced_generation: int, *, rebuilt: bool) -> Doubts:
+    doubts = Doubts(index)
+    if rebuilt or not index.knows_doubts:
+        doubts.add_above(0)
+    elif not index.was_clean:
+        doubts.forget_gone()
+        doubts.add_above(synced_generation)
+    return doubts
+
+
 def open_index(
     folder: Path,
     notes: NotePlace,
@@ -135,13 +145,7 @@ def open_index(
         assert live is not None
         assert lives is not None
         index = without_clear_labels(index, folder, volume, undo)
-        doubts = Doubts(index)
-        if not index.was_clean:
-            doubts.forget_gone()
-        if rebuilt or not index.knows_doubts:
-            doubts.add_above(0)
-        elif not index.was_clean:
-            doubts.add_above(synced_generation)
+        doubts = _doubts(index, synced_generation, rebuilt=rebuilt)
         clean = blank or (index.was_clean and not rebuilt)
         volume.begin_epoch(None if clean else live)
         drive_uuid, epoch = volume.superblock.drive_uuid, volume.superblock.epoch

@@ -1,7 +1,7 @@
 """A request for an unknown block of one erase domain costs the same whether or not another domain has the same prefix.
 
-What is compared is work, not time: which functions of the node run, how often, and what they ask of LMDB and of the
-drive. Times would depend on the machine.
+What is compared is work, not time: which functions of the node run, how often, and what they ask of the index and of
+the drive. Times would depend on the machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SIZE, COUNT, TIMES, TIMES_MAX, TURNS = 5000, 4, 9, 90, 20
 ADA, BOB, GONE = (domain_of(user) for user in ("ada", "bob", "gone"))
 # Of the loop, whose turns are as many as the time has ticks, and of the connection.
 OF_THE_CLOCK = ("ticks", "asyncio", "grpc", "selectors", "threading", "timings", "clock", "heap", "logs")
-OF_LIBRARIES = ("Environment.", "Transaction.", "Cursor.", "Struct.", "blake2b.")  # LMDB, its rows, digests
-LOOKED_AT = ("Index.lookup", "Transaction.get", "OpenKeyring.erased_ms", "blake2b.digest")
+OF_LIBRARIES = ("Lib.keep_", "Environment.", "Transaction.", "Cursor.", "Struct.", "blake2b.")  # of the index, digests
+LOOKED_AT = ("Index.lookup", "keep_blocks_find", "OpenKeyring.erased_ms", "blake2b.digest")
 Work = frozenset[tuple[str, int]]
 ANY: set[Work] = set()
 
