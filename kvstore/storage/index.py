@@ -87,9 +87,7 @@ _DOUBTED_KEY: Final = b"doubts"  # with the epoch up to which doubts are noted
 _EPOCH: Final = struct.Struct("<Q")
 _FAILURES: Final = (lmdb.Error, struct.error)
 _TABLES: Final = (b"sessions", b"chunks", b"references", b"meta", b"owed", PLACES, b"doubts")
-_TABLE_COMMITS: Final = (
-    40  # bits of the number of the last commit that are the table's; the others are LMDB's
-)
+_TABLE_COMMITS: Final = 40  # bits of the last commit's number that are the table's; the others are LMDB's
 
 BLOCKS_NAME: Final = "blocks"  # the table's file, beside LMDB's
 
@@ -123,13 +121,8 @@ def kernel_boot_id() -> str:
 
 
 def _entries(rows: NDArray[Any]) -> Iterator[tuple[Name, Entry]]:
-    for tenant, key, offset, length, crc, generation, fingerprint, domain, expires_ms in unpacked(
-        rows.tobytes()
-    ):
-        yield (
-            (tenant, key),
-            Entry(offset, length, crc, generation, expires_ms, fingerprint, domain),
-        )
+    for tenant, key, offset, length, crc, born, fingerprint, domain, expires_ms in unpacked(rows.tobytes()):
+        yield (tenant, key), Entry(offset, length, crc, born, expires_ms, fingerprint, domain)
 
 
 def _commit_of(table: int, rest: int) -> int:
@@ -267,12 +260,7 @@ class Index:
     def lookup(self, names: Sequence[Name]) -> list[Entry | None]:
         """Look up many blocks at once."""
         rows = self._asked(lambda: self._table.find(b"".join([part for name in names for part in name])))
-        return [
-            Entry(offset, length, crc, generation, expires_ms, fingerprint, domain) if generation else None
-            for _, _, offset, length, crc, generation, fingerprint, domain, expires_ms in unpacked(
-                rows.tobytes()
-            )
-        ]
+        return [entry if entry.generation else None for _, entry in _entries(rows)]
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> int:
         """Return how many keys from the first are stored and not expired; each one is looked up.

@@ -31,7 +31,14 @@ SIZE, COUNT, TIMES, TIMES_MAX, TURNS = 5000, 4, 9, 90, 20
 ADA, BOB, GONE = (domain_of(user) for user in ("ada", "bob", "gone"))
 # Of the loop, whose turns are as many as the time has ticks, and of the connection.
 OF_THE_CLOCK = ("ticks", "asyncio", "grpc", "selectors", "threading", "timings", "clock", "heap", "logs")
-OF_LIBRARIES = ("Lib.keep_", "Environment.", "Transaction.", "Cursor.", "Struct.", "blake2b.")  # of the index, digests
+OF_LIBRARIES = (
+    "Lib.keep_",
+    "Environment.",
+    "Transaction.",
+    "Cursor.",
+    "Struct.",
+    "blake2b.",
+)  # of the index, digests
 LOOKED_AT = ("Index.lookup", "keep_blocks_find", "OpenKeyring.erased_ms", "blake2b.digest")
 Work = frozenset[tuple[str, int]]
 ANY: set[Work] = set()
