@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from bisect import bisect_right
 from collections import defaultdict
 from functools import partial
+from hashlib import blake2b
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -143,6 +143,10 @@ class Context:
         raise rpc_error(code, details)
 
 
+def _place(name: Name) -> int:
+    return 1 + int.from_bytes(blake2b(b"".join(name), digest_size=6).digest())
+
+
 class Store:
     """The blocks of one folder: a store with one drive, which is its own index."""
 
@@ -160,10 +164,10 @@ class Store:
     def seal(self) -> int:
         return self._last
 
-    def after(self, after: bytes, count: int) -> list[tuple[Name, Entry]]:
-        names = sorted(self.blocks)
-        first = bisect_right(names, after, key=b"".join)
-        return [(name, self.blocks[name]) for name in names[first : first + count]]
+    def after(self, at: int, count: int) -> tuple[list[tuple[Name, Entry]], int]:
+        names = sorted((name for name in self.blocks if _place(name) >= at), key=_place)
+        place = _place(names[count]) if count < len(names) else 0
+        return [(name, self.blocks[name]) for name in names[:count]], place
 
     def references(self, names: Sequence[Name]) -> list[tuple[()]]:
         return [()] * len(names)
