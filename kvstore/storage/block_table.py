@@ -67,7 +67,10 @@ class BlockTable:
 
     def sync(self) -> None:
         """Make all changes durable."""
-        os.fsync(self._fd)
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise StorageError(f"could not be synced: {error.strerror}") from error
 
     @property
     def commit(self) -> int:

@@ -232,9 +232,8 @@ class Index:
         self._open(durable=True)
         self._begin_epoch_of_table(superblock)
         try:
-            self._table.sync()
-        except OSError as error:
-            self._fails(f"could not be synced: {error.strerror}")
+            self._asked(self._table.sync)
+        except StorageError:
             self.abandon()
             return
         self._put_meta(superblock, boot_id, clean=True)

@@ -19,13 +19,15 @@ from kvstore.storage.index_layout import BLOCK_ROW, NAME_BYTES, rows_of_entries,
 from tests.storage.rig import key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from kvstore.storage.index import Name
 
 SEEDS = int(os.environ.get("TRIGGERKV_TABLE_SEEDS", "60"))
 TENANTS = [bytes([number]) * 16 for number in range(1, 4)]
+NAMES = [(tenant, key(number)) for tenant in TENANTS for number in range(120)]
+SLOTS_MAX = len(NAMES) + 40  # and one batch in place of others
 PAGE = 4096
 ROW = BLOCK_ROW.itemsize
 
@@ -33,15 +35,16 @@ ROW = BLOCK_ROW.itemsize
 class Model:
     """A table, and what it should have."""
 
-    def __init__(self, path: Path, seed: int) -> None:
+    def __init__(self, path: Path, seed: int, names: Sequence[Name] = NAMES) -> None:
         self.path = path
         self.dice = random.Random(seed)
         self.table = BlockTable.create(path)
+        self.names = names
         self.blocks: dict[Name, Entry] = {}
         self.generation = 0
 
     def some_name(self) -> Name:
-        return self.dice.choice(TENANTS), key(self.dice.randrange(120))
+        return self.dice.choice(self.names)
 
     def some_entry(self) -> Entry:
         self.generation += self.dice.choice([1, 1, 1, 7])
@@ -88,21 +91,20 @@ class Model:
 
     def is_as_expected(self) -> None:
         assert len(self.table) == len(self.blocks)
-        names = [(tenant, key(number)) for tenant in TENANTS for number in range(120)]
-        assert entries_of(self.table.find(joined(names))) == [self.blocks.get(name) for name in names]
+        found = entries_of(self.table.find(joined(self.names)))
+        assert found == [self.blocks.get(name) for name in self.names]
         assert contents(self.table) == self.blocks
         by_generation = {entry.generation: name for name, entry in self.blocks.items()}
         assert self.table.generations().tolist() == sorted(by_generation)
         asked = [*by_generation, self.generation + 1]
         rows = self.table.of_generations(asked)
-        found = [
+        assert [
             (tenant, name) if born else None for tenant, name, _, _, _, born, *_ in unpacked(rows.tobytes())
-        ]
-        assert found == [by_generation.get(one) for one in asked]
+        ] == [by_generation.get(one) for one in asked]
         for tenant in TENANTS:
             own = {name: entry for name, entry in self.blocks.items() if name[0] == tenant}
             assert self.table.generations(tenant).tolist() == sorted(one.generation for one in own.values())
-            keys = [key(number) for number in range(120)]
+            keys = [one for owner, one in self.names if owner == tenant]
             there = [0 if self.is_missing((tenant, one)) else 1 for one in keys]
             count = self.table.find_until(tenant, b"".join(keys), len(keys), 1000)
             assert count == (there.index(0) if 0 in there else len(there))
@@ -112,7 +114,7 @@ class Model:
         return entry is None or 0 < entry.expires_ms <= 1000
 
 
-def joined(names: list[Name]) -> bytes:
+def joined(names: Sequence[Name]) -> bytes:
     return b"".join(tenant + one for tenant, one in names)
 
 
@@ -258,9 +260,10 @@ def test_a_change_that_could_not_be_written_has_changed_nothing(tmp_path: Path) 
         with unwritable(model), pytest.raises(StorageError, match="Bad file descriptor"):
             model.put() if seed % 2 else model.remove()
         model.is_as_expected()
-        with pytest.raises(StorageError):
-            model.remove()  # no change is made after one that failed
-        model.blocks = blocks
+        for change in (model.put, model.remove, model.renew):  # none is made after one that failed
+            with pytest.raises(StorageError, match="Input/output error"):
+                change()
+        assert model.blocks == blocks
         model.is_as_expected()
         model.reopen()
         model.is_as_expected()
@@ -269,18 +272,30 @@ def test_a_change_that_could_not_be_written_has_changed_nothing(tmp_path: Path) 
 
 def test_two_blocks_of_one_generation_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     model = Model(tmp_path / "blocks", 5)
-    for _ in range(10):
-        model.step()
-    taken = next(iter(model.blocks.values()))
-    taken_by = next(iter(model.blocks))
-    names = [name for name in (model.some_name() for _ in range(30)) if name != taken_by]
-    batch = [(name, model.some_entry()) for name in names]
-    batch.append(((TENANTS[0], key(5000)), taken))
-    with pytest.raises(StorageError, match="one generation"):
-        model.table.put(rows_of_entries(batch))
+    for _ in range(100):
+        model.put()
+        taken_by, taken = next(iter(model.blocks.items()))
+        names = [name for name in (model.some_name() for _ in range(30)) if name != taken_by]
+        batch = [(name, model.some_entry()) for name in names]
+        batch.append(((TENANTS[0], key(5000)), taken))
+        with pytest.raises(StorageError, match="one generation"):
+            model.table.put(rows_of_entries(batch))
+        assert len(model.table) == len(model.blocks)
+        model.remove()
     model.is_as_expected()
-    model.put()
+    assert model.path.stat().st_size <= PAGE + SLOTS_MAX * ROW, "each of its slots is free again"
     model.reopen()
+    model.is_as_expected()
+    model.table.close()
+
+
+def test_a_block_refused_for_its_generation_leaves_the_one_of_its_name(tmp_path: Path) -> None:
+    model = Model(tmp_path / "blocks", 5)
+    batch = [(name, model.some_entry()) for name in NAMES[:2]]
+    model.table.put(rows_of_entries(batch))
+    model.blocks.update(batch)
+    with pytest.raises(StorageError, match="one generation"):
+        model.table.put(rows_of_entries([(NAMES[0], batch[1][1])]))
     model.is_as_expected()
     model.table.close()
 
@@ -316,8 +331,7 @@ def test_a_slot_is_used_again(tmp_path: Path) -> None:
     for _ in range(300):
         model.put()
         model.remove()
-    most = 3 * 120 + 40  # all names, and one batch in place of others
-    assert model.path.stat().st_size <= PAGE + most * ROW
+    assert model.path.stat().st_size <= PAGE + SLOTS_MAX * ROW
     model.table.close()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.errors import ReadOnly, StorageError
 from kvstore.storage import index as index_module
+from kvstore.storage.doubts import Doubts
 from kvstore.storage.index import Entry, Index
 from kvstore.storage.outbox import Outbox
 from tests.storage.rig import FINGERPRINT, TENANT, StoreRig, key
@@ -68,6 +69,49 @@ def test_an_index_that_cannot_be_written_stops_puts_and_not_gets(
     assert isinstance(fake.put(3, b"after").error, ReadOnly)
     assert fake.get(1)[1] == b"before"
     fake.store.quarantine(TENANT, key(1), fake.get(1)[0].generation)  # cannot be recorded, and doesn't raise
+
+
+class KilledError(Exception):
+    """The process has died."""
+
+
+@pytest.mark.parametrize("what", ["remove", "publish"])
+def test_a_place_is_noted_before_the_block_there_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    index = Index.empty(tmp_path / "index", 1)
+    block, before, after = (TENANT, key(1)), entry(1), entry(2)
+    index.publish([(block, before)])
+
+    def die(*_: object) -> None:
+        raise KilledError
+
+    for change in ("put", "remove"):
+        monkeypatch.setattr(index._table, change, die)
+    with pytest.raises(KilledError):
+        index.remove([block], spared=[]) if what == "remove" else index.publish(
+            [(block, after)], left=[before]
+        )
+    with index.reading() as transaction:
+        assert transaction.stat(index.erased)["entries"] == 1
+    assert index.lookup([block]) == [before]
+    index.abandon()
+
+
+def test_doubts_go_with_their_blocks(tmp_path: Path) -> None:
+    index = Index.empty(tmp_path / "index", 1)
+    doubts = Doubts(index)
+    blocks = [((TENANT, key(number)), entry(number)) for number in range(1, 5)]
+    index.publish(blocks)
+    doubts.add(range(1, 5))
+    index.publish([(blocks[0][0], entry(11)), blocks[1]])
+    assert doubts.of(range(20)) == {2, 3, 4}
+    index.remove([blocks[2][0], (TENANT, key(100))])
+    assert doubts.of(range(20)) == {2, 4}
+    index.remove_generations([4])
+    assert doubts.of(range(20)) == {2}
+    assert len(doubts) == 1
+    index.abandon()
 
 
 def test_a_callback_that_raises_does_not_take_the_results_of_others_with_it() -> None:

@@ -22,6 +22,7 @@ from kvstore.storage.folder import FolderLock
 from kvstore.storage.fsck import check
 from kvstore.storage.index import BLOCKS_NAME, Index
 from kvstore.storage.index_layout import BLOCK_ROW, NAME_BYTES
+from kvstore.storage.row_check import CHECK_BYTES, checked
 from kvstore.storage.superblock import find_superblock
 from kvstore.storage.volume import Volume
 from tests.storage.fakes import FakeBay, FakeDisk
@@ -345,6 +346,14 @@ def _reference(index: Index, transaction: Any) -> None:
     transaction.put(block, bytes([row[0] ^ 1]) + row[1:], db=index.references)
 
 
+def _nowhere(index: Index, transaction: Any) -> None:
+    """A session's row whose check is right and whose place no record can have."""
+    with transaction.cursor(index.sessions) as cursor:
+        cursor.first()
+        session, row = cursor.item()
+    transaction.put(session, checked(session, bytes([row[0] ^ 1]) + row[1:-CHECK_BYTES]), db=index.sessions)
+
+
 def _beyond(index: Index) -> None:
     put_changed(index, offset=1 << 40)
 
@@ -365,6 +374,7 @@ def put_changed(index: Index, **fields: Any) -> None:
     [
         (lambda rig: put_row(rig, _session), "a row was changed"),
         (lambda rig: put_row(rig, _reference), "a row was changed"),
+        (lambda rig: put_row(rig, _nowhere), "an impossible place"),
         (lambda rig: change_blocks(rig, _beyond), "beyond the drive"),
         (lambda rig: change_blocks(rig, _elsewhere), "differs from its record's header"),
         (lambda rig: flip_in_row(rig, 50, 1, 4), "its table of blocks was changed"),
@@ -486,7 +496,7 @@ class _Broken:
         return getattr(self._env, attribute)
 
 
-def test_a_row_that_changed_while_it_was_open_wipes_nothing(tmp_path: Path) -> None:
+def test_a_row_that_changed_while_it_was_open_wipes_nothing_and_ends_all_puts(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
@@ -497,6 +507,7 @@ def test_a_row_that_changed_while_it_was_open_wipes_nothing(tmp_path: Path) -> N
         file.seek(row_at(path.read_bytes(), 50) + NAME_BYTES)
         file.write(struct.pack("<Q", entry.offset))
     assert rig.delete(50).error is not None
+    assert isinstance(rig.put(3001, b"x").error, ReadOnly), "nobody knows which other rows changed"
     rig.store.close()
     rig.disk = FakeDisk(disk_of(rig).pages)
     all_is_there(rig)
