@@ -34,7 +34,12 @@ __all__ = ["upgrade"]
 log = logging.getLogger(__name__)
 
 _META: Final = struct.Struct("<16sQ?36s")  # drive, epoch, whether it was closed cleanly, boot
-_KEYS: Final = {b"store 3": b"store 4", b"store 3, sealed": b"store 4, sealed"}
+_COMMIT: Final = struct.Struct("<Q")
+_COMMIT_KEY: Final = b"commit"  # the number of the last one
+_KEYS: Final = {  # an index that was sealed later has its row of before as well
+    b"store 3, sealed": b"store 4, sealed",
+    b"store 3": b"store 4",
+}
 _FIELDS: Final = ("offset", "length", "crc32c", "generation", "expires_ms", "fingerprint", "domain")
 _OLD_ROW: Final = np.dtype(
     [("tenant", "V16"), ("key", "V32"), *((name, BLOCK_ROW[name]) for name in _FIELDS), ("check", "V4")]
@@ -44,26 +49,30 @@ _OLD_ROW: Final = np.dtype(
 def upgrade(folder: Path, blocks: Path, superblock: Superblock) -> None:
     """Upgrade an index in `folder`, if it is an older one that can be; `blocks` is the file of the table."""
     size = (folder / DATA_NAME).stat().st_size
-    with lmdb.open(
-        str(folder), map_size=2 * size, max_dbs=INDEX_TABLES_MAX, lock=False, meminit=True, create=False
-    ) as env:
-        with env.begin() as transaction:
-            meta = env.open_db(b"meta", transaction, create=False)
-            found = ((key, transaction.get(key, db=meta)) for key in _KEYS)
-            key, row = next(((key, row) for key, row in found if row is not None), (b"", b""))
-            if not row or not _is_sound(row, key, superblock):
-                return
+    with (
+        lmdb.open(
+            str(folder), map_size=2 * size, max_dbs=INDEX_TABLES_MAX, lock=False, meminit=True, create=False
+        ) as env,
+        env.begin(write=True) as transaction,
+    ):
+        meta = env.open_db(b"meta", transaction, create=False)
+        commit = transaction.get(_COMMIT_KEY, db=meta)
+        found = ((key, transaction.get(key, db=meta)) for key in _KEYS)
+        key, row = next(((key, row) for key, row in found if row is not None), (b"", b""))
+        is_last = commit == _COMMIT.pack(transaction.id() - 1)
+        if not is_last or not row or not _is_sound(row, key, superblock):
+            return
         log.info("The index in %s is an older build's, and is converted.", folder)
         unseal(folder)
-        with env.begin(write=True) as transaction:
-            old = [env.open_db(name, transaction, create=False) for name in (b"blocks", b"generations")]
-            if not _copy(transaction.cursor(old[0]), blocks, superblock):
-                return
-            for table in old:
-                transaction.drop(table)
-            transaction.delete(key, db=meta)
-            transaction.put(_KEYS[key], checked(_KEYS[key], row[:-CHECK_BYTES]), db=meta)
-            transaction.put(b"commit", struct.pack("<Q", transaction.id()), db=meta)
+        old = [env.open_db(name, transaction, create=False) for name in (b"blocks", b"generations")]
+        if not _copy(transaction.cursor(old[0]), blocks, superblock):
+            return
+        for table in old:
+            transaction.drop(table)
+        for one in _KEYS:
+            transaction.delete(one, db=meta)
+        transaction.put(_KEYS[key], checked(_KEYS[key], row[:-CHECK_BYTES]), db=meta)
+        transaction.put(_COMMIT_KEY, _COMMIT.pack(transaction.id()), db=meta)
 
 
 def _copy(rows: Iterable[tuple[bytes, bytes]], blocks: Path, superblock: Superblock) -> bool:
