@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import struct
+import subprocess
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +47,15 @@ PAIRS = [
     (60858450, 69961441),
     (44571711, 111536699),
 ]
-# these are in one part, the first one, the last one, and that of the first pair;
+# these are in one part: in the first and the second one, the last but one and the last one, and that of the first pair
+# and the one behind it;
 PARTS = [
     (4852, 28861, 70901, 233551, 302414, 334757),
+    (43831, 153727),
+    (30797, 131751),
     (97474, 221436, 242310, 249114, 255293, 346397),
     (108127, 337913, 385590, 405206, 549578, 615633),
+    (43330, 54881),
 ]
 SAME_MARK = (83169, 244051)  # and these tenants have the same mark.
 CROWDED = [(TENANTS[number % 3], key(number)) for some in [*PAIRS, *PARTS] for number in some]
@@ -214,6 +220,48 @@ def test_rows_that_could_not_be_written_are_in_no_commit(tmp_path: Path, what: s
     model.reopen()
     model.is_as_expected()
     model.table.close()
+
+
+_WITHOUT_MEMORY = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from kvstore.storage.block_table import BlockTable
+from kvstore.storage.index_layout import BLOCK_ROW
+
+def leave(more_bytes):
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + more_bytes, resource.RLIM_INFINITY))
+
+table = BlockTable.create(Path(sys.argv[1]))
+first = refusals = 0
+for attempt in range(100):
+    number = np.arange(first + 1, first + 1 + (2000 if attempt else 100_000))
+    rows = np.zeros(len(number), BLOCK_ROW)
+    rows["key"] = number.astype("<u8").repeat(4).view("V32")
+    rows["generation"] = number
+    leave(attempt * 7 % 40 * 8192 if attempt else 1 << 30)
+    try:
+        table.put(rows)
+    except MemoryError:
+        leave(1 << 30)
+        refusals += 1
+        assert len(table) == first
+        assert not table.of_generations(number.tolist())["generation"].any()
+        table.put(rows)
+    leave(1 << 30)
+    first += len(rows)
+assert refusals > 5, refusals
+found = table.of_generations(range(1, first + 1))
+assert found["generation"].tolist() == list(range(1, first + 1))
+print("ok")
+"""
+
+
+def test_a_put_without_memory_changes_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WITHOUT_MEMORY, str(tmp_path / "blocks")]
+    ended = subprocess.run(command, capture_output=True, check=False, text=True, timeout=60)
+    assert (ended.stdout, ended.returncode) == ("ok\n", 0), ended.stderr
 
 
 @pytest.mark.parametrize("tenant", [None, TENANTS[1]])

@@ -177,10 +177,14 @@ def test_a_process_that_dies_within_a_change_has_made_all_of_it_or_nothing(tmp_p
 
 def test_a_reader_undoes_nothing(tmp_path: Path) -> None:
     model = Model(tmp_path / "blocks", 1)
-    model.put()
-    before = model.path.read_bytes()
-    model.put()
+    model.table.put(rows_of_entries([(name, model.some_entry()) for name in NAMES[:20]]))
+    model.table.remove(joined(NAMES[:10]))
+    before, commit = model.path.read_bytes(), model.table.commit
+    model.table.put(rows_of_entries([(name, model.some_entry()) for name in NAMES[5:15]]))
     torn = before[:PAGE] + model.path.read_bytes()[PAGE:]
+    rows = np.frombuffer(torn, BLOCK_ROW, len(before) // ROW - PAGE // ROW, PAGE)
+    assert (rows["born"] > commit).any()
+    assert (rows["gone"] > commit).any()
     model.path.write_bytes(torn)
     table = BlockTable.load(model.path, readonly=True)
     assert model.path.read_bytes() == torn

@@ -496,7 +496,7 @@ class _Broken:
         return getattr(self._env, attribute)
 
 
-def test_a_row_that_changed_while_it_was_open_wipes_nothing_and_ends_all_puts(tmp_path: Path) -> None:
+def test_a_row_that_changed_while_it_was_open_wipes_nothing(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
@@ -507,11 +507,20 @@ def test_a_row_that_changed_while_it_was_open_wipes_nothing_and_ends_all_puts(tm
         file.seek(row_at(path.read_bytes(), 50) + NAME_BYTES)
         file.write(struct.pack("<Q", entry.offset))
     assert rig.delete(50).error is not None
-    assert isinstance(rig.put(3001, b"x").error, ReadOnly), "nobody knows which other rows changed"
     rig.store.close()
     rig.disk = FakeDisk(disk_of(rig).pages)
     all_is_there(rig)
     rig.store.close()
+
+
+def test_a_get_that_meets_a_changed_row_ends_all_puts(killed: StoreRig) -> None:
+    """Nobody knows which other rows have changed."""
+    killed.open()
+    flip_in_row(killed, 50, 57, 4)
+    assert killed.get(50)[0].miss is not None
+    assert isinstance(killed.put(3001, b"x").error, ReadOnly)
+    assert killed.get(51)[1] == payload_of(51)
+    killed.store.close()
 
 
 def test_the_check_of_a_folder_says_why_an_index_is_not_believed(

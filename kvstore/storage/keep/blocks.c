@@ -169,10 +169,11 @@ uint32_t keep_blocks_mark(keep_blocks *b, const uint8_t *tenant)
 
 int keep_blocks_reserve(keep_blocks *b, uint64_t slots)
 {
-	int error = keep_grow((void **)&b->generations, &b->generations_room, slots, sizeof *b->generations);
+	int error = keep_grow((void **)&b->marks, &b->marks_room, slots, sizeof *b->marks);
 
 	if (error == 0)
-		error = keep_grow((void **)&b->marks, &b->marks_room, slots, sizeof *b->marks);
+		error = keep_grow((void **)&b->generations, &b->generations_room, slots, sizeof *b->generations);
+	/* The map reads the generations where they are now, so nothing may fail in between. */
 	return error < 0 ? error : keep_map_reserve(&b->by_generation, slots, b->generations, sizeof *b->generations);
 }
 

@@ -124,11 +124,13 @@ int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t coun
 
 	if (b->has_failed)
 		return -EIO;
+	if (count == 0)
+		return 0;
 	error = take_slots(b, count);
 	if (error < 0)
 		return error;
 	head.commit++;
-	if (count > 0 && b->taken[count - 1] >= head.slots)
+	if (b->taken[count - 1] >= head.slots)
 		head.slots = (uint64_t)b->taken[count - 1] + 1;
 	while (done < count && error == 0) {
 		error = put_one(b, &rows[done], done, &head);
