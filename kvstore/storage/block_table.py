@@ -143,7 +143,7 @@ class BlockTable:
         return np.sort(every[(every > 0) & (marks == lib.keep_blocks_mark(self._table, tenant))])
 
     def rows(self) -> Iterator[NDArray[Any]]:
-        """Return all rows, thousands at once, in no order. Nothing is changed meanwhile."""
+        """Return all rows, thousands at once, in no order, unchecked since loading. Nothing is changed meanwhile."""
         live = self._column(lib.keep_blocks_generations(self._table), np.uint64) > 0
         for first in range(0, len(live), INDEX_ROWS_AT_ONCE):
             part = live[first : first + INDEX_ROWS_AT_ONCE]

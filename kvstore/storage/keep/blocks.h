@@ -11,7 +11,8 @@
  *   the head, which says how many rows are live and has their sum. A row of a later commit than the head's counts as not
  *   written, and a mark of a later commit as not made.
  * - A call that fails has changed nothing in memory. After an error of the file no further commit is made.
- * - A row is used only if it is as it was written: each has a keyed check, also of its position in the file.
+ * - A row that is looked up or removed is used only if it is as it was written: each has a keyed check, also of its
+ *   position in the file. Loading checks all of them.
  * - In memory are 29 bytes a block: hash, generation, tenant's mark. The rest is read from the file when it is needed.
  *
  * It doesn't sync (the index does, when it is closed), so after power loss nothing in the file is trusted.
