@@ -29,7 +29,7 @@ from kvstore.reach import FABRIC
 from kvstore.storage.disk import DiskOpKind
 from nic_offload.flags import FlagWords
 from nic_offload.library import load
-from nic_offload.memory import allocate
+from nic_offload.memory import address_of, allocate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,8 +106,7 @@ def _many(size_bytes: int) -> int:
 def _memory(_: Path, tell: Told) -> Iterator[Sample]:
     jobs = _Jobs()
     with allocate(_MEMORY_SIZES[-1]) as source, allocate(_MEMORY_SIZES[-1]) as target:
-        views = [ctypes.c_char.from_buffer(memory) for memory in (source, target)]
-        begin, into = map(ctypes.addressof, views)
+        begin, into = address_of(source), address_of(target)
 
         def copy(size_bytes: int) -> int:
             start_ns = time.monotonic_ns()
@@ -118,7 +117,6 @@ def _memory(_: Path, tell: Told) -> Iterator[Sample]:
         for size_bytes in _MEMORY_SIZES:
             jobs.add("memory", "copy", size_bytes, 1, lambda size_bytes=size_bytes: copy(size_bytes))  # type: ignore[misc]
         yield from jobs.run(tell)
-        del views
 
 
 def _link(_: Path, tell: Told) -> Iterator[Sample]:

@@ -87,6 +87,17 @@ def test_what_is_no_part_and_no_folder_is_refused(tmp_path: Path, capsys: pytest
     assert "is not a folder" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("part", measure.PARTS)
+def test_ctrl_c_ends_a_part_and_leaves_nothing(part: str, tmp_path: Path) -> None:
+    def interrupted(_what: str, _done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure.measure([part], tmp_path, interrupted)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_cold_gets_come_from_the_drive_and_hot_ones_from_memory(tmp_path: Path) -> None:
     with (
         NodeInProcess(tmp_path / "node", 1 << 30, hot_bytes=HOT_BYTES_MIN) as node,
