@@ -1,6 +1,7 @@
-"""The start of both commands: Ctrl-C while their modules are imported ends them without a traceback.
+"""The entry points of both commands: Ctrl-C while their modules are imported ends them without a traceback.
 
-What always holds: this imports nothing that takes time. A SIGINT that is ignored stays ignored.
+What always holds: this imports nothing that takes time, not even the commands' packages. A SIGINT that is ignored stays
+ignored.
 What it doesn't do: handle signals once the command runs; `kvcli.running` does.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 import signal
 
-__all__ = ["run_main"]
+__all__ = ["kvsim", "kvstore", "run_main"]
 
 
 def run_main(module: str) -> int:
@@ -18,3 +19,13 @@ def run_main(module: str) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     status: int = importlib.import_module(module).main()
     return status
+
+
+def kvstore() -> int:
+    """Run the command `kvstore`; returns its exit status."""
+    return run_main("kvstore.cli")
+
+
+def kvsim() -> int:
+    """Run the command `kvsim`; returns its exit status."""
+    return run_main("sim.cli")

@@ -1,14 +1,8 @@
-"""The entry point of the command `kvstore`, and of `python -m kvstore`."""
+"""`python -m kvstore`: the same as the command `kvstore`."""
 
-from kvcli.start import run_main
+from kvcli.start import kvstore
 
-__all__ = ["main"]
-
-
-def main() -> int:
-    """Run the command; returns its exit status."""
-    return run_main("kvstore.cli")
-
+__all__: list[str] = []
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(kvstore())

@@ -1,14 +1,8 @@
-"""The entry point of the command `kvsim`, and of `python -m sim`."""
+"""`python -m sim`: the same as the command `kvsim`."""
 
-from kvcli.start import run_main
+from kvcli.start import kvsim
 
-__all__ = ["main"]
-
-
-def main() -> int:
-    """Run the command; returns its exit status."""
-    return run_main("sim.cli")
-
+__all__: list[str] = []
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(kvsim())

@@ -73,7 +73,7 @@ PARTS = {
         "sim/",
         "kvsim: what KV-cache offload costs on other hardware, and the cheapest cluster that meets a deadline",
         "console_scripts",
-        "kvsim = sim.__main__:main",
+        "kvsim = kvcli.start:kvsim",
     ),
 }
 

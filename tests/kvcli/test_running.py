@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,8 @@ from kvcli.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "commands.md").read_text()
 KVSTORE = (sys.executable, "-m", "kvstore")
 KVSIM = (sys.executable, "-m", "sim")
 BOTH = pytest.mark.parametrize("command", [KVSTORE, KVSIM], ids=["kvstore", "kvsim"])
@@ -133,6 +135,16 @@ def test_ctrl_c_while_a_command_is_imported_is_no_traceback(tmp_path: Path) -> N
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == -signal.SIGINT
         assert process.stderr.read() == b""
+
+
+def test_an_installed_command_imports_no_package_of_its_own_before_it_handles_ctrl_c() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == set(NAMES.values())
+    for entry in scripts.values():
+        module, _, name = entry.partition(":")
+        code = f"import sys, {module} as one; one.{name}; print(*{{m.partition('.')[0] for m in sys.modules}})"
+        packages = set(run(sys.executable, "-c", code).stdout.split())
+        assert packages & {"kvcli", "kvstore", "sim", "nic_offload"} == {"kvcli"}
 
 
 def test_a_command_handles_ctrl_c_once_it_runs() -> None:
