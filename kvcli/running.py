@@ -1,7 +1,7 @@
 """How both commands run and end: one sentence for an error, and exit statuses with the same meaning in each.
 
-What always holds: a closed pipe (`| head -1`) ends the command without a message; SIGTERM cleans up as Ctrl-C does;
-an error of the operating system is a sentence with the file's name. A traceback is a bug.
+What always holds: a closed pipe (`| head -1`) ends the command without a message; SIGTERM, and SIGHUP unless it is ignored,
+clean up as Ctrl-C does; an error of the operating system is a sentence with the file's name. A traceback is a bug.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Status(enum.IntEnum):
     USAGE = 2  # argparse's status
     NO = 3
     BUG = 70  # of a node that ends with an unexpected error
+    HUNG_UP = 128 + signal.SIGHUP
     INTERRUPTED = 128 + signal.SIGINT
     TERMINATED = 128 + signal.SIGTERM
 
@@ -60,8 +61,12 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C."""
+class _Ended(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, handled like Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.status = Status(128 + number)
 
 
 def run_command(
@@ -91,7 +96,7 @@ def run_command(
         _drop_output()
         return Status.DONE
     except KeyboardInterrupt as signalled:
-        return Status.TERMINATED if isinstance(signalled, _Terminated) else Status.INTERRUPTED
+        return signalled.status if isinstance(signalled, _Ended) else Status.INTERRUPTED
     except Exception as error:
         ended = ended_by(error, status_of(error))
         if ended is None:
@@ -150,11 +155,13 @@ def _terminated_like_interrupted(*, ends_process: bool) -> Iterator[None]:
         yield
         return
 
-    def terminate(_number: int, _frame: object) -> None:
-        raise _Terminated
+    def end(number: int, _frame: object) -> None:
+        raise _Ended(number)
 
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, end)
+    if before[signal.SIGHUP] is signal.SIG_DFL:  # `nohup` has it ignored
+        signal.signal(signal.SIGHUP, end)
     if before[signal.SIGINT] is signal.SIG_DFL:  # as `kvcli.start` left it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -99,7 +99,7 @@ def test_the_handler_of_a_signal_is_as_it_was() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
@@ -112,8 +112,8 @@ def test_a_signal_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
         f"        open({str(tmp_path / 'clean')!r}, 'w').close()\n"
         "sys.exit(run_command('x', work))"
     )
-    # Whoever runs the tests in the background has SIGINT ignored, and children inherit that.
-    command = ["env", "--default-signal=INT", sys.executable, "-c", code]
+    # Whoever runs the tests in the background has these ignored, and children inherit that.
+    command = ["env", "--default-signal=INT,HUP", sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -122,6 +122,16 @@ def test_a_signal_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
         assert process.wait(WAIT_S) == 128 + number
         assert process.stderr.read() == b""
     assert (tmp_path / "clean").exists()
+
+
+def test_a_sighup_that_is_ignored_stays_ignored() -> None:
+    code = (
+        "import signal\n"
+        "from kvcli.running import run_command\n"
+        "raise SystemExit(run_command('x', lambda: signal.raise_signal(signal.SIGHUP) or 3))"
+    )
+    assert run("env", "--ignore-signal=HUP", sys.executable, "-c", code).returncode == Status.NO
+    assert run("env", "--default-signal=HUP", sys.executable, "-c", code).returncode == Status.HUNG_UP
 
 
 def test_ctrl_c_while_a_command_is_imported_is_no_traceback(tmp_path: Path) -> None:
@@ -300,14 +310,14 @@ def test_grpc_logs_nothing_beside_the_sentence(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_demo_that_a_signal_ends_leaves_no_process_and_no_message(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     data = tmp_path / "demo"
     data.mkdir()
     with subprocess.Popen(
-        ["env", "--default-signal=INT", *KVSTORE, "demo", "--data", str(data)],
+        ["env", "--default-signal=INT,HUP", *KVSTORE, "demo", "--data", str(data)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
