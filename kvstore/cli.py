@@ -27,12 +27,15 @@ __all__ = ["main"]
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from kvstore.node.server import serve
-    from kvstore.serve_options import check_machine, settings
+    try:
+        from kvstore.node.server import serve
+        from kvstore.serve_options import check_machine, settings
 
-    told = settings(arguments)
-    check_machine(told.node())
-    return serve(told, lambda: settings(arguments))
+        told = settings(arguments)
+        check_machine(told.node())
+        return serve(told, lambda: settings(arguments))
+    except KeyboardInterrupt:  # before the node handles signals itself
+        return Status.DONE
 
 
 def _config(arguments: argparse.Namespace) -> int:

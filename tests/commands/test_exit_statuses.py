@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,15 @@ def test_a_drive_without_room_is_a_failure_before_anything_is_created(
     assert main(["serve", "--data", str(data), "--capacity", "15TiB", "--listen", "127.0.0.1:0"]) == 1
     assert "set a smaller --capacity" in capfd.readouterr().err
     assert not data.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_node_that_is_stopped_while_it_starts_is_a_success(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.serve_options.check_machine", lambda _: signal.raise_signal(number))
+    assert main(["serve", "--data", str(tmp_path / "node"), "--listen", "127.0.0.1:0"]) == Status.DONE
+    assert not (tmp_path / "node").exists()
 
 
 @pytest.mark.parametrize(
