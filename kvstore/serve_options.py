@@ -43,6 +43,7 @@ __all__ = [
     "add_options",
     "check_file",
     "check_machine",
+    "check_room",
     "defaults_shown",
     "read_file",
     "settings",
@@ -401,18 +402,27 @@ def check_machine(config: NodeConfig) -> None:
     """Raise, before a drive is created, for settings that this machine can't satisfy."""
     has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if config.hot_bytes > has_bytes:
-        hot, has = (f"{size_bytes / (1 << 30):.6g} GiB" for size_bytes in (config.hot_bytes, has_bytes))
+        hot, has = show_size(config.hot_bytes), show_size(has_bytes)
+        if hot == has:
+            hot, has = f"{config.hot_bytes} bytes", f"{has_bytes} bytes"
         raise ConfigError(f"--hot {hot} exceeds this machine's memory, {has}.")
-    if not config.drives and config.data is not None and not list(config.data.glob("drive-*.kv")):
-        folder = config.data.absolute()
-        while not folder.is_dir():
-            folder = folder.parent
-        room = os.statvfs(folder)
-        if room.f_blocks and config.capacity_bytes > room.f_bfree * room.f_frsize:
-            raise NoSpace(
-                f"A drive of {show_size(config.capacity_bytes)} has no room on the file system of {config.data}, which"
-                f" has {show_size(room.f_bfree * room.f_frsize)} free: set a smaller --capacity."
-            )
+    if not config.drives and config.data is not None:
+        check_room(config.data, config.capacity_bytes, "set a smaller --capacity")
+
+
+def check_room(data: Path, capacity_bytes: int, advice: str) -> None:
+    """Raise if this folder has no drive, and its file system no room for one."""
+    if list(data.glob("drive-*.kv")):
+        return
+    folder = data.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    room = os.statvfs(folder)
+    if room.f_blocks and capacity_bytes > room.f_bfree * room.f_frsize:
+        raise NoSpace(
+            f"A drive of {show_size(capacity_bytes)} has no room on the file system of {data}, which has"
+            f" {show_size(room.f_bfree * room.f_frsize)} free: {advice}."
+        )
 
 
 def defaults_shown() -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.progress import bars
 from kvstore.bench.measure import PARTS, measure
+from kvstore.commands.writable_folder import writable_folder
 from kvstore.demo.terminal import say, table
 from kvstore.errors import ConfigError
 
@@ -52,6 +53,7 @@ def run(parts: Sequence[str], data: Path, *, as_json: bool) -> int:
             raise ConfigError(f"{part!r} is not a part; choose from {', '.join(PARTS)}.")
     if not data.is_dir():
         raise ConfigError(f"{data} is not a folder; name one on the drive to measure.")
+    writable_folder(data)
     machine = _machine()
     with bars() as tell:
         samples = measure(list(dict.fromkeys(parts)) or list(PARTS), data, tell)

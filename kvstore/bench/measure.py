@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING
 from kvstore.bench.bare import BareDrive, BareFabric
 from kvstore.bench.blocks import PathBlocks
 from kvstore.client import Client
+from kvstore.config import parse_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.limits import HOT_BYTES_DEFAULT
 from kvstore.reach import FABRIC
+from kvstore.serve_options import check_room
 from kvstore.storage.disk import DiskOpKind
 from nic_offload.flags import FlagWords
 from nic_offload.library import load
@@ -150,6 +152,7 @@ def _blocks(part: str, folder: Path, size_bytes: int, tell: Told) -> Iterator[Sa
     home = folder / f"{part}-{size_bytes}"
     home.mkdir()
     many = _many(size_bytes)
+    check_room(home, parse_size(_CAPACITY), "name a folder elsewhere with --data")
     with (
         NodeProcess(home / "node", capacity=_CAPACITY) as node,
         Client(node.target, shared=True, transport=FABRIC, slots=many, block_bytes_max=size_bytes) as client,

@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvstore.commands.writable_folder import writable_folder
 from kvstore.errors import ConfigError
 from kvstore.input_file import read_file
 from kvstore.limits import OPENSSL_TIMEOUT_S
@@ -80,10 +81,7 @@ def make(folder: Path, nodes: Sequence[str], clients: Sequence[str], days: int) 
     stems = ["ca", *(_file_name(names[0]) for _, names in wanted)]
     if len(set(stems)) < len(stems):
         raise ConfigError("Two certificates would have the same file name.")
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} could not be made: {error.strerror}.") from error
+    writable_folder(folder)
     for stem in stems[1:]:
         for path in (folder / f"{stem}.pem", folder / f"{stem}.key"):
             if path.exists():

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore.demo.node_process import NodeProcess
 from kvstore.demo.terminal import say, table
 from kvstore.errors import ConfigError
+from kvstore.limits import DRIVE_CAPACITY_BYTES_DEFAULT
+from kvstore.serve_options import check_room
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +38,7 @@ def run(turns: int, tokens: int, *, as_json: bool = False) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="triggerkv-chat-") as folder:
         home = Path(folder)
+        check_room(home / "node", DRIVE_CAPACITY_BYTES_DEFAULT, "set TMPDIR to a folder elsewhere")
         tell = _quiet if as_json else say
         with NodeProcess(home / "node") as node:
             tell(f"1. A chat of {turns} turns of {tokens} tokens, each saved at its end")

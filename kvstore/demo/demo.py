@@ -21,11 +21,14 @@ from typing import TYPE_CHECKING
 from kvstore.client import Block, Client, Hit
 from kvstore.client.transfer_watch import watched_by
 from kvstore.commands.trace_command import table as trace_table
+from kvstore.commands.writable_folder import writable_folder
 from kvstore.config import show_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.demo.terminal import Progress, say, table
+from kvstore.limits import DRIVE_CAPACITY_BYTES_DEFAULT
 from kvstore.names import block_key
 from kvstore.reach import FABRIC
+from kvstore.serve_options import check_room
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 
@@ -273,10 +276,11 @@ def _story(data: Path) -> None:
 
 def run(data: Path | None) -> int:
     """Run the demo; 1 if a single byte differs."""
+    writable_folder(Path.cwd() if data is None else data, parents=True)
     home = Path(tempfile.mkdtemp(prefix="kvstore-demo-", dir=Path.cwd())) if data is None else data
-    home.mkdir(parents=True, exist_ok=True)
     begun_s = time.monotonic()
     try:
+        check_room(home / "node", DRIVE_CAPACITY_BYTES_DEFAULT, "name a folder elsewhere with --data")
         _story(home / "node")
     except _Difference as difference:
         say(f"\nDIFFERENT: {difference}")

@@ -110,7 +110,7 @@ class NodeProcess:
         if not line.startswith(_READY):
             self.kill()
             last = self.log().strip().splitlines()[-1:] or ["it said nothing"]
-            raise NodeUnavailable(f"The node did not start: {last[0]}")
+            raise NodeUnavailable(f"The node did not start: {last[0].removeprefix('kvstore: ')}")
         self._port = int(line.rpartition(":")[2])
 
     @staticmethod

@@ -97,6 +97,29 @@ def test_a_drive_without_room_is_a_failure_before_anything_is_created(
     assert not data.exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "module", "says"),
+    [
+        (["demo", "--data", "{}"], "demo.demo.DRIVE_CAPACITY_BYTES_DEFAULT", "name a folder elsewhere with --data."),
+        (["bench", "path", "--data", "{}"], "bench.measure._CAPACITY", "name a folder elsewhere with --data."),
+    ],
+)
+def test_a_trial_without_room_names_its_own_option(
+    command: list[str],
+    module: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(f"kvstore.{module}", "15TiB" if module.endswith("_CAPACITY") else 15 << 40)
+    assert main([one.replace("{}", str(tmp_path)) for one in command]) == Status.FAILED
+    err = capfd.readouterr().err
+    assert err.startswith("kvstore: A drive of 15 TiB has no room on the file system of ")
+    assert err.endswith(f"{says}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_node_that_is_stopped_while_it_starts_is_a_success(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
