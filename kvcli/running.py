@@ -1,7 +1,8 @@
 """How both commands run and end: one sentence for an error, and exit statuses with the same meaning in each.
 
-What always holds: a closed pipe (`| head -1`) ends the command without a message; SIGTERM, and SIGHUP unless it is ignored,
-clean up as Ctrl-C does; an error of the operating system is a sentence with the file's name. A traceback is a bug.
+What always holds: a closed pipe (`| head -1`) ends the command without a message; SIGTERM, and SIGHUP unless it is
+ignored, clean up as Ctrl-C does; an error of the operating system is a sentence with the file's name. A traceback is a
+bug.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvcli.version import add_version
 from kvstore.commands.block_commands import add_block_commands
 from kvstore.commands.node_commands import DEFAULT_NODE, add_node_commands, reach, reach_node
 from kvstore.config import silence_grpc
-from kvstore.errors import ConfigError, KvError, NoProvider, NoSession, RuleError, UsageError
+from kvstore.errors import ConfigError, KvError, NoKeyring, NoProvider, NoSession, RuleError, UsageError
 from kvstore.limits import CERTIFICATE_DAYS_MAX
 from kvstore.serve_options import add_options
 
@@ -294,7 +294,7 @@ def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _status_of(error: Exception) -> Status | None:
     if isinstance(error, NoSession):
         return Status.NO
-    if isinstance(error, (NoProvider, RuleError, UsageError)):
+    if isinstance(error, (NoKeyring, NoProvider, RuleError, UsageError)):
         return Status.USAGE
     return Status.FAILED if isinstance(error, KvError) else None
 

@@ -182,6 +182,10 @@ class NodeConfig:
             raise ConfigError(
                 f"{self.otel!r} is not an address of an OTLP collector; write http://HOST:PORT or https://HOST:PORT."
             )
+        named = [os.path.realpath(spec.path) for spec in self.drives]
+        for path in named:
+            if named.count(path) > 1:
+                raise ConfigError(f"--drive names {path} twice.")
         self._check_events()
         self._check_where()
         self._check_cluster()

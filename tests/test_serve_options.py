@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.cli import main
+from kvstore.config import NodeConfig
 from kvstore.durability import Durability
 from kvstore.errors import ConfigError, NotAuthenticated
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
-from kvstore.serve_options import OPTIONS, Settings, add_options, defaults_shown, read_file, settings
+from kvstore.serve_options import (
+    OPTIONS,
+    Settings,
+    add_options,
+    check_machine,
+    defaults_shown,
+    read_file,
+    settings,
+)
 from tests.conftest import small_client, small_node
 
 if TYPE_CHECKING:
@@ -157,7 +166,7 @@ def test_a_valid_file_that_this_machine_has_no_memory_for_is_told_so(
     assert main(["config", "--check", str(file)]) == 0
     valid, told = capsys.readouterr().out.splitlines()
     assert valid == f"{file}: valid"
-    assert "would not start with it: --hot 9999 GiB exceeds" in told
+    assert "would not start with it: --hot 9.8 TiB exceeds" in told
 
 
 @pytest.mark.parametrize(
@@ -198,6 +207,23 @@ def test_a_file_with_a_mistake_is_refused_in_a_sentence(
     assert len(said.splitlines()) == 1
     with pytest.raises(ConfigError, match=why):
         Settings.of({"data": tmp_path} | read_file(file)).node()
+
+
+def test_a_drive_that_is_named_twice_is_refused(told: Callable[..., Settings], tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "drive")
+    one, other, another = (f"--drive={tmp_path / name}:64MiB" for name in ("drive", "link", "more"))
+    assert len(told("--data=node", one, another).node().drives) == 2
+    for again in (one, other):
+        with pytest.raises(ConfigError, match=rf"--drive names {tmp_path}/drive twice\."):
+            told("--data=node", one, again).node()
+
+
+def test_memory_that_differs_by_little_is_told_in_bytes() -> None:
+    has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with pytest.raises(
+        ConfigError, match=rf"--hot {has_bytes + 1} bytes exceeds .* memory, {has_bytes} bytes\."
+    ):
+        check_machine(NodeConfig(Path("node"), hot_bytes=has_bytes + 1))
 
 
 @pytest.mark.parametrize(

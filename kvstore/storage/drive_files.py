@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
 from kvstore.config import show_size
@@ -85,7 +86,8 @@ class FolderBay:
     def _adopt(self, spec: DriveSpec) -> None:
         path = spec.path.absolute()
         linked = self.linked()
-        if any(drive_path(self._data, number).resolve() == path.resolve() for number in linked):
+        real = os.path.realpath(path)
+        if any(os.path.realpath(drive_path(self._data, number)) == real for number in linked):
             return
         if not os.path.lexists(path):
             if spec.capacity_bytes is None:  # a device may have been meant
@@ -114,11 +116,11 @@ class FolderBay:
         self._made.append(path)
 
     def _number_on(self, path: Path) -> int | None:
-        disk = UringDisk(path)
-        try:
-            superblock = find_superblock(disk)
-        finally:
-            disk.close()
+        with closing(UringDisk(path)) as disk:
+            try:
+                superblock = find_superblock(disk)
+            except StorageError as error:
+                raise ConfigError(f"{path} can't be used as a drive. {error}") from error
         return None if superblock is None else superblock.drive_index
 
     def _free_number(self) -> int:

@@ -152,7 +152,9 @@ def test_an_installed_command_imports_no_package_of_its_own_before_it_handles_ct
     assert set(scripts) == set(NAMES.values())
     for entry in scripts.values():
         module, _, name = entry.partition(":")
-        code = f"import sys, {module} as one; one.{name}; print(*{{m.partition('.')[0] for m in sys.modules}})"
+        code = (
+            f"import sys, {module} as one; one.{name}; print(*{{m.partition('.')[0] for m in sys.modules}})"
+        )
         packages = set(run(sys.executable, "-c", code).stdout.split())
         assert packages & {"kvcli", "kvstore", "sim", "nic_offload"} == {"kvcli"}
 
@@ -279,6 +281,8 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
         ([*SERVE, "--http", "{taken}"], 1, "is in use by another process"),
         ([*SERVE, "--events", "tcp://{taken}"], 1, "Address already in use"),
         ([*SERVE, "--provider", "none"], 2, "There is no provider none in libfabric"),
+        ([*SERVE, "--drive", __file__], 2, f"{__file__} can't be used as a drive."),
+        ([*SERVE, "--drive", "{}/x:64MiB", "--drive", "{}/x:64MiB"], 2, "--drive names {}/x twice."),
         ([*SERVE, "--tied"], 2, "--tied needs a pipe or a terminal as standard input."),
         ([*SERVE, "--tenants", "{}/none"], 2, "{}/none could not be read"),
         ([*SERVE, "--tls-cert", "{}/none", "--tls-key", "{}/none"], 2, "{}/none could not be read"),

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.clock import SystemClock
 from kvstore.config import DriveSpec
-from kvstore.errors import ConfigError, Corrupt, StorageError
+from kvstore.errors import ConfigError, StorageError
 from kvstore.storage.store import Store
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def test_a_device_with_something_on_it_is_left_alone(tmp_path: Path, device: Pat
     with device.open("r+b") as raw:
         raw.seek(65536 + 64)
         raw.write(mark)
-    with pytest.raises(Corrupt, match="holds other data"):
+    with pytest.raises(ConfigError, match="holds other data"):
         open_over(tmp_path / "node", device)
     with device.open("rb") as raw:
         raw.seek(65536 + 64)
