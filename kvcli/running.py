@@ -42,10 +42,13 @@ class CommandParser(argparse.ArgumentParser):
     """A command's or a subcommand's parser, which shows its own usage for an unknown argument."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's, which would leave unknown arguments to the main parser."""
+        """As argparse's, which would leave unknown arguments to the main parser, and report a missing command first."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and getattr(known, action.dest) is None:  # noqa: SLF001
+                self.error(f"the following arguments are required: {action.metavar}")
         return known, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -53,10 +56,12 @@ class CommandParser(argparse.ArgumentParser):
         (file or sys.stderr).write(message or "")
 
 
-def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
-    """Let a command have subcommands, which `add_parser` of the result adds; one of them is required."""
+def add_commands(
+    parser: argparse.ArgumentParser, dest: str = "command"
+) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Let a `CommandParser` have subcommands, which `add_parser` of the result adds; one of them is required."""
     kind: type[argparse.ArgumentParser] = CommandParser
-    return parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=kind)
+    return parser.add_subparsers(dest=dest, metavar=dest.upper(), parser_class=kind)
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

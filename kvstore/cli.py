@@ -77,7 +77,7 @@ def _certificates(arguments: argparse.Namespace) -> int:
     from kvstore.commands.certificates_command import make
 
     if not 1 <= arguments.days <= CERTIFICATE_DAYS_MAX:
-        raise ConfigError(f"--days takes 1 to {CERTIFICATE_DAYS_MAX}.")
+        raise ConfigError(f"--days takes 1 to {CERTIFICATE_DAYS_MAX}, not {arguments.days}.")
     return make(arguments.folder, arguments.node, arguments.client, arguments.days)
 
 
@@ -299,6 +299,14 @@ def _status_of(error: Exception) -> Status | None:
     return Status.FAILED if isinstance(error, KvError) else None
 
 
+def _check_text(arguments: argparse.Namespace) -> None:
+    """Raise UnicodeEncodeError for an argument that is not UTF-8; the name of a file, a `Path`, may be."""
+    for value in vars(arguments).values():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, str):
+                one.encode()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; errors of ours are one sentence, and the exit status says which kind."""
 
@@ -306,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         silence_grpc()  # commands report failures in their own words
         arguments = _parser().parse_args(argv)
         try:
+            _check_text(arguments)
             status: int = arguments.run(arguments)
         except (KvError, OSError, UnicodeEncodeError) as error:
             ended = ended_by(error, _status_of(error))

@@ -236,8 +236,9 @@ class NodeConfig:
             raise ConfigError("With TLS, nodes verify each other's certificates: set --cluster-nodes-ca.")
 
     def _check_where(self) -> None:
-        for host, port in ((self.host, self.port), *(() if self.http is None else (self.http,))):
-            self._check_listen(host, port)
+        self._check_listen("--listen", self.host, self.port)
+        if self.http is not None:
+            self._check_listen("--http", *self.http)
         if self.http is not None and _are_one(self.http, (self.host, self.port)):
             raise ConfigError(
                 f"Calls and HTTP need separate ports: --listen and --http can't both use {self.port} on {self.http[0]}."
@@ -245,10 +246,10 @@ class NodeConfig:
         if self.fabric_address is not None:
             self._check_beyond(self.fabric_address)
 
-    def _check_listen(self, host: str, port: int) -> None:
+    def _check_listen(self, option: str, host: str, port: int) -> None:
         self._check_beyond(host)
         if not 0 <= port <= PORT_MAX:
-            raise ConfigError(f"A port is 0 to {PORT_MAX}, not {port}.")
+            raise ConfigError(f"{option} takes a port of 0 to {PORT_MAX}, not {port}.")
 
     def _check_beyond(self, host: str) -> None:
         """Raise unless a node that other machines can reach authenticates its callers."""

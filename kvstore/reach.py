@@ -39,6 +39,7 @@ from kvstore.limits import (
     TOKEN_CHARACTERS_MAX,
 )
 from kvstore.names import SHARED, TENANTS_NAME, UNSAID, domain_of, is_tenant
+from nic_offload.errors import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,8 +106,8 @@ class Reach:
             raise ConfigError("A client's certificate needs its key, and the key its certificate.")
         self._check_choices()
         for name in ("connect_timeout_ms", "call_timeout_ms", "get_timeout_ms"):
-            if not 1 <= getattr(self, name) <= REACH_TIMEOUT_MS_MAX:
-                raise ConfigError(f"{name} is 1 to {REACH_TIMEOUT_MS_MAX} milliseconds.")
+            if not 1 <= (value := getattr(self, name)) <= REACH_TIMEOUT_MS_MAX:
+                raise ConfigError(f"{name} is 1 to {REACH_TIMEOUT_MS_MAX} milliseconds, not {shown(value)}.")
         if not self.uses_tls and (self.token is not None or self.token_file is not None):
             for host in hosts:
                 if not _is_this_machine(host):

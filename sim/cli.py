@@ -265,7 +265,7 @@ def _forms(parser: argparse.ArgumentParser, *, csv: bool = True) -> None:
 
 
 def _calibrate(parser: argparse.ArgumentParser) -> None:
-    steps = parser.add_subparsers(dest="step", required=True, metavar="STEP")
+    steps = add_commands(parser, "step")
     run = steps.add_parser("run", help="measure this machine, about three minutes")
     run.add_argument("--data", default=".", help="a folder on the drive to measure (default: %(default)s)")
     run.add_argument("--out", default="measured.json", help="(default: %(default)s)")

@@ -48,6 +48,9 @@ def save(parameter: str, path: Path, text: str) -> str:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
+        if error.filename is None:  # it was opened, and a write failed: the drive is full, say
+            error.filename = str(path)
+            raise
         raise Unusable(parameter, path, f"can't be written: {error.strerror}") from error
     return f"\nwritten: {path}"
 

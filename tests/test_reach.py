@@ -101,7 +101,7 @@ def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
         ({"node": "a b:1"}, "not an address of a node"),
         ({"node": "host:0"}, "not an address of a node"),
         ({"node": "host:65536"}, "not an address of a node"),
-        ({"node": NODE, "call_timeout_ms": 0}, "call_timeout_ms is 1 to"),
+        ({"node": NODE, "call_timeout_ms": 0}, "call_timeout_ms is 1 to 600000 milliseconds, not 0."),
         ({"node": NODE, "call_timeout_ms": REACH_TIMEOUT_MS_MAX + 1}, "call_timeout_ms is 1 to"),
         ({"node": NODE, "call_timeout_ms": 10**5000}, "call_timeout_ms is 1 to"),
         ({"node": "host:" + "9" * 5000}, "not an address of a node"),

@@ -34,7 +34,7 @@ _PREFACE: Final = (
 _TLS_ALERT: Final = 0x15
 _ASKS = ("the node requires a client certificate", "Set certificate and key.")
 _FOREIGN = ("the node rejects this client's certificate", "Is it signed by one of the node's CAs?")
-_NO_TLS = ("the node does not use TLS", "Leave out tls, ca and certificate.")
+_NO_TLS = ("the node does not use TLS", "Leave out {}.")
 _REFUSALS: Final = {  # by OpenSSL's name for them
     "CERTIFICATE_REQUIRED": _ASKS,
     "HANDSHAKE_FAILURE": _ASKS,
@@ -142,7 +142,8 @@ def _shake_hands(connected: socket.socket, host: str, reach: Reach) -> Step:
         for part, known in _REFUSALS.items():
             if part in reason:
                 said, advice = known
-        return Step("TLS", False, said, advice)
+        turns_on = [name for name in ("tls", "ca", "certificate") if getattr(reach, name)]
+        return Step("TLS", False, said, advice.format(" and ".join(turns_on)))
     if refused:  # without an alert, as gRPC does
         said, advice = _ASKS if reach.certificate is None else _FOREIGN
         return Step("TLS", False, said, advice)

@@ -39,6 +39,8 @@ _KEY: Final = "64 hexadecimal digits, or name:TEXT"
 
 def parse_key(text: str) -> bytes:
     """Parse a key from the command line."""
+    if text == _NAME:
+        raise ConfigError(f"A key is {_KEY}, and {text} is followed by no text.")
     if text.startswith(_NAME):
         return block_key(text.removeprefix(_NAME).encode())
     with suppress(ValueError):
@@ -125,7 +127,7 @@ def _delete(arguments: argparse.Namespace) -> int:
 
 def _pin(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.seconds <= _PIN_S_MAX:
-        raise ConfigError(f"--seconds takes 1 to {_PIN_S_MAX}.")
+        raise ConfigError(f"--seconds takes 1 to {_PIN_S_MAX}, not {arguments.seconds}.")
     keys = _keys(arguments.keys, arguments)
     with _client(arguments) as client:
         # Not closed: the pin outlives the command until it expires.
@@ -169,7 +171,9 @@ def _each(
 
 def _watch(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.seconds <= WATCH_S_MAX:
-        raise ConfigError(f"--seconds must be more than 0 and at most {WATCH_S_MAX:.0f}.")
+        raise ConfigError(
+            f"--seconds must be more than 0 and at most {WATCH_S_MAX:.0f}, not {arguments.seconds:g}."
+        )
     with _client(arguments) as client:
         for event in client.watch(timeout_s=arguments.seconds):
             if event is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import ConfigError
-from kvstore.limits import TOP_INTERVAL_S_MAX, TOP_INTERVAL_S_MIN
+from kvstore.limits import REACH_TIMEOUT_MS_MAX, TOP_INTERVAL_S_MAX, TOP_INTERVAL_S_MIN
 
 if TYPE_CHECKING:
     import argparse
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_node_commands", "reach", "reach_node"]
 
+_TIMEOUTS = {"connect": "a connection to the node", "call": "a call", "get": "a get of blocks"}
 DEFAULT_NODE = "127.0.0.1:7070"  # where `kvstore serve` listens by default
 
 
@@ -47,11 +48,7 @@ def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> 
     parser.add_argument("--ca", type=Path, help="trusted CA for the node's certificate, PEM; turns TLS on")
     parser.add_argument("--certificate", type=Path, help="the client's certificate, PEM")
     parser.add_argument("--key", type=Path, help="its key, PEM")
-    for name, what in (
-        ("connect", "a connection to the node"),
-        ("call", "a call"),
-        ("get", "a get of blocks"),
-    ):
+    for name, what in _TIMEOUTS.items():
         parser.add_argument(f"--{name}-timeout-ms", type=int, metavar="MS", help=f"timeout for {what}")
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -60,6 +57,10 @@ def reach(arguments: argparse.Namespace) -> Reach:
     """How a command reaches its node, from its arguments."""
     from kvstore.reach import Reach
 
+    for name in _TIMEOUTS:
+        value = getattr(arguments, f"{name}_timeout_ms")
+        if value is not None and not 1 <= value <= REACH_TIMEOUT_MS_MAX:
+            raise ConfigError(f"--{name}-timeout-ms takes 1 to {REACH_TIMEOUT_MS_MAX}, not {value}.")
     names = Reach.settings() & vars(arguments).keys() - {"node", "user"}
     given = {"nodes": arguments.node, **{name: getattr(arguments, name) for name in names}}
     given["user"] = getattr(
@@ -162,7 +163,9 @@ def _top(arguments: argparse.Namespace) -> int:
     from kvstore.commands.top_command import Top
 
     if not TOP_INTERVAL_S_MIN <= arguments.interval <= TOP_INTERVAL_S_MAX:
-        raise ConfigError(f"--interval takes {TOP_INTERVAL_S_MIN} to {TOP_INTERVAL_S_MAX} seconds.")
+        raise ConfigError(
+            f"--interval takes {TOP_INTERVAL_S_MIN:g} to {TOP_INTERVAL_S_MAX:g} seconds, not {arguments.interval:g}."
+        )
     with _asked(arguments).client() as client:
         top = Top(client, client.target, SystemClock(), Event().wait, sys.stdout)
         return top.run(arguments.interval, once=arguments.once, as_json=arguments.json)

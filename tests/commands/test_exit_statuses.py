@@ -82,10 +82,58 @@ def test_a_file_that_can_not_be_written_is_an_object_too(
     assert json.loads(capfd.readouterr().out)["error"] == error
 
 
-def test_an_argument_that_is_not_utf_8_is_an_object_too(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["get", "name:\udcff", "--json"]) == Status.USAGE
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["get", "name:\udcff"],
+        ["delete", "name:a", "name:\udcff"],
+        ["explain", "\udcff"],
+        ["sessions", "--user", "\udcff"],
+        ["put", "name:a", __file__, "--user", "\udcff"],
+    ],
+)
+def test_an_argument_that_is_not_utf_8_is_an_object_too(
+    command: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--json"]) == Status.USAGE
     told = json.loads(capfd.readouterr().out)
     assert told == {"error": "UsageError", "message": "An argument is not valid UTF-8."}
+
+
+def test_the_name_of_a_file_may_be_any_bytes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["fsck", str(tmp_path / "\udcff")]) == Status.USAGE
+    assert "There is no data folder" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["pin", "name:a", "--seconds", "0"], "--seconds takes 1 to 600, not 0."),
+        (["watch", "--seconds", "-1"], "--seconds must be more than 0 and at most 86400, not -1."),
+        (["top", "--interval", "0"], "--interval takes 0.1 to 3600 seconds, not 0."),
+        (["certificates", "{}/certs", "--days", "0"], "--days takes 1 to 3650, not 0."),
+        (["stats", "--call-timeout-ms", "-1"], "--call-timeout-ms takes 1 to 600000, not -1."),
+        (["stats", "--get-timeout-ms", "600001"], "--get-timeout-ms takes 1 to 600000, not 600001."),
+        (
+            ["serve", "--data", "{}/node", "--listen", "127.0.0.1:99999"],
+            "--listen takes a port of 0 to 65535, not 99999.",
+        ),
+        (
+            ["serve", "--data", "{}/node", "--http", "127.0.0.1:-1"],
+            "--http takes a port of 0 to 65535, not -1.",
+        ),
+        (
+            ["put", "name:", __file__],
+            "A key is 64 hexadecimal digits, or name:TEXT, and name: is followed by no text.",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_with_its_option(
+    command: list[str], says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([one.replace("{}", str(tmp_path)) for one in command]) == Status.USAGE
+    assert capfd.readouterr().err == f"kvstore: {says}\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_drive_without_room_is_a_failure_before_anything_is_created(

@@ -241,10 +241,12 @@ def test_an_argument_that_is_not_text_is_a_usage_error(arguments: list[str], tmp
 
 @BOTH
 def test_a_command_that_is_used_wrongly_ends_with_2(command: tuple[str, ...]) -> None:
+    assert "required: COMMAND" in run(*command).stderr
     for arguments in ((), ("nonsense",), ("--nonsense",)):
         done = run(*command, *arguments)
         assert done.returncode == Status.USAGE
         assert "Traceback" not in done.stderr
+    assert "unrecognized arguments: --nonsense" in done.stderr
     done = run(*command, "completion", "bash", "--nonsense")
     assert done.returncode == Status.USAGE
     assert done.stderr.startswith(f"usage: {'kvstore' if command is KVSTORE else 'kvsim'} completion "), (

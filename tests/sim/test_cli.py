@@ -105,6 +105,18 @@ def test_figures_5_to_7_are_drawn_with_their_caveats(
     assert capsys.readouterr().err.startswith(f"kvsim: --plot: {missing} can't be written: ")
 
 
+def test_a_file_that_finds_no_room_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--sessions", "2", "--out", "/dev/full"]) == 1
+    assert capsys.readouterr().err == "kvsim: /dev/full: No space left on device.\n"
+
+
+def test_an_unknown_option_is_told_before_a_missing_step(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, word in ((["--nonsense"], "unrecognized arguments: --nonsense"), ([], "required: STEP")):
+        with pytest.raises(SystemExit):
+            main(["calibrate", *arguments])
+        assert word in capsys.readouterr().err
+
+
 def test_kv_lists_models_or_the_ones_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kv", "--model", "llama-3-8b", "--tokens", "500", "--batch", "2", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
