@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from sim.units import OutOfRange, require
+from sim.units import OutOfRange, plain, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -110,7 +110,9 @@ def changed(record: Record, assignments: Iterable[tuple[str, object]], source: s
         try:
             value = float(str(given))
         except ValueError:
-            raise OutOfRange(f"{source} {name}", repr(given), unit, f"from {low:g} to {high:g}") from None
+            raise OutOfRange(
+                f"{source} {name}", repr(given), unit, f"from {plain(low)} to {plain(high)}"
+            ) from None
         require(f"{source} {name}", value, unit, low, high)
         if known[name] == "int" and value != int(value):
             raise OutOfRange(f"{source} {name}", repr(given), unit, "a whole number")

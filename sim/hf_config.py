@@ -245,9 +245,9 @@ def read_model(path: Path, parameters: float | None, active: float | None) -> Mo
     if parameters is None:
         accepted = "with --config, such as 8e9: the file names none"
         raise OutOfRange("--parameters", "not given", "a number of parameters", accepted)
-    require("--parameters", parameters, "parameters", 1e6, 1e14)
+    require("--parameters", parameters, "a number of parameters", 1e6, 1e14)
     if active is not None:
-        require("--active-parameters", active, "parameters", 1e6, parameters)
+        require("--active-parameters", active, "a number of parameters", 1e6, parameters)
     name, layout, dtype = read_config(path)
     keeping = tuple(layer for layer in layout.layers if layer.key_width)
     if any(layer.window_tokens is not None for layer in keeping):

@@ -39,7 +39,7 @@ class Layout:
     layers: tuple[Layer, ...]
 
     def __post_init__(self) -> None:
-        require("layers", len(self.layers), "layers", 1, _LAYERS_MAX)
+        require("layers", len(self.layers), "a number of layers", 1, _LAYERS_MAX)
         for layer in self.layers:
             for width in layer[:2]:
                 require("a layer's width", width, "numbers a token", 0, _WIDTH_MAX)

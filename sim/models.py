@@ -138,7 +138,7 @@ def relaid(entry: Model, text: str) -> Layout:
         )
     if kind == "mla":
         return uniform("MLA", entry.layers, int(rest), 0)
-    require("--layout", int(heads), "KV heads", 1, entry.heads)
+    require("--layout", int(heads), "a number of KV heads", 1, entry.heads)
     key, value = entry.plain_widths or (entry.head_dim, entry.head_dim)
     return uniform(kind.upper(), entry.layers, int(heads) * key, int(heads) * value)
 
@@ -148,7 +148,7 @@ def footprint(
 ) -> Footprint:
     """The KV of `batch` sequences, and how it compares with the model's weights."""
     layout = layout or entry.layout
-    require("--batch", batch, "sequences", 1, _BATCH_MAX)
+    require("--batch", batch, "a number of sequences", 1, _BATCH_MAX)
     bits = dtype_bits(dtype)
     kv_bytes = batch * layout.sequence_bytes(tokens, bits)
     ratio = kv_bytes / (entry.parameters * WEIGHT_BYTES) if entry.parameters else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from sim.presets import Fit, Preset, Stages
-from sim.units import OutOfRange, require
+from sim.units import OutOfRange, plain, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -121,7 +121,7 @@ def override(preset: Preset, assignments: Iterable[str]) -> Preset:
                 f"--set {parameter.name}",
                 repr(written),
                 parameter.unit,
-                f"a number from {parameter.low:g} to {parameter.high:g}",
+                f"a number from {plain(parameter.low)} to {plain(parameter.high)}",
             ) from None
         require(f"--set {parameter.name}", value, parameter.unit, parameter.low, parameter.high)
         if parameter.whole and value != int(value):

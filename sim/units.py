@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 
-__all__ = ["OutOfRange", "Unusable", "format_bytes", "format_seconds", "parse_bytes", "require"]
+__all__ = ["OutOfRange", "Unusable", "format_bytes", "format_seconds", "parse_bytes", "plain", "require"]
 
 _PLAIN_SECONDS_MIN = 1e-2
+_PLAIN_MAX = 1e15  # what is larger is written in powers of ten
 
 _SCALE = {
     "": 1,
@@ -44,7 +45,17 @@ class Unusable(OutOfRange):
 def require(parameter: str, value: float, unit: str, low: float, high: float) -> None:
     """Refuse a value that is not from `low` to `high`, both included. NaN is refused as well."""
     if not low <= value <= high:
-        raise OutOfRange(parameter, f"{value:g}", unit, f"from {low:g} to {high:g}")
+        raise OutOfRange(parameter, plain(value), unit, f"from {plain(low)} to {plain(high)}")
+
+
+def plain(value: float) -> str:
+    """A number as people write it: whole ones in full, as 100,000,000, unless they are very large."""
+    if abs(value) <= _PLAIN_MAX and value == int(value):
+        return f"{int(value):,}"
+    try:
+        return f"{value:g}"
+    except OverflowError:
+        return f"a number of {len(str(value))} digits"
 
 
 def parse_bytes(parameter: str, text: str) -> int:

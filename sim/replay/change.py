@@ -8,7 +8,7 @@ What always holds: owners follow the product's placement, which a test compares 
 agree with `kvstore cluster plan`. The same arguments give the same result.
 
 What it assumes: each lot has as many bytes, and is requested as often, as any other, except for the popular prefix. All
-nodes have the same weight. A sender copies one lot after the other at the full rate, and a receiver takes what its
+nodes have the same weight. A sender copies one lot at a time at the full rate, and a receiver takes what its
 drives and links can take; so times are lower bounds. Not modelled: the walk through the index, copies that fail and are
 repeated, calls and copies that slow each other down, a node without room for its copies.
 """
@@ -55,16 +55,16 @@ class Change:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        require("--lose-nodes", self.lose, "nodes", 0, _NODES_MAX)
-        require("--join-nodes", self.join, "nodes", 0, _NODES_MAX)
-        require("--replicas", self.replicas, "copies", 1, 2)
+        require("--lose-nodes", self.lose, "a number of nodes", 0, _NODES_MAX)
+        require("--join-nodes", self.join, "a number of nodes", 0, _NODES_MAX)
+        require("--replicas", self.replicas, "a number of copies", 1, 2)
         require("--stored-bytes", self.stored_bytes, "bytes", 0, 1e18)
         require("--copy-bytes-per-s", self.copy_bytes_per_s, "bytes per second", 1, 1e12)
         require("--noticed-s", self.noticed_s, "seconds", 0, 1e6)
         require("--busy", self.busy, "a share of the time", 0.001, 1)
         require("--popular-share", self.popular_share, "a share of the bytes", 0, 1)
-        require("--popular-blocks", self.popular_blocks, "blocks", 1, 10**6)
-        require("--trials", self.trials, "trials", 1, 1000)
+        require("--popular-blocks", self.popular_blocks, "a number of blocks", 1, 10**6)
+        require("--trials", self.trials, "a number of trials", 1, 1000)
         require("--seed", self.seed, "a whole number", 0, 2**63)
 
 
@@ -108,7 +108,7 @@ def change(cluster: Cluster, terms: Change) -> Changed:
     nodes = cluster.nodes + terms.join
     if terms.lose >= nodes or terms.lose > cluster.nodes:
         raise OutOfRange("--lose-nodes", terms.lose, "nodes", f"of the {cluster.nodes}, with one left")
-    require("nodes, with --join-nodes,", nodes, "nodes", 1, _NODES_MAX)
+    require("nodes, with --join-nodes,", nodes, "a number of nodes", 1, _NODES_MAX)
     names = [b"node-%d:7070" % number for number in range(nodes)]
     order = cluster_orders(names, terms.replicas + max(terms.lose, terms.join))
     rng = np.random.default_rng(terms.seed)

@@ -77,7 +77,7 @@ def _notes(terms: Change, changed: Changed) -> str:
         f"Busy: share of the time of a node's drives or links; the mean before is {_percent(terms.busy)}, and above"
         " 100 % a node falls behind.\n"
         f"If one node had all of the popular prefix, it alone would make that node {_percent(changed.one_node)} busy.\n"
-        "Times are the least possible: a sender copies at its full rate, one lot after the other."
+        "Times are lower bounds: a sender copies at its full rate, one lot at a time."
     )
 
 

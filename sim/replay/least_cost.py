@@ -53,6 +53,7 @@ _TRIAL_S = 600.0
 _ALONE_SHARE_MAX = 0.9  # of the deadline may go to one turn's prefill
 _GPUS_MAX, _ENGINES_MAX, _NODES_MAX, _DRIVES_MAX, _LINKS_MAX = 64, 4096, 1024, 32, 8
 _NODE_MEMORY_BYTES_MAX = 4e12
+_NUMBERS = 5  # searched for, one trial each at least: ample parts; then engines, nodes, links, drives
 _GROWTHS = 5  # doublings in the search for a number that is enough
 
 
@@ -96,24 +97,43 @@ def _trial_turns(demand: Demand, cluster: Cluster) -> int:
     return min(_TRIAL_TURNS, max(_CHECK_TURNS, int(_TRIAL_S * demand.turns_per_s(cluster))))
 
 
+def _turns_of(number: int, demand: Demand, cluster: Cluster) -> int:
+    """The turns of the trial with this number: 0 is the search's, others check its result."""
+    if not number:
+        return _SEARCH_TURNS
+    return _CHECK_TURNS if number <= _SHORT_CHECKS else _trial_turns(demand, cluster)
+
+
+class _Progress:
+    """The share of a plan's turns that have been simulated, if the rest of it takes the fewest trials it can."""
+
+    def __init__(self, demand: Demand, way: Way, show: Callable[[float], None]) -> None:
+        self._demand, self._show = demand, show
+        self._searches = 1 if way == "recompute" else _NUMBERS
+        self._turns = 0
+
+    def begin(self, cluster: Cluster, number: int) -> None:
+        """Report it, as the trial with this number begins."""
+        searches = 0 if number else max(1, self._searches)
+        numbers = [0] * searches + list(range(max(1, number), _CHECKS + 1))
+        rest = sum(_turns_of(one, self._demand, cluster) for one in numbers)
+        self._show(self._turns / (self._turns + rest))
+        self._turns += _turns_of(number, self._demand, cluster)
+        self._searches -= 1
+
+
 class _Search(NamedTuple):
     model: Model
     demand: Demand
     way: Way
     seed: int
-    step: Callable[[], None]
+    begin: Callable[[Cluster, int], None]  # called as each trial begins, with its number
     terms: Terms
 
     def holds(self, cluster: Cluster, number: int = 0) -> bool:
-        """Whether the deadline is met in the trial with this number: 0 is the search's, others check it."""
-        self.step()
-        count = (
-            _SEARCH_TURNS
-            if not number
-            else _CHECK_TURNS
-            if number <= _SHORT_CHECKS
-            else _trial_turns(self.demand, cluster)
-        )
+        """Whether the deadline is met in the trial with this number."""
+        self.begin(cluster, number)
+        count = _turns_of(number, self.demand, cluster)
         work = turns(self.demand, self.demand.turns_per_s(cluster), count, self.seed * 1000 + number)
         deadline = Deadline(self.demand.ttft_s, int(_SHARE_MAX * count))
         path = _path_of(self.way)
@@ -224,11 +244,14 @@ def make_plan(
     demand: Demand,
     way: Way = "triggered",
     seed: int = 1,
-    step: Callable[[], None] = lambda: None,
+    progress: Callable[[float], None] = lambda _: None,
     terms: Terms = Terms(),  # noqa: B008 - it is frozen
 ) -> Plan:
-    """The cheapest cluster that was found for one way; its speeds and prices are those of `cluster`."""
-    search = _Search(model, demand, way, seed, step, terms)
+    """The cheapest cluster that was found for one way; its speeds and prices are those of `cluster`.
+
+    `progress` is called with the share that is done, which falls when more trials are needed than the fewest possible.
+    """
+    search = _Search(model, demand, way, seed, _Progress(demand, way, progress).begin, terms)
     keeps_kv = way != "recompute"
     why: Exception
     try:
@@ -252,7 +275,7 @@ def make_plan(
 
 def _tried(search: _Search, found: Cluster, least: Bounds) -> Plan | None:
     """The last check, whose times are reported with the plan."""
-    search.step()
+    search.begin(found, _CHECKS)
     seed = search.seed * 1000 + _CHECKS
     count = _trial_turns(search.demand, found)
     result = _run(search.model, found, search.demand, search.way, count, seed, search.terms)
@@ -313,7 +336,7 @@ def highest_users(
             or (way != "recompute" and least.needs[2].number > cluster.nodes * cluster.links_per_node)
             or (way != "recompute" and least.needs[3].number > cluster.nodes)
         )
-        search = _Search(model, wanted, way, seed, step, terms)
+        search = _Search(model, wanted, way, seed, lambda _cluster, _number: step(), terms)
         return not over and all(search.holds(cluster, number) for number in range(1, _SHORT_CHECKS + 1))
 
     low, high = 0, 1

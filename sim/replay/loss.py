@@ -57,13 +57,13 @@ class Losses:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        require("--requests", self.requests, "requests", 1000, 10**8)
-        require("--users", self.users, "users", 1, 10**7)
+        require("--requests", self.requests, "a number of requests", 1000, 10**8)
+        require("--users", self.users, "a number of users", 1, 10**7)
         require("--history-tokens", self.history_tokens, "tokens", 1, 10**7)
         require("--busy", self.busy, "a share of the time", 0.001, 0.95)
-        require("--lose-nodes", self.nodes, "nodes", 0, 1023)
+        require("--lose-nodes", self.nodes, "a number of nodes", 0, 1023)
         require("--lose-drives", self.drives, "drives", 0, 1023)
-        require("--slow-nodes", self.slow_nodes, "nodes", 0, 1023)
+        require("--slow-nodes", self.slow_nodes, "a number of nodes", 0, 1023)
         require("--slow-factor", self.slow_factor, "times longer", 1, 1000)
         require("--noticed-s", self.noticed_s, "seconds", 0, 1e6)
         require("--deadline-s", self.deadline_s, "seconds", 0, 1000)

@@ -74,8 +74,8 @@ def _after(told: Told) -> str:
         f"{100 * told.lost_share:.2f} % of the users had KV there. {healed}.\n"
         f"Computed again in {told.gpu_s:,.0f} GPU seconds; {bytes_label(told.put_again_bytes)} put again, at most"
         f" {bytes_label(told.put_again_most_bytes_per_s)}/s.\n"
-        f"Users are hashed: the fullest node has {told.fullest:.2f} times the mean's, and the busiest drives or links"
-        f" have work for {100 * told.busiest:.0f} % of the time.\n"
+        f"Users are hashed: the fullest node has {told.fullest:.2f} times the mean number, and the busiest drives or"
+        f" links have work for {100 * told.busiest:.0f} % of the time.\n"
         "A drive holds a page of nearly every block of its node: its loss is that of all KV there, not of its share.\n"
         "Nothing is copied between nodes: after a miss the prompt is recomputed."
     )

@@ -75,7 +75,7 @@ class Demand:
     utilisation_max: float = 0.7
 
     def __post_init__(self) -> None:
-        require("--users", self.users, "users", 1, 10**8)
+        require("--users", self.users, "a number of users", 1, 10**8)
         require("--think-s", self.think_s, "seconds", 0.1, 1e6)
         require("--history-tokens", self.history_tokens, "tokens", BLOCK_TOKENS, 10**7)
         require("--new-tokens", self.new_tokens, "tokens", 1, 10**7)

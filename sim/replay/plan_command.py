@@ -209,8 +209,8 @@ def _highest(arguments: argparse.Namespace) -> str:
     cluster, demand, entry = cluster_of(arguments), _demand(arguments), model_of(arguments)
     ways: tuple[Way, ...] = tuple(dict.fromkeys(arguments.way or WAYS))
     found = []
-    for way in ways:
-        step = spinner(f"highest rate, {way}")
+    for number, way in enumerate(ways, 1):
+        step = spinner(f"highest rate, {way} ({number} of {len(ways)})")
         users = highest_users(entry, cluster, demand, way, arguments.seed, step, _terms(arguments))
         found.append((way, users, users / demand.users * demand.turns_per_s(cluster)))
     if arguments.as_json:
@@ -289,12 +289,11 @@ def _planned(point: str, arguments: argparse.Namespace) -> _Swept:
     cluster, demand, entry = cluster_of(arguments), _demand(arguments), model_of(arguments)
     ways: tuple[Way, ...] = tuple(dict.fromkeys(arguments.way or WAYS))
     about = f"{point} " if point else ""
-    plans = [
-        make_plan(
-            entry, cluster, demand, way, arguments.seed, spinner(f"plan, {about}{way}"), _terms(arguments)
-        )
-        for way in ways
-    ]
+    plans = []
+    for number, way in enumerate(ways, 1):
+        progress = bar(f"plan, {about}{way} ({number} of {len(ways)})")
+        plans.append(make_plan(entry, cluster, demand, way, arguments.seed, progress, _terms(arguments)))
+        progress(1.0)
     trials = {
         plan.way: trial(entry, plan, arguments.seed, bar(f"trial of the plan, {plan.way}"))
         for plan in plans

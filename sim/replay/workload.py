@@ -198,12 +198,12 @@ class Chats:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        require("--sessions", self.sessions, "sessions", 1, 10**7)
+        require("--sessions", self.sessions, "a number of sessions", 1, 10**7)
         require("--sessions-per-s", self.sessions_per_s, "sessions that begin a second", 1e-6, 1e6)
         require("--turns", self.turns, "turns of a session", 1, 1000)
         require("--think-s", self.think_s, "seconds", 0, 1e6)
         require("--system-tokens", self.system_tokens, "tokens", 0, _TOKENS_MAX)
-        require("--systems", self.systems, "system prompts", 1, 10**6)
+        require("--systems", self.systems, "a number of system prompts", 1, 10**6)
         require("--turn-tokens", self.turn_tokens, "tokens of a turn", 1, 1e6)
         require("--answer-tokens", self.answer_tokens, "tokens of an answer", 1, 1e6)
         require("--token-s", self.token_s, "seconds a token", 0, 100)

@@ -129,17 +129,20 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ("", "with a table [cluster]."),
         ("[cluster", "can't be read: it is not TOML ("),
         ("[cluster]\nengine = 1", "--cluster is 'engine'; it takes a name of the cluster, one of engines, "),
-        ("[cluster]\nengines = 0", "--cluster engines is 0; it takes a number of engines, from 1 to 4096."),
+        ("[cluster]\nengines = 0", "--cluster engines is 0; it takes a number of engines, from 1 to 4,096."),
         (
             "[cluster]\nengines = 1.5",
             "--cluster engines is 1.5; it takes a number of engines, a whole number.",
         ),
-        ("[cluster]\nlink_bits_per_s = 'x'", "is 'x'; it takes bits a second, from 1e+06 to 1e+15."),
+        (
+            "[cluster]\nlink_bits_per_s = 'x'",
+            "is 'x'; it takes bits a second, from 1,000,000 to 1,000,000,000,000,000.",
+        ),
         ("[cluster]\ngpu_mfu = 2", "--cluster gpu_mfu is 2; it takes a share, from 0.001 to 1."),
         ("[cluster]\ngpus_per_root = 3", "gpus_per_root is 3; it takes GPUs, a divisor of all 16 GPUs."),
         (
             "[cluster]\ndecode_slots = 0",
-            "--cluster decode_slots is 0; it takes a number of slots, from 1 to 4096.",
+            "--cluster decode_slots is 0; it takes a number of slots, from 1 to 4,096.",
         ),
     ],
 )

@@ -141,8 +141,8 @@ def test_a_bad_size_is_refused_by_name_with_what_is_accepted(text: str) -> None:
     ("setting", "message"),
     [
         ({"drives": 0}, "--drives is 0; it takes a number of drives, from 1 to 64."),
-        ({"trigger_us": float("nan")}, "--trigger-us is nan; it takes microseconds, from 0 to 1e+06."),
-        ({"chunk_bytes": 1}, "--chunk is 1; it takes bytes, from 4096 to 1e+15."),
+        ({"trigger_us": float("nan")}, "--trigger-us is nan; it takes microseconds, from 0 to 1,000,000."),
+        ({"chunk_bytes": 1}, "--chunk is 1; it takes bytes, from 4,096 to 1,000,000,000,000,000."),
     ],
 )
 def test_settings_out_of_range_name_parameter_unit_and_range(setting: dict[str, int], message: str) -> None:

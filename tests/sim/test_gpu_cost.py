@@ -45,7 +45,7 @@ def test_printed_totals_stand_beside_the_right_ones(
         (HEAD + "A,1,1,1\nA,0,1,1\n", "--gpu-cost table.csv:3 count is 0; it takes a number of GPUs, from 1"),
         (
             HEAD + "A,1,-1,1\n",
-            "table.csv:2 price_usd is '-1'; it takes US dollars, a number from 0 to 1e+15.",
+            "table.csv:2 price_usd is '-1'; it takes US dollars, a number from 0 to 1,000,000,000,000,000.",
         ),
         (HEAD + "A,1,1,nan\n", "table.csv:2 printed_total_usd is 'nan'; it takes US dollars"),
     ],
@@ -59,5 +59,7 @@ def test_a_bad_line_is_named(text: str, message: str, tmp_path: Path) -> None:
 def test_gpus_hold_weights_and_kv() -> None:
     assert gpus_for(0, 80e9, 80 * 10**9) == 1
     assert gpus_for(1, 80e9, 80 * 10**9) == 2
-    with pytest.raises(OutOfRange, match=r"--gpu-memory is 5; it takes bytes, from 1e\+09 to 1e\+13\."):
+    with pytest.raises(
+        OutOfRange, match=r"--gpu-memory is 5; it takes bytes, from 1,000,000,000 to 10,000,000,000,000\."
+    ):
         gpus_for(1, 1, 5)

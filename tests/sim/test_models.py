@@ -95,8 +95,18 @@ def test_a_layer_with_a_window_keeps_its_tokens_only_and_half_bytes_are_rounded_
     ("act", "message"),
     [
         (lambda: model("gpt-9"), "--model is 'gpt-9'; it takes a name, one of deepseek-v3, "),
-        (lambda: footprint(model("gpt-3"), 0), "--tokens is 0; it takes tokens a sequence, from 1 to 1e+09."),
-        (lambda: footprint(model("gpt-3"), 1, 0), "--batch is 0; it takes sequences, from 1 to 1e+06."),
+        (
+            lambda: footprint(model("gpt-3"), 0),
+            "--tokens is 0; it takes tokens a sequence, from 1 to 1,000,000,000.",
+        ),
+        (
+            lambda: footprint(model("gpt-3"), 1, 10**400),
+            "--batch is a number of 401 digits; it takes a number of sequences, from 1 to 1,000,000.",
+        ),
+        (
+            lambda: footprint(model("gpt-3"), 1, 0),
+            "--batch is 0; it takes a number of sequences, from 1 to 1,000,000.",
+        ),
         (
             lambda: footprint(model("gpt-3"), 1, 1, "fp3"),
             "--dtype is 'fp3'; it takes a type of number, one of",

@@ -172,7 +172,11 @@ SMALL = Demand(
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_gives_a_plan_that_holds_and_a_smaller_one_that_does_not(way: Way) -> None:
     fast = replace(ONE, gpu_flops_per_s=1e14)
-    plan = make_plan(TINY, fast, SMALL, way)
+    shares: list[float] = []
+    plan = make_plan(TINY, fast, SMALL, way, progress=shares.append)
+    assert shares[0] == 0.0
+    assert 0.3 < shares[-1] < 1.0, "the last of the checks is as long as a trial"
+    assert shares == sorted(shares), "each number that was tried first was enough"
     assert plan.cluster is not None
     result = trial(TINY, plan)
     assert result.ttft_quantile_s(0.99) <= SMALL.ttft_s
@@ -235,10 +239,10 @@ def test_the_highest_rate_of_a_cluster_holds_and_a_tenth_more_does_not() -> None
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        ({"users": 0}, "--users is 0; it takes users, from 1 to 1e+08."),
+        ({"users": 0}, "--users is 0; it takes a number of users, from 1 to 100,000,000."),
         ({"found_share": 1.1}, "--found-share is 1.1; it takes a share of the turns, from 0 to 1."),
         ({"utilisation_max": 1}, "--utilisation-max is 1; it takes a share of the time, from 0.05 to 0.95."),
-        ({"history_tokens": 100}, "--history-tokens is 100; it takes tokens, from 512 to 1e+07."),
+        ({"history_tokens": 100}, "--history-tokens is 100; it takes tokens, from 512 to 10,000,000."),
     ],
 )
 def test_a_demand_out_of_range_is_refused(terms: dict[str, float], message: str) -> None:

@@ -236,8 +236,8 @@ def test_break_even_lists_every_model(capsys: pytest.CaptureFixture[str]) -> Non
             "kvsim: --set is 'nothing'; it takes a name of the cluster, one of",
         ),
         (["curve", "--plot", "x.png"], "kvsim: --plot is x.png; it takes a file for a plot, named *.svg: "),
-        (["plan", "--users", "0"], "kvsim: --users is 0; it takes users, from 1 to 1e+08."),
-        (["generate", "--turns", "0"], "kvsim: --turns is 0; it takes turns of a session, from 1 to 1000."),
+        (["plan", "--users", "0"], "kvsim: --users is 0; it takes a number of users, from 1 to 100,000,000."),
+        (["generate", "--turns", "0"], "kvsim: --turns is 0; it takes turns of a session, from 1 to 1,000."),
     ],
 )
 def test_a_bad_argument_is_one_sentence_and_status_2(

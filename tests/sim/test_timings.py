@@ -51,10 +51,10 @@ def test_times_between_those_measured_lie_between_them(
 def test_beyond_what_was_measured_nothing_is_guessed(table: Path) -> None:
     timings = read_timings(table)
     with pytest.raises(
-        OutOfRange, match="a prompt's new tokens is 1001; it takes tokens that were measured, from 0 to"
+        OutOfRange, match="a prompt's new tokens is 1,001; it takes tokens that were measured, from 0 to"
     ):
         timings.of(1001, 0)
-    with pytest.raises(OutOfRange, match="a prompt's context is 2001"):
+    with pytest.raises(OutOfRange, match="a prompt's context is 2,001"):
         timings.of(10, 2001)
 
 
@@ -90,7 +90,7 @@ def test_a_table_that_says_too_little_is_refused(tmp_path: Path, text: str, mess
 def test_a_replay_takes_the_times_of_the_table(table: Path) -> None:
     work = requests((0, 1000, 0, [1, 2]), (10, 1000, 0, [3, 4]), (20, 1524, 0, [1, 2, 5]))
     terms = Terms(timings=read_timings(table), always_get=True)
-    with pytest.raises(OutOfRange, match="new tokens is 1524"):
+    with pytest.raises(OutOfRange, match="new tokens is 1,524"):
         simulate(work, TINY, ONE, "recompute", terms)
     result = simulate(work[:2], TINY, ONE, "recompute", terms)
     assert result.ttft_s.tolist() == pytest.approx([0.5, 0.5])

@@ -68,9 +68,13 @@ def test_without_sessions_nothing_is_shared(tmp_path: Path) -> None:
         (
             "t.jsonl",
             LINE % (-5, 1, "[1]"),
-            "t.jsonl:1 timestamp is -0.005; it takes seconds, from 0 to 1e+09.",
+            "t.jsonl:1 timestamp is -0.005; it takes seconds, from 0 to 1,000,000,000.",
         ),
-        ("t.jsonl", LINE % (0, 0, "[]"), "t.jsonl:1 input length is 0; it takes tokens, from 1 to 1e+08."),
+        (
+            "t.jsonl",
+            LINE % (0, 0, "[]"),
+            "t.jsonl:1 input length is 0; it takes tokens, from 1 to 100,000,000.",
+        ),
         (
             "t.csv",
             "Timestamp\n1\n",
@@ -143,9 +147,9 @@ def test_chats_survive_being_written_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        ({"sessions": 0}, "--sessions is 0; it takes sessions, from 1 to 1e+07."),
-        ({"turns": 0.5}, "--turns is 0.5; it takes turns of a session, from 1 to 1000."),
-        ({"think_s": -1}, "--think-s is -1; it takes seconds, from 0 to 1e+06."),
+        ({"sessions": 0}, "--sessions is 0; it takes a number of sessions, from 1 to 10,000,000."),
+        ({"turns": 0.5}, "--turns is 0.5; it takes turns of a session, from 1 to 1,000."),
+        ({"think_s": -1}, "--think-s is -1; it takes seconds, from 0 to 1,000,000."),
     ],
 )
 def test_chats_out_of_range_are_refused(terms: dict[str, float], message: str) -> None:
