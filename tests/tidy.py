@@ -56,11 +56,11 @@ BOUND = re.compile(
 UNITS = {"_SECOND_NS"}
 BOUNDS_ALLOWED = {
     "kvstore/bench/": "what a measurement takes is a part of the measurement",
-    "kvstore/demo/": "it shows; nothing is held by it",
+    "kvstore/demo/": "a demonstration: no service depends on its figures",
 }
 CLOCK_ALLOWED = {
     "kvstore/clock.py": "it is the seam",
-    "kvstore/commands/probes.py": "it measures a drive, once, and decides nothing by the time",
+    "kvstore/commands/probes.py": "it measures a drive, and no decision depends on the time",
     "kvstore/client/core.py": "its timeouts are its caller's, in real seconds",
     "kvstore/client/fabric_transport.py": "the same: deadlines of its caller's",
     "kvstore/client/puts.py": "the same: a wait of the caller's on a condition",

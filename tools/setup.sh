@@ -19,7 +19,7 @@ die() {
   exit 1
 }
 
-# Two set-ups of one checkout at a time would build into each other's feet.
+# Two set-ups of one checkout at a time would overwrite each other's files.
 mkdir -p "$root/.cache"
 exec 9>"$root/.cache/setup.lock"
 if command -v flock >/dev/null; then
@@ -38,7 +38,7 @@ print(os.path.realpath(sys.executable), "%d.%d.%d" % sys.version_info[:3], int(v
 find_python() {
   local name
   if [[ -n ${PYTHON:-} ]]; then
-    "$PYTHON" -c "$probe" 2>/dev/null || die "PYTHON=$PYTHON is not a Python 3.11 or newer that runs; name another one."
+    "$PYTHON" -c "$probe" 2>/dev/null || die "PYTHON=$PYTHON does not run, or is older than Python 3.11; name another one."
     return
   fi
   for name in python3 python3.14 python3.13 python3.12 python3.11; do
@@ -86,7 +86,7 @@ if ((${#missing[@]})); then
   "${as_root[@]}" apt-get update -qq >"$log" 2>&1 || say "apt-get update failed; trying with the package lists that are here"
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >>"$log" 2>&1 || {
     tail -n 15 "$log" >&2
-    die "apt could not install ${missing[*]}; its words are above, all of them in .cache/apt.log"
+    die "apt could not install ${missing[*]}; the end of its output is above, all of it in .cache/apt.log"
   }
 fi
 command -v gcc >/dev/null || die "no gcc on the PATH; install it (Debian: apt-get install gcc libc6-dev)"
@@ -103,16 +103,16 @@ if [[ ! -x $venv/bin/python || ! -f $deps_stamp || $(<"$deps_stamp") != "$deps_h
   else why="the Python, the folder or requirements-dev.txt changed"; fi
   say "making .venv with Python $python_version, because $why (about half a minute)"
   rm -rf "$venv"
-  "$python" -m venv "$venv" || die "$python could not make .venv; its words are above."
+  "$python" -m venv "$venv" || die "$python could not make .venv; its output is above."
   log=$root/.cache/pip.log
   # --no-deps: the list is complete, and a package that is not on it must not come in by itself.
   "$venv/bin/python" -m pip install --no-deps -r requirements-dev.txt >"$log" 2>&1 || {
     tail -n 15 "$log" >&2
-    die "pip could not install requirements-dev.txt; its words are above, all of them in .cache/pip.log"
+    die "pip could not install requirements-dev.txt; the end of its output is above, all of it in .cache/pip.log"
   }
   "$venv/bin/python" -m pip check >>"$log" 2>&1 || {
     tail -n 15 "$log" >&2
-    die "requirements-dev.txt does not agree with itself; pip's words are above."
+    die "the packages in requirements-dev.txt conflict; pip's output is above."
   }
   printf '%s\n' "$deps_hash" >"$deps_stamp"
 fi
@@ -137,7 +137,7 @@ if ((${#built[@]} < ${#recipes[@]})) || [[ ! -x $venv/bin/kvstore || ! -f $build
   log=$root/.cache/build.log
   "$venv/bin/python" -m pip install --no-build-isolation --no-deps --no-index -e . >"$log" 2>&1 || {
     tail -n 25 "$log" >&2
-    die "the build failed; the compiler's words are above, all of them in .cache/build.log"
+    die "the build failed; the end of the compiler's output is above, all of it in .cache/build.log"
   }
   printf '%s\n' "$build_hash" >"$build_stamp"
 fi

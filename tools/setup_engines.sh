@@ -61,14 +61,14 @@ elif [[ ! -f $stamp ]]; then why="the last set-up did not finish"
 else why="the Python, the folder or the list of packages changed"; fi
 say "making .venv-engines, because $why (a minute or two, 2.4 GB)"
 rm -rf "$venv"
-"$root/.venv/bin/python" -m venv "$venv" || die ".venv's Python could not make .venv-engines; its words are above."
+"$root/.venv/bin/python" -m venv "$venv" || die ".venv's Python could not make .venv-engines; its output is above."
 log=$root/.cache/pip-engines.log
 # --no-deps: the list is complete, and a package that is not on it must not come in by itself.
 : >"$log"
 for list in requirements-torch.txt requirements-engines.txt; do # apart, because pip takes digests for all or for none
   "$venv/bin/python" -m pip install --no-deps -r "$list" >>"$log" 2>&1 || {
     tail -n 15 "$log" >&2
-    die "pip could not install $list; its words are above, all of them in .cache/pip-engines.log"
+    die "pip could not install $list; the end of its output is above, all of it in .cache/pip-engines.log"
   }
 done
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

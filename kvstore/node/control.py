@@ -175,5 +175,5 @@ class ControlSocket:
 def _asked(line: bytes) -> dict[str, Any]:
     asked = json.loads(line)
     if not isinstance(asked, dict):
-        raise ProtocolError("A change of keys is asked for by an object.")
+        raise ProtocolError("A request for a change of keys is not a JSON object.")
     return asked
