@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from kvcli.progress import bars
 from kvstore.bench.measure import PARTS, measure
-from kvstore.commands.writable_folder import writable_folder
 from kvstore.demo.terminal import say, table
 from kvstore.errors import ConfigError
+from kvstore.writable_folder import writable_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,10 +21,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvstore.commands.writable_folder import writable_folder
 from kvstore.errors import ConfigError
 from kvstore.input_file import read_file
 from kvstore.limits import OPENSSL_TIMEOUT_S
+from kvstore.writable_folder import writable_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

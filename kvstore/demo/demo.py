@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from kvstore.client import Block, Client, Hit
 from kvstore.client.transfer_watch import watched_by
 from kvstore.commands.trace_command import table as trace_table
-from kvstore.commands.writable_folder import writable_folder
 from kvstore.config import show_size
 from kvstore.demo.node_process import NodeProcess
 from kvstore.demo.terminal import Progress, say, table
@@ -29,6 +28,7 @@ from kvstore.limits import DRIVE_CAPACITY_BYTES_DEFAULT
 from kvstore.names import block_key
 from kvstore.reach import FABRIC
 from kvstore.serve_options import check_room
+from kvstore.writable_folder import writable_folder
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 

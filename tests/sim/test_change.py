@@ -147,7 +147,7 @@ def test_the_table_and_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
         ({"lose": 5}, "--lose-nodes is 5; it takes nodes, of the 5, with one left"),
         ({"lose": 6, "join": 3}, "--lose-nodes is 6; it takes nodes, of the 5"),
         ({"join": 4096}, "nodes, with --join-nodes, is 4,101"),
-        ({"replicas": 3}, "--replicas is 3; it takes copies, from 1 to 2"),
+        ({"replicas": 3}, "--replicas is 3; it takes a number of copies, from 1 to 2"),
     ],
 )
 def test_what_cannot_change_is_refused(terms: dict[str, int], message: str) -> None:

@@ -45,7 +45,7 @@ def test_printed_totals_stand_beside_the_right_ones(
         (HEAD + "A,1,1,1\nA,0,1,1\n", "--gpu-cost table.csv:3 count is 0; it takes a number of GPUs, from 1"),
         (
             HEAD + "A,1,-1,1\n",
-            "table.csv:2 price_usd is '-1'; it takes US dollars, a number from 0 to 1,000,000,000,000,000.",
+            "table.csv:2 price_usd is '-1'; it takes US dollars, a number from 0 to 1e+15.",
         ),
         (HEAD + "A,1,1,nan\n", "table.csv:2 printed_total_usd is 'nan'; it takes US dollars"),
     ],

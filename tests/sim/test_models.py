@@ -113,7 +113,10 @@ def test_a_layer_with_a_window_keeps_its_tokens_only_and_half_bytes_are_rounded_
         ),
         (lambda: relaid(model("gpt-3"), "gqa"), "--layout is 'gqa'; it takes a layout, one of mha, mqa,"),
         (lambda: relaid(model("gpt-3"), "mha:2"), "--layout is 'mha:2'; it takes a layout"),
-        (lambda: relaid(model("gpt-3"), "gqa:97"), "--layout is 97; it takes KV heads, from 1 to 96."),
+        (
+            lambda: relaid(model("gpt-3"), "gqa:97"),
+            "--layout is 97; it takes a number of KV heads, from 1 to 96.",
+        ),
         (lambda: parse_ragged("1/2,x"), "--layout ragged is 'x'; it takes K/V widths of a layer in numbers"),
     ],
 )
