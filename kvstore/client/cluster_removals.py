@@ -40,7 +40,7 @@ class _Answer(Protocol):
 
     @property
     def digests(self) -> set[int]:
-        """Return the digests of the maps that it has used; 0 stands for no cluster."""
+        """Return the digests of the maps that it has used; 0 stands for no cluster, 1 for no map yet."""
         ...
 
     @property

@@ -18,7 +18,7 @@ import math
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import Map, Member, lots_in, lots_record
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from kvstore.cluster.etcd import Found, Listed
     from kvstore.cluster.etcd_options import EtcdReach
 
-__all__ = ["Membership", "digest_of"]
+__all__ = ["NO_MAP_DIGEST", "Membership", "digest_of"]
+
+NO_MAP_DIGEST: Final = 1  # before the first map; the digest of one is 1 with a probability of 2^-64
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +126,11 @@ class Membership:
     def state(self) -> str:
         """Our record, as last written."""
         return "" if self._member is None else self._member.state
+
+    @property
+    def told_digest(self) -> int:
+        """The digest of the map for answers: 0 would say that we are in no cluster, and a deletion done."""
+        return self.digest or NO_MAP_DIGEST
 
     @property
     def is_seen(self) -> bool:

@@ -1,8 +1,8 @@
 """`kvstore put`, `get`, `delete`, `pin`, `erase` and `watch`: single blocks by hand, and a tenant's events.
 
 A key is written as 64 hexadecimal digits, or as `name:TEXT`, which stands for `block_key(TEXT)`. What always holds:
-of several nodes the first is used; a file that `get` writes appears only when it is complete; a missing block is
-reported on standard error, with exit status 3.
+of a cluster, the block's owners are asked, and a deletion asks all nodes; a file that `get` writes appears only when
+it is complete; a missing block is reported on standard error, with exit status 3.
 
 Each command imports what it needs when it is run, so that `--help` needs nothing.
 """
@@ -19,15 +19,15 @@ from kvcli.running import Status
 from kvstore.commands.node_commands import reach, reach_node
 from kvstore.commands.whole_file import whole_file
 from kvstore.config import counted, printable, show_size
-from kvstore.errors import ConfigError
-from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES, PIN_TIMEOUT_MS_MAX, WATCH_S_MAX
+from kvstore.errors import ConfigError, KvError
+from kvstore.limits import BLOCK_BYTES_MAX, KEY_BYTES, PIN_TIMEOUT_MS_MAX, REPLICAS_MAX, WATCH_S_MAX
 from kvstore.names import block_key, in_domain, is_in_domain
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from kvstore.client import Client, Happened
+    from kvstore.client import Client, ClusterClient, Happened
     from kvstore.client.blocks import HasFingerprint
 
 __all__ = ["add_block_commands", "parse_key"]
@@ -50,11 +50,25 @@ def parse_key(text: str) -> bytes:
     raise ConfigError(f"A key is {_KEY}, not {text!r}.")
 
 
-def _client(arguments: argparse.Namespace, layout: HasFingerprint | bytes = b"") -> Client:
+def _cluster(arguments: argparse.Namespace, layout: bytes = b"") -> ClusterClient:
+    """A client of the whole cluster; of one node, if it is in none."""
+    from kvstore.client import ClusterClient
+
+    return ClusterClient(reach(arguments), layout=layout)
+
+
+def _client(arguments: argparse.Namespace, node: str, layout: HasFingerprint | bytes = b"") -> Client:
     from kvstore.client import Client
 
-    told = reach(arguments)
-    return Client(told.at(told.nodes[0]), layout=layout)
+    return Client(reach(arguments).at(node), layout=layout)
+
+
+def _owners(arguments: argparse.Namespace, key: bytes) -> list[str]:
+    """The nodes that may have a block."""
+    from kvstore.client import ClusterClient
+
+    with ClusterClient(reach(arguments), replicas=REPLICAS_MAX) as cluster:
+        return cluster.owners(key)
 
 
 def _keys(texts: Sequence[str], arguments: argparse.Namespace) -> list[bytes]:
@@ -68,8 +82,8 @@ def _keys(texts: Sequence[str], arguments: argparse.Namespace) -> list[bytes]:
 def _put(arguments: argparse.Namespace) -> int:
     (key,) = _keys([arguments.block], arguments)
     data = _read(arguments.file)
-    with _client(arguments, arguments.layout.encode()) as client:
-        reached = client.put_inline(key, data)
+    with _cluster(arguments, arguments.layout.encode()) as cluster:
+        reached = cluster.put_inline(key, data)
     document = {"key": key.hex(), "bytes": len(data), "durability": reached.name.lower()}
     _say(f"{key.hex()} {document['durability']}, {show_size(len(data))}", document, arguments)
     return Status.DONE
@@ -93,11 +107,14 @@ def _get(arguments: argparse.Namespace) -> int:
     from kvstore.miss import Miss
 
     (key,) = _keys([arguments.block], arguments)
-    with _client(arguments) as client:
-        (found,) = client.exists([key], any_layout=True)
+    for node in (owners := _owners(arguments, key)):
+        with _client(arguments, node) as client, suppress(*(() if node == owners[-1] else (KvError,))):
+            (found,) = client.exists([key], any_layout=True)
+            if not isinstance(found, Miss):
+                break
     # The get is sent for a miss, too, so that the node counts it.
     fingerprint, length = (b"", 1) if isinstance(found, Miss) else (found.fingerprint, found.length)
-    with _client(arguments, KnownLayout(fingerprint) if fingerprint else b"") as client:
+    with _client(arguments, node, KnownLayout(fingerprint) if fingerprint else b"") as client:
         outcome = client.get_inline(key, length)
         if isinstance(outcome, Miss):
             why = found if isinstance(found, Miss) else outcome
@@ -120,8 +137,8 @@ def _get(arguments: argparse.Namespace) -> int:
 
 def _delete(arguments: argparse.Namespace) -> int:
     keys = _keys(arguments.keys, arguments)
-    with _client(arguments) as client:
-        found = client.delete(keys)
+    with _cluster(arguments) as cluster:
+        found = cluster.delete(keys)
     return _each(keys, found, ("deleted", "not stored"), arguments)
 
 
@@ -129,9 +146,9 @@ def _pin(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.seconds <= _PIN_S_MAX:
         raise ConfigError(f"--seconds takes 1 to {_PIN_S_MAX}, not {arguments.seconds}.")
     keys = _keys(arguments.keys, arguments)
-    with _client(arguments) as client:
+    with _cluster(arguments) as cluster:
         # Not closed: the pin outlives the command until it expires.
-        pinned = client.pin(keys, time_to_live_ms=1000 * arguments.seconds).pinned
+        pinned = cluster.pin(keys, time_to_live_ms=1000 * arguments.seconds).pinned
     return _each(keys, pinned, ("pinned", "not stored"), arguments)
 
 
@@ -143,9 +160,7 @@ def _erase(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps({"erased": False}))
         return Status.NO
-    from kvstore.client import ClusterClient
-
-    with ClusterClient(reach(arguments)) as client:  # of one node, if it is in no cluster
+    with _cluster(arguments) as client:
         done = client.erase_tenant() if arguments.user is None else client.erase_user(arguments.user)
     for one in done:
         how = json.loads(one.receipt)["how"]  # which begins with "keys" if any were destroyed
@@ -174,7 +189,7 @@ def _watch(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--seconds must be more than 0 and at most {WATCH_S_MAX:.0f}, not {arguments.seconds:g}."
         )
-    with _client(arguments) as client:
+    with _client(arguments, reach(arguments).nodes[0]) as client:
         for event in client.watch(timeout_s=arguments.seconds):
             if event is not None:
                 _say(_line(event), _document(event), arguments)

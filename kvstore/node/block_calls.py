@@ -124,7 +124,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                         await turn.next()
                     self._delete(items[first : first + TURN_STEP_BLOCKS], ends)
                 membership = self._node.membership
-                digest = 0 if membership is None else membership.digest
+                digest = 0 if membership is None else membership.told_digest
             done = sorted(await ends.all(), key=lambda one: one.tag)
             for one in done:
                 if one.error is not None:

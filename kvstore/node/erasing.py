@@ -169,7 +169,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             sessions=erasure.removed,
             keys=len(receipt.destroyed),
             receipt=receipt.line(),
-            members_digest=0 if node.membership is None else node.membership.digest,
+            members_digest=0 if node.membership is None else node.membership.told_digest,
             node=node.store.name,
         )
 

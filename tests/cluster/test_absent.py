@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstore.client import ClusterClient
 from kvstore.cluster.map import Map, Member
 from kvstore.errors import NodeUnavailable
-from tests.cluster.test_upkeep import WAIT_S, World, command, one_key, told
+from tests.cluster.test_upkeep import WAIT_S, World, command, data, one_key, told
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -52,6 +56,48 @@ def test_a_deletion_waits_for_a_node_that_is_absent_until_it_is_back_or_forgotte
         )
         assert command("--node", absent.target).returncode == 3
         assert absent.target not in {one.node for one in told(node).members}
+
+
+def test_a_removal_is_not_done_when_the_only_node_that_was_asked_has_no_map_yet(tmp_path: Path) -> None:
+    """A node that starts while etcd is away knows no other one; what it removes is on the others."""
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, 2)
+        keys, (first, other) = world.put(), world.nodes
+        world.etcd.members[0].signal(signal.SIGSTOP)
+        first.kill()
+        first.start()
+        with ClusterClient([first.target], replicas=2, call_timeout_ms=2_000) as alone:
+            with pytest.raises(NodeUnavailable):
+                alone.delete(keys)
+            with pytest.raises(NodeUnavailable):
+                alone.erase_user("ada", timeout_s=2.0)
+        assert any(world.there(other, keys))
+        world.etcd.members[0].signal(signal.SIGCONT)
+        world.settled()
+        assert any(world.client.delete(keys))
+        assert not any(has for node in world.nodes for has in world.there(node, keys))
+
+
+def test_a_command_that_names_one_node_deletes_on_all_and_finds_what_another_has(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, 3)
+        keys = world.put(6)
+        for key in keys:
+            elsewhere = next(node for node in world.nodes if node.target not in world.client.owners(key))
+            got = blocks("get", key.hex(), "-", "--node", elsewhere.target, text=False)
+            assert got.stdout == data(key)
+            assert blocks("pin", key.hex(), "--node", elsewhere.target).returncode == 0
+            assert blocks("delete", key.hex(), "--node", elsewhere.target).returncode == 0
+        assert not any(has for node in world.nodes for has in world.there(node, keys))
+        (folder := tmp_path / "file").write_bytes(b"put by hand")
+        key, any_node = one_key(), world.nodes[0]
+        assert blocks("put", key.hex(), str(folder), "--node", any_node.target).returncode == 0
+        assert world.client.get_inline(key, len(b"put by hand")) == b"put by hand"
+
+
+def blocks(*arguments: str, text: bool = True) -> subprocess.CompletedProcess[Any]:
+    command = [sys.executable, "-m", "kvstore", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=text, timeout=60)
 
 
 def test_a_process_in_the_place_of_an_absent_node_answers_for_itself_only(
