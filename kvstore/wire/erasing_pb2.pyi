@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 5c9b7627372476134553c5a21e112251
+# Generated from proto sources with BLAKE2b 4486187248239f368385b72267f1f21c
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping

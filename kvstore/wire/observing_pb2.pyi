@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 5c9b7627372476134553c5a21e112251
+# Generated from proto sources with BLAKE2b 4486187248239f368385b72267f1f21c
 from kvstore.wire import blocks_pb2 as _blocks_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
