@@ -177,6 +177,7 @@ class Node:
         self.hot.changed(names, self.store.lookup, are_new=reason is None, are_erased=reason is Reason.ERASED)
         if reason is not None:
             self.granted.removed(names, are_replaced=reason is Reason.SUPERSEDED)
+            self.pins.removed(names, are_replaced=reason is Reason.SUPERSEDED)
         for listener in self.block_listeners:
             listener(names, reason)
 
