@@ -7,6 +7,7 @@ from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.blocks import Block, pieces_of, regions_of, whole_of
+from kvstore.config import show_size
 from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument, NotRegistered
 from kvstore.limits import (
@@ -131,7 +132,7 @@ def view_of(data: Data) -> memoryview:
     except TypeError as error:
         raise InvalidArgument(f"A block's data is bytes or a list of its pieces: {error}.") from None
     if not BLOCK_BYTES_MIN <= len(view) <= BLOCK_BYTES_MAX:
-        raise InvalidArgument(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {len(view)}.")
+        raise InvalidArgument(f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, not {len(view)} bytes.")
     return view
 
 

@@ -26,9 +26,10 @@ from kvstore.storage.eviction.items import Guard
 from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from kvstore.clock import Clock
+    from kvstore.storage.eviction.items import Reason
     from kvstore.storage.eviction_events import Held
     from kvstore.storage.index import Name
     from kvstore.storage.store import Store
@@ -107,9 +108,9 @@ class Pins:
             self.count += 1
         return Pinned(pin.number, time_to_live_ms, pinned)
 
-    def removed(self, names: Iterable[Name], *, are_replaced: bool) -> None:
-        """Note that blocks were removed. The pin of a replaced one is its successor's."""
-        for name in names if self._of_block and not are_replaced else ():
+    def changed(self, names: Sequence[Name], reason: Reason | None) -> None:
+        """Note that blocks were removed or, without a reason, stored."""
+        for name in names if reason is not None and self._of_block else ():
             for pin in list(self._of_block.get(name, ())):
                 self._leaves(pin, name)
                 _, size_bytes = pin.held.pop(name)

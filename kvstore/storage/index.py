@@ -22,7 +22,7 @@ Always holds:
 - A batch is published, or removed, in one commit of the table. What LMDB has to note because of it is committed first:
   a process that dies in between has noted a place that is not free, which is left alone.
 - Errors are StorageErrors; an index that raised one while it was open is not trusted again. Nor is one whose files were
-  deleted or replaced meanwhile: it is not changed any more, and another process's files in their place stay as they are.
+  deleted or replaced meanwhile: it is not changed any more, and files in their place stay as they are.
 
 It doesn't know extents or pins. Sessions, unsettled changes of them, doubts, and places of erased blocks are in tables
 of their own (`kvstore.storage.manifests`, `.doubts` and `.overwriting`).
@@ -34,25 +34,17 @@ import os
 import shutil
 import struct
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import lmdb
 import numpy as np
 
+from kvstore.config import show_size
 from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, INDEX_GROWTHS_MAX, INDEX_MAP_BYTES_MIN, PAGE_BYTES
 from kvstore.storage.block_table import BlockTable
-from kvstore.storage.folder import CommitNote
-from kvstore.storage.index_file import (
-    DATA_NAME,
-    OpenFiles,
-    check_structure,
-    is_sealed,
-    overwrite,
-    seal,
-    unseal,
-)
+from kvstore.storage.folder import CommitNote, OpenFiles
+from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, overwrite, seal, unseal
 from kvstore.storage.index_layout import (
     LIFE,
     LIFE_ROW,
@@ -66,10 +58,10 @@ from kvstore.storage.index_layout import (
 from kvstore.storage.index_upgrade import upgrade
 from kvstore.storage.overwriting import PLACES, note
 from kvstore.storage.row_check import CHECK_BYTES, checked, is_whole
-from kvstore.wire.record import Header, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -82,7 +74,7 @@ if TYPE_CHECKING:
     NamesAndLives = tuple[NDArray[np.uint8], NDArray[Any]]
     """Names of blocks, a row each, and of each its offset, length, generation and expiry."""
 
-__all__ = ["BLOCKS_NAME", "Entry", "Index", "header_of", "is_header_of", "kernel_boot_id"]
+__all__ = ["BLOCKS_NAME", "Entry", "Index"]
 
 T = TypeVar("T")
 
@@ -111,22 +103,6 @@ class Entry(NamedTuple):
     expires_ms: int
     fingerprint: bytes
     domain: int = 0  # the number, from 1, of the key that it is encrypted with; 0: it is in the clear
-
-
-def header_of(name: Name, entry: Entry) -> Header:
-    """Return the header that a block must have on the drive."""
-    (tenant, key), (_, length, crc, generation, expires_ms, fingerprint, domain) = name, entry
-    return Header(Kind.BLOCK, key, tenant, fingerprint, generation, length, crc, expires_ms, domain)
-
-
-def is_header_of(found: object, name: Name, entry: Entry) -> bool:
-    """Return whether a header is the one that the index names, except its expiry, which may have been extended."""
-    return isinstance(found, Header) and found._replace(expires_ms=entry.expires_ms) == header_of(name, entry)
-
-
-def kernel_boot_id() -> str:
-    """Return the id of this boot of the kernel."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _entries(rows: NDArray[Any]) -> Iterator[tuple[Name, Entry]]:
@@ -444,7 +420,7 @@ class Index:
                     self._cover()
                 self._note_commit()
                 return result
-        raise StorageError(f"The index in {self._folder} does not fit into {self._map_bytes} bytes.")
+        raise StorageError(f"The index in {self._folder} does not fit into {show_size(self._map_bytes)}.")
 
     def _change(self, change: Callable[[], T]) -> T:
         """Make a change of the table; StorageError if nothing was changed."""

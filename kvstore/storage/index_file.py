@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DATA_NAME",
-    "OpenFiles",
     "check_structure",
     "is_sealed",
     "overwrite",
@@ -87,28 +86,6 @@ class _Head(NamedTuple):
     main: _Tree
     last_page: int
     transaction: int
-
-
-class OpenFiles:
-    """The files of an open index, by their names: whether these still lead to them."""
-
-    def __init__(self, *paths: Path) -> None:
-        self._identities = {path: _identity(path) for path in paths}
-
-    def are_in_place(self) -> bool:
-        """Return whether no file was deleted or replaced since."""
-        return all(map(self.is_in_place, self._identities))
-
-    def is_in_place(self, path: Path) -> bool:
-        """The same, of one of them."""
-        with suppress(OSError):
-            return _identity(path) == self._identities[path]
-        return False
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
 
 
 # The seal.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from kvstore.config import show_size
 from kvstore.durability import Durability
 from kvstore.errors import Expired, InvalidArgument, KeyTaken, KvError, NotEncrypted, ReadOnly, StorageError
 from kvstore.limits import (
@@ -515,7 +516,7 @@ def _refusal(item: PutItem, now_ms: int, *, encrypts: bool) -> KvError | None:
         return Expired("The block's time to live ended before it was put.")
     if not BLOCK_BYTES_MIN <= item.length <= BLOCK_BYTES_MAX:
         return InvalidArgument(
-            f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes; this one has {item.length}."
+            f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, not {item.length} bytes."
         )
     sizes = (len(item.tenant), len(item.key), len(item.fingerprint))
     if sizes != _NAME_SIZES:

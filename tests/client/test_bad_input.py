@@ -255,7 +255,7 @@ def test_a_chunk_that_is_too_large_is_refused_in_our_words(node: NodeProcess) ->
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert type(error_from_rpc("A put", refused.value)) is errors.ProtocolError
             assert refused.value.details() == (
-                f"A chunk has at most {CHUNK_BYTES_MAX} bytes, not {8 * MIB}; send the block in several."
+                "A chunk has at most 4 MiB, not 8 MiB; send the block in several."
             )
         half = [pb.PutRequest(chunk=large[:CHUNK_BYTES_MAX])] * 2
         stub.Put(iter([start, *half]), timeout=WAIT_S)  # as the sentence says

@@ -27,7 +27,7 @@ from kvstore.errors import (
     StorageError,
 )
 from kvstore.layout import Layer, Layout
-from kvstore.limits import BLOCK_BYTES_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_BYTES_MAX
 from kvstore.miss import Miss
 from kvstore.names import block_key
 from kvstore.testing import MemoryNode
@@ -204,6 +204,15 @@ def test_no_blocks_are_no_mistake_and_no_call(client: Client) -> None:
     assert client.get([]) == []
     assert client.prefetch([]) == ReadAhead([], {})
     assert client.calls == before
+
+
+@pytest.mark.parametrize("call", OF_KEYS)
+def test_calls_take_more_keys_than_a_message(client: Client, call: str) -> None:
+    keys = [block_key(b"many", number.to_bytes(2, "little")) for number in range(2 * BATCH_BLOCKS_MAX + 3)]
+    client.put_inline(keys[-1], b"KV")
+    answer = getattr(client, call)(keys)
+    if call == "prefetch":
+        assert (answer.unread, list(answer.missing)) == ([], keys[:-1])
 
 
 def test_a_refusal_is_not_a_fault_of_the_drive(client: Client) -> None:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.node("in process")
 WAIT_S = 20.0
 ERRORS = (
     StorageError("The drive burns."),
-    NoSpace("The drive has no room for 8192 bytes: all of it is pinned."),
+    NoSpace("The drive has no room for 8 KiB: all of it is pinned."),
     ReadOnly("The drive could not be written: Input/output error; it takes no more puts."),
     QuotaExceeded("The tenant has 4096 of 4096 bytes."),
 )

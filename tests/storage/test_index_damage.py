@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import struct
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from tests.storage.fakes import FakeBay, FakeDisk
 from tests.storage.rig import TENANT, StoreRig, key, name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
