@@ -185,6 +185,9 @@ class NodeConfig:
         self._check_events()
         self._check_where()
         self._check_cluster()
+        paths = [drive.path.resolve() for drive in self.drives]
+        if twice := [one.path for one, path in zip(self.drives, paths, strict=True) if paths.count(path) > 1]:
+            raise ConfigError(f"The drive {twice[0]} is given more than once: set each --drive once.")
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
             raise ConfigError(
                 f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"

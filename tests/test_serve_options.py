@@ -319,3 +319,11 @@ def test_a_node_that_is_told_no_tenants_any_more_keeps_them(tmp_path: Path) -> N
         _say(node, file, 'tenants = "tenants.toml"\n', "1 tenants")
         with small_client(node.target, token="acme-2") as client:
             assert client.put_inline(KEY, b"x") is Durability.WRITTEN
+
+
+def test_a_drive_is_given_once(tmp_path: Path) -> None:
+    size = DRIVE_CAPACITY_BYTES_MIN
+    drives = (DriveSpec(tmp_path / "x", size), DriveSpec(tmp_path / "y" / ".." / "x", size))
+    with pytest.raises(ConfigError, match="more than once"):
+        NodeConfig(tmp_path, drives=drives)
+    assert NodeConfig(tmp_path, drives=drives[:1]).drives == drives[:1]

@@ -4,8 +4,9 @@ A fetch of blocks that are all on the shelf, or of few whose places on the drive
 here: the C core answers it (`nic_offload.shelf`), and it is recorded afterwards, before any query can ask for it.
 
 Each connection has an area of `FABRIC_CALL_PLACES` places into which its client writes calls
-(`kvstore.wire.fabric_call`), with a random key of its own. The caller is the client that attached: each call and its flag carry a tag whose key no
-other client has (`kvstore.wire.seal`), and the connection ends when its client's credentials are revoked.
+(`kvstore.wire.fabric_call`), with a random key of its own. The caller is the client that attached: each call and its
+flag carry a tag whose key no other client has (`kvstore.wire.seal`), and the connection ends when its client's
+credentials are revoked.
 
 What always holds: a place is watched for its next call before the last one is answered, so a client that waits for the
 answer finds the place free. Anything but the next valid call ends the connection. The bytes of an answer are not reused

@@ -89,7 +89,7 @@ log = logging.getLogger(__name__)
 
 _FILLER_NICE: Final = 10  # of the thread that allocates memory for puts: it runs when others are idle
 _ERASED: Final = "The erase domain of the block was erased after it had landed."
-_TAKEN: Final = "Another block, of another length or layout, is stored under this key."
+_OTHER: Final = "another length or layout"
 
 
 class Node:
@@ -452,7 +452,9 @@ class Node:
         self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
         if taken := [lease for _, lease, _ in landed if lease.is_taken]:
             landed = [one for one in landed if not one[1].is_taken]
-            self._kept([PutDone(lease.generation, KeyTaken(_TAKEN), lease.durability) for lease in taken])
+            self._kept(
+                [PutDone(one.generation, KeyTaken.of(one.key, _OTHER), one.durability) for one in taken]
+            )
         self._due.add(landed)
         if not self._goes_on:
             self._store_due()

@@ -385,11 +385,9 @@ class Puts:
     def _settle(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
         """Report a put whose block is stored already, as soon as that is as durable as requested."""
         if (entry.length, entry.fingerprint) != (item.length, item.fingerprint):
-            self._report(
-                item, done, KeyTaken("Another block, of another length or layout, is stored under this key.")
-            )
+            self._report(item, done, KeyTaken.of(item.key, "another length or layout"))
         elif entry.crc32c != item.crc32c:
-            self._report(item, done, KeyTaken("A block with other bytes is stored under this key."))
+            self._report(item, done, KeyTaken.of(item.key))
         elif not lives_as_long(entry.expires_ms, item.expires_ms):
             self._renew(item, done, entry)
         elif item.durability is Durability.SYNCED and not self.has_synced(entry.generation):
