@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.cli import main
+from kvstore.config import DriveSpec, NodeConfig
 from kvstore.durability import Durability
 from kvstore.errors import ConfigError, NotAuthenticated
+from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
 from kvstore.serve_options import OPTIONS, Settings, add_options, defaults_shown, read_file, settings
