@@ -156,8 +156,8 @@ BAD_RESERVES = [  # of a connection that is there, where none is named
         pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(fingerprint=b"x"))]),
         "16 bytes, not 1",
     ),
-    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=0))]), "bytes, not 0"),
-    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=1 << 40))]), "bytes, not"),
+    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=0))]), "1 byte to 64 MiB, not 0 bytes"),
+    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=1 << 40))]), "1 byte to 64 MiB, not"),
     (
         pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=2 * MIB))]),
         "was attached for",
