@@ -107,7 +107,7 @@ def error_of_code(code: int, key: bytes) -> KvError | None:
     if known is None:
         return StorageError(f"The node did not store the block, for an unknown reason (code {code}).")
     kind, sentence = known
-    return KeyTaken.of(key) if kind is KeyTaken else kind(sentence)
+    return KeyTaken.of(key, "other bytes or another layout") if kind is KeyTaken else kind(sentence)
 
 
 def code_of_miss(reason: MissReason) -> int:
