@@ -56,6 +56,8 @@ A miss is not an error: see `kvstore.miss`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from nic_offload.errors import (
     Closed,
     CudaUnavailable,
@@ -74,6 +76,9 @@ from nic_offload.errors import (
     TableFull,
     UsageError,
 )
+
+if TYPE_CHECKING:
+    from typing import Self
 
 __all__ = [
     "AddressRefused",
@@ -163,6 +168,14 @@ class Refused(KvError):
 
 class KeyTaken(Refused):
     """Another block is stored under this key: keys are written once, and the bytes of this put were not stored."""
+
+    @classmethod
+    def of(cls, key: bytes, differs: str = "other bytes") -> Self:
+        """The error of this key, and what to do."""
+        return cls(
+            f"The key {key.hex()} already has a block with {differs}: put this one under another key, or delete that"
+            " one."
+        )
 
 
 class NoSession(Refused):

@@ -24,6 +24,8 @@ from hashlib import shake_128
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
+from kvstore.limits import PLACEMENT_DRIVES_CACHED, PLACEMENTS_CACHED
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -64,7 +66,7 @@ class Placement:
         return self._orders[lot]
 
 
-@lru_cache(maxsize=8)  # stores and maps are often rebuilt with the same drives and nodes
+@lru_cache(PLACEMENTS_CACHED)  # stores and maps are often rebuilt with the same drives and nodes
 def _orders_of(drives: tuple[tuple[bytes, int], ...], zones: tuple[str, ...]) -> list[tuple[int, ...]]:
     if len(drives) == 1:
         return [(0,)] * (1 << _LOT_BITS)
@@ -80,7 +82,7 @@ def _orders_of(drives: tuple[tuple[bytes, int], ...], zones: tuple[str, ...]) ->
     return orders
 
 
-@lru_cache(maxsize=32)  # of 64 KiB each; the others stay as they are when one joins or leaves
+@lru_cache(PLACEMENT_DRIVES_CACHED)  # of 64 KiB each; the others stay as they are when one joins or leaves
 def _lots_known(uuid: bytes, weight: int) -> array[float]:
     return array("d", lots_of(uuid, weight))
 

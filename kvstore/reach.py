@@ -123,14 +123,15 @@ class Reach:
             if value is None and one.default is None:
                 continue
             if not isinstance(value, kind.types) or (isinstance(value, bool) and bool not in kind.types):
-                raise ConfigError(f"{one.name} is {kind.word}, not {type(value).__name__}.")
+                raise ConfigError(f"{one.name} is {kind.word}, not {_said(one.name, value)}.")
             if kind is _FILE_KIND:
                 object.__setattr__(self, one.name, Path(str(value)))
         object.__setattr__(self, "nodes", _several(self.nodes, Path()))
 
     def _check_choices(self) -> None:
         if self.transport not in _TRANSPORTS:
-            raise ConfigError(f"transport must be {', '.join(_TRANSPORTS)}, not {self.transport!r}.")
+            *others, last = _TRANSPORTS
+            raise ConfigError(f"transport is {', '.join(others)} or {last}, not {self.transport!r}.")
         if self.tenant and not is_tenant(self.tenant):
             raise ConfigError(f"{TENANTS_NAME[:-1]}, not {self.tenant!r}.")
         if self.user and self.shared:
@@ -195,9 +196,9 @@ class Reach:
         rows = []
         for name in (one.name for one in fields(cls)):
             value = getattr(reach, name)
-            shown = ",".join(value) if name == "nodes" else "" if value is None else str(value)
+            text = ",".join(value) if name == "nodes" else "" if value is None else str(value)
             rows.append(
-                (name, "(not shown)" if name == "token" and shown else shown, where.get(name, "default"))
+                (name, "(not shown)" if name == "token" and text else text, where.get(name, "default"))
             )
         return rows
 
@@ -308,6 +309,12 @@ class _Kind(NamedTuple):
     word: str  # what to call it in messages
 
 
+def _said(name: str, value: Any) -> str:
+    """A value of a wrong type; a token is never shown."""
+    kind = type(value).__name__
+    return kind if name == "token" else f"{shown(value)}, which is of type {kind}"
+
+
 def _path(value: Any, folder: Path) -> Path:
     return folder / Path(value).expanduser()
 
@@ -327,7 +334,7 @@ _MS = _Kind((int,), lambda value, _: value, "a whole number of milliseconds")
 _FLAG = _Kind((bool,), lambda value, _: value, "true or false")
 _FILE_KIND = _Kind((str, Path), _path, "a path")
 _KINDS: Final = {
-    "node": _Kind((str,), _several, "HOST:PORT"),
+    "node": _Kind((str,), _several, 'text such as "10.0.0.5:7070", HOST:PORT'),
     "nodes": _Kind((list, tuple, str), _several, "a list of HOST:PORT"),
     "tenant": _TEXT,
     "token": _TEXT,
@@ -359,7 +366,7 @@ def _read(given: Mapping[str, Any], where: str, folder: Path) -> dict[str, Any]:
     for name, value in given.items():
         kind = _KINDS[name]
         if not isinstance(value, kind.types) or (isinstance(value, bool) and bool not in kind.types):
-            raise ConfigError(f"{name} in {where} is {kind.word}, not {type(value).__name__}.")
+            raise ConfigError(f"{name} in {where} is {kind.word}, not {_said(name, value)}.")
         if "\0" in str(value if isinstance(value, (str, Path)) else ""):
             raise ConfigError(f"{name} in {where} contains a NUL character.")
         try:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nic_offload._core import ffi, lib
-from nic_offload.errors import Closed, InvalidArgument, KvError, shown
+from nic_offload.errors import Closed, InvalidArgument, shown
 from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
 
@@ -139,15 +139,15 @@ class FlagWords(Handle):
         ...     len(same)
         2
         """
-        if not isinstance(path, str) or "\0" in path:
+        if not isinstance(path, str) or not path or "\0" in path:
             raise InvalidArgument(f"The path of flag words is that of `FlagWords.path`, not {shown(path)}.")
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise KvError(f"The flag words at {path} could not be opened: {error.strerror}.") from error
+            raise _refused(f"The flag words at {path} could not be opened: {error.strerror}") from error
         try:
             return cls(fd, _checked(fd, path), path)
-        except KvError:
+        except InvalidArgument:
             os.close(fd)
             raise
 
@@ -171,26 +171,30 @@ class FlagWords(Handle):
         self._fd = -1
 
 
+def _refused(why: str) -> InvalidArgument:
+    return InvalidArgument(f"{why}; pass the `FlagWords.path` of a set that its maker has not closed.")
+
+
 def _checked(fd: int, path: str) -> int:
     """Refuse a file that is not a set of flag words; otherwise open its bell."""
     if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(_MEMORY_FILE):
-        # The maker has closed its words, and the number belongs to another file.
-        raise KvError(f"{path} is not a set of flag words.")
+        # The maker may have closed its words, and the number belongs to another file.
+        raise _refused(f"{path} is not a set of flag words")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise KvError(f"{path} could be truncated by its creator, which would kill its readers: not opened.")
+        raise _refused(f"{path} could be truncated by its creator, which would kill its readers")
     size = os.fstat(fd).st_size
     told = os.pread(fd, _BELL.size, max(0, size - _BELL.size))
     magic, words, _, maker_fd = _BELL.unpack(told) if len(told) == _BELL.size else (0, 0, 0, 0)
     if magic != lib.TK_BELL_MAGIC or not words or size != words * _WORD_BYTES + _BELL.size:
-        raise KvError(f"{path} has no flag words in it.")
+        raise _refused(f"{path} has no flag words in it")
     bell = Path(path).with_name(str(maker_fd))
     try:
         bell_fd = os.open(bell, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise KvError(
-            f"The bell of the flag words at {path} could not be opened: {error.strerror}."
+        raise _refused(
+            f"The bell of the flag words at {path} could not be opened: {error.strerror}"
         ) from error
     if not stat.S_ISFIFO(os.fstat(bell_fd).st_mode):
         os.close(bell_fd)
-        raise KvError(f"{path} is not a set of flag words.")
+        raise _refused(f"{path} is not a set of flag words")
     return bell_fd

@@ -69,6 +69,9 @@ def test_a_token_is_never_shown(file: Path) -> None:
     for told in (Reach((NODE,), token="s3cret"), Reach((NODE,), token_file=file.parent / "token")):
         assert told.bearer() == "s3cret"
         assert "s3cret" not in f"{told!r}{told}"
+    with pytest.raises(ConfigError) as caught:
+        Reach.of({"node": NODE, "token": b"s3cret"})
+    assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("node", ["10.0.0.5:7070", "node.example:7070", "[fd00::1]:7070"])
@@ -93,9 +96,12 @@ def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
         ({"node": NODE, "nodes": [NODE]}, "node or nodes, not both"),
         ({"nodes": []}, "1 to 64 nodes, not 0"),
         ({"nodes": [NODE, NODE]}, "listed twice"),
-        ({"node": NODE, "tls": "yes"}, "tls in the call is true or false, not str"),
+        ({"node": NODE, "tls": "yes"}, "tls in the call is true or false, not 'yes', which is of type str"),
         ({"node": NODE, "certificate": "c.pem"}, "needs its key"),
-        ({"node": 7070}, "node in the call is HOST:PORT, not int"),
+        (
+            {"node": 7070},
+            'node in the call is text such as "10.0.0.5:7070", HOST:PORT, not 7070, which is of type int',
+        ),
         ({"node": "no port"}, "'no port' is not an address of a node"),
         ({"node": "::1:7070"}, "brackets around IPv6"),
         ({"node": "a b:1"}, "not an address of a node"),
@@ -107,8 +113,8 @@ def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
         ({"node": "host:" + "9" * 5000}, "not an address of a node"),
         ({"node": NODE, "ca": "~nosuchuser/x"}, "ca in the call begins with the home of an unknown user"),
         ({"node": NODE, "ca": "a\0"}, "ca in the call contains a NUL"),
-        ({"node": NODE, "get_timeout_ms": 1.5}, "a whole number of milliseconds, not float"),
-        ({"node": NODE, "get_timeout_ms": True}, "a whole number of milliseconds, not bool"),
+        ({"node": NODE, "get_timeout_ms": 1.5}, "a whole number of milliseconds, not 1.5"),
+        ({"node": NODE, "get_timeout_ms": True}, "a whole number of milliseconds, not True"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(given: dict[str, Any], why: str) -> None:

@@ -71,6 +71,7 @@ PLANTED = [
     ("bounds_are_in_limits", "kvstore/storage/a.py", "_ROWS_AT_ONCE = 1 << 16", "_ROWS_AT_ONCE belongs in"),
     ("bounds_are_in_limits", "kvstore/cli.py", "_DAYS_MAX: Final = 3650", "_DAYS_MAX belongs in"),
     ("bounds_are_in_limits", "kvstore/commands/a.py", "_S_MIN, _S_MAX = 0.1, 3600.0", "_S_MIN belongs in"),
+    ("bounds_are_in_limits", "kvstore/a.py", "@lru_cache(maxsize=8)\ndef a(): ...", "the size of a cache"),
     ("no_file_is_dead", "kvstore/node/a.py", "", "not used"),
     ("no_file_is_dead", "tools/a.sh", "", "not used"),
     ("no_file_is_dead", "nic_offload/a.c", "", "not used"),

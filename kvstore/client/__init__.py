@@ -35,7 +35,7 @@ from kvstore.client.cluster import ClusterClient
 from kvstore.client.cluster_blocks import ClusterBlock
 from kvstore.client.cluster_puts import ClusterPin, ClusterPuts
 from kvstore.client.erasing import Erasure
-from kvstore.client.nodes import Everywhere, Nodes
+from kvstore.client.nodes import Nodes, RegisteredMemory
 from kvstore.client.observing import Happened, LookedUp
 from kvstore.client.puts import ArmedPuts
 from kvstore.client.request_ids import as_request
@@ -62,7 +62,6 @@ __all__ = [
     "ClusterPin",
     "ClusterPuts",
     "Erasure",
-    "Everywhere",
     "Explained",
     "Happened",
     "Hit",
@@ -74,6 +73,7 @@ __all__ = [
     "PutResult",
     "Reach",
     "ReadAhead",
+    "RegisteredMemory",
     "Reservation",
     "Resumed",
     "Resuming",

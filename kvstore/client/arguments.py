@@ -75,6 +75,13 @@ def _bytes(name: str, value: Any) -> bytes:
     return bytes(value)
 
 
+def _seconds(name: str, value: Any) -> float:
+    seconds = checked_timeout(value)
+    if name == "wait_s" and value < 0:  # unlike a timeout, it is never what is left of one
+        raise _refused(name, "0 or more seconds", value)
+    return seconds
+
+
 def _file(name: str, value: Any) -> Any:
     if isinstance(value, io.TextIOBase) or not (hasattr(value, "read") or hasattr(value, "write")):
         raise _refused(name, 'a binary file, as open(path, "rb") or "wb" returns it', value)
@@ -154,7 +161,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "Sequence[bytes]": _with(check_keys),
     "bool": _flag,
     "bytes": _bytes,
-    "float": lambda _, value: checked_timeout(value),
+    "float": _seconds,
     "int": _whole,
     "str": _text,
 } | {kind: _named(kind) for kind in ("Arrival", "Client", "Map", "Request", "Step")}

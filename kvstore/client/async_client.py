@@ -22,11 +22,12 @@ What it doesn't do: make calls faster. At most `ASYNC_CALLS_MAX` run at a time; 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeVar, cast
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, cast
 
 from kvstore.client.async_session import AsyncPuts, AsyncSession
 from kvstore.client.client import Client
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from kvstore.client.step_calls import ReadAhead
     from kvstore.layout import Layout
     from kvstore.miss import Miss
-    from kvstore.reach import Reach
     from kvstore.wire.kvstore_pb2 import StatusResponse
     from kvstore.wire.observing_pb2 import StatisticsResponse
     from nic_offload.counter import Counter
@@ -64,6 +64,27 @@ __all__ = ["AsyncClient"]
 P = ParamSpec("P")
 R = TypeVar("R")
 _OVER: Final = object()  # a watch has no more events
+
+
+def _given_as(
+    like: Callable[Concatenate[Any, P], None],
+) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
+    """Give a constructor the signature of another one, and check calls against it in its own name."""
+    signature = inspect.signature(like)
+
+    def given(own: Any) -> Callable[Concatenate[Any, P], None]:
+        @wraps(own)
+        def init(self: Any, *arguments: P.args, **named: P.kwargs) -> None:
+            try:
+                signature.bind(self, *arguments, **named)
+            except TypeError as error:
+                raise TypeError(f"{own.__qualname__}() {error}") from None
+            own(self, *arguments, **named)
+
+        init.__signature__ = signature  # type: ignore[attr-defined]
+        return cast("Callable[Concatenate[Any, P], None]", init)
+
+    return given
 
 
 class AsyncClient:
@@ -81,9 +102,10 @@ class AsyncClient:
     ['WRITTEN']
     """
 
-    def __init__(self, node: str | Reach | None = None, **of_client: Any) -> None:
-        """`of_client` are the arguments of `Client`. The node is not called yet."""
-        self.sync = Client(node, **of_client)
+    @_given_as(Client.__init__)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """The arguments are those of `Client`. The node is not called yet."""
+        self.sync = Client(*arguments, **named)
         self._threads = ThreadPoolExecutor(ASYNC_CALLS_MAX, "kvstore-async")
 
     async def call(self, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:

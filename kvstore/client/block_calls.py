@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore.client.request_ids import ClientLookups
     from kvstore.reach import Reach
 
-__all__ = ["BlockCalls", "Deleted", "Explained", "Pin", "Prefix", "Stored", "durability_message"]
+__all__ = ["BlockCalls", "Deleted", "Explained", "Pin", "Prefix", "Stored", "batches", "durability_message"]
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ class BlockCalls:
             for key, length in zip(keys, lengths or [0] * len(keys), strict=True)
         ]
         states: list[pb.BlockState] = []
-        for some in _batches(names):
+        for some in batches(names):
             request = pb.ExistsRequest(tenant=self._tenant, blocks=some)
             recorded = nullcontext() if any_layout else self._lookups.looking(Kind.EXISTS, len(some))
             with recorded as metadata, self._calling("Looking up blocks"):
@@ -154,7 +154,7 @@ class BlockCalls:
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
         """As `Client.prefix`."""
         blocks = 0
-        for some in _batches(keys):
+        for some in batches(keys):
             request = pb.PrefixRequest(tenant=self._tenant, fingerprint=self._fingerprint, keys=some)
             with (
                 self._lookups.looking(Kind.PREFIX, len(some)) as metadata,
@@ -174,7 +174,7 @@ class BlockCalls:
         """Like `Client.delete`; also returns what the node reports of itself."""
         found: list[bool] = []
         digests, nodes = set[int](), set[str]()
-        for some in _batches(keys):
+        for some in batches(keys):
             with self._calling("Deleting blocks"):
                 request = pb.DeleteRequest(
                     tenant=self._tenant, keys=some, durability=durability_message(durability)
@@ -188,7 +188,7 @@ class BlockCalls:
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`."""
         told: list[pb.Explanation] = []
-        for some in _batches(keys):
+        for some in batches(keys):
             with self._calling("Explaining blocks"):
                 request = pb.ExplainRequest(tenant=self._tenant, keys=some)
                 told += self._stub.Explain(request, timeout=self._timeout_s).explanations
@@ -200,7 +200,7 @@ class BlockCalls:
         numbers: list[int] = []
         pinned: list[bool] = []
         try:
-            for some in _batches(keys):
+            for some in batches(keys):
                 with self._calling("Pinning blocks"):
                     request = pb.PinRequest(tenant=self._tenant, keys=some, time_to_live_ms=time_to_live_ms)
                     answer = self._stub.Pin(request, timeout=self._timeout_s)
@@ -225,7 +225,8 @@ def durability_message(durability: Durability) -> kvstore_pb2.Durability:
     return cast("kvstore_pb2.Durability", int(durability))
 
 
-def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+def batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Split a batch of any length into those of calls."""
     for first in range(0, len(items), BATCH_BLOCKS_MAX):
         yield items[first : first + BATCH_BLOCKS_MAX]
 

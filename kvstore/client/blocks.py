@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter, index
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from kvstore.config import show_size
 from kvstore.errors import InvalidArgument, KeyTaken, NotRegistered
 from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
 from kvstore.names import UNSAID, check_domain_name, is_in_domain, layout_fingerprint
@@ -104,7 +105,7 @@ class Block:
             check_domain_name(self.domain)
         if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
             raise InvalidArgument(
-                f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {shown(self.length)}."
+                f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, not {shown(self.length)} bytes."
             )
         if self.whole or self.skip:
             _check_part(self.length, self.whole, self.skip)
@@ -177,7 +178,7 @@ def _check_part(length: int, whole: int, skip: int) -> None:
     _check_numbers(whole, skip)
     if whole > BLOCK_BYTES_MAX:
         raise InvalidArgument(
-            f"The whole of a block has at most {BLOCK_BYTES_MAX} bytes, not {shown(whole)}."
+            f"The whole of a block has at most {show_size(BLOCK_BYTES_MAX)}, not {shown(whole)} bytes."
         )
     if not 0 <= skip <= whole - length:
         raise InvalidArgument(

@@ -7,6 +7,7 @@ from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.blocks import Block, pieces_of, regions_of, whole_of
+from kvstore.config import show_size
 from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument, NotRegistered
 from kvstore.limits import (
@@ -21,7 +22,7 @@ from kvstore.limits import (
 from kvstore.names import SHARED, UNSAID, fits_domain, is_in_domain
 from nic_offload.counter import Counter
 from nic_offload.errors import shown
-from nic_offload.flags import FlagWord
+from nic_offload.flags import FlagWord, FlagWords
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +132,7 @@ def view_of(data: Data) -> memoryview:
     except TypeError as error:
         raise InvalidArgument(f"A block's data is bytes or a list of its pieces: {error}.") from None
     if not BLOCK_BYTES_MIN <= len(view) <= BLOCK_BYTES_MAX:
-        raise InvalidArgument(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {len(view)}.")
+        raise InvalidArgument(f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, not {len(view)} bytes.")
     return view
 
 
@@ -297,13 +298,15 @@ def check_number(what: str, number: int, bits: int = 32) -> int:
 def check_how(flag: object, durability: object) -> None:
     """Raise for an invalid flag or durability."""
     if not (flag is None or isinstance(flag, FlagWord | Counter)):
-        raise InvalidArgument(f"A flag is one of FlagWords or a Counter, not {type(flag).__name__}.")
+        if isinstance(flag, FlagWords):
+            raise InvalidArgument("A flag is one word of FlagWords, such as flags[0], not the FlagWords.")
+        raise InvalidArgument(f"A flag is one word of FlagWords or a Counter, not {type(flag).__name__}.")
     if not isinstance(durability, Durability):
         raise InvalidArgument(f"A durability is one of Durability, not {shown(durability)}.")
 
 
 def checked_timeout(timeout_s: float) -> float:
-    """A timeout in seconds, limited to the longest possible one."""
+    """A timeout in seconds, limited to the longest possible one. A negative one has passed already."""
     try:
         if timeout_s == timeout_s:  # noqa: PLR0124 - which NaN is not
             return max(0.0, float(min(timeout_s, TIMEOUT_S_MAX)))

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from kvstore.client.cluster_blocks import ClusterBlock
     from kvstore.client.erasing import Erasure
     from kvstore.client.inline import Data
-    from kvstore.client.nodes import Everywhere
+    from kvstore.client.nodes import RegisteredMemory
     from kvstore.client.puts import ArmedPuts
     from kvstore.cluster.map import Map
     from kvstore.reach import Reach
@@ -118,7 +118,7 @@ class ClusterClient(Handle):
         self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
         self._removals = Removals(self.nodes, self._each, self._closing, _CLOCK)
 
-    def register(self, memory: Buffer) -> Everywhere:
+    def register(self, memory: Buffer) -> RegisteredMemory:
         """Register memory for puts to and gets from any node. Close it before the memory is freed.
 
         FabricError if there is no fabric here, or the memory can't be registered with it.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.blocks import Block
 from kvstore.client.checks import check_blocks, check_keys, check_list
-from kvstore.client.nodes import Everywhere
+from kvstore.client.nodes import RegisteredMemory
 from kvstore.errors import InvalidArgument, NotRegistered
 from kvstore.names import UNSAID
 from nic_offload.pieces import Pieces, pieces_said
@@ -32,7 +32,7 @@ __all__ = ["ClusterBlock", "ClusterPieces", "blocks_of", "keys_of"]
 class ClusterPieces:
     """Where a block's bytes are, in order, as in `nic_offload.pieces.Pieces`."""
 
-    memories: tuple[Everywhere, ...]
+    memories: tuple[RegisteredMemory, ...]
     rows: Buffer  # 16 bytes for each piece: in which memory (4), its length (4), its offset (8)
 
     def copied(self) -> bytes:
@@ -53,7 +53,7 @@ class ClusterBlock(NamedTuple):
     """
 
     key: bytes
-    memory: Everywhere
+    memory: RegisteredMemory
     offset: int
     length: int
     threshold: int = 1  # a put fires when the flag word is at least this
@@ -66,7 +66,7 @@ class ClusterBlock(NamedTuple):
     def of_pieces(
         cls,
         key: bytes,
-        memories: Sequence[Everywhere],
+        memories: Sequence[RegisteredMemory],
         rows: Buffer,
         *,
         threshold: int = 1,
@@ -109,7 +109,7 @@ def keys_of(blocks: Sequence[ClusterBlock]) -> list[bytes]:
         if not isinstance(one.pieces, ClusterPieces | None):
             raise InvalidArgument("A block of pieces is made by `ClusterBlock.of_pieces`.")
         memories = (one.memory,) if one.pieces is None else one.pieces.memories
-        if not all(isinstance(memory, Everywhere) for memory in memories):
+        if not all(isinstance(memory, RegisteredMemory) for memory in memories):
             raise NotRegistered("A block's memory is what `ClusterClient.register` returns.")
     keys = [one.key for one in blocks]
     check_keys(keys)
@@ -133,7 +133,7 @@ def blocks_of(client: Client, blocks: Sequence[ClusterBlock]) -> list[Block]:
         )
         for one in blocks
     ]
-    in_pieces: dict[tuple[Everywhere, ...], list[tuple[int, ClusterPieces]]] = defaultdict(list)
+    in_pieces: dict[tuple[RegisteredMemory, ...], list[tuple[int, ClusterPieces]]] = defaultdict(list)
     for at, one in enumerate(blocks):
         if one.pieces is not None:
             in_pieces[one.pieces.memories].append((at, one.pieces))

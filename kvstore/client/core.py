@@ -44,6 +44,7 @@ from kvstore.limits import (
     BLOCK_BYTES_MAX,
     BLOCK_BYTES_MIN,
     FETCH_CANCEL_MS,
+    SLOTS_PER_CLIENT_MAX,
     STALLED_LOOK_MS,
     STALLED_MS,
     STATUS_AGAIN_MS,
@@ -105,7 +106,7 @@ class Core(Handle):
         tracer_provider: TracerProvider | None,
     ) -> None:
         self.reach, self.fingerprint = reach, fingerprint
-        self.slots = check_between("The number of a client's slots", slots, 1, (1 << 32) - 1)
+        self.slots = check_between("The number of a client's slots", slots, 1, SLOTS_PER_CLIENT_MAX)
         self.block_bytes_max = check_between(
             "The length of a client's longest block", block_bytes_max, BLOCK_BYTES_MIN, BLOCK_BYTES_MAX
         )

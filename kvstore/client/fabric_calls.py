@@ -14,10 +14,8 @@ import errno
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.errors import DeadlineExceeded, KvError, ProtocolError
+from kvstore.limits import FABRIC_ANSWER_BYTES, FABRIC_CALL_BYTES, FABRIC_CALL_PLACES
 from kvstore.wire.fabric_call import (
-    ANSWER_BYTES,
-    CALL_BYTES,
-    CALL_PLACES,
     LENGTH_END,
     TELLS,
     AnswerCode,
@@ -46,8 +44,8 @@ __all__ = ["MEMORY_BYTES", "FabricCall", "FabricCalls"]
 Failed: TypeAlias = "Callable[[KvError], object]"
 
 _NOT_SENT = frozenset((-errno.ETIMEDOUT, -errno.ECANCELED))  # nothing of it was sent, or ever will be
-_ANSWERS_BYTES = CALL_PLACES * ANSWER_BYTES
-MEMORY_BYTES = _ANSWERS_BYTES + CALL_PLACES * CALL_BYTES  # answers first, then calls
+_ANSWERS_BYTES = FABRIC_CALL_PLACES * FABRIC_ANSWER_BYTES
+MEMORY_BYTES = _ANSWERS_BYTES + FABRIC_CALL_PLACES * FABRIC_CALL_BYTES  # answers first, then calls
 
 
 class FabricCalls:
@@ -71,7 +69,7 @@ class FabricCalls:
             region.address + start + _ANSWERS_BYTES,
             region.address + start,
             area.first_generation,
-            link.take_words(CALL_PLACES),
+            link.take_words(FABRIC_CALL_PLACES),
         )
 
     def begin(
@@ -132,7 +130,7 @@ class FabricCalls:
             length=0,
             target=0,
             target_key=0,
-            flag_target=self._area.base + flag_offset(CALL_PLACES),
+            flag_target=self._area.base + flag_offset(FABRIC_CALL_PLACES),
             flag_key=self._area.key,
             flag_value=1,
             deadline_ns=deadline_ns,
@@ -151,8 +149,10 @@ class FabricCalls:
 
     def answer(self, place: int, generation: int) -> bytes:
         """The bytes in an answer's slot; ProtocolError if the node did not write them for this call."""
-        at, endpoint = self._start + place * ANSWER_BYTES, self._link.endpoint
-        length = min(length_said(self._memory[at : at + LENGTH_END]), ANSWER_BYTES - endpoint.tag_bytes)
+        at, endpoint = self._start + place * FABRIC_ANSWER_BYTES, self._link.endpoint
+        length = min(
+            length_said(self._memory[at : at + LENGTH_END]), FABRIC_ANSWER_BYTES - endpoint.tag_bytes
+        )
         data = self._memory[at : at + length + endpoint.tag_bytes]
         there = self._region.address + at
         if not endpoint.believes(self._region, there, generation, data[:length], data[length:]):

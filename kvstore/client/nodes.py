@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from nic_offload.fabric import Region
 
-__all__ = ["Everywhere", "Nodes"]
+__all__ = ["Nodes", "RegisteredMemory"]
 
 _CLOCK = SystemClock()
 
@@ -172,14 +172,14 @@ class Nodes(Handle):
         """
         return Session(lambda: session_calls_of(self.of(user)), user, name)
 
-    def register(self, memory: Buffer) -> Everywhere:
+    def register(self, memory: Buffer) -> RegisteredMemory:
         """Register memory for puts to and gets from any node. Close it before the memory is freed.
 
         >>> with nodes.register(bytearray(4096)) as everywhere:
         ...     everywhere.at(nodes.of("ada")).length
         4096
         """
-        return Everywhere(memory)
+        return RegisteredMemory(memory)
 
     def close(self) -> None:
         """Close the clients.
@@ -209,8 +209,8 @@ class _HomeOnMap(AnyHome):
 
 @made_by("`ClusterClient.register` or `Nodes.register`")
 @checks_arguments
-class Everywhere(Handle):
-    """Memory registered with each client that needs it."""
+class RegisteredMemory(Handle):
+    """Memory registered with each node's client that needs it. `Client.register` returns a region of one client."""
 
     def __init__(self, memory: Buffer) -> None:
         self._memory = memory

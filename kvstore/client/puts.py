@@ -161,7 +161,7 @@ class ArmedPuts:
             return
         match event.kind:
             case EventKind.ACKED:
-                error = error_of_code(event.value & _CODE_MASK)
+                error = error_of_code(event.value & _CODE_MASK, self._key(i))
                 self._refused(i, event, error or ProtocolError("The node sent an invalid result of a put."))
             case EventKind.FAILED:
                 self._put_failed(i, event.status)
@@ -181,6 +181,9 @@ class ArmedPuts:
     def _failed(self, i: int, error: KvError) -> None:
         if not self._group.row(i).over:
             self._end(i, error)
+
+    def _key(self, i: int) -> bytes:
+        return self._keys.get(i) or self._blocks[i].key
 
     def _put_failed(self, i: int, status: int) -> None:
         if status == -errno.EINVAL and self._keys.get(i) == b"":
@@ -249,7 +252,7 @@ class ArmedPuts:
         return [self._result(i, row, late) for i, row in enumerate(rows)]
 
     def _result(self, i: int, row: Row, late: KvError | None) -> PutResult:
-        key = self._keys.get(i) or self._blocks[i].key
+        key = self._key(i)
         if self._is_stored(i):
             return PutResult(key, self._durability, None, already_stored=True)
         error = self._errors.get(i) if row.over else late

@@ -1,12 +1,14 @@
 """A client's calls about the eight steps: prefetch, report steps, fetch a trace.
 
 What always holds: a call ends within `call_timeout_ms`, a prefetch within twice that, with an answer or a typed error.
+A prefetch of any length is split into calls of the maximum number of blocks.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.client.block_calls import batches
 from kvstore.client.trace import Trace
 from kvstore.client.transfer_watch import metadata_of
 from kvstore.miss import Miss, MissReason
@@ -46,16 +48,19 @@ class StepCalls:
 
     def prefetch(self, keys: Sequence[bytes], watch: Watch | None = None) -> ReadAhead:
         """As `Client.prefetch`."""
-        if not keys:
-            return ReadAhead([], {})
-        with self._calling("Prefetching blocks"):
-            answer = self._stub.PrefetchBlocks(
-                pb.PrefetchBlocksRequest(tenant=self._tenant, keys=keys),
-                timeout=2 * self._timeout_s,  # the node answers within one of them
-                metadata=metadata_of(watch),
-            )
-        missing = {one.key: Miss(MissReason(one.miss.reason), one.miss.detail) for one in answer.missing}
-        return ReadAhead(list(answer.unread), missing)
+        unread: list[bytes] = []
+        missing: dict[bytes, Miss] = {}
+        for some in batches(keys):
+            with self._calling("Prefetching blocks"):
+                answer = self._stub.PrefetchBlocks(
+                    pb.PrefetchBlocksRequest(tenant=self._tenant, keys=some),
+                    timeout=2 * self._timeout_s,  # the node answers within one of them
+                    metadata=metadata_of(watch),
+                )
+            unread += answer.unread
+            for one in answer.missing:
+                missing[one.key] = Miss(MissReason(one.miss.reason), one.miss.detail)
+        return ReadAhead(unread, missing)
 
     def report(self, notes: Notes) -> None:
         """Report a session's events to the node."""

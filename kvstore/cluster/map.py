@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.cluster.owners import Owners
 from kvstore.errors import ConfigError
-from kvstore.limits import CLUSTER_LOTS_MAX, CLUSTER_WEIGHT_MAX, MEMBER_TEXT_CHARACTERS_MAX, OWNERS_MAX
+from kvstore.limits import (
+    CLUSTER_LOTS_MAX,
+    CLUSTER_WEIGHT_MAX,
+    MAP_PLACEMENTS_CACHED,
+    MEMBER_TEXT_CHARACTERS_MAX,
+    OWNERS_MAX,
+)
 from kvstore.placement import LOTS, Placement, lot_of
 from kvstore.reach import split_target
 from nic_offload.errors import shown
@@ -89,7 +95,7 @@ def lots_in(record: bytes) -> int:
         raise ConfigError("That is no record of a cluster's number of lots.") from error
 
 
-@lru_cache(maxsize=4)  # most maps have the same nodes as the one before
+@lru_cache(MAP_PLACEMENTS_CACHED)  # most maps have the same nodes as the one before
 def _placement(nodes: tuple[tuple[bytes, int], ...], zones: tuple[str, ...], lots: int) -> Placement | Owners:
     return Placement(nodes, zones) if lots == LOTS else Owners(nodes, zones, lots)
 

@@ -69,7 +69,7 @@ def encryption_line(told: StatusResponse) -> str:
 
 
 def numbers(told: StatisticsResponse) -> dict[str, object]:
-    """All figures under the names of the proto; misses and evictions by reason."""
+    """All figures under the names of the proto; misses and evictions by reason; None for what is not counted."""
     found: dict[str, object] = {}
     for field in told.DESCRIPTOR.fields:
         if field.name == "misses":
@@ -78,6 +78,8 @@ def numbers(told: StatisticsResponse) -> dict[str, object]:
             found[field.name] = evictions(told)
         else:
             found[field.name] = getattr(told, field.name)
+    if not told.quota_bytes:
+        found["quota_used_bytes"] = None
     return found
 
 
@@ -116,6 +118,8 @@ def _shown(name: str, value: object) -> str:
         return ", ".join(f"{count} {reason}" for reason, count in value.items()) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None:
+        return "not counted without a quota"
     assert isinstance(value, int)
     if name == "quota_bytes" and not value:
         return "none"

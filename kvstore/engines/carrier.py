@@ -32,7 +32,7 @@ from nic_offload.handle import Handle
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvstore.client import Block, ClusterBlock, ClusterPin, Everywhere, Pin
+    from kvstore.client import Block, ClusterBlock, ClusterPin, Pin, RegisteredMemory
     from kvstore.engines.common_settings import EngineSettings
     from kvstore.engines.stores import Store
     from nic_offload.fabric import Region
@@ -66,7 +66,7 @@ _Placed: TypeAlias = "tuple[_Part, Block | ClusterBlock]"
 class _Area(NamedTuple):
     begin: int
     length: int
-    region: Region | Everywhere
+    region: Region | RegisteredMemory
 
 
 def part_keys(key: bytes, length: int) -> list[bytes]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvstore.client import Block, Client, ClusterBlock, ClusterClient, Everywhere
+from kvstore.client import Block, Client, ClusterBlock, ClusterClient, RegisteredMemory
 from kvstore.errors import DomainRequired, KvError, NotEncrypted
 from kvstore.names import UNSAID
 from kvstore.reach import GRPC
@@ -50,7 +50,7 @@ class Store(Protocol):
         """The fabric that carries them, as `Client.fabric`."""
         ...
 
-    def register(self, memory: Buffer) -> Region | Everywhere:
+    def register(self, memory: Buffer) -> Region | RegisteredMemory:
         """Register memory."""
         ...
 
@@ -138,24 +138,24 @@ def _warn_once(log: Logger, words: str, said: str) -> None:
 
 def block_at(
     key: bytes,
-    memory: Region | Everywhere,
+    memory: Region | RegisteredMemory,
     offset: int,
     length: int,
     domain: bytes = UNSAID,
     threshold: int = 1,
 ) -> Block | ClusterBlock:
     """A block in memory that the store has registered."""
-    kind: Any = Block if not isinstance(memory, Everywhere) else ClusterBlock
+    kind: Any = Block if not isinstance(memory, RegisteredMemory) else ClusterBlock
     made: Block | ClusterBlock = kind(key, memory, offset, length, domain=domain, threshold=threshold)
     return made
 
 
 def blocks_of_pieces(
-    memories: Sequence[Region | Everywhere], given: Sequence[tuple[bytes, Buffer]]
+    memories: Sequence[Region | RegisteredMemory], given: Sequence[tuple[bytes, Buffer]]
 ) -> list[Block | ClusterBlock]:
     """Blocks in pieces of memory that the store has registered, each given by its key and its rows, as in `Pieces`."""
     some: Any = tuple(memories)
-    if not isinstance(some[0], Everywhere):
+    if not isinstance(some[0], RegisteredMemory):
         each = Pieces.each(some, [rows for _, rows in given])
         return [Block.of_pieces(key, pieces) for (key, _), pieces in zip(given, each, strict=True)]
     return [ClusterBlock.of_pieces(key, some, rows) for key, rows in given]

@@ -14,6 +14,7 @@ from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, miss_message, refusals
 from kvstore.node.connection import check_fingerprint
+from kvstore.node.pins import Pin
 from kvstore.storage.eviction.items import Reason
 from kvstore.storage.gets import mismatch
 from kvstore.storage.items import DeleteItem, GetItem
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.node.pins import Pinned
     from kvstore.node.time_slices import Turn
-    from kvstore.storage.eviction_events import Explanation, Held
+    from kvstore.storage.eviction_events import Explanation
     from kvstore.storage.items import DeleteDone
 
 __all__ = ["BlocksService"]
@@ -192,22 +193,23 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
 
     async def _pin(self, turn: Turn, tenant: bytes, request: pb.PinRequest) -> Pinned:
         """Pin blocks, a few in each turn."""
-        pins, size_bytes = self._node.pins, 0
-        held: list[Held | None] = []
+        pins, pin = self._node.pins, Pin(tenant)
+        sizes: list[list[int]] = []
+        pinned: list[bool] = []
         steps = [
             request.keys[at : at + TURN_STEP_BLOCKS] for at in range(0, len(request.keys), TURN_STEP_BLOCKS)
         ]
         for step in steps:
-            size_bytes += pins.bytes_of(tenant, step)
+            sizes.append(pins.sizes(tenant, step))
             await turn.next()
-        pins.refuse_too_much(tenant, size_bytes)
+        pins.refuse_too_much(tenant, sum(map(sum, sizes)))
         try:
-            for step in steps:
-                held += pins.hold(tenant, step)
+            for step, of_step in zip(steps, sizes, strict=True):
+                pinned += pins.hold(pin, step, of_step)
                 await turn.next()
-            return pins.pin(tenant, held, size_bytes, request.time_to_live_ms)
+            return pins.pin(pin, pinned, request.time_to_live_ms)
         except BaseException:
-            pins.let_go(held)
+            pins.let_go(pin)
             raise
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:  # noqa: N802

@@ -174,8 +174,9 @@ class ColdCalls:
         looking.outcomes = bytearray(
             Outcome.MEMORY if row.room == IN_MEMORY else Outcome.DRIVE for row in call.rows
         )
-        looking.turn_ns = looking.drive_first_ns = looking.sending_ns = served.began_ns
-        looking.drive_last_ns = served.ended_ns
+        looking.turn_ns = looking.sending_ns = served.began_ns
+        if any(row.room != IN_MEMORY for row in call.rows):
+            looking.drive_first_ns, looking.drive_last_ns = served.began_ns, served.ended_ns
         unsent = [(at, row) for at, row in enumerate(call.rows) if row.status not in {0, _CANCELLED}]
         lengths: dict[bool, list[int]] = {True: [], False: []}
         cancelled = [(at, row) for at, row in enumerate(call.rows) if row.status == _CANCELLED]

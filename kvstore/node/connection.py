@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvstore.config import show_size
 from kvstore.durability import Durability
 from kvstore.errors import DomainRequired, Expired, ProtocolError
 from kvstore.limits import (
@@ -48,6 +49,7 @@ __all__ = [
     "BlockRequest",
     "Connection",
     "check_block",
+    "check_block_length",
     "check_count",
     "check_domain",
     "check_fingerprint",
@@ -82,8 +84,13 @@ def check_block(key: bytes, fingerprint: bytes, length: int) -> None:
     """Refuse an invalid name or length."""
     check_key(key)
     check_fingerprint(fingerprint)
+    check_block_length(length)
+
+
+def check_block_length(length: int) -> None:
+    """Refuse a length that no block has."""
     if not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
-        raise ProtocolError(f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes, not {length}.")
+        raise ProtocolError(f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, not {length} bytes.")
 
 
 def check_domain(key: bytes, domain: bytes, *, encrypts: bool) -> None:

@@ -3,9 +3,10 @@
 A fetch of blocks that are all on the shelf, or of few whose places on the drives are known (`cold_calls`), never comes
 here: the C core answers it (`nic_offload.shelf`), and it is recorded afterwards, before any query can ask for it.
 
-Each connection has an area of `CALL_PLACES` places into which its client writes calls (`kvstore.wire.fabric_call`),
-with a random key of its own. The caller is the client that attached: each call and its flag carry a tag whose key no
-other client has (`kvstore.wire.seal`), and the connection ends when its client's credentials are revoked.
+Each connection has an area of `FABRIC_CALL_PLACES` places into which its client writes calls
+(`kvstore.wire.fabric_call`), with a random key of its own. The caller is the client that attached: each call and its
+flag carry a tag whose key no other client has (`kvstore.wire.seal`), and the connection ends when its client's
+credentials are revoked.
 
 What always holds: a place is watched for its next call before the last one is answered, so a client that waits for the
 answer finds the place free. Anything but the next valid call ends the connection. The bytes of an answer are not reused
@@ -23,7 +24,15 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import KvError, Overloaded, ProtocolError
-from kvstore.limits import BATCH_BLOCKS_MAX, FABRIC_CALLS_MS, SHARES, SLOTS_A_STEP, TURN_BYTES
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    FABRIC_ANSWER_BYTES,
+    FABRIC_CALL_PLACES,
+    FABRIC_CALLS_MS,
+    SHARES,
+    SLOTS_A_STEP,
+    TURN_BYTES,
+)
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import MissReason
 from kvstore.node.call_headers import Told
@@ -34,9 +43,7 @@ from kvstore.node.fair import FairQueue
 from kvstore.node.time_slices import Again
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import (
-    ANSWER_BYTES,
     AREA_BYTES,
-    CALL_PLACES,
     LENGTH_END,
     ROWS,
     AnswerCode,
@@ -66,7 +73,9 @@ __all__ = ["CallArea", "FabricCalls"]
 
 log = logging.getLogger(__name__)
 
-_ANSWERS = 2 * CALL_PLACES  # more than calls, because the fabric may be busy with the last of each place
+_ANSWERS = (
+    2 * FABRIC_CALL_PLACES
+)  # more than calls, because the fabric may be busy with the last of each place
 
 
 class CallArea:
@@ -78,7 +87,7 @@ class CallArea:
         self.first_generation = secrets.randbits(48) + 1
         fabric = connection.fabric
         self._calls = mmap.mmap(-1, AREA_BYTES)
-        self._answers = mmap.mmap(-1, _ANSWERS * ANSWER_BYTES)
+        self._answers = mmap.mmap(-1, _ANSWERS * FABRIC_ANSWER_BYTES)
         self._region = fabric.register(self._calls, endpoint=connection.endpoint)
         self.region = fabric.register(self._answers, remote_write=False)
         self.free = list(range(_ANSWERS))
@@ -136,8 +145,8 @@ class CallArea:
 
     def answer(self, place: int, number: int, data: bytes, call: Call, tag: int) -> TriggeredPut:
         """Send bytes from one of the places for answers, followed by the word."""
-        connection, at = self.connection, number * ANSWER_BYTES
-        target = self.answers_base + place * ANSWER_BYTES
+        connection, at = self.connection, number * FABRIC_ANSWER_BYTES
+        target = self.answers_base + place * FABRIC_ANSWER_BYTES
         data += connection.endpoint.tag(target, connection.acks.key, call.generation, data)
         self._answers[at : at + len(data)] = data
         word = connection.word_put(call.ack_word, call.generation, AnswerCode.BYTES)
@@ -195,7 +204,7 @@ class FabricCalls:
             connection, answers_base, node.hot, shares=node.sharing is not None and node.sharing.shares_hot
         )
         self._areas[connection] = area
-        self._watch(area, [(place, area.first_generation) for place in range(CALL_PLACES)])
+        self._watch(area, [(place, area.first_generation) for place in range(FABRIC_CALL_PLACES)])
         self.limits_changed()
         return area
 

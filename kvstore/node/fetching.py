@@ -266,10 +266,10 @@ class Fetches:
             self._memory.shares.release(fetch.holder, fetch.size_bytes)
             self._queued.put_back(fetch)
         now_ns = self._clock.monotonic_ns()
-        for looking in {fetch.looking for fetch in batch[:begun]}:
-            looking.turn_ns = now_ns
-        for looking in {fetch.looking for fetch in batch[:begun] if not fetch.hot}:
-            looking.drive_first_ns = looking.drive_first_ns or now_ns
+        for fetch, entry in zip(batch[:begun], entries, strict=False):
+            fetch.looking.turn_ns = now_ns
+            if entry is not None and not fetch.hot:
+                fetch.looking.drive_first_ns = fetch.looking.drive_first_ns or now_ns
         if puts:
             # The drive doesn't see these uses, and must not evict recently used blocks.
             self._store.used([self._under_way[put.tag].generation for put in puts])
@@ -433,7 +433,7 @@ class Fetches:
         now_ns = self._clock.monotonic_ns()
         for done in batch:
             fetch = self._under_way[done.tag]
-            fetch.looking.drive_last_ns = now_ns
+            fetch.looking.drive_last_ns = now_ns if done.was_read else fetch.looking.drive_last_ns
             self._reading_bytes -= fetch.size_bytes
             if fetch.connection.closed or fetch.cancelled:
                 self._end(fetch)

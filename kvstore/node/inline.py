@@ -11,6 +11,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from kvstore.config import show_size
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.limits import CHUNK_BYTES_MAX, HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
@@ -52,7 +53,7 @@ def check_chunk(length: int) -> None:
     """Refuse a chunk that is too large."""
     if length > CHUNK_BYTES_MAX:
         raise ProtocolError(
-            f"A chunk has at most {CHUNK_BYTES_MAX} bytes, not {length}; send the block in several."
+            f"A chunk has at most {show_size(CHUNK_BYTES_MAX)}, not {show_size(length)}; send the block in several."
         )
 
 

@@ -110,7 +110,7 @@ class Looking:
         now_ns = self._lookups.clock.monotonic_ns()
         if read.done.miss is None:
             self.size_bytes += read.done.length
-        if not read.in_memory:
+        if read.done.was_read:
             self.drive_first_ns = self.drive_first_ns or self._began_ns
             self.drive_last_ns = now_ns
 

@@ -19,10 +19,10 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
+from kvstore.config import show_size
 from kvstore.durability import Durability
 from kvstore.errors import BeingErased, KeyTaken, LeaseExpired, NoMemory, Overloaded, ProtocolError
 from kvstore.limits import (
-    BLOCK_BYTES_MAX,
     HOT_BYTES_DEFAULT,
     LANDING_BYTES_MAX,
     LEASE_TIMEOUT_MS,
@@ -32,7 +32,7 @@ from kvstore.limits import (
     TURN_STEP_PUTS,
 )
 from kvstore.node.cold_calls import COLD_TAG, ColdCalls
-from kvstore.node.connection import Connection, check_count, refuse_expired
+from kvstore.node.connection import Connection, check_block_length, check_count, refuse_expired
 from kvstore.node.connection_calls import already_stored
 from kvstore.node.deletions import Deletions, Erasures
 from kvstore.node.fabric_address import FabricAddress, check_length, fabric_domain
@@ -89,7 +89,7 @@ log = logging.getLogger(__name__)
 
 _FILLER_NICE: Final = 10  # of the thread that allocates memory for puts: it runs when others are idle
 _ERASED: Final = "The erase domain of the block was erased after it had landed."
-_TAKEN: Final = "Another block, of another length or layout, is stored under this key."
+_OTHER: Final = "another length or layout"
 
 
 class Node:
@@ -137,7 +137,8 @@ class Node:
         self.timings, self.turns = Timings(clock), Turns(clock)
         self.counters = self.timings.counters
         self.watchers = Watchers(clock, tenants_known)
-        self.block_listeners: list[Listener] = [self.watchers.blocks]
+        self.pins, self.deletions, self.erasures = Pins(store, clock), Deletions(clock), Erasures(clock)
+        self.block_listeners: list[Listener] = [self.watchers.blocks, self.pins.changed]
         store.listen(self._blocks_changed)
         self.granted = Granted(self, tenants_known)
         self.fetches = Fetches(
@@ -157,7 +158,6 @@ class Node:
         self.inline = InlineBlocks(
             store, self.hot, self.granted, clock, self.counters, self.timings, tenants_known
         )
-        self.pins, self.deletions, self.erasures = Pins(store, clock), Deletions(clock), Erasures(clock)
         self._stalled = Stalled(clock, self.detach)
         self.traces, self.lookups = Traces(clock), Lookups(store, clock, lookup_log, spans)
         self.prefetches = Prefetches(store, self.hot, lambda: self.fetches.are_waiting)
@@ -216,8 +216,7 @@ class Node:
                 f"The node's fabric is {self.fabric.provider} and the client's is {provider};"
                 " start one with the other's."
             )
-        if not 1 <= block_bytes_max <= BLOCK_BYTES_MAX:
-            raise ProtocolError(f"A block has 1 to {BLOCK_BYTES_MAX} bytes, not {block_bytes_max}.")
+        check_block_length(block_bytes_max)
         client = self.address.believed(peer_address, caller, self.fabric)
         async with self.turns.of(tenant.id, rest=3):  # opening an endpoint takes milliseconds
             return self._attached(
@@ -270,7 +269,7 @@ class Node:
                 raise
         except NoMemory as error:
             raise Overloaded(
-                f"The node's machine lacks the {layout.total_bytes} bytes of memory for a client's"
+                f"The node's machine lacks the {show_size(layout.total_bytes)} of memory for a client's"
                 f" {layout.slots} slots; attach with fewer, or later."
             ) from error
         self.places.take(tenant.id)
@@ -298,14 +297,14 @@ class Node:
         size_bytes = new * layout.slot_bytes
         if size_bytes > self.landing.left(connection.tenant):
             raise Overloaded(
-                f"The tenant's share of the node's landing memory has no {size_bytes} bytes left for {new} more slots;"
-                " wait for puts to finish, or detach clients."
+                f"The tenant's share of the node's landing memory has no {show_size(size_bytes)} left for {new} more"
+                " slots; wait for puts to finish, or detach clients."
             )
         try:
             rest = connection.have_slots(new)
         except NoMemory as error:
             raise Overloaded(
-                f"The node's machine lacks the {size_bytes} bytes of memory for {new} more slots; try again later."
+                f"The node's machine lacks the {show_size(size_bytes)} of memory for {new} more slots; try again later."
             ) from error
         self.landing.take(connection.tenant, size_bytes)
         if rest is not None:  # it takes no longer than the arrival of the bytes
@@ -453,7 +452,9 @@ class Node:
         self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
         if taken := [lease for _, lease, _ in landed if lease.is_taken]:
             landed = [one for one in landed if not one[1].is_taken]
-            self._kept([PutDone(lease.generation, KeyTaken(_TAKEN), lease.durability) for lease in taken])
+            self._kept(
+                [PutDone(one.generation, KeyTaken.of(one.key, _OTHER), one.durability) for one in taken]
+            )
         self._due.add(landed)
         if not self._goes_on:
             self._store_due()

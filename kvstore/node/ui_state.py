@@ -171,7 +171,8 @@ def _tenants(node: Node, tenants: Tenants) -> list[dict[str, Any]]:
     rows = []
     for tenant, (name, _) in sorted(tenants.names().items(), key=lambda one: one[1])[:UI_TENANTS_MAX]:
         quota = node.store.quota(tenant)
-        rows.append({"name": name, "used_bytes": quota.used_bytes, "quota_bytes": quota.bytes_max})
+        used_bytes = quota.used_bytes if quota.bytes_max else None  # without a quota, use is not counted
+        rows.append({"name": name, "used_bytes": used_bytes, "quota_bytes": quota.bytes_max})
     return rows
 
 

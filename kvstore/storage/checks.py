@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore.limits import CHECK_PIECE_BYTES, CHECKS_AT_ONCE, HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.items import Guard
-from kvstore.storage.index import is_header_of
+from kvstore.storage.index_layout import is_header_of
 from kvstore.wire.record import Header, record_bytes
 from nic_offload.checksum import crc32c_at
 from nic_offload.memory import undumped

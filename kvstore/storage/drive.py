@@ -39,8 +39,8 @@ from kvstore.storage.encrypting import Encrypting
 from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.eviction_events import Explanation, Held, Keeping
+from kvstore.storage.folder import kernel_boot_id
 from kvstore.storage.gets import Gets
-from kvstore.storage.index import kernel_boot_id
 from kvstore.storage.index_opening import open_index
 from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.lending import Lending
@@ -412,7 +412,7 @@ class Drive(Handle):
             self.believe([done.generation])
             return done
         self.quarantine(item.tenant, item.key, done.generation)
-        return GetDone(done.tag, Miss(MissReason.CORRUPT, "the payload failed its CRC"))
+        return GetDone(done.tag, Miss(MissReason.CORRUPT, "the payload failed its CRC"), was_read=True)
 
     def quarantine(self, tenant: bytes, key: bytes, generation: int) -> None:
         """Remove a block that failed a check. Its extent is reused once the drive has overwritten all of it.

@@ -135,7 +135,9 @@ def _preallocate(path: Path, capacity_bytes: int | None) -> None:
     if capacity_bytes is None:
         raise ConfigError(f"There is no drive {path}, and no capacity to create one with.")
     if capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
-        raise ConfigError(f"A drive has at least {DRIVE_CAPACITY_BYTES_MIN} bytes, not {capacity_bytes}.")
+        raise ConfigError(
+            f"A drive has at least {show_size(DRIVE_CAPACITY_BYTES_MIN)}, not {show_size(capacity_bytes)}."
+        )
     if capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
         raise ConfigError(
             f"A drive has at most {show_size(DRIVE_CAPACITY_BYTES_MAX)}, not {show_size(capacity_bytes)}."
@@ -152,7 +154,8 @@ def _preallocate(path: Path, capacity_bytes: int | None) -> None:
         part.unlink()
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             raise NoSpace(
-                f"The file system of {path.parent} has no room for {capacity_bytes} bytes."
+                f"The file system of {path.parent} has no room for a drive of {show_size(capacity_bytes)}; create"
+                " a smaller one, or make room."
             ) from error
         raise StorageError(f"The drive {path} could not be created: {error.strerror}.") from error
     finally:

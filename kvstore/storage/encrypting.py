@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Final
 
+from kvstore.config import show_size
 from kvstore.errors import KvError, NoSpace, StorageError
 from kvstore.limits import (
     ENCRYPT_LOOKED_AT_ONCE,
@@ -33,7 +34,7 @@ from kvstore.limits import (
     PAGE_BYTES,
 )
 from kvstore.storage.disk import DiskOp, DiskOpKind
-from kvstore.storage.index import is_header_of
+from kvstore.storage.index_layout import is_header_of
 from kvstore.wire.record import record_bytes
 from nic_offload.checksum import crc32c_at
 from nic_offload.memory import undumped
@@ -174,7 +175,7 @@ class Encrypting:
             if self._puts.is_under_way(name):
                 self._left_out = True
             elif size_bytes > self._extents.longest * PAGE_BYTES:
-                self._leave(f"No {size_bytes} bytes are free in one piece, which a block needs.")
+                self._leave(f"No {show_size(size_bytes)} are free in one piece, which a block needs.")
             else:
                 self._read(name, entry)
                 return True

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvstore.config import show_size
 from kvstore.errors import NoSpace, ReadOnly, StorageError
 from kvstore.limits import (
     EVICTION_LOW_PAGES_MAX,
@@ -464,8 +465,8 @@ class Keeping:
         if not protected or protected + self.marks.low_pages + pages <= self._pages:
             return None
         return NoSpace(
-            f"The drive has no room for {pages * PAGE_BYTES} bytes: {protected * PAGE_BYTES} of its"
-            f" {self._pages * PAGE_BYTES} are protected."
+            f"The drive has no room for {show_size(pages * PAGE_BYTES)}: {show_size(protected * PAGE_BYTES)} of its"
+            f" {show_size(self._pages * PAGE_BYTES)} are protected."
         )
 
     def has_passing_guards(self) -> bool:

@@ -12,14 +12,13 @@ import fcntl
 import mmap
 import os
 import struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
 
 from kvstore.errors import ConfigError, FolderLocked, StorageError
 from kvstore.limits import DRIVES_MAX, LENT_MAX, PAGE_BYTES
 from kvstore.storage.row_check import CHECK_BYTES, checked, is_whole
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = [
     "BegunNote",
@@ -27,9 +26,11 @@ __all__ = [
     "FolderLock",
     "LentNote",
     "NotePlace",
+    "OpenFiles",
     "SyncNote",
     "drive_path",
     "index_path",
+    "kernel_boot_id",
     "sync_folder",
 ]
 
@@ -197,6 +198,33 @@ class NotePlace:
     def _write(self, kind: bytes, at: int, note: tuple[bytes, int, int]) -> None:
         row = checked(kind, _NOTE.pack(*note))
         self._page[at : at + len(row)] = row
+
+
+class OpenFiles:
+    """The files of an open index, by their names: whether these still lead to them."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._identities = {path: _identity(path) for path in paths}
+
+    def are_in_place(self) -> bool:
+        """Return whether no file was deleted or replaced since."""
+        return all(map(self.is_in_place, self._identities))
+
+    def is_in_place(self, path: Path) -> bool:
+        """The same, of one of them."""
+        with suppress(OSError):
+            return _identity(path) == self._identities[path]
+        return False
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def kernel_boot_id() -> str:
+    """Return the id of this boot of the kernel."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def sync_folder(folder: Path) -> None:

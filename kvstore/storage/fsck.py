@@ -29,8 +29,8 @@ from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES
 from kvstore.storage.doubts import Doubts
 from kvstore.storage.drive_files import FolderBay
 from kvstore.storage.drive_set import count_drives, read_set
-from kvstore.storage.folder import FolderLock, index_path, sync_folder
-from kvstore.storage.index import Index, kernel_boot_id
+from kvstore.storage.folder import FolderLock, index_path, kernel_boot_id, sync_folder
+from kvstore.storage.index import Index
 from kvstore.storage.index_check import check_free, check_index
 from kvstore.storage.live_roll import Roll
 from kvstore.storage.manifests import Manifests

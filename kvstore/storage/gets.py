@@ -19,7 +19,7 @@ from kvstore.limits import PAGE_BYTES, READS_OF_BLOCK_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.items import Guard, Reason
-from kvstore.storage.index import is_header_of
+from kvstore.storage.index_layout import is_header_of
 from kvstore.storage.items import GetDone, GetItem, GetsDone
 from kvstore.storage.outbox import Outbox
 from kvstore.wire.record import Flaw, Header, record_bytes
@@ -106,34 +106,35 @@ class Gets:
         name = (item.tenant, item.key)
         if result < 0:
             self._keeping.unreadable(name, entry.generation, wipe=True)
-            self._miss(item, read.done, MissReason.UNREADABLE, os.strerror(-result))
+            self._missed(read, MissReason.UNREADABLE, os.strerror(-result))
             return
         try:
             found = self._codec.open_record(item.slot_address, result, entry.offset)
         except StorageError as error:  # the keys can't be read now
-            self._miss(item, read.done, MissReason.UNREADABLE, str(error))
+            self._missed(read, MissReason.UNREADABLE, str(error))
             return
         # Another record's valid header must not be wiped.
         is_its = is_header_of(found, name, entry)
         is_foreign = isinstance(found, Header) and not is_its
         if read.failed == READS_OF_BLOCK_MAX - 1:
             self._keeping.unreadable(name, entry.generation, wipe=not is_foreign)
-            self._miss(item, read.done, MissReason.UNREADABLE, "only the header could be read")
+            self._missed(read, MissReason.UNREADABLE, "only the header could be read")
         elif is_its:
-            hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation)
+            hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation, was_read=True)
             self.outbox.add(read.done, hit)
         elif found is Flaw.NO_KEY:
             if not self._keeping.erasing[item.tenant]:
                 with suppress(StorageError):  # a read-only drive keeps it in its index
                     self._keeping.drop([name], Reason.ERASED, spared=[entry.domain])
-            self._miss(item, read.done, MissReason.ERASED)
+            self._missed(read, MissReason.ERASED)
         elif found is Flaw.KEY_DAMAGED:
-            self._miss(item, read.done, MissReason.UNREADABLE, "its key's slot in the keyring is damaged")
+            self._missed(read, MissReason.UNREADABLE, "its key's slot in the keyring is damaged")
         else:
             self._keeping.quarantine(name, entry.generation, wipe=not is_foreign)
-            self._miss(
-                item, read.done, MissReason.CORRUPT, "the header on the drive does not belong to this block"
-            )
+            self._missed(read, MissReason.CORRUPT, "the header on the drive does not belong to this block")
+
+    def _missed(self, read: _Read, reason: MissReason, detail: str = "") -> None:
+        self.outbox.add(read.done, GetDone(read.item.tag, Miss(reason, detail), was_read=True))
 
     def _miss(self, item: GetItem, done: GetsDone, reason: MissReason, detail: str = "") -> None:
         self.outbox.add(done, GetDone(item.tag, Miss(reason, detail)))

@@ -21,7 +21,8 @@ Always holds:
 - Doubted blocks (`kvstore.storage.doubts`) are noted by generation. Notes of blocks that are gone say nothing.
 - A batch is published, or removed, in one commit of the table. What LMDB has to note because of it is committed first:
   a process that dies in between has noted a place that is not free, which is left alone.
-- Errors are StorageErrors; an index that raised one while it was open is not trusted again.
+- Errors are StorageErrors; an index that raised one while it was open is not trusted again. Nor is one whose files were
+  deleted or replaced meanwhile: it is not changed any more, and files in their place stay as they are.
 
 It doesn't know extents or pins. Sessions, unsettled changes of them, doubts, and places of erased blocks are in tables
 of their own (`kvstore.storage.manifests`, `.doubts` and `.overwriting`).
@@ -33,16 +34,16 @@ import os
 import shutil
 import struct
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import lmdb
 import numpy as np
 
+from kvstore.config import show_size
 from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import HEADER_BYTES, INDEX_GROWTHS_MAX, INDEX_MAP_BYTES_MIN, PAGE_BYTES
 from kvstore.storage.block_table import BlockTable
-from kvstore.storage.folder import CommitNote
+from kvstore.storage.folder import CommitNote, OpenFiles
 from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, overwrite, seal, unseal
 from kvstore.storage.index_layout import (
     LIFE,
@@ -57,10 +58,10 @@ from kvstore.storage.index_layout import (
 from kvstore.storage.index_upgrade import upgrade
 from kvstore.storage.overwriting import PLACES, note
 from kvstore.storage.row_check import CHECK_BYTES, checked, is_whole
-from kvstore.wire.record import Header, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
     NamesAndLives = tuple[NDArray[np.uint8], NDArray[Any]]
     """Names of blocks, a row each, and of each its offset, length, generation and expiry."""
 
-__all__ = ["BLOCKS_NAME", "Entry", "Index", "header_of", "is_header_of", "kernel_boot_id"]
+__all__ = ["BLOCKS_NAME", "Entry", "Index"]
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ _COMMIT_KEY: Final = b"commit"  # the number of the last one: a head of another 
 _CAPACITY_PER_MAP_BYTE: Final = 16  # the smallest record takes 8 KiB and its entry far less than 512 bytes
 _DOUBTED_KEY: Final = b"doubts"  # with the epoch up to which doubts are noted
 _EPOCH: Final = struct.Struct("<Q")
-_FAILURES: Final = (lmdb.Error, struct.error)
+_FAILURES: Final = (lmdb.Error, struct.error, OSError)
 _TABLES: Final = (b"sessions", b"chunks", b"references", b"meta", b"owed", PLACES, b"doubts")
 _TABLE_COMMITS: Final = 40  # bits of the last commit's number that are the table's; the others are LMDB's
 
@@ -102,22 +103,6 @@ class Entry(NamedTuple):
     expires_ms: int
     fingerprint: bytes
     domain: int = 0  # the number, from 1, of the key that it is encrypted with; 0: it is in the clear
-
-
-def header_of(name: Name, entry: Entry) -> Header:
-    """Return the header that a block must have on the drive."""
-    (tenant, key), (_, length, crc, generation, expires_ms, fingerprint, domain) = name, entry
-    return Header(Kind.BLOCK, key, tenant, fingerprint, generation, length, crc, expires_ms, domain)
-
-
-def is_header_of(found: object, name: Name, entry: Entry) -> bool:
-    """Return whether a header is the one that the index names, except its expiry, which may have been extended."""
-    return isinstance(found, Header) and found._replace(expires_ms=entry.expires_ms) == header_of(name, entry)
-
-
-def kernel_boot_id() -> str:
-    """Return the id of this boot of the kernel."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _entries(rows: NDArray[Any]) -> Iterator[tuple[Name, Entry]]:
@@ -159,6 +144,7 @@ class Index:
         self._table = BlockTable.create(path) if is_new else BlockTable.load(path, readonly=readonly)
         try:
             self._open(durable=False)
+            self._files = OpenFiles(path, folder / DATA_NAME)
         except BaseException:
             self._table.close()
             raise
@@ -225,19 +211,17 @@ class Index:
         """Make everything durable, mark the index as clean, and close. Superblock and records are durable already."""
         # LMDB's synced commit makes all data pages durable before the page that makes them current, so
         # power loss in the middle leaves the mark of the previous epoch, which is over.
+        with suppress(StorageError), self._failing("closed"):  # then it is not clean
+            self._refuse_if_deleted()
+            self._env.close()
+            self._open(durable=True)
+            self._begin_epoch_of_table(superblock)
+            self._asked(self._table.sync)
+            self._put_meta(superblock, boot_id, clean=True)
+            self._env.sync(True)
         if self._doubted:
             self.abandon()
             return
-        self._env.close()
-        self._open(durable=True)
-        self._begin_epoch_of_table(superblock)
-        try:
-            self._asked(self._table.sync)
-        except StorageError:
-            self.abandon()
-            return
-        self._put_meta(superblock, boot_id, clean=True)
-        self._env.sync(True)
         self._env.close()
         self._table.close()
         with suppress(OSError):  # an index without a seal is checked at the next opening
@@ -253,8 +237,10 @@ class Index:
         self._env.close()
         self._table.close()
         if self._doubted and not self._readonly:
+            data = self._folder / DATA_NAME
             with suppress(OSError):
-                (self._folder / DATA_NAME).unlink(missing_ok=True)
+                if self._files.is_in_place(data):
+                    data.unlink()
 
     def lookup(self, names: Sequence[Name]) -> list[Entry | None]:
         """Look up many blocks at once."""
@@ -408,14 +394,15 @@ class Index:
     @contextmanager
     def reading(self, *, buffers: bool = False) -> Iterator[Any]:
         """Begin a read transaction that raises our errors, and returns bytes, or views of the map."""
-        try:
-            with self._env.begin(buffers=True) if buffers else self._env.begin() as transaction:
-                yield transaction
-        except _FAILURES as error:
-            raise self._unreadable(error) from error
+        with (
+            self._failing("read"),
+            self._env.begin(buffers=True) if buffers else self._env.begin() as transaction,
+        ):
+            yield transaction
 
     def write(self, change: Callable[[Any], T]) -> T:
         """Commit a change, which is repeated if the map had to grow; StorageError if nothing was changed."""
+        self._refuse_if_deleted()
         for _ in range(INDEX_GROWTHS_MAX):
             try:
                 with self._env.begin(write=True) as transaction:
@@ -429,13 +416,15 @@ class Index:
                 raise self._fails(f"could not be written: {error}") from error
             else:
                 self._last_commit = commit
-                self._cover()
+                with self._failing("written"):
+                    self._cover()
                 self._note_commit()
                 return result
-        raise StorageError(f"The index in {self._folder} does not fit into {self._map_bytes} bytes.")
+        raise StorageError(f"The index in {self._folder} does not fit into {show_size(self._map_bytes)}.")
 
     def _change(self, change: Callable[[], T]) -> T:
         """Make a change of the table; StorageError if nothing was changed."""
+        self._refuse_if_deleted()
         result = self._asked(change)
         self._note_commit()
         return result
@@ -480,8 +469,17 @@ class Index:
     def _begin_epoch_of_table(self, superblock: Superblock) -> None:
         self._asked(lambda: self._table.begin_epoch(superblock.drive_uuid, superblock.epoch))
 
-    def _unreadable(self, error: Exception) -> StorageError:
-        return self._fails(f"could not be read: {error}")
+    def _refuse_if_deleted(self) -> None:
+        # Files without names can still be written, but the next start doesn't find what is in them.
+        if not self._files.are_in_place():
+            raise self._fails("was deleted or replaced while it was open")
+
+    @contextmanager
+    def _failing(self, how: str) -> Iterator[None]:
+        try:
+            yield
+        except _FAILURES as error:
+            raise self._fails(f"could not be {how}: {error}") from error
 
     def _fails(self, how: str) -> StorageError:
         self._doubted = True
@@ -533,14 +531,14 @@ class Index:
         used_bytes = self._used_bytes()
         if used_bytes > self._covered_bytes:
             if self._file_bytes() < used_bytes:
-                os.truncate(self._folder / "data.mdb", used_bytes)
+                os.truncate(self._folder / DATA_NAME, used_bytes)
             self._covered_bytes = used_bytes
 
     def _used_bytes(self) -> int:
         return int((self._env.info()["last_pgno"] + 1) * self._page_bytes)
 
     def _file_bytes(self) -> int:
-        return (self._folder / "data.mdb").stat().st_size
+        return (self._folder / DATA_NAME).stat().st_size
 
     def _doubt(self, superblock: Superblock, boot_id: str, note: CommitNote) -> str:
         """Return why this is not the drive's index as it was closed; empty if it is."""

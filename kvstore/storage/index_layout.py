@@ -1,7 +1,7 @@
 """How the rows of an index's blocks look: one at a time, or thousands in one array.
 
 A row says all that the index has of a block. `kvstore.storage.block_table` keeps them in a file and returns them; the
-rest of the store makes them, as `BLOCK_ROW`s, or reads their columns.
+rest of the store makes them, as `BLOCK_ROW`s, or reads their columns. On the drive the same is in the block's header.
 
 Always holds: the C core sets where a row stands, by which commit, and its check; what the caller has there is ignored.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvstore.limits import HEADER_BYTES, KEY_BYTES, PAGE_BYTES, TENANT_BYTES
+from kvstore.wire.record import Header, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,6 +30,8 @@ __all__ = [
     "NAME_BYTES",
     "PLACE",
     "PLACE_ROW",
+    "header_of",
+    "is_header_of",
     "record_pages",
     "rows_of_entries",
     "unpacked",
@@ -78,3 +81,14 @@ def unpacked(rows: bytes | memoryview) -> Iterator[tuple[bytes, bytes, int, int,
 def record_pages(lengths: NDArray[Any]) -> NDArray[np.int64]:
     """Return how many pages the records of payloads of these lengths have."""
     return HEADER_BYTES // PAGE_BYTES - (-lengths.astype(np.int64) // PAGE_BYTES)
+
+
+def header_of(name: Name, entry: Entry) -> Header:
+    """Return the header that a block must have on the drive."""
+    (tenant, key), (_, length, crc, generation, expires_ms, fingerprint, domain) = name, entry
+    return Header(Kind.BLOCK, key, tenant, fingerprint, generation, length, crc, expires_ms, domain)
+
+
+def is_header_of(found: object, name: Name, entry: Entry) -> bool:
+    """Return whether a header is the one that the index names, except its expiry, which may have been extended."""
+    return isinstance(found, Header) and found._replace(expires_ms=entry.expires_ms) == header_of(name, entry)

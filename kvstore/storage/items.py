@@ -93,6 +93,7 @@ class GetDone(NamedTuple):
     length: int = 0
     crc32c: int = 0
     generation: int = 0
+    was_read: bool = False  # from the drive, whatever came of it
 
 
 class DeleteItem(NamedTuple):

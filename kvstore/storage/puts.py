@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from kvstore.config import show_size
 from kvstore.durability import Durability
 from kvstore.errors import Expired, InvalidArgument, KeyTaken, KvError, NotEncrypted, ReadOnly, StorageError
 from kvstore.limits import (
@@ -384,11 +385,9 @@ class Puts:
     def _settle(self, item: PutItem, done: PutsDone, entry: Entry) -> None:
         """Report a put whose block is stored already, as soon as that is as durable as requested."""
         if (entry.length, entry.fingerprint) != (item.length, item.fingerprint):
-            self._report(
-                item, done, KeyTaken("Another block, of another length or layout, is stored under this key.")
-            )
+            self._report(item, done, KeyTaken.of(item.key, "another length or layout"))
         elif entry.crc32c != item.crc32c:
-            self._report(item, done, KeyTaken("A block with other bytes is stored under this key."))
+            self._report(item, done, KeyTaken.of(item.key))
         elif not lives_as_long(entry.expires_ms, item.expires_ms):
             self._renew(item, done, entry)
         elif item.durability is Durability.SYNCED and not self.has_synced(entry.generation):
@@ -515,7 +514,7 @@ def _refusal(item: PutItem, now_ms: int, *, encrypts: bool) -> KvError | None:
         return Expired("The block's time to live ended before it was put.")
     if not BLOCK_BYTES_MIN <= item.length <= BLOCK_BYTES_MAX:
         return InvalidArgument(
-            f"A block has {BLOCK_BYTES_MIN} to {BLOCK_BYTES_MAX} bytes; this one has {item.length}."
+            f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, not {item.length} bytes."
         )
     sizes = (len(item.tenant), len(item.key), len(item.fingerprint))
     if sizes != _NAME_SIZES:

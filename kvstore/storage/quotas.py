@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from kvstore.config import show_size
 from kvstore.errors import ConfigError, QuotaExceeded
 from kvstore.limits import (
     EVICTION_STEPS_MAX,
@@ -146,8 +147,8 @@ class Charged(RecordWrite):
         self.owner.finish(
             [self],
             QuotaExceeded(
-                f"{why} the quota of {quota.bytes_max} bytes, of which {quota.used_bytes} are in use"
-                f" and {self.size_bytes} more are wanted."
+                f"{why} the quota of {show_size(quota.bytes_max)}, of which {show_size(quota.used_bytes)} are in use"
+                f" and {show_size(self.size_bytes)} more are wanted."
             ),
         )
 

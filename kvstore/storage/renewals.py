@@ -25,7 +25,7 @@ from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.items import Guard
-from kvstore.storage.index import is_header_of
+from kvstore.storage.index_layout import is_header_of
 from kvstore.storage.writes import write_error
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvstore.config import show_size
 from kvstore.errors import NoSpace
 from kvstore.limits import EVICTION_URGENT_BLOCKS, PAGE_BYTES, ROOM_WAIT_MS_MAX, TIMER_TICK_MS
 from kvstore.storage.eviction.clearing import clearings
@@ -151,7 +152,7 @@ class Room:
     def _clear(self, search: _Search) -> None:
         """Evict the blocks of one contiguous run of pages."""
         if search.pages > self._most_pages:
-            self._refuse(search, f"it has {self._most_pages * PAGE_BYTES} bytes in all")
+            self._refuse(search, f"it has {show_size(self._most_pages * PAGE_BYTES)} in all")
         elif search.to_clear or self._find(search):
             now, later = search.to_clear[:EVICTION_URGENT_BLOCKS], search.to_clear[EVICTION_URGENT_BLOCKS:]
             search.to_clear = later
@@ -193,6 +194,6 @@ class Room:
     def _refuse(self, search: _Search, why: str) -> None:
         self._search, self._since_ns = None, search.since_ns
         self._writes.refuse_first(
-            NoSpace(f"The drive has no room for {search.record.size_bytes} bytes: {why}.")
+            NoSpace(f"The drive has no room for {show_size(search.record.size_bytes)}: {why}.")
         )
         self._more = self._writes.waiting > 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvstore.config import show_size
 from kvstore.errors import NoSpace, QuotaExceeded
 from kvstore.limits import PAGE_BYTES, SESSIONS_SHARE
 
@@ -140,15 +141,15 @@ class Claim:
         if not self.fits:
             self._refuse(
                 NoSpace(
-                    f"The drive has no room for {self.size_bytes} bytes of a session: sessions have as much of it"
+                    f"The drive has no room for {show_size(self.size_bytes)} of a session: sessions have as much of it"
                     " as they may; remove some."
                 )
             )
         else:
             self._refuse(
                 QuotaExceeded(
-                    f"The session needs {self.size_bytes} bytes, and of the quota of {quota.bytes_max} bytes"
-                    f" {quota.used_bytes} are in use by what can't be evicted."
+                    f"The session needs {show_size(self.size_bytes)}, and of the quota of {show_size(quota.bytes_max)}"
+                    f" {show_size(quota.used_bytes)} are in use by what can't be evicted."
                 )
             )
 

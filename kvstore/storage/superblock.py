@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvstore.config import show_size
 from kvstore.errors import Corrupt, StorageError, WrongVersion
 from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_MAX,
@@ -65,13 +66,13 @@ def find_superblock(disk: Disk) -> Superblock | None:
     """Read a drive's superblock; None if the drive is blank: never formatted, or not completely."""
     if disk.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
         raise StorageError(
-            f"The drive has {disk.capacity_bytes} bytes, fewer than the "
-            f"{DRIVE_CAPACITY_BYTES_MIN} of the smallest drive: it was truncated, or is not a drive."
+            f"The drive has {show_size(disk.capacity_bytes)}, less than the smallest drive's"
+            f" {show_size(DRIVE_CAPACITY_BYTES_MIN)}: it was truncated, or is not a drive."
         )
     if disk.capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
         raise StorageError(
-            f"The drive has {disk.capacity_bytes} bytes, more than the "
-            f"{DRIVE_CAPACITY_BYTES_MAX} of the largest drive."
+            f"The drive has {show_size(disk.capacity_bytes)}, more than the largest drive's"
+            f" {show_size(DRIVE_CAPACITY_BYTES_MAX)}."
         )
     pages = [disk.read_at(copy * PAGE_BYTES, PAGE_BYTES) for copy in range(SUPERBLOCK_COPIES)]
     superblock = _newest(pages)
@@ -81,8 +82,8 @@ def find_superblock(disk: Disk) -> Superblock | None:
         raise _unreadable(pages)
     if disk.capacity_bytes < superblock.capacity_bytes:
         raise StorageError(
-            f"The drive was truncated: it has {disk.capacity_bytes} bytes "
-            f"and was created with {superblock.capacity_bytes}."
+            f"The drive was truncated: of the {show_size(superblock.capacity_bytes)} that it was created with"
+            f" {show_size(superblock.capacity_bytes - disk.capacity_bytes)} are missing."
         )
     return superblock
 

@@ -69,10 +69,7 @@ _ERRORS: Final[dict[int, tuple[type[KvError], str]]] = {
         "The tenant's quota of bytes is used up, and none of its blocks may be evicted.",
     ),
     AckCode.READ_ONLY: (ReadOnly, "The node's drive failed and is read-only."),
-    AckCode.KEY_TAKEN: (
-        KeyTaken,
-        "Another block is stored under this key; the bytes of this put were not stored.",
-    ),
+    AckCode.KEY_TAKEN: (KeyTaken, ""),  # it names the key
     AckCode.DIFFERS: (
         Corrupt,
         "The bytes that arrived at the node are not those that were sent; they were not stored.",
@@ -102,15 +99,15 @@ def code_of_error(error: KvError) -> AckCode:
     return AckCode.STORAGE_FAILED
 
 
-def error_of_code(code: int) -> KvError | None:
-    """The error that a put's final code stands for; None: it is as durable as the code says."""
+def error_of_code(code: int, key: bytes) -> KvError | None:
+    """The error that the final code of a put of this key stands for; None: it is as durable as the code says."""
     if code in (AckCode.LANDED, AckCode.WRITTEN, AckCode.SYNCED):
         return None
     known = _ERRORS.get(code)
     if known is None:
         return StorageError(f"The node did not store the block, for an unknown reason (code {code}).")
     kind, sentence = known
-    return kind(sentence)
+    return KeyTaken.of(key, "other bytes or another layout") if kind is KeyTaken else kind(sentence)
 
 
 def code_of_miss(reason: MissReason) -> int:

@@ -33,7 +33,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvstore.errors import Overloaded, ProtocolError
-from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES
+from kvstore.limits import (
+    BATCH_BLOCKS_MAX,
+    FABRIC_ANSWER_BYTES,
+    FABRIC_CALL_BYTES,
+    FABRIC_CALL_PLACES,
+    PAGE_BYTES,
+)
 from kvstore.names import UNSAID
 from kvstore.wire.status import error_named
 from nic_offload.checksum import crc32c
@@ -44,10 +50,7 @@ if TYPE_CHECKING:
     from kvstore.errors import KvError
 
 __all__ = [
-    "ANSWER_BYTES",
     "AREA_BYTES",
-    "CALL_BYTES",
-    "CALL_PLACES",
     "LENGTH_END",
     "ROWS",
     "TAG_BYTES",
@@ -76,10 +79,7 @@ __all__ = [
 
 Metadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
 
-CALL_PLACES = 4  # calls of one client under way; others wait there
-CALL_BYTES = 72 << 10
-ANSWER_BYTES = 36 << 10
-AREA_BYTES = PAGE_BYTES + CALL_PLACES * CALL_BYTES
+AREA_BYTES = PAGE_BYTES + FABRIC_CALL_PLACES * FABRIC_CALL_BYTES
 
 _HEAD = struct.Struct("<IIQ4BIIII4xQ16s")  # as a compiler would lay it out; so are the rows
 _HEADER = struct.Struct("<BHB")
@@ -95,8 +95,8 @@ TAG_BYTES = 8
 LENGTH_END = 8
 _ROWS, _REFUSED = 1, 2  # kinds of answers that have bytes
 
-assert _HEAD.size + BATCH_BLOCKS_MAX * max(_FETCH.size, _RESERVE_IN.size) + TAG_BYTES < CALL_BYTES
-assert _ANSWER.size + BATCH_BLOCKS_MAX * _LEASE.size + TAG_BYTES <= ANSWER_BYTES
+assert _HEAD.size + BATCH_BLOCKS_MAX * max(_FETCH.size, _RESERVE_IN.size) + TAG_BYTES < FABRIC_CALL_BYTES
+assert _ANSWER.size + BATCH_BLOCKS_MAX * _LEASE.size + TAG_BYTES <= FABRIC_ANSWER_BYTES
 
 
 class CallKind(enum.IntEnum):
@@ -197,7 +197,7 @@ def flag_offset(place: int) -> int:
 
 def call_offset(place: int) -> int:
     """The offset of a place."""
-    return PAGE_BYTES + place * CALL_BYTES
+    return PAGE_BYTES + place * FABRIC_CALL_BYTES
 
 
 # --- calls
@@ -313,7 +313,7 @@ def leases_bytes(generation: int, leases: Sequence[Leased]) -> bytes:
 def error_bytes(generation: int, error: KvError) -> bytes:
     """The answer to a call that was refused."""
     name = type(error).__name__.encode()
-    room = ANSWER_BYTES - TAG_BYTES - _ANSWER.size - _ERROR.size - len(name)
+    room = FABRIC_ANSWER_BYTES - TAG_BYTES - _ANSWER.size - _ERROR.size - len(name)
     sentence = str(error).encode()[:room]
     retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
     length = _ANSWER.size + _ERROR.size + len(name) + len(sentence)
@@ -346,7 +346,7 @@ def _summed(data: bytes) -> bytes:
 def length_said(start: bytes) -> int:
     """The length that a call or an answer states in its first `LENGTH_END` bytes; 0 if that is impossible."""
     length = int.from_bytes(start[_CRC_BYTES:], "little")
-    return length if length <= CALL_BYTES else 0
+    return length if length <= FABRIC_CALL_BYTES else 0
 
 
 def _check(data: bytes, generation: int, least_bytes: int) -> None:

@@ -156,8 +156,8 @@ BAD_RESERVES = [  # of a connection that is there, where none is named
         pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(fingerprint=b"x"))]),
         "16 bytes, not 1",
     ),
-    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=0))]), "bytes, not 0"),
-    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=1 << 40))]), "bytes, not"),
+    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=0))]), "1 byte to 64 MiB, not 0 bytes"),
+    (pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=1 << 40))]), "1 byte to 64 MiB, not"),
     (
         pb.ReserveRequest(blocks=[pb.ReserveBlock(name=name(length=2 * MIB))]),
         "was attached for",
@@ -255,7 +255,7 @@ def test_a_chunk_that_is_too_large_is_refused_in_our_words(node: NodeProcess) ->
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert type(error_from_rpc("A put", refused.value)) is errors.ProtocolError
             assert refused.value.details() == (
-                f"A chunk has at most {CHUNK_BYTES_MAX} bytes, not {8 * MIB}; send the block in several."
+                "A chunk has at most 4 MiB, not 8 MiB; send the block in several."
             )
         half = [pb.PutRequest(chunk=large[:CHUNK_BYTES_MAX])] * 2
         stub.Put(iter([start, *half]), timeout=WAIT_S)  # as the sentence says

@@ -170,7 +170,7 @@ def test_a_tenant_pins_a_bounded_part_of_the_drives_all_or_none(tmp_path: Path) 
     with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         for number in range(5):
             client.put_inline(key(number), b"x" * MIB)
-        with pytest.raises(Overloaded, match="at most 4194304 bytes"):
+        with pytest.raises(Overloaded, match="at most 4 MiB of this node"):
             client.pin([key(number) for number in range(5)])
         assert node.call(leased) == 0
         pin = client.pin([key(number) for number in range(3)])
@@ -212,7 +212,33 @@ def test_a_deleted_block_takes_its_pin_along(node_here: NodeInProcess) -> None:
         with client.pin([key(0)]):
             assert client.delete([key(0)]) == [True]
             client.put_inline(key(0), b"y")
+            assert node_here.call(lambda node: node.pins.count) == 0
+            assert client.statistics().pins == 0
         assert node_here.call(leased) == 0
+
+
+def test_removed_blocks_count_no_more_in_their_pins(tmp_path: Path) -> None:
+    with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
+        for number in range(12):
+            client.put_inline(key(number), bytes([number]) * MIB)
+            with client.pin([key(number), key(number), key(100)]) as pin:
+                assert pin.pinned == [True, True, False]
+            client.pin([key(number)], time_to_live_ms=600_000)
+            client.pin([key(number)], time_to_live_ms=600_000)
+            client.delete([key(number)])
+        for number in range(3):
+            client.put_inline(key(number), bytes([number]) * MIB)
+        pin = client.pin([key(number) for number in range(3)])
+        client.delete([key(1)])
+        assert node.call(leased) == 2
+        assert node.call(lambda node: node.pins.count) == 1
+        pin.close()
+        assert node.call(leased) == 0
+        assert node.call(lambda node: (node.pins._bytes, node.pins._of_tenant, node.pins._of_block)) == (
+            {},
+            {},
+            {},
+        )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.client import Block, Client, Hit
-from kvstore.client.nodes import Everywhere
+from kvstore.client.nodes import RegisteredMemory
 from kvstore.errors import DeadlineExceeded, FabricStuck, NodeUnavailable, Overloaded, RegionBusy
 from kvstore.limits import FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
@@ -394,7 +394,7 @@ def test_memory_of_several_nodes_stays_registered_where_it_is_busy(
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)
-    memory = Everywhere(bytearray(MIB))
+    memory = RegisteredMemory(bytearray(MIB))
     with Client(node.target, slots=1, block_bytes_max=4096) as other:
         busy, idle = memory.at(rig.client), memory.at(other)
         get = rig.client.getting([Block(block.key, busy, 0, block.length)], timeout_s=WAIT_S)

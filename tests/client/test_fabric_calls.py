@@ -16,6 +16,7 @@ import pytest
 from kvstore.client import Block, Client, Hit
 from kvstore.client.gets import Get
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
+from kvstore.limits import FABRIC_CALL_PLACES
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
@@ -106,7 +107,7 @@ def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_the
     inside: NodeInProcess, rig_inside: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = rig_inside
-    blocks = [rig.block(number, 100_000) for number in range(2 * fabric_call.CALL_PLACES)]
+    blocks = [rig.block(number, 100_000) for number in range(2 * FABRIC_CALL_PLACES)]
     put(rig, blocks)
     forbid_grpc(rig.client, monkeypatch)
     pump = inside.call(lambda node: node.fetches.pump)
@@ -121,7 +122,7 @@ def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_the
         calls = link_of(rig.client).calls
         assert calls is not None
         caller = calls.caller
-        wait_until(lambda caller=caller: caller.free_places == fabric_call.CALL_PLACES, "it is taken")  # type: ignore[misc]
+        wait_until(lambda caller=caller: caller.free_places == FABRIC_CALL_PLACES, "it is taken")  # type: ignore[misc]
     assert not any(get.group.row(0).over for get in gets if isinstance(get, Get))
     inside.call(lambda node: setattr(node.fetches, "pump", pump))
     inside.call(lambda node: node.fetches.pump())
@@ -138,10 +139,10 @@ def test_a_fabric_that_takes_no_more_leaves_the_call_to_grpc(
 
     monkeypatch.setattr(link.calls.caller, "call", lambda *_: -errno.EAGAIN)
     assert get(rig, [block]) == [Hit(block.key)]
-    assert link.calls.caller.free_places == fabric_call.CALL_PLACES
+    assert link.calls.caller.free_places == FABRIC_CALL_PLACES
     monkeypatch.undo()
     forbid_grpc(rig.client, monkeypatch)
-    for _ in range(2 * fabric_call.CALL_PLACES):
+    for _ in range(2 * FABRIC_CALL_PLACES):
         assert get(rig, [block]) == [Hit(block.key)]
     assert rig.client._core.link is link
 

@@ -363,6 +363,7 @@ def test_other_bytes_under_a_key_that_only_the_drive_has_are_refused(
         others = [rig.block(number, LENGTH, offset=MIB // 2) for number in range(20)]
         results = rig.client.put([*others, *blocks[20:]], durability=LANDED)
         assert all(isinstance(one.error, KeyTaken) for one in results[:20])
+        assert all(one.key.hex() in str(one.error) for one in results[:20])
         assert [(one.error, one.durability) for one in results[20:]] == [(None, LANDED)] * 20
         assert rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S) == [
             Hit(block.key) for block in blocks

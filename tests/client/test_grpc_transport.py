@@ -401,7 +401,7 @@ def test_without_libfabric_blocks_go_inside_grpc_and_that_is_said_once(
         other = Client(node.target, transport=transport, provider=provider)
         with other, pytest.raises(FabricUnavailable):
             other.register(bytearray(SIZE))
-    with pytest.raises(ConfigError, match="transport must be auto, fabric, grpc, memory, not 'pigeon'"):
+    with pytest.raises(ConfigError, match="transport is auto, fabric, grpc or memory, not 'pigeon'"):
         Client(node.target, transport="pigeon")
 
 

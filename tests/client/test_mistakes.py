@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from contextlib import suppress
@@ -27,7 +28,7 @@ from kvstore.errors import (
     StorageError,
 )
 from kvstore.layout import Layer, Layout
-from kvstore.limits import BLOCK_BYTES_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, BLOCK_BYTES_MAX, SLOTS_PER_CLIENT_MAX
 from kvstore.miss import Miss
 from kvstore.names import block_key
 from kvstore.testing import MemoryNode
@@ -206,6 +207,15 @@ def test_no_blocks_are_no_mistake_and_no_call(client: Client) -> None:
     assert client.calls == before
 
 
+@pytest.mark.parametrize("call", OF_KEYS)
+def test_calls_take_more_keys_than_a_message(client: Client, call: str) -> None:
+    keys = [block_key(b"many", number.to_bytes(2, "little")) for number in range(2 * BATCH_BLOCKS_MAX + 3)]
+    client.put_inline(keys[-1], b"KV")
+    answer = getattr(client, call)(keys)
+    if call == "prefetch":
+        assert (answer.unread, list(answer.missing)) == ([], keys[:-1])
+
+
 def test_a_refusal_is_not_a_fault_of_the_drive(client: Client) -> None:
     key = block_key(b"taken")
     client.put_inline(key, b"KV")
@@ -241,8 +251,25 @@ def test_a_range_is_checked_before_anything_is_sent(client: Client) -> None:
     assert "both user and session" in says(client.looked_up, user="ada")
     assert client.calls == before
     for wrong in (-5, 0, 1.5, "4", 1 << 40):
-        assert "slots" in says(Client, client.target, slots=wrong)
+        assert f"slots must be 1 to {SLOTS_PER_CLIENT_MAX}, not" in says(Client, client.target, slots=wrong)
         assert "longest block" in says(Client, client.target, block_bytes_max=wrong)
+
+
+def test_a_wait_is_not_negative(client: Client) -> None:
+    assert "wait_s" in says(client.status, wait_s=-1)
+    assert client.status(wait_s=0).node
+
+
+def test_the_words_are_not_one_of_them(client: Client) -> None:
+    with client.register(bytearray(64)) as region, FlagWords.create(1) as flags:
+        assert "flags[0]" in says(client.arm, [Block(KEY, region, 0, 8)], flags)
+
+
+def test_a_wrong_argument_of_an_asyncio_client_is_its_own() -> None:
+    wrong: Any = {"slot": 4}
+    with pytest.raises(TypeError, match=r"^AsyncClient\.__init__\(\) .*'slot'"):
+        AsyncClient("127.0.0.1:1", **wrong)
+    assert inspect.signature(AsyncClient) == inspect.signature(Client)
 
 
 @pytest.mark.parametrize("timeout_s", ["x", float("nan"), [1], b"1"])

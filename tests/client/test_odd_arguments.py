@@ -180,7 +180,7 @@ class Bench:
             "ClusterBlock": lambda: ClusterBlock,
             "ClusterClient": lambda: self.cluster,
             "ClusterPuts": lambda: self.cluster.arm([self.cluster_block()]),
-            "Everywhere": lambda: self.everywhere,
+            "RegisteredMemory": lambda: self.everywhere,
             "FlagWord": lambda: self.flags[1],
             "FlagWords": lambda: FlagWords,
             "Layout": lambda: self.layout,

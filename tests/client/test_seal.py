@@ -16,7 +16,7 @@ import pytest
 from kvstore.client import Hit
 from kvstore.client.link import Link
 from kvstore.errors import KvError, ProtocolError
-from kvstore.limits import ACK_WORDS, GRANTED_SLOTS
+from kvstore.limits import ACK_WORDS, FABRIC_ANSWER_BYTES, FABRIC_CALL_PLACES, GRANTED_SLOTS
 from kvstore.miss import Miss
 from kvstore.wire import fabric_call
 from kvstore.wire import kvstore_pb2 as pb
@@ -157,7 +157,7 @@ def test_a_forged_call_is_not_answered_and_the_connection_goes_on(
     area = link.calls._area
     memory = allocate(MIB)
     target = rig.client.register(memory)
-    for place in range(fabric_call.CALL_PLACES):
+    for place in range(FABRIC_CALL_PLACES):
         generation = due_generation(link, place)
         row = struct.pack("<32sIIQQQ", block.key, block.length, 1, 1, target.base, target.key)
         head = struct.pack(
@@ -232,7 +232,7 @@ def test_a_forged_answer_is_an_error_and_leases_nothing(
     answer = calls.answer
 
     def forged(place: int, generation: int) -> bytes:
-        there = calls._region.base + calls._start + place * fabric_call.ANSWER_BYTES
+        there = calls._region.base + calls._start + place * FABRIC_ANSWER_BYTES
         leased = [fabric_call.Leased(1, False, 77, 0, 0)]
         data = fabric_call.leases_bytes(generation, leased)
         at_client.write(there, calls._region.key, data + secrets.token_bytes(8))

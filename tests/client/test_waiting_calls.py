@@ -15,9 +15,8 @@ import pytest
 from kvstore.client import Block, Hit
 from kvstore.client.gets import Get
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
-from kvstore.limits import FETCH_CANCEL_MS
+from kvstore.limits import FABRIC_CALL_PLACES, FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
-from kvstore.wire import fabric_call
 from tests.client.test_fabric_calls import forbid_grpc, get, link_of, served
 from tests.client.test_promises import put
 from tests.conftest import ClientWithBuffers
@@ -47,7 +46,7 @@ def stopped(node: NodeProcess) -> Iterator[None]:
 def ask_in_all_places(rig: ClientWithBuffers, block: Block, timeout_s: float = WAIT_S) -> list[Get]:
     calls = link_of(rig.client).calls
     assert calls is not None
-    gets = [get_of(rig, block, timeout_s) for _ in range(fabric_call.CALL_PLACES)]
+    gets = [get_of(rig, block, timeout_s) for _ in range(FABRIC_CALL_PLACES)]
     assert calls.caller.free_places == 0
     return gets
 
@@ -128,7 +127,7 @@ def test_reserves_that_wait_go_out_and_each_has_its_own_answer(
 ) -> None:
     """Answers with bytes: a place is free once these are read, and each lies where its own call was."""
     link = link_of(rig.client)
-    count = 2 * fabric_call.CALL_PLACES + 3
+    count = 2 * FABRIC_CALL_PLACES + 3
     made: list[Reservation] = []
 
     def reserve(number: int) -> None:
@@ -234,7 +233,7 @@ def test_two_hundred_gets_in_flight_of_eight_threads_are_exact_and_none_goes_by_
         assert wrong == []
         assert rig.client._core.link is link
         assert link.calls is not None
-        assert link.calls.caller.free_places == fabric_call.CALL_PLACES
+        assert link.calls.caller.free_places == FABRIC_CALL_PLACES
         assert served(node) > 0
 
 
@@ -286,5 +285,5 @@ def test_gets_whose_deadlines_end_at_any_moment_write_nothing_afterwards_and_kee
         if now is link:  # or the machine stood still for longer than a node has to confirm
             wait_until(lambda: len(link._free_words) == free, "all words are free")
             assert link.calls is not None
-            assert link.calls.caller.free_places == fabric_call.CALL_PLACES
+            assert link.calls.caller.free_places == FABRIC_CALL_PLACES
         rig.to_region.close()  # nothing holds it

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvstore.client import Everywhere
+    from kvstore.client import RegisteredMemory
     from kvstore.demo.node_process import NodeProcess
 
 COUNT, BYTES = 120, 8192
@@ -55,7 +55,7 @@ class World:
         client = ClusterClient(targets, replicas=replicas, slots=16, block_bytes_max=1 << 20, **more)  # type: ignore[arg-type]
         return self._stack.enter_context(client)
 
-    def blocks(self, memory: Everywhere, threshold: int = 1) -> list[ClusterBlock]:
+    def blocks(self, memory: RegisteredMemory, threshold: int = 1) -> list[ClusterBlock]:
         return [ClusterBlock(key, memory, at * BYTES, BYTES, threshold) for at, key in enumerate(self.keys)]
 
     def kill(self, number: int) -> NodeProcess:
@@ -427,7 +427,7 @@ def test_blocks_in_pieces_of_two_memories_are_there_though_a_node_is_lost(world:
     source = [bytearray(world.source[at * half : (at + COUNT) * half]) for at in (0, COUNT)]
     target = [bytearray(COUNT * half) for _ in source]
 
-    def blocks(memories: list[Everywhere]) -> list[ClusterBlock]:
+    def blocks(memories: list[RegisteredMemory]) -> list[ClusterBlock]:
         """Of the second memory the pages lie in reverse order."""
         return [
             ClusterBlock.of_pieces(

@@ -19,7 +19,7 @@ from tests.nic_offload.rig import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.client import Everywhere
+    from kvstore.client import RegisteredMemory
     from kvstore.demo.node_process import NodeProcess
 
 COUNT, PAGE, LAYERS = 40, 512, 6
@@ -51,7 +51,7 @@ class World:
             struct.pack("=IIQ", layer % 2, PAGE, (layer // 2 * COUNT + at) * PAGE) for layer in layers
         )
 
-    def blocks(self, memories: tuple[Everywhere, ...]) -> list[ClusterBlock]:
+    def blocks(self, memories: tuple[RegisteredMemory, ...]) -> list[ClusterBlock]:
         return [ClusterBlock.of_pieces(key, memories, self.rows(at)) for at, key in enumerate(self.keys)]
 
     def content(self, memories: list[bytearray], at: int, layers: range = range(LAYERS)) -> bytes:

@@ -63,6 +63,7 @@ def test_stats_are_shown_and_told(node: NodeProcess) -> None:
     assert (told["leased"], told["landed"], told["leases_over"]) == (2, 1, 1)
     assert told["misses"] == {"unknown": 1}
     assert told["evictions"] == {"deleted": 1}
+    assert (told["quota_bytes"], told["quota_used_bytes"]) == (0, None), "it is not counted"
     assert list(told) == [field.name for field in StatisticsResponse.DESCRIPTOR.fields] + ["encryption"]
     assert told["encryption"] == {"on": False, "keys": 0, "keys_damaged": 0, "master_key": ""}
     shown = run(node, "stats")
@@ -72,6 +73,7 @@ def test_stats_are_shown_and_told(node: NodeProcess) -> None:
     )
     assert since < shown.stdout.index("leases_over") < now < shown.stdout.index("uptime_ms") < mine
     assert "1 deleted" in shown.stdout
+    assert "not counted" in shown.stdout[mine:]
     assert ["takes_puts", "yes"] in [line.split() for line in shown.stdout.splitlines()]
 
 

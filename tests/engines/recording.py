@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvstore.client import Everywhere
+from kvstore.client import RegisteredMemory
 from kvstore.engines.vllm.connector import TriggerKvConnector
 from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.offloading import TriggerKvOffloadingSpec
@@ -144,7 +144,7 @@ class RecordingSpec(TriggerKvOffloadingSpec):
                     memory = host._region
                     content = (
                         memory.copied(begin, host._slot_bytes)
-                        if isinstance(memory, Everywhere)
+                        if isinstance(memory, RegisteredMemory)
                         else string_at(memory.address + begin, host._slot_bytes)
                     )
                     lines.write(f"{what} {key.hex()} {blake2b(content, digest_size=16).hexdigest()}\n")

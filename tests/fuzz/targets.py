@@ -21,7 +21,7 @@ from nic_offload._core import ffi
 from kvstore.client.session_file import Content, Reader, Writer
 from kvstore.clock import SystemClock
 from kvstore.errors import ConfigError, Corrupt, KvError
-from kvstore.limits import BATCH_BLOCKS_MAX, HTTP_REQUEST_BYTES_MAX, PAGE_BYTES
+from kvstore.limits import BATCH_BLOCKS_MAX, FABRIC_CALL_BYTES, HTTP_REQUEST_BYTES_MAX, PAGE_BYTES
 from kvstore.node.http import _Bad, _is_address, _metadata, _read
 from kvstore.node.tenants import Tenants, credentials_of
 from kvstore.storage.index_file import DATA_NAME, check_structure
@@ -54,7 +54,7 @@ def fabric_calls(data: bytes) -> None:
             assert all(isinstance(name, str) for name, _ in call.metadata)
         with suppress(KvError):
             fabric_call.leases_of(told, 1)
-    assert 0 <= fabric_call.length_said(data[: fabric_call.LENGTH_END]) <= fabric_call.CALL_BYTES
+    assert 0 <= fabric_call.length_said(data[: fabric_call.LENGTH_END]) <= FABRIC_CALL_BYTES
     with suppress(KvError):
         fabric_call.metadata_of(data)
 

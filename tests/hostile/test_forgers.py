@@ -16,7 +16,7 @@ import pytest
 from kvstore.client import Block, Hit, Stored
 from kvstore.client.link import Link
 from kvstore.errors import KvError
-from kvstore.limits import ACK_WORDS, PAGE_BYTES
+from kvstore.limits import ACK_WORDS, FABRIC_CALL_PLACES, PAGE_BYTES
 from kvstore.names import block_key
 from kvstore.wire import fabric_call
 from kvstore.wire.ack import AckCode, ack_word
@@ -80,7 +80,7 @@ def writes(link: Link, puts: pb.PutArea, stolen: bytes, *, idle: bool) -> tuple[
             start = puts.slots + slot * puts.slot_bytes + PAGE_BYTES - len(head)
             to_node.append((start, puts.key, (head + payload).hex()))
             to_node.append((puts.flags + 8 * slot, puts.key, word(generation)))
-    for place in range(first, fabric_call.CALL_PLACES):
+    for place in range(first, FABRIC_CALL_PLACES):
         generation = area.first_generation
         row = struct.pack("<32sIIQQQ", stolen, LENGTH, 1, 1, link._acks.base, link._acks.key)
         head = struct.pack("<IQBBBBIIIIIQ16s", 128, generation, 1, 0, 0, 0, 0, 1, 2, 0, 0, 0, bytes(16))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.limits import FABRIC_ANSWER_BYTES, FABRIC_CALL_BYTES
 from kvstore.wire import fabric_call as wire
 from nic_offload.caller import PLACES, WAITING, WAITING_BYTES, Call, Caller
 from nic_offload.fabric import EventKind
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 WORDS = PAGE  # where our words are in the near side's memory; the calls lie behind them
 CALLS = 2 * PAGE
-ANSWERS = CALLS + PLACES * wire.CALL_BYTES
+ANSWERS = CALLS + PLACES * FABRIC_CALL_BYTES
 TAG = 1 << 16
 GENERATION = 41
 FINGERPRINT = bytes(range(16))
@@ -35,7 +36,7 @@ ACK_WORDS = [20, 21, 22, 23]
 BYTES = 2
 
 
-LENGTH = ANSWERS + PLACES * wire.ANSWER_BYTES
+LENGTH = ANSWERS + PLACES * FABRIC_ANSWER_BYTES
 DONE = wire.AnswerCode.DONE
 
 
@@ -451,7 +452,7 @@ def test_what_does_not_fit_into_a_place_is_not_begun(pair: Pair, caller: Caller)
     group = Group(pair.near.fabric, TAG, 2)
     call = Call(TAG, 0, 0, 0, group, 1, 1, 0, wire.CallKind.FETCH, 0, 0, 1, FINGERPRINT)
     rows = wire.rows_of_fetch(rows_of(1))
-    assert caller.call(call, bytes(wire.CALL_BYTES - 64), rows) == -errno.EMSGSIZE
+    assert caller.call(call, bytes(FABRIC_CALL_BYTES - 64), rows) == -errno.EMSGSIZE
     assert caller.call(call, b"", rows + b"x") == -errno.EINVAL
     assert pair.near.fabric.statistics().watches == 0
     assert caller.free_places == PLACES

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nic_offload.errors import KvError
+from nic_offload.errors import InvalidArgument, KvError
 from nic_offload.flags import FlagWords
 from nic_offload.trigger import CounterMove, arm
 from tests.nic_offload.rig import Side, wait_until
@@ -68,6 +68,13 @@ def test_the_words_vanish_with_a_killed_maker() -> None:
             assert words[0].load() == 1
         with pytest.raises(KvError):
             FlagWords.open(path)
+
+
+@pytest.mark.parametrize("path", ["/nope", "/", "/etc/passwd", "/dev/null", "", "a\0b"])
+def test_a_path_without_flag_words_is_a_mistake_of_the_callers(path: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"FlagWords\.path`") as caught:
+        FlagWords.open(path)
+    assert "  " not in str(caught.value)
 
 
 def test_a_path_that_has_become_another_file_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from kvstore.limits import FABRIC_ANSWER_BYTES
 from kvstore.wire import fabric_call as wire
 from nic_offload.caller import PLACES, Call, Caller
 from nic_offload.checksum import crc32c
@@ -150,7 +151,7 @@ class Client:
         data = crc32c(said).to_bytes(4, "little") + said
         if spoilt:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        at = ANSWERS + place * wire.ANSWER_BYTES
+        at = ANSWERS + place * FABRIC_ANSWER_BYTES
         self.pair.near.memory[at : at + len(data)] = data
         say(self.pair, ACK_WORDS[place], generation, WHERE)
 

@@ -139,13 +139,13 @@ def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
     rig = ClientWithBuffers(node)
     with monkeypatch.context() as patched:
         patched.setattr(node_module, "set_aside", lambda _: allocate(MORE_THAN_THERE_IS))
-        with pytest.raises(Overloaded, match=r"lacks the \d+ bytes of memory for a client's \d+ slots"):
+        with pytest.raises(Overloaded, match=r"lacks the [\d.]+ .iB of memory for a client's \d+ slots"):
             rig.client.attach()
     assert is_as_before(node)
     block = rig.block(0, 1000)
     with monkeypatch.context() as patched:
         patched.setattr(connection_module, "populate", lambda *_: allocate(MORE_THAN_THERE_IS))
-        with pytest.raises(Overloaded, match=r"lacks the \d+ bytes of memory for 1 more slots"):
+        with pytest.raises(Overloaded, match=r"lacks the [\d.]+ .iB of memory for 1 more slots"):
             rig.client.reserve([block])
     assert node.call(lambda inside: inside.landing.total) == 0
     put(rig, [block])

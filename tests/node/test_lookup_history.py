@@ -93,6 +93,21 @@ def test_each_way_to_ask_is_recorded_with_what_became_of_its_blocks(
     assert {one.request_id for one in told(node, last=1)}.isdisjoint({"cmpl-7", ""})
 
 
+def test_only_a_read_of_the_drive_has_a_drive_time(node: NodeInProcess, client: Client) -> None:
+    client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:2]])
+    kv = client.register(allocate(3 * PAGE))
+    with as_request("misses"):
+        client.get_inline(KEYS[9], PAGE)
+        client.get([Block(key, kv, at * PAGE, PAGE) for at, key in enumerate(KEYS[9:])], timeout_s=WAIT_S)
+        list(client.get_many_inline([(KEYS[9], PAGE), (KEYS[0], 9)]))
+    with as_request("reads"):
+        list(client.get_many_inline([(KEYS[9], PAGE), (KEYS[0], PAGE)]))
+        client.get([Block(key, kv, at * PAGE, PAGE) for at, key in enumerate(KEYS[:2])], timeout_s=WAIT_S)
+        client.get([Block(key, kv, at * PAGE, PAGE) for at, key in enumerate(KEYS[:2])], timeout_s=WAIT_S)
+    assert [one.drive_us for one in told(node, "misses")] == [0, 0, 0]
+    assert [one.drive_us > 0 for one in told(node, "reads")] == [True, True, False]
+
+
 def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> None:
     now_ms = node.call(lambda one: one.clock.wall_ms())
     client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:3]])

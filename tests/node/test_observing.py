@@ -8,7 +8,13 @@ import grpc
 import pytest
 
 from kvstore.errors import Overloaded
-from kvstore.limits import WATCH_EVENTS_MAX, WATCH_EVENTS_SENT_MAX, WATCHERS_OF_TENANT_MAX
+from kvstore.limits import (
+    PIN_TIMEOUT_MS_MAX,
+    PINS_OF_TENANT_MAX,
+    WATCH_EVENTS_MAX,
+    WATCH_EVENTS_SENT_MAX,
+    WATCHERS_OF_TENANT_MAX,
+)
 from kvstore.miss import MissReason
 from kvstore.names import block_key
 from kvstore.node import observing
@@ -53,7 +59,7 @@ def test_what_is_done_is_counted(client: Client) -> None:
     client.get_inline(KEYS[0], 3)
     list(client.get_many_inline([(KEYS[1], 4), (KEYS[7], 4), (KEYS[2], 9)]))
     client.delete([KEYS[2]])
-    client.pin([KEYS[0]])
+    client.pin([KEYS[0]], time_to_live_ms=PIN_TIMEOUT_MS_MAX)
     told = client.statistics()
     assert (told.puts, told.put_bytes, told.puts_failed, told.puts_taken) == (3, 9, 1, 1)
     assert (told.hits_memory, told.hits_drive, told.got_bytes) == (1, 2, 10)
@@ -62,8 +68,10 @@ def test_what_is_done_is_counted(client: Client) -> None:
     assert (told.blocks, told.pins, told.connections, told.takes_puts) == (2, 1, 0, True)
     assert told.capacity_bytes > told.free_bytes > 0
     assert (told.quota_bytes, told.quota_used_bytes, told.refused) == (0, 0, 0)
+    for _ in range(PINS_OF_TENANT_MAX - 1):
+        client.pin(KEYS[:1], time_to_live_ms=PIN_TIMEOUT_MS_MAX)
     with pytest.raises(Overloaded):
-        client.pin(KEYS[:1] * 1024 * 40)
+        client.pin(KEYS[:1])
     assert client.statistics().refused == 1
 
 

@@ -179,6 +179,10 @@ def test_a_tenant_sees_its_own_and_an_observer_chooses(tmp_path: Path) -> None:
         assert shown("watch", "emca") == {"emca"}
         assert told("/ui/state.json?tenant=emca", "acme")[0] == 403
         assert told("/ui/state.json", "acme")[1]["tenants"] == []
+        uses = {
+            (one["used_bytes"], one["quota_bytes"]) for one in told("/ui/state.json", "watch")[1]["tenants"]
+        }
+        assert uses == {(None, 0)}, "without a quota, use is not counted"
         (other,) = told("/ui/state.json", "emca")[1]["sessions"]["page"]
         assert told(f"/ui/trace.json?session={other['name']}", "emca")[1]["seen"] != []
         assert told(f"/ui/trace.json?session={other['name']}", "watch")[1]["seen"] != []

@@ -113,6 +113,9 @@ def test_landed_is_never_sent_for_a_block_whose_length_differs_from_the_stored_o
     for _ in range(20):  # slots and words come back: there are 16 slots
         result = _put_landed(rig, rig.block(0, LENGTH - 1))
         assert isinstance(result.error, KeyTaken)
+        assert f"{block.key.hex()} already has a block with other bytes or another layout" in str(
+            result.error
+        )
         assert result.durability is None
     counters = node.node.counters
     wait_until(lambda: counters.puts_taken == 20, "the node notes what it has said")
@@ -145,7 +148,7 @@ def test_an_inline_put_of_other_bytes_is_told_that_the_key_is_taken(rig: ClientW
     key = rig.key(1)
     rig.client.put_inline(key, b"the first")
     rig.client.put_inline(key, b"the first", durability=Durability.SYNCED)
-    with pytest.raises(KeyTaken):
+    with pytest.raises(KeyTaken, match=f"{key.hex()} already has a block with other bytes"):
         rig.client.put_inline(key, b"the other")
     results = rig.client.put_many_inline([(key, b"the first"), (key, b"the other")])
     assert [type(result.error) for result in results] == [type(None), KeyTaken]

@@ -10,11 +10,10 @@ import pytest
 from kvstore.client.failures import Failures
 from kvstore.durability import Durability
 from kvstore.errors import KvError, NodeUnavailable, NoSpace, QuotaExceeded, ReadOnly, StorageError
-from kvstore.limits import ACK_WORDS
+from kvstore.limits import ACK_WORDS, FABRIC_CALL_PLACES
 from kvstore.node.connection import Connection
 from kvstore.storage.items import PutDone
 from kvstore.wire.ack import AckCode, code_of_error, error_of_code
-from kvstore.wire.fabric_call import CALL_PLACES
 from nic_offload.flags import FlagWord
 from tests.nic_offload.rig import wait_until
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.node("in process")
 WAIT_S = 20.0
 ERRORS = (
     StorageError("The drive burns."),
-    NoSpace("The drive has no room for 8192 bytes: all of it is pinned."),
+    NoSpace("The drive has no room for 8 KiB: all of it is pinned."),
     ReadOnly("The drive could not be written: Input/output error; it takes no more puts."),
     QuotaExceeded("The tenant has 4096 of 4096 bytes."),
 )
@@ -111,7 +110,7 @@ def fail(rig: ClientWithBuffers, count: int) -> list[KvError]:
     results = puts.wait(WAIT_S)
     assert rig.client._core.link is link  # a put that failed costs its connection nothing
     with rig.client._core.lock:
-        assert len(set(link._free_words)) == len(link._free_words) == ACK_WORDS - CALL_PLACES
+        assert len(set(link._free_words)) == len(link._free_words) == ACK_WORDS - FABRIC_CALL_PLACES
     errors = [result.error for result in results if result.error is not None]
     assert len(errors) == count
     return errors
@@ -138,7 +137,7 @@ def test_a_put_that_failed_ends_with_its_code_where_the_node_says_no_more(
     errors = fail(rig, len(ERRORS))
     assert {type(error) for error in errors} == {type(error) for error in ERRORS}
     for error in errors:
-        assert str(error) == str(error_of_code(code_of_error(error)))
+        assert str(error) == str(error_of_code(code_of_error(error), b""))
         assert "code" not in str(error)
 
 

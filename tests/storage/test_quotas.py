@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstore.config import show_size
 from kvstore.durability import Durability
 from kvstore.errors import ConfigError, QuotaExceeded
 from kvstore.limits import PAGE_BYTES, ROOM_WAIT_MS_MAX, TIMER_TICK_MS
@@ -118,12 +119,12 @@ def test_a_put_that_can_not_fit_is_refused_with_the_quota_named(rig: StoreRig) -
     fill(rig, 2)
     too_large = rig.put(5, bytes(30_000)).error
     assert isinstance(too_large, QuotaExceeded)
-    assert f"{2 * BLOCK} bytes" in str(too_large)
+    assert show_size(2 * BLOCK) in str(too_large)
     assert stored(rig) == [0, 1], "nothing goes for what can never fit"
     hold(rig, range(2), Guard.PROTECTED)
     refused = rig.put(6, PAYLOAD).error
     assert isinstance(refused, QuotaExceeded)
-    assert f"{2 * BLOCK} bytes" in str(refused)
+    assert show_size(2 * BLOCK) in str(refused)
     assert rig.put(6, PAYLOAD, tenant=OTHER).error is None
 
 

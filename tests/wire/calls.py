@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.wire.fabric_call import _HEAD, ANSWER_BYTES, CALL_BYTES, CALL_PLACES, Call, _summed, header_bytes
+from kvstore.limits import FABRIC_ANSWER_BYTES, FABRIC_CALL_BYTES, FABRIC_CALL_PLACES
+from kvstore.wire.fabric_call import _HEAD, Call, _summed, header_bytes
 
 if TYPE_CHECKING:
     from kvstore.client.link import Link
@@ -18,7 +19,12 @@ _GENERATION_AT = 8
 def due_generation(link: Link, place: int) -> int:
     """That of the next call into a place, if the last was answered: the client's own memory shows which that was."""
     assert link.calls is not None
-    at = link.calls._start + CALL_PLACES * ANSWER_BYTES + place * CALL_BYTES + _GENERATION_AT
+    at = (
+        link.calls._start
+        + FABRIC_CALL_PLACES * FABRIC_ANSWER_BYTES
+        + place * FABRIC_CALL_BYTES
+        + _GENERATION_AT
+    )
     last = int.from_bytes(link._memory[at : at + 8], "little")
     return last + 1 if last else link.calls._area.first_generation
 
@@ -28,7 +34,7 @@ def call_bytes(call: Call, blocks: int, rows: bytes) -> bytes | None:
     metadata = header_bytes(call.metadata)
     metadata += bytes(-len(metadata) % _ALIGN)
     length = _HEAD.size + len(metadata) + len(rows)
-    if length > CALL_BYTES:
+    if length > FABRIC_CALL_BYTES:
         return None
     head = _HEAD.pack(
         0,

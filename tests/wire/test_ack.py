@@ -8,6 +8,7 @@ from kvstore.durability import Durability
 from kvstore.errors import (
     BeingErased,
     Expired,
+    KeyTaken,
     KvError,
     LeaseExpired,
     NoSpace,
@@ -19,6 +20,8 @@ from kvstore.limits import GENERATION_MAX
 from kvstore.miss import MissReason
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import AckCode, ack_word, code_of_error, code_of_miss, error_of_code, miss_of_code
+
+KEY = bytes(range(32))
 
 
 def test_a_word_holds_generation_and_code() -> None:
@@ -59,12 +62,19 @@ def test_served_is_no_miss() -> None:
 
 @pytest.mark.parametrize("error", [NoSpace, ReadOnly, Expired, BeingErased, QuotaExceeded, StorageError])
 def test_a_failed_put_travels_as_its_error(error: type[KvError]) -> None:
-    travelled = error_of_code(code_of_error(error("x")))
+    travelled = error_of_code(code_of_error(error("x")), KEY)
     assert type(travelled) is error
     assert "code" not in str(travelled)
 
 
+def test_a_taken_key_is_named_with_what_to_do() -> None:
+    taken = error_of_code(AckCode.KEY_TAKEN, KEY)
+    assert type(taken) is KeyTaken
+    assert str(taken).startswith(f"The key {KEY.hex()} already has a block")
+    assert str(taken).endswith("put this one under another key, or delete that one.")
+
+
 def test_what_is_durable_is_no_error_and_what_is_unknown_is_one() -> None:
-    assert all(error_of_code(durability) is None for durability in Durability)
-    assert isinstance(error_of_code(AckCode.LEASE_EXPIRED), LeaseExpired)
-    assert isinstance(error_of_code(0x7E), StorageError)  # of a newer node's
+    assert all(error_of_code(durability, KEY) is None for durability in Durability)
+    assert isinstance(error_of_code(AckCode.LEASE_EXPIRED, KEY), LeaseExpired)
+    assert isinstance(error_of_code(0x7E, KEY), StorageError)  # of a newer node's

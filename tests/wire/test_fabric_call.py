@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import KvError, Overloaded, ProtocolError, QuotaExceeded
-from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, FABRIC_ANSWER_BYTES, FABRIC_CALL_BYTES
 from kvstore.wire.fabric_call import (
-    ANSWER_BYTES,
-    CALL_BYTES,
     LENGTH_END,
     TAG_BYTES,
     Call,
@@ -103,14 +101,14 @@ def test_a_reserve_comes_out_as_it_went_in() -> None:
 
 def test_the_largest_batch_has_a_place_and_more_is_said_to_have_none() -> None:
     rows = ROWS * BATCH_BLOCKS_MAX
-    assert len(packed(CALL, rows)) <= CALL_BYTES
+    assert len(packed(CALL, rows)) <= FABRIC_CALL_BYTES
     assert (
         call_bytes(Call(7, CallKind.FETCH, 1, b"f" * 16, (("a", b"x" * 9000),)), 1024, rows_of_fetch(rows))
         is None
     )
     leased = [Leased(number, number % 2 == 1, number, number, number) for number in range(BATCH_BLOCKS_MAX)]
     answer = leases_bytes(7, leased)
-    assert len(answer) <= ANSWER_BYTES
+    assert len(answer) <= FABRIC_ANSWER_BYTES
     assert leases_of(answer, 7) == leased
 
 
@@ -160,7 +158,7 @@ def test_an_error_comes_out_as_it_went_in() -> None:
     with pytest.raises(Overloaded, match=r"Later\.") as caught:
         leases_of(error_bytes(7, Overloaded("Later.", 123)), 7)
     assert caught.value.retry_after_ms == 123
-    assert len(error_bytes(7, ProtocolError("x" * 100_000))) == ANSWER_BYTES - TAG_BYTES
+    assert len(error_bytes(7, ProtocolError("x" * 100_000))) == FABRIC_ANSWER_BYTES - TAG_BYTES
 
 
 def test_an_answer_to_another_call_is_refused() -> None:

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import TypeAlias
 
-from kvstore.limits import BATCH_BLOCKS_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, FABRIC_ANSWER_BYTES, FABRIC_CALL_BYTES, FABRIC_CALL_PLACES
 from kvstore.wire import fabric_call as wire
 from kvstore.wire.ack import AckCode
 from nic_offload.sender import Heads
@@ -111,9 +111,9 @@ def test_a_reserve_and_its_answer_are_as_the_page_says() -> None:
 
 
 def test_the_numbers_in_the_text_are_the_codes() -> None:
-    assert f"{wire.CALL_PLACES} places" in PAGE
-    assert f"{wire.CALL_BYTES >> 10} KiB each" in PAGE
-    assert f"{wire.ANSWER_BYTES >> 10} KiB each" in PAGE
+    assert f"{FABRIC_CALL_PLACES} places" in PAGE
+    assert f"{FABRIC_CALL_BYTES >> 10} KiB each" in PAGE
+    assert f"{FABRIC_ANSWER_BYTES >> 10} KiB each" in PAGE
     assert f"1 to {BATCH_BLOCKS_MAX:,}" in PAGE
     assert f"For a get `{AckCode.SERVED:#x}`" in PAGE
     assert (wire.AnswerCode.DONE, wire.AnswerCode.BYTES) == (1, 2)

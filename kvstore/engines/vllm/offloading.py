@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from kvstore.config import show_size
 from kvstore.engines.stores import open_store
 from kvstore.engines.vllm.host import HostMemory, State
 from kvstore.engines.vllm.model_hints import Adapter, Engine
@@ -87,10 +88,10 @@ class TriggerKvOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         self._slot_bytes = -(-self._rank_bytes * ranks // _PAGE) * _PAGE
         if not 0 < self._slot_bytes <= BLOCK_BYTES_MAX:
             raise ConfigError(
-                f"A block has {self._slot_bytes} bytes on all ranks; the limit is {BLOCK_BYTES_MAX}."
+                f"A block has {show_size(self._slot_bytes)} on all ranks; the limit is {show_size(BLOCK_BYTES_MAX)}."
             )
         if self._settings.host_bytes < 2 * self._slot_bytes:
-            raise ConfigError(f"host_bytes must hold some blocks of {self._slot_bytes} bytes.")
+            raise ConfigError(f"host_bytes must hold some blocks of {show_size(self._slot_bytes)}.")
         # A MultiConnector may have several of us for one engine.
         name = _short(
             f"{config.engine_id} {','.join(self._settings.reach.nodes)} {self._settings.reach.tenant}"

@@ -17,7 +17,7 @@ from kvstore.limits import VLLM_ACK_MS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore.client import ArmedPuts, Block, ClusterBlock, ClusterPuts, Everywhere, PutResult
+    from kvstore.client import ArmedPuts, Block, ClusterBlock, ClusterPuts, PutResult, RegisteredMemory
     from kvstore.engines.stores import Store
     from kvstore.engines.vllm.saving import Copied
     from nic_offload.fabric import Region
@@ -66,7 +66,7 @@ class PutSender:
     def __init__(
         self,
         client: Store,
-        region: Region | Everywhere,
+        region: Region | RegisteredMemory,
         slots: int,
         timeout_s: float,
         flag: FlagWord | None = None,

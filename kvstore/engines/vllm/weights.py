@@ -17,7 +17,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from kvstore.limits import VLLM_WEIGHTS_HASHED_BYTES_MAX
+from kvstore.limits import VLLM_WEIGHTS_CACHED, VLLM_WEIGHTS_HASHED_BYTES_MAX
 
 __all__ = ["adapter_name", "weights_name"]
 
@@ -82,7 +82,7 @@ def _name(files: list[Path]) -> str:
     return f"digest {_digest(known)}" if files else ""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(VLLM_WEIGHTS_CACHED)
 def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
     """A file's modification time is not part of the digest; it decides whether the digest is computed again."""
     whole = sum(size for _, size, _ in files) <= VLLM_WEIGHTS_HASHED_BYTES_MAX
