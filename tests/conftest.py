@@ -14,6 +14,7 @@ import pytest
 from kvstore.client import Block, Client
 from kvstore.demo import node_process
 from kvstore.demo.node_process import NodeProcess
+from kvstore.limits import PINS_MAX
 from kvstore.names import block_key
 from kvstore.sealing.masters import new_master_file
 from nic_offload.flags import FlagWords
@@ -57,6 +58,13 @@ def with_master_key(folder: Path) -> tuple[str, str]:
 def small_client(target: str, **more: Any) -> Client:
     """A client for which the node needs 16 MiB. What a client has by default is as much again as a whole node."""
     return Client(target, **({"slots": 16, "block_bytes_max": MIB} | more))
+
+
+def pin_too_much(client: Client) -> None:
+    """Pin one block again and again, until the node refuses it."""
+    client.put_inline(key := block_key(b"pinned"), bytes(900_000))
+    for _ in range(PINS_MAX):
+        client.pin([key])
 
 
 class HasTarget(Protocol):

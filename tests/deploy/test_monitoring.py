@@ -12,16 +12,13 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.errors import Overloaded
-from kvstore.limits import PINS_MAX
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
-from tests.conftest import small_client, small_node
+from tests.conftest import pin_too_much, small_client, small_node
 from tests.node.test_http import ask, bearer, http_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from kvstore.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "deploy/prometheus/alerts.yaml"
@@ -45,11 +42,6 @@ class Exported(NamedTuple):
     values: set[tuple[str, str, str]]  # of them: name, label, value
 
 
-def pin_often(client: Client, key: bytes) -> None:
-    for _ in range(PINS_MAX):  # each holds the block once more
-        client.pin([key])
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """All that a node tells an observer once everything that has labels has happened."""
@@ -66,9 +58,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
             client.get_inline(key, 3)
             client.get_inline(block_key(b"nothing"), 3)
             client.exists([key])
-            client.put_inline(large := block_key(b"large"), bytes(900_000))
             with pytest.raises(Overloaded):
-                pin_often(client, large)
+                pin_too_much(client)
         _, _, text = ask(http_url(node) + "/metrics", bearer("acme"))
     families, labels, values = {}, dict(OF_PROMETHEUS), set()
     for family in text_string_to_metric_families(text.decode()):

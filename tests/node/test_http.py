@@ -44,7 +44,7 @@ from kvstore.node.listening import Certificates
 from kvstore.node.pages import _health
 from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
-from tests.conftest import SMALL_DRIVE, ClientWithBuffers, small_client, small_node
+from tests.conftest import SMALL_DRIVE, ClientWithBuffers, pin_too_much, small_client, small_node
 from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def test_what_a_call_ended_with_is_counted(node: NodeProcess) -> None:
     with small_client(node.target) as client:
         client.put_inline(KEY, b"abc")
         with pytest.raises(Overloaded):
-            client.pin([KEY] * 1024 * 40)
+            pin_too_much(client)
     told = values(http_url(node))
     assert told["kvstore_calls_failed_total", "Pin", "RESOURCE_EXHAUSTED"] == 1
     assert told["kvstore_refused_total",] == 1
