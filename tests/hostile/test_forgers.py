@@ -310,20 +310,20 @@ def test_a_true_key_of_memory_is_void_for_all_but_its_client(
                 ended_well = stranger.write(whose.link.node_address, whose.target, whose.key)
             return whose.has_changed() or ended_well
 
-        def lands_at_theirs(into: Slots) -> bool:
+        def lands_at_theirs(into: Slots, within_s: float) -> bool:
             """Over the other tenant's own connection."""
             link, tag = theirs.link, evil._core.next_tags()
             written = (region.address, len(MARK), into.target, into.key)
             arm(evil.fabric, [TriggeredPut(tag, link.endpoint, link.peer, region, *written)])
             with suppress(AssertionError):
-                wait_until(into.has_changed, "it landed", 0.5)
+                wait_until(into.has_changed, "it landed", within_s)
                 return True
             return False
 
         assert not lands_from("127.0.0.9")
         wait_until(lambda: not lands_from("127.0.0.1"), "nobody else can connect", 5)
-        assert lands_at_theirs(theirs), "with its own key it can"
-        assert not lands_at_theirs(whose)
+        assert lands_at_theirs(theirs, 5), "with its own key it can"
+        assert not lands_at_theirs(whose, 0.5)
         working = Working(victim)
         working.one()
         assert (working.errors, working.wrong) == ([], [])
