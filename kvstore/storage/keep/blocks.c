@@ -202,12 +202,25 @@ void keep_blocks_take_out(keep_blocks *b, uint64_t hash, const struct keep_block
 	b->generations[row->slot] = 0;
 }
 
-/* The row of each name; one without a generation for each that there is not. */
-int keep_blocks_find(const keep_blocks *b, const uint8_t *names, uint64_t count, struct keep_block *out)
+int keep_blocks_find_named(const keep_blocks *b, const void *names, uint64_t at, struct keep_block *out)
+{
+	const uint8_t *name = (const uint8_t *)names + at * KEEP_NAME_BYTES;
+
+	return keep_blocks_find_one(b, keep_blocks_hash(b, name), name, out);
+}
+
+int keep_blocks_find_generation(const keep_blocks *b, const void *generations, uint64_t at, struct keep_block *out)
+{
+	uint32_t slot = keep_map_find(&b->by_generation, ((const uint64_t *)generations)[at]);
+	int error = slot == KEEP_NO_ID ? 0 : keep_blocks_read(b, slot, out);
+
+	return error < 0 ? error : slot != KEEP_NO_ID;
+}
+
+static int find_each(const keep_blocks *b, keep_finder *find_it, const void *asked, uint64_t count, struct keep_block *out)
 {
 	for (uint64_t i = 0; i < count; i++) {
-		const uint8_t *name = names + i * KEEP_NAME_BYTES;
-		int found = keep_blocks_find_one(b, keep_blocks_hash(b, name), name, &out[i]);
+		int found = find_it(b, asked, i, &out[i]);
 
 		if (found < 0)
 			return found;
@@ -215,6 +228,12 @@ int keep_blocks_find(const keep_blocks *b, const uint8_t *names, uint64_t count,
 			out[i].generation = 0;
 	}
 	return 0;
+}
+
+/* The row of each name; one without a generation for each that there is not. */
+int keep_blocks_find(const keep_blocks *b, const uint8_t *names, uint64_t count, struct keep_block *out)
+{
+	return find_each(b, keep_blocks_find_named, names, count, out);
 }
 
 /* How many of these keys of a tenant are there and have not expired, from the first on. */
@@ -241,16 +260,7 @@ int64_t keep_blocks_find_until(const keep_blocks *b, const uint8_t *tenant, cons
 /* The row of each generation; one without a generation for each that there is not. */
 int keep_blocks_of_generations(const keep_blocks *b, const uint64_t *generations, uint64_t count, struct keep_block *out)
 {
-	for (uint64_t i = 0; i < count; i++) {
-		uint32_t slot = keep_map_find(&b->by_generation, generations[i]);
-		int error = slot == KEEP_NO_ID ? 0 : keep_blocks_read(b, slot, &out[i]);
-
-		if (error < 0)
-			return error;
-		if (slot == KEEP_NO_ID)
-			out[i].generation = 0;
-	}
-	return 0;
+	return find_each(b, keep_blocks_find_generation, generations, count, out);
 }
 
 /* The rows from a place on in the order of hashes, those of one tenant's mark or, with 0, all. `at` becomes the place to

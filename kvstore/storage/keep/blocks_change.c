@@ -151,25 +151,9 @@ int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t coun
 	return error;
 }
 
-static int find_named(const keep_blocks *b, const void *names, uint64_t at, struct keep_block *out)
-{
-	const uint8_t *name = (const uint8_t *)names + at * KEEP_NAME_BYTES;
-
-	return keep_blocks_find_one(b, keep_blocks_hash(b, name), name, out);
-}
-
-static int find_generation(const keep_blocks *b, const void *generations, uint64_t at, struct keep_block *out)
-{
-	uint32_t slot = keep_map_find(&b->by_generation, ((const uint64_t *)generations)[at]);
-	int error = slot == KEEP_NO_ID ? 0 : keep_blocks_read(b, slot, out);
-
-	return error < 0 ? error : slot != KEEP_NO_ID;
-}
-
 /* Removes blocks that `find_it` finds; the row of each is returned, one without a generation for each that there is
  * not. */
-static int remove_found(keep_blocks *b, int (*find_it)(const keep_blocks *, const void *, uint64_t, struct keep_block *),
-			const void *asked, uint64_t count, struct keep_block *out)
+static int remove_found(keep_blocks *b, keep_finder *find_it, const void *asked, uint64_t count, struct keep_block *out)
 {
 	struct keep_head head = b->head;
 	uint64_t done = 0;
@@ -206,12 +190,12 @@ static int remove_found(keep_blocks *b, int (*find_it)(const keep_blocks *, cons
 
 int keep_blocks_remove(keep_blocks *b, const uint8_t *names, uint64_t count, struct keep_block *out)
 {
-	return remove_found(b, find_named, names, count, out);
+	return remove_found(b, keep_blocks_find_named, names, count, out);
 }
 
 int keep_blocks_remove_generations(keep_blocks *b, const uint64_t *generations, uint64_t count, struct keep_block *out)
 {
-	return remove_found(b, find_generation, generations, count, out);
+	return remove_found(b, keep_blocks_find_generation, generations, count, out);
 }
 
 /* Changes when blocks expire; those that there are not are left out. Each change is one write, and no commit. */
@@ -220,7 +204,7 @@ int keep_blocks_renew(keep_blocks *b, const uint8_t *names, const uint64_t *expi
 	struct keep_block row;
 
 	for (uint64_t i = 0; i < count; i++) {
-		int found = b->has_failed ? -EIO : find_named(b, names, i, &row);
+		int found = b->has_failed ? -EIO : keep_blocks_find_named(b, names, i, &row);
 
 		if (found == 1) {
 			row.expires_ms = expiries_ms[i];

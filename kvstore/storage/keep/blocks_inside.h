@@ -61,6 +61,10 @@ struct keep_part *keep_blocks_part(const keep_blocks *b, uint64_t hash);
 uint64_t keep_blocks_word(uint64_t hash, uint32_t slot);
 int keep_blocks_row(const keep_blocks *b, uint32_t slot, struct keep_block *out);
 int keep_blocks_find_one(const keep_blocks *b, uint64_t hash, const uint8_t *name, struct keep_block *out);
+/* Finds one of those that are asked for: 1, 0 if there is none, or an error. */
+typedef int keep_finder(const keep_blocks *b, const void *asked, uint64_t at, struct keep_block *out);
+int keep_blocks_find_named(const keep_blocks *b, const void *names, uint64_t at, struct keep_block *out);
+int keep_blocks_find_generation(const keep_blocks *b, const void *generations, uint64_t at, struct keep_block *out);
 int keep_blocks_reserve(keep_blocks *b, uint64_t slots);
 int keep_blocks_add(keep_blocks *b, uint64_t hash, const struct keep_block *row);
 void keep_blocks_take_out(keep_blocks *b, uint64_t hash, const struct keep_block *row);
