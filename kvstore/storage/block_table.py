@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstore.errors import Corrupt, StorageError
 from kvstore.limits import INDEX_ROWS_AT_ONCE
-from kvstore.storage.index_layout import BLOCK_ROW, NAME_BYTES
+from kvstore.storage.index_layout import BLOCK_ROW, LIFE_ROW, NAME_BYTES
 from kvstore.storage.keep._keep import ffi, lib
 
 if TYPE_CHECKING:
@@ -141,6 +141,13 @@ class BlockTable:
             return np.sort(every[every > 0])
         marks = self._column(lib.keep_blocks_marks(self._table), np.uint32)
         return np.sort(every[(every > 0) & (marks == lib.keep_blocks_mark(self._table, tenant))])
+
+    def lives(self) -> NDArray[Any]:
+        """Return where all blocks are, as `LIFE_ROW`s, in no order, unchecked since loading."""
+        lives = np.empty(len(self), LIFE_ROW)
+        out = ffi.from_buffer("struct keep_life[]", lives, require_writable=True)
+        _check(lib.keep_blocks_lives(self._table, out))
+        return lives
 
     def rows(self) -> Iterator[NDArray[Any]]:
         """Return all rows, thousands at once, in no order, unchecked since loading. Nothing is changed meanwhile."""

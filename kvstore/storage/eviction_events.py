@@ -216,7 +216,7 @@ class Keeping:
             records[:, _AT["name64"]] = [self._digest(*name) for name in names]
         if self.owner_numbers:
             records[:, _AT["owner"]] = [self.owner_numbers.get(tenant, 0) for tenant, _ in names]
-        refused = self.core.admitted_words(_column("Q", records), now_ms)
+        refused = self.core.admitted_words(_column(records), now_ms)
         assert not refused, "a generation is published once"
         places, session_of = self._places, self._history.session_of
         for at, name in enumerate(names):
@@ -453,7 +453,7 @@ class Keeping:
 
     def generations_of(self, tenant: bytes) -> array[int]:
         """Return the generations of all blocks of a tenant, in ascending order."""
-        return _column("Q", self._index.generations(tenant))
+        return _column(self._index.generations(tenant))
 
     def renewed(self, generation: int, expires_ms: int) -> None:
         """Note that a block lives longer."""
@@ -540,12 +540,11 @@ class Keeping:
     def restore(self, lives: NDArray[Any]) -> None:
         """Fill the core with the blocks of the index, oldest first."""
         lives = lives[np.argsort(lives["generation"])]
-        generations = _column("Q", lives["generation"])
         self.core.restore(
-            generations,
-            _column("I", record_pages(lives["length"])),
-            _column("Q", lives["expires_ms"]),
-            _column("Q", lives["offset"] // PAGE_BYTES),
+            np.ascontiguousarray(lives["generation"]),
+            record_pages(lives["length"]).astype(np.uint32),
+            np.ascontiguousarray(lives["expires_ms"]),
+            lives["offset"] // PAGE_BYTES,
         )
 
     def _digest(self, *parts: bytes) -> int:
@@ -583,7 +582,7 @@ def with_erased(
     return told
 
 
-def _column(code: str, numbers: NDArray[Any]) -> array[int]:
-    column = array(code)
-    column.frombytes(numbers.astype(f"u{column.itemsize}").tobytes())
+def _column(numbers: NDArray[Any]) -> array[int]:
+    column = array("Q")
+    column.frombytes(numbers.astype("u8").tobytes())
     return column

@@ -47,7 +47,6 @@ from kvstore.storage.folder import CommitNote, OpenFiles
 from kvstore.storage.index_file import DATA_NAME, check_structure, is_sealed, overwrite, seal, unseal
 from kvstore.storage.index_layout import (
     LIFE,
-    LIFE_ROW,
     NAME_BYTES,
     PLACE,
     PLACE_ROW,
@@ -341,9 +340,8 @@ class Index:
             yield rows.view(np.uint8).reshape(len(rows), -1)[:, :NAME_BYTES], rows[LIFE]
 
     def lives(self) -> NDArray[Any]:
-        """Return place, size, generation and expiry of all blocks as one array of records, unordered."""
-        parts = (lives.astype(LIFE_ROW) for _, lives in self.names())
-        return np.concatenate([np.empty(0, LIFE_ROW), *parts])
+        """Return place, size, generation and expiry of all blocks as `LIFE_ROW`s, unordered."""
+        return self._asked(self._table.lives)
 
     def plain_bytes(self) -> int:
         """Return the bytes of blocks that are in the clear."""
@@ -377,16 +375,15 @@ class Index:
     def extents(self, lives: NDArray[Any] | None = None) -> NDArray[np.int64]:
         """Return first page and length of every record in all tables, a row each, in the order of pages."""
         lives = self.lives() if lives is None else lives
-        parts = [lives[["offset", "length"]].astype(PLACE_ROW)]
+        rows = list[bytes]()
         with self.reading(buffers=True) as transaction:
             for table in (self.sessions, self.chunks):
-                rows = transaction.cursor(table).iternext(keys=False)
-                parts.append(np.frombuffer(b"".join(row[: PLACE.size] for row in rows), PLACE_ROW))
-        places = np.concatenate(parts)
-        extents = np.stack(
-            [(places["offset"] // PAGE_BYTES).astype(np.int64), record_pages(places["length"])], axis=1
-        )
-        return extents[np.argsort(extents[:, 0], kind="stable")]
+                rows += (row[: PLACE.size] for row in transaction.cursor(table).iternext(keys=False))
+            others = np.frombuffer(b"".join(rows), PLACE_ROW)
+        offsets, lengths = (np.concatenate([lives[part], others[part]]) for part in ("offset", "length"))
+        order = np.argsort(offsets)
+        pages = (offsets[order] // PAGE_BYTES).astype(np.int64)
+        return np.stack([pages, record_pages(lengths[order])]).T
 
     def __len__(self) -> int:
         return len(self._table)

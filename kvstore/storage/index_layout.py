@@ -57,7 +57,7 @@ BLOCK_ROW: Final = np.dtype(  # `struct keep_block`
 )
 LIFE: Final = ["offset", "length", "generation", "expires_ms"]
 PLACE_ROW: Final = np.dtype([("offset", "<u8"), ("length", "<u4")])
-LIFE_ROW: Final = np.dtype([(name, BLOCK_ROW[name]) for name in LIFE])
+LIFE_ROW: Final = np.dtype([(name, "<u8") for name in LIFE])  # `struct keep_life`
 PLACE: Final = struct.Struct("<QI")  # how the rows of all records begin, in every table of LMDB
 _ROW: Final = struct.Struct(f"<{TENANT_BYTES}s{KEY_BYTES}sQIIQ16sI20xQ8x")
 

@@ -184,6 +184,8 @@ def test_rows_that_change_places_while_it_is_open_are_not_taken_for_each_other(t
     for generation in rows["generation"]:
         with pytest.raises(Corrupt, match="a block's row was changed"):
             model.table.of_generations([int(generation)])
+    with pytest.raises(Corrupt, match="a block's row was changed"):
+        model.table.lives()
     model.table.close()
 
 
@@ -235,7 +237,7 @@ def leave(more_bytes):
 
 table = BlockTable.create(Path(sys.argv[1]))
 first = refusals = 0
-for attempt in range(100):
+for attempt in range(300):
     number = np.arange(first + 1, first + 1 + (2000 if attempt else 100_000))
     rows = np.zeros(len(number), BLOCK_ROW)
     rows["key"] = number.astype("<u8").repeat(4).view("V32")

@@ -133,6 +133,8 @@ def contents(table: BlockTable) -> dict[Name, Entry]:
             assert entry is not None
             assert name not in found
             found[name] = entry
+    lives = sorted((one.offset, one.length, one.generation, one.expires_ms) for one in found.values())
+    assert sorted(table.lives().tolist()) == lives
     return found
 
 

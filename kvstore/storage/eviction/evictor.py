@@ -48,6 +48,9 @@ from kvstore.storage.keep.outcome import check
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvstore.storage.eviction.policy import Policy, Steps
 
 __all__ = ["NEVER", "Evictor", "Uses"]
@@ -120,10 +123,10 @@ class Evictor:
 
     def restore(
         self,
-        generations: array[int],
-        pages: array[int],
-        expiries_ms: array[int],
-        starts: array[int] | None = None,
+        generations: array[int] | NDArray[np.uint64],
+        pages: array[int] | NDArray[np.uint32],
+        expiries_ms: array[int] | NDArray[np.uint64],
+        starts: array[int] | NDArray[np.uint64] | None = None,
     ) -> None:
         """Add the blocks on the drive to an empty core, in ascending order of generations.
 

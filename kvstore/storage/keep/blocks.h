@@ -40,6 +40,11 @@ struct keep_block {
 	uint64_t gone;	     /* the commit that removed it; 0: none */
 };
 
+/* What of a row is needed to open a store. */
+struct keep_life {
+	uint64_t offset, length, generation, expires_ms;
+};
+
 typedef struct keep_blocks keep_blocks;
 
 keep_blocks *keep_blocks_new(int file);
@@ -62,6 +67,7 @@ int keep_blocks_find(const keep_blocks *b, const uint8_t *names, uint64_t count,
 int64_t keep_blocks_find_until(const keep_blocks *b, const uint8_t *tenant, const uint8_t *keys, uint64_t count,
 			       uint64_t now_ms);
 int keep_blocks_of_generations(const keep_blocks *b, const uint64_t *generations, uint64_t count, struct keep_block *out);
+int keep_blocks_lives(const keep_blocks *b, struct keep_life *out);
 int64_t keep_blocks_after(const keep_blocks *b, uint64_t *at, uint32_t mark, uint64_t look_max, struct keep_block *out);
 /* cdef end */
 

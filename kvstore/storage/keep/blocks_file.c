@@ -12,7 +12,7 @@
 
 static const char MAGIC[8] = "TKVROWS1";
 
-enum { ROW_BYTES = 128, LOADED_AT_ONCE = 8192 };
+enum { ROW_BYTES = 128, LOADED_AT_ONCE = 8192, WARMED_AT_ONCE = 32 };
 
 _Static_assert(sizeof(struct keep_block) == ROW_BYTES && KEEP_HEAD_BYTES % ROW_BYTES == 0, "rows stay within pages");
 
@@ -170,7 +170,7 @@ static int read_head(keep_blocks *b)
 }
 
 /* Takes one row as it is in the file. What a commit has left that did not end is undone, if that may be written. */
-static int load_one(keep_blocks *b, uint32_t slot, struct keep_block *row, int is_writable, uint64_t *sum)
+static int load_one(keep_blocks *b, uint32_t slot, struct keep_block *row, uint64_t hash, int is_writable, uint64_t *sum)
 {
 	int is_ours = row->born != 0 && row->born <= b->head.commit, error;
 	uint64_t identity;
@@ -182,7 +182,7 @@ static int load_one(keep_blocks *b, uint32_t slot, struct keep_block *row, int i
 			if (error < 0)
 				return error;
 		}
-		return keep_blocks_load_slot(b, slot, NULL);
+		return keep_blocks_load_slot(b, slot, NULL, hash);
 	}
 	identity = keep_block_identity(b, row);
 	if (row->slot != slot || row->check != keep_block_check(b, identity, row->expires_ms))
@@ -193,24 +193,36 @@ static int load_one(keep_blocks *b, uint32_t slot, struct keep_block *row, int i
 			return error;
 	}
 	*sum += identity;
-	return keep_blocks_load_slot(b, slot, row);
+	return keep_blocks_load_slot(b, slot, row, hash);
+}
+
+/* Reads rows from a slot on, as many as fit; returns how many, or an error. */
+static int64_t read_rows(const keep_blocks *b, uint64_t first, struct keep_block *rows)
+{
+	uint64_t count = b->head.slots - first < LOADED_AT_ONCE ? b->head.slots - first : LOADED_AT_ONCE;
+	ssize_t got = read_all(b, rows, count * sizeof *rows, offset_of((uint32_t)first));
+
+	if (got < 0)
+		return got;
+	return (uint64_t)got < count * sizeof *rows ? -EBADMSG : (int64_t)count;
 }
 
 static int load_rows(keep_blocks *b, struct keep_block *rows, int is_writable)
 {
-	uint64_t sum = 0, live = 0;
+	uint64_t sum = 0, live = 0, hashes[WARMED_AT_ONCE];
 
 	for (uint64_t first = 0; first < b->head.slots; first += LOADED_AT_ONCE) {
-		uint64_t count = b->head.slots - first < LOADED_AT_ONCE ? b->head.slots - first : LOADED_AT_ONCE;
-		ssize_t got = read_all(b, rows, count * sizeof *rows, offset_of((uint32_t)first));
+		int64_t count = read_rows(b, first, rows);
 
-		if (got < 0)
-			return (int)got;
-		if ((uint64_t)got < count * sizeof *rows)
-			return -EBADMSG;
-		for (uint64_t i = 0; i < count; i++) {
-			int error = load_one(b, (uint32_t)(first + i), &rows[i], is_writable, &sum);
+		if (count < 0)
+			return (int)count;
+		for (int64_t i = 0; i < count; i++) {
+			uint64_t ahead = count - i < WARMED_AT_ONCE ? (uint64_t)(count - i) : WARMED_AT_ONCE;
+			int error;
 
+			if (i % WARMED_AT_ONCE == 0)
+				keep_blocks_warm(b, &rows[i], ahead, hashes);
+			error = load_one(b, (uint32_t)(first + i), &rows[i], hashes[i % WARMED_AT_ONCE], is_writable, &sum);
 			if (error < 0)
 				return error;
 		}
@@ -233,4 +245,35 @@ int keep_blocks_load(keep_blocks *b, int is_writable)
 	error = rows == NULL ? -ENOMEM : load_rows(b, rows, is_writable);
 	free(rows);
 	return error < 0 ? error : keep_blocks_end_loading(b);
+}
+
+static int read_lives(const keep_blocks *b, struct keep_block *rows, struct keep_life *out)
+{
+	for (uint64_t first = 0; first < b->head.slots; first += LOADED_AT_ONCE) {
+		int64_t count = read_rows(b, first, rows);
+
+		if (count < 0)
+			return (int)count;
+		for (int64_t i = 0; i < count; i++) {
+			const struct keep_block *row = &rows[i];
+
+			if (b->generations[first + (uint64_t)i] == 0)
+				continue;
+			if (row->generation != b->generations[first + (uint64_t)i])
+				return -EBADMSG;
+			*out++ = (struct keep_life){row->offset, row->length, row->generation, row->expires_ms};
+		}
+	}
+	return 0;
+}
+
+/* Where each block is, how long, and until when, in no order; `out` has room for all blocks. Rows have been checked when
+ * they were loaded. */
+int keep_blocks_lives(const keep_blocks *b, struct keep_life *out)
+{
+	struct keep_block *rows = malloc(LOADED_AT_ONCE * sizeof *rows);
+	int error = rows == NULL ? -ENOMEM : read_lives(b, rows, out);
+
+	free(rows);
+	return error;
 }

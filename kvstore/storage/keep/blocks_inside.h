@@ -76,7 +76,8 @@ void keep_blocks_free_slot(keep_blocks *b, uint32_t slot);
 /* blocks_load.c */
 
 int keep_blocks_begin_loading(keep_blocks *b);
-int keep_blocks_load_slot(keep_blocks *b, uint32_t slot, const struct keep_block *row);
+void keep_blocks_warm(const keep_blocks *b, const struct keep_block *rows, uint64_t count, uint64_t *hashes);
+int keep_blocks_load_slot(keep_blocks *b, uint32_t slot, const struct keep_block *row, uint64_t hash);
 int keep_blocks_end_loading(keep_blocks *b);
 
 #endif

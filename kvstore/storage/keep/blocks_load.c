@@ -7,15 +7,32 @@ int keep_blocks_begin_loading(keep_blocks *b)
 
 	if (error == 0)
 		error = keep_grow((void **)&b->free, &b->free_room, b->head.slots - b->head.count, sizeof *b->free);
+	for (uint32_t i = 0; i < KEEP_PARTS && error == 0; i++)
+		error = keep_grow_tightly((void **)&b->parts[i].words, &b->parts[i].room, b->head.count / KEEP_PARTS,
+					  sizeof *b->parts[i].words);
 	if (error == 0)
 		keep_map_expect(&b->by_generation, b->head.count);
 	return error;
 }
 
-/* Takes a live row, or NULL: the next slot is free. */
-int keep_blocks_load_slot(keep_blocks *b, uint32_t slot, const struct keep_block *row)
+/* Hashes the names of rows that are about to be loaded, and prefetches what that will change. */
+void keep_blocks_warm(const keep_blocks *b, const struct keep_block *rows, uint64_t count, uint64_t *hashes)
 {
-	uint64_t hash;
+	for (uint64_t i = 0; i < count; i++) {
+		hashes[i] = keep_blocks_hash(b, rows[i].name);
+		__builtin_prefetch(keep_blocks_part(b, hashes[i]));
+	}
+	keep_map_warm(&b->by_generation, &rows->generation, sizeof *rows, count);
+	for (uint64_t i = 0; i < count; i++) {
+		const struct keep_part *part = keep_blocks_part(b, hashes[i]);
+
+		__builtin_prefetch(&part->words[part->count], 1);
+	}
+}
+
+/* Takes a live row, whose name has this hash, or NULL: the next slot is free. */
+int keep_blocks_load_slot(keep_blocks *b, uint32_t slot, const struct keep_block *row, uint64_t hash)
+{
 	struct keep_part *part;
 	int error;
 
@@ -27,7 +44,6 @@ int keep_blocks_load_slot(keep_blocks *b, uint32_t slot, const struct keep_block
 	}
 	if (row->generation == 0 || keep_map_find(&b->by_generation, row->generation) != KEEP_NO_ID)
 		return -EBADMSG;
-	hash = keep_blocks_hash(b, row->name);
 	part = keep_blocks_part(b, hash);
 	error = keep_grow_tightly((void **)&part->words, &part->room, (uint64_t)part->count + 1, sizeof *part->words);
 	if (error < 0)

@@ -20,6 +20,8 @@
  */
 #include "inside.h"
 
+enum { WARMED_AT_ONCE = 32 };
+
 keep_core *keep_core_new(keep_policy *policy, int knows_names, const struct keep_limits *limits)
 {
 	keep_core *c = calloc(1, sizeof *c);
@@ -116,6 +118,12 @@ int keep_core_restore(keep_core *c, const uint64_t *generations, const uint64_t 
 	keep_map_expect(&c->by_generation, count);
 	keep_map_expect(&c->by_start, count);
 	for (uint32_t row = 0; row < count; row++) {
+		if (row % WARMED_AT_ONCE == 0) {
+			uint64_t ahead = count - row < WARMED_AT_ONCE ? count - row : WARMED_AT_ONCE;
+
+			keep_map_warm(&c->by_generation, &generations[row], sizeof *generations, ahead);
+			keep_map_warm(&c->by_start, &starts[row], sizeof *starts, ahead);
+		}
 		enter(c, row, generations[row], starts[row], pages[row]);
 		c->policy->kind->restored(c->policy, row, pages[row]);
 		keep_wheel_insert(&c->wheel, row, expiries_ms[row]);
