@@ -1,6 +1,8 @@
 """Returns freed memory of the process's heap to the operating system after load.
 
 malloc keeps freed memory, mostly in the arenas of gRPC's threads, and thousands of calls leave tens of MiB there.
+`malloc_trim` doesn't return the end of an arena. How much may stay there is twice the largest buffer that was ever
+freed, up to 64 MiB an arena, unless it is set: so it is.
 What refers to itself stays until Python's garbage collector runs, which depends on the number of objects and not on
 their size: so the collector is run when the heap has grown. Calls and connections leave nothing of that kind, but
 libraries may.
@@ -14,14 +16,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from contextlib import suppress
 
-from kvstore.limits import HEAP_FREE_BYTES_MAX, HEAP_GROWN_BYTES_MAX
+from kvstore.limits import HEAP_END_BYTES_MAX, HEAP_FREE_BYTES_MAX, HEAP_GROWN_BYTES_MAX
 
 __all__ = ["Heap", "used_bytes"]
 
 # In glibc's `struct mallinfo2`: bytes of mmapped pieces, other bytes in use, and free bytes that the heap still has.
 _LARGE, _USED, _FREE = 4, 7, 8
 _Numbers = ctypes.c_size_t * 10
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of `mallopt`
 
 
 class _Mallinfo(ctypes.Structure):
@@ -33,6 +37,9 @@ class Heap:
 
     def __init__(self) -> None:
         gc.freeze()
+        with suppress(AttributeError):  # a C library without it
+            for threshold in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+                ctypes.CDLL(None).mallopt(threshold, HEAP_END_BYTES_MAX)
         self._used_bytes, self._has_freed = used_bytes(), False
 
     def give_back(self) -> int:

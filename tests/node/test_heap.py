@@ -42,6 +42,36 @@ heap.give_back()
 print(before - mapped() > HEAP_GROWN_BYTES_MAX)
 """
 
+IN_ANOTHER_THREAD = """
+import ctypes
+from threading import Thread
+from kvstore.limits import HEAP_END_BYTES_MAX
+from kvstore.node.heap import Heap
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+def mapped():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+def use(bytes_):
+    got = ctypes.c_void_p(libc.malloc(bytes_))
+    ctypes.memset(got, 1, bytes_)
+    libc.free(got)
+heap = Heap()
+use(30 << 20)  # from now on malloc would keep twice as much
+before = mapped()
+thread = Thread(target=use, args=(20 << 20,))
+thread.start()
+thread.join()
+heap.give_back()
+print(mapped() - before < 2 * HEAP_END_BYTES_MAX)
+"""
+
+
+def test_the_end_of_another_threads_heap_is_given_back() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_THREAD], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout == "True\n"
+
 
 def test_what_hangs_in_a_cycle_is_looked_for_when_the_heap_has_grown() -> None:
     ran = subprocess.run(
