@@ -68,7 +68,12 @@ print(mapped() - before < 2 * HEAP_END_BYTES_MAX)
 
 def test_the_end_of_another_threads_heap_is_given_back() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", IN_ANOTHER_THREAD], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", IN_ANOTHER_THREAD],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert ran.stdout == "True\n"
 
