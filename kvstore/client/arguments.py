@@ -22,11 +22,11 @@ from kvstore.client.checks import (
     check_keys,
     check_list,
     checked_timeout,
-    shown,
 )
 from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument
 from kvstore.names import check_domain_name
+from nic_offload.errors import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
