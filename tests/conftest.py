@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import secrets
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,11 +22,11 @@ from kvstore.limits import PINS_MAX
 from kvstore.names import block_key
 from kvstore.sealing.masters import new_master_file
 from nic_offload.flags import FlagWords
+from tests.readme import clean_copy, environment
 from tests.warm_start import Warm, warm_subprocess
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
-    from pathlib import Path
 
     from nic_offload.fabric import Region
     from tests.node.in_process import NodeInProcess
@@ -36,6 +40,7 @@ with suppress(ImportError):  # the engines' environment has none
     settings.register_profile("gate", deadline=None, derandomize=not is_search)
     settings.load_profile("gate")
 
+ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 SMALL_DRIVE = "64MiB"
 SMALL_HOT = "128MiB"  # the least that a node takes
@@ -168,6 +173,28 @@ def shared_node(
         yield process
 
 
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this tree, stripped as in a release, built in a clean copy by the step of deploy/Containerfile."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = clean_copy(ROOT, folder / "src")
+    (step,) = re.findall(
+        r"^RUN (pip wheel --no-deps .*)$", (copy / "deploy/Containerfile").read_text(), re.MULTILINE
+    )
+    done = subprocess.run(
+        ["bash", "-ec", f"{sys.executable} -m {step.replace('/wheels', str(folder))}"],
+        cwd=copy,
+        env=environment(copy) | {"LDFLAGS": "-s"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 @pytest.fixture
 def tenant() -> str:
     """A tenant of the test's own."""
@@ -194,11 +221,5 @@ def pytest_runtest_makereport(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes behind everything else; README's commands come last of all."""
-
-    def rank(item: pytest.Item) -> int:
-        if item.get_closest_marker("slow") is None:
-            return 0
-        return 2 if item.path.name == "test_readme.py" else 1
-
-    items.sort(key=rank)
+    """What takes long comes behind everything else."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
