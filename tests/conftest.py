@@ -81,17 +81,23 @@ class HasTarget(Protocol):
         ...
 
 
+def buffer() -> mmap.mmap:
+    """16 MiB in huge pages: a fault for each small one would cost more than most of a test."""
+    memory = mmap.mmap(-1, 16 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class ClientWithBuffers:
     """A client of a node, a buffer to put from and one to get into, and a flag word."""
 
     def __init__(self, node: HasTarget, *, slots: int = 16, block_bytes_max: int = MIB) -> None:
         self.client = Client(node.target, slots=slots, block_bytes_max=block_bytes_max)
-        self.source = mmap.mmap(-1, 16 * MIB)
+        self.source, self.target = buffer(), buffer()
         # 16 random MiB would cost more than most of a test; no two pages are alike in these either.
-        noise = np.frombuffer(secrets.token_bytes(MIB), np.uint8)
-        for at in range(16):
-            self.source[at * MIB : (at + 1) * MIB] = (noise ^ np.uint8(at)).tobytes()
-        self.target = mmap.mmap(-1, 16 * MIB)
+        noise = np.frombuffer(np.random.default_rng().bytes(MIB), np.uint8)
+        filled = np.frombuffer(self.source, np.uint8).reshape(16, MIB)
+        np.bitwise_xor(noise, np.arange(16, dtype=np.uint8)[:, None], out=filled)
         self.from_region = self.client.register(self.source)
         self.to_region = self.client.register(self.target)
         self.flags = FlagWords.create(1)
