@@ -259,7 +259,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
 
 def _forms(parser: argparse.ArgumentParser, *, csv: bool = True) -> None:
     forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--json", action="store_true", dest="as_json", help="for programs")
+    forms.add_argument("--json", action="store_true", dest="as_json", help="print JSON, for programs")
     if csv:
         forms.add_argument("--csv", action="store_true", dest="as_csv", help="for spreadsheets")
 
