@@ -22,9 +22,7 @@ from importlib import import_module
 
 from kvcli.version import VERSION
 
-TYPE_CHECKING = (
-    False  # to import it would take longer than all else here (kvcli/version.py says why that matters)
-)
+TYPE_CHECKING = False  # to import it takes longest of all, and kvcli/version.py says why that matters
 if TYPE_CHECKING:
     from typing import Any
 
