@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Told", "bar", "bars", "spinner"]
+__all__ = ["Told", "bar", "bars"]
 
 Told = Callable[[str, int, int], None]  # the name of the work, how much is done, and the total
 
@@ -72,17 +72,3 @@ def bars(clock_s: Callable[[], float] = time.monotonic) -> Iterator[Told]:
         yield tell
     finally:
         show(1.0)
-
-
-def spinner(what: str) -> Callable[[], None]:
-    """A callback for each step of work whose number of steps is unknown."""
-    steps = 0
-
-    def step() -> None:
-        nonlocal steps
-        steps += 1
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{what}: trial {steps}\r")
-            sys.stderr.flush()
-
-    return step

@@ -1,15 +1,17 @@
-"""The version of this distribution. pyproject.toml takes it from here."""
+"""The version of this distribution. pyproject.toml takes it from here.
+
+`import kvstore` imports this, and nothing that takes time: before a command handles Ctrl-C, it would show a traceback.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
 
 __all__ = ["VERSION", "add_version"]
 
-VERSION: Final = "0.1.0"
+VERSION = "0.1.0"
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:

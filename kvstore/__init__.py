@@ -16,12 +16,16 @@ keys, `kvstore.errors` has the errors, `kvstore.testing` has nodes for tests, `k
 vLLM, transformers, SGLang and LMCache. The other modules are the service's own.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from kvcli.version import VERSION
 
+TYPE_CHECKING = False  # to import it takes longest of all, and kvcli/version.py says why that matters
 if TYPE_CHECKING:
+    from typing import Any
+
     from kvstore.client import AsyncClient, Block, Client, ClusterClient, Hit
     from kvstore.durability import Durability
     from kvstore.errors import KvError

@@ -134,7 +134,12 @@ def _match(arguments: argparse.Namespace) -> int:
 
 def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The commands that try things out on this machine."""
-    demo = commands.add_parser("demo", help="show the whole path at work on this machine")
+    demo = commands.add_parser(
+        "demo",
+        help="show the whole path at work on this machine",
+        description="Put blocks by stores to a flag, kill the node with SIGKILL, restart it, get the blocks, and"
+        " compare every byte. Exit status 1 if one differs.",
+    )
     demo.add_argument(
         "--data", type=Path, help="where to keep the demo's data; by default a folder that is removed"
     )
@@ -146,9 +151,9 @@ def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Chat with a small model of random weights, kill the node, and continue in another process."
         " Needs torch and transformers.",
     )
-    chat.add_argument("--turns", type=int, default=3, help="before the node is killed (%(default)s)")
-    chat.add_argument("--tokens", type=int, default=800, help="of each prompt (%(default)s)")
-    chat.add_argument("--json", action="store_true", help="for programs")
+    chat.add_argument("--turns", type=int, default=3, help="turns before the node is killed (%(default)s)")
+    chat.add_argument("--tokens", type=int, default=800, help="tokens of each prompt (%(default)s)")
+    chat.add_argument("--json", action="store_true", help="print JSON, for programs")
     chat.set_defaults(run=_chat)
 
     doctor = commands.add_parser(
@@ -175,7 +180,7 @@ def _add_trials(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     bench.add_argument(
         "--data", type=Path, default=Path(), help="a folder on the drive to measure (%(default)s)"
     )
-    bench.add_argument("--json", action="store_true", help="for programs")
+    bench.add_argument("--json", action="store_true", help="print JSON, for programs")
     bench.set_defaults(run=_bench)
 
 
@@ -221,10 +226,18 @@ def _parser() -> argparse.ArgumentParser:
         "folder", type=Path, metavar="FOLDER", help="the folder for certificates and keys"
     )
     certificates.add_argument(
-        "--node", action="append", default=[], metavar="HOST[,HOST...]", help="again for each further node"
+        "--node",
+        action="append",
+        default=[],
+        metavar="HOST[,HOST...]",
+        help="names and addresses of one node; repeat for more nodes",
     )
     certificates.add_argument(
-        "--client", action="append", default=[], metavar="NAME", help="again for each further client"
+        "--client",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of one client; repeat for more clients",
     )
     certificates.add_argument("--days", type=int, default=365, help="validity in days (%(default)s)")
     certificates.set_defaults(run=_certificates)
@@ -240,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("data", type=Path, metavar="DATA", help="the node's folder")
     fsck.add_argument("--repair", action="store_true", help="rebuild a wrong index from the drive")
     fsck.add_argument("--payloads", action="store_true", help="read every block and check its CRC as well")
-    fsck.add_argument("--master-key", metavar="KIND:WHERE", help="of a node whose records are encrypted")
+    fsck.add_argument("--master-key", metavar="KIND:WHERE", help="needed if the node's records are encrypted")
     fsck.set_defaults(run=_fsck)
 
     _add_keys(commands)
@@ -254,9 +267,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     keys = commands.add_parser(
         "keys",
-        help="make a master key; show and rotate the keys of a node; go on without lost ones",
-        description="Make a master key; show what a keyring has; seal it with another master key; give tenants new"
-        " keys; or go on with a new keyring, or an older copy, when the right one is lost. See docs/sealing.md.",
+        help="make a master key; show and rotate a node's keys; replace a lost keyring",
+        description="Make a master key; show a keyring; seal it with another master key; rotate tenants' keys; or"
+        " continue with a new keyring, or an older copy, when the right one is lost. See docs/sealing.md.",
     )
     actions = ("new-master", "status", "rotate-master", "rotate-tenant", "new-keyring", "accept-keyring")
     keys.add_argument("action", choices=actions)
@@ -272,7 +285,7 @@ def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--tenant", metavar="ID", help="a tenant as `status` shows it; by default each of them is rotated"
     )
     keys.add_argument("--yes", action="store_true", help="give up what can't be read without the lost keys")
-    keys.add_argument("--json", action="store_true", help="for programs")
+    keys.add_argument("--json", action="store_true", help="print JSON, for programs")
     keys.set_defaults(run=_keys)
 
 
@@ -284,10 +297,10 @@ def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         " request hits. It reads only the file and contacts no node.",
     )
     match.add_argument(
-        "rules", type=Path, metavar="RULES.toml", help="the rules, as docs/match-action.md says"
+        "rules", type=Path, metavar="RULES.toml", help="the file of rules (docs/match-action.md)"
     )
     match.add_argument("--request", metavar="FIELD=VALUE,...", help="all nine fields of one request")
-    match.add_argument("--json", action="store_true", help="for programs")
+    match.add_argument("--json", action="store_true", help="print JSON, for programs")
     match.set_defaults(run=_match)
 
 

@@ -1,4 +1,4 @@
-"""The folder that a command is told to write into.
+"""Checks the folder that a command writes into.
 
 What always holds: one that can't be used is a ConfigError of one sentence, before the command does anything else.
 """
@@ -17,7 +17,7 @@ __all__ = ["writable_folder"]
 
 
 def writable_folder(folder: Path, *, parents: bool = False) -> None:
-    """Make it unless it exists, with its parents only if that is said, and check that it takes files."""
+    """Make it unless it exists, with its parents only if `parents`, and check that files can be created in it."""
     try:
         folder.mkdir(mode=0o700, parents=parents, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

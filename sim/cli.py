@@ -115,7 +115,7 @@ def _replay(parser: argparse.ArgumentParser) -> None:
         "--prefetch-false-share",
         type=float,
         default=0.0,
-        help="prefetches without a prompt, for each with one",
+        help="prefetches that no prompt follows, for each one that a prompt follows",
     )
     parser.add_argument(
         "--block-tokens", type=int, default=512, help="tokens per block of the trace (default: %(default)s)"
@@ -147,7 +147,7 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def _plant(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="llama-3-70b", help="(default: %(default)s)")
+    parser.add_argument("--model", default="llama-3-70b", help="the model, by name (default: %(default)s)")
     parser.add_argument("--config", metavar="FILE", help="a Hugging Face config.json instead of --model")
     parser.add_argument("--parameters", type=float, help="parameters of the model, with --config")
     parser.add_argument(
@@ -259,9 +259,9 @@ def _generate(parser: argparse.ArgumentParser) -> None:
 
 def _forms(parser: argparse.ArgumentParser, *, csv: bool = True) -> None:
     forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--json", action="store_true", dest="as_json", help="for programs")
+    forms.add_argument("--json", action="store_true", dest="as_json", help="print JSON, for programs")
     if csv:
-        forms.add_argument("--csv", action="store_true", dest="as_csv", help="for spreadsheets")
+        forms.add_argument("--csv", action="store_true", dest="as_csv", help="print CSV, for spreadsheets")
 
 
 def _calibrate(parser: argparse.ArgumentParser) -> None:
@@ -363,7 +363,7 @@ def _parser() -> argparse.ArgumentParser:
     add_version(parser)
     commands = add_commands(parser)
     for name, (_, _, add, line) in _COMMANDS.items():
-        add(commands.add_parser(name, help=line, description=line[0].upper() + line[1:]))
+        add(commands.add_parser(name, help=line, description=f"{line[0].upper()}{line[1:]}."))
     add_completion(commands)
     return parser
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import secrets
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,11 +22,11 @@ from kvstore.limits import PINS_MAX
 from kvstore.names import block_key
 from kvstore.sealing.masters import new_master_file
 from nic_offload.flags import FlagWords
+from tests.readme import clean_copy, environment
 from tests.warm_start import Warm, warm_subprocess
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
-    from pathlib import Path
 
     from nic_offload.fabric import Region
     from tests.node.in_process import NodeInProcess
@@ -36,6 +40,7 @@ with suppress(ImportError):  # the engines' environment has none
     settings.register_profile("gate", deadline=None, derandomize=not is_search)
     settings.load_profile("gate")
 
+ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 SMALL_DRIVE = "64MiB"
 SMALL_HOT = "128MiB"  # the least that a node takes
@@ -76,17 +81,23 @@ class HasTarget(Protocol):
         ...
 
 
+def buffer() -> mmap.mmap:
+    """16 MiB in huge pages: a fault for each small one would cost more than most of a test."""
+    memory = mmap.mmap(-1, 16 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class ClientWithBuffers:
     """A client of a node, a buffer to put from and one to get into, and a flag word."""
 
     def __init__(self, node: HasTarget, *, slots: int = 16, block_bytes_max: int = MIB) -> None:
         self.client = Client(node.target, slots=slots, block_bytes_max=block_bytes_max)
-        self.source = mmap.mmap(-1, 16 * MIB)
+        self.source, self.target = buffer(), buffer()
         # 16 random MiB would cost more than most of a test; no two pages are alike in these either.
-        noise = np.frombuffer(secrets.token_bytes(MIB), np.uint8)
-        for at in range(16):
-            self.source[at * MIB : (at + 1) * MIB] = (noise ^ np.uint8(at)).tobytes()
-        self.target = mmap.mmap(-1, 16 * MIB)
+        noise = np.frombuffer(np.random.default_rng().bytes(MIB), np.uint8)
+        filled = np.frombuffer(self.source, np.uint8).reshape(16, MIB)
+        np.bitwise_xor(noise, np.arange(16, dtype=np.uint8)[:, None], out=filled)
         self.from_region = self.client.register(self.source)
         self.to_region = self.client.register(self.target)
         self.flags = FlagWords.create(1)
@@ -168,6 +179,28 @@ def shared_node(
         yield process
 
 
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this tree, stripped as in a release, built in a clean copy by the step of deploy/Containerfile."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = clean_copy(ROOT, folder / "src")
+    (step,) = re.findall(
+        r"^RUN (pip wheel --no-deps .*)$", (copy / "deploy/Containerfile").read_text(), re.MULTILINE
+    )
+    done = subprocess.run(
+        ["bash", "-ec", f"{sys.executable} -m {step.replace('/wheels', str(folder))}"],
+        cwd=copy,
+        env=environment(copy) | {"LDFLAGS": "-s"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 @pytest.fixture
 def tenant() -> str:
     """A tenant of the test's own."""
@@ -194,11 +227,5 @@ def pytest_runtest_makereport(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes behind everything else; README's commands come last of all."""
-
-    def rank(item: pytest.Item) -> int:
-        if item.get_closest_marker("slow") is None:
-            return 0
-        return 2 if item.path.name == "test_readme.py" else 1
-
-    items.sort(key=rank)
+    """What takes long comes behind everything else."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)

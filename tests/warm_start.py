@@ -1,9 +1,10 @@
 """Forks nodes of tests from a process that has imported it all, and asked libfabric: most of a start is that.
 
 What always holds: a node runs `kvstore serve` as from a shell, in a process of its own, with its arguments,
-environment, folder and standard streams, and ends as any process ends. It only has its modules and libfabric
-already. With another interpreter, another command, or other variables that a process reads before its own code
-(`_SETTLED_EARLY`), it is started as usual.
+environment, folder and standard streams, and ends as any process ends. It only has its modules and libfabric already,
+and it allocates memory when it is first used, and the pages of a new drive when they are first written, as nodes do on
+drives of more than 2 GiB. With another interpreter, another command, or other variables that a process reads before its
+own code (`_SETTLED_EARLY`), it is started as usual.
 
 It doesn't do anything for processes that tests start by themselves: what imports cost or break is seen there.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import mmap
 import os
 import random
 import runpy
@@ -27,6 +29,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, Final
 
+import nic_offload.memory
+from kvstore.storage import superblock
 from nic_offload.errors import FabricUnavailable
 from nic_offload.library import expect_no_messages, load
 
@@ -52,6 +56,24 @@ _SETTLED_EARLY: Final = (
 _REQUEST_BYTES_MAX: Final = 1 << 18
 _INT_BYTES: Final = 4
 _THREADS_END_S: Final = 5.0
+_LATER_BYTES_MAX: Final = 1 << 30  # more may not be there, which is found out at once
+
+
+def allocate_later() -> None:
+    """Let memory be allocated when it is first used, in modules that are imported from now on.
+
+    To clear all pages of a node's memory is half of what its start costs, and few tests use more than a few.
+    """
+    at_once = nic_offload.memory.populate
+
+    def populate(memory: mmap.mmap, start: int, length: int) -> None:
+        if length > _LATER_BYTES_MAX:
+            at_once(memory, start, length)
+            return
+        memory.madvise(mmap.MADV_HUGEPAGE, start, length)
+        memory.madvise(mmap.MADV_DONTDUMP, start, length)
+
+    nic_offload.memory.populate = populate
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
@@ -216,8 +238,10 @@ class _Forking:
 
 
 def _run(requests: socket.socket) -> None:
+    allocate_later()
     for name in _PRELOADED:
         importlib.import_module(name)
+    superblock.ZERO_FILL_BYTES_MAX = 0  # type: ignore[attr-defined]
     if _OTHER_LIBFABRIC not in os.environ:  # one that tests bring along may count processes, or begin threads
         with suppress(FabricUnavailable):  # as each node will say
             expect_no_messages()  # as each node does

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests, in parts, three of them beside each other: many wait for other processes, and leave the cores to the others.
-# The next part begins when one has ended. Those that take longest or wait most come first, and those that only compute
-# come last: so all cores have work until shortly before the end.
+# The next part begins when one has ended. The longest come first, and the shortest last: so all cores have work until
+# shortly before the end.
 #
 # What always holds: each test runs once, in one of the parts; the exit status is 0 only if each has passed. All failures
 # are listed at the end.
@@ -21,9 +21,9 @@ unset PYTHONDONTWRITEBYTECODE
 if (($#)) && [[ $1 != hostile && $1 != engines ]]; then exec "$py" -m pytest "$@"; fi
 
 beside=3
-parts=(client cluster fabric node storage models)
-declare -A paths=([fabric]="tests/conformance tests/nic_offload" [models]="tests/bench tests/crash tests/examples tests/sim")
-for name in client storage node cluster; do paths[$name]="tests/$name"; done
+parts=(client storage conformance cluster node nic_offload programs sim)
+declare -A paths=([programs]="tests/bench tests/crash tests/examples")
+for name in "${parts[@]}"; do paths[$name]=${paths[$name]:-tests/$name}; done
 paths[rest]=$(for name in "${parts[@]}"; do printf -- '--ignore=%s ' ${paths[$name]}; done)" --ignore=tests/hostile"
 parts=(client rest "${parts[@]:1}")
 paths[counts]="tests/hostile/test_counts.py tests/hostile/test_many_clients.py"

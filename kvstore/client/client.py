@@ -255,7 +255,7 @@ class Client(Handle):
         """Queue a put for each block. It is sent when `flag` reaches the block's threshold; without a flag, at once.
 
         The node is not called. A call takes up to 32,768 blocks; any number may be armed. A block that is already
-        stored is sent nevertheless, and not written again. A put that has not been sent within `lease_ms` never is. A
+        stored is sent nevertheless, and not written again. A put that is not sent within `lease_ms` is never sent. A
         block without a key is given one later, by `ArmedPuts.name`. The first call attaches, within `timeout_s`.
 
         >>> from nic_offload.flags import FlagWords
@@ -423,7 +423,7 @@ class Client(Handle):
         return self._blocks.exists(keys, lengths=lengths, any_layout=any_layout, timeout_s=timeout_s)
 
     def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
-        """Count the blocks that could be got from the first one on, without a gap.
+        """Count the blocks that a get would hit, from the first one up to the first gap.
 
         The timeout applies to each call to the node.
 
@@ -524,7 +524,7 @@ class Client(Handle):
     # --- erasing
 
     def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> Erasure:
-        """Erase a user on this node: their sessions, and the blocks of their erase domain or of no other session.
+        """Erase a user on this node: their sessions, their erase domain, and blocks that no other session has.
 
         On a node that encrypts, the keys are destroyed first. Later gets of these blocks are `MISS(erased)`.
 
@@ -577,7 +577,7 @@ class Client(Handle):
         return self._observing.looked_up(request_id, user, session, last=last)
 
     def watch(self, *, timeout_s: float) -> Generator[Happened | None, None, None]:
-        """The tenant's events from now on, for `timeout_s`. Yields None when it has started, and while nothing happens.
+        """The tenant's events during the next `timeout_s` seconds. Yields None at the start, and while nothing happens.
 
         >>> events = client.watch(timeout_s=10)
         >>> next(events)  # it has begun

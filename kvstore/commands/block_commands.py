@@ -240,7 +240,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         " printed.",
     )
     put.add_argument("block", metavar="KEY", help=_KEY)
-    put.add_argument("file", type=Path, metavar="FILE", help="- is standard input")
+    put.add_argument("file", type=Path, metavar="FILE", help="the file to store; - is standard input")
     put.add_argument("--layout", default="", help="the layout of the bytes, as in `Client(layout=)`")
     _reach_blocks(put)
     put.set_defaults(run=_put)
@@ -297,7 +297,7 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         type=int,
         default=60,
         metavar="S",
-        help=f"for how long, {_PIN_S_MAX} at most (%(default)s)",
+        help=f"how long to pin, in seconds, {_PIN_S_MAX} at most (%(default)s)",
     )
     _reach_blocks(pin)
     pin.set_defaults(run=_pin)
@@ -309,7 +309,11 @@ def add_block_commands(commands: argparse._SubParsersAction[argparse.ArgumentPar
         " With --json, an object per line.",
     )
     watch.add_argument(
-        "--seconds", type=float, default=WATCH_S_MAX, metavar="S", help="for how long (%(default).0f)"
+        "--seconds",
+        type=float,
+        default=WATCH_S_MAX,
+        metavar="S",
+        help="how long to watch, in seconds (%(default).0f)",
     )
     reach_node(watch)
     watch.set_defaults(run=_watch)

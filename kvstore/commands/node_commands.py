@@ -50,7 +50,7 @@ def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> 
     parser.add_argument("--key", type=Path, help="its key, PEM")
     for name, what in _TIMEOUTS.items():
         parser.add_argument(f"--{name}-timeout-ms", type=int, metavar="MS", help=f"timeout for {what}")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def reach(arguments: argparse.Namespace) -> Reach:
@@ -191,7 +191,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         description="Show the events of a session's last turns, from the node and its clients: the eight steps"
         " of docs/eight-steps.md. Exit status 3 if the node has none, or no such session.",
     )
-    trace.add_argument("session", metavar="SESSION", help="which of the user's sessions")
+    trace.add_argument("session", metavar="SESSION", help="the session's name")
     reach_node(trace, whose_user=True)
     trace.set_defaults(run=_trace)
 
@@ -199,7 +199,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "explain",
         help="say why a request's blocks hit or missed, how long it took, and what to do about it",
         description="Show for each look-up of a request which blocks hit or missed, why, where the time went,"
-        " and what to do about it. Of a cluster all nodes are asked; see docs/seeing.md. Exit status 3 if there is no"
+        " and what to do about it. In a cluster, all nodes are asked; see docs/seeing.md. Exit status 3 if there is no"
         " such look-up.",
     )
     explain.add_argument(

@@ -1,4 +1,7 @@
-"""How much a store is asked for at a time."""
+"""Bounds of one batch for a store: how many items it has, and how many blocks a session gets in one step.
+
+What always holds: a batch beyond them is a ProtocolError, and nothing of it is done.
+"""
 
 from __future__ import annotations
 

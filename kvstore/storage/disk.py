@@ -95,6 +95,10 @@ class Disk(Protocol):
         """Yield the ranges `(begin, end)` ever written from `start` on, in order and page-aligned."""
         ...
 
+    def refuse_if_deleted(self) -> None:
+        """StorageError if its file was deleted or replaced while it was open: what is written to it would be lost."""
+        ...
+
     def close(self) -> None:
         """Wait for operations in flight and close the drive."""
         ...

@@ -201,7 +201,7 @@ class NotePlace:
 
 
 class OpenFiles:
-    """The files of an open index, by their names: whether these still lead to them."""
+    """Files that are open, by their names: whether these still lead to them."""
 
     def __init__(self, *paths: Path) -> None:
         self._identities = {path: _identity(path) for path in paths}

@@ -22,6 +22,7 @@ from kvstore.errors import StorageError
 from kvstore.limits import DRIVE_QUEUE_DEPTH, PAGE_BYTES
 from kvstore.storage._uring import ffi, lib
 from kvstore.storage.disk import DiskDone
+from kvstore.storage.folder import OpenFiles
 from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class UringDisk:
         try:
             self._lock_fd = _locked(path)
             self._is_file = stat.S_ISREG(os.fstat(self._fd).st_mode)
+            self._files = OpenFiles(path)
             self._capacity_bytes = os.lseek(self._fd, 0, os.SEEK_END) // PAGE_BYTES * PAGE_BYTES
             self._ring = _open_ring(self._fd, queue_depth)
         except BaseException:
@@ -124,6 +126,11 @@ class UringDisk:
                 return
             yield begin, end
             start = end
+
+    def refuse_if_deleted(self) -> None:
+        """Look whether the path still leads to the file. A device that is removed fails by itself."""
+        if self._is_file and not self._files.are_in_place():
+            raise StorageError(f"The drive {self._path} was deleted or replaced while it was open.")
 
     def close(self) -> None:
         """Wait for operations in flight and close the drive."""

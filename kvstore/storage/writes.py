@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 from collections import deque
 from itertools import groupby
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     AfterSync = Callable[[StorageError | None], None]
 
 __all__ = ["Owner", "RecordWrite", "Writes", "write_error"]
+
+log = logging.getLogger(__name__)
 
 _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -273,6 +276,7 @@ class Writes:
         self.ground.note_published(generations)
         failure = None
         try:
+            self._refuse_if_deleted()
             publish()
         except StorageError as error:
             failure = ReadOnly(f"{error} The store accepts no more puts.")
@@ -436,6 +440,8 @@ class Writes:
         for record in records:
             by_owner.setdefault(record.owner, []).append(record)
         try:
+            if records:
+                self._refuse_if_deleted()
             for owner, owned in by_owner.items():
                 owner.publish(owned)
         except StorageError as error:
@@ -443,6 +449,14 @@ class Writes:
             return
         if records:
             self._published_generation = records[-1].generation
+
+    def _refuse_if_deleted(self) -> None:
+        # A file without a name can still be written, but the next start doesn't find it.
+        try:
+            self._volume.disk.refuse_if_deleted()
+        except StorageError as error:
+            log.warning("%s What it has is lost at the next start.", error)
+            raise
 
     def _take_generation(self) -> int:
         try:

@@ -89,6 +89,9 @@ class MemoryDisk:
             yield pages[begin] * PAGE_BYTES, (pages[at] + 1) * PAGE_BYTES
             at += 1
 
+    def refuse_if_deleted(self) -> None:
+        """There is no file behind it."""
+
     def close(self) -> None:
         """Detach the store; `free` ends the drive."""
 

@@ -112,47 +112,38 @@ def change(cluster: Cluster, terms: Change) -> Changed:
     names = [b"node-%d:7070" % number for number in range(nodes)]
     order = cluster_orders(names, terms.replicas + max(terms.lose, terms.join))
     rng = np.random.default_rng(terms.seed)
-    known: dict[bytes, tuple[Integers, Reals]] = {}
-    trials = tuple(_trial(cluster, terms, order, rng, known) for _ in range(terms.trials))
-    return Changed(trials, terms.busy * cluster.nodes * terms.popular_share)
-
-
-def _trial(
-    cluster: Cluster,
-    terms: Change,
-    order: Integers,
-    rng: np.random.Generator,
-    known: dict[bytes, tuple[Integers, Reals]],
-) -> Trial:
-    """`known` has the copies of earlier trials, and their times, by which nodes are alive."""
-    nodes = cluster.nodes + terms.join
     old = np.arange(nodes) < cluster.nodes
-    alive = np.ones(nodes, dtype=bool)
-    alive[rng.choice(cluster.nodes, terms.lose, replace=False)] = False
-    before, after = (_owners(order, there, terms.replicas) for there in (old, alive))
+    before = _owners(order, old, terms.replicas)
+    known: dict[bytes, Trial] = {}  # without the popular prefix, by the nodes that are alive
+    trials = []
+    for _ in range(terms.trials):
+        alive = np.ones(nodes, dtype=bool)
+        alive[rng.choice(cluster.nodes, terms.lose, replace=False)] = False
+        popular = rng.integers(0, CLUSTER_LOTS, terms.popular_blocks)
+        after = _owners(order, alive, terms.replicas)
+        if (which := alive.tobytes()) not in known:
+            known[which] = _trial(cluster, terms, before, after, alive)
+        loads = (_busiest(terms, cluster, owners, nodes, popular) for owners in (before, after))
+        trials.append(known[which]._replace(popular_before=next(loads), popular_after=next(loads)))
+    return Changed(tuple(trials), terms.busy * cluster.nodes * terms.popular_share)
+
+
+def _trial(cluster: Cluster, terms: Change, before: Integers, after: Integers, alive: Flags) -> Trial:
+    """All of a trial but the popular prefix."""
     left = alive[before]
+    kept, has_all = left.any(axis=1), left.all(axis=1)
     mean = before.size / cluster.nodes  # copies of lots on a node, before
     each = terms.stored_bytes / mean
-    if (which := alive.tobytes()) not in known:
-        changed = ~left.all(axis=1) | (before[:, : after.shape[1]] != after).any(axis=1)
-        copies = _copies(before[changed], left[changed], after[changed])
-        known[which] = copies, _made_s(copies, each, terms.copy_bytes_per_s, _put_bytes_per_s(cluster))
-    copies, made_s = known[which]
-    kept = left.any(axis=1)
+    changed = ~has_all | (before[:, : after.shape[1]] != after).any(axis=1)
+    copies = _copies(before[changed], left[changed], after[changed])
+    made_s = _made_s(copies, each, terms.copy_bytes_per_s, _put_bytes_per_s(cluster))
     found_first = (after[:, :1] == before).any(axis=1)
-    popular = rng.integers(0, CLUSTER_LOTS, terms.popular_blocks)
-    busy = terms.busy * cluster.nodes
-
-    def loads(owners: Integers) -> tuple[float, float]:
-        usual = np.bincount(owners[:, 0], minlength=nodes) / CLUSTER_LOTS
-        of_prefix = np.bincount(owners[popular, 0], minlength=nodes) / terms.popular_blocks
-        mixed = (1 - terms.popular_share) * usual + terms.popular_share * of_prefix
-        return busy * float(usual.max()), busy * float(mixed.max())
-
-    (busiest_before, popular_before), (busiest_after, popular_after) = loads(before), loads(after)
+    busiest_before, busiest_after = (
+        _busiest(terms, cluster, owners, len(alive)) for owners in (before, after)
+    )
     return Trial(
         lost_share=1 - float(kept.mean()),
-        short_share=float((kept & ~left.all(axis=1)).mean()),
+        short_share=float((kept & ~has_all).mean()),
         moved_bytes=each * len(copies),
         senders=len(np.unique(copies[:, 0])),
         receivers=len(np.unique(copies[:, 1])),
@@ -164,15 +155,31 @@ def _trial(
         busiest_before=busiest_before,
         busiest_after=busiest_after,
         copying=terms.copy_bytes_per_s / cluster.node_get_bytes_per_s if len(copies) else 0.0,
-        popular_before=popular_before,
-        popular_after=popular_after,
+        popular_before=busiest_before,
+        popular_after=busiest_after,
     )
+
+
+def _busiest(
+    terms: Change, cluster: Cluster, owners: Integers, nodes: int, popular: Integers | None = None
+) -> float:
+    """The load of the busiest node, with the blocks of a popular prefix in these lots."""
+    load = np.bincount(owners[:, 0], minlength=nodes) / CLUSTER_LOTS
+    if popular is not None:
+        of_prefix = np.bincount(owners[popular, 0], minlength=nodes) / terms.popular_blocks
+        load = (1 - terms.popular_share) * load + terms.popular_share * of_prefix
+    return terms.busy * cluster.nodes * float(load.max())
 
 
 def _owners(order: Integers, there: Flags, replicas: int) -> Integers:
     """The owners of each lot among the present nodes."""
-    first = np.argsort(~there[order], axis=1, kind="stable")
-    return np.take_along_axis(order, first, 1)[:, : min(replicas, int(there.sum()))]
+    present, rows = there[order], np.arange(len(order))
+    owners = []
+    for _ in range(min(replicas, int(there.sum()))):
+        first = present.argmax(axis=1)
+        owners.append(order[rows, first])
+        present[rows, first] = False
+    return np.stack(owners, axis=1)
 
 
 def _copies(before: Integers, left: Flags, after: Integers) -> Integers:

@@ -15,6 +15,7 @@ What it doesn't do: mix ways, or parts of different speeds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -53,6 +54,7 @@ _TRIAL_S = 600.0
 _ALONE_SHARE_MAX = 0.9  # of the deadline may go to one turn's prefill
 _GPUS_MAX, _ENGINES_MAX, _NODES_MAX, _DRIVES_MAX, _LINKS_MAX = 64, 4096, 1024, 32, 8
 _NODE_MEMORY_BYTES_MAX = 4e12
+_USERS_MAX = 10**7
 _NUMBERS = 5  # searched for, one trial each at least: ample parts; then engines, nodes, links, drives
 _GROWTHS = 5  # doublings in the search for a number that is enough
 
@@ -319,30 +321,47 @@ def highest_users(
     demand: Demand,
     way: Way,
     seed: int = 1,
-    step: Callable[[], None] = lambda: None,
+    progress: Callable[[float], None] = lambda _: None,
     terms: Terms = Terms(),  # noqa: B008 - it is frozen
 ) -> int:
-    """The most users whose deadline a given cluster meets, within about 3 %; 0 if not even one's."""
+    """The most users whose deadline a given cluster meets, within about 3 %; 0 if not even one's.
 
-    def holds(users: int) -> bool:
-        wanted = replace(demand, users=users)
+    `progress` is as in `make_plan`.
+    """
+    trials = 0
+
+    def suffices(users: int) -> bool:
+        """Whether the cluster has enough of each part on average."""
         try:
-            least = bounds(model, cluster, wanted, _path_of(way))
+            least = bounds(model, cluster, replace(demand, users=users), _path_of(way))
         except OutOfRange:
             return False
-        over = (
-            least.cluster.engines > cluster.engines
-            or (way != "recompute" and least.needs[1].number > cluster.drives)
-            or (way != "recompute" and least.needs[2].number > cluster.nodes * cluster.links_per_node)
-            or (way != "recompute" and least.needs[3].number > cluster.nodes)
-        )
-        search = _Search(model, wanted, way, seed, lambda _cluster, _number: step(), terms)
-        return not over and all(search.holds(cluster, number) for number in range(1, _SHORT_CHECKS + 1))
+        has = (cluster.engines, cluster.drives, cluster.nodes * cluster.links_per_node, cluster.nodes)
+        return all(need.number <= number for need, number in zip(least.needs, has, strict=False))
 
-    low, high = 0, 1
-    while high <= 10**7 and holds(high):
-        low, high = high, 2 * high
-    while high - low > max(1, low // 32):
+    def holds(users: int, rest: int) -> bool:
+        """Whether the deadline is met; at least `rest` trials follow this one."""
+        nonlocal trials
+        progress(trials / (trials + 1 + rest))
+        trials += 1
+        search = _Search(
+            model, replace(demand, users=users), way, seed, lambda _cluster, _number: None, terms
+        )
+        return all(search.holds(cluster, number) for number in range(1, _SHORT_CHECKS + 1))
+
+    high = 1
+    while high <= _USERS_MAX and suffices(high):
+        high *= 2
+    low = high // 2
+    while low and not holds(low, _halvings(low, high)):
+        low, high = low // 2, low
+    while halvings := _halvings(low, high):
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        is_met = suffices(middle) and holds(middle, halvings - 1)
+        low, high = (middle, high) if is_met else (low, middle)
     return low
+
+
+def _halvings(low: int, high: int) -> int:
+    """How often the range is halved until it is narrow enough."""
+    return max(0, math.ceil(math.log2((high - low) / max(1, low // 32))))

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvcli.progress import bar, spinner
+from kvcli.progress import bar
 from sim.output import as_csv, as_json, save_plot, table
 from sim.replay.least_cost import LATE_SHARE, WAYS, best, highest_users, make_plan, trial
 from sim.replay.plan import Demand, all_break_even
@@ -210,8 +210,9 @@ def _highest(arguments: argparse.Namespace) -> str:
     ways: tuple[Way, ...] = tuple(dict.fromkeys(arguments.way or WAYS))
     found = []
     for number, way in enumerate(ways, 1):
-        step = spinner(f"highest rate, {way} ({number} of {len(ways)})")
-        users = highest_users(entry, cluster, demand, way, arguments.seed, step, _terms(arguments))
+        progress = bar(f"highest rate, {way} ({number} of {len(ways)})")
+        users = highest_users(entry, cluster, demand, way, arguments.seed, progress, _terms(arguments))
+        progress(1.0)
         found.append((way, users, users / demand.users * demand.turns_per_s(cluster)))
     if arguments.as_json:
         return as_json([{"way": way, "users": users, "turns_per_s": rate} for way, users, rate in found])

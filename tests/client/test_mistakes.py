@@ -255,9 +255,11 @@ def test_a_range_is_checked_before_anything_is_sent(client: Client) -> None:
         assert "longest block" in says(Client, client.target, block_bytes_max=wrong)
 
 
-def test_a_wait_is_not_negative(client: Client) -> None:
-    assert "wait_s" in says(client.status, wait_s=-1)
+def test_a_duration_is_not_negative(client: Client) -> None:
+    assert "wait_s is 0 or more seconds, not -1." in says(client.status, wait_s=-1)
+    assert "timeout_s is 0 or more seconds, not -0.5." in says(client.watch, timeout_s=-0.5)
     assert client.status(wait_s=0).node
+    assert not any(client.watch(timeout_s=0))
 
 
 def test_the_words_are_not_one_of_them(client: Client) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shutil
 import subprocess
 import sys
 import tarfile
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,10 @@ COPIES = 2 * 24
 
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The earlier version's tree, with its C core built."""
+    """The earlier version's tree, with its C core built, which is kept for the next run."""
+    kept = ROOT / ".cache" / f"version-{EARLIER}"
+    if kept.exists():
+        return kept
     done = subprocess.run(["git", "archive", EARLIER], cwd=ROOT, capture_output=True, timeout=60, check=False)
     if done.returncode:
         pytest.skip(
@@ -48,7 +52,11 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(folder, filter="data")
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     subprocess.run(build, cwd=folder, capture_output=True, timeout=300, check=True)
-    return folder
+    with suppress(OSError):  # another run was earlier
+        kept.parent.mkdir(exist_ok=True)
+        shutil.move(folder, part := kept.with_suffix(f".{os.getpid()}"))
+        part.rename(kept)
+    return kept
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from tests.conformance.model import Model
 if TYPE_CHECKING:
     from tests.conformance.backends import Backend
 
-SEEDS = 30  # divided among groups that share a fabric, as opening one takes rxm a second
+SEEDS = 18  # divided among groups that share a fabric, as opening one takes rxm a second
 GROUPS = 3
 STEPS = 12
 AS_NET = {"rxm-own", "shm", "sockets-own"}  # fired by the agent as well: one group each

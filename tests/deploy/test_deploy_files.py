@@ -27,7 +27,7 @@ from tests.deploy.files import (
     kubernetes,
     stateful_set,
 )
-from tests.readme import clean_copy, environment
+from tests.readme import environment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,20 +165,25 @@ def test_the_container_holds_what_was_tested() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_steps_of_the_container_file_install_a_node_in_a_clean_folder(tmp_path: Path) -> None:
-    copy, wheels = clean_copy(ROOT, tmp_path / "src"), tmp_path / "wheels"
+def test_the_steps_of_the_container_file_install_a_node_in_a_clean_folder(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """The first step is the wheel's."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / wheel.name).symlink_to(wheel)
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
-    clean = environment(copy)
+    clean = environment(tmp_path)
     clean["PATH"] = f"{tmp_path / 'venv' / 'bin'}:{clean['PATH']}"
     steps = [
         step for step in re.findall(r"^RUN (.*)$", CONTAINERFILE, re.MULTILINE) if step.startswith("pip ")
     ]
     assert len(steps) == 3
-    for step in [*steps, "kvstore serve --help", "kvstore doctor --json --data ."]:
-        command = step.replace("/wheels", str(wheels))
+    for step in [*steps[1:], "kvstore serve --help", "kvstore doctor --json --data ."]:
+        command = step.replace("/wheels", str(wheels)).replace(" deploy/", f" {DEPLOY}/")
         done = subprocess.run(
             ["bash", "-ec", command],
-            cwd=copy,
+            cwd=tmp_path,
             env=clean,
             capture_output=True,
             text=True,

@@ -159,6 +159,11 @@ def test_an_installed_command_imports_no_package_of_its_own_before_it_handles_ct
         assert packages & {"kvcli", "kvstore", "sim", "nic_offload"} == {"kvcli"}
 
 
+def test_what_python_m_imports_before_it_handles_ctrl_c_takes_no_time() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import kvstore, kvcli.start; print(*sys.modules)"
+    assert "typing" not in run(sys.executable, "-S", "-c", code).stdout.split()
+
+
 def test_a_command_handles_ctrl_c_once_it_runs() -> None:
     def interrupted() -> int:
         signal.raise_signal(signal.SIGINT)

@@ -182,12 +182,9 @@ def test_a_resume_is_one_request_of_its_session(node: NodeInProcess, client: Cli
     kv = client.register(allocate(300 * PAGE))
     assert chat.resume(lambda at, key: Block(key, kv, at * PAGE, PAGE), timeout_s=WAIT_S).is_whole
     found = told(node, user="ada", session="chat")
-    assert [(one.kind, outcomes(one)) for one in found] == [
-        (Kind.SESSION, [(300, Outcome.NAMED)]),
-        (Kind.FETCH, [(128, Outcome.DRIVE)]),
-        (Kind.FETCH, [(128, Outcome.DRIVE)]),
-        (Kind.FETCH, [(44, Outcome.DRIVE)]),
-    ]
+    assert (found[0].kind, outcomes(found[0])) == (Kind.SESSION, [(300, Outcome.NAMED)])
+    assert {one.kind for one in found[1:]} == {Kind.FETCH}
+    assert sorted(map(outcomes, found[1:])) == [[(blocks, Outcome.DRIVE)] for blocks in (44, 128, 128)]
     assert len({one.request_id for one in found}) == 1
     client.delete([keys[150]])
     back = chat.resume(lambda at, key: Block(key, kv, at * PAGE, PAGE), timeout_s=WAIT_S)

@@ -222,8 +222,12 @@ def test_a_model_too_large_for_an_engine_gets_a_larger_engine() -> None:
 def test_the_highest_rate_of_a_cluster_holds_and_a_tenth_more_does_not() -> None:
     cluster = replace(ONE, gpu_flops_per_s=1e14, decode_slots=64)
     demand = replace(SMALL, found_share=0.0)
-    users = highest_users(TINY, cluster, demand, "recompute")
+    shares: list[float] = []
+    users = highest_users(TINY, cluster, demand, "recompute", progress=shares.append)
     assert users > 1
+    assert shares[0] == 0
+    assert shares == sorted(shares), "the estimate holds"
+    assert 0.8 < shares[-1] < 1
     assert bounds(TINY, cluster, replace(demand, users=users), "recompute").cluster.engines == 1
 
     def holds(users: int) -> bool:

@@ -1,4 +1,7 @@
-"""Stores for tests: `fake` on a drive in memory, `pair` on two of them, `real` on a file through io_uring."""
+"""Stores for tests: `fake` on a drive in memory, `pair` on two of them, `real` on a file through io_uring.
+
+`closed` has blocks and sessions (`tests.storage.filled`) on a drive in memory.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.storage.fakes import FakeDisk
+from tests.storage.filled import disk_of, fill
 from tests.storage.pair import two
 from tests.storage.rig import StoreRig
 
@@ -41,3 +45,14 @@ def pair(tmp_path: Path) -> Iterator[StoreRig]:
     for disk in rig.disks:
         disk.let_go()
     rig.store.close()
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> StoreRig:
+    """A filled store that was closed cleanly."""
+    rig = StoreRig(tmp_path / "data", FakeDisk())
+    rig.open()
+    fill(rig)
+    rig.store.close()
+    rig.disk = FakeDisk(disk_of(rig).pages)
+    return rig

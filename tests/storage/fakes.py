@@ -60,6 +60,7 @@ class FakeDisk:
         self.kinds: list[DiskOpKind] = []  # of each operation, by number
         self.unreadable: set[int] = set()  # pages, until they are written
         self.unwritable: set[int] = set()  # pages
+        self.deleted = False  # while it is open
         self.watch = watch
         self.rng = random.Random(seed)
         self.closed = False
@@ -120,6 +121,10 @@ class FakeDisk:
             while used and used[0] == last + 1:
                 last = used.pop(0)
             yield first * PAGE_BYTES, (last + 1) * PAGE_BYTES
+
+    def refuse_if_deleted(self) -> None:
+        if self.deleted:
+            raise StorageError("deleted")
 
     def close(self) -> None:
         if not self.closed:

@@ -11,7 +11,7 @@ lies on it is lost, and stays so when it comes back; everything else holds as be
 
 Half of the seeds encrypt. Of these, no sector of a payload is ever written as it was put, whatever becomes of it.
 
-TRIGGERKV_CRASH_SEEDS=n runs n seeds instead of 180 (a fifth as many with two drives), TRIGGERKV_CRASH_FIRST=n begins at
+TRIGGERKV_CRASH_SEEDS=n runs n seeds instead of 100 (a fifth as many with two drives), TRIGGERKV_CRASH_FIRST=n begins at
 another one.
 """
 
@@ -40,7 +40,7 @@ from tests.storage.rig import TENANT, Slots, StoreRig, key
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-SEEDS = int(os.environ.get("TRIGGERKV_CRASH_SEEDS", "180"))
+SEEDS = int(os.environ.get("TRIGGERKV_CRASH_SEEDS", "100"))
 FIRST = int(os.environ.get("TRIGGERKV_CRASH_FIRST", "0"))
 BATCH = 20
 LIVES = 4

@@ -26,6 +26,14 @@ from kvstore.storage.row_check import CHECK_BYTES, checked
 from kvstore.storage.superblock import find_superblock
 from kvstore.storage.volume import Volume
 from tests.storage.fakes import FakeBay, FakeDisk
+from tests.storage.filled import (
+    all_is_there,
+    data_of,
+    disk_of,
+    fill,
+    payload_of,
+    puts_overwrite_nothing,
+)
 from tests.storage.rig import TENANT, StoreRig, key, name
 
 if TYPE_CHECKING:
@@ -35,48 +43,7 @@ if TYPE_CHECKING:
 
 CASES = int(os.environ.get("TRIGGERKV_INDEX_CASES", "240"))  # the long form: 20,000
 BOOT = "0" * 36
-BLOCKS = 120
 PAGE = 4096
-
-
-def payload_of(number: int) -> bytes:
-    return random.Random(number).randbytes(1 + number * 97 % 9000)
-
-
-def data_of(rig: StoreRig) -> Path:
-    return rig.data / "index-0" / "data.mdb"
-
-
-def disk_of(rig: StoreRig) -> FakeDisk:
-    assert rig.disk is not None
-    return rig.disk
-
-
-def fill(rig: StoreRig) -> None:
-    for number in range(BLOCKS):
-        rig.start_put(number, payload_of(number), expires_ms=(number % 5 == 0) * (rig.clock.now_ms + 10**9))
-        if number % 30 == 29:
-            rig.settle()
-    rig.append(1, range(BLOCKS))
-    for first in range(0, BLOCKS, 40):
-        rig.append(2 + first, range(first, first + 40))
-    for number in range(0, BLOCKS, 7):
-        rig.delete(number)
-
-
-def live() -> list[int]:
-    return [number for number in range(BLOCKS) if number % 7]
-
-
-@pytest.fixture
-def closed(tmp_path: Path) -> StoreRig:
-    """A store that was closed cleanly."""
-    rig = StoreRig(tmp_path / "data", FakeDisk())
-    rig.open()
-    fill(rig)
-    rig.store.close()
-    rig.disk = FakeDisk(disk_of(rig).pages)
-    return rig
 
 
 @pytest.fixture
@@ -88,23 +55,6 @@ def killed(tmp_path: Path) -> StoreRig:
     rig.kill()
     rig.disk = disk_of(rig).after_kill(1)
     return rig
-
-
-def all_is_there(rig: StoreRig) -> None:
-    """Every record reads exact, and puts that fill the drive twice over cost none that may not go."""
-    rig.open()
-    for number in live():
-        done, got = rig.get(number)
-        assert (done.miss, got) == (None, payload_of(number)), number
-    assert rig.session(1) == list(range(BLOCKS))
-
-
-def puts_overwrite_nothing(rig: StoreRig) -> None:
-    for number in range(1000, 1060):
-        assert rig.put(number, payload_of(number % 50) + b"new").error is None
-    for number in live():
-        done, got = rig.get(number)
-        assert (done.miss, got) == (None, payload_of(number)), number
 
 
 def put_row(rig: StoreRig, change: Callable[[Index, Any], object]) -> None:

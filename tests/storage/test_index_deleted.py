@@ -12,8 +12,9 @@ import pytest
 from kvstore.errors import ReadOnly
 from kvstore.storage.index import BLOCKS_NAME, Index
 from tests.storage.fakes import FakeDisk
+from tests.storage.filled import all_is_there, data_of, disk_of, fill, payload_of
 from tests.storage.rig import StoreRig
-from tests.storage.test_index_damage import all_is_there, data_of, disk_of, failing, fill, payload_of
+from tests.storage.test_index_damage import failing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

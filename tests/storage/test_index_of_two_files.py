@@ -10,22 +10,12 @@ from kvstore.errors import Corrupt, StorageError
 from kvstore.storage.block_table import BlockTable
 from kvstore.storage.index import BLOCKS_NAME
 from tests.storage.fakes import FakeDisk
+from tests.storage.filled import all_is_there, disk_of, fill, payload_of
 from tests.storage.rig import StoreRig
-from tests.storage.test_index_damage import all_is_there, believed, disk_of, fill, payload_of
+from tests.storage.test_index_damage import believed
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.fixture
-def closed(tmp_path: Path) -> StoreRig:
-    """A store that was closed cleanly."""
-    rig = StoreRig(tmp_path / "data", FakeDisk())
-    rig.open()
-    fill(rig)
-    rig.store.close()
-    rig.disk = FakeDisk(disk_of(rig).pages)
-    return rig
 
 
 @pytest.mark.parametrize("file", ["data.mdb", BLOCKS_NAME])

@@ -23,8 +23,7 @@ from kvstore.storage.index_layout import unpacked
 from kvstore.storage.row_check import CHECK_BYTES, checked
 from tests.storage.fake_keys import FakeKeyring
 from tests.storage.fakes import FakeBay, FakeDisk
-from tests.storage.rig import TENANT, StoreRig, key
-from tests.storage.test_index_damage import (
+from tests.storage.filled import (
     all_is_there,
     disk_of,
     fill,
@@ -32,6 +31,7 @@ from tests.storage.test_index_damage import (
     payload_of,
     puts_overwrite_nothing,
 )
+from tests.storage.rig import TENANT, StoreRig, key
 
 if TYPE_CHECKING:
     from collections.abc import Callable

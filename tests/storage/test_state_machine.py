@@ -4,7 +4,7 @@ The drive is too small for what is put, so blocks are evicted all the time: a bl
 not must be gone for a reason that the store can tell, and never while it is held. It is closed, killed, and loses its
 index now and then.
 
-TRIGGERKV_MACHINE_EXAMPLES=n runs n sequences of 100 steps instead of 100 of 50.
+TRIGGERKV_MACHINE_EXAMPLES=n runs n sequences of 100 steps instead of 60 of 50.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def small_drives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=EXAMPLES or 100,
+    max_examples=EXAMPLES or 60,
     stateful_step_count=100 if EXAMPLES else 50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
