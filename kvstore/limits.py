@@ -121,6 +121,7 @@ CLUSTER_LEASE_S = 5  # how long a member may be silent
 CLUSTER_CONFIRM_MS = 1_000  # between a node's checks that its list of members is the latest
 SESSIONS_KNOWN_MS = 4_000  # how long after such a check a node orders sessions by its list
 SESSIONS_TAKING_MS = 5_000  # how long a node is a user's home before it orders what another has ordered
+SESSIONS_EPOCHS_MAX = 1 << 32  # of a lot, in one history of etcd's data
 SESSIONS_LAST_TRY_MS = 500  # a client with less time left doesn't retry
 SESSIONS_RETRY_MS = 100  # before a client retries a node that does not order a user's sessions yet
 CLUSTER_KEEP_MS = 1_500  # between two renewals of a member's lease

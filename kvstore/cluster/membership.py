@@ -20,7 +20,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvstore.cluster.etcd import EtcdAway
+from kvstore.cluster.etcd import EtcdAway, Listed
+from kvstore.cluster.etcd_history import History
 from kvstore.cluster.map import Map, Member, lots_in, lots_record
 from kvstore.cluster.primacy import Primacy
 from kvstore.errors import ConfigError
@@ -28,10 +29,11 @@ from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_LOTS, CLUST
 from kvstore.placement import LOTS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Mapping
+    from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 
     from kvstore.clock import Clock
-    from kvstore.cluster.etcd import Found, Listed
+    from kvstore.cluster.etcd import Found
+    from kvstore.cluster.etcd_history import EtcdMemory
     from kvstore.cluster.etcd_options import EtcdReach
 
 __all__ = ["NO_MAP_DIGEST", "Membership", "digest_of"]
@@ -82,10 +84,10 @@ class _Etcd(Protocol):
     ) -> int: ...
     async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool: ...
     def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
-    async def latest(self, prefix: bytes) -> tuple[int, int]: ...
+    async def latest(self, prefix: bytes, there: bytes) -> tuple[int, int] | None: ...
     async def value(self, key: bytes) -> Found: ...
     async def claim(
-        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes
+        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, there: Sequence[bytes]
     ) -> bool: ...
     async def close(self) -> None: ...
 
@@ -93,9 +95,13 @@ class _Etcd(Protocol):
 class Membership:
     """A node's membership. Used in its event loop only."""
 
-    def __init__(self, etcd: _Etcd, clock: Clock) -> None:
-        self._etcd, self._clock = etcd, clock
+    def __init__(self, etcd: _Etcd, clock: Clock, memory: EtcdMemory) -> None:
+        self._etcd, self._clock, self.memory = etcd, clock, memory
         self._folder = etcd.reach.folder
+        self._unnamed_top: int | None = None  # of a list of a history without a record: its latest change
+        self._history = History()  # of the list that was taken last
+        self._last = Listed(0, {}, {})  # that list
+        self._unrecorded = list[Member]()  # others that the map had, and etcd may have lost
         self._member: Member | None = None
         self.map = Map(0)
         self.lots = 0  # of the cluster; 0: not known yet
@@ -233,7 +239,7 @@ class Membership:
                 if not await self._etcd.keep(lease):
                     lease = 0
                     continue
-                await self._agree_on_lots()
+                await self._agree()
                 if self._found_lease != lease:  # else it may be our own of an earlier lease, which has an end
                     member = self._member or member  # it may be in another state by now
                     again = self._joined_at > 0
@@ -255,14 +261,26 @@ class Membership:
             except EtcdAway as error:
                 await self._retry(error)
 
-    async def _agree_on_lots(self) -> None:
-        """Make sure that the cluster has a number of lots: the first member's, also after etcd has lost it."""
+    async def _agree(self) -> None:
+        """Make sure that the cluster has a number of lots, the first member's, and its etcd a history."""
         await self._has_list.wait()
+        if self._unnamed_top is not None:
+            new, folder = self.memory.next(), self._folder
+            key = self._etcd.reach.history + new.id.encode()
+            await self._etcd.claim(key, new.record(), 0, within=folder, top=self._unnamed_top, there=())
         if self._lacks_lots:
             key = self._folder + _LOTS
             await self._etcd.put(key, lots_record(self.lots or CLUSTER_LOTS), 0, only_new=True)
             self.lots = lots_in((await self._etcd.value(key)).value)
             self._lacks_lots = False
+
+    async def _record_others(self) -> None:
+        """Write the records of nodes that may have data, if etcd has lost them: deletions wait for absent nodes."""
+        for one in list(self._unrecorded):
+            known, gone = self._known(one), self._gone(one)
+            is_new = await self._etcd.put(known, one.encoded(), 0, only_new=True, unless=gone)
+            if not is_new and (await self._etcd.value(gone)).value:
+                self._unrecorded = [other for other in self._unrecorded if other != one]
 
     # --- following the map
 
@@ -273,19 +291,54 @@ class Membership:
                     async for listed in lists:
                         self._answered()
                         self._take(listed)
+                        await self._record_others()
             except EtcdAway as error:
                 await self._retry(error)
 
     def _take(self, listed: Listed) -> None:
-        members, known = list[Member](), list[Member]()
         try:
             self._take_lots(listed)
         except ConfigError as error:
             self.outside = str(error)
             log.error("the cluster's map can't be followed: %s", error)  # noqa: TRY400 - it says all
             return
-        early = set()
+        if not self._take_history(listed):
+            return
+        number = self._history.offset + listed.revision
+        members, known = self._nodes_of(listed)
+        if self._member is not None:
+            self._look_for_ourselves(self._member, listed)
+            found = self._found_lease if self._found_lease in self.leases else 0
+            self.primacy.listed(
+                Map.of(number, members, lots=self.lots or LOTS),
+                top=listed.top,
+                count=len(listed.values),
+                has_gap=not listed.is_told,
+                own=(self._member.name, found, self._key(self._member)),
+                history=self._etcd.reach.history + self._history.id.encode(),
+                losses=self.memory.losses,
+            )
+        if number <= self.map.revision or self._is_held_back(members):
+            return  # a list held back is listed again
+        now = Map.of(number, members, absent=known, lots=self.lots or LOTS)
+        before, self.map = self.map, now
+        self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
+        self.digest = digest_of(self.map.members, self.lease_of, self.map.absent)
+        if (before.members, before.absent) != (self.map.members, self.map.absent):
+            there, absent = (
+                ", ".join(one.node for one in some) or "none" for some in (self.map.members, self.map.absent)
+            )
+            log.info("the cluster's nodes: %s; absent: %s", there, absent)
+        self.memory.save()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _nodes_of(self, listed: Listed) -> tuple[list[Member], list[Member]]:
+        """The members of a list, and all nodes that are known to have been members."""
+        members, known, early = list[Member](), list[Member](), set[bytes]()
         for key, (value, _) in listed.values.items():
+            if key.startswith(self._etcd.reach.history):
+                continue
             kind = members if key.startswith(self._members) else known
             if kind is known and key.startswith(self._folder + _EARLY):
                 early |= {key} - {self._folder + _LOTS}
@@ -297,36 +350,29 @@ class Membership:
         for key in early - self._early:
             log.error("%s is a node of a version that is too old for this cluster: upgrade it", key.decode())
         self._early = early
-        if self._member is not None:
-            self._look_for_ourselves(self._member, listed)
-            found = self._found_lease if self._found_lease in self.leases else 0
-            self.primacy.listed(
-                Map.of(listed.revision, members, lots=self.lots or LOTS),
-                top=listed.top,
-                count=len(listed.values),
-                has_gap=not listed.is_told,
-                own=(self._member.name, found, self._key(self._member)),
-            )
-        if listed.revision <= self.map.revision or self._is_held_back(members):
-            return  # a list held back is listed again
-        now = Map.of(listed.revision, members, absent=known, lots=self.lots or LOTS)
-        before, self.map = self.map, now
-        self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
-        self.digest = digest_of(self.map.members, self.lease_of, self.map.absent)
-        if (before.members, before.absent) != (self.map.members, self.map.absent):
-            there, absent = (
-                ", ".join(one.node for one in some) or "none" for some in (self.map.members, self.map.absent)
-            )
-            log.info("the cluster's nodes: %s; absent: %s", there, absent)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._unrecorded = [one for one in self._unrecorded if self._known(one) not in listed.values]
+        return members, known + self._unrecorded
+
+    def _take_history(self, listed: Listed) -> bool:
+        """Take the history that a list is of; False if a new one must be named first, because etcd has lost data."""
+        history, losses = History.of(listed.values, self._etcd.reach.history), self.memory.losses
+        is_lost = history == self._history and not listed.may_follow(self._last)
+        if is_lost or not self.memory.takes(history, listed.revision):
+            self._unnamed_top = listed.top
+            return False
+        self._unnamed_top, self._history, self._last = None, history, listed
+        if self.memory.losses > losses:
+            log.error("etcd has lost data; the node goes on with what its cluster had")
+            self._joined_at = 0
+            self._unrecorded = [one for one in (*self.map.members, *self.map.absent) if one.name != self.name]
+        return True
 
     def _take_lots(self, listed: Listed) -> None:
         """Take the number of lots; ConfigError if its record can't be read."""
         record, _ = listed.values.get(self._folder + _LOTS, (b"", 0))
         if record:
             self.lots, self._lacks_lots = lots_in(record), False
-        elif not self.lots and listed.values:
+        elif not self.lots and any(not key.startswith(self._etcd.reach.history) for key in listed.values):
             self.lots = LOTS
         else:
             self._lacks_lots = self.lots != LOTS
