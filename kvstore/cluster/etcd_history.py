@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
+import random
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +27,7 @@ __all__ = ["EtcdMemory", "History"]
 
 log = logging.getLogger(__name__)
 
+_SYSTEM_CHANCE = random.SystemRandom()
 _GAP = 1 << 32  # between the offsets of histories, at most: a later one is above what every node remembers
 
 
@@ -35,19 +36,22 @@ class History(NamedTuple):
 
     offset: int = 0
     id: str = ""  # "": it has no record
+    lots: int = 0  # of the cluster
 
     @classmethod
     def of(cls, values: Mapping[bytes, tuple[bytes, int]], prefix: bytes) -> History:
         """The one that counts among the records below a prefix."""
         found = [cls()]
         for key, (value, _) in values.items():
-            if key.startswith(prefix) and value.isdigit():
-                found.append(cls(int(value), key.removeprefix(prefix).decode(errors="replace")))
+            if key.startswith(prefix):
+                with suppress(ValueError):
+                    offset, lots = map(int, value.split())
+                    found.append(cls(offset, key.removeprefix(prefix).decode(errors="replace"), lots))
         return max(found)
 
     def record(self) -> bytes:
         """The value of its record."""
-        return b"%d" % self.offset
+        return b"%d %d" % (self.offset, self.lots)
 
 
 @dataclass
@@ -61,8 +65,10 @@ class _Seen:
 class EtcdMemory:
     """What a node remembers of its cluster's etcd, in a file if there is one. Used in its event loop only."""
 
-    def __init__(self, cluster: str, file: Path | None = None) -> None:
-        self._file, self._seen = file, _Seen(cluster)
+    def __init__(
+        self, cluster: str, file: Path | None = None, *, chance: random.Random = _SYSTEM_CHANCE
+    ) -> None:
+        self._file, self._seen, self._chance = file, _Seen(cluster), chance
         with suppress(OSError, ValueError, TypeError):
             if file is not None and (seen := _Seen(**json.loads(file.read_text("utf-8")))).cluster == cluster:
                 self._seen = seen
@@ -77,10 +83,10 @@ class EtcdMemory:
         """How often etcd was found to have lost data."""
         return self._seen.losses
 
-    def next(self) -> History:
-        """The next history after what is remembered."""
-        after = self._seen.revision and self._seen.revision + secrets.randbelow(_GAP)
-        return History(after, secrets.token_hex(8))
+    def next(self, lots: int) -> History:
+        """The next history after what is remembered, of a cluster with this number of lots."""
+        after = self._seen.revision and self._seen.revision + self._chance.randrange(_GAP)
+        return History(after, f"{self._chance.getrandbits(64):016x}", lots)
 
     def takes(self, history: History, revision: int) -> bool:
         """Take a list's revision; False if etcd has lost data since, and no history says so yet."""

@@ -5,8 +5,8 @@ lease's time after it is back, unless all members reappear sooner; likewise if a
 time: members are removed one at a time. A lease is kept alive for as long as it exists. A node whose record was
 replaced by another process leaves the record to that process, and reports that until it is restarted. Each step ends
 within etcd's deadline, and is retried a moment later.
-All members place by one number of lots, which the cluster's first member writes to etcd; without that record, a node of
-an earlier version was the first, and the number is 8,192.
+All members place by one number of lots, which the cluster's first member decides and each history of etcd's data has;
+if a node of an earlier version was the first, the number is 8,192.
 What it doesn't do: affect the path of a block. A node serves the same blocks whether it is a member or not.
 """
 
@@ -239,7 +239,7 @@ class Membership:
                 if not await self._etcd.keep(lease):
                     lease = 0
                     continue
-                await self._agree()
+                await self._agree_on_lots()
                 if self._found_lease != lease:  # else it may be our own of an earlier lease, which has an end
                     member = self._member or member  # it may be in another state by now
                     again = self._joined_at > 0
@@ -261,21 +261,18 @@ class Membership:
             except EtcdAway as error:
                 await self._retry(error)
 
-    async def _agree(self) -> None:
-        """Make sure that the cluster has a number of lots, the first member's, and its etcd a history."""
+    async def _agree_on_lots(self) -> None:
+        """Wait for the number of lots, which a history has; write it where earlier versions find it."""
         await self._has_list.wait()
+        if self._lacks_lots:
+            await self._etcd.put(self._folder + _LOTS, lots_record(self.lots), 0, only_new=True)
+
+    async def _write_again(self) -> None:
+        """Name a new history if etcd has lost data; then write what it had: deletions wait for absent nodes."""
         if self._unnamed_top is not None:
-            new, folder = self.memory.next(), self._folder
+            new, folder = self.memory.next(self.lots or CLUSTER_LOTS), self._folder
             key = self._etcd.reach.history + new.id.encode()
             await self._etcd.claim(key, new.record(), 0, within=folder, top=self._unnamed_top, there=())
-        if self._lacks_lots:
-            key = self._folder + _LOTS
-            await self._etcd.put(key, lots_record(self.lots or CLUSTER_LOTS), 0, only_new=True)
-            self.lots = lots_in((await self._etcd.value(key)).value)
-            self._lacks_lots = False
-
-    async def _record_others(self) -> None:
-        """Write the records of nodes that may have data, if etcd has lost them: deletions wait for absent nodes."""
         for one in list(self._unrecorded):
             known, gone = self._known(one), self._gone(one)
             is_new = await self._etcd.put(known, one.encoded(), 0, only_new=True, unless=gone)
@@ -291,7 +288,7 @@ class Membership:
                     async for listed in lists:
                         self._answered()
                         self._take(listed)
-                        await self._record_others()
+                        await self._write_again()
             except EtcdAway as error:
                 await self._retry(error)
 
@@ -337,11 +334,11 @@ class Membership:
         """The members of a list, and all nodes that are known to have been members."""
         members, known, early = list[Member](), list[Member](), set[bytes]()
         for key, (value, _) in listed.values.items():
-            if key.startswith(self._etcd.reach.history):
+            if key.startswith(self._etcd.reach.history) or key == self._folder + _LOTS:
                 continue
             kind = members if key.startswith(self._members) else known
             if kind is known and key.startswith(self._folder + _EARLY):
-                early |= {key} - {self._folder + _LOTS}
+                early.add(key)
                 continue
             try:
                 kind.append(Member.decoded(value))
@@ -361,6 +358,7 @@ class Membership:
             self._unnamed_top = listed.top
             return False
         self._unnamed_top, self._history, self._last = None, history, listed
+        self._has_list.set()
         if self.memory.losses > losses:
             log.error("etcd has lost data; the node goes on with what its cluster had")
             self._joined_at = 0
@@ -370,13 +368,13 @@ class Membership:
     def _take_lots(self, listed: Listed) -> None:
         """Take the number of lots; ConfigError if its record can't be read."""
         record, _ = listed.values.get(self._folder + _LOTS, (b"", 0))
-        if record:
-            self.lots, self._lacks_lots = lots_in(record), False
-        elif not self.lots and any(not key.startswith(self._etcd.reach.history) for key in listed.values):
+        told = lots_in(record) if record else 0
+        lots = History.of(listed.values, self._etcd.reach.history).lots or told
+        if lots:
+            self.lots = lots
+        elif not self.lots and listed.values:
             self.lots = LOTS
-        else:
-            self._lacks_lots = self.lots != LOTS
-        self._has_list.set()
+        self._lacks_lots = not told and self.lots != LOTS
 
     def _is_held_back(self, members: Iterable[Member]) -> bool:
         """Whether missing members may be back in a moment: all of them after etcd is back, otherwise all but the first.
