@@ -7,7 +7,7 @@ import os
 import random
 from collections import defaultdict
 from contextlib import suppress
-from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,9 @@ class World:
             name += "'"  # an empty folder
         if name in {one.member.name for one in self.processes}:
             self.copied.add(name)
-            self.memories[name] = deepcopy(self.memories[name])
+            copy = EtcdMemory("test", chance=self.memories[name]._chance)
+            copy._seen = replace(self.memories[name]._seen)
+            self.memories[name] = copy
         self._ports += 1
         self.processes.append(Process(self.etcd, self.rng, name, self._ports, self.memories[name]))
 

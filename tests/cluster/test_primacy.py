@@ -67,7 +67,8 @@ class World:
         self.drives: dict[str, dict[str, tuple[int, list[str]]]] = {
             f"node{number}": {} for number in range(4)
         }
-        self.memories = {name: EtcdMemory("test", chance=random.Random(seed)) for name in self.drives}
+        chance = random.Random(seed)
+        self.memories = {name: EtcdMemory("test", chance=chance) for name in self.drives}
         self.backup: tuple[Any, ...] | None = None
         self.nodes: dict[str, Node] = {}
         self.history: list[Call] = []
