@@ -1,8 +1,8 @@
 """Finds nodes of a cluster that have stopped answering, so that they cost a client one short wait in all.
 
-If a call has been under way for `CLUSTER_PROBE_AFTER_MS`, or has failed for want of an answer, its node is probed beside
-it. A node that doesn't answer a probe within `CLUSTER_PROBE_MS` is silent: its client is closed, so all calls to it
-end, and it is not called again until it has answered a probe. The probes are made in the background, with pauses.
+If a call has been under way for `CLUSTER_PROBE_AFTER_MS`, or has failed for want of an answer, its node is probed
+beside it. A node that doesn't answer a probe within `CLUSTER_PROBE_MS` is silent: its client is closed, so all calls to
+it end, and it is not called again until it has answered a probe. The probes are made in the background, with pauses.
 
 What always holds: no caller waits for a probe. A node that answers with an error is not silent.
 What it doesn't do: change the map. A node that is slow but answers is used, whatever its calls cost.
@@ -20,7 +20,12 @@ import grpc
 from kvstore.client.channel import close_channel, open_channel
 from kvstore.clock import SystemClock
 from kvstore.errors import ConfigError, NodeUnavailable
-from kvstore.limits import BREAKER_MS_MIN, CLUSTER_PROBE_AFTER_MS, CLUSTER_PROBE_MS, CLUSTER_PROBE_PAUSE_MS_MAX
+from kvstore.limits import (
+    BREAKER_MS_MIN,
+    CLUSTER_PROBE_AFTER_MS,
+    CLUSTER_PROBE_MS,
+    CLUSTER_PROBE_PAUSE_MS_MAX,
+)
 from kvstore.wire import kvstore_pb2, kvstore_pb2_grpc
 
 if TYPE_CHECKING:
@@ -42,7 +47,9 @@ class SilentNodes:
         self._reach, self._drop = reach, drop
         self._changed = threading.Condition()
         self._waiting = Counter[str]()  # calls under way
-        self._heard_ms: dict[str, int] = {}  # when the oldest of these began, or a probe has been answered since
+        self._heard_ms: dict[
+            str, int
+        ] = {}  # when the oldest of these began, or a probe has been answered since
         self._suspects: set[str] = set()  # to be probed now
         self._silent: dict[str, int] = {}  # the pause before its next probe
         self._due_ms: dict[str, int] = {}  # when that is
