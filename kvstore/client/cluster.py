@@ -15,7 +15,7 @@ What always holds: for each block what `Client` promises, with one deadline for 
 succeeds only if both owners have the block; with `acks="any"`, if one has. If an owner lacks a block, or doesn't send
 it in its share of the time, the next node in that order is asked, up to one more than there are replicas. So no block
 is missed while one member is away, or has just come back or joined. A deletion goes to all members, and fails unless
-each has answered. A node that is away costs the first try of its own blocks only.
+each has answered. A node that stops answering costs one short wait in all (`kvstore.client.silent_nodes`).
 A block that an owner lacked and another node had is put back to it in the background (`kvstore.client.repairs`).
 What it doesn't do: copy blocks that nobody reads. Nodes do, if configured to (`kvstore.node.upkeep`).
 """
@@ -39,9 +39,10 @@ from kvstore.client.cluster_puts import ClusterPin, ClusterPuts, merged, now_s, 
 from kvstore.client.cluster_removals import Removals
 from kvstore.client.nodes import Nodes
 from kvstore.client.repairs import Repairs
+from kvstore.client.silent_nodes import SilentNodes
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
-from kvstore.errors import InvalidArgument, KvError, NodeUnavailable, UsageError
+from kvstore.errors import DeadlineExceeded, InvalidArgument, KvError, NodeUnavailable, UsageError
 from kvstore.limits import (
     CLUSTER_CALLS_AT_ONCE,
     CLUSTER_FIRST_TRY_MS,
@@ -117,6 +118,7 @@ class ClusterClient(Handle):
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
         self._removals = Removals(self.nodes, self._each, self._closing, _CLOCK)
+        self._silent = SilentNodes(self.nodes.reach.at, self.nodes.drop)
 
     def register(self, memory: Buffer) -> RegisteredMemory:
         """Register memory for puts to and gets from any node. Close it before the memory is freed.
@@ -194,6 +196,7 @@ class ClusterClient(Handle):
         """
         keys = keys_of(blocks)
         parts = self._owned(keys)
+        attach_s = min(self._call_s(timeout_s), CLUSTER_FIRST_TRY_MS / 1000)
 
         def arm(client: Client, some: list[int]) -> ArmedPuts:
             return client.arm(
@@ -202,11 +205,12 @@ class ClusterClient(Handle):
                 durability=durability,
                 lease_ms=lease_ms,
                 expires_unix_ms=expires_unix_ms,
-                timeout_s=timeout_s,
+                timeout_s=attach_s,
             )
 
         armed = self._each(parts, arm, lambda puts: puts.abandon())
-        return ClusterPuts(keys, [(parts[node], one) for node, one in armed.items()], self._copies)
+        each = [(node, parts[node], one) for node, one in armed.items()]
+        return ClusterPuts(keys, each, self._copies, self._silent)
 
     def get(self, blocks: Sequence[ClusterBlock], *, timeout_s: float | None = None) -> list[Hit | Miss]:
         """As `Client.get`, of the first owner that has it.
@@ -419,6 +423,7 @@ class ClusterClient(Handle):
         >>> ClusterClient([client.target]).close()
         """
         self._closing.set()
+        self._silent.close()
         self.nodes.close()
         self._repairs.close()
         self._threads.shutdown()
@@ -502,6 +507,8 @@ class ClusterClient(Handle):
                 told = [Miss(MissReason.NODE_AWAY, str(answer))] * len(parts[node])
             else:
                 told = answer
+                if any(isinstance(one, Miss) and one.reason is MissReason.NODE_AWAY for one in told):
+                    self._silent.suspect(node)
             for at, outcome in zip(parts[node], told, strict=True):
                 yield node, at, outcome
 
@@ -524,7 +531,13 @@ class ClusterClient(Handle):
 
         def one(node: str) -> R | KvError:
             try:
-                return call(self.nodes.at(node), parts[node])
+                self._silent.check(node)
+                with self._silent.waiting((node,)):
+                    return call(self.nodes.at(node), parts[node])
+            except (NodeUnavailable, DeadlineExceeded) as error:
+                if error.was_tried:
+                    self._silent.suspect(node)
+                return error
             except KvError as error:
                 return error
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.block_calls import Pin
     from kvstore.client.puts import ArmedPuts
+    from kvstore.client.silent_nodes import SilentNodes
 
 __all__ = ["ClusterPin", "ClusterPuts", "merged", "now_s", "seconds_until"]
 
@@ -39,10 +40,15 @@ class ClusterPuts:
     """
 
     def __init__(
-        self, keys: Sequence[bytes], parts: Sequence[tuple[list[int], ArmedPuts | KvError]], copies: int
+        self,
+        keys: Sequence[bytes],
+        parts: Sequence[tuple[str, list[int], ArmedPuts | KvError]],
+        copies: int,
+        silent: SilentNodes,
     ) -> None:
-        self._keys, self._parts, self._copies = keys, parts, copies
-        self._armed = [puts for _, puts in parts if not isinstance(puts, KvError)]
+        """Each part is a node, the places of its keys, and what arming their puts returned."""
+        self._keys, self._parts, self._copies, self._silent = keys, parts, copies, silent
+        self._armed = [puts for _, _, puts in parts if not isinstance(puts, KvError)]
 
     @property
     def has_ended(self) -> bool:
@@ -59,17 +65,21 @@ class ClusterPuts:
         """
         until_s = now_s() + timeout_s
         is_enough = False
-        while not self.has_ended and seconds_until(until_s):
-            for puts in self._armed:
-                puts.wait(min(seconds_until(until_s), _LOOK_S))
-            if not is_enough and all(one.error is None for one in self._told()):
-                is_enough = True
-                until_s = min(until_s, now_s() + CLUSTER_LAST_COPY_MS / 1000)
+        pending = [
+            node for node, _, puts in self._parts if not isinstance(puts, KvError) and not puts.has_ended
+        ]
+        with self._silent.waiting(pending):
+            while not self.has_ended and seconds_until(until_s):
+                for puts in self._armed:
+                    puts.wait(min(seconds_until(until_s), _LOOK_S))
+                if not is_enough and all(one.error is None for one in self._told()):
+                    is_enough = True
+                    until_s = min(until_s, now_s() + CLUSTER_LAST_COPY_MS / 1000)
         return self._told()
 
     def _told(self) -> list[PutResult]:
         told: list[list[PutResult]] = [[] for _ in self._keys]
-        for some, puts in self._parts:
+        for _, some, puts in self._parts:
             if isinstance(puts, KvError):
                 results = [PutResult(self._keys[at], None, puts) for at in some]
             else:

@@ -146,6 +146,13 @@ class Nodes(Handle):
             raise ConfigError(f"{target!r} is not one of the nodes {', '.join(nodes)}.")
         return self._client(target)
 
+    def drop(self, target: str) -> None:
+        """Close the client of a node: its calls end. The next call opens another."""
+        with self._lock:
+            client = self._clients.pop(target, None)
+        if client is not None:
+            client.close()
+
     def first(self) -> Client:
         """The client of the first configured node, whether it is on the map or not. It does not wait.
 
@@ -226,6 +233,8 @@ class RegisteredMemory(Handle):
         with self._lock:
             region = self._regions.get(client)
             if region is None or region.handle is None:
+                for other in [one for one, its in self._regions.items() if its.handle is None]:
+                    del self._regions[other]  # of a client that was closed
                 region = self._regions[client] = client.register(self._memory)
             return region
 

@@ -29,7 +29,7 @@ from kvstore.limits import ETCD_CALL_MS, ETCD_KEEPALIVE_MS, ETCD_RELIST_MS
 from kvstore.wire import etcd_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Mapping
+    from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 
     from google.protobuf.message import Message
 
@@ -65,10 +65,21 @@ class Listed(NamedTuple):
 
     revision: int
     values: Mapping[bytes, tuple[bytes, int]]
-    top: int = 0  # the revision of the latest of these values
+    written: Mapping[bytes, int]  # the revision that wrote each
     is_told: bool = (
         False  # it is the previous list and one change; else there may have been others in between
     )
+
+    @property
+    def top(self) -> int:
+        """The revision of the latest of these values."""
+        return max(self.written.values(), default=0)
+
+    def may_follow(self, earlier: Listed) -> bool:
+        """Whether it can be a later list of the same history: all records written by then are those of that list."""
+        return self.revision >= earlier.revision and all(
+            at > earlier.revision or earlier.written.get(key) == at for key, at in self.written.items()
+        )
 
 
 class Found(NamedTuple):
@@ -157,19 +168,18 @@ class Etcd:
 
     async def listed(self, prefix: bytes) -> Listed:
         """All records with a prefix."""
-        return (await self._list(prefix))[0]
-
-    async def _list(self, prefix: bytes) -> tuple[Listed, dict[bytes, int]]:
-        """The same, with the revision that wrote each."""
         request = pb.EtcdRangeRequest(key=prefix, range_end=_end_of(prefix))
         found = await self._call("KV/Range", request, pb.EtcdRangeResponse)
         values = {one.key: (one.value, one.lease) for one in found.kvs}
         written = {one.key: one.mod_revision for one in found.kvs}
-        return Listed(found.header.revision, values, max(written.values(), default=0)), written
+        return Listed(found.header.revision, values, written)
 
-    async def latest(self, prefix: bytes) -> tuple[int, int]:
-        """The revision of the latest value below a prefix, and how many there are: equal, and the list is the same."""
-        request = pb.EtcdRangeRequest(
+    async def latest(self, prefix: bytes, there: bytes) -> tuple[int, int] | None:
+        """The revision of the latest value below a prefix, and how many there are: equal, and the list is the same.
+
+        None if the key `there` doesn't exist.
+        """
+        wanted = pb.EtcdRangeRequest(
             key=prefix,
             range_end=_end_of(prefix),
             limit=1,
@@ -177,7 +187,13 @@ class Etcd:
             sort_target=_SORT_WRITTEN,
             keys_only=True,
         )
-        found = await self._call("KV/Range", request, pb.EtcdRangeResponse)
+        request = pb.EtcdTxnRequest()
+        request.compare.add(key=there, create_revision=0, result=_GREATER, target=_CREATED)
+        request.success.add(request_range=wanted)
+        answer = await self._call("KV/Txn", request, pb.EtcdTxnResponse)
+        if not answer.succeeded:
+            return None
+        found = answer.responses[0].response_range
         return max((one.mod_revision for one in found.kvs), default=0), found.count
 
     async def value(self, key: bytes) -> Found:
@@ -185,35 +201,36 @@ class Etcd:
         found = await self._call("KV/Range", pb.EtcdRangeRequest(key=key), pb.EtcdRangeResponse)
         return Found(found.kvs[0].value, found.kvs[0].mod_revision) if found.kvs else Found(b"", 0)
 
-    async def claim(self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes) -> bool:
+    async def claim(
+        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, there: Sequence[bytes]
+    ) -> bool:
         """Write a record whose revision is `was` (0: it doesn't exist).
 
-        False, and no change, if its revision differs, a value below `within` is later than `top`, or `own` doesn't
-        exist.
+        False, and no change, if its revision differs, a value below `within` is later than `top`, or a key of `there`
+        doesn't exist.
         """
         request = pb.EtcdTxnRequest()
         request.compare.add(key=key, mod_revision=was, target=_WRITTEN)
         request.compare.add(
             key=within, range_end=_end_of(within), mod_revision=top + 1, result=_LESS, target=_WRITTEN
         )
-        request.compare.add(key=own, create_revision=0, result=_GREATER, target=_CREATED)
+        for one in there:
+            request.compare.add(key=one, create_revision=0, result=_GREATER, target=_CREATED)
         request.success.add(request_put=pb.EtcdPutRequest(key=key, value=value))
         return bool((await self._call("KV/Txn", request, pb.EtcdTxnResponse)).succeeded)
 
     async def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]:
         """Yield all records with a prefix, at each change, and now and then: a watch may have died unnoticed."""
         while True:
-            now, written = await self._list(prefix)
+            now = await self.listed(prefix)
             yield now
-            async with aclosing(self._watched(prefix, now, written)) as lists:
+            async with aclosing(self._watched(prefix, now)) as lists:
                 async for later in lists:
                     yield later
 
-    async def _watched(
-        self, prefix: bytes, now: Listed, written: dict[bytes, int]
-    ) -> AsyncGenerator[Listed, None]:
+    async def _watched(self, prefix: bytes, now: Listed) -> AsyncGenerator[Listed, None]:
         """Yield a list after each change, for a while."""
-        loop, values = asyncio.get_running_loop(), dict(now.values)
+        loop, values, written = asyncio.get_running_loop(), dict(now.values), dict(now.written)
         until_s = loop.time() + ETCD_RELIST_MS / 1000
         create = pb.EtcdWatchCreateRequest(
             key=prefix, range_end=_end_of(prefix), start_revision=now.revision + 1
@@ -238,8 +255,7 @@ class Etcd:
                         else:
                             values[event.kv.key] = (event.kv.value, event.kv.lease)
                             written[event.kv.key] = revision
-                    top = max(written.values(), default=0)
-                    yield Listed(revision, dict(values), top, is_told=True)
+                    yield Listed(revision, dict(values), dict(written), is_told=True)
         finally:
             call.cancel()
 

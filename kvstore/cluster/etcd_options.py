@@ -62,6 +62,11 @@ class EtcdReach:
         return b"/triggerkv/%s/" % self.cluster.encode()
 
     @property
+    def history(self) -> bytes:
+        """The prefix of the records of etcd's histories."""
+        return self.folder + b"history/"
+
+    @property
     def lots(self) -> bytes:
         """The prefix of the sessions' primacy records; not below `folder`, which every node follows."""
         return b"/triggerkv/%s.sessions/" % self.cluster.encode()

@@ -5,8 +5,8 @@ lease's time after it is back, unless all members reappear sooner; likewise if a
 time: members are removed one at a time. A lease is kept alive for as long as it exists. A node whose record was
 replaced by another process leaves the record to that process, and reports that until it is restarted. Each step ends
 within etcd's deadline, and is retried a moment later.
-All members place by one number of lots, which the cluster's first member writes to etcd; without that record, a node of
-an earlier version was the first, and the number is 8,192.
+All members place by one number of lots, which the cluster's first member decides and each history of etcd's data has;
+if a node of an earlier version was the first, the number is 8,192.
 What it doesn't do: affect the path of a block. A node serves the same blocks whether it is a member or not.
 """
 
@@ -20,7 +20,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvstore.cluster.etcd import EtcdAway
+from kvstore.cluster.etcd import EtcdAway, Listed
+from kvstore.cluster.etcd_history import History
 from kvstore.cluster.map import Map, Member, lots_in, lots_record
 from kvstore.cluster.primacy import Primacy
 from kvstore.errors import ConfigError
@@ -28,10 +29,11 @@ from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_LOTS, CLUST
 from kvstore.placement import LOTS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Mapping
+    from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 
     from kvstore.clock import Clock
-    from kvstore.cluster.etcd import Found, Listed
+    from kvstore.cluster.etcd import Found
+    from kvstore.cluster.etcd_history import EtcdMemory
     from kvstore.cluster.etcd_options import EtcdReach
 
 __all__ = ["NO_MAP_DIGEST", "Membership", "digest_of"]
@@ -82,10 +84,10 @@ class _Etcd(Protocol):
     ) -> int: ...
     async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool: ...
     def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
-    async def latest(self, prefix: bytes) -> tuple[int, int]: ...
+    async def latest(self, prefix: bytes, there: bytes) -> tuple[int, int] | None: ...
     async def value(self, key: bytes) -> Found: ...
     async def claim(
-        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes
+        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, there: Sequence[bytes]
     ) -> bool: ...
     async def close(self) -> None: ...
 
@@ -93,9 +95,13 @@ class _Etcd(Protocol):
 class Membership:
     """A node's membership. Used in its event loop only."""
 
-    def __init__(self, etcd: _Etcd, clock: Clock) -> None:
-        self._etcd, self._clock = etcd, clock
+    def __init__(self, etcd: _Etcd, clock: Clock, memory: EtcdMemory) -> None:
+        self._etcd, self._clock, self.memory = etcd, clock, memory
         self._folder = etcd.reach.folder
+        self._unnamed_top: int | None = None  # of a list of a history without a record: its latest change
+        self._history = History()  # of the list that was taken last
+        self._last = Listed(0, {}, {})  # that list
+        self._unrecorded = list[Member]()  # others that the map had, and etcd may have lost
         self._member: Member | None = None
         self.map = Map(0)
         self.lots = 0  # of the cluster; 0: not known yet
@@ -256,13 +262,22 @@ class Membership:
                 await self._retry(error)
 
     async def _agree_on_lots(self) -> None:
-        """Make sure that the cluster has a number of lots: the first member's, also after etcd has lost it."""
+        """Wait for the number of lots, which a history has; write it where earlier versions find it."""
         await self._has_list.wait()
         if self._lacks_lots:
-            key = self._folder + _LOTS
-            await self._etcd.put(key, lots_record(self.lots or CLUSTER_LOTS), 0, only_new=True)
-            self.lots = lots_in((await self._etcd.value(key)).value)
-            self._lacks_lots = False
+            await self._etcd.put(self._folder + _LOTS, lots_record(self.lots), 0, only_new=True)
+
+    async def _write_again(self) -> None:
+        """Name a new history if etcd has lost data; then write what it had: deletions wait for absent nodes."""
+        if self._unnamed_top is not None:
+            new, folder = self.memory.next(self.lots or CLUSTER_LOTS), self._folder
+            key = self._etcd.reach.history + new.id.encode()
+            await self._etcd.claim(key, new.record(), 0, within=folder, top=self._unnamed_top, there=())
+        for one in list(self._unrecorded):
+            known, gone = self._known(one), self._gone(one)
+            is_new = await self._etcd.put(known, one.encoded(), 0, only_new=True, unless=gone)
+            if not is_new and (await self._etcd.value(gone)).value:
+                self._unrecorded = [other for other in self._unrecorded if other != one]
 
     # --- following the map
 
@@ -273,43 +288,36 @@ class Membership:
                     async for listed in lists:
                         self._answered()
                         self._take(listed)
+                        await self._write_again()
             except EtcdAway as error:
                 await self._retry(error)
 
     def _take(self, listed: Listed) -> None:
-        members, known = list[Member](), list[Member]()
         try:
             self._take_lots(listed)
         except ConfigError as error:
             self.outside = str(error)
             log.error("the cluster's map can't be followed: %s", error)  # noqa: TRY400 - it says all
             return
-        early = set()
-        for key, (value, _) in listed.values.items():
-            kind = members if key.startswith(self._members) else known
-            if kind is known and key.startswith(self._folder + _EARLY):
-                early |= {key} - {self._folder + _LOTS}
-                continue
-            try:
-                kind.append(Member.decoded(value))
-            except ConfigError:
-                log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
-        for key in early - self._early:
-            log.error("%s is a node of a version that is too old for this cluster: upgrade it", key.decode())
-        self._early = early
+        if not self._take_history(listed):
+            return
+        number = self._history.offset + listed.revision
+        members, known = self._nodes_of(listed)
         if self._member is not None:
             self._look_for_ourselves(self._member, listed)
             found = self._found_lease if self._found_lease in self.leases else 0
             self.primacy.listed(
-                Map.of(listed.revision, members, lots=self.lots or LOTS),
+                Map.of(number, members, lots=self.lots or LOTS),
                 top=listed.top,
                 count=len(listed.values),
                 has_gap=not listed.is_told,
                 own=(self._member.name, found, self._key(self._member)),
+                history=self._etcd.reach.history + self._history.id.encode(),
+                losses=self.memory.losses,
             )
-        if listed.revision <= self.map.revision or self._is_held_back(members):
+        if number <= self.map.revision or self._is_held_back(members):
             return  # a list held back is listed again
-        now = Map.of(listed.revision, members, absent=known, lots=self.lots or LOTS)
+        now = Map.of(number, members, absent=known, lots=self.lots or LOTS)
         before, self.map = self.map, now
         self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
         self.digest = digest_of(self.map.members, self.lease_of, self.map.absent)
@@ -318,19 +326,55 @@ class Membership:
                 ", ".join(one.node for one in some) or "none" for some in (self.map.members, self.map.absent)
             )
             log.info("the cluster's nodes: %s; absent: %s", there, absent)
+        self.memory.save()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def _nodes_of(self, listed: Listed) -> tuple[list[Member], list[Member]]:
+        """The members of a list, and all nodes that are known to have been members."""
+        members, known, early = list[Member](), list[Member](), set[bytes]()
+        for key, (value, _) in listed.values.items():
+            if key.startswith(self._etcd.reach.history) or key == self._folder + _LOTS:
+                continue
+            kind = members if key.startswith(self._members) else known
+            if kind is known and key.startswith(self._folder + _EARLY):
+                early.add(key)
+                continue
+            try:
+                kind.append(Member.decoded(value))
+            except ConfigError:
+                log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
+        for key in early - self._early:
+            log.error("%s is a node of a version that is too old for this cluster: upgrade it", key.decode())
+        self._early = early
+        self._unrecorded = [one for one in self._unrecorded if self._known(one) not in listed.values]
+        return members, known + self._unrecorded
+
+    def _take_history(self, listed: Listed) -> bool:
+        """Take the history that a list is of; False if a new one must be named first, because etcd has lost data."""
+        history, losses = History.of(listed.values, self._etcd.reach.history), self.memory.losses
+        is_lost = history == self._history and not listed.may_follow(self._last)
+        if is_lost or not self.memory.takes(history, listed.revision):
+            self._unnamed_top = listed.top
+            return False
+        self._unnamed_top, self._history, self._last = None, history, listed
+        self._has_list.set()
+        if self.memory.losses > losses:
+            log.error("etcd has lost data; the node goes on with what its cluster had")
+            self._joined_at = 0
+            self._unrecorded = [one for one in (*self.map.members, *self.map.absent) if one.name != self.name]
+        return True
 
     def _take_lots(self, listed: Listed) -> None:
         """Take the number of lots; ConfigError if its record can't be read."""
         record, _ = listed.values.get(self._folder + _LOTS, (b"", 0))
-        if record:
-            self.lots, self._lacks_lots = lots_in(record), False
+        told = lots_in(record) if record else 0
+        lots = History.of(listed.values, self._etcd.reach.history).lots or told
+        if lots:
+            self.lots = lots
         elif not self.lots and listed.values:
             self.lots = LOTS
-        else:
-            self._lacks_lots = self.lots != LOTS
-        self._has_list.set()
+        self._lacks_lots = not told and self.lots != LOTS
 
     def _is_held_back(self, members: Iterable[Member]) -> bool:
         """Whether missing members may be back in a moment: all of them after etcd is back, otherwise all but the first.

@@ -11,10 +11,14 @@ A node orders the sessions of a lot while both of these hold:
 began a request in which etcd confirmed that. The list contains its own record, under its own lease.
 2. The record of the lot names it, under that lease, as read after the last change of the list.
 
-It takes a lot that another process has ordered only when it has been the lot's home for SESSIONS_TAKING_MS, without a
+It takes a lot that it has not ordered so far only when it has been the lot's home for SESSIONS_TAKING_MS, without a
 gap in 1. By then no other process can still believe it is the home: etcd would have to have confirmed that less than
 SESSIONS_KNOWN_MS ago. It takes the lot in one transaction that fails if a member's record was written since, or its own
 is gone. A later home finds that the lot was taken.
+
+If etcd has lost its data, the epochs there begin again. Sessions are compared on one node only, so each node adds to
+them the number of histories of etcd that its folder has seen the end of, as the higher bits: what it stored in an
+earlier history counts as missing (`kvstore.cluster.etcd_history`).
 
 What always holds: times are of a clock that runs while a process is stopped; the right to order is checked before and
 after each step, so a step of a process that was stopped in between is not acknowledged.
@@ -30,9 +34,17 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.cluster.etcd import EtcdAway
 from kvstore.errors import DeadlineExceeded, WrongEpoch
-from kvstore.limits import CLUSTER_CONFIRM_MS, SESSIONS_KNOWN_MS, SESSIONS_RETRY_MS, SESSIONS_TAKING_MS
+from kvstore.limits import (
+    CLUSTER_CONFIRM_MS,
+    SESSIONS_EPOCHS_MAX,
+    SESSIONS_KNOWN_MS,
+    SESSIONS_RETRY_MS,
+    SESSIONS_TAKING_MS,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore.clock import Clock
     from kvstore.cluster.etcd import Found
     from kvstore.cluster.etcd_options import EtcdReach
@@ -61,10 +73,10 @@ class _Record(NamedTuple):
 class _Etcd(Protocol):
     reach: EtcdReach
 
-    async def latest(self, prefix: bytes) -> tuple[int, int]: ...
+    async def latest(self, prefix: bytes, there: bytes) -> tuple[int, int] | None: ...
     async def value(self, key: bytes) -> Found: ...
     async def claim(
-        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes
+        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, there: Sequence[bytes]
     ) -> bool: ...
 
 
@@ -74,6 +86,7 @@ class Primacy:
     def __init__(self, etcd: _Etcd, clock: Clock) -> None:
         self._etcd, self._clock = etcd, clock
         self._name, self._lease, self._own = "", 0, b""
+        self._history, self._losses = b"", 0  # the key of etcd's history, and how many have ended
         self._top = self._count = -1  # of the list: its latest change, and how many records it has
         self._known_ns = self._asked_ns = (
             _NEVER  # the list is known to be the latest until; and was asked for at
@@ -84,9 +97,24 @@ class Primacy:
 
     # --- changes of the members
 
-    def listed(self, now: Map, *, top: int, count: int, has_gap: bool, own: tuple[str, int, bytes]) -> None:
+    def listed(
+        self,
+        now: Map,
+        *,
+        top: int,
+        count: int,
+        has_gap: bool,
+        own: tuple[str, int, bytes],
+        history: bytes,
+        losses: int,
+    ) -> None:
         """Process a list: its latest change, its number of records, and whether an earlier one may have been missed."""
         at_ns = self._clock.monotonic_ns()
+        if history != self._history:  # what was known of the list, and of the lots, is of another history
+            self._history, self._losses = history, losses
+            self._top = self._count = -1
+            self._known_ns = self._since_ns = _NEVER
+            has_gap = True
         is_new = (top, count) != (self._top, self._count)
         if (is_new and has_gap) or own != (self._name, self._lease, self._own):
             self._since_ns = at_ns
@@ -104,10 +132,11 @@ class Primacy:
         while True:
             asked_ns, pause_ms = self._clock.monotonic_ns(), CLUSTER_CONFIRM_MS
             try:
-                latest = await self._etcd.latest(self._etcd.reach.folder)
+                history = self._history
+                latest = await self._etcd.latest(self._etcd.reach.folder, history)
             except EtcdAway:
                 latest = None
-            if latest == (self._top, self._count):
+            if latest == (self._top, self._count) and history == self._history:
                 if self._clock.monotonic_ns() > self._known_ns:
                     self._since_ns = self._clock.monotonic_ns()
                     self._terms.clear()
@@ -161,27 +190,29 @@ class Primacy:
 
     async def _take(self, lot: int, tenant: str, user: str) -> int:
         """Make sure that the lot's record names this node."""
-        list_now, top, lease = (self._top, self._count), self._top, self._lease
+        list_now, top, lease = (self._history, self._top, self._count), self._top, self._lease
         key = self._etcd.reach.lots + b"%04d" % lot
         try:
             found = await self._etcd.value(key)
             was = _record(found.value)
             if was is None or was[:2] != (self._name, lease):
-                if was is not None and not self._is_settled(tenant, user):
+                if not self._is_settled(tenant, user):
                     raise WrongEpoch("The node takes this user's sessions over in a moment.")
                 epoch = 0 if was is None else was.epoch + (was.node != self._name)
                 record = json.dumps([self._name, lease, epoch], separators=(",", ":")).encode()
-                within, own = self._etcd.reach.folder, self._own
-                if not await self._etcd.claim(key, record, found.revision, within=within, top=top, own=own):
+                within, there = self._etcd.reach.folder, (self._own, self._history)
+                if not await self._etcd.claim(
+                    key, record, found.revision, within=within, top=top, there=there
+                ):
                     raise WrongEpoch("The members of the cluster have changed.")
             else:
                 epoch = was.epoch
         except EtcdAway as error:
             raise WrongEpoch(f"The node can't find out who orders this user's sessions: {error}") from error
-        if list_now != (self._top, self._count) or lease != self._lease:
+        if list_now != (self._history, self._top, self._count) or lease != self._lease:
             raise WrongEpoch("The members of the cluster have changed.")
         self._check_home(tenant, user)
-        self._terms[lot] = epoch
+        self._terms[lot] = epoch = epoch + self._losses * SESSIONS_EPOCHS_MAX
         return epoch
 
 

@@ -158,6 +158,7 @@ def _of_cluster(membership: Membership | None) -> list[Metric]:
     absent = 0 if membership is None else len(membership.map.absent)
     is_member = membership is not None and not membership.outside
     away_ms = 0 if membership is None else membership.away_ms
+    losses = 0 if membership is None else membership.memory.losses
     return [
         _gauge("kvstore_cluster_members", "Nodes on this node's map of the cluster.", members),
         _gauge(
@@ -170,6 +171,11 @@ def _of_cluster(membership: Membership | None) -> list[Metric]:
             "kvstore_cluster_etcd_away_seconds",
             "Seconds since etcd last answered; 0 if it is answering.",
             away_ms / 1000,
+        ),
+        _counter(
+            "kvstore_cluster_etcd_losses_total",
+            "How often etcd was found to have lost data that it had confirmed.",
+            losses,
         ),
     ]
 

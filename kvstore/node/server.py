@@ -276,9 +276,11 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
     if (cluster := config.cluster) is None:
         return
     from kvstore.cluster.etcd import Etcd  # noqa: PLC0415 - needed only in a cluster
+    from kvstore.cluster.etcd_history import EtcdMemory  # noqa: PLC0415 - the same
     from kvstore.cluster.membership import Membership  # noqa: PLC0415 - the same
 
-    node.membership = Membership(Etcd(cluster.etcd), node.clock)
+    memory = EtcdMemory(cluster.etcd.cluster, config.data / "cluster.json")
+    node.membership = Membership(Etcd(cluster.etcd), node.clock, memory)
     if (told := cluster.upkeep) is None:
         return
     from kvstore.node.peers import Peers  # noqa: PLC0415 - the same

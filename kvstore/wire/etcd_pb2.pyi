@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 4486187248239f368385b72267f1f21c
+# Generated from proto sources with BLAKE2b 7293b9a713ab3e176d7d08b3ba84b651
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -86,12 +86,14 @@ class EtcdDeleteRangeRequest(_message.Message):
     def __init__(self, key: _Optional[bytes] = ...) -> None: ...
 
 class EtcdRequestOp(_message.Message):
-    __slots__ = ("request_put", "request_delete_range")
+    __slots__ = ("request_range", "request_put", "request_delete_range")
+    REQUEST_RANGE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_PUT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_DELETE_RANGE_FIELD_NUMBER: _ClassVar[int]
+    request_range: EtcdRangeRequest
     request_put: EtcdPutRequest
     request_delete_range: EtcdDeleteRangeRequest
-    def __init__(self, request_put: _Optional[_Union[EtcdPutRequest, _Mapping]] = ..., request_delete_range: _Optional[_Union[EtcdDeleteRangeRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_range: _Optional[_Union[EtcdRangeRequest, _Mapping]] = ..., request_put: _Optional[_Union[EtcdPutRequest, _Mapping]] = ..., request_delete_range: _Optional[_Union[EtcdDeleteRangeRequest, _Mapping]] = ...) -> None: ...
 
 class EtcdTxnRequest(_message.Message):
     __slots__ = ("compare", "success")
@@ -101,13 +103,21 @@ class EtcdTxnRequest(_message.Message):
     success: _containers.RepeatedCompositeFieldContainer[EtcdRequestOp]
     def __init__(self, compare: _Optional[_Iterable[_Union[EtcdCompare, _Mapping]]] = ..., success: _Optional[_Iterable[_Union[EtcdRequestOp, _Mapping]]] = ...) -> None: ...
 
+class EtcdResponseOp(_message.Message):
+    __slots__ = ("response_range",)
+    RESPONSE_RANGE_FIELD_NUMBER: _ClassVar[int]
+    response_range: EtcdRangeResponse
+    def __init__(self, response_range: _Optional[_Union[EtcdRangeResponse, _Mapping]] = ...) -> None: ...
+
 class EtcdTxnResponse(_message.Message):
-    __slots__ = ("header", "succeeded")
+    __slots__ = ("header", "succeeded", "responses")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SUCCEEDED_FIELD_NUMBER: _ClassVar[int]
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
     header: EtcdHeader
     succeeded: bool
-    def __init__(self, header: _Optional[_Union[EtcdHeader, _Mapping]] = ..., succeeded: bool = ...) -> None: ...
+    responses: _containers.RepeatedCompositeFieldContainer[EtcdResponseOp]
+    def __init__(self, header: _Optional[_Union[EtcdHeader, _Mapping]] = ..., succeeded: bool = ..., responses: _Optional[_Iterable[_Union[EtcdResponseOp, _Mapping]]] = ...) -> None: ...
 
 class EtcdLeaseGrantRequest(_message.Message):
     __slots__ = ("ttl_s",)

@@ -19,9 +19,10 @@ from kvstore.cluster.etcd_options import EtcdReach
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import AsyncGenerator, Coroutine, Iterable
+    from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 
 CALL_S = 2.0
+HISTORY = b"/triggerkv/test/history/"
 
 
 class _Selector(selectors.SelectSelector):
@@ -82,6 +83,7 @@ class FakeEtcd:
         self.past: list[Listed] = []  # all lists that there ever were, one change each
         self.leases: dict[int, tuple[float, int]] = {}  # until when, and for how long it is kept
         self.joined: dict[bytes, int] = {}  # by whose lease, last
+        self.lives = 0  # how often it has lost data
         self._ids = itertools.count(1)
         self.changed = asyncio.Condition()
 
@@ -121,16 +123,39 @@ class FakeEtcd:
     def latest(self) -> tuple[int, int]:
         return max(self.written.values(), default=0), len(self.values)
 
-    def claim(self, key: bytes, value: bytes, was: int, top: int, own: bytes) -> bool:
+    async def claim(self, key: bytes, value: bytes, was: int, top: int, there: Sequence[bytes]) -> bool:
         if (
             self.lots.get(key, Found(b"", 0)).revision != was
             or self.latest()[0] > top
-            or own not in self.values
+            or not self.values.keys() >= set(there)
         ):
             return False
         self.revision += 1
-        self.lots[key] = Found(value, self.revision)
+        if key.startswith(HISTORY):
+            self._write(key, value, 0)
+            await self.tell()
+        else:
+            self.lots[key] = Found(value, self.revision)
         return True
+
+    def state(self) -> tuple[Any, ...]:
+        """All of its data, as a backup has it."""
+        return self.revision, dict(self.values), dict(self.written), dict(self.lots), dict(self.gone)
+
+    async def restore(self, state: tuple[Any, ...] = (1, {}, {}, {}, {})) -> None:
+        """Have this data again, or none. Leases begin anew; who follows the list hears of it."""
+        self.revision, self.values, self.written, self.lots, self.gone = (
+            state[0],
+            *(dict(part) for part in state[1:]),
+        )
+        now_s = asyncio.get_running_loop().time()
+        kept = {lease for _, lease in self.values.values()}
+        self.leases = {one: (now_s + ttl_s, ttl_s) for one, (_, ttl_s) in self.leases.items() if one in kept}
+        for lease in kept - {0, *self.leases}:
+            self.leases[lease] = (now_s + 5, 5)
+        self.lives += 1
+        async with self.changed:
+            self.changed.notify_all()
 
     async def drop(self, leases: list[int]) -> None:
         for lease in leases:
@@ -158,10 +183,10 @@ class FakeEtcd:
 
     def known(self) -> set[str]:
         """Names of nodes that have a record, be it of a member or of one that is absent."""
-        return {key.rpartition(b"/")[2].decode() for key in self.values} - {"lots"}
+        return {key.rpartition(b"/")[2].decode() for key in self.values if b"/history/" not in key} - {"lots"}
 
     def listed(self) -> Listed:
-        return Listed(self.revision, dict(self.values), self.latest()[0])
+        return Listed(self.revision, dict(self.values), dict(self.written))
 
 
 class FakeClient:
@@ -226,21 +251,25 @@ class FakeClient:
     async def follow(self, _prefix: bytes) -> AsyncGenerator[Listed, None]:
         while True:
             await self._reach()
-            told, now = len(self._etcd.past), self._etcd.listed()
+            told, now, lives = len(self._etcd.past), self._etcd.listed(), self._etcd.lives
             yield now
             for _ in range(self._rng.randrange(1, 6)):  # then it looks at the whole again
                 with suppress(TimeoutError):
                     async with asyncio.timeout(1), self._etcd.changed:
-                        await self._etcd.changed.wait_for(lambda: len(self._etcd.past) > told)  # noqa: B023
+                        await self._etcd.changed.wait_for(
+                            lambda: len(self._etcd.past) > told or self._etcd.lives > lives  # noqa: B023
+                        )
                 await self._reach()
+                if self._etcd.lives > lives:
+                    raise EtcdAway("etcd: its process has ended")
                 for told in range(told + 1, len(self._etcd.past) + 1):  # noqa: B020
                     yield self._etcd.past[told - 1]
 
-    async def latest(self, _prefix: bytes) -> tuple[int, int]:
+    async def latest(self, _prefix: bytes, there: bytes) -> tuple[int, int] | None:
         if self.tells_no_latest:
             raise EtcdAway("etcd: no answer to this question")
         await self._reach()
-        found = self._etcd.latest()
+        found = self._etcd.latest() if there in self._etcd.values else None
         await self._reach()
         return found
 
@@ -251,10 +280,12 @@ class FakeClient:
         await self._reach()
         return found
 
-    async def claim(self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, own: bytes) -> bool:
+    async def claim(
+        self, key: bytes, value: bytes, was: int, *, within: bytes, top: int, there: Sequence[bytes]
+    ) -> bool:
         del within
         await self._reach()
-        claimed = self._etcd.claim(key, value, was, top, own)
+        claimed = await self._etcd.claim(key, value, was, top, there)
         await self._reach()
         return claimed
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
+from kvstore.cluster.etcd_history import EtcdMemory
 from kvstore.cluster.membership import Membership
 from kvstore.miss import Miss, MissReason
 from kvstore.node.block_calls import BlocksService
@@ -156,6 +157,7 @@ class Store:
         self._rng = rng
         self.blocks: dict[Name, Entry] = {}
         self.leases: dict[Name, int] = {}  # under which they arrived
+        self.memory = EtcdMemory("test")
         self.is_full = False
         self._last = 0
         self.drives, self.keeping, self.manifests = [self], self, self
@@ -265,7 +267,7 @@ class Process:
     def __init__(self, etcd: FakeEtcd, network: Network, member: Member, store: Store) -> None:
         self.rng, self.store, self.member, self.network = network.rng, store, member, network
         self.way, clock = FakeClient(etcd, self.rng), LoopClock()
-        self.membership = Membership(self.way, clock)
+        self.membership = Membership(self.way, clock, store.memory)
         self.node: Any = SimpleNamespace(
             clock=clock,
             store=store,

@@ -263,3 +263,33 @@ def test_a_client_that_does_not_place_by_lots_gets_members_that_can_not_be_reach
             call = stub.Map(cluster_pb2.MapRequest(places_by_lots=knows), timeout=10)
             assert sorted(one.node for one in next(call).members) == nodes
             call.cancel()
+
+
+@pytest.mark.parametrize("backup", [False, True], ids=["lost", "restored"])
+def test_when_etcd_has_lost_data_the_maps_go_on(cluster: Cluster, *, backup: bool) -> None:
+    """A node that dies afterwards leaves the nodes' maps and the clients'; nobody is started anew."""
+    cluster.fill()
+    (member,) = cluster.etcd.members
+    data = member.folder / member.name
+    if backup:
+        member.kill()
+        shutil.copytree(data, cluster.folder / "backup")
+        member.start(cluster.etcd.members)
+        wait_until(lambda: "etcd has not" not in command(cluster.nodes[0]).stdout, "etcd is back", WAIT_S)
+    fourth = cluster.add(cluster.folder / "node3")
+    cluster.settled(cluster.nodes)
+    fourth.kill()
+    cluster.settled(cluster.nodes[:3])
+    member.kill()
+    shutil.rmtree(data)
+    if backup:
+        shutil.copytree(cluster.folder / "backup", data)
+    revision = cluster.client.map.revision
+    member.start(cluster.etcd.members)
+    wait_until(lambda: cluster.client.map.revision > revision, "a map of the new history", WAIT_S)
+    cluster.settled(cluster.nodes[:3])
+    assert [one.node for one in cluster.client.map.absent] == [fourth.target], "no deletion does without it"
+    cluster.nodes[2].kill()
+    cluster.settled(cluster.nodes[:2])
+    fourth.start()
+    cluster.settled([*cluster.nodes[:2], fourth])

@@ -166,30 +166,31 @@ def test_a_record_is_claimed_by_the_latest_list_or_not_at_all(etcd: RealEtcd) ->
         lease = await ours.grant(30)
 
         async def claim(value: bytes, was: int, top: int) -> bool:
-            return await ours.claim(lot, value, was, within=folder, top=top, own=own)
+            return await ours.claim(lot, value, was, within=folder, top=top, there=(own,))
 
-        assert await ours.latest(folder) == (0, 0)
+        assert await ours.latest(folder, own) is None, "the key that it goes by isn't there"
         assert not await claim(b"one", 0, 0), "its own record is not there"
         top = await ours.put(own, b"a node", lease)
         following = ours.follow(folder)
         listed = await anext(following)
-        assert await ours.latest(folder) == (listed.top, len(listed.values)) == (top, 1)
+        assert await ours.latest(folder, own) == (listed.top, len(listed.values)) == (top, 1)
         assert not await claim(b"one", 0, top - 1), "the list is an older one"
         assert await claim(b"one", 0, top)
         found = await ours.value(lot)
         assert found.value == b"one"
-        assert await ours.latest(folder) == (top, 1), "it is no part of the list"
+        assert await ours.latest(folder, own) == (top, 1), "it is no part of the list"
         assert not await claim(b"two", 0, top), "somebody has it"
         assert await claim(b"two", found.revision, top)
         later = await ours.put(folder + b"nodes/b", b"another", lease, lasting=folder + b"known/b")
         told = await anext(following)
         assert (told.top, told.is_told, len(told.values)) == (later, True, 3)
-        assert await ours.latest(folder) == (later, 3)
+        assert await ours.latest(folder, own) == (later, 3)
         found = await ours.value(lot)
         assert not await claim(b"three", found.revision, top)
         await ours.revoke(lease)
         gone = await anext(following)
-        assert (await ours.latest(folder))[1] == 1
+        assert await ours.latest(folder, own) is None
+        assert await ours.latest(folder, folder + b"known/b") == (later, 1)
         assert not await claim(b"three", found.revision, gone.top)
         assert await ours.value(b"/triggerkv/claims.sessions/none") == (b"", 0)
         await following.aclose()

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections import defaultdict
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstore.cluster.etcd import EtcdAway, Listed
+from kvstore.cluster.etcd_history import EtcdMemory
 from kvstore.cluster.map import TOO_OLD, Map, Member, lots_record
 from kvstore.cluster.membership import Membership
 from kvstore.limits import CLUSTER_LOTS
 from kvstore.placement import LOTS
-from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock, run
+from tests.cluster.simulated import HISTORY, FakeClient, FakeEtcd, LoopClock, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SEEDS = int(os.environ.get("TRIGGERKV_CLUSTER_SEEDS", "150"))
 STEPS = 25
@@ -28,10 +33,12 @@ SETTLED_S = 30.0  # a lease, a call's deadline, a pause, the same again, and a m
 class Process:
     """One process of a node: a folder's name, and an address of its own."""
 
-    def __init__(self, etcd: FakeEtcd, rng: random.Random, name: str, port: int) -> None:
+    def __init__(
+        self, etcd: FakeEtcd, rng: random.Random, name: str, port: int, memory: EtcdMemory | None = None
+    ) -> None:
         self.way = FakeClient(etcd, rng)
         self.member = Member(name, f"10.0.0.1:{port}")
-        self.membership = Membership(self.way, LoopClock())
+        self.membership = Membership(self.way, LoopClock(), memory or EtcdMemory("test"))
         self.revisions = [0]
         self.membership.start()
         self.membership.join(self.member)
@@ -61,6 +68,10 @@ class World:
         self.processes: list[Process] = []  # that are alive, in the order in which they began
         self.copied: set[str] = set()
         self.may_come_back: set[str] = set()  # that were members, have ended and were not forgotten since
+        self.memories: dict[str, EtcdMemory] = defaultdict(
+            partial(EtcdMemory, "test", chance=random.Random(seed))
+        )
+        self.backup: tuple[Any, ...] | None = None
         self._ports = 1000
 
     def begin(self, name: str) -> None:
@@ -68,8 +79,11 @@ class World:
             name += "'"  # an empty folder
         if name in {one.member.name for one in self.processes}:
             self.copied.add(name)
+            copy = EtcdMemory("test", chance=self.memories[name]._chance)
+            copy._seen = replace(self.memories[name]._seen)
+            self.memories[name] = copy
         self._ports += 1
-        self.processes.append(Process(self.etcd, self.rng, name, self._ports))
+        self.processes.append(Process(self.etcd, self.rng, name, self._ports, self.memories[name]))
 
     async def end(self, *, kindly: bool) -> None:
         one = self.rng.choice(self.processes)
@@ -88,6 +102,17 @@ class World:
                 self.may_come_back.discard(absent.name)  # also if only the answer is lost
                 await one.membership.forget(absent.name)
 
+    async def lose(self) -> None:
+        """Have etcd lose all data, or all since a backup."""
+        for one in self.processes:
+            if "drained or forgotten" in one.membership.outside:
+                self.copied.add(one.member.name)  # it stays off the map until it is started again
+        self.may_come_back.clear()  # a node that has these on its map may die before it says so
+        if self.backup is None:
+            await self.etcd.restore()
+        else:
+            await self.etcd.restore(self.backup)
+
     def cut_off(self, *some: Process) -> None:
         """All of them, or let them through again."""
         is_away = not some[0].way.is_away
@@ -103,6 +128,10 @@ class World:
             one = rng.choice(self.processes)
             doing += [lambda: self.cut_off(one)] * 2
             doing += [lambda: self.cut_off(*self.processes)]
+        if rng.random() < 0.1:
+            self.backup = rng.choice((None, self.etcd.state()))
+        if rng.random() < 0.1:
+            await self.lose()
         if self.processes and rng.random() < 0.1:
             await self.forget(rng.choice(self.processes))
         chosen = rng.randrange(len(doing) + 2)
@@ -132,7 +161,7 @@ class World:
                     assert one.membership.outside
                     assert not of_name, "it was drained or forgotten"
                 continue
-            joined = self.etcd.joined[b"/triggerkv/test/members/" + name.encode()]
+            joined = self.etcd.joined.get(b"/triggerkv/test/members/" + name.encode(), 0)
             came_last = joined in self.etcd.leases and joined in one.membership.leases
             if came_last or name not in self.copied:
                 assert of_name == [one.member]
@@ -218,7 +247,7 @@ def test_who_comes_back_leaves_its_place_to_the_copy_that_took_it(seed: int) -> 
 
 
 def test_an_older_list_is_not_taken() -> None:
-    """Another member of etcd may be behind."""
+    """Nor one that etcd has lost something of."""
 
     async def history() -> None:
         etcd = FakeEtcd()
@@ -226,7 +255,7 @@ def test_an_older_list_is_not_taken() -> None:
         await asyncio.sleep(1)
         now = one.told
         assert now.members == (one.member,)
-        one.membership._take(Listed(now.revision - 1, {}))
+        one.membership._take(Listed(now.revision - 1, {}, {}))
         assert one.told is now
 
     run(history())
@@ -377,7 +406,8 @@ def test_the_first_member_decides_into_how_many_lots_names_fall_and_all_others_f
         assert [one.told.lots for one in some] == [CLUSTER_LOTS] * 3
         assert all(one.told.members == tuple(other.member for other in some) for one in some)
         assert etcd.values[LOTS_KEY] == (lots_record(CLUSTER_LOTS), 0), "it stays when all nodes have left"
-        etcd.values[LOTS_KEY] = (lots_record(2 * LOTS), 0)
+        for key in [key for key in etcd.values if key.startswith(HISTORY)]:
+            etcd.values[key] = (b"0 %d" % (2 * LOTS), 0)
         etcd.revision += 1
         late = Process(etcd, random.Random(4), "d", 4)
         await asyncio.sleep(5)
@@ -402,9 +432,7 @@ def test_a_cluster_that_earlier_versions_made_keeps_its_lots_and_its_records_pla
         assert one.told.lots == LOTS
         assert {EARLY + b"a", EARLY + b"b"} <= etcd.values.keys(), "where earlier versions look"
         assert LOTS_KEY not in etcd.values
-        etcd.values.clear()  # etcd has lost all, and another node is there first
-        etcd.written.clear()
-        await etcd.tell()
+        await etcd.restore()  # and another node is there first
         await asyncio.sleep(8)
         assert EARLY + b"b" in etcd.values
         assert LOTS_KEY not in etcd.values, "what runs stays as it was"
@@ -445,11 +473,7 @@ def test_the_number_of_lots_is_written_again_if_etcd_has_lost_it() -> None:
         leases = asyncio.create_task(etcd.run())
         some = [Process(etcd, random.Random(port), name, port) for port, name in enumerate("ab", 1)]
         await asyncio.sleep(2)
-        etcd.values.clear()
-        etcd.written.clear()
-        etcd.leases.clear()
-        etcd.revision += 1
-        await etcd.tell()
+        await etcd.restore()
         await asyncio.sleep(20)
         assert [one.told.lots for one in some] == [CLUSTER_LOTS] * 2
         assert LOTS_KEY in etcd.values
@@ -475,3 +499,69 @@ def test_a_number_of_lots_that_can_not_be_read_is_never_guessed(record: bytes) -
         leases.cancel()
 
     run(history())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_maps_go_on_after_etcd_has_lost_its_data(seed: int) -> None:
+    """A node that is lost afterwards leaves them, and one that was absent before still is."""
+
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(seed)
+        leases = asyncio.create_task(etcd.run())
+        some = [Process(etcd, rng, name, port) for port, name in enumerate("abcd", 1)]
+        await asyncio.sleep(10)
+        for absent in some[2:]:
+            await absent.end(kindly=False)
+            await asyncio.sleep(20)
+        before = some[0].told
+        assert before.names == {"a", "b"}
+        await etcd.restore()
+        await asyncio.sleep(20)
+        for one in some[:2]:
+            assert one.told.members == before.members
+            assert one.told.absent == before.absent == tuple(other.member for other in some[2:])
+            assert one.told.revision > before.revision
+            assert one.membership.memory.losses == 1
+        await some[1].end(kindly=False)
+        await asyncio.sleep(20)
+        assert some[0].told.names == {"a"}
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_node_that_was_started_anew_remembers_what_its_etcd_had(tmp_path: Path) -> None:
+    """All nodes were: the maps of their clients go on."""
+
+    async def history() -> None:
+        etcd, rng, file = FakeEtcd(), random.Random(1), tmp_path / "cluster.json"
+        leases = asyncio.create_task(etcd.run())
+        one = Process(etcd, rng, "a", 1, EtcdMemory("test", file))
+        await asyncio.sleep(2)
+        revision = one.told.revision
+        await one.end(kindly=False)
+        await etcd.restore()
+        again = Process(etcd, rng, "a", 1, EtcdMemory("test", file))
+        await asyncio.sleep(2)
+        assert again.told.revision > revision
+        assert again.membership.memory.losses == 1
+        await again.end(kindly=False)
+        other = FakeEtcd()
+        elsewhere = Process(other, rng, "a", 1, EtcdMemory("another", file))
+        await asyncio.sleep(2)
+        assert elsewhere.told.revision == other.revision, "another cluster's etcd has lost nothing"
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_folder_that_can_not_be_written_is_logged_and_the_node_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def history() -> None:
+        one = Process(FakeEtcd(), random.Random(1), "a", 1, EtcdMemory("test", tmp_path / "none" / "file"))
+        await asyncio.sleep(2)
+        assert one.told.members == (one.member,)
+
+    run(history())
+    assert "can't be written: No such file" in caplog.text

@@ -11,15 +11,16 @@ import os
 import random
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstore.cluster.etcd import EtcdAway, Found
+from kvstore.cluster.etcd_history import EtcdMemory
 from kvstore.cluster.map import DRAINING, Member
 from kvstore.cluster.membership import Membership
 from kvstore.errors import DeadlineExceeded, WrongEpoch
-from kvstore.limits import SESSIONS_KNOWN_MS, SESSIONS_TAKING_MS
+from kvstore.limits import SESSIONS_EPOCHS_MAX, SESSIONS_KNOWN_MS, SESSIONS_TAKING_MS
 from tests.cluster.history import Call, End, Kind, faults
 from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock, run
 
@@ -35,10 +36,15 @@ class Node:
     """One node's process; its drive outlives it."""
 
     def __init__(
-        self, etcd: FakeEtcd, rng: random.Random, name: str, drive: dict[str, tuple[int, list[str]]]
+        self,
+        etcd: FakeEtcd,
+        rng: random.Random,
+        name: str,
+        drive: dict[str, tuple[int, list[str]]],
+        memory: EtcdMemory | None = None,
     ) -> None:
         self.way, self.drive, self.name, self.is_dead = FakeClient(etcd, rng), drive, name, False
-        self.membership = Membership(self.way, LoopClock())
+        self.membership = Membership(self.way, LoopClock(), memory or EtcdMemory("test"))
         self.membership.start()
         self.membership.join(Member(name, f"10.0.0.1:{1000 + int(name[-1])}"))
 
@@ -61,18 +67,27 @@ class World:
         self.drives: dict[str, dict[str, tuple[int, list[str]]]] = {
             f"node{number}": {} for number in range(4)
         }
+        chance = random.Random(seed)
+        self.memories = {name: EtcdMemory("test", chance=chance) for name in self.drives}
+        self.backup: tuple[Any, ...] | None = None
         self.nodes: dict[str, Node] = {}
         self.history: list[Call] = []
         self.values = 0
         self.is_over = False
 
     def begin(self, name: str) -> None:
-        self.nodes[name] = Node(self.etcd, self.rng, name, self.drives[name])
+        self.nodes[name] = Node(self.etcd, self.rng, name, self.drives[name], self.memories[name])
 
     async def harm(self) -> None:
         rng = self.rng
         name = rng.choice(sorted(self.drives))
         node = self.nodes.get(name)
+        if rng.random() < 0.1:
+            self.backup = self.etcd.state()
+        if rng.random() < 0.1:  # it loses all, or all since a backup
+            await (
+                self.etcd.restore(self.backup) if self.backup and rng.random() < 0.5 else self.etcd.restore()
+            )
         if node is None:
             self.begin(name)
         elif rng.random() < 0.3:
@@ -238,7 +253,7 @@ def test_a_node_that_is_started_again_goes_on_in_its_epoch_if_nobody_took_its_pl
         etcd, rng = FakeEtcd(), random.Random(1)
         leases = asyncio.create_task(etcd.run())
         node = Node(etcd, rng, "node1", {})
-        await asyncio.sleep(2)
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
         assert (await node.primacy.enter("", "ada")).epoch == 0
         await node.end(kindly=False)
         await asyncio.sleep(60)
@@ -270,6 +285,37 @@ def test_a_node_that_was_cut_off_waits_as_one_that_has_just_come() -> None:
             await asyncio.sleep(0.1)
         assert SESSIONS_TAKING_MS / 1000 - 1 < loop.time() - back_s < SESSIONS_TAKING_MS / 1000 + 5
         assert (await node.primacy.enter("", "ada")).epoch == 4
+        leases.cancel()
+
+    run(history())
+
+
+@pytest.mark.parametrize("was_restored", [False, True])
+def test_what_a_node_stored_before_etcd_lost_data_is_of_a_past_epoch(*, was_restored: bool) -> None:
+    """Another node ordered the user's sessions meanwhile, and etcd doesn't know it any more."""
+
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(1)
+        leases = asyncio.create_task(etcd.run())
+        memories = {name: EtcdMemory("test") for name in ("node1", "node2")}
+        nodes = {name: Node(etcd, rng, name, {}, memory) for name, memory in memories.items()}
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+        (user, *_) = [user for user in map(str, range(20)) if await orders(nodes["node1"], user)]
+        assert (await nodes["node1"].primacy.enter("", user)).epoch == 0
+        backup = etcd.state()
+        await nodes["node1"].end(kindly=False)
+        await asyncio.sleep(FAILOVER_S)
+        assert (await nodes["node2"].primacy.enter("", user)).epoch == 1
+        await (etcd.restore(backup) if was_restored else etcd.restore())
+        nodes["node1"] = Node(etcd, rng, "node1", {}, memories["node1"])
+        until_s = asyncio.get_running_loop().time() + FAILOVER_S
+        epochs = set()
+        while asyncio.get_running_loop().time() < until_s:
+            if await orders(nodes["node1"], user):
+                epochs.add((await nodes["node1"].primacy.enter("", user)).epoch)
+            await asyncio.sleep(0.1)
+        assert epochs
+        assert min(epochs) >= SESSIONS_EPOCHS_MAX
         leases.cancel()
 
     run(history())

@@ -1,0 +1,131 @@
+"""A node that hangs costs a client one short wait, whatever it calls, and is called again when it answers."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client import ClusterBlock, ClusterClient
+from kvstore.errors import KvError
+from kvstore.limits import CLUSTER_PROBE_AFTER_MS, CLUSTER_PROBE_MS
+from kvstore.miss import Miss
+from kvstore.names import block_key
+from nic_offload.flags import FlagWords
+from tests.cluster.real_etcd import RealEtcd
+from tests.conftest import small_node
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
+
+WAIT_S = 20.0
+ONCE_S = (CLUSTER_PROBE_AFTER_MS + CLUSTER_PROBE_MS) / 1000
+BYTES, BLOCKS = 4096, 12
+
+
+class Rig:
+    """Three nodes, and a client with blocks on all of them."""
+
+    def __init__(self, folder: Path, stack: ExitStack, transport: str) -> None:
+        etcd = stack.enter_context(RealEtcd(folder / "etcd"))
+        told = ("--cluster", f"{etcd.endpoints[0]}/test")
+        self.nodes: list[NodeProcess] = [
+            stack.enter_context(small_node(folder / f"node{number}", arguments=told)) for number in range(3)
+        ]
+        targets = [node.target for node in self.nodes]
+        self.client = stack.enter_context(
+            ClusterClient(targets, replicas=2, slots=32, block_bytes_max=1 << 20, transport=transport)
+        )
+        wait_until(lambda: len(self.client.nodes.map.members) == 3, "three members", WAIT_S)
+        self.memory = mmap.mmap(-1, BLOCKS * BYTES)
+        self.kv = stack.enter_context(self.client.register(self.memory))
+        self.keys = [block_key(b"silent", b"%d" % number) for number in range(BLOCKS)]
+        self.blocks = [ClusterBlock(key, self.kv, at * BYTES, BYTES) for at, key in enumerate(self.keys)]
+        assert self.failed(self.client.put(self.blocks, timeout_s=WAIT_S)) == 0
+        self.puts = 0
+
+    @staticmethod
+    def failed(results: object) -> int:
+        assert isinstance(results, list)
+        return sum(isinstance(one, Miss) or getattr(one, "error", None) is not None for one in results)
+
+    def new(self) -> list[bytes]:
+        self.puts += 1
+        return [block_key(b"new", b"%d %d" % (self.puts, number)) for number in range(BLOCKS)]
+
+    def put(self) -> list[object]:
+        some = [block._replace(key=key) for block, key in zip(self.blocks, self.new(), strict=True)]
+        return list(self.client.put(some, timeout_s=WAIT_S))
+
+    def put_inline(self) -> list[object]:
+        return list(
+            self.client.put_many_inline([(key, bytes(BYTES)) for key in self.new()], timeout_s=WAIT_S)
+        )
+
+    def get(self) -> list[object]:
+        return list(self.client.get(self.blocks, timeout_s=WAIT_S))
+
+    def get_inline(self) -> list[object]:
+        return list(self.client.get_many_inline([(key, BYTES) for key in self.keys], timeout_s=WAIT_S))
+
+    def exists(self) -> list[object]:
+        return list(self.client.exists(self.keys))
+
+    def pin(self) -> list[object]:
+        with self.client.pin(self.keys) as pin:
+            return list(pin.pinned)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, transport: str) -> Iterator[Rig]:
+    with ExitStack() as stack:
+        yield Rig(tmp_path, stack, transport)
+
+
+@pytest.mark.parametrize(
+    ("transport", "first"), [("auto", "put"), ("auto", "get"), ("grpc", "put"), ("auto", "pin")]
+)
+def test_a_node_that_hangs_costs_one_short_wait_in_all(rig: Rig, first: str) -> None:
+    calls: dict[str, Callable[[], list[object]]] = {
+        name: getattr(rig, name) for name in ("put", "put_inline", "get", "get_inline", "exists", "pin")
+    }
+    spent_s = 0.0
+    os.kill(rig.nodes[1].pid, signal.SIGSTOP)
+    try:
+        for name in (first, *calls, *calls):
+            began_s = time.monotonic()
+            failed = rig.failed(calls[name]())
+            spent_s += time.monotonic() - began_s
+            assert failed == 0 or name.startswith("put"), "one copy is there"
+        assert ONCE_S / 2 < spent_s < 2 * ONCE_S, "one wait; the calls themselves take a moment"
+        with pytest.raises(KvError, match="does not answer"):
+            rig.client.delete(rig.keys)
+    finally:
+        os.kill(rig.nodes[1].pid, signal.SIGCONT)
+    wait_until(lambda: rig.failed(rig.put()) == 0, "the node is called again", WAIT_S)
+
+
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
+def test_a_node_that_only_takes_long_is_no_silent_one(rig: Rig) -> None:
+    """A put that waits for its flag, and so has no answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        dropped: list[str] = []
+        patch.setattr(rig.client._silent, "_drop", dropped.append)
+        waiting = [
+            block._replace(key=key, threshold=7) for block, key in zip(rig.blocks, rig.new(), strict=True)
+        ]
+        with FlagWords.create(1) as flags:
+            puts = rig.client.arm(waiting, flags[0])
+            assert rig.failed(puts.wait(2 * ONCE_S)) == BLOCKS
+            flags[0].store(7)
+            assert rig.failed(puts.wait(WAIT_S)) == 0
+        assert dropped == []
