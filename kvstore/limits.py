@@ -65,9 +65,8 @@ FABRIC_PORT_LAST = 7199
 DOOR_LOOK_MS = 100  # between two checks of the connections at the node's ports
 HEAP_GROWN_BYTES_MAX = 32 << 20  # growth after which a node runs the garbage collector
 HEAP_FREE_BYTES_MAX = 16 << 20  # free memory that a node's malloc may keep
-HEAP_END_BYTES_MAX = (
-    1 << 20
-)  # free memory that may stay at the end of each thread's heap; larger buffers are in none
+HEAP_END_BYTES_MAX = 8 << 20  # free memory that may stay at the end of each thread's heap
+HEAP_BUFFER_BYTES_MAX = 4 << 20  # what is larger is in no heap, and returned when it is freed
 HEAP_LOOK_MS = 5_000
 SHARE_CALL_MS = 1_000  # to present a pass for the hot memory, and to get it
 SHARE_CALLERS_MAX = 64  # served at a time for that

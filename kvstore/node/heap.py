@@ -18,7 +18,12 @@ import ctypes
 import gc
 from contextlib import suppress
 
-from kvstore.limits import HEAP_END_BYTES_MAX, HEAP_FREE_BYTES_MAX, HEAP_GROWN_BYTES_MAX
+from kvstore.limits import (
+    HEAP_BUFFER_BYTES_MAX,
+    HEAP_END_BYTES_MAX,
+    HEAP_FREE_BYTES_MAX,
+    HEAP_GROWN_BYTES_MAX,
+)
 
 __all__ = ["Heap", "used_bytes"]
 
@@ -38,8 +43,8 @@ class Heap:
     def __init__(self) -> None:
         gc.freeze()
         with suppress(AttributeError):  # a C library without it
-            for threshold in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-                ctypes.CDLL(None).mallopt(threshold, HEAP_END_BYTES_MAX)
+            ctypes.CDLL(None).mallopt(_TRIM_THRESHOLD, HEAP_END_BYTES_MAX)
+            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, HEAP_BUFFER_BYTES_MAX)
         self._used_bytes, self._has_freed = used_bytes(), False
 
     def give_back(self) -> int:
