@@ -249,7 +249,7 @@ def explained(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str
 
 
 def command(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str]:
-    asked = [sys.executable, "-m", "kvstore", "cluster", *words, "--node", node.target]
+    asked = [sys.executable, "-m", "kvstore", "cluster", *(words or ("status",)), "--node", node.target]
     return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
 
 
