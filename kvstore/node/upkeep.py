@@ -18,12 +18,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import grpc.aio
 
+from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import DRAINING
 from kvstore.errors import KvError
 from kvstore.limits import (
@@ -185,6 +187,9 @@ class Upkeep:
             wait_ms = retry_ms if self.found.one_copy else UPKEEP_EVERY_MS
             if self._is_draining():  # a client with an older map may have put a block
                 wait_ms = UPKEEP_RETRY_MS
+            if self.has_drained:
+                with suppress(EtcdAway):
+                    await self._membership.note_drained()
             if await self._changes(digest, wait_ms):
                 retry_ms = UPKEEP_RETRY_MS // 2
 

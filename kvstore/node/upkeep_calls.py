@@ -224,6 +224,8 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
                 await membership.say(state)
             if refusal:
                 raise ProtocolError(f"The node can't be drained: {refusal}. Add a node first.")
+            if upkeep.has_drained:
+                await membership.note_drained()
             is_seen = membership.is_seen
             return pb.DrainResponse(
                 looked=is_seen and upkeep.looked == membership.digest,

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.cluster.etcd import EtcdAway, Listed
 from kvstore.cluster.etcd_history import EtcdMemory
-from kvstore.cluster.map import TOO_OLD, Map, Member, lots_record
+from kvstore.cluster.map import DRAINING, TOO_OLD, Map, Member, lots_record
 from kvstore.cluster.membership import Membership
 from kvstore.limits import CLUSTER_LOTS
 from kvstore.placement import LOTS
@@ -495,6 +495,7 @@ def test_a_number_of_lots_that_can_not_be_read_is_never_guessed(record: bytes) -
         await asyncio.sleep(20)
         assert not one.told.members
         assert "lots" in one.membership.outside
+        assert not one.membership.outside.endswith("."), "it is told within a sentence"
         assert etcd.values.keys() == {LOTS_KEY}
         leases.cancel()
 
@@ -565,3 +566,45 @@ def test_a_folder_that_can_not_be_written_is_logged_and_the_node_goes_on(
 
     run(history())
     assert "can't be written: No such file" in caplog.text
+
+
+def test_a_node_that_was_drained_and_then_lost_is_not_waited_for_and_does_not_come_back() -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        leases = asyncio.create_task(etcd.run())
+        rng = random.Random(1)
+        one, other, third = (Process(etcd, rng, name, port) for port, name in enumerate("abc", 1))
+        await asyncio.sleep(2)
+        for drained in (other, third):
+            await drained.membership.say(DRAINING)
+            await drained.membership.note_drained()
+        await third.membership.say("")
+        for lost in (other, third):
+            await lost.end(kindly=False)
+            await asyncio.sleep(20)
+        assert one.told.names == {"a"}
+        assert [absent.name for absent in one.told.absent] == ["c"], "it was a member again"
+        again = [Process(etcd, rng, name, port) for port, name in enumerate("bc", 20)]
+        await asyncio.sleep(5)
+        assert one.told.names == {"a", "c"}
+        assert "drained or forgotten" in again[0].membership.outside
+        leases.cancel()
+
+    run(history())
+
+
+def test_members_with_another_number_of_copies_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def history() -> None:
+        etcd = FakeEtcd()
+        one = Process(etcd, random.Random(1), "a", 1)
+        one.membership._member = replace(one.member, replicas=2)
+        for port, (name, replicas) in enumerate((("b", 2), ("c", 0), ("d", 1)), 2):
+            assert "--cluster-replicas" not in caplog.text
+            other = Process(etcd, random.Random(port), name, port)
+            other.membership._member = replace(other.member, replicas=replicas)
+            await asyncio.sleep(2)
+        Process(etcd, random.Random(9), "e", 9)
+        await asyncio.sleep(2)
+
+    run(history())
+    assert caplog.text.count("--cluster-replicas is 2 here, and 1 on other nodes of the cluster") == 1

@@ -56,7 +56,7 @@ def test_what_a_draining_member_has_is_not_counted_twice() -> None:
     drains = with_change(FOUR, node)
     without = Map.of(1, (one for one in FOUR.members if one.node != node))
     left = {one: size for one, size in STORED.items() if one != node}
-    planned = Plan.of(drains, with_change(drains, joins), STORED, 2)
+    planned = Plan.of(drains, with_change(drains, joins), STORED | {node: 300 * GIB}, 2)
     assert planned.receives[joins] == pytest.approx(
         Plan.of(without, with_change(without, joins), left, 2).receives[joins], rel=0.01
     )
