@@ -23,7 +23,6 @@ from tests.cluster.simulated import HISTORY, FakeClient, FakeEtcd, LoopClock, ru
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 SEEDS = int(os.environ.get("TRIGGERKV_CLUSTER_SEEDS", "150"))
 STEPS = 25
@@ -500,72 +499,6 @@ def test_a_number_of_lots_that_can_not_be_read_is_never_guessed(record: bytes) -
         leases.cancel()
 
     run(history())
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_maps_go_on_after_etcd_has_lost_its_data(seed: int) -> None:
-    """A node that is lost afterwards leaves them, and one that was absent before still is."""
-
-    async def history() -> None:
-        etcd, rng = FakeEtcd(), random.Random(seed)
-        leases = asyncio.create_task(etcd.run())
-        some = [Process(etcd, rng, name, port) for port, name in enumerate("abcd", 1)]
-        await asyncio.sleep(10)
-        for absent in some[2:]:
-            await absent.end(kindly=False)
-            await asyncio.sleep(20)
-        before = some[0].told
-        assert before.names == {"a", "b"}
-        await etcd.restore()
-        await asyncio.sleep(20)
-        for one in some[:2]:
-            assert one.told.members == before.members
-            assert one.told.absent == before.absent == tuple(other.member for other in some[2:])
-            assert one.told.revision > before.revision
-            assert one.membership.memory.losses == 1
-        await some[1].end(kindly=False)
-        await asyncio.sleep(20)
-        assert some[0].told.names == {"a"}
-        leases.cancel()
-
-    run(history())
-
-
-def test_a_node_that_was_started_anew_remembers_what_its_etcd_had(tmp_path: Path) -> None:
-    """All nodes were: the maps of their clients go on."""
-
-    async def history() -> None:
-        etcd, rng, file = FakeEtcd(), random.Random(1), tmp_path / "cluster.json"
-        leases = asyncio.create_task(etcd.run())
-        one = Process(etcd, rng, "a", 1, EtcdMemory("test", file))
-        await asyncio.sleep(2)
-        revision = one.told.revision
-        await one.end(kindly=False)
-        await etcd.restore()
-        again = Process(etcd, rng, "a", 1, EtcdMemory("test", file))
-        await asyncio.sleep(2)
-        assert again.told.revision > revision
-        assert again.membership.memory.losses == 1
-        await again.end(kindly=False)
-        other = FakeEtcd()
-        elsewhere = Process(other, rng, "a", 1, EtcdMemory("another", file))
-        await asyncio.sleep(2)
-        assert elsewhere.told.revision == other.revision, "another cluster's etcd has lost nothing"
-        leases.cancel()
-
-    run(history())
-
-
-def test_a_folder_that_can_not_be_written_is_logged_and_the_node_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def history() -> None:
-        one = Process(FakeEtcd(), random.Random(1), "a", 1, EtcdMemory("test", tmp_path / "none" / "file"))
-        await asyncio.sleep(2)
-        assert one.told.members == (one.member,)
-
-    run(history())
-    assert "can't be written: No such file" in caplog.text
 
 
 def test_a_node_that_was_drained_and_then_lost_is_not_waited_for_and_does_not_come_back() -> None:
