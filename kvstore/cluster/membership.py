@@ -101,7 +101,7 @@ class Membership:
         self._unnamed_top: int | None = None  # of a list of a history without a record: its latest change
         self._history = History()  # of the list that was taken last
         self._last = Listed(0, {}, {})  # that list
-        self._unrecorded = list[Member]()  # others that the map had, and etcd may have lost
+        self._unrecorded = list[Member]()  # nodes that the map had, and etcd may have lost
         self._member: Member | None = None
         self.map = Map(0)
         self.lots = 0  # of the cluster; 0: not known yet
@@ -401,7 +401,7 @@ class Membership:
         if self.memory.losses > losses:
             log.error("etcd has lost data; the node goes on with what its cluster had")
             self._joined_at = 0
-            self._unrecorded = [one for one in (*self.map.members, *self.map.absent) if one.name != self.name]
+            self._unrecorded = [*self.map.members, *self.map.absent]
         return True
 
     def _take_lots(self, listed: Listed) -> None:

@@ -133,7 +133,7 @@ class Primacy:
             asked_ns, pause_ms = self._clock.monotonic_ns(), CLUSTER_CONFIRM_MS
             try:
                 history = self._history
-                latest = await self._etcd.latest(self._etcd.reach.folder, history)
+                latest = await self._etcd.latest(self._etcd.reach.folder, history) if history else None
             except EtcdAway:
                 latest = None
             if latest == (self._top, self._count) and history == self._history:

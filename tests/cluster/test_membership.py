@@ -526,7 +526,9 @@ def test_a_node_that_was_drained_and_then_lost_is_not_waited_for_and_does_not_co
     run(history())
 
 
-def test_members_with_another_number_of_copies_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_members_with_another_number_of_copies_are_reported_by_each_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         one = Process(etcd, random.Random(1), "a", 1)
@@ -540,4 +542,5 @@ def test_members_with_another_number_of_copies_are_reported_once(caplog: pytest.
         await asyncio.sleep(2)
 
     run(history())
-    assert caplog.text.count("--cluster-replicas is 2 here, and 1 on other nodes of the cluster") == 1
+    assert caplog.text.count("--cluster-replicas is 2 here, and 1 on other nodes") == 2, "by a and by b"
+    assert caplog.text.count("--cluster-replicas is 1 here, and 2 on other nodes") == 1
