@@ -260,8 +260,11 @@ class Upkeep:
                 one for one in owners if has[one, block.name] == pb.OFFERED_MISSING
             ]  # others may be down
             if missing and not block.is_sure:
+                is_vouched = any(
+                    has.get((one, block.name)) == pb.OFFERED_STORED_SURELY for one in block.owners
+                )
                 self.found.one_copy += 1
-                self.found.unsure += 1
+                self.found.unsure += not is_vouched  # else the next scan copies it
                 continue
             self.found.one_copy += len(owners)
             for owner in missing:
