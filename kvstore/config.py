@@ -224,7 +224,12 @@ class NodeConfig:
             raise ConfigError(
                 f"The node listens on {self.host}, which is no address for clients: set --cluster-address."
             )
-
+        if self.cluster is not None and self.cluster.address is not None:
+            host, _ = split_target(self.cluster.address)
+            if host in _WILDCARDS:
+                raise ConfigError(
+                    f"{self.cluster.address} is no address for clients: --cluster-address is one of this host."
+                )
         upkeep = None if self.cluster is None else self.cluster.upkeep
         if upkeep is None:
             return

@@ -96,6 +96,10 @@ def test_the_first_that_says_it_counts(
             ),
             "is no address for clients: set --cluster-address",
         ),
+        (
+            ("--cluster", "e:1/x", "--listen", "127.0.0.1:1", "--cluster-address", "0.0.0.0:7070"),
+            "0.0.0.0:7070 is no address for clients: --cluster-address is one of this host",
+        ),
     ],
 )
 def test_a_cluster_that_can_not_be_is_refused_in_one_sentence(

@@ -118,7 +118,7 @@ class ClusterClient(Handle):
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
         self._removals = Removals(self.nodes, self._each, self._closing, _CLOCK)
-        self._silent = SilentNodes(self.nodes.reach.at, self.nodes.drop)
+        self._silent = SilentNodes(self.nodes.reach.at, self.nodes._drop)  # noqa: SLF001 - of this package
 
     def register(self, memory: Buffer) -> RegisteredMemory:
         """Register memory for puts to and gets from any node. Close it before the memory is freed.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import grpc
@@ -25,7 +26,7 @@ from kvstore.wire import cluster_pb2_grpc
 if TYPE_CHECKING:
     from kvstore.reach import Reach
 
-__all__ = ["Following", "map_of"]
+__all__ = ["Following", "is_in_cluster", "map_of"]
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,20 @@ def map_of(told: pb.MapResponse) -> Map:
     )
     placed_as = told.placed_as if told.HasField("placed_as") else None
     return Map.of(told.revision, members, told.members_digest, placed_as, absent, told.lots or LOTS)
+
+
+def is_in_cluster(reach: Reach) -> bool:
+    """Whether the first node that answers, each within a call's timeout, is in a cluster; False if none does."""
+    for node in reach.nodes:
+        with suppress(grpc.RpcError, ConfigError), open_channel(reach.at(node)) as channel:
+            stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Map(
+                pb.MapRequest(tenant=reach.tenant, places_by_lots=True), timeout=reach.call_timeout_s
+            )
+            told: pb.MapResponse = next(call)
+            call.cancel()
+            return told.clustered
+    return False
 
 
 class Following:

@@ -146,7 +146,7 @@ class Nodes(Handle):
             raise ConfigError(f"{target!r} is not one of the nodes {', '.join(nodes)}.")
         return self._client(target)
 
-    def drop(self, target: str) -> None:
+    def _drop(self, target: str) -> None:
         """Close the client of a node: its calls end. The next call opens another."""
         with self._lock:
             client = self._clients.pop(target, None)

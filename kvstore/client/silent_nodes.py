@@ -108,7 +108,8 @@ class SilentNodes:
         while True:
             with self._changed:
                 is_idle = not (self._waiting or self._suspects or self._silent or probes)
-                self._changed.wait(None if is_idle else BREAKER_MS_MIN / 1000)
+                if not self._closed:
+                    self._changed.wait(None if is_idle else BREAKER_MS_MIN / 1000)
                 if self._closed:
                     break
                 now_ms = _now_ms()

@@ -246,7 +246,7 @@ class Etcd:
                     return
                 told = await self._within(channel, reading)
                 if told is grpc.aio.EOF or told.canceled:
-                    raise self._failed(channel, "it ended what it told of the list.")
+                    raise self._failed(channel, "it ended what it told of the list")
                 for revision, events in groupby(told.events, lambda event: event.kv.mod_revision):
                     for event in events:
                         if event.type == _DELETED:
@@ -310,6 +310,7 @@ class Etcd:
 
     def _failed(self, channel: grpc.aio.Channel, why: str) -> EtcdAway:
         """Switch to the next endpoint, with a new token, unless another call already has."""
+        why = why.rstrip(".")
         if channel is not self._channel:
             return EtcdAway(f"etcd: {why}")
         endpoint = self.reach.endpoints[self._at]

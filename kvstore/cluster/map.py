@@ -28,9 +28,10 @@ from nic_offload.errors import shown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["DRAINING", "TOO_OLD", "Map", "Member", "lots_in", "lots_record"]
+__all__ = ["DRAINED", "DRAINING", "TOO_OLD", "Map", "Member", "lots_in", "lots_record"]
 
 DRAINING: Final = "draining"
+DRAINED: Final = "drained"  # of a node that has been one: all that it had is on others
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,6 +44,7 @@ class Member:
     version: str = ""
     state: str = ""  # "draining", or nothing
     zone: str = ""  # what fails together with it: a rack, a room; two copies are in two zones
+    replicas: int = 0  # its --cluster-replicas; 0: none, or not known
 
     def __post_init__(self) -> None:
         """ConfigError if a field is invalid."""
@@ -67,7 +69,7 @@ class Member:
         """ConfigError if it is invalid. Unknown fields of later versions are ignored."""
         try:
             told = json.loads(data)
-            told = {"state": "", "zone": ""} | told  # earlier versions don't have these
+            told = {"state": "", "zone": "", "replicas": 0} | told  # earlier versions don't have these
             known: dict[str, Any] = {one.name: _typed(one.type, told[one.name]) for one in fields(cls)}
             return cls(**known)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

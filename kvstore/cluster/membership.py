@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.cluster.etcd import EtcdAway, Listed
 from kvstore.cluster.etcd_history import History
-from kvstore.cluster.map import Map, Member, lots_in, lots_record
+from kvstore.cluster.map import DRAINED, Map, Member, lots_in, lots_record
 from kvstore.cluster.primacy import Primacy
 from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_LOTS, CLUSTER_RETRY_MS, ETCD_CALL_MS
@@ -101,7 +101,7 @@ class Membership:
         self._unnamed_top: int | None = None  # of a list of a history without a record: its latest change
         self._history = History()  # of the list that was taken last
         self._last = Listed(0, {}, {})  # that list
-        self._unrecorded = list[Member]()  # others that the map had, and etcd may have lost
+        self._unrecorded = list[Member]()  # nodes that the map had, and etcd may have lost
         self._member: Member | None = None
         self.map = Map(0)
         self.lots = 0  # of the cluster; 0: not known yet
@@ -112,6 +112,8 @@ class Membership:
         self.outside = "it has not joined yet"  # why it is no member; "" if it is one
         self._away_since_ns: int | None = None
         self._lease = 0
+        self._is_drained = False  # and recorded so
+        self._replicas: set[int] = set()  # other members', where they differ
         self.leases: set[int] = set()  # all that were ours
         self._joined_at = 0  # the revision that had our record first
         self._found_lease = 0  # under which a record of our name stands
@@ -170,7 +172,15 @@ class Membership:
         if self._member is None or not self.lease:
             raise EtcdAway("The node is not on the map of its cluster.")
         self._member = member = replace(self._member, state=state)
-        await self._etcd.put(self._key(member), member.encoded(), self.lease)
+        self._is_drained = False
+        await self._etcd.put(self._key(member), member.encoded(), self.lease, lasting=self._known(member))
+
+    async def note_drained(self) -> None:
+        """Record that all blocks of this node are on others: if it is lost now, no deletion waits for it."""
+        if self._member is not None and not self._is_drained:
+            drained = replace(self._member, state=DRAINED)
+            await self._etcd.put(self._known(drained), drained.encoded(), 0)
+            self._is_drained = True
 
     async def forget(self, node: str) -> list[str]:
         """Forget absent nodes with this address or name; returns their names. EtcdAway if etcd did not confirm it."""
@@ -242,7 +252,9 @@ class Membership:
                 await self._agree_on_lots()
                 if self._found_lease != lease:  # else it may be our own of an earlier lease, which has an end
                     member = self._member or member  # it may be in another state by now
-                    again = self._joined_at > 0
+                    again, self._is_drained = self._joined_at > 0, False
+                    if not again and await self._was_drained(member):
+                        continue
                     revision = await self._etcd.put(
                         self._key(member),
                         member.encoded(),
@@ -266,6 +278,19 @@ class Membership:
         await self._has_list.wait()
         if self._lacks_lots:
             await self._etcd.put(self._folder + _LOTS, lots_record(self.lots), 0, only_new=True)
+
+    async def _was_drained(self, member: Member) -> bool:
+        """Whether an earlier process of this node was drained, and lost before it left; then it has left for good."""
+        found = (await self._etcd.value(self._known(member))).value
+        with suppress(ConfigError):
+            if found and Member.decoded(found).state == DRAINED:
+                await self._etcd.replace(
+                    self._known(member), self._gone(member), found, unless=self._key(member)
+                )
+                self.outside = _GONE
+                log.error("the node is no member of its cluster: %s", _GONE)
+                return True
+        return False
 
     async def _write_again(self) -> None:
         """Name a new history if etcd has lost data; then write what it had: deletions wait for absent nodes."""
@@ -296,7 +321,7 @@ class Membership:
         try:
             self._take_lots(listed)
         except ConfigError as error:
-            self.outside = str(error)
+            self.outside = str(error).rstrip(".")
             log.error("the cluster's map can't be followed: %s", error)  # noqa: TRY400 - it says all
             return
         if not self._take_history(listed):
@@ -327,6 +352,7 @@ class Membership:
             )
             log.info("the cluster's nodes: %s; absent: %s", there, absent)
         self.memory.save()
+        self._compare_replicas()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -341,7 +367,8 @@ class Membership:
                 early.add(key)
                 continue
             try:
-                kind.append(Member.decoded(value))
+                if (member := Member.decoded(value)).state != DRAINED:
+                    kind.append(member)
             except ConfigError:
                 log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
         for key in early - self._early:
@@ -349,6 +376,18 @@ class Membership:
         self._early = early
         self._unrecorded = [one for one in self._unrecorded if self._known(one) not in listed.values]
         return members, known + self._unrecorded
+
+    def _compare_replicas(self) -> None:
+        """Warn about members with another number of copies: nodes then don't agree on what must be copied."""
+        own = 0 if self._member is None else self._member.replicas
+        others = {one.replicas for one in self.map.members} - {0, own} if own else set[int]()
+        if others - self._replicas:
+            log.warning(
+                "--cluster-replicas is %d here, and %s on other nodes of the cluster: make it the same on all",
+                own,
+                " and ".join(map(str, sorted(others))),
+            )
+        self._replicas = others
 
     def _take_history(self, listed: Listed) -> bool:
         """Take the history that a list is of; False if a new one must be named first, because etcd has lost data."""
@@ -362,7 +401,7 @@ class Membership:
         if self.memory.losses > losses:
             log.error("etcd has lost data; the node goes on with what its cluster had")
             self._joined_at = 0
-            self._unrecorded = [one for one in (*self.map.members, *self.map.absent) if one.name != self.name]
+            self._unrecorded = [*self.map.members, *self.map.absent]
         return True
 
     def _take_lots(self, listed: Listed) -> None:

@@ -34,9 +34,15 @@ class Plan:
 
     @classmethod
     def of(cls, before: Map, after: Map, stored: Mapping[str, int], replicas: int) -> Plan:
-        """The plan from one map to another, given the bytes on each node now."""
-        copies = before.lots * min(replicas, len(before.members) - len(before.draining))
-        each = sum(stored.values()) / copies if copies else 0.0
+        """The plan from one map to another, given the bytes on each node now.
+
+        What a draining node has is on the others too, or will be; so is what a node has that is not in `stored`.
+        """
+        draining = {before.members[at].node for at in before.draining}
+        known = [some for node, some in stored.items() if node not in draining]
+        staying = len(before.members) - len(draining)
+        copies = before.lots * min(replicas, staying)
+        each = sum(known) * staying / len(known) / copies if copies and known else 0.0
         sends = dict.fromkeys((one.node for one in after.members), 0.0)
         receives = dict(sends)
         had_at, new_at = ([one.node for one in some.members] for some in (before, after))
@@ -50,11 +56,11 @@ class Plan:
         return cls(*({node: round(some) for node, some in rows.items()} for rows in (sends, receives)))
 
 
-def with_change(now: Map, node: str) -> Map:
-    """The map with a member drained or, if no member has this address, with one more of typical weight."""
+def with_change(now: Map, node: str, zone: str = "") -> Map:
+    """The map with a member drained or, if none has this address, with one more, of typical weight, in this zone."""
     if any(one.node == node for one in now.members):
         changed = [replace(one, state=DRAINING) if one.node == node else one for one in now.members]
     else:
         weights = sorted(one.weight for one in now.members) or [1]
-        changed = [*now.members, Member(f"planned {node}", node, weights[len(weights) // 2])]
+        changed = [*now.members, Member(f"planned {node}", node, weights[len(weights) // 2], zone=zone)]
     return Map.of(now.revision, changed, lots=now.lots)

@@ -11,14 +11,15 @@ A node orders the sessions of a lot while both of these hold:
 began a request in which etcd confirmed that. The list contains its own record, under its own lease.
 2. The record of the lot names it, under that lease, as read after the last change of the list.
 
-It takes a lot that it has not ordered so far only when it has been the lot's home for SESSIONS_TAKING_MS, without a
+It takes a lot that another process has ordered only when it has been the lot's home for SESSIONS_TAKING_MS, without a
 gap in 1. By then no other process can still believe it is the home: etcd would have to have confirmed that less than
 SESSIONS_KNOWN_MS ago. It takes the lot in one transaction that fails if a member's record was written since, or its own
 is gone. A later home finds that the lot was taken.
 
 If etcd has lost its data, the epochs there begin again. Sessions are compared on one node only, so each node adds to
 them the number of histories of etcd that its folder has seen the end of, as the higher bits: what it stored in an
-earlier history counts as missing (`kvstore.cluster.etcd_history`).
+earlier history counts as missing (`kvstore.cluster.etcd_history`). A lot without a record may have been ordered in an
+earlier history: it is taken when the node has known this one for SESSIONS_TAKING_MS.
 
 What always holds: times are of a clock that runs while a process is stopped; the right to order is checked before and
 after each step, so a step of a process that was stopped in between is not acknowledged.
@@ -87,6 +88,7 @@ class Primacy:
         self._etcd, self._clock = etcd, clock
         self._name, self._lease, self._own = "", 0, b""
         self._history, self._losses = b"", 0  # the key of etcd's history, and how many have ended
+        self._history_ns = 0  # when it was first listed
         self._top = self._count = -1  # of the list: its latest change, and how many records it has
         self._known_ns = self._asked_ns = (
             _NEVER  # the list is known to be the latest until; and was asked for at
@@ -111,7 +113,7 @@ class Primacy:
         """Process a list: its latest change, its number of records, and whether an earlier one may have been missed."""
         at_ns = self._clock.monotonic_ns()
         if history != self._history:  # what was known of the list, and of the lots, is of another history
-            self._history, self._losses = history, losses
+            self._history, self._losses, self._history_ns = history, losses, at_ns
             self._top = self._count = -1
             self._known_ns = self._since_ns = _NEVER
             has_gap = True
@@ -133,7 +135,7 @@ class Primacy:
             asked_ns, pause_ms = self._clock.monotonic_ns(), CLUSTER_CONFIRM_MS
             try:
                 history = self._history
-                latest = await self._etcd.latest(self._etcd.reach.folder, history)
+                latest = await self._etcd.latest(self._etcd.reach.folder, history) if history else None
             except EtcdAway:
                 latest = None
             if latest == (self._top, self._count) and history == self._history:
@@ -188,6 +190,10 @@ class Primacy:
                 return False
         return True
 
+    def _is_history_known(self) -> bool:
+        """Whether it has known this history of etcd's data for long enough: no process goes by an earlier one."""
+        return self._clock.monotonic_ns() - self._history_ns >= SESSIONS_TAKING_MS * 1_000_000
+
     async def _take(self, lot: int, tenant: str, user: str) -> int:
         """Make sure that the lot's record names this node."""
         list_now, top, lease = (self._history, self._top, self._count), self._top, self._lease
@@ -196,7 +202,7 @@ class Primacy:
             found = await self._etcd.value(key)
             was = _record(found.value)
             if was is None or was[:2] != (self._name, lease):
-                if not self._is_settled(tenant, user):
+                if not (self._is_settled(tenant, user) if was is not None else self._is_history_known()):
                     raise WrongEpoch("The node takes this user's sessions over in a moment.")
                 epoch = 0 if was is None else was.epoch + (was.node != self._name)
                 record = json.dumps([self._name, lease, epoch], separators=(",", ":")).encode()

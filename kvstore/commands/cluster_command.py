@@ -1,10 +1,15 @@
-"""`kvstore cluster`: the members as a node sees them; planning a change, draining and forgetting a node."""
+"""`kvstore cluster`: the members as a node sees them; planning a change, draining and forgetting a node.
+
+What always holds: a count that a node doesn't know is shown as unknown, never as 0. A member that doesn't answer is
+named, and the others are shown.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -13,7 +18,9 @@ from kvcli.running import Status
 from kvstore.client.channel import open_channel
 from kvstore.client.contact import explained
 from kvstore.client.map_follower import map_of
+from kvstore.cluster.map import Map
 from kvstore.cluster.planning import Plan, with_change
+from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_CALLS_AT_ONCE, DRAIN_LOOK_S, UPKEEP_BYTES_PER_S
 from kvstore.wire import cluster_pb2 as pb
 from kvstore.wire import cluster_pb2_grpc, kvstore_pb2, kvstore_pb2_grpc, upkeep_pb2, upkeep_pb2_grpc
@@ -22,9 +29,10 @@ from kvstore.wire.status import error_from_rpc
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvstore.cluster.map import Map
     from kvstore.errors import KvError
     from kvstore.reach import Reach
+
+_OF_SCANS = ("one_copy", "unsure", "full")
 
 __all__ = ["drain", "forget", "members", "plan", "show"]
 
@@ -113,10 +121,12 @@ def _upkeep(reach: Reach, now: Map) -> dict[str, pb.UpkeepState | None]:
         return dict(zip(nodes, threads.map(ask, nodes), strict=True))
 
 
-def _as_numbers(state: pb.UpkeepState | None) -> dict[str, int | bool] | None:
+def _as_numbers(state: pb.UpkeepState | None) -> dict[str, int | bool | None] | None:
     if state is None:
         return None
-    return {field.name: getattr(state, field.name) for field in pb.UpkeepState.DESCRIPTOR.fields}
+    numbers = {field.name: getattr(state, field.name) for field in pb.UpkeepState.DESCRIPTOR.fields}
+    del numbers["unknown"]
+    return numbers | (dict.fromkeys(_OF_SCANS) if state.unknown else {})
 
 
 def _text(now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | None]) -> str:
@@ -148,23 +158,28 @@ def _upkeep_lines(each: Mapping[str, pb.UpkeepState | None]) -> list[str]:
     if not each:
         return []
     states = [state for state in each.values() if state is not None]
-    one_copy, unsure, full = (
-        sum(getattr(one, name) for one in states) for name in ("one_copy", "unsure", "full")
-    )
-    looking = sum(one.looking for one in states)
-    line = f"blocks with one copy: {one_copy}"
+    one_copy, unsure, full = (sum(getattr(one, name) for one in states) for name in _OF_SCANS)
+    looking, unknown = (sum(getattr(one, name) for one in states) for name in ("looking", "unknown"))
+    silent = [node for node, state in each.items() if state is None]
     why = [f"{unsure} may have been deleted while their node was away"] if unsure else []
     why += [f"for {full} another node has no room"] if full else []
-    why += [f"{looking} nodes are looking"] if looking else []
+    why += [f"{looking} {'node is' if looking == 1 else 'nodes are'} scanning"] if looking else []
+    count = f"{one_copy} or more" if unknown or silent else f"{one_copy}"
+    if unknown:
+        why += [f"{unknown} of {len(each)} nodes have not scanned their blocks by this map"]
+        count = count if one_copy else "unknown"
+    line = f"blocks with one copy: {count}"
     lines = [f"{line} ({'; '.join(why)})" if why else line]
-    silent = [node for node, state in each.items() if state is None]
+    if len({one.replicas for one in states}) > 1:
+        lines.append("The nodes differ in --cluster-replicas: make it the same on all.")
     return [*lines, f"Not reporting the state of its copies: {', '.join(silent)}."] if silent else lines
 
 
 def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
     """Drain a node: it copies its blocks to the others; wait until it may be stopped.
 
-    Or undo that. `NO` if some of its blocks can't be copied.
+    Or undo that. `NO` if the others have no room for some of its blocks. Blocks that may have been deleted while the
+    node was away are not copied.
     """
     with open_channel(reach.at(node)) as channel:
         stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
@@ -179,53 +194,60 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
                 print(json.dumps({"node": node}) if as_json else f"{node} is an ordinary member again.")  # noqa: T201
                 return Status.DONE
             if told.looked and told.left <= told.unsure + told.full:
-                break
+                break  # what is left can't be copied
             threading.Event().wait(DRAIN_LOOK_S)
     if as_json:
         said = {"node": node, "left": told.left, "unsure": told.unsure, "full": told.full}
         print(json.dumps(said))  # noqa: T201
-        return Status.NO if told.left else Status.DONE
-    if not told.left:
-        print(f"The other nodes have all blocks of {node}: it may be stopped.")  # noqa: T201
-        return Status.DONE
-    print(  # noqa: T201
-        f"{node} has {told.left} blocks that it can't copy to the others: {told.unsure} may have been deleted while"
-        f" it was away, for {told.full} there is no room."
-    )
-    return Status.NO
+    elif told.left > told.unsure:
+        print(f"{node} has {told.left - told.unsure} blocks for which the others have no room: add a node.")  # noqa: T201
+    else:
+        but = f" except {told.unsure} that may have been deleted while it was away" if told.unsure else ""
+        print(f"The other nodes have all blocks of {node}{but}: it may be stopped.")  # noqa: T201
+    return Status.NO if told.left > told.unsure else Status.DONE
 
 
-def plan(reach: Reach, node: str, *, as_json: bool) -> int:
-    """Print what draining a member would move, or a new node at this address; `NO` if there is no cluster."""
+def plan(reach: Reach, node: str, zone: str, *, as_json: bool) -> int:
+    """Print what draining a member would move, or a new node at this address; `NO` if there is no cluster.
+
+    A member that is draining already counts as one that is not yet.
+    """
     told = _ask_any(reach)
     now = map_of(told)
     if not told.clustered or not now.members:
         print(json.dumps({"clustered": False}) if as_json else "The node is in no cluster.")  # noqa: T201
         return Status.NO
-    after, replicas = with_change(now, node), max(1, told.upkeep.replicas)
+    members = [replace(one, state="") if one.node == node else one for one in now.members]
+    now = Map.of(now.revision, members, lots=now.lots)
+    if zone and any(one.node == node for one in members):
+        raise ConfigError(f"{node} is a member, with a zone of its own: leave out --zone.")
+    after, replicas = with_change(now, node, zone), max(1, told.upkeep.replicas)
     with ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE) as threads:
         nodes = [one.node for one in now.members]
-        stored = dict(zip(nodes, threads.map(lambda one: _stored_bytes(reach, one), nodes), strict=True))
+        each = dict(zip(nodes, threads.map(lambda one: _stored_bytes(reach, one), nodes), strict=True))
+    stored = {one: some for one, some in each.items() if some is not None}
     planned = Plan.of(now, after, stored, replicas)
     users = {one.node: share for one, share in zip(now.members, now.shares(), strict=True)}
     later = {one.node: share for one, share in zip(after.members, after.shares(), strict=True)}
     if as_json:
-        each = {
-            one: {"users": users.get(one, 0.0), "users_after": later[one], "stored_bytes": stored.get(one, 0)}
+        rows = {
+            one: {"users": users.get(one, 0.0), "users_after": later[one], "stored_bytes": each.get(one, 0)}
             | {"sends_bytes": planned.sends[one], "receives_bytes": planned.receives[one]}
             for one in planned.sends
         }
-        joins = node not in stored
-        said = {"clustered": True, "node": node, "joins": joins, "seconds": planned.seconds, "nodes": each}
+        joins = node not in each
+        said = {"clustered": True, "node": node, "joins": joins, "seconds": planned.seconds, "nodes": rows}
         print(json.dumps(said, indent=2))  # noqa: T201
         return Status.DONE
     table: list[tuple[str, ...]] = [("node", "stored", "sends", "receives", "users", "users after")]
     for one in planned.sends:
-        some = (rows.get(one, 0) for rows in (stored, planned.sends, planned.receives))
-        moved = (f"{size / (1 << 30):.2f} GiB" for size in some)
+        some = (sizes.get(one, 0) for sizes in (each, planned.sends, planned.receives))
+        moved = ("unknown" if size is None else f"{size / (1 << 30):.2f} GiB" for size in some)
         table.append((one, *moved, f"{users.get(one, 0.0):.1%}", f"{later[one]:.1%}"))
-    change = "is drained" if node in stored else "joins with a typical member's weight"
+    change = "is drained" if node in each else "joins with a typical member's weight"
     print(f"If {node} {change}:\n{_table(table)}")  # noqa: T201
+    if silent := [one for one, some in each.items() if some is None]:
+        print(f"Not answering, and counted with what the others have on average: {', '.join(silent)}.")  # noqa: T201
     if told.HasField("upkeep"):
         print(f"The copies take {planned.seconds} s or more, at {UPKEEP_BYTES_PER_S >> 20} MiB/s a node.")  # noqa: T201
     else:
@@ -233,13 +255,14 @@ def plan(reach: Reach, node: str, *, as_json: bool) -> int:
     return Status.DONE
 
 
-def _stored_bytes(reach: Reach, node: str) -> int:
+def _stored_bytes(reach: Reach, node: str) -> int | None:
+    """What a member has stored; None if it doesn't answer."""
     with open_channel(reach.at(node)) as channel:
         stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
         try:
             told = stub.Status(kvstore_pb2.StatusRequest(), timeout=reach.call_timeout_s)
-        except grpc.RpcError as error:
-            raise _explained(f"Reading the status of {node}", reach.at(node), error) from error
+        except grpc.RpcError:
+            return None
     return int(told.capacity_bytes - told.free_bytes)
 
 

@@ -143,16 +143,22 @@ def _drives(arguments: argparse.Namespace) -> int:
 def _cluster(arguments: argparse.Namespace) -> int:
     from kvstore.commands.cluster_command import drain, forget, plan, show
 
-    if arguments.do is not None:
-        if arguments.member is None:
-            raise ConfigError(f"Give a node: kvstore cluster {arguments.do} HOST:PORT.")
-        if arguments.do == "forget":
-            return forget(reach(arguments), arguments.member, as_json=arguments.json)
-        if arguments.do == "plan":
-            return plan(reach(arguments), arguments.member, as_json=arguments.json)
-        undo = arguments.do == "join"
-        return drain(reach(arguments), arguments.member, undo=undo, as_json=arguments.json)
-    return show(reach(arguments), as_json=arguments.json)
+    if arguments.zone is not None and arguments.do != "plan":
+        raise ConfigError(
+            f"kvstore cluster {arguments.do} takes no --zone: it is that of a node to plan for."
+        )
+    if arguments.do == "status":
+        if arguments.member is not None:
+            raise ConfigError("kvstore cluster status takes no HOST:PORT: name the node to ask with --node.")
+        return show(reach(arguments), as_json=arguments.json)
+    if arguments.member is None:
+        raise ConfigError(f"Give a node: kvstore cluster {arguments.do} HOST:PORT.")
+    if arguments.do == "forget":
+        return forget(reach(arguments), arguments.member, as_json=arguments.json)
+    if arguments.do == "plan":
+        return plan(reach(arguments), arguments.member, arguments.zone or "", as_json=arguments.json)
+    undo = arguments.do == "join"
+    return drain(reach(arguments), arguments.member, undo=undo, as_json=arguments.json)
 
 
 def _top(arguments: argparse.Namespace) -> int:
@@ -229,18 +235,18 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     cluster = commands.add_parser(
         "cluster",
         help="show the nodes of a cluster and their shares of the users, plan a change, drain or forget a node",
-        description="Show the map of a node's cluster: its nodes, their weights and shares. Any of them may be asked."
-        " Exit status 3 if the node is in no cluster, or not on its map.",
+        description="Show the map of a node's cluster: its nodes, their weights and shares; or plan or make a change."
+        " Any node may be asked. Exit status 3 if the node is in no cluster, or not on its map.",
     )
     cluster.add_argument(
         "do",
-        nargs="?",
-        choices=("plan", "drain", "join", "forget"),
-        help="print what draining this member would move, or a new node at this address; copy a"
+        choices=("status", "plan", "drain", "join", "forget"),
+        help="show the nodes; print what draining this member would move, or a new node at this address; copy a"
         " node's blocks to the others so that it may be stopped; make it a member again; or forget an absent"
         " node that will not come back; where there are tenants, with the cluster's secret as the token",
     )
     cluster.add_argument("member", nargs="?", metavar="HOST:PORT", help="the node; for forget, also its name")
+    cluster.add_argument("--zone", help="plan: the zone of a node that would join (--cluster-zone)")
     reach_node(cluster)
     cluster.set_defaults(run=_cluster)
 

@@ -50,7 +50,7 @@ class EngineSettings:
 
     @property
     def is_clustered(self) -> bool:
-        """Whether blocks are spread over several nodes or replicated."""
+        """Whether blocks are set to be spread over several nodes or replicated."""
         return len(self.reach.nodes) > 1 or self.replicas > 1
 
     @classmethod

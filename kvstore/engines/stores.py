@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvstore.client import Block, Client, ClusterBlock, ClusterClient, RegisteredMemory
+from kvstore.client.map_follower import is_in_cluster
 from kvstore.errors import DomainRequired, KvError, NotEncrypted
 from kvstore.names import UNSAID
 from kvstore.reach import GRPC
@@ -108,8 +109,8 @@ class Store(Protocol):
 
 
 def open_store(settings: EngineSettings, layout: bytes, **of_clients: Any) -> Client | ClusterClient:
-    """Create the client that the settings describe. It makes no call yet."""
-    if settings.is_clustered:
+    """Create the client that the settings describe. If they name one node, it is asked whether it is in a cluster."""
+    if settings.is_clustered or is_in_cluster(settings.reach):
         return ClusterClient(
             settings.reach, replicas=settings.replicas, acks="any", layout=layout, **of_clients
         )

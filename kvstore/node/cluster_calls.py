@@ -8,6 +8,7 @@ from kvstore.cluster.map import DRAINING, TOO_OLD, Map
 from kvstore.limits import WATCH_HEARTBEAT_MS
 from kvstore.node.calls import refusals
 from kvstore.node.inline import deadline
+from kvstore.node.upkeep import Found
 from kvstore.placement import LOTS
 from kvstore.wire import cluster_pb2 as pb
 from kvstore.wire import cluster_pb2_grpc
@@ -55,8 +56,9 @@ def _told(
 ) -> pb.MapResponse:
     told = pb.MapResponse(clustered=True, etcd_away_ms=membership.away_ms, outside=membership.outside)
     if upkeep is not None:
-        found = upkeep.found
+        found = upkeep.known or Found()
         told.upkeep.replicas, told.upkeep.looking = upkeep.replicas, upkeep.is_looking
+        told.upkeep.unknown = upkeep.known is None
         told.upkeep.one_copy, told.upkeep.unsure, told.upkeep.full = found.one_copy, found.unsure, found.full
         told.upkeep.copied_blocks, told.upkeep.copied_bytes = upkeep.copied_blocks, upkeep.copied_bytes
     if now.revision > known.revision:

@@ -8,6 +8,7 @@ What it doesn't do: take a lock that is used in moving a block.
 
 from __future__ import annotations
 
+from math import nan
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -181,23 +182,25 @@ def _of_cluster(membership: Membership | None) -> list[Metric]:
 
 
 def _of_upkeep(upkeep: Upkeep | None) -> list[Metric]:
-    """The metrics of copies: 0 on a node that maintains none."""
-    found = None if upkeep is None else upkeep.found
+    """The metrics of copies: 0 on a node that maintains none, NaN if no scan by the present map has ended."""
+    one_copy = unsure = full = 0.0 if upkeep is None else nan
+    if upkeep is not None and (known := upkeep.known) is not None:
+        one_copy, unsure, full = known.one_copy, known.unsure, known.full
     return [
         _gauge(
             "kvstore_cluster_one_copy_blocks",
-            "Blocks still to be copied to another owner, as of the last scan.",
-            0 if found is None else found.one_copy,
+            "Blocks still to be copied to another owner, as of the last scan; NaN if there was none by this map.",
+            one_copy,
         ),
         _gauge(
             "kvstore_cluster_unsure_blocks",
             "Of these, blocks not copied because a deletion may have been missed while the node was down.",
-            0 if found is None else found.unsure,
+            unsure,
         ),
         _gauge(
             "kvstore_cluster_full_blocks",
             "Of these, blocks for which the other owner has no room.",
-            0 if found is None else found.full,
+            full,
         ),
         _counter(
             "kvstore_cluster_copied_blocks_total",

@@ -296,7 +296,10 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
 def _member(store: Store, cluster: ClusterConfig, address: str) -> Member:
     """Return the node's entry on the map."""
     weight = max(1, store.statistics().capacity_bytes >> 30)
-    return Member(store.name, cluster.address or address, weight, VERSION, zone=cluster.zone)
+    replicas = 0 if cluster.upkeep is None else cluster.upkeep.replicas
+    return Member(
+        store.name, cluster.address or address, weight, VERSION, zone=cluster.zone, replicas=replicas
+    )
 
 
 async def _leave_cluster(node: Node) -> None:

@@ -163,7 +163,8 @@ def cluster(membership: Membership, upkeep: Upkeep | None, name: str) -> dict[st
         "absent": [{"name": one.name, "node": one.node} for one in now.absent[:UI_MEMBERS_MAX]],
         "outside": membership.outside,
         "etcd_away_ms": membership.away_ms,
-        "one_copy": 0 if upkeep is None else upkeep.found.one_copy,
+        "one_copy": None if upkeep is None or upkeep.known is None else upkeep.known.one_copy,
+        "keeps_copies": upkeep is not None,
     }
 
 

@@ -18,12 +18,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import grpc.aio
 
+from kvstore.cluster.etcd import EtcdAway
+from kvstore.cluster.map import DRAINING
 from kvstore.errors import KvError
 from kvstore.limits import (
     INLINE_CHUNK_BYTES,
@@ -120,7 +123,7 @@ class Upkeep:
         self.waited = Waited(node.clock)
         self.sureness = Sureness(node.store.drives, lambda: membership.lease)
         self._peers = peers
-        self.found = Found()  # by the current or last scan, so far
+        self.found = Found()  # by the current scan, so far
         self.ended = Found()  # by the last complete one
         self.copied_blocks = self.copied_bytes = 0
         self.is_looking = False
@@ -142,9 +145,26 @@ class Upkeep:
         await self._peers.close()
 
     @property
+    def known(self) -> Found | None:
+        """The results of the last complete scan; None if it was not by the present map."""
+        return self.ended if self.looked and self.looked == self._membership.digest else None
+
+    @property
     def has_drained(self) -> bool:
-        """Whether the node is draining, and each of its blocks is on its owners."""
-        return self._is_draining() and self.looked == self._membership.digest and not self.ended.one_copy
+        """Whether the node is draining, and each of its blocks that it is sure of is on its owners."""
+        known = self.known
+        return self._is_draining() and known is not None and known.one_copy == known.unsure
+
+    def why_not_drained(self) -> str:
+        """Why the node can't drain: too few others would stay; "" if it can."""
+        names = {one.name for one in self._membership.map.members if one.state != DRAINING}
+        staying = len(names - {self._membership.name})
+        replicas = min(
+            REPLICAS_MAX, max([self.replicas, *(one for _, one in self._tenants.names().values())])
+        )
+        if staying >= replicas:
+            return ""
+        return f"too few others would stay ({staying}, and blocks should be on {replicas})"
 
     async def _run(self) -> None:
         retry_ms = UPKEEP_RETRY_MS // 2
@@ -167,6 +187,9 @@ class Upkeep:
             wait_ms = retry_ms if self.found.one_copy else UPKEEP_EVERY_MS
             if self._is_draining():  # a client with an older map may have put a block
                 wait_ms = UPKEEP_RETRY_MS
+            if self.has_drained:
+                with suppress(EtcdAway):
+                    await self._membership.note_drained()
             if await self._changes(digest, wait_ms):
                 retry_ms = UPKEEP_RETRY_MS // 2
 
@@ -232,14 +255,20 @@ class Upkeep:
         wanted: dict[tuple[int, str], list[Block]] = defaultdict(list)
         is_draining = self._is_draining()
         for block in blocks:
-            for owner in lacking(me, block, has, is_draining=is_draining):
+            owners = lacking(me, block, has, is_draining=is_draining)
+            missing = [
+                one for one in owners if has[one, block.name] == pb.OFFERED_MISSING
+            ]  # others may be down
+            if missing and not block.is_sure:
+                is_vouched = any(
+                    has.get((one, block.name)) == pb.OFFERED_STORED_SURELY for one in block.owners
+                )
                 self.found.one_copy += 1
-                if has[owner, block.name] != pb.OFFERED_MISSING:
-                    continue  # it is down, or may not answer
-                if block.is_sure:
-                    wanted[owner, block.tenant].append(block)
-                else:
-                    self.found.unsure += 1
+                self.found.unsure += not is_vouched  # else the next scan copies it
+                continue
+            self.found.one_copy += len(owners)
+            for owner in missing:
+                wanted[owner, block.tenant].append(block)
         for (owner, tenant), some in wanted.items():
             for first in range(0, len(some), UPKEEP_OFFERED_BLOCKS):
                 part = some[first : first + UPKEEP_OFFERED_BLOCKS]

@@ -218,9 +218,14 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
             membership, upkeep = self._node.membership, self._node.upkeep
             if membership is None or upkeep is None:
                 raise ProtocolError("The node does not replicate: it was started without --cluster-replicas.")
-            state = "" if request.undo else DRAINING
+            refusal = "" if request.undo else upkeep.why_not_drained()
+            state = "" if request.undo or refusal else DRAINING
             if membership.state != state:
                 await membership.say(state)
+            if refusal:
+                raise ProtocolError(f"The node can't be drained: {refusal}. Add a node first.")
+            if upkeep.has_drained:
+                await membership.note_drained()
             is_seen = membership.is_seen
             return pb.DrainResponse(
                 looked=is_seen and upkeep.looked == membership.digest,

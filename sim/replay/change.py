@@ -69,7 +69,10 @@ class Change:
 
 
 class Trial(NamedTuple):
-    """One change. Shares are of all blocks; fullness and load are 1 for a node with the mean before the change."""
+    """One change. Shares are of all blocks; fullness and load are 1 for a node with the mean before the change.
+
+    A lost block is on no node; its gets count as before, since it is computed and put again.
+    """
 
     lost_share: float  # no copy is left
     short_share: float  # fewer copies are left than there should be
@@ -151,7 +154,7 @@ def _trial(cluster: Cluster, terms: Change, before: Integers, after: Integers, a
         safe_s=terms.noticed_s + float(made_s.max()) if len(made_s) else 0.0,
         asked_twice_share=float((kept & ~found_first).mean()),
         fullest_before=float(np.bincount(before.ravel()).max()) / mean,
-        fullest_after=float(np.bincount(after.ravel()).max()) / mean,
+        fullest_after=float(np.bincount(after[kept].ravel(), minlength=nodes).max()) / mean,
         busiest_before=busiest_before,
         busiest_after=busiest_after,
         copying=terms.copy_bytes_per_s / cluster.node_get_bytes_per_s if len(copies) else 0.0,

@@ -266,6 +266,7 @@ class FakeClient:
                     yield self._etcd.past[told - 1]
 
     async def latest(self, _prefix: bytes, there: bytes) -> tuple[int, int] | None:
+        assert there, "etcd refuses an empty key"
         if self.tells_no_latest:
             raise EtcdAway("etcd: no answer to this question")
         await self._reach()

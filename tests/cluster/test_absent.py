@@ -42,7 +42,7 @@ def test_a_deletion_waits_for_a_node_that_is_absent_until_it_is_back_or_forgotte
         world.settled()
         node = world.nodes[0]
         assert [one.node for one in told(node).absent] == [absent.target]
-        assert f"absent: {absent.target}" in command("--node", node.target).stdout
+        assert f"absent: {absent.target}" in command("status", "--node", node.target).stdout
         assert command("forget", node.target, "--node", node.target).returncode == 3, "it is a member"
         forgotten = command("forget", absent.target, "--node", node.target)
         assert forgotten.stdout.startswith(f"{absent.target} is forgotten.")
@@ -52,9 +52,11 @@ def test_a_deletion_waits_for_a_node_that_is_absent_until_it_is_back_or_forgotte
         assert world.client.delete(theirs[5:10]) == [True] * 5
         absent.start()
         wait_until(
-            lambda: "drained or forgotten" in command("--node", absent.target).stdout, "it is told so", WAIT_S
+            lambda: "drained or forgotten" in command("status", "--node", absent.target).stdout,
+            "it is told so",
+            WAIT_S,
         )
-        assert command("--node", absent.target).returncode == 3
+        assert command("status", "--node", absent.target).returncode == 3
         assert absent.target not in {one.node for one in told(node).members}
 
 

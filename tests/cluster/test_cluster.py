@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from kvstore.client import ClusterClient, Nodes, as_request
+from kvstore.client import Client, ClusterClient, Nodes, as_request
 from kvstore.cluster.map import TOO_OLD
+from kvstore.engines.common_settings import EngineSettings
+from kvstore.engines.stores import open_store
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.wire import cluster_pb2, cluster_pb2_grpc
@@ -249,7 +251,7 @@ def explained(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str
 
 
 def command(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str]:
-    asked = [sys.executable, "-m", "kvstore", "cluster", *words, "--node", node.target]
+    asked = [sys.executable, "-m", "kvstore", "cluster", *(words or ("status",)), "--node", node.target]
     return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
 
 
@@ -293,3 +295,16 @@ def test_when_etcd_has_lost_data_the_maps_go_on(cluster: Cluster, *, backup: boo
     cluster.settled(cluster.nodes[:2])
     fourth.start()
     cluster.settled([*cluster.nodes[:2], fourth])
+
+
+def test_an_engine_that_names_one_node_uses_the_whole_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    def opened(node: NodeProcess) -> Client | ClusterClient:
+        return open_store(EngineSettings.of({"nodes": [node.target]}, where="a test"), b"layout")
+
+    with opened(cluster.nodes[1]) as client:
+        assert isinstance(client, ClusterClient)
+        assert {one.node for one in client.nodes.map.members} == {node.target for node in cluster.nodes}
+    with small_node(tmp_path / "alone") as alone, opened(alone) as client:
+        assert isinstance(client, Client)
+    with opened(alone) as client:
+        assert isinstance(client, Client), "it doesn't answer"

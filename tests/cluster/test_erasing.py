@@ -71,7 +71,16 @@ def test_an_erased_user_is_gone_from_all_nodes_and_no_copy_brings_them_back(worl
     adas, graces = put(world, ADA), put(world, GRACE)
     home = world.client.nodes.of("ada")
     (named,) = put(world, SHARED, 1, node=home.target)
-    home.session("ada", "chat").append([named], tokens=1)
+    chat = home.session("ada", "chat")
+
+    def is_ordered() -> bool:
+        try:
+            chat.append([named], tokens=1)
+        except NodeUnavailable:  # and not done
+            return False
+        return True
+
+    wait_until(is_ordered, "a new cluster's node orders sessions after five seconds", WAIT_S)
     done = world.client.erase_user("ada")
     assert len(done) == len(world.nodes)
     assert sum(one.blocks for one in done) == 2 * COUNT + 1

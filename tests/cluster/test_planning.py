@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -40,6 +42,42 @@ def test_of_nothing_that_is_stored_nothing_moves() -> None:
     one = Map.of(1, [Member("a", "a:1")])
     assert Plan.of(one, with_change(one, "b:1"), {"a:1": 0}, 2).seconds == 0
     assert sum(Plan.of(one, with_change(one, "b:1"), {"a:1": GIB}, 2).receives.values()) == GIB
+
+
+def test_a_node_that_joins_in_a_zone_of_its_own_gets_a_copy_of_everything() -> None:
+    planned = Plan.of(FOUR, with_change(FOUR, "10.0.0.9:1", "b"), STORED, 2)
+    assert planned.receives["10.0.0.9:1"] == pytest.approx(200 * GIB, rel=0.01)
+
+
+def test_what_a_draining_member_has_is_not_counted_twice() -> None:
+    node, joins = "10.0.0.2:1", "10.0.0.9:1"
+    drains = with_change(FOUR, node)
+    without = Map.of(1, (one for one in FOUR.members if one.node != node))
+    left = {one: size for one, size in STORED.items() if one != node}
+    planned = Plan.of(drains, with_change(drains, joins), STORED | {node: 300 * GIB}, 2)
+    assert planned.receives[joins] == pytest.approx(
+        Plan.of(without, with_change(without, joins), left, 2).receives[joins], rel=0.01
+    )
+
+
+def test_a_member_whose_bytes_are_unknown_counts_as_the_others_do() -> None:
+    known = dict(list(STORED.items())[1:])
+    all_known, some = (Plan.of(FOUR, with_change(FOUR, "10.0.0.9:1"), one, 2) for one in (STORED, known))
+    assert some == all_known
+
+
+def test_a_member_that_does_not_answer_is_named_and_the_plan_is_made(cluster: Cluster) -> None:
+    silent = cluster.nodes[2]
+    os.kill(silent.pid, signal.SIGSTOP)
+    try:
+        shown = command(cluster.nodes[0], "plan", "127.0.0.1:1", "--zone", "rack 2")
+    finally:
+        os.kill(silent.pid, signal.SIGCONT)
+    assert shown.returncode == 0
+    assert f"counted with what the others have on average: {silent.target}." in shown.stdout
+    refused = command(cluster.nodes[0], "plan", cluster.nodes[1].target, "--zone", "rack 2")
+    assert refused.returncode == 2
+    assert "is a member, with a zone of its own" in refused.stderr
 
 
 def test_the_command_plans_a_drain_and_a_join(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ import os
 import random
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from grpc.aio import AioRpcError
@@ -196,13 +196,18 @@ class World:
                     continue
                 for name in one.store.blocks.keys() - self.deleting:
                     having = {member.name for member, store in self.stores.items() if name in store.blocks}
-                    if self.stored.get(name, inf) < loop.time() - OLD_MAP_S:
+                    is_sure = one.upkeep.sureness.is_sure(
+                        cast("Any", one.store), one.store.blocks[name].generation
+                    )
+                    if is_sure and self.stored.get(name, inf) < loop.time() - OLD_MAP_S:
                         owners = self.owners(one.membership.map, name)
                         assert {owner.name for owner in owners} <= having, (
                             "an owner lacks what a drained node has"
                         )
                     elif having == {one.member.name}:
-                        self.lost.add(name)  # put by an old map, perhaps after the last scan
+                        self.lost.add(
+                            name
+                        )  # put by an old map, perhaps after the last scan, or perhaps deleted
                 with suppress(KeyError):
                     del self.stores[one.member]
                     self.drained += 1

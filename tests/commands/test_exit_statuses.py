@@ -29,7 +29,7 @@ CALLS = {
     "explain": ["explain", "none"],
     "stats": ["stats"],
     "drives": ["drives"],
-    "cluster": ["cluster"],
+    "cluster": ["cluster", "status"],
     "plan": ["cluster", "plan", "127.0.0.1:9"],
     "top": ["top", "--once", "--interval", "0.1"],
 }

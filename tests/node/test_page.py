@@ -126,7 +126,8 @@ def test_the_page_of_a_node_in_a_cluster_lists_its_members() -> None:
     members = [Member("a", "10.0.0.1:7070", 3), Member("b", "10.0.0.2:7070", state="draining")]
     now = Map.of(7, members, absent=[Member("c", "10.0.0.3:7070")])
     membership: Any = SimpleNamespace(map=now, away_ms=1500, outside="")
-    upkeep: Any = SimpleNamespace(found=SimpleNamespace(one_copy=5))
+    upkeep: Any = SimpleNamespace(known=SimpleNamespace(one_copy=5))
+    assert cluster(membership, SimpleNamespace(known=None), "a")["one_copy"] is None  # type: ignore[arg-type]
     told = cluster(membership, upkeep, "a")
     assert [(one["node"], one["draining"], one["share"], one["is_this"]) for one in told["members"]] == [
         ("10.0.0.1:7070", False, 1.0, True),

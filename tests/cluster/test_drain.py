@@ -1,0 +1,136 @@
+"""Draining nodes of a real cluster, and what a node knows of its blocks' copies."""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvstore.cluster.map import Map
+from kvstore.commands.cluster_command import _as_numbers, _upkeep_lines
+from kvstore.node.cluster_calls import _told
+from kvstore.node.metrics import _of_upkeep
+from kvstore.node.upkeep import Found, Upkeep
+from kvstore.wire.cluster_pb2 import UpkeepState
+from tests.cluster.test_upkeep import COUNT, WAIT_S, World, command, data, told
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_node_that_was_drained_can_be_stopped_and_nothing_has_one_copy(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, 3)
+        keys, once = world.put(), world.put_one_copy(COUNT)
+        drained = world.nodes[0]
+        shown = command("drain", drained.target)
+        assert world.on_two([*keys, *once]), "already now"
+        assert shown.stdout == f"The other nodes have all blocks of {drained.target}: it may be stopped.\n"
+        assert "draining" in command("status", "--node", world.nodes[1].target).stdout
+        assert not any(drained.target in world.client.owners(key) for key in keys)
+        found = world.client.get_many_inline([(key, len(data(key))) for key in [*keys, *once]])
+        assert list(found) == [data(key) for key in [*keys, *once]]
+        more = world.put()
+        assert not any(world.there(drained, more))
+        drained.stop()
+        world.nodes.remove(drained)
+        world.settled()
+        assert [list(told(node).absent) for node in world.nodes] == [[], []], "it need not be forgotten"
+        assert world.client.delete(keys[:1]) == [True]
+        keys = keys[1:]
+        assert world.on_two([*keys, *once, *more])
+
+
+def test_who_drains_is_asked_last_and_can_be_a_member_again(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, 3)
+        drains = world.nodes[0]
+        keys, once = world.put(), world.put_one_copy(COUNT)
+        assert command("drain", drains.target).returncode == 0
+
+        def comes_last() -> bool:
+            now = world.client.nodes.map
+            return all(now.members[now.owners(b"", key)[-1]].node == drains.target for key in keys)
+
+        wait_until(comes_last, "it comes last", WAIT_S)
+        for late in once:
+            assert world.client.get_inline(late, len(data(late))) == data(late)
+        assert command("join", drains.target).stdout == f"{drains.target} is an ordinary member again.\n"
+        wait_until(lambda: not world.client.nodes.map.draining, "it is one again", WAIT_S)
+
+
+def test_a_drain_after_which_too_few_would_stay_is_refused_at_once(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, 3)
+        first, second, third = world.nodes
+        assert command("drain", first.target).returncode == 0
+        began_s = time.monotonic()
+        refused = command("drain", second.target)
+        assert time.monotonic() - began_s < 5
+        assert refused.returncode not in {0, 3}
+        assert "can't be drained: too few others would stay (1, and blocks should be on 2)" in refused.stderr
+        assert not any(one.draining for one in told(third).members if one.node == second.target)
+        assert command("join", first.target).returncode == 0
+        with ThreadPoolExecutor(3) as threads:  # all at once
+            ends = list(threads.map(lambda node: command("drain", node.target).returncode, world.nodes))
+        draining = [one.node for one in told(third).members if one.draining]
+        assert len(draining) <= 1
+        assert sum(end == 0 for end in ends) == len(draining)
+
+
+def test_what_may_have_been_deleted_does_not_keep_a_node_from_being_drained(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = World(tmp_path, stack, 3)
+        keys = world.put()
+        away, *stay = world.nodes
+        theirs = [key for key in keys if away.target in world.client.owners(key)]
+        away.stop()
+        world.nodes = stay
+        world.settled()
+        for node in stay:  # as if the node had been forgotten
+            world.client.nodes.at(node.target).delete(theirs)
+        away.start()
+        world.nodes = [away, *stay]
+        world.settled()
+        wait_until(lambda: told(away).upkeep.unsure == len(theirs), "it has scanned them", WAIT_S)
+        drained = command("drain", away.target)
+        assert drained.returncode == 0
+        assert f"except {len(theirs)} that may have been deleted while it was away" in drained.stdout
+
+
+def test_what_a_node_knows_of_its_blocks_is_of_a_whole_scan_by_the_present_map() -> None:
+    upkeep = Upkeep.__new__(Upkeep)
+    membership: Any = SimpleNamespace(digest=0, away_ms=0, outside="")
+    upkeep._membership, upkeep.replicas = membership, 2
+    upkeep.is_looking, upkeep.copied_blocks, upkeep.copied_bytes = True, 0, 0
+    upkeep.looked, upkeep.ended, upkeep.found = 0, Found(), Found(one_copy=1)
+    for membership.digest, upkeep.looked, is_known in (
+        (0, 0, False),
+        (7, 0, False),
+        (8, 7, False),
+        (8, 8, True),
+    ):
+        upkeep.ended = Found(one_copy=5)
+        assert (upkeep.known is not None) == is_known
+        state = _told(membership, upkeep, Map(0), Map(0), "").upkeep
+        assert (state.unknown, state.one_copy) == (not is_known, 5 if is_known else 0)
+        (metric,) = [one for one in _of_upkeep(upkeep) if one.name == "kvstore_cluster_one_copy_blocks"]
+        assert math.isnan(metric.samples[0].value) != is_known
+
+
+def test_unknown_counts_are_shown_as_unknown() -> None:
+    known, unknown = UpkeepState(one_copy=3), UpkeepState(unknown=True)
+    assert _upkeep_lines({"a": known, "b": known}) == ["blocks with one copy: 6"]
+    assert _upkeep_lines({"a": known, "b": unknown}) == [
+        "blocks with one copy: 3 or more (1 of 2 nodes have not scanned their blocks by this map)"
+    ]
+    assert _upkeep_lines({"a": UpkeepState(), "b": unknown})[0].startswith("blocks with one copy: unknown (")
+    assert _upkeep_lines({"a": known, "b": None}) == [
+        "blocks with one copy: 3 or more",
+        "Not reporting the state of its copies: b.",
+    ]
+    assert _as_numbers(unknown)["one_copy"] is None  # type: ignore[index]

@@ -1,0 +1,87 @@
+"""Nodes whose etcd has lost its data, in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.cluster.etcd_history import EtcdMemory
+from tests.cluster.simulated import FakeEtcd, run
+from tests.cluster.test_membership import Process
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_maps_go_on_after_etcd_has_lost_its_data(seed: int) -> None:
+    """A node that is lost afterwards leaves them, and one that was absent before still is."""
+
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(seed)
+        leases = asyncio.create_task(etcd.run())
+        some = [Process(etcd, rng, name, port) for port, name in enumerate("abcd", 1)]
+        await asyncio.sleep(10)
+        for absent in some[2:]:
+            await absent.end(kindly=False)
+            await asyncio.sleep(20)
+        before = some[0].told
+        assert before.names == {"a", "b"}
+        await etcd.restore()
+        for _ in range(400):
+            await asyncio.sleep(0.05)
+            for one in some[:2]:
+                assert one.told.names | {absent.name for absent in one.told.absent} == set("abcd"), (
+                    "at any time"
+                )
+        for one in some[:2]:
+            assert one.told.members == before.members
+            assert one.told.absent == before.absent == tuple(other.member for other in some[2:])
+            assert one.told.revision > before.revision
+            assert one.membership.memory.losses == 1
+        await some[1].end(kindly=False)
+        await asyncio.sleep(20)
+        assert some[0].told.names == {"a"}
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_node_that_was_started_anew_remembers_what_its_etcd_had(tmp_path: Path) -> None:
+    """All nodes were: the maps of their clients go on."""
+
+    async def history() -> None:
+        etcd, rng, file = FakeEtcd(), random.Random(1), tmp_path / "cluster.json"
+        leases = asyncio.create_task(etcd.run())
+        one = Process(etcd, rng, "a", 1, EtcdMemory("test", file))
+        await asyncio.sleep(2)
+        revision = one.told.revision
+        await one.end(kindly=False)
+        await etcd.restore()
+        again = Process(etcd, rng, "a", 1, EtcdMemory("test", file))
+        await asyncio.sleep(2)
+        assert again.told.revision > revision
+        assert again.membership.memory.losses == 1
+        await again.end(kindly=False)
+        other = FakeEtcd()
+        elsewhere = Process(other, rng, "a", 1, EtcdMemory("another", file))
+        await asyncio.sleep(2)
+        assert elsewhere.told.revision == other.revision, "another cluster's etcd has lost nothing"
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_folder_that_can_not_be_written_is_logged_and_the_node_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def history() -> None:
+        one = Process(FakeEtcd(), random.Random(1), "a", 1, EtcdMemory("test", tmp_path / "none" / "file"))
+        await asyncio.sleep(2)
+        assert one.told.members == (one.member,)
+
+    run(history())
+    assert "can't be written: No such file" in caplog.text
