@@ -78,9 +78,7 @@ def run(form: Form) -> None:
     for name, (block_tokens, config) in _SHAPES.items():
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             place = Path(folder)
-            node = stack.enter_context(
-                Node(place / "node", capacity="4GiB", arguments=("--hot", "1GiB"))
-            )
+            node = stack.enter_context(Node(place / "node", capacity="2GiB", arguments=("--hot", "1GiB")))
             shape = _Shape(stack, place, node, block_tokens, make_llama(place / "model", **config))
             shape.measure()
             shape.note(form, name)
@@ -113,9 +111,7 @@ class _Shape:
         }
         arguments = {"dtype": "bfloat16", "max_model_len": 8192, "kv_cache_memory_bytes": 256 << 20}
         self._engines = {
-            way: stack.enter_context(
-                Engine(place, way, model, **how, **arguments, block_size=block_tokens)
-            )
+            way: stack.enter_context(Engine(place, way, model, **how, **arguments, block_size=block_tokens))
             for way, how in given.items()
         }
         self._said: dict[tuple[str, str], list[Said]] = defaultdict(list)

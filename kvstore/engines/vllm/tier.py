@@ -143,6 +143,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         )
         self._tokens_max = (len(primary_kv_view) - self._storing_max) / per_token
         self._layout = engine.layout + _form(offloading_spec, self._size)
+        self._root = block_key(self._layout)  # hashed once: it is long, and each name has it
         self._clock = SystemClock()
         self._address: int = np.asarray(primary_kv_view).ctypes.data
         self._carrier = Carrier(settings, self._layout, self._size)
@@ -151,7 +152,9 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         except BaseException:
             self._carrier.close()
             raise
-        self._news = threading.Event()  # a load or a look-up has ended since `get_finished_jobs` was last called
+        self._news = (
+            threading.Event()
+        )  # a load or a look-up has ended since `get_finished_jobs` was last called
         self._is_asking = False  # whether the last step was told to look something up again
         self._lookups = _Lookups(tier_type, self._present)
         self._seen: dict[str, _Seen] = {}
@@ -215,7 +218,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         return self._engine.epoch + (adapter.name if adapter is not None else b"")
 
     def _name(self, key: bytes) -> bytes:
-        return block_key(self._layout, key)
+        return block_key(self._root, key)
 
     def _present(self, keys: list[bytes]) -> list[bool]:
         found = self._carrier.present([(self._name(key), self._size) for key in keys])
