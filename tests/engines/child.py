@@ -112,7 +112,7 @@ def main(given: str) -> None:
 
 
 def _step_as_a_server(llm: Any) -> None:
-    """Pause after a step that computed nothing, as vLLM's loop in a process of its own does; `LLM` in one process spins."""
+    """Pause after a step that computed nothing, as the loop of a served engine does; an `LLM` in one process spins."""
     core = llm.llm_engine.engine_core.engine_core
     step = core.step_fn
 

@@ -252,7 +252,7 @@ def test_what_the_engine_has_itself_waits_for_no_answer_and_is_saved_again_only_
     node.objects.clear()
     answer: Future[int] = Future()
     engine.scheduling._lookups.begin = lambda *_: answer
-    monkeypatch.setattr(answer, "result", lambda timeout=0: 1 / 0)
+    monkeypatch.setattr(answer, "result", lambda *_: 1 / 0)
     engine.scheduling._lookup_ns = 60_000_000_000
     engine.add("again", prompt(1), 40)
     for _ in range(4):  # the engine was idle, and would have waited

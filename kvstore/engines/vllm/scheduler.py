@@ -131,13 +131,11 @@ class Scheduling:
             return 0, False  # the offered blocks have not arrived, and may never
         if known.lookup is None:
             self._begin_lookup(known)
-        if known.lookup is None:
-            return 0, False
         known.computed_tokens = computed_tokens
         # At least one token is computed: the next one depends on it.
         step = self._lookups.step_tokens
         most = (request.num_tokens - 1) // step * step
-        if most <= computed_tokens:
+        if known.lookup is None or most <= computed_tokens:
             known.unread = known.lookup
             return 0, False
         try:

@@ -6,10 +6,11 @@ vLLM copies chunks (several blocks of tokens, all layers and ranks) between the 
 and has this tier store and load the others. The pool is registered once with our client: puts read it and gets write to
 it, without a further copy. It needs `tiering_connector`, which gives it the model's identity.
 
-What always holds: no call of the scheduler's waits for the node while the engine computes anything, and an idle engine's
-waits for a moment; our own threads do the work. A job ends by its deadline, counted from its submission, and then nothing reads or writes its chunks any more. A load reports which chunks
-arrived, whole and checked. Two engines share a chunk only if they would share the connector's pages (`identity`).
-`shutdown` ends all jobs, or raises, and then vLLM keeps the memory.
+What always holds: no call of the scheduler's waits for the node while the engine computes anything, and an idle
+engine's waits for a moment; our own threads do the work. A job ends by its deadline, counted from its submission, and
+then nothing reads or writes its chunks any more. A load reports which chunks arrived, whole and checked. Two engines
+share a chunk only if they would share the connector's pages (`identity`). `shutdown` ends all jobs, or raises, and then
+vLLM keeps the memory.
 What it doesn't do: name sessions; ranks on several hosts, whose pools are several.
 """
 
