@@ -110,7 +110,11 @@ class _Shape:
             _CONNECTOR: {"node": node.target, "transfer": _OURS, "extra": PATIENT},
             _LMCACHE: {"kv_transfer_config": self._server.transfer},
         }
-        arguments = {"dtype": "bfloat16", "max_model_len": 8192, "kv_cache_memory_bytes": 256 << 20}
+        arguments: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "max_model_len": 8192,
+            "kv_cache_memory_bytes": 256 << 20,
+        }
         self._engines = {
             way: stack.enter_context(Engine(place, way, model, **how, **arguments, block_size=block_tokens))
             for way, how in given.items()

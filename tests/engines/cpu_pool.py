@@ -84,4 +84,4 @@ def _copy_rows(target: Any, to: Any, source: Any, rows: Any) -> None:
     runs = np.zeros((len(rows), 4), np.uint64)
     runs[:, 1], runs[:, 2] = np.asarray(rows) * source.stride(0), np.asarray(to) * target.stride(0)
     runs[:, 3] = source.shape[1]
-    copy_runs(runs, [source.data_ptr()], target.data_ptr())
+    copy_runs(runs.data, [source.data_ptr()], target.data_ptr())

@@ -31,7 +31,7 @@ from kvstore.errors import Closed, ConfigError
 from tests.engines.node import Node, until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -210,10 +210,16 @@ def test_an_engine_that_computes_nothing_waits_for_what_is_under_way(
     one = Tier(node.target)
     key = keys("idle", 1)
     assert one.ended(one.submit(key)).success
-    get, present = one.tier._carrier.get, one.tier._carrier.present
-    one.tier._carrier.get = lambda *some, **more: time.sleep(0.2) or get(*some, **more)  # type: ignore[method-assign]
-    one.tier._carrier.present = lambda *some: time.sleep(0.2) or present(*some)  # type: ignore[method-assign]
 
+    def slow(call: Callable[..., list[bool]]) -> Any:
+        def later(*some: Any, **more: Any) -> list[bool]:
+            time.sleep(0.2)
+            return call(*some, **more)
+
+        return later
+
+    carrier: Any = one.tier._carrier
+    carrier.get, carrier.present = slow(carrier.get), slow(carrier.present)
     began = time.monotonic()
     numbers = [one.submit(key, load=True)]
     assert one.tier.get_finished_jobs() == []  # it computes something: nothing waits
