@@ -55,6 +55,7 @@ def main(given: str) -> None:
         ffi.lib._fntab["__dict__"] = {}
 
     llm = LLM(**json.loads(given))
+    _step_as_a_server(llm)
     print(json.dumps("ready"), file=answers)
 
     adapters: dict[str, Any] = {}
@@ -81,7 +82,7 @@ def main(given: str) -> None:
             extra_args={"kv_transfer_params": params} if params else None,
         )
         given: Any = [{"prompt_token_ids": one, **({"cache_salt": salt} if salt else {})} for one in prompts]
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         lora = adapter_of(adapter) if adapter else None
         outputs = llm.generate(given, how, use_tqdm=False, lora_request=lora)
         seconds = time.perf_counter() - began
@@ -89,6 +90,7 @@ def main(given: str) -> None:
         _step_until_stored(llm)
         return {
             "seconds": seconds,
+            "cpu_seconds": time.process_time() - cpu_began,
             "answers": [list(one.outputs[0].token_ids) for one in outputs],
             "cached": sum(one.num_cached_tokens or 0 for one in outputs),
         }
@@ -109,6 +111,20 @@ def main(given: str) -> None:
         print(json.dumps(answer), file=answers)
 
 
+def _step_as_a_server(llm: Any) -> None:
+    """Pause after a step that computed nothing, as the loop of a served engine does; an `LLM` in one process spins."""
+    core = llm.llm_engine.engine_core.engine_core
+    step = core.step_fn
+
+    def step_and_pause() -> Any:
+        outputs, has_computed = step()
+        if not has_computed and core.scheduler.has_requests():
+            time.sleep(0.001)
+        return outputs, has_computed
+
+    core.step_fn = step_and_pause
+
+
 def _wait_for_saves() -> None:
     """Let the connector's thread send what the last steps have copied: who asks next shall find it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -124,7 +140,6 @@ def _step_until_stored(llm: Any) -> None:
     until = time.perf_counter() + 60
     while scheduler.has_requests() and time.perf_counter() < until:
         llm.llm_engine.step()
-        time.sleep(0.001)
 
 
 def _drop_pool(llm: Any) -> bool:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from nic_offload.memory import copy_runs
 
 __all__ = ["CpuTieringSpec"]
 
@@ -43,12 +46,12 @@ class _Copies(OffloadingWorker):  # type: ignore[misc]
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         for tensor, blocks, chunks in self._places(src_spec, dst_spec):
-            self._chunks[tensor][chunks] = self._blocks[tensor][blocks]
+            _copy_rows(self._chunks[tensor], chunks, self._blocks[tensor], blocks)
         return self._done(job_id)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         for tensor, blocks, chunks in self._places(dst_spec, src_spec):
-            self._blocks[tensor][blocks] = self._chunks[tensor][chunks]
+            _copy_rows(self._blocks[tensor], blocks, self._chunks[tensor], chunks)
         return self._done(job_id)
 
     def _places(self, blocks: Any, chunks: Any) -> list[tuple[int, Any, Any]]:
@@ -74,3 +77,11 @@ class _Copies(OffloadingWorker):  # type: ignore[misc]
     def shutdown(self) -> None:
         self._blocks, self._chunks = [], []
         self._region.cleanup()
+
+
+def _copy_rows(target: Any, to: Any, source: Any, rows: Any) -> None:
+    """Copy rows of one tensor to rows of another, as a device would: without Python for each, and without its lock."""
+    runs = np.zeros((len(rows), 4), np.uint64)
+    runs[:, 1], runs[:, 2] = np.asarray(rows) * source.stride(0), np.asarray(to) * target.stride(0)
+    runs[:, 3] = source.shape[1]
+    copy_runs(runs.data, [source.data_ptr()], target.data_ptr())

@@ -98,6 +98,7 @@ class Said:
     answers: list[list[int]]
     cached: int  # prompt tokens that were not computed, wherever they came from
     seconds: float  # in the engine
+    cpu_seconds: float  # of its process, until everything was stored
 
 
 class Engine:

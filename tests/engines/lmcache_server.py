@@ -1,4 +1,4 @@
-"""LMCache's own server as a child process, with a node behind it."""
+"""LMCache's own server as a child process, with a node or files behind it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def free_port() -> int:
 class LmcacheServer:
     """At one address through all its lives. Its own memory (L1) goes with each of them."""
 
-    def __init__(self, place: Path, node: str) -> None:
-        self._node = node
+    def __init__(self, place: Path, behind: dict[str, Any], **options: Any) -> None:
+        """`behind` is its L2, as in LMCache's own configuration; `options` are the command's, with underscores."""
+        self._behind, self._options = behind, options
         self._log = place / "lmcache server.log"
         self._port, self._http_port = free_port(), 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,12 +56,6 @@ class LmcacheServer:
     def start(self) -> None:
         """Start it, and wait until it takes calls."""
         self._http_port = free_port()  # somebody else may have the last one's by now
-        adapter = {
-            "type": "plugin",
-            "module_path": "kvstore.engines.lmcache.l2",
-            "class_name": "TriggerKvL2Adapter",
-            "adapter_params": {"node": self._node, "weights": "of this test"},
-        }
         options = {
             "host": "127.0.0.1",
             "port": self._port,
@@ -71,7 +66,8 @@ class LmcacheServer:
             "eviction-policy": "LRU",
             "supported-transfer-mode": "auto",  # it moves KV by CUDA's handles otherwise
             "max-workers": 2,
-            "l2-adapter": json.dumps(adapter),
+            "l2-adapter": json.dumps(self._behind),
+            **{name.replace("_", "-"): value for name, value in self._options.items()},
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         with self._log.open("a") as log:

@@ -8,6 +8,7 @@ import secrets
 import signal
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.commands.certificates_command import make
@@ -18,7 +19,6 @@ from kvstore.wire.record import RECORD_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
@@ -55,10 +55,15 @@ class Node(NodeProcess):
                     damaged += 1
         return damaged
 
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return all((task / "stat").read_text().rpartition(") ")[2][0] == "T" for task in tasks)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop it where it stands, and let it go on."""
         os.kill(self.pid, signal.SIGSTOP)
+        until(self._is_stopped, "no thread of the node runs")  # on a busy machine some go on for a while
         try:
             yield
         finally:

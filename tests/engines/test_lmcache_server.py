@@ -28,6 +28,11 @@ pytestmark = [
 
 CHUNK = 64
 TURN = range(3, 4)
+BEHIND = {
+    "type": "plugin",
+    "module_path": "kvstore.engines.lmcache.l2",
+    "class_name": "TriggerKvL2Adapter",
+}
 
 
 def test_lmcache_s_own_server_keeps_its_objects_on_a_node(
@@ -40,7 +45,9 @@ def test_lmcache_s_own_server_keeps_its_objects_on_a_node(
     full = sum(len(prompt) // CHUNK * CHUNK for prompt in chats.last)
     with (
         Node(tmp_path / "node") as node,
-        LmcacheServer(tmp_path, node.target) as server,
+        LmcacheServer(
+            tmp_path, BEHIND | {"adapter_params": {"node": node.target, "weights": "of this test"}}
+        ) as server,
         # Without a cache of the engine's own all that it did not compute comes from LMCache.
         Engine(
             place, "lmcache", model, kv_transfer_config=server.transfer, enable_prefix_caching=False

@@ -241,6 +241,48 @@ def test_a_busy_engine_never_waits_for_an_answer(monkeypatch: pytest.MonkeyPatch
     assert slow.waits == [0.0] * 20
 
 
+@pytest.mark.parametrize("stored_blocks", [0, 8])
+def test_what_the_engine_has_itself_waits_for_no_answer_and_is_saved_again_only_if_it_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, stored_blocks: int
+) -> None:
+    node = FakeNode()
+    engine = Pretend(monkeypatch, folder, node)
+    engine.add("first", prompt(1), 1)
+    engine.run()
+    node.objects.clear()
+    answer: Future[int] = Future()
+    engine.scheduling._lookups.begin = lambda *_: answer
+    monkeypatch.setattr(answer, "result", lambda *_: 1 / 0)
+    engine.scheduling._lookup_ns = 60_000_000_000
+    engine.add("again", prompt(1), 40)
+    for _ in range(4):  # the engine was idle, and would have waited
+        engine.step()
+    assert len(engine.answers["again"]) == 4
+    assert not node.objects  # it is not known yet whether they are missing
+    monkeypatch.undo()
+    answer.set_result(stored_blocks * BLOCK)
+    engine.run()
+    engine.check_answers()
+    assert engine.check_pages(node, held(engine)) == (11 - stored_blocks) * LAYERS
+
+
+def test_a_turn_that_ends_before_the_answer_has_the_blocks_that_the_engine_had(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """With fewer blocks it would cut the session."""
+    engine = Pretend(monkeypatch, folder, FakeNode())
+    blocks: list[int] = []
+    engine.scheduling._turns = SimpleNamespace(
+        arrived=lambda _: None, finished=lambda _, digests: blocks.append(len(digests[0]))
+    )
+    engine.add("first", prompt(1), 1)
+    engine.run()
+    engine.scheduling._lookups.begin = lambda *_: Future()
+    engine.add("again", prompt(1), 1)
+    engine.run()
+    assert blocks == [9, 8]
+
+
 def test_a_node_that_takes_nothing_holds_up_no_step(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     node = FakeNode()
     engine = Pretend(monkeypatch, folder, node, blocks=24)

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvstore.client import Client
-from kvstore.engines.vllm import tiering_connector
+from kvstore.engines.vllm import tier, tiering_connector
 from kvstore.engines.vllm.model_hints import Engine, tell_adapter
 from kvstore.engines.vllm.settings import ENGINE
 from kvstore.engines.vllm.tier import TriggerKvTier
@@ -31,7 +31,7 @@ from kvstore.errors import Closed, ConfigError
 from tests.engines.node import Node, until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -200,6 +200,55 @@ def test_adapters_resets_and_engines_find_only_their_own(node: Node, tmp_path: P
     one.told.reset()
     assert one.look(key[0]) is LookupResult.MISS
     one.tier.shutdown()
+
+
+def test_an_engine_that_computes_nothing_waits_for_what_is_under_way(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would ask without a pause, and keep Python's lock from the threads that bring its chunks."""
+    monkeypatch.setattr(tier, "VLLM_LOADING_WAIT_S", 10)
+    one = Tier(node.target)
+    key = keys("idle", 1)
+    assert one.ended(one.submit(key)).success
+
+    def slow(call: Callable[..., list[bool]]) -> Any:
+        def later(*some: Any, **more: Any) -> list[bool]:
+            time.sleep(0.2)
+            return call(*some, **more)
+
+        return later
+
+    carrier: Any = one.tier._carrier
+    carrier.get, carrier.present = slow(carrier.get), slow(carrier.present)
+    began = time.monotonic()
+    numbers = [one.submit(key, load=True)]
+    assert one.tier.get_finished_jobs() == []  # it computes something: nothing waits
+    assert time.monotonic() - began < 0.2
+    one.told.is_idle = True
+    for _ in range(2):
+        assert [result.job_id for result in one.tier.get_finished_jobs()] == numbers
+        numbers = [one.submit(key, load=True)]
+    assert [result.job_id for result in one.tier.get_finished_jobs()] == numbers
+    context = one.request()
+    assert one.tier.lookup(key[0], context) is LookupResult.RETRY
+    one.tier.on_schedule_end(STEP)
+    asked = time.monotonic()
+    assert one.tier.get_finished_jobs() == []
+    assert time.monotonic() - asked > 0.1
+    until(lambda: one.tier.lookup(key[0], context) is LookupResult.HIT, "the node has answered", 1)
+    one.tier.get_finished_jobs()  # nothing is under way
+    assert time.monotonic() - began < 5
+    one.tier.shutdown()
+
+
+def test_the_connector_tells_the_tier_which_steps_compute_nothing() -> None:
+    connector = TriggerKvTieringConnector.__new__(TriggerKvTieringConnector)
+    connector._engines = [Engine(b"one tier's"), Engine(b"another's")]
+    connector.connector_scheduler = Fake(build_connector_meta=lambda step: f"for {step.name}")
+    for counts, is_idle in (({}, True), ({"r": 1}, False)):
+        step: Any = Fake(name="a step", num_scheduled_tokens=counts)
+        assert connector.build_connector_meta(step) == "for a step"
+        assert [engine.is_idle for engine in connector._engines] == [is_idle] * 2
 
 
 def test_the_connector_tells_the_tier_of_adapters_and_of_a_reset(tmp_path: Path) -> None:

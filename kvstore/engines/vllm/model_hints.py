@@ -37,6 +37,7 @@ class Engine:
     loads: bool = True
     adapters: dict[str, bytes] = field(default_factory=dict)  # of requests on their way to the manager
     epoch: bytes = b""  # of the weights: another one finds nothing of what was stored before
+    is_idle: bool = False  # whether the last step computed nothing
 
     def reset(self) -> None:
         """Ignore everything stored so far: the weights may have changed."""

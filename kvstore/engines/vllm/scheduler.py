@@ -41,6 +41,9 @@ class _Request:
     domain: bytes  # the erase domain of its blocks
     lookup: Future[int] | None = None
     lookup_until_ns: int = 0
+    unread: Future[int] | None = (
+        None  # a look-up that nothing waited for, because the engine had all blocks itself
+    )
     asked: bool = False  # whether the answer was waited for
     computed_tokens: int = 0  # what the engine had when it was offered more
     told_tokens: int = 0  # those, and what was offered and taken: whatever else it has is another connector's
@@ -128,7 +131,12 @@ class Scheduling:
             return 0, False  # the offered blocks have not arrived, and may never
         if known.lookup is None:
             self._begin_lookup(known)
-        if known.lookup is None:
+        known.computed_tokens = computed_tokens
+        # At least one token is computed: the next one depends on it.
+        step = self._lookups.step_tokens
+        most = (request.num_tokens - 1) // step * step
+        if known.lookup is None or most <= computed_tokens:
+            known.unread = known.lookup
             return 0, False
         try:
             known.known_tokens = known.lookup.result(self._patience_s(known))
@@ -138,10 +146,7 @@ class Scheduling:
                 return None, False
             known.known_tokens = 0
             self.stats.add("lookups_late")
-        # At least one token is computed: the next one depends on it.
-        step = self._lookups.step_tokens
-        usable = min(known.known_tokens, (request.num_tokens - 1) // step * step)
-        known.computed_tokens = computed_tokens
+        usable = min(known.known_tokens, most)
         if usable <= computed_tokens:
             return 0, False
         return usable - computed_tokens, self._is_async
@@ -167,8 +172,7 @@ class Scheduling:
         known = self._known(request)
         known.is_admitted = True
         known.lookup = None  # a request scheduled again after a preemption is looked up again
-        for number, group in enumerate(self._groups):
-            known.saved[number] = max(known.saved[number], known.known_tokens // group.block_tokens)
+        self._are_stored(known, known.known_tokens)
         if not external_tokens:
             return
         wanted = []
@@ -190,6 +194,21 @@ class Scheduling:
             self._loading.append([block.block_id for block in blocks.blocks[0]])
         self._loads.append(Load(request.request_id, wanted))
         self.stats.add("hit_tokens", external_tokens)
+
+    def _are_stored(self, known: _Request, tokens: int) -> None:
+        """The blocks of its first tokens need not be saved."""
+        for number, group in enumerate(self._groups):
+            known.saved[number] = max(known.saved[number], tokens // group.block_tokens)
+
+    def _is_read(self, known: _Request) -> bool:
+        """Whether it is known which of the blocks that the engine had itself are stored."""
+        if known.unread is None:
+            return True
+        if not known.unread.done() and self._clock.monotonic_ns() < known.lookup_until_ns:
+            return False
+        self._are_stored(known, known.unread.result() if known.unread.done() else 0)
+        known.unread = None
+        return True
 
     # --- a step
 
@@ -226,7 +245,7 @@ class Scheduling:
 
     def _full(self, known: _Request, before_tokens: int, new_tokens: int) -> list[Wanted]:
         """The blocks of a request that are full after this step and not known to be stored."""
-        if known.is_spoilt:
+        if known.is_spoilt or not self._is_read(known):
             return []
         # Drafts and placeholders don't count as tokens yet.
         tokens = min(before_tokens + new_tokens, len(known.request.all_token_ids))
@@ -319,6 +338,8 @@ class Scheduling:
         """Forget it; if it belongs to a session, its blocks are appended as a turn."""
         known = self._requests.pop(request.request_id, None)
         if known is not None and self._may_save:
+            if not self._is_read(known):  # the node checks that all blocks of a session are stored
+                self._are_stored(known, known.computed_tokens)
             self._turns.finished(
                 request,
                 [

@@ -6,10 +6,11 @@ vLLM copies chunks (several blocks of tokens, all layers and ranks) between the 
 and has this tier store and load the others. The pool is registered once with our client: puts read it and gets write to
 it, without a further copy. It needs `tiering_connector`, which gives it the model's identity.
 
-What always holds: no call of the scheduler's waits for the node; our own threads do the work. A job ends by its
-deadline, counted from its submission, and then nothing reads or writes its chunks any more. A load reports which chunks
-arrived, whole and checked. Two engines share a chunk only if they would share the connector's pages (`identity`).
-`shutdown` ends all jobs, or raises, and then vLLM keeps the memory.
+What always holds: no call of the scheduler's waits for the node while the engine computes anything, and an idle
+engine's waits for a moment; our own threads do the work. A job ends by its deadline, counted from its submission, and
+then nothing reads or writes its chunks any more. A load reports which chunks arrived, whole and checked. Two engines
+share a chunk only if they would share the connector's pages (`identity`). `shutdown` ends all jobs, or raises, and then
+vLLM keeps the memory.
 What it doesn't do: name sessions; ranks on several hosts, whose pools are several.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -40,7 +42,7 @@ from kvstore.engines.carrier import Carrier, Place
 from kvstore.engines.vllm.model_hints import Adapter, Engine
 from kvstore.engines.vllm.settings import ENGINE, TierSettings
 from kvstore.errors import ConfigError, DeadlineExceeded
-from kvstore.limits import VLLM_SHUTDOWN_MS
+from kvstore.limits import VLLM_LOADING_WAIT_S, VLLM_SHUTDOWN_MS
 from kvstore.names import block_key
 
 if TYPE_CHECKING:
@@ -142,6 +144,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         )
         self._tokens_max = (len(primary_kv_view) - self._storing_max) / per_token
         self._layout = engine.layout + _form(offloading_spec, self._size)
+        self._root = block_key(self._layout)  # hashed once: it is long, and each name has it
         self._clock = SystemClock()
         self._address: int = np.asarray(primary_kv_view).ctypes.data
         self._carrier = Carrier(settings, self._layout, self._size)
@@ -150,6 +153,10 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         except BaseException:
             self._carrier.close()
             raise
+        self._news = (
+            threading.Event()
+        )  # a load or a look-up has ended since `get_finished_jobs` was last called
+        self._is_asking = False  # whether the last step was told to look something up again
         self._lookups = _Lookups(tier_type, self._present)
         self._seen: dict[str, _Seen] = {}
         self._loads = ThreadPoolExecutor(_LOADING_THREADS, "kvstore-tier-load")
@@ -180,6 +187,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         found = self._lookups.lookup(name, req_context)
         if found is None:
             if self._clock.monotonic_ns() - seen.asked_ns <= self._lookup_ns:
+                self._is_asking = True
                 return LookupResult.RETRY
             self._count("late_lookups", 1)
             return LookupResult.MISS
@@ -211,10 +219,12 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         return self._engine.epoch + (adapter.name if adapter is not None else b"")
 
     def _name(self, key: bytes) -> bytes:
-        return block_key(self._layout, key)
+        return block_key(self._root, key)
 
     def _present(self, keys: list[bytes]) -> list[bool]:
-        return self._carrier.present([(self._name(key), self._size) for key in keys])
+        found = self._carrier.present([(self._name(key), self._size) for key in keys])
+        self._news.set()
+        return found
 
     # --- jobs
 
@@ -244,7 +254,10 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
             self._clock.monotonic_ns() + ns,
             told.req_context.req_id,
         )
-        self._under_way[told.job_id] = (told.is_promotion, job, threads.submit(self._move, move, job))
+        future = threads.submit(self._move, move, job)
+        self._under_way[told.job_id] = (told.is_promotion, job, future)
+        if told.is_promotion:
+            future.add_done_callback(lambda _: self._news.set())
 
     def _move(self, move: Callable[..., list[bool]], job: _Job) -> _Moved:
         """In a thread: put or get."""
@@ -265,12 +278,20 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The jobs that ended since the last call, and the chunks they moved."""
+        self._wait_if_idle()
         ended, self._ended = self._ended, []
         for job_id in [number for number, (_, _, future) in self._under_way.items() if future.done()]:
             is_load, job, future = self._under_way.pop(job_id)
             moved = _Moved([False] * len(job.keys), 0.0) if future.cancelled() else future.result()
             ended.append((self._loaded if is_load else self._stored)(job_id, job, moved))
         return ended
+
+    def _wait_if_idle(self) -> None:
+        """Wait a moment for the node, because an engine that computes nothing would spin, and keep Python's lock."""
+        is_asking, self._is_asking = self._is_asking, False
+        if self._engine.is_idle and (is_asking or any(is_load for is_load, _, _ in self._under_way.values())):
+            self._news.wait(VLLM_LOADING_WAIT_S)
+        self._news.clear()  # before anything is taken: what ends later is news again
 
     def _loaded(self, job_id: int, job: _Job, moved: _Moved) -> JobResult:
         here, missing = _parted(job.keys, moved.whole)

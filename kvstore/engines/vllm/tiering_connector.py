@@ -5,7 +5,8 @@
             "secondary_tiers": [{"type": "triggerkv", "node": "127.0.0.1:7070"}]}}'
 
 It is vLLM's connector with vLLM's `TieringOffloadingSpec`. It also gives each of our tiers the identity of the chunks
-and a request's adapter (`model_hints`), and notifies it of a cache reset, after which the weights may differ.
+and a request's adapter (`model_hints`), and notifies it of a cache reset, after which the weights may differ, and of
+steps that compute nothing.
 
 What always holds: chunks stored before a reset are not found after it.
 What it doesn't do: anything else; pool, copies and scheduling are vLLM's, and other tiers may be used besides ours.
@@ -53,6 +54,13 @@ class TriggerKvTieringConnector(OffloadingConnector):  # type: ignore[misc]
         """Record the adapter of a request."""
         tell_adapter(self._engines, request)
         super().on_new_request(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Record whether this step computes anything."""
+        meta = super().build_connector_meta(scheduler_output)
+        for engine in self._engines:
+            engine.is_idle = not scheduler_output.num_scheduled_tokens
+        return meta
 
     def reset_cache(self) -> bool | None:
         """Ignore everything stored so far; pending jobs end first, under their old names."""
