@@ -154,7 +154,7 @@ def _trial(cluster: Cluster, terms: Change, before: Integers, after: Integers, a
         safe_s=terms.noticed_s + float(made_s.max()) if len(made_s) else 0.0,
         asked_twice_share=float((kept & ~found_first).mean()),
         fullest_before=float(np.bincount(before.ravel()).max()) / mean,
-        fullest_after=float(np.bincount(after[kept].ravel(), minlength=nodes).max()) / mean,
+        fullest_after=float(np.bincount(after[kept].ravel(), minlength=len(alive)).max()) / mean,
         busiest_before=busiest_before,
         busiest_after=busiest_after,
         copying=terms.copy_bytes_per_s / cluster.node_get_bytes_per_s if len(copies) else 0.0,
