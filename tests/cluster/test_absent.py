@@ -34,6 +34,9 @@ def test_a_deletion_waits_for_a_node_that_is_absent_until_it_is_back_or_forgotte
         world.nodes.append(absent)
         world.settled()
         wait_until(lambda: world.is_reached(absent), "the client reaches it again", WAIT_S)
+        wait_until(
+            lambda: absent.target not in world.client._silent._silent, "it has answered a probe", WAIT_S
+        )
         assert any(world.there(absent, theirs[:5])), "as was said"
         assert world.client.delete(theirs[:5]) == [True] * 5
         assert not any(has for node in world.nodes for has in world.there(node, theirs[:5]))

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvstore.cluster.map import Map
+from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.commands.cluster_command import _as_numbers, _upkeep_lines
 from kvstore.node.cluster_calls import _told
 from kvstore.node.metrics import _of_upkeep
@@ -134,3 +134,14 @@ def test_unknown_counts_are_shown_as_unknown() -> None:
         "Not reporting the state of its copies: b.",
     ]
     assert _as_numbers(unknown)["one_copy"] is None  # type: ignore[index]
+
+
+def test_a_node_has_drained_by_what_a_whole_scan_found() -> None:
+    upkeep = Upkeep.__new__(Upkeep)
+    me = Member("a", "a:1", state=DRAINING)
+    upkeep._membership = membership = SimpleNamespace(name="a", digest=8)  # type: ignore[assignment]
+    membership.map = Map.of(1, [me, Member("b", "b:1")])
+    upkeep.looked, upkeep.ended, upkeep.found = 8, Found(one_copy=2, unsure=1), Found()
+    assert not upkeep.has_drained
+    upkeep.ended = Found(one_copy=1, unsure=1)
+    assert upkeep.has_drained

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import ClusterClient
+from kvstore.client import ClusterClient, Stored
 from kvstore.client.cluster_removals import Removals
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member
@@ -70,21 +70,24 @@ def test_copies_are_in_the_erase_domain_of_their_block(tmp_path: Path) -> None:
 def test_an_erased_user_is_gone_from_all_nodes_and_no_copy_brings_them_back(world: World) -> None:
     adas, graces = put(world, ADA), put(world, GRACE)
     home = world.client.nodes.of("ada")
-    (named,) = put(world, SHARED, 1, node=home.target)
-    chat = home.session("ada", "chat")
+    (mine, *_) = [
+        key for key, found in zip(adas, home.exists(adas), strict=True) if isinstance(found, Stored)
+    ]
 
     def is_ordered() -> bool:
         try:
-            chat.append([named], tokens=1)
+            home.session("ada", "another").append([mine], tokens=1)
         except NodeUnavailable:  # and not done
             return False
         return True
 
     wait_until(is_ordered, "a new cluster's node orders sessions after five seconds", WAIT_S)
+    (named,) = put(world, SHARED, 1, node=home.target)
+    home.session("ada", "chat").append([named], tokens=1)
     done = world.client.erase_user("ada")
     assert len(done) == len(world.nodes)
     assert sum(one.blocks for one in done) == 2 * COUNT + 1
-    assert sum(one.sessions for one in done) == 1
+    assert sum(one.sessions for one in done) == 2
     said = [json.loads(one.receipt) for one in done]
     assert sum(one["overwritten"] for one in said) == 1, "the one of no domain"
     assert {one["how"] for one in said} == {"keys destroyed", "keys destroyed, the rest overwritten"}

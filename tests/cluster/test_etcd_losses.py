@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.cluster.etcd_history import EtcdMemory
+from kvstore.cluster.etcd_history import EtcdMemory, History
 from tests.cluster.simulated import FakeEtcd, run
 from tests.cluster.test_membership import Process
 
@@ -85,3 +85,39 @@ def test_a_folder_that_can_not_be_written_is_logged_and_the_node_goes_on(
 
     run(history())
     assert "can't be written: No such file" in caplog.text
+
+
+def test_a_lower_revision_of_the_same_history_is_a_loss_and_so_is_an_offset_below_what_is_remembered() -> (
+    None
+):
+    memory = EtcdMemory("test", chance=random.Random(1))
+    first = History(0, "a", 8192)
+    assert not memory.takes(History(), 5)
+    assert memory.takes(first, 10)
+    assert memory.takes(first, 10)
+    assert not memory.takes(first, 9)
+    assert not memory.takes(History(9, "b", 8192), 100)
+    assert memory.takes(memory.next(8192), 1)
+    assert (memory.losses, memory.revision > 10) == (1, True)
+
+
+def test_a_record_of_an_earlier_process_that_a_backup_brought_back_is_not_one_that_came_later() -> None:
+    async def history() -> None:
+        etcd, rng, memory = FakeEtcd(), random.Random(1), EtcdMemory("test")
+        leases = asyncio.create_task(etcd.run())
+        earlier = Process(etcd, rng, "a", 1, memory)
+        await asyncio.sleep(2)
+        backup = etcd.state()
+        await earlier.end(kindly=False)
+        one = Process(etcd, rng, "a", 2, memory)
+        await asyncio.sleep(10)
+        assert one.told.members == (one.member,)
+        await etcd.restore(backup)
+        for number in range(30):
+            await etcd.put(b"/triggerkv/test.other/%d" % number, b"", 0, only_new=False, lasting=b"")
+        await asyncio.sleep(20)
+        assert one.membership.outside == ""
+        assert one.told.members == (one.member,)
+        leases.cancel()
+
+    run(history())

@@ -321,6 +321,26 @@ def test_what_a_node_stored_before_etcd_lost_data_is_of_a_past_epoch(*, was_rest
     run(history())
 
 
+def test_a_lot_without_a_record_is_not_taken_while_a_node_may_go_by_what_etcd_has_lost() -> None:
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(1)
+        leases = asyncio.create_task(etcd.run())
+        nodes = [Node(etcd, rng, name, {}) for name in ("node1", "node2")]
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+        (user, *_) = [user for user in map(str, range(20)) if await orders(nodes[0], user)]
+        nodes[0].way.is_away = True  # it hears nothing of the loss
+        await etcd.restore()
+        both = [False, False]
+        for _ in range(int(FAILOVER_S / 0.05)):
+            both = [await orders(node, user) for node in nodes]
+            assert not all(both)
+            await asyncio.sleep(0.05)
+        assert both == [False, True]
+        leases.cancel()
+
+    run(history())
+
+
 async def orders(node: Node, user: str) -> bool:
     try:
         await node.primacy.enter("", user)
