@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.readme import environment
-from tools.release import PARTS, WHEEL_BYTES_MAX, materials, split, without_comments
+from tools.release import PARTS, WHEEL_BYTES_MAX, materials, split, without_comments, without_docstrings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,6 +58,24 @@ def test_modules_lose_their_comments_and_nothing_else() -> None:
     assert without_comments(b"text = '# no comment'  # one\n# two\n") == b"text = '# no comment'\n\n"
 
 
+def test_a_released_module_of_the_node_has_no_docstrings_and_the_same_lines() -> None:
+    source = b'''"""What it is.
+
+More of it.
+"""
+x = """kept"""
+class A:
+    """All of it."""
+def f():
+    """No."""
+    return 1
+'''
+    bare = without_docstrings(source)
+    assert bare == b'\n\n\n\nx = """kept"""\nclass A:\n    """All of it."""\ndef f():\n\n    return 1\n'
+    ours = (ROOT / "kvstore/node/hot.py").read_bytes()
+    assert without_docstrings(ours).count(b"\n") == ours.count(b"\n")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_wheel_works_without_libfabric(wheel: Path, tmp_path: Path) -> None:
@@ -88,6 +106,10 @@ def test_the_wheel_works_without_libfabric(wheel: Path, tmp_path: Path) -> None:
     assert told["triggerkv"].partition("\n\n")[2], "the README"
     for name, files in parts.items():
         assert [file for file in files if file.endswith((".pyi", "_build.py"))] == []
+        assert b'"""The node' not in files.get("kvstore/node/hot.py", b"")
+        assert b'"""A client of one node.' in files.get(
+            "kvstore/client/client.py", b'"""A client of one node.'
+        )
         (record,) = (data.decode() for file, data in files.items() if file.endswith("RECORD"))
         assert {line.split(",")[0] for line in record.splitlines()} == set(files)
         wheels[name] = tmp_path / "split" / wheel.name.replace("triggerkv", name.replace("-", "_"))

