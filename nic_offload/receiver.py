@@ -16,14 +16,16 @@ from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
+
+    from typing_extensions import Buffer
 
     from nic_offload.fabric import Endpoint, Fabric
     from nic_offload.lane import Lanes
     from nic_offload.sender import Area
     from nic_offload.shelf import Shelf
 
-__all__ = ["CAME", "Came", "Receiver", "Room", "State"]
+__all__ = ["CAME", "Came", "Receiver", "Room", "State", "packed_rooms"]
 
 _ROOM = struct.Struct("=QII")
 CAME = struct.Struct("=6Q5I4B32s16s16s")
@@ -40,6 +42,11 @@ class Room(NamedTuple):
     address: int
     pages: int
     number: int
+
+
+def packed_rooms(rooms: Iterable[Room]) -> bytes:
+    """Return rooms as receivers and shelves take them: an array of `tk_room`s."""
+    return b"".join([_ROOM.pack(*room) for room in rooms])
 
 
 class Came(NamedTuple):
@@ -138,10 +145,10 @@ class Receiver:
         """Let blocks take no more pages, and return how many of the lent ones are left."""
         return int(lib.tk_receiver_recall(self._handle))
 
-    def feed(self, rooms: Sequence[Room]) -> None:
-        """Provide rooms."""
-        packed = ffi.from_buffer("struct tk_room[]", b"".join([_ROOM.pack(*room) for room in rooms]))
-        code = lib.tk_receiver_feed(self._handle, packed, len(rooms))
+    def feed(self, rooms: Buffer) -> None:
+        """Provide `packed_rooms`."""
+        rows = ffi.from_buffer("struct tk_room[]", rooms)
+        code = lib.tk_receiver_feed(self._handle, rows, len(rows))
         if code:
             raise FabricError.from_code("Giving room to blocks", code)
 

@@ -21,9 +21,10 @@ from nic_offload.errors import FabricError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from typing_extensions import Buffer
+
     from nic_offload.fabric import Endpoint, Fabric, Region
     from nic_offload.reader import Reader
-    from nic_offload.receiver import Room
 
 __all__ = ["IN_MEMORY", "ColdCall", "ColdRow", "Desk", "Served", "Shelf", "Shelved", "place_of"]
 
@@ -31,7 +32,6 @@ _SHELVED = struct.Struct("=16s32s16sQQII")
 _SERVED = struct.Struct("=4Q6I")
 _COLD_HEAD = struct.Struct("=16sI4x")
 _COLD_ROW = struct.Struct("=32s2I3Q3Ii")
-_ROOM = struct.Struct("=QII")
 assert _SHELVED.size == ffi.sizeof("struct tk_shelved")
 assert _SERVED.size == ffi.sizeof("struct tk_served")
 assert _COLD_HEAD.size == ffi.sizeof("struct tk_cold_head")
@@ -152,14 +152,23 @@ class Shelf:
         )
         return [one == 1 for one in ffi.unpack(free, count)]
 
-    def rename(self, ids: Sequence[int], new_ids: Sequence[int]) -> bytes:
-        """Give blocks other ids; returns 0 for each that is not known, or whose new id is in use."""
-        count = len(ids)
+    @property
+    def uses(self) -> tuple[int, int]:
+        """The C function that `take` calls, and its first argument, while the fabric is open."""
+        function = ffi.addressof(lib, "tk_shelf_take")
+        return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self.handle))
+
+    def rename(self, ids: Buffer, new_ids: Buffer) -> bytes:
+        """Give blocks other ids, all in words of 64 bits.
+
+        Returns 0 for each that is not known, or whose new id is in use.
+        """
+        olds, news = (ffi.from_buffer("uint64_t[]", some) for some in (ids, new_ids))
+        count = len(olds)
         if self._fabric.closed or not count:
             return bytes(count)
-        rows, done = struct.pack(f"={2 * count}Q", *ids, *new_ids), ffi.new("uint8_t[]", count)
-        words = ffi.from_buffer("uint64_t[]", rows)
-        lib.tk_shelf_rename(self.handle, words, words + count, count, done)
+        done = ffi.new("uint8_t[]", count)
+        lib.tk_shelf_rename(self.handle, olds, news, count, done)
         return bytes(ffi.buffer(done))
 
     def stored(self, names: bytes, *, are_stored: bool) -> None:
@@ -184,10 +193,10 @@ class Shelf:
             places = ffi.from_buffer("struct tk_place[]", rows)
             lib.tk_shelf_place(self.handle, places, len(rows) // _PLACE_BYTES)
 
-    def feed(self, rooms: Sequence[Room]) -> None:
-        """Give it rooms to read blocks into, all of one size, which must not be below that of the rooms it has."""
-        rows = ffi.from_buffer("struct tk_room[]", b"".join([_ROOM.pack(*room) for room in rooms]))
-        code = lib.tk_shelf_feed(self.handle, rows, len(rooms))
+    def feed(self, rooms: Buffer) -> None:
+        """Give it `packed_rooms` to read blocks into, of one size, which must not be below that of the rooms it has."""
+        rows = ffi.from_buffer("struct tk_room[]", rooms)
+        code = lib.tk_shelf_feed(self.handle, rows, len(rows))
         if code:
             raise FabricError.from_code("Giving rooms to a shelf", code)
 

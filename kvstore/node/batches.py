@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
-    from kvstore.node.hot import Piece
+    from kvstore.node.hot_pages import Piece
     from kvstore.node.inline import InlineBlocks, InlineRead, PendingRead
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant

@@ -33,10 +33,10 @@ from kvstore.lookups import Kind, Outcome
 from kvstore.miss import MissReason
 from kvstore.node.call_headers import Told
 from kvstore.node.fetch import FetchRequest
+from kvstore.node.hot_pages import Piece
 from kvstore.storage.index_layout import NAME_BYTES
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import metadata_of
-from nic_offload.receiver import Room
 from nic_offload.shelf import IN_MEMORY, place_of
 from nic_offload.trigger import put_words
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.node.connection import Connection
-    from kvstore.node.hot import Name, Piece
+    from kvstore.node.hot import Name
     from kvstore.node.lookup_progress import Looking
     from kvstore.node.node import Node
     from nic_offload.shelf import ColdCall, ColdRow, Served
@@ -65,7 +65,7 @@ class ColdCalls:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._memory = node.hot
-        self._rooms: dict[int, Piece] = {}  # held by the C core, or by calls not reported yet
+        self._rooms: set[Piece] = set()  # held by the C core, or by calls not reported yet
         self._idle_ticks = ROOMS_IDLE_TICKS
         self._bytes_max = min(COLD_BYTES_MAX, node.hot.size_bytes // COLD_SHARE)
         node.hot.shelf.use_readers(node.fetches.readers.by_number, COLD_TAG, self._bytes_max)
@@ -91,8 +91,9 @@ class ColdCalls:
 
     def empty(self) -> None:
         """Take back the rooms that are not in use; they still contain bytes of evicted blocks."""
-        for number in self._memory.shelf.rooms():
-            self._memory.pages.release(self._rooms.pop(number))
+        pieces = [Piece(number) for number in self._memory.shelf.rooms()]
+        self._rooms.difference_update(pieces)
+        self._memory.pages.release_all(pieces)
 
     def feed(self) -> None:
         """Give the core rooms, up to what may be read at a time: a call without one goes to Python."""
@@ -104,18 +105,13 @@ class ColdCalls:
         most = self._bytes_max // (wanted * PAGE_BYTES)
         if rooms > most // 2:
             return
-        if any(piece.pages != wanted for piece in self._rooms.values()):
+        if any(pages.pages(piece) != wanted for piece in self._rooms):
             self.empty()
             rooms = 0
-        given: list[Room] = []
-        for _ in range(most - rooms):
-            piece = pages.take_unasked(wanted)
-            if piece is None:
-                break
-            self._rooms[piece.start] = piece
-            given.append(Room(self._memory.address(piece), piece.pages, piece.start))
-        if given:
-            shelf.feed(given)
+        given = pages.take_many(wanted, most - rooms)
+        if len(given):
+            self._rooms.update(given["number"].tolist())
+            shelf.feed(given.data)
 
     def note(self, calls: Sequence[tuple[Connection | None, Served, ColdCall]]) -> list[int]:
         """Record calls that were answered; returns the generations of the blocks that were sent.
@@ -128,21 +124,23 @@ class ColdCalls:
         pieces: list[Piece] = []
         read: list[tuple[Piece, int, Name]] = []
         used: list[int] = []
+        found: list[int] = []
         for connection, served, call in calls:
             for generation, row in zip(served.ids, call.rows, strict=True):
-                piece = None if row.room == IN_MEMORY else self._rooms.pop(row.room)
+                piece = None if row.room == IN_MEMORY else Piece(row.room)
                 if piece is not None:
+                    self._rooms.remove(piece)
                     pieces.append(piece)
                 if connection is None or row.status:
                     continue
                 used.append(generation)
                 if piece is None:
-                    self._memory.pages.touch(generation)
+                    found.append(generation)
                 else:
                     read.append((piece, generation, (connection.tenant, row.key)))
+        self._memory.pages.touch(found)
         self._keep(read)
-        for piece in pieces:
-            self._memory.pages.release(piece)
+        self._memory.pages.release_all(pieces)
         self.feed()
         for connection, served, call in calls:
             if connection is not None:

@@ -323,7 +323,7 @@ class _Erasure:
                 some = names[first : first + TURN_STEP_BLOCKS]
                 node.granted.delete(some)
                 if self._keys is not None:  # a failed drive's index keeps blocks that nobody can read
-                    node.hot.changed(some, lambda asked: [None] * len(asked), are_new=False, are_erased=True)
+                    node.hot.erased(some)
                 node.store.delete(items[first : first + TURN_STEP_BLOCKS], ends.heard)
                 node.deletions.note(some)
                 if node.upkeep is not None:

@@ -246,8 +246,7 @@ class FabricCalls:
             elif connection is not None:
                 used += served.ids
                 self._note(connection, served)
-        for one in used:
-            node.hot.pages.touch(one)
+        node.hot.pages.touch(used)
         used += self.cold.note(cold)
         for first in range(0, len(used), BATCH_BLOCKS_MAX):
             node.store.used(used[first : first + BATCH_BLOCKS_MAX])

@@ -11,7 +11,7 @@ from kvstore.node.landing import pages_of
 if TYPE_CHECKING:
     from kvstore.node.connection import Connection
     from kvstore.node.fair import Holder
-    from kvstore.node.hot import Piece
+    from kvstore.node.hot_pages import Piece
     from kvstore.node.lookup_progress import Looking
     from kvstore.node.session_traces import SeenGet
     from kvstore.storage.drive import Drive

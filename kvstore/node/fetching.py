@@ -343,7 +343,7 @@ class Fetches:
                     others.append((fetch, why))
                     return True
                 fetch.piece = landed.piece
-                fetch.piece.users += 1
+                self._memory.pages.use(fetch.piece)
                 put = self._put(fetch, came.length, came.crc32c, came.id)
         elif not self._mismatch(fetch, entry.fingerprint, entry.length, entry.expires_ms, now_ms):
             drive = self._store.drive_of(entry.generation)

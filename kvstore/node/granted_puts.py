@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from array import array
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -41,6 +42,7 @@ from kvstore.node.put_area import Landed, PutArea
 from kvstore.node.put_rooms import PutRooms
 from kvstore.node.span_notes import End
 from kvstore.steps import Step
+from kvstore.storage.index_layout import NAME_BYTES, names_in, names_of, split_names
 from kvstore.storage.items import PutDone, PutItem
 from kvstore.wire.ack import AckCode, code_of_error
 from kvstore.wire.fabric_call import metadata_of
@@ -254,22 +256,27 @@ class Granted:
         if self._lanes.ahead:
             self.take_all()
 
-    def removed(self, names: Sequence[Name], *, are_replaced: bool) -> None:
-        """Note that the index no longer has these names, or that puts replaced their records."""
-        for name in () if are_replaced else names:
-            one = self._landed.get(name)
-            if one is not None:
-                one.is_gone = True
-        self.free_names(names)
+    def removed(self, rows: NDArray[Any], *, are_replaced: bool) -> None:
+        """Note that the index no longer has these blocks, given as its rows, or that puts replaced them."""
+        if self._landed and not are_replaced:
+            for name in names_of(rows):
+                one = self._landed.get(name)
+                if one is not None:
+                    one.is_gone = True
+        self._free_names(names_in(rows))
 
     def free_names(self, names: Sequence[Name]) -> None:
         """Free those of these names that are neither stored nor being put."""
-        if not names:
-            return
-        store = self._node.store
-        idle = [name for name in names if name not in self._landed and not store.is_putting(name)]
-        entries = store.lookup(idle)
-        self._memory.gone(name for name, entry in zip(idle, entries, strict=True) if entry is None)
+        if names:
+            data = b"".join([part for name in names for part in name])
+            self._free_names(np.frombuffer(data, np.uint8).reshape(-1, NAME_BYTES))
+
+    def _free_names(self, names: NDArray[np.uint8]) -> None:
+        store, landed = self._node.store, self._landed
+        if landed or store.has_puts:
+            idle = [one not in landed and not store.is_putting(one) for one in split_names(names)]
+            names = names[np.array(idle, np.bool_)]
+        self._memory.gone(names[~store.stored(names.tobytes())].tobytes())
 
     def take_written(self) -> None:
         """Add written records of lanes to the index."""
@@ -312,9 +319,8 @@ class Granted:
         done: list[PutDone] = []
         for row in written_in(rows.tobytes()):
             area = self._areas[row.tag]
-            one = Landed(
-                area, row.came, area.rooms.pop(row.came.room), row.came.landed_ns, row.came.landed_ns
-            )
+            piece = area.given_back(row.came.room)
+            one = Landed(area, row.came, piece, row.came.landed_ns, row.came.landed_ns)
             one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
             self._by_tag[row.came.id] = one
             done.append(PutDone(row.came.id, error, _WRITTEN, 0 if error else row.generation))
@@ -353,7 +359,7 @@ class Granted:
         area.idle_ticks = 0
         node.turns.heard(connection.tenant)
         leased_ns, landed_ns = came[0].landed_ns, came[-1].landed_ns
-        every = [Landed(area, one, area.rooms.pop(one.room), leased_ns, landed_ns) for one in came]
+        every = [Landed(area, one, area.given_back(one.room), leased_ns, landed_ns) for one in came]
         self._landed.update((landed.name, landed) for landed in every)
         on_lanes: dict[int, list[Landed]] = {}
         told: dict[bytes, list[Landed]] = {}
@@ -486,22 +492,23 @@ class Granted:
         for one in landed:
             if self._landed.get(one.name) is one:
                 del self._landed[one.name]
-            freed[one.area.holder] = freed.get(one.area.holder, 0) + one.piece.pages
+            freed[one.area.holder] = freed.get(one.area.holder, 0) + pages.pages(one.piece)
         written = [
             (one, done.generation)
             for one, done in zip(landed, batch, strict=True)
             if done.generation and not one.is_gone and not pages.has(done.generation)
         ]
-        renamed = memory.shelf.rename([one.came.id for one, _ in written], [number for _, number in written])
+        renamed = memory.shelf.rename(
+            array("Q", [one.came.id for one, _ in written]), array("Q", [number for _, number in written])
+        )
         listed = set()
         for (one, generation), is_listed in zip(written, renamed, strict=True):
             if is_listed:
-                pages.keep(one.piece, generation, one.name)
+                pages.keep(one.piece, generation, *one.name)
                 listed.add(one)
         if len(listed) < len(landed):
             self._settle_others([one for one in landed if one not in listed])
-        for one in landed:
-            pages.release(one.piece)
+        pages.release_all([one.piece for one in landed])
         for holder, count in freed.items():
             memory.shares.release(holder, count * PAGE_BYTES)
         self._memory_freed()
@@ -519,7 +526,7 @@ class Granted:
         hot: list[tuple[bytes, bytes, Entry | None]] = []
         for one, entry in zip(landed, entries, strict=True):
             if entry is not None and not one.is_gone and self._stays(one.came, entry):
-                pages.keep(one.piece, entry.generation, one.name)
+                pages.keep(one.piece, entry.generation, *one.name)
                 hot.append((*one.name, entry))
             else:
                 pages.retire(one.piece, one.came.id)
@@ -536,7 +543,8 @@ class Granted:
         if not is_same or self._memory.pages.has(entry.generation):
             return False
         shelf = self._memory.shelf
-        return shelf.rename([came.id], [entry.generation]) == b"\1" or shelf.take([came.id])[0]
+        ids, generations = array("Q", [came.id]), array("Q", [entry.generation])
+        return shelf.rename(ids, generations) == b"\1" or shelf.take([came.id])[0]
 
     # --- readers
 
@@ -554,7 +562,7 @@ class Granted:
             if one is not None:
                 one.is_gone = True
                 self._memory.stored([name])  # no lane takes this name until the store is done
-                self._memory.unlist([name])
+                self._memory.unlist(b"".join(name))
 
     def of_domain(self, tenant: bytes, domain: bytes | None) -> list[Name]:
         """Return the names of a tenant's blocks that wait for the store, all or those of a domain."""

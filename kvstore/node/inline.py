@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.config import show_size
 from kvstore.durability import Durability
@@ -25,18 +25,20 @@ from kvstore.storage.items import GetDone, GetItem, PutItem
 from nic_offload.checksum import crc32c_at
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 
     from kvstore.clock import Clock
-    from kvstore.node.fair import Holder
     from kvstore.node.granted_puts import Granted
-    from kvstore.node.hot import HotMemory, Piece
+    from kvstore.node.hot import HotMemory
+    from kvstore.node.hot_pages import Piece
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
     from kvstore.storage.items import PutDone
     from kvstore.storage.store import Store
 
 __all__ = ["InlineBlocks", "InlineRead", "PendingRead", "check_chunk", "deadline"]
+
+Reader: TypeAlias = "tuple[bytes, Hashable]"  # a tenant, and one of its callers
 
 
 @asynccontextmanager
@@ -78,18 +80,18 @@ class InlineBlocks:
         self.memory = memory
         self._shares = Shares(memory.size_bytes // 2, tenants_known)  # readers here don't block the fabric
 
-    def take(self, who: Holder, length: int) -> Piece:
+    def take(self, who: Reader, length: int) -> Piece:
         """Allocate memory for a block; Overloaded if there is none."""
         may = self._shares.may_hold(who, pages_of(length) * PAGE_BYTES)
         piece = self.memory.take(length, who[0]) if may else None
         if piece is None:
             raise Overloaded("The node's memory for blocks is in use; try again later.")
-        self._shares.hold(who, piece.pages * PAGE_BYTES)
+        self._shares.hold(who, self.memory.size(piece))
         return piece
 
-    def give_back(self, who: Holder, piece: Piece) -> None:
+    def give_back(self, who: Reader, piece: Piece) -> None:
         """Free memory."""
-        self._shares.release(who, piece.pages * PAGE_BYTES)
+        self._shares.release(who, self.memory.size(piece))
         self.memory.pages.release(piece)
 
     async def put(
@@ -193,7 +195,7 @@ class InlineBlocks:
             self.timings.got_from_memory.note(self._clock.monotonic_ns() - began_ns)
         return PendingRead(hot)
 
-    def _hot(self, who: Holder, item: GetItem) -> InlineRead | None:
+    def _hot(self, who: Reader, item: GetItem) -> InlineRead | None:
         """A block in memory; a miss if a landed block of this name is not the requested one."""
         name, now_ms = (item.tenant, item.key), self._clock.wall_ms()
         (entry,) = self._store.lookup([name])
@@ -211,12 +213,12 @@ class InlineBlocks:
                 done = GetDone(item.tag, Miss(*differs))
                 self.counters.missed([differs[0]])
                 return InlineRead(self.memory, None, item.length, done, lambda: None)
-            piece.users += 1
+            self.memory.pages.use(piece)
         else:
             return None
         if piece is None:
             return None
-        if not self._shares.may_hold(who, piece.pages * PAGE_BYTES):
+        if not self._shares.may_hold(who, self.memory.size(piece)):
             self.memory.pages.release(piece)  # before its bytes are checked
             raise Overloaded("The client has as many reads under way as the node allows; finish those first.")
         if crc32c_at(self.memory.address(piece) + HEADER_BYTES, length) != crc32c:
@@ -227,13 +229,13 @@ class InlineBlocks:
         if entry is not None:
             self._store.used([generation])  # the drive doesn't see this use, and must not evict used blocks
         done = GetDone(item.tag, None, length, crc32c, generation)
-        self._shares.hold(who, piece.pages * PAGE_BYTES)
+        self._shares.hold(who, self.memory.size(piece))
         self.counters.found([length], in_memory=True)
         return InlineRead(
             self.memory, piece, length, done, lambda: self.give_back(who, piece), in_memory=True
         )
 
-    def _cold(self, who: Holder, item: GetItem, began_ns: int) -> PendingRead:
+    def _cold(self, who: Reader, item: GetItem, began_ns: int) -> PendingRead:
         piece = self.take(who, item.length)
         item = item._replace(slot_address=self.memory.address(piece))
         pending = PendingRead()

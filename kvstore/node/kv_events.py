@@ -25,9 +25,12 @@ import zmq
 from kvstore.errors import CannotListen
 from kvstore.limits import EVENTS_QUEUED_MAX, EVENTS_REPLAYED_MAX, EVENTS_UNREAD_MAX
 from kvstore.storage.eviction.items import Reason
+from kvstore.storage.index_layout import names_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.clock import Clock
     from kvstore.config import EventsConfig
@@ -88,11 +91,14 @@ class KvEvents:
             raise CannotListen(f"Events can't be published on {endpoint}: {error}.") from error
         return socket
 
-    def blocks(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        """Note blocks that are now stored or, with a reason, gone. Called on the node's loop."""
+    def blocks(self, rows: NDArray[Any], reason: Reason | None) -> None:
+        """Note blocks, given as rows of the index, that are now stored or, with a reason, gone.
+
+        Called on the node's loop.
+        """
         if reason is Reason.SUPERSEDED:
             return  # a newer record has the name: the block is still stored
-        noted = _Noted(self._clock.wall_ms() / 1000, tuple(names), gone=reason is not None)
+        noted = _Noted(self._clock.wall_ms() / 1000, tuple(names_of(rows)), gone=reason is not None)
         with self._lock:
             if self._queued + len(noted.names) > EVENTS_QUEUED_MAX:
                 self.dropped += len(noted.names)

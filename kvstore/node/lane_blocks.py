@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvstore.durability import Durability
-from kvstore.limits import PAGE_BYTES, TENANT_BYTES
-from kvstore.storage.index_layout import BLOCK_ROW, NAME_BYTES, record_pages
+from kvstore.storage.index_layout import BLOCK_ROW, names_in, record_pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.errors import StorageError
-    from kvstore.node.hot import Name
     from kvstore.node.lane_quotas import LaneQuotas
     from kvstore.node.node import Node
     from kvstore.node.put_area import PutArea
@@ -86,13 +84,12 @@ class LaneBlocks:
         numbers = tags[:1] if (tags == tags[0]).all() else np.unique(tags)
         parts = [(self._areas[number], np.flatnonzero(tags == number)) for number in numbers.tolist()]
         named = _named(rows, parts)
-        names = _names(named)
-        error = drive.puts.publish_lane(names, named)
+        error = drive.puts.publish_lane(named)
         left = np.ones(len(rows), np.bool_)
         for area, at in parts:
             self._count(area, rows[at])
             if error is None:
-                left[at] = ~self._keep(area, rows[at], [names[one] for one in at.tolist()])
+                left[at] = ~self._keep(area, rows[at], names_in(named[at]))
         return rows[left], error
 
     def _count(self, area: PutArea, rows: NDArray[Any]) -> None:
@@ -104,17 +101,19 @@ class LaneBlocks:
         if area.lent_pages:
             self._lent.heard(area, int(record_pages(rows["came"]["length"]).sum()))
 
-    def _keep(self, area: PutArea, rows: NDArray[Any], names: Sequence[Name]) -> NDArray[np.bool_]:
+    def _keep(self, area: PutArea, rows: NDArray[Any], names: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Keep the memory of these blocks as their hot copies; return of which, because the C core lists them."""
-        memory, generations = self._node.hot, rows["generation"]
-        renamed = memory.shelf.rename(rows["came"]["id"].tolist(), generations.tolist())
+        memory = self._node.hot
+        renamed = memory.shelf.rename(rows["came"]["id"].tobytes(), rows["generation"].tobytes())
         listed = np.frombuffer(renamed, np.bool_)
         if not listed.all():
-            names = [name for name, is_listed in zip(names, listed.tolist(), strict=True) if is_listed]
-            rows = rows[listed]
-        pieces = [area.rooms.pop(room) for room in rows["came"]["room"].tolist()]
-        memory.pages.keep_all(pieces, rows["generation"].tolist(), names)
-        memory.shares.release(area.holder, sum(piece.pages for piece in pieces) * PAGE_BYTES)
+            names, rows = names[listed], rows[listed]
+        pieces = rows["came"]["room"]
+        area.rooms.difference_update(pieces.tolist())
+        size_bytes = memory.pages.size(pieces)
+        memory.pages.keep_all(pieces, rows["generation"], names.tobytes(), area.connection.tenant)
+        memory.pages.release_all(pieces)
+        memory.shares.release(area.holder, size_bytes)
         self._note_kept(area, rows)
         return listed
 
@@ -151,11 +150,3 @@ def _named(rows: NDArray[Any], parts: Sequence[tuple[PutArea, NDArray[np.intp]]]
         rows["key_number"],
     )
     return named
-
-
-def _names(named: NDArray[Any]) -> list[Name]:
-    data, size = named.tobytes(), named.itemsize
-    return [
-        (data[at : at + TENANT_BYTES], data[at + TENANT_BYTES : at + NAME_BYTES])
-        for at in range(0, len(data), size)
-    ]

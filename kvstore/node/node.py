@@ -17,7 +17,7 @@ import logging
 import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.config import show_size
 from kvstore.durability import Durability
@@ -61,10 +61,12 @@ from kvstore.storage.items import PutDone
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
 from nic_offload.memory import set_aside
-from nic_offload.trigger import put_words
+from nic_offload.trigger import WordPut, put_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.clock import Clock
     from kvstore.cluster.membership import Membership
@@ -81,7 +83,6 @@ if TYPE_CHECKING:
     from kvstore.wire.seal import Seal
     from nic_offload.fabric import Endpoint, Event, Fabric
     from nic_offload.sockaddr import Ip, SocketAddress
-    from nic_offload.trigger import WordPut
 
 __all__ = ["Node"]
 
@@ -173,12 +174,12 @@ class Node:
         """How many slots are leased, or contain blocks that are not on the drive yet."""
         return len(self._leased)
 
-    def _blocks_changed(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        self.hot.changed(names, self.store.lookup, are_new=reason is None, are_erased=reason is Reason.ERASED)
+    def _blocks_changed(self, rows: NDArray[Any], reason: Reason | None) -> None:
+        self.hot.changed(rows, are_new=reason is None, are_erased=reason is Reason.ERASED)
         if reason is not None:
-            self.granted.removed(names, are_replaced=reason is Reason.SUPERSEDED)
+            self.granted.removed(rows, are_replaced=reason is Reason.SUPERSEDED)
         for listener in self.block_listeners:
-            listener(names, reason)
+            listener(rows, reason)
 
     def _tick(self) -> None:
         """Run periodic work."""
@@ -504,9 +505,7 @@ class Node:
             self._loop.call_later(0.001, self._store, landed)
 
     def _kept(self, batch: Sequence[PutDone]) -> None:
-        words: list[WordPut] = []
-        lengths: list[int] = []
-        vain: list[tuple[bytes, bytes]] = []
+        words, lengths, vain = list[WordPut](), list[int](), list[tuple[bytes, bytes]]()
         kept: dict[tuple[bytes, Durability], list[Lease]] = {}
         # Before acknowledgements, so that no span outlasts its parent.
         ended = None if self.spans is None else self._ends(batch)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.config import show_size
 from kvstore.errors import Overloaded
@@ -23,10 +23,13 @@ from kvstore.limits import (
     PINS_OF_TENANT_MAX,
 )
 from kvstore.storage.eviction.items import Guard
+from kvstore.storage.index_layout import names_of
 from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction.items import Reason
@@ -108,9 +111,9 @@ class Pins:
             self.count += 1
         return Pinned(pin.number, time_to_live_ms, pinned)
 
-    def changed(self, names: Sequence[Name], reason: Reason | None) -> None:
-        """Note that blocks were removed or, without a reason, stored."""
-        for name in names if reason is not None and self._of_block else ():
+    def changed(self, rows: NDArray[Any], reason: Reason | None) -> None:
+        """Note that blocks, given as rows of the index, were removed or, without a reason, stored."""
+        for name in names_of(rows) if reason is not None and self._of_block else ():
             for pin in list(self._of_block.get(name, ())):
                 self._leaves(pin, name)
                 _, size_bytes = pin.held.pop(name)

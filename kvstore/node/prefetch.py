@@ -29,7 +29,8 @@ from kvstore.storage.items import GetItem
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from kvstore.node.hot import HotMemory, Piece
+    from kvstore.node.hot import HotMemory
+    from kvstore.node.hot_pages import Piece
     from kvstore.storage.items import GetDone
     from kvstore.storage.store import Store
 
@@ -219,13 +220,12 @@ class Prefetches:
             piece, one = self._reading.pop(done.tag)
             pieces.append(piece)
             one.asked.reading -= 1
-            self._reading_bytes -= piece.pages * PAGE_BYTES
+            self._reading_bytes -= self._memory.size(piece)
             if done.miss is None:
                 kept.append((piece, done.generation, (one.tenant, one.key)))
                 one.asked.came(one)
             one.asked.end_if_over()
         entries = self._store.lookup([name for _, _, name in kept])  # a block may be gone by now
         self._memory.keep((*one, entry) for one, entry in zip(kept, entries, strict=True))
-        for piece in pieces:
-            self._memory.pages.release(piece)
+        self._memory.pages.release_all(pieces)
         self.pump()

@@ -14,6 +14,7 @@ from kvstore.durability import Durability
 from kvstore.errors import FabricError
 from kvstore.limits import GRANTED_SLOTS, HEADER_BYTES, PAGE_BYTES, ROOMS_MIN
 from kvstore.names import SHARED
+from kvstore.node.hot_pages import Piece
 from kvstore.node.landing import LandingLayout
 from kvstore.node.shared_slots import SharedSlots
 from kvstore.wire.ack import AckCode
@@ -23,7 +24,7 @@ from nic_offload.sender import HEAD_PAGE_BYTES, Area
 
 if TYPE_CHECKING:
     from kvstore.node.connection import Connection
-    from kvstore.node.hot import HotMemory, Name, Piece
+    from kvstore.node.hot import HotMemory, Name
     from kvstore.node.session_traces import SessionTrace
     from kvstore.node.span_notes import PutTrace
     from nic_offload.receiver import Came
@@ -94,7 +95,7 @@ class PutArea:
                 self.shared = SharedSlots(connection.fabric, self.layout.total_bytes)
         self._memory = undumped(self.layout.total_bytes) if self.shared is None else self.shared.memory
         self._region = connection.fabric.register(self._memory, endpoint=connection.endpoint)
-        self.rooms: dict[int, Piece] = {}  # by number
+        self.rooms: set[Piece] = set()
         self.unheard: list[Landed] = []  # not passed to the store yet
         self.target = ROOMS_MIN  # rooms that it should have
         self.idle_ticks = 0
@@ -127,6 +128,11 @@ class PutArea:
     def has_our_clock(self) -> bool:
         """Whether the client is known to be on this machine, so that its CLOCK_MONOTONIC is ours."""
         return self.shared is not None and self.shared.is_mapped
+
+    def given_back(self, room: int) -> Piece:
+        """Return the piece of a room in which a block has arrived; it is its area's no more."""
+        self.rooms.remove(Piece(room))
+        return Piece(room)
 
     def _area(self, base: int, first_generation: int = 0) -> Area:
         layout = self.layout

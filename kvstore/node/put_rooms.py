@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.limits import PAGE_BYTES, ROOMS_MAX, SHARES
-from nic_offload.receiver import Room
+from kvstore.node.hot_pages import Piece
 
 if TYPE_CHECKING:
     from kvstore.node.hot import HotMemory
@@ -30,11 +30,12 @@ class PutRooms:
 
     def empty(self, area: PutArea) -> None:
         """Take back rooms that a receiver doesn't need now."""
-        pieces = [area.rooms.pop(number) for number in area.receiver.rooms()]
-        for piece in pieces:
-            self._memory.pages.release(piece)
+        pieces = [Piece(number) for number in area.receiver.rooms()]
         if pieces:
-            self._memory.shares.release(area.holder, sum(piece.pages for piece in pieces) * PAGE_BYTES)
+            area.rooms.difference_update(pieces)
+            size_bytes = self._memory.pages.size(pieces)
+            self._memory.pages.release_all(pieces)
+            self._memory.shares.release(area.holder, size_bytes)
 
     def feed(self, area: PutArea, state: State) -> None:
         """Grant a receiver more slots of the size it asks for, up to what its client may hold."""
@@ -42,7 +43,7 @@ class PutRooms:
             area.idle_ticks = 0
             if area not in self.hungry:
                 area.target = min(ROOMS_MAX, area.target * 2)
-            if any(piece.pages < state.wanted_pages for piece in area.rooms.values()):
+            if any(self._memory.pages.pages(piece) < state.wanted_pages for piece in area.rooms):
                 self.empty(area)  # its rooms are too small for the arrived block
         is_idle = area.idle_ticks and not state.starved and area not in self.hungry
         if is_idle or not state.wanted_pages:
@@ -53,13 +54,12 @@ class PutRooms:
         if state.rooms > target // 2:
             return
         most = shares.may_hold_so_many(area.holder, size_bytes, target - state.rooms)
-        pieces = pages.take_many(state.wanted_pages, most)
-        area.rooms.update((piece.start, piece) for piece in pieces)
-        given = [Room(self._memory.address(piece), piece.pages, piece.start) for piece in pieces]
-        if given:
+        given = pages.take_many(state.wanted_pages, most)
+        if len(given):
+            area.rooms.update(given["number"].tolist())
             shares.hold(area.holder, size_bytes * len(given))
-            area.receiver.feed(given)
-        if given or state.rooms:
+            area.receiver.feed(given.data)
+        if len(given) or state.rooms:
             self.hungry.discard(area)
         else:
             self.hungry.add(area)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import Overloaded
 from kvstore.limits import WATCH_EVENTS_MAX, WATCH_EVENTS_SENT_MAX, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
 from kvstore.node.fair import Places
+from kvstore.storage.index_layout import names_of
 from kvstore.wire import observing_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import NDArray
 
     from kvstore.clock import Clock
     from kvstore.storage.eviction.items import Reason
@@ -87,11 +90,11 @@ class Watchers:
             else:
                 del self._of_tenant[tenant]
 
-    def blocks(self, names: Sequence[tuple[bytes, bytes]], reason: Reason | None) -> None:
-        """Note blocks that are now stored or, with a reason, gone."""
+    def blocks(self, rows: NDArray[Any], reason: Reason | None) -> None:
+        """Note blocks, given as rows of the index, that are now stored or, with a reason, gone."""
         if not self._of_tenant:
             return
-        now_ms = self._clock.wall_ms()
+        names, now_ms = names_of(rows), self._clock.wall_ms()
         for tenant, watchers in self._of_tenant.items():
             keys = [key for whose, key in names if whose == tenant]
             events = [_block(key, reason, now_ms) for key in keys]

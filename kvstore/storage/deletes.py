@@ -9,20 +9,24 @@ It doesn't check references to a block: sessions keep listing deleted blocks, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvstore.durability import Durability
 from kvstore.errors import StorageError
+from kvstore.limits import PAGE_BYTES
 from kvstore.storage.eviction.items import Reason
+from kvstore.storage.index_layout import record_pages
 from kvstore.storage.items import DeleteDone, DeleteItem, DeletesDone
 from kvstore.storage.outbox import Outbox
-from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from kvstore.storage.eviction_events import Keeping
-    from kvstore.storage.index import Entry
     from kvstore.storage.puts import Puts
     from kvstore.storage.scrubs import Scrubs
     from kvstore.storage.writes import Writes
@@ -59,7 +63,8 @@ class Deletes:
             else:
                 gone = self._keeping.drop(names, Reason.ERASED, spared=erased)
         except StorageError as error:
-            self._report(items, [None] * len(items), done, error)
+            for item in items:
+                self.outbox.add(done, DeleteDone(item.tag, error, found=False))
             return
         synced = any(item.durability is Durability.SYNCED for item in items)
 
@@ -79,13 +84,19 @@ class Deletes:
         self._keeping.leaving.when_gone(names, wiped)
 
     def _report(
-        self,
-        items: Sequence[DeleteItem],
-        gone: Sequence[Entry | None],
-        done: DeletesDone,
-        error: StorageError | None,
+        self, items: Sequence[DeleteItem], gone: NDArray[Any], done: DeletesDone, error: StorageError | None
     ) -> None:
-        for item, entry in zip(items, gone, strict=True):
-            size_bytes = 0 if entry is None else record_bytes(entry.length)
-            is_overwritten = entry is not None and item.erased is not None and entry.domain not in item.erased
-            self.outbox.add(done, DeleteDone(item.tag, error, entry is not None, size_bytes, is_overwritten))
+        found = gone["generation"] > 0
+        sizes = np.where(found, record_pages(gone["length"]) * PAGE_BYTES, 0)
+        columns = zip(items, found.tolist(), sizes.tolist(), gone["domain"].tolist(), strict=True)
+        results = [
+            DeleteDone(
+                item.tag,
+                error,
+                was_stored,
+                size_bytes,
+                was_stored and item.erased is not None and domain not in item.erased,
+            )
+            for item, was_stored, size_bytes, domain in columns
+        ]
+        self.outbox.add_all(done, results)

@@ -41,6 +41,7 @@ from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.eviction_events import Explanation, Held, Keeping
 from kvstore.storage.folder import kernel_boot_id
 from kvstore.storage.gets import Gets
+from kvstore.storage.index_layout import record_pages
 from kvstore.storage.index_opening import open_index
 from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.lending import Lending
@@ -56,7 +57,6 @@ from kvstore.storage.sessions import Sessions
 from kvstore.storage.traffic import Traffic
 from kvstore.storage.wipes import Wipes
 from kvstore.storage.writes import Writes
-from kvstore.wire.record import record_bytes
 from nic_offload.checksum import crc32c_at
 from nic_offload.handle import Handle
 
@@ -349,7 +349,7 @@ class Drive(Handle):
         names = [name for name in self._index.names_of(generations) if name is not None]
         gone = self.keeping.drop(names, Reason.CLEARED)
         self._set_off()
-        return sum(record_bytes(entry.length) for entry in gone if entry is not None)
+        return int(record_pages(gone["length"][gone["generation"] > 0]).sum()) * PAGE_BYTES
 
     def of_domain(self, tenant: bytes, of: set[int] | None, at: int) -> tuple[list[Name], int]:
         """Return blocks of a tenant, all or those of some keys, and where to continue; 0: there are no more."""

@@ -14,6 +14,7 @@ It decides nothing: the core does, at the request of `kvstore.storage.room`. Oth
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter
 from contextlib import suppress
@@ -33,10 +34,11 @@ from kvstore.limits import (
 )
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
+from kvstore.storage.eviction.items import EVICTION_WORDS, Eviction, Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
-from kvstore.storage.index_layout import record_pages, rows_of_entries
+from kvstore.storage.index import entries_in
+from kvstore.storage.index_layout import names_in, names_of, record_pages, rows_of_entries
 from kvstore.storage.leaving_blocks import LeavingBlocks
 from kvstore.storage.left_places import LeftPlaces
 from kvstore.storage.session_space import SessionSpace
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.storage.deadlines import Deadlines
     from kvstore.storage.doubts import Doubts
-    from kvstore.storage.eviction.items import Eviction, Evictions, Refusal
+    from kvstore.storage.eviction.items import Evictions, Refusal
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.scrubs import Scrubs
@@ -71,6 +73,7 @@ __all__ = [
 ]
 
 _AT: Final = {field: at for at, field in enumerate(Record._fields)}
+_REASON_AT: Final = Eviction._fields.index("reason")
 _LOW_FRACTION: Final = 64  # one in this many pages, but no more than
 _FOR_ROOM: Final = frozenset({Reason.SPACE, Reason.STRANDED, Reason.CLEARED})
 _MISSES: Final = {
@@ -92,8 +95,8 @@ _SAID: Final = {
 }
 
 
-Listener: TypeAlias = "Callable[[Sequence[Name], Reason | None], None]"
-"""Called once a batch with blocks that were stored or, with a reason, removed."""
+Listener: TypeAlias = "Callable[[NDArray[Any], Reason | None], None]"
+"""Called once a batch with the index's rows of blocks that were stored or, with a reason, removed."""
 
 
 Placed: TypeAlias = "Callable[[NDArray[Any]], None]"
@@ -204,8 +207,8 @@ class Keeping:
 
     # Entering.
 
-    def published_rows(self, names: Sequence[Name], rows: NDArray[Any]) -> None:
-        """Note blocks that are in the index now, given as `BLOCK_ROW`s too."""
+    def published_rows(self, rows: NDArray[Any]) -> None:
+        """Note blocks that are in the index now, given as its rows."""
         now_ms = self._clock.wall_ms()
         records = np.zeros((len(rows), len(Record._fields)), np.uint64)
         records[:, _AT["generation"]] = rows["generation"]
@@ -213,80 +216,81 @@ class Keeping:
         records[:, _AT["expires_ms"]] = rows["expires_ms"]
         records[:, _AT["start"]] = rows["offset"] // PAGE_BYTES
         if self.core.knows_names:
-            records[:, _AT["name64"]] = [self._digest(*name) for name in names]
+            records[:, _AT["name64"]] = [self._digest(*name) for name in names_of(rows)]
         if self.owner_numbers:
-            records[:, _AT["owner"]] = [self.owner_numbers.get(tenant, 0) for tenant, _ in names]
+            tenants, which = np.unique(rows["tenant"], return_inverse=True)
+            owners = [self.owner_numbers.get(tenant.tobytes(), 0) for tenant in tenants]
+            records[:, _AT["owner"]] = np.array(owners, np.uint64)[which]
         refused = self.core.admitted_words(_column(records), now_ms)
         assert not refused, "a generation is published once"
-        places, session_of = self._places, self._history.session_of
-        for at, name in enumerate(names):
-            if places and name in places:
-                sessions, position = places.pop(name)
-                for session in sessions:
-                    self.core.joined([int(rows["generation"][at])], session, position, now_ms)
-            elif session_of(name):
-                self._rejoin(name, int(rows["generation"][at]), now_ms)
-        self._tell_placed(names, rows)
+        sessions = self._history.sessions_of(names_in(rows).tobytes(), len(rows))
+        if self._places or sessions is not None:
+            self._take_places(rows, sessions or itertools.repeat(0), now_ms)
+        self._tell_placed(rows)
 
-    def _tell_placed(self, names: Sequence[Name], rows: NDArray[Any]) -> None:
+    def _take_places(self, rows: NDArray[Any], before: Iterable[int], now_ms: int) -> None:
+        """Give blocks the places in sessions that the blocks before them had."""
+        generations: list[int] = rows["generation"].tolist()
+        for name, generation, session in zip(names_of(rows), generations, before, strict=False):
+            if name in self._places:
+                sessions, position = self._places.pop(name)
+                for one in sessions:
+                    self.core.joined([generation], one, position, now_ms)
+            elif session:
+                self._rejoin(name, generation, now_ms)
+
+    def _tell_placed(self, rows: NDArray[Any]) -> None:
         if self.placed is not None:
             self.placed(rows)
-        self._tell(names, None)
+        self._tell(rows, None)
 
     def _rejoin(self, name: Name, generation: int, now_ms: int) -> None:
         """Put a block that was in a session when it was removed into its place again, if there is a gap."""
-        before = self._history.of(name)
+        before = self._history.of(b"".join(name))
         if before is not None and self.core.lacks(before.session, before.position):
             self.core.joined([generation], before.session, before.position, now_ms)
 
     # Leaving.
 
-    def drop(
-        self, names: Sequence[Name], reason: Reason, *, spared: Collection[int] = ()
-    ) -> list[Entry | None]:
-        """Remove blocks from the index, then wipe and free them; return their entries. `spared` is as in `let_go`."""
+    def drop(self, names: Sequence[Name], reason: Reason, *, spared: Collection[int] = ()) -> NDArray[Any]:
+        """Remove blocks from the index, then wipe and free them. `spared` is as in `let_go`.
+
+        Return the row that each had; one without a generation for those that there were not.
+        """
         if self._writes.stopped is not None:
             raise self._writes.stopped_again()
-        gone = self._forget(names, spared if reason is Reason.ERASED else None)
-        blocks = ((name, entry) for name, entry in zip(names, gone, strict=True) if entry)
-        self.let_go(blocks, reason, spared=spared)
-        return gone
+        rows = self._forget(names, spared if reason is Reason.ERASED else None)
+        self.let_go(rows[rows["generation"] > 0], reason, spared=spared)
+        return rows
 
     def let_go(
-        self,
-        blocks: Iterable[tuple[Name, Entry]],
-        reason: Reason,
-        *,
-        wipe: bool = True,
-        spared: Collection[int] = (),
+        self, rows: NDArray[Any], reason: Reason, *, wipe: bool = True, spared: Collection[int] = ()
     ) -> None:
         """Wipe and free blocks that the index no longer has.
 
         Quarantined or erased blocks are overwritten too, except those encrypted with the keys of `spared`. The header
         comes last if a block is in the clear, so that power loss leaves nothing that an erasure would not find.
         """
-        blocks = list(blocks)
-        names, entries = [name for name, _ in blocks], [entry for _, entry in blocks]
-        self._tell(names, reason)
+        self._tell(rows, reason)
         if reason is Reason.SUPERSEDED:  # the next block of the name takes this one's places
-            for name, entry in blocks:
+            for name, entry in entries_in(rows):
                 self._places[name] = self.core.places(entry.generation)
-        told = self.core.gone([entry.generation for entry in entries], reason, self._clock.wall_ms())
-        if len(told) < len(blocks):  # the core has already forgotten the others
-            known = set(told.generations)
-            names = [name for name, entry in blocks if entry.generation in known]
-        self._history.add(names, told)
+        told = self.core.gone(_column(rows["generation"]), reason, self._clock.wall_ms())
+        known = rows
+        if len(told) < len(rows):  # the core has already forgotten the others
+            known = rows[np.isin(rows["generation"], np.array(told.generations, np.uint64))]
+        self._history.add(names_in(known).tobytes(), told)
         if reason not in _OVERWRITTEN:
-            self._leave_ground(entries, wipe=wipe)
+            self._leave_ground(rows, wipe=wipe)
             return
         erased: list[tuple[Name, Entry]] = []
-        for name, entry in blocks:
+        for at, (name, entry) in enumerate(entries_in(rows)):
             if entry.domain in spared:
-                self._leave_ground([entry], wipe=wipe)
+                self._leave_ground(rows[at : at + 1], wipe=wipe)
             elif reason is Reason.ERASED or (wipe and not entry.domain):
                 erased.append((name, entry))
             else:
-                self._leave_ground([entry], self.leaving.quarantine(name, entry), wipe=wipe)
+                self._leave_ground(rows[at : at + 1], self.leaving.quarantine(name, entry), wipe=wipe)
         if erased:
             self.plain_bytes -= sum(record_bytes(one.length) for _, one in erased if not one.domain)
             self.leaving.erase(erased)
@@ -296,17 +300,15 @@ class Keeping:
         if not victims:
             return
         try:
-            gone = self._index.remove_generations(victims.generations)
+            rows = self._index.remove_generations(victims.generations)
         except StorageError as error:
             self._writes.stop(ReadOnly(f"{error} The store accepts no more puts."), 0)
             return
-        names = [name for name, _ in gone]
-        if self.listener is not None:
-            reasons = victims.reasons
-            for reason in set(reasons):
-                self._tell([name for name, one in zip(names, reasons, strict=True) if one is reason], reason)
-        self._history.add(names, victims)
-        self._leave_ground([entry for _, entry in gone])
+        reasons = np.array(victims.words[_REASON_AT::EVICTION_WORDS], np.uint64)
+        for reason in np.unique(reasons).tolist():
+            self._tell(rows[reasons == reason], Reason(reason))
+        self._history.add(names_in(rows).tobytes(), victims)
+        self._leave_ground(rows)
 
     def clear(self, generations: Sequence[int]) -> None:
         """Drop blocks that lie where room is needed, except those that have got a guard meanwhile."""
@@ -325,10 +327,11 @@ class Keeping:
             entry = self._index.lookup([name])[0]
             if entry is None or entry.generation != generation:
                 return  # a newer one has replaced it, or it has been forgotten
-            self._forget([name], () if wipe and not entry.domain else None)  # no erasure would find it
+            spared = () if wipe and not entry.domain else None  # no erasure would find it
+            rows = self._forget([name], spared)
         except StorageError:  # the block will be checked, and missed, again
             return
-        self.let_go([(name, entry)], Reason.QUARANTINED, wipe=wipe)
+        self.let_go(rows, Reason.QUARANTINED, wipe=wipe)
         self.quarantined += 1
 
     def unreadable(self, name: Name, generation: int, *, wipe: bool) -> None:
@@ -355,11 +358,11 @@ class Keeping:
         """Pages of these that belonged to a tenant."""
         return self.leaving.pages[tenant]
 
-    def _tell(self, names: Sequence[Name], reason: Reason | None) -> None:
-        if self.listener is not None and names:
-            self.listener(names, reason)
+    def _tell(self, rows: NDArray[Any], reason: Reason | None) -> None:
+        if self.listener is not None and len(rows):
+            self.listener(rows, reason)
 
-    def _forget(self, names: Sequence[Name], spared: Collection[int] | None = None) -> list[Entry | None]:
+    def _forget(self, names: Sequence[Name], spared: Collection[int] | None = None) -> NDArray[Any]:
         try:
             return self._index.remove(names, spared)
         except StorageError as error:
@@ -368,15 +371,17 @@ class Keeping:
 
     def _leave_ground(
         self,
-        entries: Sequence[Entry],
+        rows: NDArray[Any],
         instead: Callable[[int, int], None] | None = None,
         *,
         wipe: bool = True,
     ) -> None:
-        self.plain_bytes -= sum([record_bytes(entry.length) for entry in entries if not entry.domain])
+        pages = record_pages(rows["length"])
+        self.plain_bytes -= int(pages[rows["domain"] == 0].sum()) * PAGE_BYTES
         self.leaves_some |= not wipe
         if wipe:
-            self._wipes.free([(entry.offset, entry.length) for entry in entries], instead=instead)
+            starts = rows["offset"] // PAGE_BYTES
+            self._wipes.free_extents(list(zip(starts.tolist(), pages.tolist(), strict=True)), instead)
 
     # Rewritten records.
 
@@ -386,7 +391,7 @@ class Keeping:
         if guards:
             self._moved[old.generation] = (new.generation, guards)
         self.plain_bytes -= record_bytes(old.length)
-        self._tell_placed([name], rows_of_entries([(name, new)]))
+        self._tell_placed(rows_of_entries([(name, new)]))
 
     def after_wipes(self, then: Callable[[StorageError | None], None]) -> None:
         """Call back when all that is being wiped is free."""
@@ -524,15 +529,21 @@ class Keeping:
         """
         return self._index.after(at, limit)
 
+    def stored(self, names: bytes) -> NDArray[np.bool_]:
+        """Return which blocks are stored, given tenant and key of each. A failed index has none."""
+        return self._index.stored(names)
+
     def explain(self, name: Name) -> Explanation:
         """Return where a block is, or why it is gone."""
         entry = self._index.lookup([name])[0]
         doubted = entry is not None and entry.generation in self._doubts.of([entry.generation])
-        return Explanation(entry is not None, doubted, self._history.of(name), self._clock.wall_ms())
+        return Explanation(
+            entry is not None, doubted, self._history.of(b"".join(name)), self._clock.wall_ms()
+        )
 
     def misses(self, tenant: bytes, keys: Sequence[bytes]) -> list[Miss]:
         """Return the misses of blocks that are not in the index."""
-        told = [Explanation(False, False, self._history.of((tenant, key)), 0) for key in keys]
+        told = [Explanation(False, False, self._history.of(tenant + key), 0) for key in keys]
         return [one.miss for one in with_erased(told, self._keys, tenant, keys)]
 
     # The opening.

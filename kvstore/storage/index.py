@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     NamesAndLives = tuple[NDArray[np.uint8], NDArray[Any]]
     """Names of blocks, a row each, and of each its offset, length, generation and expiry."""
 
-__all__ = ["BLOCKS_NAME", "Entry", "Index"]
+__all__ = ["BLOCKS_NAME", "Entry", "Index", "entries_in"]
 
 T = TypeVar("T")
 
@@ -104,7 +104,8 @@ class Entry(NamedTuple):
     domain: int = 0  # the number, from 1, of the key that it is encrypted with; 0: it is in the clear
 
 
-def _entries(rows: NDArray[Any]) -> Iterator[tuple[Name, Entry]]:
+def entries_in(rows: NDArray[Any]) -> Iterator[tuple[Name, Entry]]:
+    """Return name and entry of each of these rows."""
     for tenant, key, offset, length, crc, born, fingerprint, domain, expires_ms in unpacked(rows.tobytes()):
         yield (tenant, key), Entry(offset, length, crc, born, expires_ms, fingerprint, domain)
 
@@ -244,7 +245,14 @@ class Index:
     def lookup(self, names: Sequence[Name]) -> list[Entry | None]:
         """Look up many blocks at once."""
         rows = self._asked(lambda: self._table.find(b"".join([part for name in names for part in name])))
-        return [entry if entry.generation else None for _, entry in _entries(rows)]
+        return [entry if entry.generation else None for _, entry in entries_in(rows)]
+
+    def stored(self, names: bytes) -> NDArray[np.bool_]:
+        """Return which blocks are stored, given tenant and key of each; none if it fails, which is reported."""
+        are_stored = np.zeros(len(names) // NAME_BYTES, np.bool_)
+        with suppress(StorageError):
+            are_stored = self._asked(lambda: self._table.find(names))["generation"] > 0
+        return are_stored
 
     def prefix(self, tenant: bytes, keys: Sequence[bytes], now_ms: int) -> int:
         """Return how many keys from the first are stored and not expired; each one is looked up.
@@ -269,7 +277,7 @@ class Index:
     def of_generations(self, generations: Sequence[int]) -> list[tuple[Name, Entry]]:
         """Return the blocks that have these generations."""
         rows = self._of_generations(generations)
-        return list(_entries(rows[rows["generation"] > 0]))
+        return list(entries_in(rows[rows["generation"] > 0]))
 
     def have(self, generations: Sequence[int]) -> list[bool]:
         """Return which generations are those of blocks."""
@@ -298,8 +306,11 @@ class Index:
             lambda: self._table.renew(names, np.array([entry.expires_ms for _, entry in renewed], np.uint64))
         )
 
-    def remove(self, names: Iterable[Name], spared: Collection[int] | None = None) -> list[Entry | None]:
-        """Remove blocks; return the entry of each. Given `spared` keys, note the places of blocks with other keys."""
+    def remove(self, names: Iterable[Name], spared: Collection[int] | None = None) -> NDArray[Any]:
+        """Remove blocks; return the row of each, without a generation where there was none.
+
+        Given `spared` keys, note the places of blocks with other keys.
+        """
         names = list(names)
         if spared is not None:
             gone = [one for one in self.lookup(names) if one is not None and one.domain not in spared]
@@ -307,19 +318,19 @@ class Index:
                 self.write(lambda transaction: note(transaction, self.erased, gone))
         rows = self._change(lambda: self._table.remove(b"".join([part for name in names for part in name])))
         self._forget_doubts(rows["generation"])
-        return [entry if entry.generation else None for _, entry in _entries(rows)]
+        return rows
 
-    def remove_generations(self, generations: Sequence[int]) -> list[tuple[Name, Entry]]:
+    def remove_generations(self, generations: Sequence[int]) -> NDArray[Any]:
         """Remove the blocks with these generations, all of which are there; return them in this order."""
         rows = self._change(lambda: self._table.remove_generations(generations))
         self._forget_doubts(rows["generation"])
         assert rows["generation"].all(), "somebody else knows other blocks"
-        return list(_entries(rows))
+        return rows
 
     def entries(self) -> Iterator[tuple[Name, Entry]]:
         """Return all entries, in no order."""
         for rows in self.block_rows():
-            yield from _entries(rows)
+            yield from entries_in(rows)
 
     def after(self, at: int, limit: int, tenant: bytes | None = None) -> tuple[list[tuple[Name, Entry]], int]:
         """Look at `limit` blocks, or a few more, from a place on; return them, or those of one tenant.
@@ -327,7 +338,7 @@ class Index:
         Also return where to continue; 0: there are no more. From 0 on, each block that is there all the time is found.
         """
         rows, at = self._asked(lambda: self._table.after(at, limit, tenant))
-        return list(_entries(rows)), at
+        return list(entries_in(rows)), at
 
     def of_domain(self, tenant: bytes, of: set[int] | None, at: int, limit: int) -> tuple[list[Name], int]:
         """Return blocks of a tenant, all or those of some keys, and where to continue; 0: there are no more."""

@@ -32,8 +32,11 @@ __all__ = [
     "PLACE_ROW",
     "header_of",
     "is_header_of",
+    "names_in",
+    "names_of",
     "record_pages",
     "rows_of_entries",
+    "split_names",
     "unpacked",
 ]
 
@@ -76,6 +79,25 @@ def rows_of_entries(entries: Iterable[tuple[Name, Entry]]) -> NDArray[Any]:
 def unpacked(rows: bytes | memoryview) -> Iterator[tuple[bytes, bytes, int, int, int, int, bytes, int, int]]:
     """Return of each row tenant, key, offset, length, CRC, generation, fingerprint, domain and expiry."""
     return _ROW.iter_unpack(rows)
+
+
+def names_in(rows: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return the names in `BLOCK_ROW`s: a row of bytes, tenant and key, of each."""
+    return rows.view(np.uint8).reshape(-1, rows.itemsize)[:, :NAME_BYTES]
+
+
+def names_of(rows: NDArray[Any]) -> list[Name]:
+    """Return tenant and key of each of these `BLOCK_ROW`s."""
+    return split_names(names_in(rows))
+
+
+def split_names(names: NDArray[np.uint8]) -> list[Name]:
+    """Return tenant and key of each row of bytes."""
+    data = names.tobytes()
+    return [
+        (data[at : at + TENANT_BYTES], data[at + TENANT_BYTES : at + NAME_BYTES])
+        for at in range(0, len(data), NAME_BYTES)
+    ]
 
 
 def record_pages(lengths: NDArray[Any]) -> NDArray[np.int64]:

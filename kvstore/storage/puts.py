@@ -145,15 +145,15 @@ class Puts:
 
         self._writes.ground.note_ended(ended())
 
-    def publish_lane(self, names: Sequence[Name], rows: NDArray[Any]) -> StorageError | None:
-        """Publish blocks that a lane has written and that nobody knew before, given as `BLOCK_ROW`s as well.
+    def publish_lane(self, rows: NDArray[Any]) -> StorageError | None:
+        """Publish blocks that a lane has written and that nobody knew before, given as `BLOCK_ROW`s.
 
         They are in the order of generations, and nothing waits for their ends. Return why none was published.
         """
 
         def publish() -> None:
             self._index.publish_rows(rows)
-            self._keeping.published_rows(names, rows)
+            self._keeping.published_rows(rows)
 
         return self._writes.publish_lane(rows["generation"].tolist(), publish)
 
@@ -279,6 +279,11 @@ class Puts:
             self._afterwards(write)
         self.rewriting -= 1
 
+    @property
+    def are_under_way(self) -> bool:
+        """Return whether any put was accepted and is not in the index yet."""
+        return bool(self._by_name)
+
     def is_under_way(self, name: Name) -> bool:
         """Return whether a put of this name was accepted and is not in the index yet."""
         return name in self._by_name
@@ -307,15 +312,14 @@ class Puts:
                 self._publish_rewrite(record)
         replacing = [write for write in writes if write.replaces is not None]
         before = self._index.lookup([write.name for write in replacing]) if replacing else ()
-        blocks = [(write.name, write.entry()) for write in writes]
-        rows = rows_of_entries(blocks)
+        rows = rows_of_entries((write.name, write.entry()) for write in writes)
         self._index.publish_rows(rows)
         # One may be gone, if it was deleted or quarantined meanwhile; its extent has then been handled.
         pairs = zip(replacing, before, strict=True)
         replaced = [(write.name, old) for write, old in pairs if old is not None and old == write.replaces]
         if replaced:
-            self._keeping.let_go(replaced, Reason.SUPERSEDED)
-        self._keeping.published_rows([write.name for write in writes], rows)
+            self._keeping.let_go(rows_of_entries(replaced), Reason.SUPERSEDED)
+        self._keeping.published_rows(rows)
 
     def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
         """Report blocks and the later puts of their names."""

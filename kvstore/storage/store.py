@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvstore.clock import Clock
     from kvstore.config import DriveSpec
     from kvstore.storage.disk import Progress
@@ -188,6 +191,11 @@ class Store(Handle):
                 if not drive.keeping.erasing[tenant]:
                     del drive.keeping.erasing[tenant]
 
+    @property
+    def has_puts(self) -> bool:
+        """Return whether any put that Python knows is in progress."""
+        return any(drive.puts.are_under_way for drive in self.drives)
+
     def is_putting(self, name: Name) -> bool:
         """Return whether a put of this name is in progress."""
         return any(drive.puts.is_under_way(name) for drive in self.drives)
@@ -277,6 +285,13 @@ class Store(Handle):
         if self._only is not None:
             return self._only.lookup(keys)
         return [entry for _, entry in self._find(keys)]
+
+    def stored(self, names: bytes) -> NDArray[np.bool_]:
+        """Return which blocks are stored, given tenant and key of each; expired ones are."""
+        are_stored = self.drives[0].keeping.stored(names)
+        for drive in self.drives[1:]:
+            are_stored |= drive.keeping.stored(names)
+        return are_stored
 
     def verify_payload(self, item: GetItem, done: GetDone) -> GetDone:
         """Check the payload of a hit in its slot; return the hit, or a miss if the check failed."""

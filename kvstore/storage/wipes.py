@@ -11,6 +11,7 @@ It doesn't touch the index: records have left it before they are wiped.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -21,7 +22,7 @@ from kvstore.storage.writes import write_error
 from kvstore.wire.record import record_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.errors import StorageError
     from kvstore.storage.extents import Extents
@@ -56,21 +57,27 @@ class Wipes:
     ) -> None:
         """Wipe and free records, by offset and length of payload; call back when all begun so far are wiped.
 
-        `instead` gets their pages (the first, and how many) instead of freeing them.
+        `instead` is as in `free_extents`.
         """
-        are_read, is_pinned = self._extents.pinned > 0, self._extents.is_pinned
-        unread: list[tuple[int, int]] = []
-        for offset, length in records:
-            extent = offset // PAGE_BYTES, record_bytes(length) // PAGE_BYTES
-            assert extent[0] >= self._extents.first_page, "no record is where the superblocks are"
-            if are_read and is_pinned(extent[0]):
-                self._pinned.append(self._added([extent], instead))
-            else:
-                unread.append(extent)
-        for at in range(0, len(unread), WIPES_AT_ONCE):
-            self._traffic.add(self._added(unread[at : at + WIPES_AT_ONCE], instead))
+        self.free_extents(
+            [(offset // PAGE_BYTES, record_bytes(length) // PAGE_BYTES) for offset, length in records],
+            instead,
+        )
         if then is not None:
             self._waiting.append(then)
+
+    def free_extents(self, extents: Sequence[tuple[int, int]], instead: Freed | None = None) -> None:
+        """Wipe and free records, by first page and number of pages; `instead` gets these instead of freeing them."""
+        if extents:
+            first = min(extents)[0]
+            assert first >= self._extents.first_page, "no record is where the superblocks are"
+        if self._extents.pinned:
+            are_read = [self._extents.is_pinned(page) for page, _ in extents]
+            for extent in itertools.compress(extents, are_read):
+                self._pinned.append(self._added([extent], instead))
+            extents = [one for one, is_read in zip(extents, are_read, strict=True) if not is_read]
+        for at in range(0, len(extents), WIPES_AT_ONCE):
+            self._traffic.add(self._added(extents[at : at + WIPES_AT_ONCE], instead))
 
     def when_unread(self, page: int, then: Callable[[], None]) -> None:
         """Call back when the record that begins here is not being read; that may be at once."""
@@ -80,7 +87,7 @@ class Wipes:
         else:
             then()
 
-    def _added(self, extents: list[tuple[int, int]], instead: Freed | None) -> _Wipe:
+    def _added(self, extents: Sequence[tuple[int, int]], instead: Freed | None) -> _Wipe:
         wipe = _Wipe(self, extents, instead)
         self._waiting.append(wipe)
         self.pending += len(extents)
@@ -134,7 +141,7 @@ class _Wipe:
     reads: Final = False
     tenant: Final = b""
 
-    def __init__(self, wipes: Wipes, extents: list[tuple[int, int]], instead: Freed | None) -> None:
+    def __init__(self, wipes: Wipes, extents: Sequence[tuple[int, int]], instead: Freed | None) -> None:
         self._wipes = wipes
         self.extents = extents  # first page, and length
         self.pages = sum(pages for _, pages in extents)

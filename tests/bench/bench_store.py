@@ -22,7 +22,7 @@ from kvstore.bench.bare import BareDrive
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.limits import BATCH_BLOCKS_MAX, FINGERPRINT_BYTES, HEADER_BYTES, KEY_BYTES, TENANT_BYTES
-from kvstore.node.hot import HotPages
+from kvstore.node.hot_pages import HotPages
 from kvstore.storage.disk import DiskOpKind
 from kvstore.storage.index import Entry, Index
 from kvstore.storage.items import DeleteItem, GetItem, PutItem

@@ -23,7 +23,7 @@ from tests.client.test_promises import put
 from tests.client.test_resuming import key
 from tests.conftest import MIB, ClientWithBuffers, small_node
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import HeldDrive, NodeInProcess
+from tests.node.in_process import HeldDrive, NodeInProcess, kept_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -260,9 +260,8 @@ def test_gets_that_end_at_any_moment_leave_the_link_and_write_nothing_afterwards
 
 
 def forget_all(inside: Node) -> None:
-    pages = inside.hot.pages
-    for piece in (*pages._probation.values(), *pages._protected.values()):
-        pages.forget(piece)
+    for piece in kept_in(inside):
+        inside.hot.pages.forget(piece)
 
 
 # --- memory

@@ -29,7 +29,7 @@ from nic_offload.memory import allocate
 from nic_offload.trigger import TriggeredNotify, arm
 from tests.conftest import MIB, ClientWithBuffers
 from tests.nic_offload.rig import PAGE, wait_until
-from tests.node.in_process import NodeInProcess
+from tests.node.in_process import NodeInProcess, kept_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -329,11 +329,8 @@ def test_blocks_of_other_sizes_get_room_when_those_of_one_size_have_all_that_a_c
 
 def forget_hot(inside: Node) -> None:
     """Leave the blocks to the drive alone."""
-    pages = inside.hot.pages
-    for generation in [*pages._probation, *pages._protected]:
-        piece = pages.peek(generation)
-        assert piece is not None
-        pages.forget(piece)
+    for piece in kept_in(inside):
+        inside.hot.pages.forget(piece)
 
 
 def lost(node: NodeInProcess) -> int:

@@ -15,7 +15,7 @@ from tests.client.test_cancelled_gets import CANARY, is_away, link_of, over_rpc,
 from tests.client.test_pieces import Pool
 from tests.client.test_promises import put
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import HeldDrive, NodeInProcess
+from tests.node.in_process import HeldDrive, NodeInProcess, kept_in
 
 if TYPE_CHECKING:
     from kvstore.node.node import Node
@@ -67,12 +67,12 @@ def test_a_part_of_a_block_that_has_changed_elsewhere_is_not_sent(
     paint(rig)
 
     def damage(inside: Node) -> None:
-        piece = inside.hot.pages.find(next(iter(inside.hot.pages._probation)))
+        piece = inside.hot.pages.find(inside.hot.pages.generation(kept_in(inside)[0]))
         assert piece is not None
         inside.hot.payload(piece, LENGTH)[77_777] ^= 1
         inside.hot.pages.release(piece)
         if not on_shelf:
-            inside.hot.shelf.take([piece.generation])
+            inside.hot.shelf.take([inside.hot.pages.generation(piece)])
 
     node.call(damage)
     if on_shelf:

@@ -15,6 +15,7 @@ from kvstore.clock import SystemClock  # noqa: E402
 from kvstore.config import EventsConfig  # noqa: E402
 from kvstore.node.kv_events import KvEvents  # noqa: E402
 from kvstore.storage.eviction.items import Reason  # noqa: E402
+from tests.storage.index_rows import rows  # noqa: E402
 
 TENANT = b"t" * 16
 
@@ -22,8 +23,8 @@ TENANT = b"t" * 16
 @pytest.mark.timeout(60)
 def test_vllm_reads_what_a_node_publishes() -> None:
     events = KvEvents(EventsConfig("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"), SystemClock())
-    events.blocks([(TENANT, b"a" * 32), (TENANT, b"b" * 32)], None)
-    events.blocks([(TENANT, b"a" * 32)], Reason.SPACE)
+    events.blocks(rows([(TENANT, b"a" * 32), (TENANT, b"b" * 32)]), None)
+    events.blocks(rows([(TENANT, b"a" * 32)]), Reason.SPACE)
     with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
         replay.linger = 0
         replay.connect(events.endpoints[1])

@@ -12,7 +12,7 @@ import pytest
 from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
 from nic_offload.reader import Reader
-from nic_offload.receiver import Room
+from nic_offload.receiver import Room, packed_rooms
 from nic_offload.shelf import IN_MEMORY, Served, place_of
 from tests.nic_offload.rig import PAGE, Pair, wait_until
 from tests.nic_offload.test_lane import FORMAT
@@ -62,7 +62,9 @@ class ColdRig(ShelfRig):
 
     def rooms(self, numbers: Any) -> None:
         start = self.pair.far.region.address + ROOMS_AT
-        self.shelf.feed([Room(start + at * ROOM_PAGES * PAGE, ROOM_PAGES, at) for at in numbers])
+        self.shelf.feed(
+            packed_rooms([Room(start + at * ROOM_PAGES * PAGE, ROOM_PAGES, at) for at in numbers])
+        )
 
     def place(self, number: int, page: int, generation: int = GENERATION, drive: int = DRIVE) -> None:
         word = place_of(drive, page, generation).to_bytes(8, "little")
@@ -334,7 +336,7 @@ def test_rooms_outside_of_the_region_are_refused(rig: ColdRig) -> None:
         (far.address + far.length - PAGE, 2),
     ):
         with pytest.raises(FabricError):
-            rig.shelf.feed([Room(address, pages, 1)])
+            rig.shelf.feed(packed_rooms([Room(address, pages, 1)]))
     assert len(rig.shelf.rooms()) == ROOMS
 
 

@@ -10,6 +10,7 @@ import itertools
 import os
 import struct
 import time
+from array import array
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import pytest
 
 from nic_offload.checksum import crc32c
 from nic_offload.group import Group
-from nic_offload.receiver import Receiver, Room
+from nic_offload.receiver import Receiver, Room, packed_rooms
 from nic_offload.sender import METADATA_BYTES_MAX, Area, GrantedPut, Heads, Sender, send
 from nic_offload.shelf import Shelf, Shelved
 from nic_offload.trigger import TriggeredNotify, arm
@@ -98,7 +99,7 @@ class GrantRig:
             rooms.append(Room(base + self._rooms, pages, self._rooms))
             self._rooms += pages * PAGE
         assert ROOMS + self._rooms <= self.pair.far.length
-        self.receiver.feed(rooms)
+        self.receiver.feed(packed_rooms(rooms))
 
     def put(
         self,
@@ -511,7 +512,7 @@ def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: GrantRig) -> Non
     assert net.codes(net.put([1])[1], 1) == [LANDED]
     net.wait_came(1)
     landed = net.came[0].id
-    assert net.shelf.rename([landed, landed], [5, 6]) == b"\1\0"
+    assert net.shelf.rename(array("Q", [landed, landed]), array("Q", [5, 6])) == b"\1\0"
     assert net.shelf.take([5])[0]
     assert len(net.shelf) == 0
 
@@ -526,7 +527,7 @@ def test_what_landed_stays_listed_until_its_name_goes(net: GrantRig) -> None:
     names = OWNER + came.key + OWNER + key_of(2)
     net.shelf.unlist(names, others_only=True)
     assert len(net.shelf) == 1
-    assert net.shelf.rename([came.id, 2], [5, 6]) == b"\1\0"
+    assert net.shelf.rename(array("Q", [came.id, 2]), array("Q", [5, 6])) == b"\1\0"
     net.shelf.unlist(names, others_only=True)
     assert len(net.shelf) == 0
 

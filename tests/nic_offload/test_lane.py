@@ -13,7 +13,7 @@ from zlib import crc32
 import pytest
 
 from nic_offload.lane import NO_GROUND, Ground, Lane, Lanes, RecordFormat, Written, written_in
-from nic_offload.receiver import Receiver, Room
+from nic_offload.receiver import Receiver, Room, packed_rooms
 from nic_offload.sender import Area
 from nic_offload.trigger import TriggeredNotify, arm
 from tests.nic_offload.far import Far, way_to
@@ -482,7 +482,7 @@ def test_a_lane_that_another_owner_uses_is_not_waited_for(narrow: Drive) -> None
         SHARED,
     )
     another.use(Lanes([narrow.lane], bytes(LOTS)))
-    another.feed([Room(here + PAGE + SLOT, PAGES, MIB)])
+    another.feed(packed_rooms([Room(here + PAGE + SLOT, PAGES, MIB)]))
     head = head_of(payload, ack_word=40)
     pair.near.fill(20 * MIB, head + payload)
     pair.there.arm(pair.there.put(1, len(head + payload), source=20 * MIB, target=at + 2 * PAGE - len(head)))
@@ -528,7 +528,7 @@ def test_a_peer_that_takes_nothing_holds_up_nobody_elses_acknowledgements(
                 0,
             )
             stuck.use(Lanes([drive.lane], bytes(LOTS)))
-            stuck.feed([Room(here + PAGE + SLOT, PAGES, MIB)])
+            stuck.feed(packed_rooms([Room(here + PAGE + SLOT, PAGES, MIB)]))
             drive.lend()
             head = head_of(payload, durability=WRITTEN)
             pair.near.fill(20 * MIB, head + payload)

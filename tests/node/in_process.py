@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import TracerProvider
 
+    from kvstore.node.hot_pages import Piece
     from kvstore.storage.items import GetItem, GetsDone
     from kvstore.storage.sealing import OpenKeys
 
@@ -167,3 +168,9 @@ class HeldDrive:
             return waiting
 
         return int(self._node.call(go_on))
+
+
+def kept_in(inside: Node) -> list[Piece]:
+    """Return the pieces that a node's hot memory keeps."""
+    every = [one for drive in inside.store.drives for one in drive._index.generations().tolist()]
+    return [piece for one in every if (piece := inside.hot.pages.peek(one)) is not None]

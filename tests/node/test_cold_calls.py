@@ -23,7 +23,7 @@ from kvstore.storage.index_layout import rows_of_entries
 from nic_offload.memory import allocate
 from nic_offload.reader import Reader
 from tests.nic_offload.rig import wait_until
-from tests.node.in_process import NodeInProcess
+from tests.node.in_process import NodeInProcess, kept_in
 from tests.node.test_erasing_under_load import made_opener
 from tests.node.test_lookup_history import outcomes, told
 
@@ -161,10 +161,8 @@ def test_what_was_put_since_and_left_memory_is_found_on_the_drive(plain: Cold) -
     plain.blocks |= new
 
     def drop(inside: Node) -> None:
-        pages = inside.hot.pages
-        for kept in (pages._probation, pages._protected):
-            for piece in list(kept.values()):
-                pages.forget(piece)
+        for piece in kept_in(inside):
+            inside.hot.pages.forget(piece)
 
     plain.node.call(drop)
     assert plain.get(*new) == [Hit(key) for key in new]

@@ -26,9 +26,9 @@ from kvstore.sealing.store_keys import keys_opener
 from kvstore.storage.items import SessionItem
 from kvstore.storage.store import Store
 from kvstore.storage.uring import UringDisk
-from nic_offload.receiver import Room
+from nic_offload.receiver import Room, packed_rooms
 from tests.conftest import small_client
-from tests.node.in_process import NodeInProcess
+from tests.node.in_process import NodeInProcess, kept_in
 from tests.node.test_encrypting import clear_bytes
 from tests.node.test_erasing import files_with, node_of
 from tests.node.test_proof_of_erasure import ADA, BOB, COUNT, EXACT, SIZE, WORDS, WRONG, got, put
@@ -491,14 +491,13 @@ def test_memory_that_is_given_beforehand_has_nothing_of_an_erased_user(tmp_path:
             def evicted(inside: Any) -> None:
                 pages = inside.hot.pages
                 inside.take_note()
-                for kept in (pages._probation, pages._protected):
-                    for piece in list(kept.values()):
-                        pages.forget(piece)
+                for piece in kept_in(inside):
+                    pages.forget(piece)
                 cold = inside.fabric_calls.cold
                 inside.hot.shelf.take([0])
                 while (piece := pages.take_unasked(9)) is not None and len(cold._rooms) < 200:
-                    cold._rooms[piece.start] = piece
-                    inside.hot.shelf.feed([Room(inside.hot.address(piece), 9, piece.start)])
+                    cold._rooms.add(piece)
+                    inside.hot.shelf.feed(packed_rooms([Room(inside.hot.address(piece), 9, piece)]))
 
             node.call(evicted)
             assert mark_of(1) in node.call(lambda inside: bytes(inside.hot.view))

@@ -18,7 +18,7 @@ from kvstore.node.time_slices import Turns
 REST: Any = {
     "fetches": SimpleNamespace(settle=lambda: None),
     "granted": SimpleNamespace(hear_lanes=lambda: None, take_written=lambda: None),
-    "hot": SimpleNamespace(shelf=SimpleNamespace(served=list)),
+    "hot": SimpleNamespace(shelf=SimpleNamespace(served=list), pages=SimpleNamespace(touch=lambda _: None)),
 }
 COLD: Any = SimpleNamespace(feed=lambda: None, note=lambda _: [])
 

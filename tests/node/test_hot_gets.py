@@ -8,15 +8,17 @@ import pytest
 
 from kvstore.client import Block, Client, Hit
 from kvstore.miss import Miss, MissReason
-from kvstore.node.hot import HotPages
+from kvstore.node.hot_pages import HotPages
+from kvstore.storage.index_layout import rows_of_entries
 from tests.client.test_promises import flip_a_bit_of, put
 from tests.conftest import MIB, ClientWithBuffers
 from tests.nic_offload.rig import wait_until
+from tests.node.in_process import kept_in
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvstore.node.hot import HotStatistics
+    from kvstore.node.hot_pages import HotStatistics
     from kvstore.node.node import Node
     from tests.node.in_process import NodeInProcess
 
@@ -63,13 +65,13 @@ def test_bytes_that_changed_in_memory_come_from_the_drive_instead(
     assert get(rig, block) == [Hit(block.key)]
 
     def damage(inside: Node) -> None:
-        piece = inside.hot.pages.find(next(iter(inside.hot.pages._probation)))
+        piece = inside.hot.pages.find(inside.hot.pages.generation(kept_in(inside)[0]))
         assert piece is not None
         inside.hot.payload(piece, 100_000)[77_777] ^= 1
         inside.hot.pages.release(piece)
         assert len(inside.hot.shelf) == 1
         if not on_shelf:
-            inside.hot.shelf.take([piece.generation])
+            inside.hot.shelf.take([inside.hot.pages.generation(piece)])
 
     node.call(damage)
     if on_shelf:
@@ -142,7 +144,7 @@ def test_an_inline_get_finds_and_leaves_blocks_there_too(
     assert hot(node).found == 1
 
     def damage(inside: Node) -> None:
-        piece = inside.hot.pages.find(next(iter(inside.hot.pages._protected)))
+        piece = inside.hot.pages.find(inside.hot.pages.generation(kept_in(inside)[0]))
         assert piece is not None
         inside.hot.payload(piece, 100_000)[77_777] ^= 1
         inside.hot.pages.release(piece)
@@ -160,7 +162,7 @@ def test_an_inline_get_replaces_bytes_that_changed_in_memory(
     assert rig.client.get_inline(rig.key(0), len(data)) == data
 
     def damage(inside: Node) -> None:
-        piece = inside.hot.pages.find(next(iter(inside.hot.pages._probation)))
+        piece = inside.hot.pages.find(inside.hot.pages.generation(kept_in(inside)[0]))
         assert piece is not None
         inside.hot.payload(piece, 100_000)[77_777] ^= 1
         inside.hot.pages.release(piece)
@@ -181,17 +183,18 @@ def drop_by_deleting(_: NodeInProcess, rig: ClientWithBuffers, blocks: list[Bloc
 def drop_by_evicting(node: NodeInProcess, _: ClientWithBuffers, blocks: list[Block]) -> None:
     def evict(inside: Node) -> None:
         (drive,) = inside.store.drives
-        (tenant,) = {name[0] for name in inside.hot.pages._named}
-        names = [(tenant, block.key) for block in blocks]
-        drive.keeping.clear([entry.generation for entry in drive.lookup(names) if entry is not None])
+        assert len(kept_in(inside)) == len(blocks)
+        drive.keeping.clear([inside.hot.pages.generation(piece) for piece in kept_in(inside)])
 
     node.call(evict)
 
 
 def drop_by_quarantine(node: NodeInProcess, *_: object) -> None:
     def quarantine(inside: Node) -> None:
-        for name, generation in list(inside.hot.pages._named.items()):
-            inside.store.quarantine(*name, generation)
+        (drive,) = inside.store.drives
+        generations = [inside.hot.pages.generation(piece) for piece in kept_in(inside)]
+        for (tenant, key), entry in drive._index.of_generations(generations):
+            inside.store.quarantine(tenant, key, entry.generation)
 
     node.call(quarantine)
 
@@ -235,13 +238,12 @@ def test_a_block_that_is_replaced_takes_no_room_in_the_hot_memory(
     assert get(rig, block) == [Hit(block.key)]
 
     def replace(inside: Node) -> None:
-        ((name, generation),) = inside.hot.pages._named.items()
-        (entry,) = inside.store.lookup([name])
-        assert entry is not None
-        newer = entry._replace(generation=generation + 1)
-        inside.hot.changed([name], lambda names: [entry for _ in names], are_new=False)
-        assert inside.hot.pages.statistics().kept == 1, "the index names it still"
-        inside.hot.changed([name], lambda names: [newer for _ in names], are_new=True)
+        (drive,) = inside.store.drives
+        ((name, entry),) = drive._index.entries()
+        inside.hot.changed(rows_of_entries([(name, entry)]), are_new=True)
+        assert inside.hot.pages.statistics().kept == 1, "it is the index's still"
+        newer = entry._replace(generation=entry.generation + 1)
+        inside.hot.changed(rows_of_entries([(name, newer)]), are_new=True)
 
     node.call(replace)
     assert hot(node).kept == 0
@@ -292,7 +294,7 @@ def test_a_block_that_goes_while_it_is_read_is_not_kept(
         wait_until(lambda: bool(ended), "the prefetch is over")
     wait_until(lambda: hot(node).kept == 0, "nothing dead is kept")
     node.call(lambda inside: inside.fabric_calls.cold.empty())
-    assert node.call(lambda inside: inside.hot.pages._free.allocate(hot_pages(inside))) == 0, (
+    assert node.call(lambda inside: inside.hot.pages.take(hot_pages(inside))) is not None, (
         "all pages are free"
     )
 
@@ -307,10 +309,9 @@ def test_dead_blocks_make_room_for_a_waiting_put() -> None:
     piece, used = pages.take(2), pages.take(2)
     assert piece is not None
     assert used is not None
-    name = (b"tenant", b"key")
-    pages.keep(piece, 7, name)
+    pages.keep(piece, 7)
     assert pages.take(2) is None
-    pages.drop_dead([name], lambda names: [None for _ in names])
+    pages.drop([7])
     assert freed == [], "it is in use still"
     pages.release(piece)
     assert freed == [True]

@@ -24,9 +24,11 @@ from kvstore.serve_options import Settings
 from kvstore.storage.eviction.items import Reason
 from tests.conftest import small_client, small_node
 from tests.storage.fakes import FakeClock
+from tests.storage.index_rows import padded, rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 
 _WAIT_MS = 20_000
 TENANT, OTHER = b"t" * 16, b"o" * 16
@@ -50,7 +52,7 @@ class _Subscriber:
         until_s = time.monotonic() + _WAIT_MS / 1000
         while not self._socket.poll(10):
             assert time.monotonic() < until_s
-            events.blocks([(TENANT, b"hello")], None)
+            events.blocks(rows([(TENANT, b"hello")]), None)
         while self._socket.poll(100):
             self._socket.recv_multipart()
 
@@ -121,54 +123,57 @@ def test_maps_and_arrays_say_the_same() -> None:
         publisher = KvEvents(EventsConfig("tcp://127.0.0.1:*", as_arrays=as_arrays), FakeClock())
         subscriber = _Subscriber(publisher.endpoints[0])
         subscriber.hears(publisher)
-        publisher.blocks([(TENANT, b"a"), (TENANT, b"b")], None)
-        publisher.blocks([(TENANT, b"a")], Reason.SPACE)
+        publisher.blocks(rows([(TENANT, b"a"), (TENANT, b"b")]), None)
+        publisher.blocks(rows([(TENANT, b"a")]), Reason.SPACE)
         said.append([subscriber.next()[2][1][0] for _ in range(2)])
         subscriber.close()
         publisher.close()
     maps, arrays = said
     assert [list(one.values()) for one in maps] == arrays
     assert arrays == [
-        ["BlockStored", [b"a", b"b"], None, [], 0, None, "STORAGE", None],
-        ["BlockRemoved", [b"a"], "STORAGE"],
+        ["BlockStored", [padded(b"a"), padded(b"b")], None, [], 0, None, "STORAGE", None],
+        ["BlockRemoved", [padded(b"a")], "STORAGE"],
     ]
 
 
 def test_each_tenant_has_a_topic_and_the_sequence_is_one(events: KvEvents) -> None:
     subscriber = _Subscriber(events.endpoints[0])
     subscriber.hears(events)
-    events.blocks([(TENANT, b"a"), (OTHER, b"b"), (TENANT, b"c")], None)
+    events.blocks(rows([(TENANT, b"a"), (OTHER, b"b"), (TENANT, b"c")]), None)
     first, second = subscriber.next(), subscriber.next()
-    assert (first[0], first[2][1][0]["block_hashes"]) == (b"kv@" + TENANT.hex().encode(), [b"a", b"c"])
-    assert (second[0], second[2][1][0]["block_hashes"]) == (b"kv@" + OTHER.hex().encode(), [b"b"])
+    assert (first[0], first[2][1][0]["block_hashes"]) == (
+        b"kv@" + TENANT.hex().encode(),
+        [padded(b"a"), padded(b"c")],
+    )
+    assert (second[0], second[2][1][0]["block_hashes"]) == (b"kv@" + OTHER.hex().encode(), [padded(b"b")])
     assert second[1] == first[1] + 1
     subscriber.close()
 
 
 def test_what_was_missed_can_be_had_again(events: KvEvents) -> None:
     for number in range(5):
-        events.blocks([(TENANT, bytes([number]))], None)
+        events.blocks(rows([(TENANT, bytes([number]))]), None)
     assert _dealt_again(events.endpoints[1], 0) == [0, 1, 2, 3, 4]
     assert _dealt_again(events.endpoints[1], 3) == [3, 4]
     assert _dealt_again(events.endpoints[1], 99) == []
 
 
 def test_a_block_whose_record_is_replaced_has_not_gone(events: KvEvents) -> None:
-    events.blocks([(TENANT, b"a")], Reason.SUPERSEDED)
-    events.blocks([(TENANT, b"a")], None)
+    events.blocks(rows([(TENANT, b"a")]), Reason.SUPERSEDED)
+    events.blocks(rows([(TENANT, b"a")]), None)
     assert _dealt_again(events.endpoints[1], 0) == [0]
 
 
 def test_what_finds_no_room_is_counted_and_leaves_a_gap(events: KvEvents) -> None:
     subscriber = _Subscriber(events.endpoints[0])
     subscriber.hears(events)
-    events.blocks([(TENANT, b"before")], None)
+    events.blocks(rows([(TENANT, b"before")]), None)
     _, before, _ = subscriber.next()
-    events.blocks([(TENANT, b"x")] * (EVENTS_QUEUED_MAX + 1), None)
+    events.blocks(rows([(TENANT, b"x")] * (EVENTS_QUEUED_MAX + 1)), None)
     assert events.dropped == EVENTS_QUEUED_MAX + 1
-    events.blocks([(TENANT, b"after")], None)
+    events.blocks(rows([(TENANT, b"after")]), None)
     _, after, batch = subscriber.next()
-    assert batch[1][0]["block_hashes"] == [b"after"]
+    assert batch[1][0]["block_hashes"] == [padded(b"after")]
     assert after == before + 2
     subscriber.close()
 

@@ -23,6 +23,7 @@ from kvstore.wire import observing_pb2 as pb
 from kvstore.wire import observing_pb2_grpc
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
+from tests.storage.index_rows import rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,7 +130,7 @@ def test_a_watcher_that_reads_too_slowly_learns_how_many_events_it_missed(
     watch = client.watch(timeout_s=WAIT_S)
     next(watch)
     names = [(whose, number.to_bytes(32, "little")) for number in range(WATCH_EVENTS_MAX + 100)]
-    node.call(lambda one: one.watchers.blocks(names, Reason.SPACE))
+    node.call(lambda one: one.watchers.blocks(rows(names), Reason.SPACE))
     heard: list[Happened] = []
     while len(heard) < WATCH_EVENTS_MAX:
         one = next(watch)
@@ -153,7 +154,7 @@ def test_what_happens_one_by_one_comes_in_few_messages(
         next(watch)
         messages = list[int]()
         for at in range(20):
-            node.call(lambda one: one.watchers.blocks([(mine, KEYS[0])], None))
+            node.call(lambda one: one.watchers.blocks(rows([(mine, KEYS[0])]), None))
             if not at:  # this one is told at once
                 messages.append(len(next(watch).events))
         while sum(messages) < 20:

@@ -215,8 +215,7 @@ class FakeLane:
             )
             for one in ended
         ]
-        names = [name for name, _ in entries]
-        error = self.drive.puts.publish_lane(names, rows_of_entries(entries))
+        error = self.drive.puts.publish_lane(rows_of_entries(entries))
         for one in ended:
             generation = 0 if error else one.generation
             one.done([PutDone(one.item.tag, error, Durability.WRITTEN, generation)])

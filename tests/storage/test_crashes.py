@@ -157,7 +157,7 @@ class Life:
         """What became of a block while the store was closed and nobody could ask it, if it went then."""
         if not self.closed:
             return None
-        gone = [history.of((TENANT, key(number))) for history in self.histories]
+        gone = [history.of(TENANT + key(number)) for history in self.histories]
         return max((one for one in gone if one is not None), key=lambda one: one.at_ms, default=None)
 
     def live(self) -> None:

@@ -1,55 +1,49 @@
-"""Why the last removed blocks were removed.
+"""Why the last removed blocks were removed: the Python face of `keep/history.c`.
 
-Always holds: a fixed number of the newest removals is remembered, by exact name, in some 300 bytes each; of one
-name only the newest.
+Always holds: a fixed number of the newest removals is remembered, by name, in some 100 bytes each; of one name only the
+newest. A name is known by 64 bits of a digest with a random secret.
 """
 
 from __future__ import annotations
 
+import secrets
 from array import array
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from kvstore.storage.eviction.items import EVICTION_WORDS, eviction_of
+from kvstore.storage.keep._keep import ffi, lib
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvstore.storage.eviction.items import Eviction, Evictions
-
-    Name = tuple[bytes, bytes]
-    """Tenant and key."""
 
 __all__ = ["History"]
 
 
 class History:
-    """Evictions by name, oldest first."""
+    """Evictions by name: tenant and key in one."""
 
-    __slots__ = ("_first_words", "_size", "_words")
+    __slots__ = ("_history",)
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._words = array("Q", bytes(8 * EVICTION_WORDS * size))
-        self._first_words: OrderedDict[Name, int] = OrderedDict()  # where the words of each begin
+        history = lib.keep_history_new(size, secrets.token_bytes(16))
+        if not history:
+            raise MemoryError("There is no memory to remember removed blocks.")
+        self._history = ffi.gc(history, lib.keep_history_free)
 
-    def add(self, names: Sequence[Name], evictions: Evictions) -> None:
+    def add(self, names: bytes, evictions: Evictions) -> None:
         """Remember evictions, in place of the oldest."""
-        by_name, ours, words = self._first_words, self._words, evictions.words
-        for name, at in zip(names, range(0, len(words), EVICTION_WORDS), strict=True):
-            first = by_name.pop(name, -1)
-            if first < 0:
-                full = len(by_name) == self._size
-                first = by_name.popitem(last=False)[1] if full else len(by_name) * EVICTION_WORDS
-            by_name[name] = first
-            ours[first : first + EVICTION_WORDS] = words[at : at + EVICTION_WORDS]
+        gone = ffi.from_buffer("struct keep_gone[]", evictions.words)
+        lib.keep_history_add(self._history, ffi.from_buffer("uint8_t[]", names), gone, len(evictions))
 
-    def of(self, name: Name) -> Eviction | None:
+    def of(self, name: bytes) -> Eviction | None:
         """Return the eviction of a block, if it is remembered."""
-        first = self._first_words.get(name, -1)
-        return None if first < 0 else eviction_of(self._words, first)
+        words = array("Q", bytes(8 * EVICTION_WORDS))
+        out = ffi.from_buffer("struct keep_gone *", words, require_writable=True)
+        return eviction_of(words, 0) if lib.keep_history_of(self._history, name, out) else None
 
-    def session_of(self, name: Name) -> int:
-        """Return the last session that a removed block was in; 0 if it was in none, or isn't remembered."""
-        first = self._first_words.get(name, -1)
-        return 0 if first < 0 else self._words[first + 2]
+    def sessions_of(self, names: bytes, count: int) -> array[int] | None:
+        """Return the last session of each removed block, 0 if it isn't remembered; None if all are 0."""
+        sessions = array("Q", bytes(8 * count))
+        out = ffi.from_buffer("uint64_t[]", sessions, require_writable=True)
+        data = ffi.from_buffer("uint8_t[]", names)
+        return sessions if lib.keep_history_sessions(self._history, data, count, out) else None

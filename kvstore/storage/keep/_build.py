@@ -9,7 +9,7 @@ from cffi import FFI
 __all__ = ["ffi"]
 
 _HERE = Path(__file__).resolve().parent
-_HEADERS = ("keep.h", "blocks.h")
+_HEADERS = ("keep.h", "blocks.h", "hot.h")
 _DECLARATIONS = "".join(
     (_HERE / name).read_text().split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
     for name in _HEADERS
@@ -25,6 +25,9 @@ _PARTS = (
     "core_guards",
     "core_sessions",
     "extents",
+    "history",
+    "hot",
+    "hot_room",
     "lru",
     "map",
     "memory",
@@ -43,7 +46,10 @@ ffi.set_source(
     "".join(f'#include "{name}"\n' for name in _HEADERS),
     sources=[*(f"kvstore/storage/keep/{name}.c" for name in _PARTS), "nic_offload/siphash.c"],
     depends=[
-        *(f"kvstore/storage/keep/{name}" for name in (*_HEADERS, "inside.h", "blocks_inside.h")),
+        *(
+            f"kvstore/storage/keep/{name}"
+            for name in (*_HEADERS, "inside.h", "blocks_inside.h", "hot_inside.h")
+        ),
         "nic_offload/siphash.h",
     ],
     include_dirs=["kvstore/storage/keep", "nic_offload"],

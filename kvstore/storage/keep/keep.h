@@ -119,6 +119,15 @@ uint64_t keep_core_owned_pages(const keep_core *c, uint64_t owner);
 int64_t keep_core_oldest_use(keep_core *c, uint64_t owner, int64_t *steps);
 uint64_t keep_core_evict_oldest(keep_core *c, uint64_t owner, uint64_t pages, uint64_t blocks_max, uint64_t before,
 				int64_t *steps, uint64_t now_ms, struct keep_gone *out);
+
+/* The last removals of blocks, by name: tenant and key, 48 bytes (history.c). All memory is taken at the beginning. */
+typedef struct keep_history keep_history;
+
+keep_history *keep_history_new(uint32_t size, const uint8_t *secret);
+void keep_history_free(keep_history *h);
+void keep_history_add(keep_history *h, const uint8_t *names, const struct keep_gone *gone, uint64_t count);
+int keep_history_of(const keep_history *h, const uint8_t *name, struct keep_gone *out);
+uint64_t keep_history_sessions(const keep_history *h, const uint8_t *names, uint64_t count, uint64_t *out);
 /* cdef end */
 
 #endif

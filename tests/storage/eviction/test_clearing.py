@@ -141,10 +141,15 @@ def test_history_remembers_the_newest_of_a_name_and_forgets_the_oldest() -> None
     for numbers in ([1, 2], [1, 3, 4]):
         first = 0 if numbers == [1, 2] else 2
         some = Evictions(array("Q", chain.from_iterable(told[first : first + len(numbers)])))
-        history.add([(b"t", bytes([number])) for number in numbers], some)
-    names = [(b"t", bytes([number])) for number in range(1, 5)]
+        history.add(b"".join(map(name_of, numbers)), some)
+    names = [name_of(number) for number in range(1, 5)]
     assert [history.of(name) for name in names] == [told[2], None, told[3], told[4]]
-    assert [history.session_of(name) for name in names] == [0, 0, 1, 0]
+    assert list(history.sessions_of(b"".join(names), 4) or ()) == [0, 0, 1, 0]
+    assert history.sessions_of(names[0] + names[1], 2) is None, "in no session, or not remembered"
+
+
+def name_of(number: int) -> bytes:
+    return bytes([number]) * 48
 
 
 def test_policies_have_names_and_others_are_refused() -> None:
