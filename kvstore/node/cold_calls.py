@@ -34,7 +34,7 @@ from kvstore.miss import MissReason
 from kvstore.node.call_headers import Told
 from kvstore.node.fetch import FetchRequest
 from kvstore.node.hot_pages import Piece
-from kvstore.storage.index_layout import NAME_BYTES
+from kvstore.storage.index_layout import NAME_BYTES, names_in
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.fabric_call import metadata_of
 from nic_offload.shelf import IN_MEMORY, place_of
@@ -56,6 +56,7 @@ __all__ = ["COLD_TAG", "ColdCalls"]
 log = logging.getLogger(__name__)
 
 _CANCELLED: Final = -errno.ECANCELED
+_PLACED: Final = np.dtype([("name", "u1", NAME_BYTES), ("place", "<u8")])  # a `tk_place`
 COLD_TAG: Final = 1 << 62  # of the shelf's events; connections have smaller ones
 
 
@@ -74,13 +75,14 @@ class ColdCalls:
 
     def _placed(self, rows: NDArray[Any]) -> None:
         """List the places of these blocks, which are stored now, in place of earlier ones."""
-        self._place(rows.view(np.uint8).reshape(-1, rows.itemsize)[:, :NAME_BYTES], rows)
+        self._place(names_in(rows), rows)
 
     def _place(self, names: NDArray[np.uint8], lives: NDArray[Any]) -> None:
         generations, pages = lives["generation"], lives["offset"] // PAGE_BYTES
         places = place_of(generations // GENERATIONS_PER_DRIVE, pages, generations)
         places[lives["expires_ms"] != 0] = 0
-        rows = np.hstack([names, places.astype("<u8").reshape(-1, 1).view(np.uint8)])
+        rows = np.empty(len(places), _PLACED)
+        rows["name"], rows["place"] = names, places
         self._memory.shelf.place(rows.tobytes())
 
     def tick(self) -> None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from kvstore.node.put_area import PutArea
     from kvstore.storage.drive import Drive
 
+    Parts = Sequence[tuple[PutArea, NDArray[np.intp] | slice]]
+    """The rows of each connection, where they are in a batch."""
+
 __all__ = ["WRITTEN", "LaneBlocks", "are_plain"]
 
 _CAME: Final = np.dtype(
@@ -81,8 +84,10 @@ class LaneBlocks:
         Return the blocks that have not ended, and why: nothing was published, or the C core no longer lists them.
         """
         tags = rows["tag"]
-        numbers = tags[:1] if (tags == tags[0]).all() else np.unique(tags)
-        parts = [(self._areas[number], np.flatnonzero(tags == number)) for number in numbers.tolist()]
+        parts: Parts = [(self._areas[int(tags[0])], slice(None))]
+        if (tags != tags[0]).any():
+            numbers = np.unique(tags).tolist()
+            parts = [(self._areas[number], np.flatnonzero(tags == number)) for number in numbers]
         named = _named(rows, parts)
         error = drive.puts.publish_lane(named)
         left = np.ones(len(rows), np.bool_)
@@ -137,7 +142,7 @@ class LaneBlocks:
         put.take_flags(flags_ns)
 
 
-def _named(rows: NDArray[Any], parts: Sequence[tuple[PutArea, NDArray[np.intp]]]) -> NDArray[Any]:
+def _named(rows: NDArray[Any], parts: Parts) -> NDArray[Any]:
     """Return what the index will have of the blocks."""
     came, named = rows["came"], np.zeros(len(rows), BLOCK_ROW)
     for area, at in parts:

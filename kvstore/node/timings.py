@@ -105,9 +105,9 @@ class PutSeen:
         self.kept_ns = max(self.kept_ns, at_ns)
 
     def take_flags(self, times_ns: Iterable[int]) -> None:
-        """Take flags of one block each."""
-        for at_ns in times_ns:
-            self.take_flag(at_ns, 1)
+        """Take flags of one block each; one store may have fired many."""
+        for at_ns, blocks in Counter(times_ns).items():
+            self.take_flag(at_ns, blocks)
 
     def take_flag(self, at_ns: int, blocks: int) -> bool:
         """Take a flag that fired `blocks` blocks, if ours landed soon after it and have no flag yet."""
