@@ -123,3 +123,11 @@ def test_a_call_is_told_of_what_waits_for_a_lane(tmp_path: Path, monkeypatch: py
         ]
         monkeypatch.undo()
         rig.close()
+
+
+def test_its_memory_stays_as_the_hot_copy(rig: ClientWithBuffers) -> None:
+    blocks = [rig.block(number, LENGTH) for number in range(8)]
+    assert all(one.error is None for one in rig.client.put(blocks))
+    before = rig.client.statistics().hits_memory
+    assert rig.client.get([rig.wanted(block) for block in blocks]) == [Hit(block.key) for block in blocks]
+    assert rig.client.statistics().hits_memory == before + 8
