@@ -96,6 +96,7 @@ class HotPages:
 
     def take_many(self, pages: int, most: int) -> NDArray[Any]:
         """Allocate pieces that nobody has requested, as `ROOM`s; none while requested reads wait for memory."""
+        most = max(0, most)
         rooms = np.empty(most, ROOM)
         out = ffi.from_buffer("struct keep_room[]", rooms, require_writable=True)
         count = lib.keep_hot_take_many(self._hot, pages, most, self._tenants(), self._ends(), out)

@@ -475,6 +475,7 @@ def test_many_are_taken_at_once_from_the_oldest_of_their_size() -> None:
     assert not memory.wiped
     assert [hot.start(piece) for piece in hot.take_many(2, 9)["number"].tolist()] == [10]
     assert not len(hot.take_many(2, 1))
+    assert not len(hot.take_many(1, -1)), "of a client that holds more than it may"
     hot.release_all(pieces)
     evicted = hot.statistics().evicted
     again = [hot.start(piece) for piece in hot.take_many(2, 3)["number"].tolist()]
