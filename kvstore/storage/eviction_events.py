@@ -218,9 +218,8 @@ class Keeping:
         if self.core.knows_names:
             records[:, _AT["name64"]] = [self._digest(*name) for name in names_of(rows)]
         if self.owner_numbers:
-            tenants, which = np.unique(rows["tenant"], return_inverse=True)
-            owners = [self.owner_numbers.get(tenant.tobytes(), 0) for tenant in tenants]
-            records[:, _AT["owner"]] = np.array(owners, np.uint64)[which]
+            tenants: list[bytes] = rows["tenant"].tolist()
+            records[:, _AT["owner"]] = [self.owner_numbers.get(tenant, 0) for tenant in tenants]
         refused = self.core.admitted_words(_column(records), now_ms)
         assert not refused, "a generation is published once"
         sessions = self._history.sessions_of(names_in(rows).tobytes(), len(rows))
