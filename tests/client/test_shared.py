@@ -175,11 +175,13 @@ class Churn:
         for one in readers:
             one.start()
         draw, until = random.Random(7), time.monotonic() + seconds
-        while time.monotonic() < until:
-            self._write(draw)
-        self._stop.set()
-        for one in readers:
-            one.join()
+        try:
+            while time.monotonic() < until:
+                self._write(draw)
+        finally:
+            self._stop.set()
+            for one in readers:
+                one.join()
 
 
 def test_no_wrong_byte_while_blocks_come_and_go_under_readers(tmp_path: Path) -> None:
