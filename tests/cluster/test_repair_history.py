@@ -20,10 +20,14 @@ from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import DRAINING, Map, Member, lots_record
 from kvstore.limits import UPKEEP_EVERY_MS
 from kvstore.node import upkeep
+from kvstore.node.cluster_calls import _told
+from tests.cluster.reports import all_copies_are_made, members_are
 from tests.cluster.simulated import FakeEtcd, run
 from tests.cluster.simulated_nodes import CLIENT, TENANTS, Network, Process, Store, all_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvstore.storage.index import Name
 
 HISTORIES = int(os.environ.get("TRIGGERKV_CLUSTER_SEEDS", "40"))
@@ -31,6 +35,7 @@ STEPS, CLIENTS, FIRST, MOST = 14, 3, 3, 5
 CALL_S, DELETE_S, OLD_MAP_S = 5.0, 15.0, 30.0
 QUIET_S = 700.0  # longer than between two scans of a map that doesn't change
 BYTES, BYTES_PER_S, AT_ONCE = 2048, 16 << 10, 2
+COUNT, JOINS_WITHIN_S = 40, 12.0
 LOTS = 1 << 14
 
 
@@ -315,3 +320,38 @@ def test_a_copy_that_failed_is_tried_again_soon_also_after_a_clean_scan() -> Non
         leases.cancel()
 
     run(one())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_when_all_nodes_report_that_no_block_has_one_copy_any_node_may_be_lost(seed: int) -> None:
+    """One of three is lost, and an empty node joins before, while or after the others have made copies for it."""
+
+    async def one() -> None:
+        world = World(seed)
+        leases = asyncio.create_task(world.etcd.run())
+        for _ in range(FIRST):
+            world.begin()
+        await asyncio.sleep(20)
+        stays, lost, _ = world.processes.values()
+        names = [(next(iter(TENANTS)), number.to_bytes(4) * 8) for number in range(COUNT)]
+        for name in names:
+            for owner in world.owners(stays.membership.map, name):
+                world.processes[owner.node].put(name, BYTES)
+        await lost.end()
+        await asyncio.sleep(JOINS_WITHIN_S * seed / 8)
+        world.begin()
+        nodes = list(world.processes.values())
+        until_s = asyncio.get_running_loop().time() + QUIET_S
+        while not are_safe(nodes):
+            assert asyncio.get_running_loop().time() < until_s
+            await asyncio.sleep(0.05)
+        assert min(len(world.holders(name)) for name in names) > 1
+        leases.cancel()
+
+    run(one())
+
+
+def are_safe(nodes: Sequence[Process]) -> bool:
+    """As a reader of the nodes' reports sees it."""
+    reports = [_told(one.membership, one.upkeep, one.membership.map, Map(0), "") for one in nodes]
+    return members_are(reports, [one.member.node for one in nodes]) and all_copies_are_made(reports)
