@@ -152,8 +152,8 @@ class Upkeep:
     @property
     def has_drained(self) -> bool:
         """Whether the node is draining, and each of its blocks that it is sure of is on its owners."""
-        known = self.known
-        return self._is_draining() and known is not None and known.one_copy == known.unsure
+        known, is_draining = self.known, self._membership.state == DRAINING and self._is_draining()
+        return is_draining and known is not None and known.one_copy == known.unsure
 
     def why_not_drained(self) -> str:
         """Why the node can't drain: too few others would stay; "" if it can."""
