@@ -344,7 +344,7 @@ class Membership:
                 history=self._etcd.reach.history + self._history.id.encode(),
                 losses=self.memory.losses,
             )
-        if number <= self.map.revision or self._is_held_back(members):
+        if number <= self.map.revision or self._unrecorded or self._is_held_back(members):
             return  # a list held back is listed again
         now = Map.of(number, members, absent=known, lots=self.lots or LOTS)
         before, self.map = self.map, now
@@ -379,7 +379,7 @@ class Membership:
             log.error("%s is a node of a version that is too old for this cluster: upgrade it", key.decode())
         self._early = early
         self._unrecorded = [one for one in self._unrecorded if self._known(one) not in listed.values]
-        return members, known + self._unrecorded
+        return members, known
 
     def _compare_replicas(self) -> None:
         """Warn about members with another number of copies: nodes then don't agree on what must be copied."""
