@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from kvstore.cluster.etcd import EtcdAway, Listed
 from kvstore.cluster.etcd_history import History
-from kvstore.cluster.map import DRAINED, Map, Member, lots_in, lots_record
+from kvstore.cluster.map import DRAINED, DRAINING, Map, Member, lots_in, lots_record
 from kvstore.cluster.primacy import Primacy
 from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_LOTS, CLUSTER_RETRY_MS, ETCD_CALL_MS
@@ -113,6 +113,8 @@ class Membership:
         self._away_since_ns: int | None = None
         self._lease = 0
         self._is_drained = False  # and recorded so
+        self._writing = asyncio.Lock()  # our records, one after the other
+        self.state: str | None = None  # in our record, as etcd confirmed it; None: unknown
         self._replicas: set[int] = set()  # other members', where they differ
         self.leases: set[int] = set()  # all that were ours
         self._joined_at = 0  # the revision that had our record first
@@ -129,11 +131,6 @@ class Membership:
     def name(self) -> str:
         """Our own name, "" before it is known."""
         return "" if self._member is None else self._member.name
-
-    @property
-    def state(self) -> str:
-        """Our record, as last written."""
-        return "" if self._member is None else self._member.state
 
     @property
     def told_digest(self) -> int:
@@ -169,15 +166,19 @@ class Membership:
 
     async def say(self, state: str) -> None:
         """Change our state on the map; EtcdAway if etcd did not confirm it."""
-        if self._member is None or not self.lease:
-            raise EtcdAway("The node is not on the map of its cluster.")
-        self._member = member = replace(self._member, state=state)
-        self._is_drained = False
-        await self._etcd.put(self._key(member), member.encoded(), self.lease, lasting=self._known(member))
+        async with self._writing:
+            if self._member is None or not self.lease:
+                raise EtcdAway("The node is not on the map of its cluster.")
+            self._member = member = replace(self._member, state=state)
+            self.state, self._is_drained = None, False
+            await self._etcd.put(self._key(member), member.encoded(), self.lease, lasting=self._known(member))
+            self.state = state
 
     async def note_drained(self) -> None:
         """Record that all blocks of this node are on others: if it is lost now, no deletion waits for it."""
-        if self._member is not None and not self._is_drained:
+        async with self._writing:
+            if self._member is None or self._is_drained or self.state != DRAINING:
+                return  # or the drain has been cancelled, and the map doesn't have it yet
             drained = replace(self._member, state=DRAINED)
             await self._etcd.put(self._known(drained), drained.encoded(), 0)
             self._is_drained = True
@@ -251,18 +252,21 @@ class Membership:
                     continue
                 await self._agree_on_lots()
                 if self._found_lease != lease:  # else it may be our own of an earlier lease, which has an end
-                    member = self._member or member  # it may be in another state by now
-                    again, self._is_drained = self._joined_at > 0, False
+                    again = self._joined_at > 0
                     if not again and await self._was_drained(member):
                         continue
-                    revision = await self._etcd.put(
-                        self._key(member),
-                        member.encoded(),
-                        lease,
-                        only_new=again,
-                        lasting=self._known(member),
-                        unless=self._gone(member),
-                    )
+                    async with self._writing:
+                        member = self._member or member  # it may be in another state by now
+                        self._is_drained = False
+                        revision = await self._etcd.put(
+                            self._key(member),
+                            member.encoded(),
+                            lease,
+                            only_new=again,
+                            lasting=self._known(member),
+                            unless=self._gone(member),
+                        )
+                        self.state = member.state if revision else self.state
                     self._joined_at = self._joined_at or revision
                     if not revision and (await self._etcd.value(self._gone(member))).value:
                         self.outside = _GONE
@@ -340,7 +344,7 @@ class Membership:
                 history=self._etcd.reach.history + self._history.id.encode(),
                 losses=self.memory.losses,
             )
-        if number <= self.map.revision or self._is_held_back(members):
+        if number <= self.map.revision or self._unrecorded or self._is_held_back(members):
             return  # a list held back is listed again
         now = Map.of(number, members, absent=known, lots=self.lots or LOTS)
         before, self.map = self.map, now
@@ -375,7 +379,7 @@ class Membership:
             log.error("%s is a node of a version that is too old for this cluster: upgrade it", key.decode())
         self._early = early
         self._unrecorded = [one for one in self._unrecorded if self._known(one) not in listed.values]
-        return members, known + self._unrecorded
+        return members, known
 
     def _compare_replicas(self) -> None:
         """Warn about members with another number of copies: nodes then don't agree on what must be copied."""

@@ -92,6 +92,10 @@ class _Changed(Exception):
     """The map has changed since the scan began."""
 
 
+class _Unexpected(Exception):
+    """The other node no longer expects the block: another node has offered it since, or it was deleted."""
+
+
 class Pace:
     """Limits bytes per second; unused ones are not saved up."""
 
@@ -152,8 +156,8 @@ class Upkeep:
     @property
     def has_drained(self) -> bool:
         """Whether the node is draining, and each of its blocks that it is sure of is on its owners."""
-        known = self.known
-        return self._is_draining() and known is not None and known.one_copy == known.unsure
+        known, is_draining = self.known, self._membership.state == DRAINING and self._is_draining()
+        return is_draining and known is not None and known.one_copy == known.unsure
 
     def why_not_drained(self) -> str:
         """Why the node can't drain: too few others would stay; "" if it can."""
@@ -341,16 +345,16 @@ class Upkeep:
             await self._pace.wait(block.entry.length)
             try:
                 kept = await self._sent(peer, ticket, block)
-            except (grpc.aio.AioRpcError, KvError, _Changed) as error:
-                log.debug("A block was not copied to %s: %s", peer, error)
+            except (grpc.aio.AioRpcError, KvError, _Changed, _Unexpected) as error:
+                log.debug("A block was not copied to %s: %r", peer, error)
                 return
-        self.found.one_copy -= 1  # it was copied, or is gone here too
+        self.found.one_copy -= 1  # it was copied, or is gone here
         if kept:
             self.copied_blocks += 1
             self.copied_bytes += block.entry.length
 
     async def _sent(self, peer: str, ticket: int, block: Block) -> bool:
-        """Read a block, check it and send it; False if it is gone here, or no longer accepted there."""
+        """Read a block, check it and send it; False if it is gone here."""
         inline, entry, (tenant, key) = self._node.inline, block.entry, block.name
         who = UPKEEP, ""
         piece = inline.take(who, entry.length)
@@ -385,7 +389,9 @@ class Upkeep:
                 _messages(start, payload), timeout=UPKEEP_CALL_MS / 1000, metadata=self._peers.metadata
             )
             answer: pb.CopyResponse = await call
-            return answer.kept
+            if not answer.kept:
+                raise _Unexpected
+            return True
         finally:
             inline.give_back(who, piece)
 

@@ -283,7 +283,8 @@ class Process:
         wires: Any = Wires(network, member.node)
         self.upkeep = self.node.upkeep = Upkeep(cast("Any", self.node), tenants, self.membership, 2, wires)
         gate: Any = SimpleNamespace(
-            enter_node=lambda _, __, tenant: SimpleNamespace(id=tenant.encode().ljust(16))
+            enter_node=lambda _, __, tenant: SimpleNamespace(id=tenant.encode().ljust(16)),
+            enter_operator=lambda *_: None,
         )
         self.service: Any = UpkeepService(cast("Any", self.node), gate)
         self._tasks: set[asyncio.Task[Any]] = set()

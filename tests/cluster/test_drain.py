@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,19 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pytest
+from grpc.aio import AioRpcError
+
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.commands.cluster_command import _as_numbers, _upkeep_lines
 from kvstore.node.cluster_calls import _told
 from kvstore.node.metrics import _of_upkeep
 from kvstore.node.upkeep import Found, Upkeep
 from kvstore.wire.cluster_pb2 import UpkeepState
+from kvstore.wire.upkeep_pb2 import DrainRequest, DrainResponse
+from tests.cluster.simulated import run
+from tests.cluster.simulated_nodes import Context
+from tests.cluster.test_repair_history import World as Simulated
 from tests.cluster.test_upkeep import COUNT, WAIT_S, World, command, data, told
 from tests.nic_offload.rig import wait_until
 
@@ -139,9 +147,66 @@ def test_unknown_counts_are_shown_as_unknown() -> None:
 def test_a_node_has_drained_by_what_a_whole_scan_found() -> None:
     upkeep = Upkeep.__new__(Upkeep)
     me = Member("a", "a:1", state=DRAINING)
-    upkeep._membership = membership = SimpleNamespace(name="a", digest=8)  # type: ignore[assignment]
+    upkeep._membership = membership = SimpleNamespace(  # type: ignore[assignment]
+        name="a", digest=8, state=DRAINING
+    )
     membership.map = Map.of(1, [me, Member("b", "b:1")])
     upkeep.looked, upkeep.ended, upkeep.found = 8, Found(one_copy=2, unsure=1), Found()
     assert not upkeep.has_drained
     upkeep.ended = Found(one_copy=1, unsure=1)
     assert upkeep.has_drained
+    membership.state = ""
+    assert not upkeep.has_drained, "the drain has been cancelled, and the map doesn't have it yet"
+
+
+def test_a_node_whose_drain_was_cancelled_is_an_ordinary_member_again_also_when_it_restarts() -> None:
+    async def one(seed: int) -> None:
+        cluster = Simulated(seed)
+        leases = asyncio.create_task(cluster.etcd.run())
+        for _ in range(3):
+            cluster.begin()
+        await asyncio.sleep(20)
+        node, *others = cluster.processes.values()
+
+        async def drain(*, undo: bool = False) -> DrainResponse:
+            answer: DrainResponse = await node.service.Drain(DrainRequest(undo=undo), Context())
+            return answer
+
+        while not ((told := await drain()).looked and not told.left):  # noqa: ASYNC110 - time is simulated
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(cluster.rng.random() * 5)
+        await drain(undo=True)
+        assert not node.upkeep.has_drained
+        await asyncio.sleep(cluster.rng.random() * 10)
+        await node.end()
+        await asyncio.sleep(20)
+        assert {len(other.membership.map.absent) for other in others} == {1}, "deletions wait for it"
+        cluster.begin(node.member)
+        await asyncio.sleep(20)
+        assert {len(other.membership.map.members) for other in others} == {3}
+        leases.cancel()
+
+    for seed in range(8):
+        run(one(seed))
+
+
+def test_a_drain_that_etcd_did_not_confirm_is_written_when_it_is_tried_again() -> None:
+    async def one() -> None:
+        cluster = Simulated(1)
+        leases = asyncio.create_task(cluster.etcd.run())
+        for _ in range(3):
+            cluster.begin()
+        await asyncio.sleep(20)
+        node = next(iter(cluster.processes.values()))
+        for undo in (False, True):
+            node.way.is_away = True
+            with pytest.raises(AioRpcError):
+                await node.service.Drain(DrainRequest(undo=undo), Context())
+            node.way.is_away = False
+            await asyncio.sleep(2)
+            await node.service.Drain(DrainRequest(undo=undo), Context())
+            await asyncio.sleep(2)
+            assert bool(node.membership.map.draining) != undo
+        leases.cancel()
+
+    run(one())

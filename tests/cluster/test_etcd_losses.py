@@ -50,6 +50,37 @@ def test_maps_go_on_after_etcd_has_lost_its_data(seed: int) -> None:
     run(history())
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_node_that_was_forgotten_after_a_loss_is_on_no_map(seed: int) -> None:
+    """Also if another node, which had no answer from etcd meanwhile, still has it as absent."""
+
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(seed)
+        leases = asyncio.create_task(etcd.run())
+        late, other = (Process(etcd, rng, name, port) for port, name in enumerate("ab", 1))
+        await asyncio.sleep(10)
+        backup = etcd.state()
+        absent = Process(etcd, rng, "c", 3)
+        await asyncio.sleep(2)
+        await absent.end(kindly=False)
+        await asyncio.sleep(20)
+        late.way.is_away = True
+        await etcd.restore(backup)
+        while "c" not in etcd.known():  # noqa: ASYNC110 - time is simulated
+            await asyncio.sleep(0.05)
+        while not await other.membership.forget("c"):  # noqa: ASYNC110 - time is simulated
+            await asyncio.sleep(0.05)
+        late.way.is_away = False
+        await asyncio.sleep(30)
+        for one in (late, other):
+            assert one.told.names == {"a", "b"}
+            assert not one.told.absent
+        assert late.told.revision == other.told.revision
+        leases.cancel()
+
+    run(history())
+
+
 def test_a_node_that_was_started_anew_remembers_what_its_etcd_had(tmp_path: Path) -> None:
     """All nodes were: the maps of their clients go on."""
 

@@ -512,6 +512,7 @@ def test_a_node_that_was_drained_and_then_lost_is_not_waited_for_and_does_not_co
             await drained.membership.say(DRAINING)
             await drained.membership.note_drained()
         await third.membership.say("")
+        await third.membership.note_drained()  # by a map that still has it as draining
         for lost in (other, third):
             await lost.end(kindly=False)
             await asyncio.sleep(20)
@@ -524,6 +525,20 @@ def test_a_node_that_was_drained_and_then_lost_is_not_waited_for_and_does_not_co
         leases.cancel()
 
     run(history())
+
+
+def test_a_record_that_a_node_was_drained_does_not_overtake_its_return() -> None:
+    async def history(seed: int) -> None:
+        etcd = FakeEtcd()
+        one = Process(etcd, random.Random(seed), "a", 1).membership
+        await asyncio.sleep(2)
+        await one.say(DRAINING)
+        await asyncio.gather(one.note_drained(), one.say(""))
+        record, _ = etcd.values[b"/triggerkv/test/known/a"]
+        assert Member.decoded(record).state == ""
+
+    for seed in range(8):
+        run(history(seed))
 
 
 def test_members_with_another_number_of_copies_are_reported_by_each_once(

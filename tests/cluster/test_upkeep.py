@@ -33,6 +33,7 @@ from kvstore.wire import cluster_pb2, cluster_pb2_grpc, kvstore_pb2, upkeep_pb2_
 from kvstore.wire import upkeep_pb2 as pb
 from nic_offload.checksum import crc32c
 from tests.cluster.real_etcd import RealEtcd
+from tests.cluster.reports import have_scanned
 from tests.cluster.simulated import run
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
@@ -172,8 +173,8 @@ def data(key: bytes) -> bytes:
 
 
 def has_looked(node: NodeProcess, one_copy: int) -> bool:
-    upkeep = told(node).upkeep
-    return not upkeep.looking and not upkeep.unknown and upkeep.one_copy == one_copy
+    report = told(node)
+    return have_scanned([report]) and report.upkeep.one_copy == one_copy
 
 
 def test_after_a_loss_and_after_a_join_all_is_on_two_nodes_again_and_nobody_has_read_it(

@@ -82,6 +82,23 @@ def test_what_the_others_have_to_do_afterwards_is_what_the_products_map_gives_th
     assert _rounded(one.busiest_before for one in trials) == _rounded([0.5 * 5 * _busiest(_map(5))])
 
 
+def test_the_fullest_node_is_the_one_to_which_the_products_map_gives_the_most() -> None:
+    orders = np.array(list(_map(5).orders()))
+    for replicas in (1, 2):
+        before, mean = orders[:, :replicas], replicas * len(orders) / 5
+        fullest = []
+        for gone in range(5):
+            last = np.argsort(orders == gone, axis=1, kind="stable")  # the others stay in their order
+            after = np.take_along_axis(orders, last, axis=1)[:, :replicas]
+            left = after[(before != gone).any(axis=1)]  # of the other lots there is no copy
+            fullest.append(np.bincount(left.ravel()).max() / mean)
+        trials = _all_of(replicas=replicas)
+        assert _rounded(one.fullest_before for one in trials) == _rounded(
+            [np.bincount(before.ravel()).max() / mean]
+        )
+        assert _rounded(one.fullest_after for one in trials) == _rounded(fullest)
+
+
 def test_two_nodes_that_are_lost_take_what_only_they_had() -> None:
     before = _map(5)
     pairs = Counter(frozenset(order[:2]) for order in before.orders())
