@@ -48,7 +48,10 @@ with Client("127.0.0.1:7070", layout=b"my model, bf16") as client:
         old = tokens = 0
     assert memory[: old * BLOCK_BYTES] == b"".join(kv_of(number) for number in range(old))
 
-    new = [place(n, block_key(b"examples/chat_resume.py", bytes([n]))) for n in range(old, old + BLOCKS_OF_A_TURN)]
+    new = [
+        place(n, block_key(b"examples/chat_resume.py", bytes([n])))
+        for n in range(old, old + BLOCKS_OF_A_TURN)
+    ]
     for block in new:
         memory[block.offset : block.offset + BLOCK_BYTES] = kv_of(block.offset // BLOCK_BYTES)
     failed = [result.error for result in client.put(new) if result.error]
