@@ -75,7 +75,8 @@ def explained(doing: str, reach: Reach, error: KvError) -> KvError:
     """
     if not isinstance(error, NodeUnavailable) or (step := broken_step(reach)) is None:
         return error
-    return NodeUnavailable(f"{doing} failed: no node at {reach.node}: {step}")
+    where = reach.node if step.said == _HUNG[0] else f"no node at {reach.node}"
+    return NodeUnavailable(f"{doing} failed: {where}: {step}")
 
 
 def steps(reach: Reach, timeout_s: float | None = None) -> Iterator[Step]:

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.cli import main
 from kvstore.client import Client
-from kvstore.client.contact import Step, broken_step, steps
+from kvstore.client.contact import Step, broken_step, explained, steps
 from kvstore.client.own_address import OwnSide
 from kvstore.errors import FabricUnavailable, NodeUnavailable
 from kvstore.reach import Reach
@@ -157,6 +157,8 @@ def test_a_node_that_answers_nothing_costs_a_step_its_time() -> None:
             found = list(steps(reach, 0.05))
             assert [step.is_done for step in found] == [True, True, False]
             assert "does not answer. It may be hung or overloaded." in str(found[-1])
+        error = explained("A call", Reach((target,), call_timeout_ms=100), NodeUnavailable("it timed out"))
+        assert str(error).startswith(f"A call failed: {target}: the node accepted the connection and does")
 
 
 @pytest.mark.parametrize("call", ["statistics", "attach"])
