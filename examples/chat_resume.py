@@ -9,6 +9,8 @@ Blocks are put as any others; the session says which of them, in order, are the 
     64 tokens from the node, 64 computed
     $ python examples/chat_resume.py
     128 tokens from the node, 64 computed
+
+A chat that fills its memory, 64 blocks at the 17th run, begins anew.
 """
 
 from kvstore.client import Block, Client
@@ -40,9 +42,16 @@ with Client("127.0.0.1:7070", layout=b"my model, bf16") as client:
             chat.truncate(old)
     except NoSession:
         old = tokens = 0
+    if old + BLOCKS_OF_A_TURN > BLOCKS_MAX:
+        print("the chat has", tokens, "tokens and no room for a turn: it begins anew")
+        chat.truncate(0)
+        old = tokens = 0
     assert memory[: old * BLOCK_BYTES] == b"".join(kv_of(number) for number in range(old))
 
-    new = [place(n, block_key(b"chat 7", bytes([n]))) for n in range(old, old + BLOCKS_OF_A_TURN)]
+    new = [
+        place(n, block_key(b"examples/chat_resume.py", bytes([n])))
+        for n in range(old, old + BLOCKS_OF_A_TURN)
+    ]
     for block in new:
         memory[block.offset : block.offset + BLOCK_BYTES] = kv_of(block.offset // BLOCK_BYTES)
     failed = [result.error for result in client.put(new) if result.error]

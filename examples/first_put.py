@@ -6,7 +6,7 @@ What follows `$` is to be copied, and the lines below it are what it prints.
     $ python examples/first_put.py
     put: written
     got the same bytes: True
-    a block that nobody put: MISS(unknown)
+    a block that nobody put: MISS(not stored)
 """
 
 from kvstore import Block, Client, block_key

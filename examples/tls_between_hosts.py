@@ -1,12 +1,11 @@
-r"""TLS between hosts: a node that asks everybody for a token, and a client that asks the node for a certificate.
+r"""TLS between hosts: the node requires a token, and the client a certificate of the node.
 
-The first four commands are for the node's host; the client's needs `certs/ca.pem` and `token`. Here both are this
+The first three commands are for the node's host; the client's needs `certs/ca.pem` and `token`. Here both are this
 machine: say the node's own name or address instead of 127.0.0.1, in all places, and open its ports
 (docs/operating.md).
 
     $ kvstore certificates certs --node 127.0.0.1
-    $ kvstore token > made && awk '/^token/ {print $2}' made > token
-    $ awk '/^sha256/ {print "[acme]\ntokens_sha256 = [\"" $2 "\"]"}' made > tenants.toml
+    $ kvstore token --out token | awk '{print "[acme]\ntokens_sha256 = [\"" $2 "\"]"}' > tenants.toml
     $ kvstore serve --data ./node --listen 127.0.0.1:7070 --tenants tenants.toml \
         --tls-cert certs/127.0.0.1.pem --tls-key certs/127.0.0.1.key &
     $ python examples/tls_between_hosts.py

@@ -55,7 +55,8 @@ def _config(arguments: argparse.Namespace) -> int:
             check_machine(config)
         except KvError as error:
             print(f"On this machine a node would not start with it: {error}")
-    return 0
+            return Status.NO
+    return Status.DONE
 
 
 def _completion(arguments: argparse.Namespace) -> int:
@@ -63,14 +64,11 @@ def _completion(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _token(_: argparse.Namespace) -> int:
-    import secrets
-
+def _token(arguments: argparse.Namespace) -> int:
+    from kvstore.commands.token_command import make
     from kvstore.node.tenants import token_digest
 
-    token = secrets.token_urlsafe(32)
-    print(f"token   {token}\nsha256  {token_digest(token)}")
-    return 0
+    return make(arguments.out, token_digest)
 
 
 def _certificates(arguments: argparse.Namespace) -> int:
@@ -213,6 +211,12 @@ def _parser() -> argparse.ArgumentParser:
         "token",
         help="make a token for a tenant",
         description="Make a token, and its digest for the node's tenants file.",
+    )
+    token.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the token to this new file, which only its owner can read",
     )
     token.set_defaults(run=_token)
 

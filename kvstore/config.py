@@ -53,6 +53,7 @@ __all__ = [
     "printable",
     "show_size",
     "show_time",
+    "shown_apart",
     "silence_grpc",
     "variables",
 ]
@@ -190,18 +191,15 @@ class NodeConfig:
         self._check_where()
         self._check_cluster()
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
-            raise ConfigError(
-                f"A drive needs at least {show_size(DRIVE_CAPACITY_BYTES_MIN)};"
-                f" {show_size(self.capacity_bytes)} is too small."
-            )
+            least, told = shown_apart(DRIVE_CAPACITY_BYTES_MIN, self.capacity_bytes)
+            raise ConfigError(f"A drive needs at least {least}; {told} is too small.")
         if self.capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
-            raise ConfigError(
-                f"A drive has at most {show_size(DRIVE_CAPACITY_BYTES_MAX)}, not {show_size(self.capacity_bytes)}."
-            )
+            most, told = shown_apart(DRIVE_CAPACITY_BYTES_MAX, self.capacity_bytes)
+            raise ConfigError(f"A drive has at most {most}, not {told}.")
         if self.hot_bytes < HOT_BYTES_MIN:
+            least, told = shown_apart(HOT_BYTES_MIN, self.hot_bytes)
             raise ConfigError(
-                f"The hot memory must be at least {show_size(HOT_BYTES_MIN)}, for the largest blocks;"
-                f" {show_size(self.hot_bytes)} is too small."
+                f"The hot memory must be at least {least}, for the largest blocks; {told} is too small."
             )
 
     def _check_events(self) -> None:
@@ -344,6 +342,14 @@ def show_size(size_bytes: int) -> str:
             break
         amount /= 1024
     return f"{amount:.0f} {unit}" if amount == int(amount) else f"{amount:.1f} {unit}"
+
+
+def shown_apart(one_bytes: int, other_bytes: int) -> tuple[str, str]:
+    """Two different sizes for people: in bytes if they would look the same, such as `4 MiB` and `4.0 MiB`."""
+    one, other = show_size(one_bytes), show_size(other_bytes)
+    if one.replace(".0 ", " ") == other.replace(".0 ", " "):
+        return f"{one_bytes} bytes", f"{other_bytes} bytes"
+    return one, other
 
 
 def counted(count: int, what: str) -> str:

@@ -14,7 +14,7 @@ __all__ = ["Miss", "MissReason"]
 class MissReason(enum.IntEnum):
     """Why a block was not served.
 
-        UNKNOWN     never stored on this node, deleted, or removed too long ago to be remembered
+        UNKNOWN     not stored: never put to this node, deleted, or removed too long ago to be remembered
         CORRUPT     stored, but the bytes on the drive failed a check
         LAYOUT      stored under another layout
         EXPIRED     its time to live is over
@@ -41,6 +41,11 @@ class MissReason(enum.IntEnum):
     QUOTA = 10
     ERASED = 11
 
+    @property
+    def words(self) -> str:
+        """It for people, such as `not stored`."""
+        return "not stored" if self is MissReason.UNKNOWN else self.name.lower()
+
     @classmethod
     def _missing_(cls, value: object) -> MissReason | None:
         """Map a newer node's unknown number to a known reason."""
@@ -60,5 +65,5 @@ class Miss:
     detail: str = ""
 
     def __str__(self) -> str:
-        text = f"MISS({self.reason.name.lower()})"
+        text = f"MISS({self.reason.words})"
         return f"{text}: {self.detail}" if self.detail else text

@@ -197,9 +197,9 @@ class Reach:
         for name in (one.name for one in fields(cls)):
             value = getattr(reach, name)
             text = ",".join(value) if name == "nodes" else "" if value is None else str(value)
-            rows.append(
-                (name, "(not shown)" if name == "token" and text else text, where.get(name, "default"))
-            )
+            by_default = "default of commands; a Client has none" if name == "nodes" else "default"
+            shown_text = "(not shown)" if name == "token" and text else text
+            rows.append((name, shown_text, where.get(name, by_default)))
         return rows
 
     @property

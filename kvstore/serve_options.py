@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvcli.completion import offer_values
 from kvstore.config import (
     ClusterConfig,
     EventsConfig,
@@ -23,7 +24,7 @@ from kvstore.config import (
     parse_drive,
     parse_listen,
     parse_size,
-    show_size,
+    shown_apart,
     variables,
 )
 from kvstore.endpoints import Ports
@@ -31,6 +32,7 @@ from kvstore.errors import ConfigError, KvError, NoSpace
 from kvstore.input_file import read_toml
 from kvstore.limits import DIGITS_MAX, FABRIC_PORT_FIRST, FABRIC_PORT_LAST
 from kvstore.node.fabric_address import parse_networks
+from kvstore.storage.eviction.policies import POLICY_DEFAULT, POLICY_NAMES
 
 if TYPE_CHECKING:
     import argparse
@@ -53,10 +55,10 @@ _VARIABLE: Final = "TRIGGERKV_SERVE_"
 _FILE_VARIABLE: Final = f"{_VARIABLE}CONFIG"
 
 
-def _choice(*choices: str) -> Callable[[str], str]:
+def _choice(choices: tuple[str, ...]) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in choices:
-            raise ConfigError(f"it is {' or '.join(choices)}, not {text!r}")
+            raise ConfigError(f"it is {' or '.join(choices)}, not {text!r}.")
         return text
 
     return read
@@ -64,7 +66,7 @@ def _choice(*choices: str) -> Callable[[str], str]:
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX):
-        raise ConfigError(f"it is a whole number of at most {DIGITS_MAX} digits, not {text!r}")
+        raise ConfigError(f"it is a whole number of at most {DIGITS_MAX} digits, not {text!r}.")
     return int(text)
 
 
@@ -80,6 +82,7 @@ class Option(NamedTuple):
     is_many: bool = False
     is_path: bool = False
     reloads: bool = False  # whether SIGHUP applies a new value
+    values: tuple[str, ...] = ()  # if there are only these
 
     @property
     def flag(self) -> str:
@@ -101,6 +104,12 @@ def _given_path(text: str) -> Path:
     if not text:
         raise ConfigError("A path is empty.")
     return Path(text)
+
+
+def _one_of(
+    name: str, help_: str, values: tuple[str, ...], default: str, metavar: str, **more: Any
+) -> Option:
+    return Option(name, help_, _choice(values), default, metavar, values=values, **more)
 
 
 OPTIONS: Final = (
@@ -143,7 +152,7 @@ OPTIONS: Final = (
     ),
     Option("capacity", "size of a new folder's only drive, a file", parse_size, "1GiB", "SIZE"),
     Option("hot", "memory for recently used blocks", parse_size, "256MiB", "SIZE"),
-    Option("eviction", "eviction policy: lru or s3fifo", str, "lru", "POLICY"),
+    Option("eviction", "eviction policy: lru or s3fifo", str, POLICY_DEFAULT, "POLICY", values=POLICY_NAMES),
     Option(
         "master_key",
         "encrypt stored data, with keys protected by this master key: file:, credential:, command: or vault: and where",
@@ -188,7 +197,7 @@ OPTIONS: Final = (
         "events", "publish KV events over ZeroMQ on tcp://127.0.0.1:PORT or ipc://PATH", metavar="ENDPOINT"
     ),
     Option("events_replay", "endpoint for the replay of events", metavar="ENDPOINT"),
-    Option("events_as", "format of an event: maps or arrays", _choice("maps", "arrays"), "maps", "FORM"),
+    _one_of("events_as", "format of an event: maps or arrays", ("maps", "arrays"), "maps", "FORM"),
     Option(
         "http",
         "serve /metrics, for Prometheus, /healthz and /readyz there",
@@ -201,18 +210,18 @@ OPTIONS: Final = (
         "send OpenTelemetry spans over OTLP/gRPC to http://HOST:PORT or https://HOST:PORT",
         metavar="ENDPOINT",
     ),
-    Option(
+    _one_of(
         "log_level",
         "minimum level of the log: debug, info, warning or error",
-        _choice("debug", "info", "warning", "error"),
+        ("debug", "info", "warning", "error"),
         "info",
         "LEVEL",
         reloads=True,
     ),
-    Option(
+    _one_of(
         "log_format",
         "format of the log: text, or json for programs",
-        _choice("text", "json"),
+        ("text", "json"),
         "text",
         "FORMAT",
     ),
@@ -289,7 +298,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(option.flag, action="store_true", **more)
         else:
             more |= {"action": "append"} if option.is_many else {}
-            parser.add_argument(option.flag, metavar=option.metavar, **more)
+            action = parser.add_argument(option.flag, metavar=option.metavar, **more)
+            if option.values:
+                offer_values(action, option.values)
     parser.add_argument(
         "--config",
         type=Path,
@@ -402,9 +413,7 @@ def check_machine(config: NodeConfig) -> None:
     """Raise, before a drive is created, for settings that this machine can't satisfy."""
     has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if config.hot_bytes > has_bytes:
-        hot, has = show_size(config.hot_bytes), show_size(has_bytes)
-        if hot == has:
-            hot, has = f"{config.hot_bytes} bytes", f"{has_bytes} bytes"
+        hot, has = shown_apart(config.hot_bytes, has_bytes)
         raise ConfigError(f"--hot {hot} exceeds this machine's memory, {has}.")
     if not config.drives and config.data is not None:
         check_room(config.data, config.capacity_bytes, "set a smaller --capacity")
@@ -419,9 +428,9 @@ def check_room(data: Path, capacity_bytes: int, advice: str) -> None:
         folder = folder.parent
     room = os.statvfs(folder)
     if room.f_blocks and capacity_bytes > room.f_bfree * room.f_frsize:
+        wanted, free = shown_apart(capacity_bytes, room.f_bfree * room.f_frsize)
         raise NoSpace(
-            f"A drive of {show_size(capacity_bytes)} has no room on the file system of {data}, which has"
-            f" {show_size(room.f_bfree * room.f_frsize)} free: {advice}."
+            f"A drive of {wanted} has no room on the file system of {data}, which has {free} free: {advice}."
         )
 
 

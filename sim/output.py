@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["as_csv", "as_json", "save", "save_plot", "table"]
+__all__ = ["as_csv", "as_json", "counted", "save", "save_plot", "table"]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = ()) -> str:
@@ -27,6 +27,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[
         for row in (head, *rows)
     ]
     return "\n".join(lines)
+
+
+def counted(count: int, what: str) -> str:
+    """`1 engine`, `2 engines`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def as_csv(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -259,7 +259,7 @@ def test_a_person_sees_where_each_setting_is_said(
     assert main(["config", "--client"]) == 0
     text = capsys.readouterr().out
     shown = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
-    assert shown["nodes"] == ["127.0.0.1:7070", "default"]
+    assert " ".join(shown["nodes"]) == "127.0.0.1:7070 default of commands; a Client has none"
     assert shown["tenant"] == ["bob", "the", "environment"]
     assert shown["get_timeout_ms"] == ["7", str(file)]
     assert shown["token"] == ["(not", "shown)", str(file)]

@@ -59,12 +59,16 @@ def test_an_unpacked_archive_is_copied_without_git(monkeypatch: pytest.MonkeyPat
     assert files == ["a/kept", "kept"]
 
 
-def test_the_client_example_of_the_readme_runs_as_printed(node: NodeProcess) -> None:
+def _python_of_the_readme(node: NodeProcess) -> str:
     (example,) = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )
+    return str(example).replace("127.0.0.1:7070", node.target)
+
+
+def test_the_client_example_of_the_readme_runs_as_printed(node: NodeProcess) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", example.replace("127.0.0.1:7070", node.target)],
+        [sys.executable, "-c", _python_of_the_readme(node)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -73,6 +77,19 @@ def test_the_client_example_of_the_readme_runs_as_printed(node: NodeProcess) -> 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("WRITTEN") == 3
     assert done.stdout.count("'Hit'") == 3
+
+
+def test_a_node_takes_the_readme_s_blocks_and_a_chat_that_begins_anew_when_it_is_full(
+    node: NodeProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exec(_python_of_the_readme(node), {})
+    chat = (ROOT / "examples/chat_resume.py").read_text().replace("127.0.0.1:7070", node.target)
+    capsys.readouterr()
+    for turn in [*range(16), 0, 1]:
+        exec(chat, {})
+        assert f"{turn * 64} tokens from the node, 64 computed\n" in capsys.readouterr().out
+    # Its blocks aren't the README's.
+    exec(_python_of_the_readme(node), {})
 
 
 def test_the_copy_does_not_see_the_venv_around_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

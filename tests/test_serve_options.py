@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.cli import main
-from kvstore.config import NodeConfig
+from kvstore.config import NodeConfig, shown_apart
 from kvstore.durability import Durability
 from kvstore.errors import ConfigError, NotAuthenticated
 from kvstore.names import block_key
@@ -167,10 +167,16 @@ def test_a_valid_file_that_this_machine_has_no_memory_for_is_told_so(
 ) -> None:
     file = tmp_path / "node.toml"
     file.write_text('hot = "9999GiB"\n')
-    assert main(["config", "--check", str(file)]) == 0
+    assert main(["config", "--check", str(file)]) == 3
     valid, told = capsys.readouterr().out.splitlines()
     assert valid == f"{file}: valid"
     assert "would not start with it: --hot 9.8 TiB exceeds" in told
+
+
+def test_sizes_that_would_look_the_same_are_shown_in_bytes() -> None:
+    assert shown_apart(4 << 20, 8 << 20) == ("4 MiB", "8 MiB")
+    assert shown_apart(4 << 20, (4 << 20) + 1) == ("4194304 bytes", "4194305 bytes")
+    assert shown_apart(14 << 20, 15 << 20) == ("14 MiB", "15 MiB")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,13 @@ def f():
     assert bare == b'\n\n\n\nx = """kept"""\nclass A:\n    """All of it."""\ndef f():\n\n    return 1\n'
     ours = (ROOT / "kvstore/node/hot.py").read_bytes()
     assert without_docstrings(ours).count(b"\n") == ours.count(b"\n")
+
+
+def test_each_dependency_has_both_bounds() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: of for name, of in project["optional-dependencies"].items() if name != "dev"}
+    for one in [*project["dependencies"], *chain.from_iterable(extras.values())]:
+        assert re.fullmatch(r"[\w-]+>=[\d.]+,<\d+", one), one
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
 """Types of the arguments of public methods, checked against their annotations before a method runs.
 
 What always holds: an argument of a wrong type raises InvalidArgument, and nothing has happened. Whole numbers arrive as
-`int`, and timeouts as seconds from 0 to the longest possible one: a negative timeout has passed already, but a negative
-duration is an error.
+`int`, and timeouts as seconds from 0 to the longest possible one.
 What it doesn't do: check ranges, which differ from method to method (`kvstore.client.checks`), or the number of
 arguments, which Python does.
 """
@@ -26,7 +25,6 @@ from kvstore.client.checks import (
 from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument
 from kvstore.names import check_domain_name
-from nic_offload.errors import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,15 +75,8 @@ def _bytes(name: str, value: Any) -> bytes:
     return bytes(value)
 
 
-def _timeout(_: str, value: Any) -> float:
-    return checked_timeout(value)
-
-
-def _duration(name: str, value: Any) -> float:
-    seconds = checked_timeout(value)
-    if value < 0:  # unlike a timeout, it is never what is left of one
-        raise InvalidArgument(f"The argument {name} is 0 or more seconds, not {shown(value)}.")
-    return seconds
+def _timeout(name: str, value: Any) -> float:
+    return checked_timeout(value, f"The argument {name}")
 
 
 def _file(name: str, value: Any) -> Any:
@@ -173,7 +164,6 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
 } | {kind: _named(kind) for kind in ("Arrival", "Client", "Map", "Request", "Step")}
 CHECKED: Final = frozenset(_CHECKS)
 # Looked at by the method, block by block or beside another argument.
-_DURATIONS: Final = {("status", "wait_s"), ("watch", "timeout_s")}
 UNCHECKED: Final = {"Data", "Iterable[tuple[bytes, Data]]", "Sequence[int]", "Sequence[tuple[bytes, int]]"}
 
 
@@ -189,8 +179,6 @@ def _rules(method: Callable[..., Any]) -> list[_Rule | None]:
     for one in list(inspect.signature(method).parameters.values())[1:]:
         kind = str(one.annotation).removesuffix(" | None")
         check = _CHECKS.get(kind)
-        if (method.__name__, one.name) in _DURATIONS:
-            check = _duration
         rules.append(None if check is None else _Rule(one.name, check, kind != one.annotation))
     return rules
 

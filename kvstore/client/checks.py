@@ -17,6 +17,7 @@ from kvstore.limits import (
     KEY_BYTES,
     LEASE_TIMEOUT_MS_MAX,
     SESSION_LABEL_BYTES_MAX,
+    SLOTS_PER_CLIENT_MAX,
     TIMEOUT_S_MAX,
 )
 from kvstore.names import SHARED, UNSAID, fits_domain, is_in_domain
@@ -50,6 +51,7 @@ __all__ = [
     "check_number",
     "check_placed",
     "check_reserved",
+    "check_slots",
     "check_wanted",
     "checked_puts",
     "checked_timeout",
@@ -295,6 +297,12 @@ def check_number(what: str, number: int, bits: int = 32) -> int:
     return check_between(what, number, 0, (1 << bits) - 1)
 
 
+def check_slots(slots: int, block_bytes_max: int) -> None:
+    """Raise for slots that no node gives a client."""
+    check_between("The number of a client's slots", slots, 1, SLOTS_PER_CLIENT_MAX)
+    check_between("The length of a client's longest block", block_bytes_max, BLOCK_BYTES_MIN, BLOCK_BYTES_MAX)
+
+
 def check_how(flag: object, durability: object) -> None:
     """Raise for an invalid flag or durability."""
     if not (flag is None or isinstance(flag, FlagWord | Counter)):
@@ -305,14 +313,17 @@ def check_how(flag: object, durability: object) -> None:
         raise InvalidArgument(f"A durability is one of Durability, not {shown(durability)}.")
 
 
-def checked_timeout(timeout_s: float) -> float:
-    """A timeout in seconds, limited to the longest possible one. A negative one has passed already."""
+def checked_timeout(timeout_s: float, what: str = "A timeout") -> float:
+    """A timeout in seconds, limited to the longest possible one. Raise for a negative one."""
+    wanted = "a number of seconds"
     try:
-        if timeout_s == timeout_s:  # noqa: PLR0124 - which NaN is not
-            return max(0.0, float(min(timeout_s, TIMEOUT_S_MAX)))
+        if timeout_s >= 0:  # which NaN is not
+            return float(min(timeout_s, TIMEOUT_S_MAX))
+        if timeout_s < 0:
+            wanted = "0 or more seconds"
     except (TypeError, ValueError, OverflowError):
         pass
-    raise InvalidArgument(f"A timeout is a number of seconds, not {shown(timeout_s)}.")
+    raise InvalidArgument(f"{what} is {wanted}, not {shown(timeout_s)}.")
 
 
 def check_lease(lease_ms: int, what_lasts: str) -> None:

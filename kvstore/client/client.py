@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvstore.client.arguments import checks_arguments
 from kvstore.client.block_calls import BlockCalls
 from kvstore.client.blocks import fingerprint_of
+from kvstore.client.checks import check_slots
 from kvstore.client.core import Core
 from kvstore.client.erasing import ErasingCalls
 from kvstore.client.fabric_transport import FabricTransport
@@ -136,7 +137,9 @@ class Client(Handle):
             "user": user,
             "shared": shared,
         }
-        reach, fingerprint = Reach.given(node, given), fingerprint_of(layout)
+        check_slots(slots, block_bytes_max)
+        fingerprint = fingerprint_of(layout)
+        reach = Reach.given(node, given)  # last: a mistake in the call is named even if no node is set
         self._core = core = Core(reach, fingerprint, slots, block_bytes_max, tracer_provider)
         self._blocks = BlockCalls(core.channel, core.calling, reach, fingerprint, core.lookups)
         self._inline = InlineCalls(core.channel, core.calling, reach, fingerprint, core.lookups, core.spans)
@@ -308,7 +311,7 @@ class Client(Handle):
         >>> unknown = Block(block_key(b"never put"), kv, offset=4096, length=4096)
         >>> hit, miss = client.get([block, unknown])
         >>> type(hit).__name__, str(miss)
-        ('Hit', 'MISS(unknown)')
+        ('Hit', 'MISS(not stored)')
         """
         return self._transport.get(blocks, layout=layout, timeout_s=timeout_s) if blocks else []
 
@@ -418,7 +421,7 @@ class Client(Handle):
 
         >>> stored, miss = client.exists([key, block_key(b"never put")])
         >>> stored.length, str(miss)
-        (4096, 'MISS(unknown)')
+        (4096, 'MISS(not stored)')
         """
         return self._blocks.exists(keys, lengths=lengths, any_layout=any_layout, timeout_s=timeout_s)
 

@@ -45,6 +45,12 @@ _REFUSALS: Final = {  # by OpenSSL's name for them
 }
 
 
+_HUNG: Final = (
+    "the node accepted the connection and does not answer",
+    "It may be hung or overloaded.",
+)
+
+
 class Step(NamedTuple):
     """One step: what was done, its result and, if it failed, what to try."""
 
@@ -69,7 +75,8 @@ def explained(doing: str, reach: Reach, error: KvError) -> KvError:
     """
     if not isinstance(error, NodeUnavailable) or (step := broken_step(reach)) is None:
         return error
-    return NodeUnavailable(f"{doing} failed: no node at {reach.node}: {step}")
+    where = reach.node if step.said == _HUNG[0] else f"no node at {reach.node}"
+    return NodeUnavailable(f"{doing} failed: {where}: {step}")
 
 
 def steps(reach: Reach, timeout_s: float | None = None) -> Iterator[Step]:
@@ -136,8 +143,10 @@ def _shake_hands(connected: socket.socket, host: str, reach: Reach) -> Step:
             f"the node's certificate is not valid: {error.verify_message.rstrip('.')}",
             _advice(error),
         )
+    except TimeoutError:
+        return Step("TLS", False, *_HUNG)
     except OSError as error:  # TLS errors among them
-        reason = getattr(error, "reason", None) or error.strerror or "it timed out"
+        reason = getattr(error, "reason", None) or error.strerror or str(error)
         said, advice = f"the handshake failed ({reason})", "Is this the gRPC port?"
         for part, known in _REFUSALS.items():
             if part in reason:
@@ -162,6 +171,8 @@ def _speak_plainly(connected: socket.socket) -> Step:
     try:
         connected.sendall(_PREFACE)
         first = connected.recv(9)
+    except TimeoutError:
+        return Step("protocol", False, *_HUNG)
     except OSError as error:
         return Step(
             "protocol",

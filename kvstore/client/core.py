@@ -24,7 +24,6 @@ import grpc
 from kvstore.client.breaker import Breaker
 from kvstore.client.call_routes import Asking
 from kvstore.client.channel import close_channel, open_channel
-from kvstore.client.checks import check_between
 from kvstore.client.contact import explained
 from kvstore.client.link import TAGS_OF_ONE, Link, Operation
 from kvstore.client.own_address import OwnSide, say_first_word
@@ -41,10 +40,7 @@ from kvstore.errors import (
     NodeUnavailable,
 )
 from kvstore.limits import (
-    BLOCK_BYTES_MAX,
-    BLOCK_BYTES_MIN,
     FETCH_CANCEL_MS,
-    SLOTS_PER_CLIENT_MAX,
     STALLED_LOOK_MS,
     STALLED_MS,
     STATUS_AGAIN_MS,
@@ -106,10 +102,7 @@ class Core(Handle):
         tracer_provider: TracerProvider | None,
     ) -> None:
         self.reach, self.fingerprint = reach, fingerprint
-        self.slots = check_between("The number of a client's slots", slots, 1, SLOTS_PER_CLIENT_MAX)
-        self.block_bytes_max = check_between(
-            "The length of a client's longest block", block_bytes_max, BLOCK_BYTES_MIN, BLOCK_BYTES_MAX
-        )
+        self.slots, self.block_bytes_max = slots, block_bytes_max
         self.spans = None if tracer_provider is None else _spans(tracer_provider, reach.node)
         self.channel = open_channel(reach, None if self.spans is None else self.spans.header)
         self.lock = threading.RLock()

@@ -138,7 +138,8 @@ class Following:
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 return False  # an older node
         except ConfigError as error:  # a file with a token that can't be read now
-            log.warning("The map of the cluster can't be followed: %s", error)
+            if self._map.revision:  # else there is no map yet, and the caller's own call raises the same
+                log.warning("The map of the cluster can't be followed: %s", error)
         return None
 
     def _take(self, told: pb.MapResponse) -> None:

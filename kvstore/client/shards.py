@@ -75,7 +75,7 @@ class ShardReader(Handle):
         """Get blocks into their destinations. Returns a Hit or a Miss for each, in order.
 
         >>> [str(outcome) for outcome in reader.get([Wanted(b"hash of other tokens", target, offset=0)])]
-        ['MISS(unknown)']
+        ['MISS(not stored)']
         """
         if timeout_s is None:
             timeout_s = self._client.reach.get_timeout_s

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -200,7 +201,8 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _line(event: Happened) -> str:
     whose = f"session {printable(event.user)}/{printable(event.session)}, {counted(event.blocks, 'block')}"
     lost = f" ({event.dropped} events before it were not sent)" if event.dropped else ""
-    return f"{event.at_unix_ms} {event.what} {event.key.hex() or whose}{lost}"
+    at = f"{datetime.fromtimestamp(event.at_unix_ms / 1000, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3]
+    return f"{at} UTC  {event.what} {event.key.hex() or whose}{lost}"
 
 
 def _document(event: Happened) -> dict[str, object]:

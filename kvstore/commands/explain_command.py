@@ -68,7 +68,8 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
             print(json.dumps(_documents(told, names), indent=2))  # noqa: T201 - its output
         missing = f"{who} no look-up{f' of {asked}' if asked else ''}"
         if not remembered:
-            said = f"{missing}, nor any other of this tenant: it has not requested blocks from {these} yet."
+            other = ", nor any other of this tenant" if asked else " of this tenant"
+            said = f"{missing}{other}: it has not requested blocks from {these} yet."
         else:
             said = (
                 f"{missing}; {have} {remembered} of this tenant's{since}. Did the request go to {these}, and is its id"

@@ -143,21 +143,21 @@ def _drives(arguments: argparse.Namespace) -> int:
 def _cluster(arguments: argparse.Namespace) -> int:
     from kvstore.commands.cluster_command import drain, forget, plan, show
 
-    if arguments.zone is not None and arguments.do != "plan":
+    if arguments.zone is not None and arguments.action != "plan":
         raise ConfigError(
-            f"kvstore cluster {arguments.do} takes no --zone: it is that of a node to plan for."
+            f"kvstore cluster {arguments.action} takes no --zone: it is that of a node to plan for."
         )
-    if arguments.do == "status":
+    if arguments.action == "status":
         if arguments.member is not None:
             raise ConfigError("kvstore cluster status takes no HOST:PORT: name the node to ask with --node.")
         return show(reach(arguments), as_json=arguments.json)
     if arguments.member is None:
-        raise ConfigError(f"Give a node: kvstore cluster {arguments.do} HOST:PORT.")
-    if arguments.do == "forget":
+        raise ConfigError(f"Give a node: kvstore cluster {arguments.action} HOST:PORT.")
+    if arguments.action == "forget":
         return forget(reach(arguments), arguments.member, as_json=arguments.json)
-    if arguments.do == "plan":
+    if arguments.action == "plan":
         return plan(reach(arguments), arguments.member, arguments.zone or "", as_json=arguments.json)
-    undo = arguments.do == "join"
+    undo = arguments.action == "join"
     return drain(reach(arguments), arguments.member, undo=undo, as_json=arguments.json)
 
 
@@ -239,7 +239,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         " Any node may be asked. Exit status 3 if the node is in no cluster, or not on its map.",
     )
     cluster.add_argument(
-        "do",
+        "action",
         choices=("status", "plan", "drain", "join", "forget"),
         help="show the nodes; print what draining this member would move, or a new node at this address; copy a"
         " node's blocks to the others so that it may be stopped; make it a member again; or forget an absent"

@@ -1,11 +1,11 @@
 """Returns freed memory of the process's heap to the operating system after load.
 
 malloc keeps freed memory, mostly in the arenas of gRPC's threads, and thousands of calls leave tens of MiB there.
-`malloc_trim` doesn't return the end of an arena. How much may stay there is twice the largest buffer that was ever
-freed, up to 64 MiB an arena, unless it is set: so it is.
-What refers to itself stays until Python's garbage collector runs, which depends on the number of objects and not on
-their size: so the collector is run when the heap has grown. Calls and connections leave nothing of that kind, but
-libraries may.
+`malloc_trim` doesn't return the free memory at the end of an arena. By default that may be twice the largest buffer
+ever freed, up to 64 MiB for each arena, so this module sets a lower limit (`HEAP_END_BYTES_MAX`).
+Objects that refer to each other in a cycle stay until Python's garbage collector runs. When it runs depends on the
+number of objects, not on their size, so this module runs it when the heap has grown. Calls and connections leave no
+cycles, but libraries may.
 
 What always holds: objects that existed when the node began to serve are not scanned again, so a collection takes
 milliseconds.

@@ -1,4 +1,4 @@
-"""Blocks inside gRPC, for clients that have no fabric: chunk by chunk through the node's hot memory.
+"""Blocks over gRPC, for clients that have no fabric: chunk by chunk through the node's hot memory.
 
 Memory is limited to half of the hot memory, to an eighth of that per client, and to its share per tenant. A block that
 finds no memory is Overloaded before its first byte is received, and a client that stalls is disconnected after
@@ -11,7 +11,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvstore.config import show_size
+from kvstore.config import shown_apart
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.limits import CHUNK_BYTES_MAX, HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
@@ -54,9 +54,8 @@ async def deadline(what: str) -> AsyncIterator[None]:
 def check_chunk(length: int) -> None:
     """Refuse a chunk that is too large."""
     if length > CHUNK_BYTES_MAX:
-        raise ProtocolError(
-            f"A chunk has at most {show_size(CHUNK_BYTES_MAX)}, not {show_size(length)}; send the block in several."
-        )
+        most, has = shown_apart(CHUNK_BYTES_MAX, length)
+        raise ProtocolError(f"A chunk has at most {most}, not {has}; send the block in several.")
 
 
 class InlineBlocks:

@@ -106,7 +106,7 @@ class Looking:
         self.outcomes.append(outcome)
 
     def read(self, read: InlineRead) -> None:
-        """Note that a block for a get inside gRPC was looked up, and is about to be sent if found."""
+        """Note that a block for a get over gRPC was looked up, and is about to be sent if found."""
         now_ns = self._lookups.clock.monotonic_ns()
         if read.done.miss is None:
             self.size_bytes += read.done.length

@@ -228,7 +228,8 @@ def _of_blocks(node: Node) -> list[Metric]:
         ),
         _counters(
             "kvstore_triggered_puts_total",
-            "Blocks of triggered puts: armed, fired (as far as the node knows), landed, and late.",
+            "Blocks of triggered puts: armed (reserved; put by a grant, when it lands), fired (as far as the node"
+            " knows), landed, and late (reserved, and the lease ended first; a late put by a grant is not known here).",
             "state",
             {
                 "armed": counters.leased,

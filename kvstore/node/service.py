@@ -254,7 +254,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
     async def Put(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.PutRequest], context: Context
     ) -> pb.PutResponse:
-        """Store a block sent inside gRPC."""
+        """Store a block sent over gRPC."""
         async with refusals(context, self._node.counters):
             first = await anext(request_iterator, None)
             if first is None or first.WhichOneof("part") != "start":
@@ -291,7 +291,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         raise AssertionError
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:  # noqa: N802
-        """Send a block inside gRPC."""
+        """Send a block over gRPC."""
         async with refusals(context, self._node.counters):
             name = request.name
             tenant = self._gate.enter("get", context, request.tenant)

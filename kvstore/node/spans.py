@@ -115,7 +115,7 @@ class NodeSpans:
     def inline_put(
         self, parent: TraceParent, began_ns: int, blocks: int, size_bytes: int, durability: Durability
     ) -> None:
-        """Make the spans of blocks that were sent inside gRPC and are on the drive."""
+        """Make the spans of blocks that were sent over gRPC and are on the drive."""
         offset_ns = unix_offset_ns()
         root = self._root(parent, "kvstore.node.put", began_ns + offset_ns, {
             "kvstore.inline": True,

@@ -175,7 +175,7 @@ class Timings:
         lengths: Iterable[int],
         errors: Iterable[KvError | None] = (),
     ) -> None:
-        """Note the ends of blocks sent inside gRPC: lengths of those on the drive, and errors of the others."""
+        """Note the ends of blocks sent over gRPC: lengths of those on the drive, and errors of the others."""
         lengths = list(lengths)
         now_ns = self.clock.monotonic_ns()
         for error in errors:

@@ -17,7 +17,7 @@ import os
 from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
-from kvstore.config import show_size
+from kvstore.config import show_size, shown_apart
 from kvstore.errors import ConfigError, NoSpace, StorageError
 from kvstore.limits import DRIVE_CAPACITY_BYTES_MAX, DRIVE_CAPACITY_BYTES_MIN, DRIVES_MAX, PAGE_BYTES
 from kvstore.storage.folder import drive_path, index_path, sync_folder
@@ -135,13 +135,11 @@ def _preallocate(path: Path, capacity_bytes: int | None) -> None:
     if capacity_bytes is None:
         raise ConfigError(f"There is no drive {path}, and no capacity to create one with.")
     if capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
-        raise ConfigError(
-            f"A drive has at least {show_size(DRIVE_CAPACITY_BYTES_MIN)}, not {show_size(capacity_bytes)}."
-        )
+        least, told = shown_apart(DRIVE_CAPACITY_BYTES_MIN, capacity_bytes)
+        raise ConfigError(f"A drive has at least {least}, not {told}.")
     if capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
-        raise ConfigError(
-            f"A drive has at most {show_size(DRIVE_CAPACITY_BYTES_MAX)}, not {show_size(capacity_bytes)}."
-        )
+        most, told = shown_apart(DRIVE_CAPACITY_BYTES_MAX, capacity_bytes)
+        raise ConfigError(f"A drive has at most {most}, not {told}.")
     part = path.with_name(f"{path.name}.part")  # a crash leaves this file, which is then overwritten
     try:
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

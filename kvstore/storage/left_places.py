@@ -1,10 +1,13 @@
-"""Overwrites the places of erased records, and the old places of blocks that are being encrypted: headers come last.
+"""Overwrites extents that their records have left: of erased records, and of blocks that were encrypted elsewhere.
 
-Always holds: a place is noted in the index (`kvstore.storage.overwriting`) in the transaction in which its block leaves
-it, and struck out once overwritten, so the next opening overwrites what a killed process has left. Its header stays
-until the zeros after it survive power loss, so a scan for a new index finds the place as well, and notes it. It is
-overwritten when it is no longer being read, and is free after that. `over` is called when its header is being wiped,
-for which a deletion waits, or when it can't be overwritten; then it is out of use and remains noted.
+The payload is overwritten first, then synced, and the header is wiped last.
+
+What always holds: the transaction in which a record leaves its extent notes the extent in the index
+(`kvstore.storage.overwriting`); the note is removed once the extent is overwritten. So the next opening overwrites the
+extents that a killed process has left. The header stays until the zeros over the payload survive power loss, so a scan
+that builds a new index finds the extent too, and notes it. An extent is overwritten when no read of it is in flight,
+and is free after that. `over` is called when the wipe of its header has begun, which a deletion waits for, or when the
+extent can't be overwritten: then it is out of use, and its note stays.
 """
 
 from __future__ import annotations

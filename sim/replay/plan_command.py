@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcli.progress import bar
-from sim.output import as_csv, as_json, save_plot, table
+from sim.output import as_csv, as_json, counted, save_plot, table
 from sim.replay.least_cost import LATE_SHARE, WAYS, best, highest_users, make_plan, trial
 from sim.replay.plan import Demand, all_break_even
 from sim.replay.replay_command import cluster_of, cost_plot, model_of
@@ -62,11 +62,12 @@ def _parts(plan: Plan) -> str:
     """The parts of a plan, in a few words."""
     cluster = plan.cluster
     assert cluster is not None
-    engines = f"{cluster.engines} engines of {cluster.gpus_per_engine} GPUs"
+    engines = f"{counted(cluster.engines, 'engine')} of {counted(cluster.gpus_per_engine, 'GPU')}"
     if plan.way == "recompute":
         return engines
     memory = f", {bytes_label(cluster.node_memory_bytes)} of DRAM" if cluster.node_memory_bytes else ""
-    nodes = f"{cluster.nodes} nodes of {cluster.drives_per_node} drives, {cluster.links_per_node} links"
+    of_node = f"{counted(cluster.drives_per_node, 'drive')}, {counted(cluster.links_per_node, 'link')}"
+    nodes = f"{counted(cluster.nodes, 'node')} of {of_node}"
     return f"{engines}; {nodes}{memory}"
 
 
@@ -220,8 +221,9 @@ def _highest(arguments: argparse.Namespace) -> str:
         return as_csv(("way", "users", "turns_per_s"), found)
     head = ("way", "users", "turns a second")
     about = (
-        f"{entry.name}, {cluster.engines} engines of {cluster.gpus_per_engine} GPUs, {cluster.nodes} nodes of"
-        f" {cluster.drives_per_node} drives: the most users whose first token comes within"
+        f"{entry.name}, {counted(cluster.engines, 'engine')} of {counted(cluster.gpus_per_engine, 'GPU')},"
+        f" {counted(cluster.nodes, 'node')} of {counted(cluster.drives_per_node, 'drive')}:"
+        " the most users whose first token comes within"
         f" {seconds_label(demand.ttft_s)} in {100 * (1 - LATE_SHARE):.0f} % of the turns, within 3 %\n\n"
     )
     return about + table(head, [(way, f"{users:,}", f"{rate:,.2f}") for way, users, rate in found], left=(0,))

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.cli import main
 from kvstore.client import Client
-from kvstore.client.contact import Step, broken_step, steps
+from kvstore.client.contact import Step, broken_step, explained, steps
 from kvstore.client.own_address import OwnSide
 from kvstore.errors import FabricUnavailable, NodeUnavailable
 from kvstore.reach import Reach
@@ -153,8 +153,12 @@ def test_a_name_that_is_not_in_the_certificate_is_told(secure: NodeProcess, pki:
 def test_a_node_that_answers_nothing_costs_a_step_its_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert [step.is_done for step in steps(Reach((target,)), 0.05)] == [True, True, False]
-        assert [step.is_done for step in steps(Reach((target,), tls=True), 0.05)] == [True, True, False]
+        for reach in (Reach((target,)), Reach((target,), tls=True)):
+            found = list(steps(reach, 0.05))
+            assert [step.is_done for step in found] == [True, True, False]
+            assert "does not answer. It may be hung or overloaded." in str(found[-1])
+        error = explained("A call", Reach((target,), call_timeout_ms=100), NodeUnavailable("it timed out"))
+        assert str(error).startswith(f"A call failed: {target}: the node accepted the connection and does")
 
 
 @pytest.mark.parametrize("call", ["statistics", "attach"])

@@ -35,7 +35,7 @@ def test_the_example_of_the_page_runs_as_printed(node: NodeProcess) -> None:
     assert whole == "True 5 80"
     assert "('chat 7', 5, 80)" in listed
     assert "('chat 7, another answer', 3, 48)" in listed
-    assert half == "False 2 32 MISS(unknown)"
+    assert half == "False 2 32 MISS(not stored)"
     assert why.startswith("The block was deleted ")
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from kvcli.running import Status
 from kvstore.cli import main
-from kvstore.commands.block_commands import parse_key
+from kvstore.client import Happened
+from kvstore.commands.block_commands import _line, parse_key
 from kvstore.errors import ConfigError
 from kvstore.lookups import HITS, Kind, Outcome
 from kvstore.names import block_key
@@ -57,10 +58,10 @@ def test_a_block_is_put_got_and_deleted(
     ]
     assert main(["get", "name:hello", str(tmp_path / "none"), *ours]) == Status.NO
     out_, err = capfdbinary.readouterr()
-    assert (out_, err) == (b"", b"kvstore: name:hello: MISS(unknown): it was deleted\n")
+    assert (out_, err) == (b"", b"kvstore: name:hello: MISS(not stored): it was deleted\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "page"]
     assert main(["get", "name:never", *ours]) == Status.NO
-    assert capfdbinary.readouterr().err.startswith(b"kvstore: name:never: MISS(unknown): ")
+    assert capfdbinary.readouterr().err.startswith(b"kvstore: name:never: MISS(not stored): ")
 
 
 def test_a_get_that_misses_is_among_the_misses_of_the_node(ours: list[str], shared_node: NodeProcess) -> None:
@@ -85,7 +86,7 @@ def test_a_program_reads_json(ours: list[str], file: Path, capsys: pytest.Captur
         "reason": "unknown",
         "detail": "it was deleted",
     }
-    assert err == "kvstore: name:hello: MISS(unknown): it was deleted\n"
+    assert err == "kvstore: name:hello: MISS(not stored): it was deleted\n"
 
 
 def test_an_empty_user_is_no_owner(ours: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +136,21 @@ def test_a_watch_shows_what_happens(
         assert process.wait(30) == Status.TERMINATED
     assert (stored["what"], stored["key"]) == ("STORED", KEY.hex())
     assert (changed["what"], changed["blocks"]) == ("CHANGED", 1)
+
+
+def test_a_watch_shows_a_person_the_time_as_other_commands_do() -> None:
+    event = Happened("STORED", 1_700_000_000_123, KEY)
+    assert _line(event) == f"2023-11-14 22:13:20.123 UTC  STORED {KEY.hex()}"
+
+
+def test_a_file_that_can_not_be_used_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").touch()
+    wrong = ["--node", "127.0.0.1:1", "--token-file", str(tmp_path / "empty")]
+    assert main(["get", "name:x", *wrong]) == Status.USAGE
+    assert capfd.readouterr().err == f"kvstore: {tmp_path}/empty does not contain a valid token.\n"
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("text", ["", "00", "name", "zz" * 32, "00" * 33, " " + "00" * 32, "0 " + "00" * 31])

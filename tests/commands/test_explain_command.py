@@ -44,7 +44,8 @@ def client(node: NodeProcess) -> Iterator[Client]:
 def test_a_node_without_look_ups_says_that_there_were_none(node: NodeProcess) -> None:
     done = run(node, "--last", "1")
     assert done.returncode == 3
-    assert "has no look-up, nor any other of this tenant" in done.stderr
+    assert "has no look-up of this tenant: it has not requested" in done.stderr
+    assert "has no look-up of none, nor any other of this tenant: it" in run(node, "none").stderr
 
 
 def test_a_request_that_missed_is_explained_run_by_run(node: NodeProcess, client: Client) -> None:

@@ -100,7 +100,7 @@ class Neighbour:
             self.client.put_inline(key, key * 128)
 
     def get_inline(self, number: int) -> object:
-        """Get a block inside gRPC."""
+        """Get a block over gRPC."""
         return self.client.get_inline(self.keys[number % len(self.keys)], PAGE)
 
     def put_and_get(self, number: int) -> object:

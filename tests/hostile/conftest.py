@@ -38,7 +38,7 @@ def seconds_of(request: pytest.FixtureRequest) -> float:
 
 @pytest.fixture
 def beside(one_beside: Beside, request: pytest.FixtureRequest) -> Beside:
-    """A neighbour that gets blocks inside gRPC."""
+    """A neighbour that gets blocks over gRPC."""
     return one_beside.begin(Neighbour.get_inline, seconds_of(request))
 
 

@@ -34,6 +34,9 @@ def offered(name: str, *words: str) -> list[str]:
         ("kvstore", ["serve", "--da"], ["--data"]),
         ("kvstore", ["serve", "--data", "x", "--tl"], ["--tls-cert", "--tls-key", "--tls-clients"]),
         ("kvstore", ["sessions", "e"], ["export"]),
+        ("kvstore", ["serve", "--data", "x", "--eviction", ""], ["lru", "s3fifo"]),
+        ("kvstore", ["serve", "--log-level", "w"], ["warning"]),
+        ("kvsim", ["curve", "--direction", ""], ["put", "get"]),
         ("kvstore", ["get", "./fi"], []),  # bash goes on with files
         ("kvsim", ["cal"], ["calibrate"]),
         ("kvsim", ["calibrate", "f"], ["fit"]),

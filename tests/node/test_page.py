@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +90,34 @@ def test_what_was_done_is_shown_and_names_stay_text(node: NodeProcess, browser: 
     node.kill()
     browser.wait("document.querySelector('main').className === 'stale'")
     assert "no answer" in browser.text("#status")
+
+
+@in_a_browser
+def test_a_node_that_hangs_dims_the_page_until_it_answers_again(node: NodeProcess, browser: Browser) -> None:
+    browser.open(http_url(node))
+    os.kill(node.pid, signal.SIGSTOP)
+    try:
+        browser.wait("document.querySelector('main').className === 'stale'")
+        status = browser.text("#status")
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+    assert re.match(r"● no answer for \d+ s: nothing came within 4 s; the node may be hung", status)
+    browser.wait("document.querySelector('main').className === ''")
+    assert browser.text("#status") == "● serving"
+
+
+@in_a_browser
+def test_clicks_while_an_answer_is_pending_leave_one_polling_loop(
+    node: NodeProcess, browser: Browser
+) -> None:
+    browser.open(http_url(node))
+    browser.run("let polls = 0; const real = fetch; fetch = (...all) => { polls++; return real(...all); }; 0")
+    browser.run("for (let n = 0; n < 6; n++) turn('')")
+    browser.wait("polls >= 6")
+    browser.run("new Promise(done => setTimeout(done, 1000))")
+    browser.run("polls = 0")
+    browser.run("new Promise(done => setTimeout(done, 2 * POLL_MS))")
+    assert 1 <= browser.run("polls") <= 3
 
 
 @in_a_browser

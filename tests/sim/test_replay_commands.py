@@ -97,7 +97,7 @@ SMALL_PLAN = ["plan", "--model", "llama-3-8b", "--users", "50", "--history-token
 def test_a_plan_says_why_and_tries_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL_PLAN, "--way", "recompute", "--way", "triggered", "--trial"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"^triggered +[\d.,]+ .* 1 engines of 8 GPUs; 1 nodes of", text, re.MULTILINE)
+    assert re.search(r"^triggered +[\d.,]+ .* 1 engine of 8 GPUs; 1 node of", text, re.MULTILINE)
     assert re.search(r"^engines +1 +1 +", text, re.MULTILINE)
     # One engine can compute all again, and nodes cost something.
     assert "Recommended: do not offload, compute every prompt again;" in text

@@ -84,7 +84,7 @@ def puts_and_gets(bench: Bench) -> Told:
     told: Told = [of_put(bench.client.put(blocks))]
     bench.fill(b"____")
     told += [bench.get([*blocks, bench.block(5)]), bytes(bench.memory)]
-    assert told[1] == ["Hit"] * 4 + ["MISS(unknown)"]
+    assert told[1] == ["Hit"] * 4 + ["MISS(not stored)"]
     assert bench.memory == b"KV! " * (SIZE) + b"____" * SIZE
     return told
 
@@ -133,7 +133,7 @@ def reasons_of_misses(bench: Bench) -> Told:
     told.append(str(client.prefix([bench.block(n).key for n in (1, 2, 0)])))
     with Client(client.reach, layout=b"another") as other:
         told.append(str(other.get_inline(bench.block(1).key, SIZE)))
-    assert told[1:3] == [["MISS(unknown)", "MISS(length)"], MissReason.EXPIRED]
+    assert told[1:3] == [["MISS(not stored)", "MISS(length)"], MissReason.EXPIRED]
     assert told[-1] == "MISS(layout)"
     return told
 
@@ -149,7 +149,7 @@ def flags_fire_what_they_reach(bench: Bench) -> Told:
         while puts.progress() != (3, 3, 3):
             assert time.monotonic() < until
         told += [bench.get(blocks), puts.has_ended, puts.cancel(), of_put(puts.wait(WAIT_S))]
-        assert told[2] == ["Hit"] * 3 + ["MISS(unknown)"]
+        assert told[2] == ["Hit"] * 3 + ["MISS(not stored)"]
         named = bench.client.arm([replace(blocks[3], key=b"")], flags[0], lease_ms=2)
         told.append(of_put(named.wait(WAIT_S)))
         late = bench.client.arm([bench.block(5)], flags[0], lease_ms=1)

@@ -14,7 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.limits import BLOCK_BYTES_MAX, EVICTION_STEPS_MAX, HEADER_BYTES, PAGE_BYTES
+from kvstore.limits import (
+    BLOCK_BYTES_MAX,
+    EVICTION_HOLES_TRIED,
+    EVICTION_STEPS_MAX,
+    HEADER_BYTES,
+    PAGE_BYTES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Clearing", "clearings"]
 
-_HOLES_TRIED: Final = 8
 _RECORD_PAGES_MAX: Final = (HEADER_BYTES + BLOCK_BYTES_MAX) // PAGE_BYTES
 
 
@@ -73,7 +78,7 @@ def clearings(extents: Extents, core: Evictor, length: int) -> Iterator[Clearing
     """Look for a clearing, a step at a time: None means to continue, and the end that there is none."""
     land = _Land(extents, core)
     best: Clearing | None = None
-    for start in extents.longest_starts(_HOLES_TRIED):
+    for start in extents.longest_starts(EVICTION_HOLES_TRIED):
         found = land.clearing(start, length, best.pages - 1 if best else length + _RECORD_PAGES_MAX)
         best = found or best
         if land.steps > EVICTION_STEPS_MAX:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.limits import (
     EVICTION_BATCH_BLOCKS,
+    EVICTION_EXPIRED_AT_ONCE,
     EVICTION_SESSIONS_AT_ONCE,
     EVICTION_STEPS_MAX,
     EVICTION_URGENT_BLOCKS,
@@ -61,6 +62,7 @@ NEVER: Final = (1 << 64) - 1
 
 assert ffi.sizeof("struct keep_record") == 8 * len(Record._fields)
 assert ffi.sizeof("struct keep_gone") == 8 * EVICTION_WORDS
+assert lib.KEEP_EXPIRED_AT_ONCE == EVICTION_EXPIRED_AT_ONCE
 
 
 class Uses:

@@ -6,7 +6,7 @@
  */
 #include "inside.h"
 
-enum { EXPIRED_AT_ONCE = 1024, STUCK_EMPTY = 1, STUCK_PINNED = 2 };
+enum { STUCK_EMPTY = 1, STUCK_PINNED = 2 };
 
 /* Gives a block that has become a tail, because `place` no longer follows it, that one's rank. */
 void keep_pass_on(keep_core *c, uint32_t tail, uint32_t place, uint64_t now_ms, int was_free)
@@ -90,10 +90,10 @@ int keep_core_gone(keep_core *c, const uint64_t *generations, uint64_t count, ui
 static uint64_t forget_expired(keep_core *c, uint64_t blocks_max, uint64_t steps_max, uint64_t now_ms,
 			       struct keep_gone *out)
 {
-	uint32_t rows[EXPIRED_AT_ONCE];
+	uint32_t rows[KEEP_EXPIRED_AT_ONCE];
+	uint32_t rows_max = blocks_max < KEEP_EXPIRED_AT_ONCE ? (uint32_t)blocks_max : KEEP_EXPIRED_AT_ONCE;
+	uint32_t count = keep_wheel_advance(&c->wheel, now_ms, rows_max, steps_max, rows);
 	uint64_t gone = 0;
-	uint32_t count = keep_wheel_advance(&c->wheel, now_ms, blocks_max < EXPIRED_AT_ONCE ? (uint32_t)blocks_max : EXPIRED_AT_ONCE,
-					    steps_max, rows);
 
 	for (uint32_t i = 0; i < count; i++) {
 		if (c->rows[rows[i]].guards != 0)

@@ -19,7 +19,7 @@
 #include <stdint.h>
 
 /* cdef begin */
-enum { KEEP_NONE = -1 };
+enum { KEEP_NONE = -1, KEEP_EXPIRED_AT_ONCE = 1024 }; /* EVICTION_EXPIRED_AT_ONCE of kvstore/limits.py */
 
 /* Free extents, in pages (extents.c). */
 typedef struct keep_extents keep_extents;
