@@ -81,6 +81,7 @@ class _Etcd(Protocol):
         only_new: bool = False,
         lasting: bytes = b"",
         unless: bytes = b"",
+        was: int = 0,
     ) -> int: ...
     async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool: ...
     def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
@@ -117,6 +118,8 @@ class Membership:
         self.leases: set[int] = set()  # all that were ours
         self._joined_at = 0  # the revision that had our record first
         self._found_lease = 0  # under which a record of our name stands
+        self._found_record = b""  # that record
+        self._writing = asyncio.Lock()  # a new state of it
         self._held_until_s = 0.0  # members are missing that may be back in a moment: the map stays until then
         self._is_holding = False  # what was listed last is not on the map for it
         self._missed_s = -math.inf  # when one was taken off the map last
@@ -168,12 +171,23 @@ class Membership:
         self._tasks.append(asyncio.create_task(self._stay(member)))
 
     async def say(self, state: str) -> None:
-        """Change our state on the map; EtcdAway if etcd did not confirm it."""
-        if self._member is None or not self.lease:
-            raise EtcdAway("The node is not on the map of its cluster.")
-        self._member = member = replace(self._member, state=state)
-        self._is_drained = False
-        await self._etcd.put(self._key(member), member.encoded(), self.lease, lasting=self._known(member))
+        """Change our state on the map; EtcdAway, and the state remains, if etcd did not confirm it.
+
+        etcd may have written it all the same: then `_stay` writes the former state again.
+        """
+        async with self._writing:
+            if self._member is None or not self.lease:
+                raise EtcdAway(f"The node is not on the map of its cluster: {self.outside or 'not yet'}.")
+            member = replace(self._member, state=state)
+            key, known = self._key(member), self._known(member)
+            try:
+                await self._etcd.put(key, member.encoded(), self.lease, lasting=known)
+            except EtcdAway as error:
+                raise EtcdAway(
+                    f"The node remains as it was, because etcd has not confirmed the change ({error}). Repeat it when"
+                    " `kvstore cluster status` no longer reports that etcd does not answer."
+                ) from error
+            self._member, self._is_drained = member, False
 
     async def note_drained(self) -> None:
         """Record that all blocks of this node are on others: if it is lost now, no deletion waits for it."""
@@ -267,11 +281,23 @@ class Membership:
                     if not revision and (await self._etcd.value(self._gone(member))).value:
                         self.outside = _GONE
                         log.error("the node is no member of its cluster: %s", _GONE)
+                else:
+                    await self._correct()
                 self._answered()
                 wait_ms = CLUSTER_KEEP_MS if self._found_lease == lease else CLUSTER_RETRY_MS
                 await asyncio.sleep(wait_ms / 1000)
             except EtcdAway as error:
                 await self._retry(error)
+
+    async def _correct(self) -> None:
+        """Write our record again if it has another state: a call to change it failed, and etcd wrote it later."""
+        async with self._writing:
+            member = self._member
+            if member is not None and self._found_record != member.encoded():
+                key, known = self._key(member), self._known(member)
+                lease, was = self._found_lease, self._last.written[key]
+                self._is_drained = False
+                await self._etcd.put(key, member.encoded(), lease, lasting=known, was=was)
 
     async def _agree_on_lots(self) -> None:
         """Wait for the number of lots, which a history has; write it where earlier versions find it."""
@@ -436,7 +462,7 @@ class Membership:
 
     def _look_for_ourselves(self, member: Member, listed: Listed) -> None:
         """Check whether our record is there, or that of another process that came after ours."""
-        _, lease = listed.values.get(self._key(member), (b"", 0))
+        self._found_record, lease = listed.values.get(self._key(member), (b"", 0))
         self._found_lease = lease
         if lease in self.leases:
             self.outside = ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from kvstore.commands.cluster_command import _as_numbers, _upkeep_lines
 from kvstore.node.cluster_calls import _told
 from kvstore.node.metrics import _of_upkeep
 from kvstore.node.upkeep import Found, Upkeep
+from kvstore.node.upkeep_calls import UpkeepService
+from kvstore.wire import upkeep_pb2
 from kvstore.wire.cluster_pb2 import UpkeepState
 from tests.cluster.test_upkeep import COUNT, WAIT_S, World, command, data, told
 from tests.nic_offload.rig import wait_until
@@ -100,6 +103,26 @@ def test_what_may_have_been_deleted_does_not_keep_a_node_from_being_drained(tmp_
         drained = command("drain", away.target)
         assert drained.returncode == 0
         assert f"except {len(theirs)} that may have been deleted while it was away" in drained.stdout
+
+
+def test_a_node_off_the_map_can_not_be_made_a_member_again_by_a_call() -> None:
+    """It was drained, or forgotten."""
+    membership: Any = SimpleNamespace(lease=0, outside="its folder's node was drained", state="")
+    node: Any = SimpleNamespace(membership=membership, upkeep=SimpleNamespace(), counters=None)
+    gate: Any = SimpleNamespace(enter_operator=lambda *_: None)
+    ended: list[str] = []
+
+    class Context:
+        async def abort(self, _code: object, why: str, _trailers: object) -> None:
+            ended.append(why)
+            raise ConnectionAbortedError
+
+    for undo in (True, False):
+        with suppress(ConnectionAbortedError):
+            asyncio.run(
+                UpkeepService(node, gate).Drain(upkeep_pb2.DrainRequest(undo=undo), Context())  # type: ignore[arg-type]
+            )
+    assert ended == ["The node is not on the map of its cluster: its folder's node was drained."] * 2
 
 
 def test_what_a_node_knows_of_its_blocks_is_of_a_whole_scan_by_the_present_map() -> None:
