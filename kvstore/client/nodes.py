@@ -30,7 +30,7 @@ from kvstore.client.map_follower import Following
 from kvstore.client.sessions import AnyHome, Session
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member
-from kvstore.errors import Closed, ConfigError, RegionBusy
+from kvstore.errors import Closed, ConfigError, NodeUnavailable, RegionBusy
 from kvstore.limits import CLUSTER_LEFT_MS
 from kvstore.reach import Reach
 from nic_offload.errors import shown
@@ -144,6 +144,19 @@ class Nodes(Handle):
         nodes = [one.node for one in (*now.members, *now.absent)]
         if target not in nodes:
             raise ConfigError(f"{target!r} is not one of the nodes {', '.join(nodes)}.")
+        return self._client(target)
+
+    def _has(self, target: str) -> bool:
+        """Whether this is the address of a node on the newest map, a member or one that is absent."""
+        now = self.map
+        return any(one.node == target for one in (*now.members, *now.absent))
+
+    def _called(self, target: str) -> Client:
+        """The client of a node of a map that may have changed since; NodeUnavailable if the node has left it."""
+        if not self._has(target):
+            refusal = NodeUnavailable(f"{target} has left the cluster.")
+            refusal.was_tried = False
+            raise refusal
         return self._client(target)
 
     def _drop(self, target: str) -> None:
