@@ -131,18 +131,18 @@ class ClusterClient(Handle):
         ...     block = ClusterBlock(key, everywhere, offset=0, length=8192)
         """
         everywhere = self.nodes.register(memory)
-        everywhere.at(self.nodes.first())
+        everywhere.at(self.nodes._main())  # noqa: SLF001 - of this package
         return everywhere
 
     @property
     def transport(self) -> str:
         """As `Client.transport`."""
-        return self.nodes.first().transport
+        return self.nodes._main().transport  # noqa: SLF001 - of this package
 
     @property
     def fabric(self) -> Fabric:
-        """As `Client.fabric`, of the first node that was named; each node's client has its own of the same kind."""
-        return self.nodes.first().fabric
+        """As `Client.fabric`, of a node that answered; each node's client has its own of the same kind."""
+        return self.nodes._main().fabric  # noqa: SLF001 - of this package
 
     def owners(self, key: bytes) -> list[str]:
         """The nodes that store a block, as the map has them now, the first owner first.
