@@ -142,11 +142,12 @@ class Etcd:
         lasting: bytes = b"",
         unless: bytes = b"",
         was: int = 0,
+        lasting_was: int = 0,
     ) -> int:
         """Write a record under a lease; returns its revision, or 0 if a record existed and was kept.
 
         The same value is also written under the key `lasting`, without a lease. Nothing is written, and 0 returned, if
-        the key `unless` has a value, or the record is not the one that the revision `was` wrote.
+        the key `unless` has a value, or a record is not the one that the revision `was`, or `lasting_was`, wrote.
         """
         request = pb.EtcdTxnRequest()
         request.success.add(request_put=pb.EtcdPutRequest(key=key, value=value, lease=lease))
@@ -156,6 +157,8 @@ class Etcd:
             request.compare.add(key=key, create_revision=0, target=_CREATED)
         if was:
             request.compare.add(key=key, mod_revision=was, target=_WRITTEN)
+        if lasting_was:
+            request.compare.add(key=lasting, mod_revision=lasting_was, target=_WRITTEN)
         if unless:
             request.compare.add(key=unless, create_revision=0, target=_CREATED)
         answer = await self._call("KV/Txn", request, pb.EtcdTxnResponse)

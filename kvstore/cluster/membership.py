@@ -17,6 +17,7 @@ import logging
 import math
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -82,6 +83,7 @@ class _Etcd(Protocol):
         lasting: bytes = b"",
         unless: bytes = b"",
         was: int = 0,
+        lasting_was: int = 0,
     ) -> int: ...
     async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool: ...
     def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
@@ -116,6 +118,13 @@ class Membership:
         self._is_drained = False  # and recorded so
         self._replicas: set[int] = set()  # other members', where they differ
         self.leases: set[int] = set()  # all that were ours
+        self._tenure, self._tenure_lease = 0, 0
+        self._known_at = (
+            0  # the revision of our last write of our lasting record; 0: unknown, or of another history
+        )
+        self._continued: set[int] = (
+            set()
+        )  # leases with which we joined while that record was as we had written it
         self._joined_at = 0  # the revision that had our record first
         self._found_lease = 0  # under which a record of our name stands
         self._found_record = b""  # that record
@@ -155,6 +164,14 @@ class Membership:
         return lease if lease in self.leases and not self.outside else 0
 
     @property
+    def tenure(self) -> int:
+        """The first of our leases, up to the present one, during which no deletion was acknowledged without us.
+
+        0 without a lease. `docs/cluster.md` has the argument.
+        """
+        return self._tenure if self.lease else 0
+
+    @property
     def away_ms(self) -> int:
         """For how long etcd has not answered."""
         since_ns = self._away_since_ns
@@ -180,8 +197,9 @@ class Membership:
                 raise EtcdAway(f"The node is not on the map of its cluster: {self.outside or 'not yet'}.")
             member = replace(self._member, state=state)
             key, known = self._key(member), self._known(member)
+            self._known_at = 0
             try:
-                await self._etcd.put(key, member.encoded(), self.lease, lasting=known)
+                self._known_at = await self._etcd.put(key, member.encoded(), self.lease, lasting=known)
             except EtcdAway as error:
                 raise EtcdAway(
                     f"The node remains as it was, because etcd has not confirmed the change ({error}). Repeat it when"
@@ -193,6 +211,7 @@ class Membership:
         """Record that all blocks of this node are on others: if it is lost now, no deletion waits for it."""
         if self._member is not None and not self._is_drained:
             drained = replace(self._member, state=DRAINED)
+            self._known_at = 0  # deletions don't wait for it any more
             await self._etcd.put(self._known(drained), drained.encoded(), 0)
             self._is_drained = True
 
@@ -269,14 +288,7 @@ class Membership:
                     again, self._is_drained = self._joined_at > 0, False
                     if not again and await self._was_drained(member):
                         continue
-                    revision = await self._etcd.put(
-                        self._key(member),
-                        member.encoded(),
-                        lease,
-                        only_new=again,
-                        lasting=self._known(member),
-                        unless=self._gone(member),
-                    )
+                    revision = await self._write(member, lease, again=again)
                     self._joined_at = self._joined_at or revision
                     if not revision and (await self._etcd.value(self._gone(member))).value:
                         self.outside = _GONE
@@ -289,6 +301,28 @@ class Membership:
             except EtcdAway as error:
                 await self._retry(error)
 
+    async def _write(self, member: Member, lease: int, *, again: bool) -> int:
+        """Write our record under a lease; returns the revision, 0 if it was refused.
+
+        If our lasting record is still as we last wrote it, we were on every map meanwhile, if only as absent.
+        """
+        write = partial(
+            self._etcd.put,
+            self._key(member),
+            member.encoded(),
+            lease,
+            only_new=again,
+            lasting=self._known(member),
+            unless=self._gone(member),
+        )
+        known_at, self._known_at = self._known_at, 0
+        if known_at and (revision := await write(lasting_was=known_at)):
+            self._continued.add(lease)
+        else:
+            revision = await write()
+        self._known_at = revision
+        return revision
+
     async def _correct(self) -> None:
         """Write our record again if it has another state: a call to change it failed, and etcd wrote it later."""
         async with self._writing:
@@ -296,8 +330,8 @@ class Membership:
             if member is not None and self._found_record != member.encoded():
                 key, known = self._key(member), self._known(member)
                 lease, was = self._found_lease, self._last.written[key]
-                self._is_drained = False
-                await self._etcd.put(key, member.encoded(), lease, lasting=known, was=was)
+                self._is_drained, self._known_at = False, 0
+                self._known_at = await self._etcd.put(key, member.encoded(), lease, lasting=known, was=was)
 
     async def _agree_on_lots(self) -> None:
         """Wait for the number of lots, which a history has; write it where earlier versions find it."""
@@ -372,6 +406,7 @@ class Membership:
         before, self.map = self.map, now
         self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
         self.digest = digest_of(self.map.members, self.lease_of, self.map.absent)
+        self._note_tenure()
         if (before.members, before.absent) != (self.map.members, self.map.absent):
             there, absent = (
                 ", ".join(one.node for one in some) or "none" for some in (self.map.members, self.map.absent)
@@ -381,6 +416,15 @@ class Membership:
         self._compare_replicas()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def _note_tenure(self) -> None:
+        """Note whether we are on a new map with an unbroken tenure."""
+        lease = self.lease
+        if not lease:
+            self._tenure = 0
+        elif lease != self._tenure_lease and (lease not in self._continued or not self._tenure):
+            self._tenure = lease
+        self._tenure_lease = lease
 
     def _nodes_of(self, listed: Listed) -> tuple[list[Member], list[Member]]:
         """The members of a list, and all nodes that are known to have been members."""
@@ -426,7 +470,8 @@ class Membership:
         self._has_list.set()
         if self.memory.losses > losses:
             log.error("etcd has lost data; the node goes on with what its cluster had")
-            self._joined_at = 0
+            self._joined_at = self._known_at = 0
+            self._continued.clear()
             self._unrecorded = [*self.map.members, *self.map.absent]
         return True
 

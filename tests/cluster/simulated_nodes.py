@@ -311,8 +311,8 @@ class Process:
 
     def put(self, name: Name, length: int) -> None:
         """Store a block, now."""
-        is_noted = self.upkeep.sureness._since_lease == self.membership.lease
-        self.store.put(name, length, self.membership.lease if is_noted else 0)
+        is_noted = self.upkeep.sureness._since_tenure == self.membership.tenure
+        self.store.put(name, length, self.membership.tenure if is_noted else 0)
 
     async def delete(self, name: Name) -> tuple[int, str]:
         """Delete a block; returns the digest of the node's map, and its name."""
@@ -324,8 +324,8 @@ class Process:
         return digest, self.member.name
 
     def is_sure(self, name: Name) -> bool:
-        """Whether the block arrived here under the present lease: then no deletion can have been missed."""
-        return bool(self.membership.lease) and self.store.leases.get(name) == self.membership.lease
+        """Whether the block arrived here in the present tenure: then no deletion can have been missed."""
+        return bool(self.membership.tenure) and self.store.leases.get(name) == self.membership.tenure
 
 
 async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
