@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 8a887f57cd6ed79e53dc4c492e827416
+# Generated from proto sources with BLAKE2b 4229653ce60cf2e2b80cb69e26ba7dec
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
