@@ -118,7 +118,7 @@ class Membership:
         self._is_drained = False  # and recorded so
         self._replicas: set[int] = set()  # other members', where they differ
         self.leases: set[int] = set()  # all that were ours
-        self._tenure, self._tenure_lease = 0, 0
+        self._tenure, self._tenure_lease, self._is_tenure_over = 0, 0, True
         self._known_at = (
             0  # the revision of our last write of our lasting record; 0: unknown, or of another history
         )
@@ -165,9 +165,9 @@ class Membership:
 
     @property
     def tenure(self) -> int:
-        """The first of our leases, up to the present one, during which no deletion was acknowledged without us.
+        """The number of our present tenure, during which no deletion was acknowledged without us; 0 without a lease.
 
-        0 without a lease. `docs/cluster.md` has the argument.
+        `docs/cluster.md` has the argument.
         """
         return self._tenure if self.lease else 0
 
@@ -211,7 +211,6 @@ class Membership:
         """Record that all blocks of this node are on others: if it is lost now, no deletion waits for it."""
         if self._member is not None and not self._is_drained:
             drained = replace(self._member, state=DRAINED)
-            self._known_at = 0  # deletions don't wait for it any more
             await self._etcd.put(self._known(drained), drained.encoded(), 0)
             self._is_drained = True
 
@@ -319,6 +318,7 @@ class Membership:
         if known_at and (revision := await write(lasting_was=known_at)):
             self._continued.add(lease)
         else:
+            self._is_tenure_over = True
             revision = await write()
         self._known_at = revision
         return revision
@@ -420,11 +420,9 @@ class Membership:
     def _note_tenure(self) -> None:
         """Note whether we are on a new map with an unbroken tenure."""
         lease = self.lease
-        if not lease:
-            self._tenure = 0
-        elif lease != self._tenure_lease and (lease not in self._continued or not self._tenure):
-            self._tenure = lease
-        self._tenure_lease = lease
+        if lease and (self._is_tenure_over or (lease != self._tenure_lease and lease not in self._continued)):
+            self._tenure += 1
+        self._tenure_lease, self._is_tenure_over = lease, not lease
 
     def _nodes_of(self, listed: Listed) -> tuple[list[Member], list[Member]]:
         """The members of a list, and all nodes that are known to have been members."""
@@ -470,7 +468,8 @@ class Membership:
         self._has_list.set()
         if self.memory.losses > losses:
             log.error("etcd has lost data; the node goes on with what its cluster had")
-            self._joined_at = self._known_at = 0
+            self._joined_at = 0
+            self._known_at = 0
             self._continued.clear()
             self._unrecorded = [*self.map.members, *self.map.absent]
         return True

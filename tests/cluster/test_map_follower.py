@@ -190,13 +190,16 @@ def test_an_address_without_the_service_is_logged_once_and_others_are_followed(
         proxy = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         stack.callback(lambda: server.stop(None).wait())
-        last = Teller(stack, "127.0.0.9")
-        found = World(stack).follow(WAIT_MS, (proxy, last.node))
+        last, later = Teller(stack, "127.0.0.8"), Teller(stack, "127.0.0.9")
+        found = World(stack).follow(WAIT_MS, (proxy, last.node, later.node))
         wait_until(lambda: proxy in caplog.text, "asked", WAIT_S)
         last.tell(told(7, last.node, proxy))
         wait_until(lambda: found.map.revision == 7, "the other is followed", WAIT_S)
         last.tell(told(8, "a:1"))
         wait_until(lambda: homes(found) == ["a:1"], "and still is", WAIT_S)
+        later.tell(told(9, "b:1"))
+        last.end()
+        wait_until(lambda: homes(found) == ["b:1"], "and another after it", WAIT_S)
         alone = World(stack).follow(WAIT_MS, (proxy,))
         alone._thread.join(WAIT_S)
         assert not alone._thread.is_alive(), "it is a node of an earlier version"

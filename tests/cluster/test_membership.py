@@ -526,44 +526,6 @@ def test_a_node_that_was_drained_and_then_lost_is_not_waited_for_and_does_not_co
     run(history())
 
 
-@pytest.mark.parametrize(
-    ("meanwhile", "is_kept"),
-    [("nothing", True), ("removed", False), ("drained", False), ("replaced", False), ("lost", False)],
-)
-def test_a_tenure_goes_on_if_every_map_had_the_node(meanwhile: str, *, is_kept: bool) -> None:
-    """All leases end at once, as after a pause of etcd; maybe the node was on no map for a moment."""
-
-    async def history() -> None:
-        etcd, rng = FakeEtcd(), random.Random(1)
-        leases = asyncio.create_task(etcd.run())
-        one, other = (Process(etcd, rng, name, port) for port, name in enumerate("ab", 1))
-        await asyncio.sleep(2)
-        membership, known = one.membership, b"/triggerkv/test/known/a"
-        tenure, lease = membership.tenure, membership.lease
-        assert tenure == lease > 0
-        one.way.is_away = True  # until all has happened
-        if meanwhile == "drained":
-            one.way.is_away = False
-            await membership.note_drained()
-            one.way.is_away = True
-        await etcd.drop(list(etcd.leases))
-        if meanwhile == "removed":
-            del etcd.values[known], etcd.written[known]
-        if meanwhile in {"replaced", "removed"}:
-            await etcd.put(known, one.member.encoded(), 0, only_new=False, lasting=b"")
-        if meanwhile == "lost":
-            await etcd.restore()
-        one.way.is_away = False
-        await asyncio.sleep(SETTLED_S)
-        assert other.told.names == {"a", "b"}
-        assert membership.lease not in {0, lease}
-        assert (membership.tenure == tenure) == is_kept
-        assert is_kept or membership.tenure == membership.lease
-        leases.cancel()
-
-    run(history())
-
-
 @pytest.mark.parametrize("is_written", [False, True])
 def test_a_drain_that_etcd_has_not_confirmed_takes_no_effect(*, is_written: bool) -> None:
     """Etcd writes the state and its answer is lost, or it does not even write it; then the node's lease ends."""
