@@ -315,13 +315,15 @@ class Membership:
             unless=self._gone(member),
         )
         known_at, self._known_at = self._known_at, 0
-        if known_at and (revision := await write(lasting_was=known_at)):
-            self._continued.add(lease)
-        else:
-            self._is_tenure_over = True
-            revision = await write()
-        self._known_at = revision
-        return revision
+        if known_at:
+            self._continued.add(lease)  # now: our record may be listed before the answer is here
+            if revision := await write(lasting_was=known_at):
+                self._known_at = revision
+                return revision
+        self._continued.discard(lease)
+        self._is_tenure_over = True
+        self._known_at = await write()
+        return self._known_at
 
     async def _correct(self) -> None:
         """Write our record again if it has another state: a call to change it failed, and etcd wrote it later."""

@@ -38,6 +38,7 @@ def test_a_tenure_goes_on_if_every_map_had_the_node(meanwhile: str, *, is_kept: 
         if meanwhile in {"replaced", "removed"}:
             await etcd.put(known, one.member.encoded(), 0, only_new=False, lasting=b"")
         if meanwhile == "lost":
+            await asyncio.sleep(10)  # the other joins again, which the backup doesn't have
             await etcd.restore(backup)
             await etcd.drop(list(etcd.leases))
             await asyncio.sleep(10)
