@@ -59,6 +59,7 @@ __all__ = [
 ]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
+_OTHERS = 0o007  # permissions of users other than the owner and the group
 _WILDCARDS = ("::", "0.0.0.0")  # noqa: S104 - for comparison
 _OF_ETCD = {"_cert": "certificate"}
 _COLLECTOR = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
@@ -85,6 +86,11 @@ class UpkeepConfig(NamedTuple):
     replicas: int  # for tenants whose section sets none
     secret_path: Path | None = None
     nodes_ca: Path | None = None  # the CA of the nodes' certificates
+
+    @property
+    def is_secret_open(self) -> bool:
+        """Whether users other than its owner and group can read or write the file with the secret."""
+        return self.secret_path is not None and bool(self.secret_path.stat().st_mode & _OTHERS)
 
     @property
     def secret(self) -> str | None:

@@ -164,6 +164,8 @@ UPKEEP_WAITED_BLOCKS_MAX = 4096  # that a node expects, from all others
 UPKEEP_WAITED_MS = 60_000  # for which it expects one
 UPKEEP_FREE_SHARE = 32  # one part in this many of a node's drives is not filled with copies
 UPKEEP_SECRET_BYTES_MIN = 32  # of a cluster's secret
+FOLLOW_NEXT_MS = 300  # without a node's answer, after which the next one is asked for the map as well
+FOLLOW_AT_ONCE = 16  # nodes that one client asks for the map at the same time
 FOLLOW_RETRY_MS = 500  # before a client asks its nodes for the map again, if none has answered
 ETCD_CALL_MS = 2_000
 # Twice etcd's least (--grpc-keepalive-min-time): it closes a connection over which three pings came earlier.

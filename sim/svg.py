@@ -36,7 +36,8 @@ def si(value: float, unit: str = "") -> str:
     """A number in at most four characters and a prefix: 1.5 M, 20 k, 300 m."""
     if value == 0:
         return f"0 {unit}".strip()
-    power = min(5, max(-4, math.floor(math.log10(abs(value)) / 3 + 1e-9)))
+    rounded = abs(float(f"{value:.3g}"))  # 999.9 is 1 k
+    power = min(5, max(-4, math.floor(math.log10(rounded) / 3 + 1e-9)))
     prefix = {-4: "p", -3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}[power]
     return f"{value / 1000.0**power:.3g} {prefix}{unit}".strip()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.cli import main
-from kvstore.config import NodeConfig, shown_apart
+from kvstore.config import NodeConfig, UpkeepConfig, shown_apart
 from kvstore.durability import Durability
 from kvstore.errors import ConfigError, NotAuthenticated
 from kvstore.names import block_key
@@ -355,3 +355,13 @@ def test_a_node_that_is_told_no_tenants_any_more_keeps_them(tmp_path: Path) -> N
         _say(node, file, 'tenants = "tenants.toml"\n', "1 tenants")
         with small_client(node.target, token="acme-2") as client:
             assert client.put_inline(KEY, b"x") is Durability.WRITTEN
+
+
+@pytest.mark.parametrize(("mode", "is_open"), [(0o600, False), (0o640, False), (0o644, True), (0o602, True)])
+def test_a_secret_that_any_user_can_read_or_write_is_noticed(
+    tmp_path: Path, mode: int, *, is_open: bool
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text("s" * 32)
+    path.chmod(mode)
+    assert UpkeepConfig(2, path).is_secret_open == is_open

@@ -15,7 +15,8 @@ What always holds: for each block what `Client` promises, with one deadline for 
 succeeds only if both owners have the block; with `acks="any"`, if one has. If an owner lacks a block, or doesn't send
 it in its share of the time, the next node in that order is asked, up to one more than there are replicas. So no block
 is missed while one member is away, or has just come back or joined. A deletion goes to all members, and fails unless
-each has answered. A node that stops answering costs one short wait in all (`kvstore.client.silent_nodes`).
+each has answered. A node that stops answering costs one short wait in all (`kvstore.client.silent_nodes`). A change of
+the map during a call is no error: blocks for a node that has left go to their new owners; a get from it is a miss.
 A block that an owner lacked and another node had is put back to it in the background (`kvstore.client.repairs`).
 What it doesn't do: copy blocks that nobody reads. Nodes do, if configured to (`kvstore.node.upkeep`).
 """
@@ -59,7 +60,7 @@ from nic_offload.errors import shown
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from typing_extensions import Buffer
 
@@ -114,9 +115,10 @@ class ClusterClient(Handle):
             raise InvalidArgument(f'`acks` is "all" or "any", not {shown(acks)}.')
         self.nodes = Nodes(nodes, **of_clients)
         self._replicas, self._copies = replicas, replicas if acks == "all" else 1
-        self._repairs = Repairs(self.nodes.at)
+        self._repairs = Repairs(self.nodes._called)  # noqa: SLF001 - of this package
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
+        self._is_there = self.nodes._has  # noqa: SLF001 - of this package
         self._removals = Removals(self.nodes, self._each, self._closing, _CLOCK)
         self._silent = SilentNodes(self.nodes.reach.at, self.nodes._drop)  # noqa: SLF001 - of this package
 
@@ -129,18 +131,18 @@ class ClusterClient(Handle):
         ...     block = ClusterBlock(key, everywhere, offset=0, length=8192)
         """
         everywhere = self.nodes.register(memory)
-        everywhere.at(self.nodes.first())
+        everywhere.at(self.nodes._main())  # noqa: SLF001 - of this package
         return everywhere
 
     @property
     def transport(self) -> str:
         """As `Client.transport`."""
-        return self.nodes.first().transport
+        return self.nodes._main().transport  # noqa: SLF001 - of this package
 
     @property
     def fabric(self) -> Fabric:
-        """As `Client.fabric`, of the first node that was named; each node's client has its own of the same kind."""
-        return self.nodes.first().fabric
+        """As `Client.fabric`, of a node that answered; each node's client has its own of the same kind."""
+        return self.nodes._main().fabric  # noqa: SLF001 - of this package
 
     def owners(self, key: bytes) -> list[str]:
         """The nodes that store a block, as the map has them now, the first owner first.
@@ -172,10 +174,16 @@ class ClusterClient(Handle):
         timeout_s = self._get_s(timeout_s)
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
         until_s = now_s() + timeout_s
+        revision = self.nodes.map.revision
         arm = partial(self.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
         puts = arm(blocks, expires_unix_ms=expires_unix_ms)
         results = puts.wait(seconds_until(until_s))
         puts.abandon()
+        again = [at for at, one in enumerate(results) if isinstance(one.error, NodeUnavailable)]
+        if again and self.nodes.map.revision != revision and (left_s := seconds_until(until_s)):
+            put = partial(self.put, durability=durability, expires_unix_ms=expires_unix_ms, timeout_s=left_s)
+            for at, result in zip(again, put([blocks[at] for at in again]), strict=True):
+                results[at] = result
         return results
 
     def arm(
@@ -195,7 +203,6 @@ class ClusterClient(Handle):
         ['WRITTEN']
         """
         keys = keys_of(blocks)
-        parts = self._owned(keys)
         attach_s = min(self._call_s(timeout_s), CLUSTER_FIRST_TRY_MS / 1000)
 
         def arm(client: Client, some: list[int]) -> ArmedPuts:
@@ -208,9 +215,8 @@ class ClusterClient(Handle):
                 timeout_s=attach_s,
             )
 
-        armed = self._each(parts, arm, lambda puts: puts.abandon())
-        each = [(node, parts[node], one) for node, one in armed.items()]
-        return ClusterPuts(keys, each, self._copies, self._silent)
+        armed = self._of_owners(keys, arm, lambda puts: puts.abandon())
+        return ClusterPuts(keys, armed, self._copies, self._silent)
 
     def get(self, blocks: Sequence[ClusterBlock], *, timeout_s: float | None = None) -> list[Hit | Miss]:
         """As `Client.get`, of the first owner that has it.
@@ -283,21 +289,25 @@ class ClusterClient(Handle):
         """
         given = list(checked_puts(blocks))
         keys = [key for key, _ in given]
-        parts = self._owned(keys)
+        until_s = None if timeout_s is None else now_s() + timeout_s
 
         def put(client: Client, some: list[int]) -> list[PutResult]:
-            return client.put_many_inline(
+            results = client.put_many_inline(
                 (given[at] for at in some),
                 durability=durability,
                 expires_unix_ms=expires_unix_ms,
                 domain=domain,
-                timeout_s=timeout_s,
+                timeout_s=None if until_s is None else max(0.001, seconds_until(until_s)),
             )
+            for one in results:
+                if isinstance(one.error, NodeUnavailable) and not self._is_there(client.target):
+                    raise one.error  # the new owners get all of them
+            return results
 
         told: list[list[PutResult]] = [[] for _ in keys]
-        for node, answer in self._each(parts, put).items():
+        for node, some, answer in self._of_owners(keys, put):
             results, broken = ([], answer) if isinstance(answer, KvError) else (answer, _broke(node))
-            for at, result in zip_longest(parts[node], results):
+            for at, result in zip_longest(some, results):
                 told[at].append(result or PutResult(keys[at], None, broken))
         return [merged(key, some, self._copies) for key, some in zip(keys, told, strict=True)]
 
@@ -399,19 +409,18 @@ class ClusterClient(Handle):
         ...     pin.pinned
         [True]
         """
-        parts = self._owned(keys)
-        answers = self._each(
-            parts, lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms)
+        answers = self._of_owners(
+            keys, lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms)
         )
         pins: list[Pin] = []
         pinned = [False] * len(keys)
         failed: KvError | None = None
-        for node, answer in answers.items():
+        for _, some, answer in answers:
             if isinstance(answer, KvError):
                 failed = answer
                 continue
             pins.append(answer)
-            for at, is_pinned in zip(parts[node], answer.pinned, strict=True):
+            for at, is_pinned in zip(some, answer.pinned, strict=True):
                 pinned[at] |= is_pinned
         if failed is not None and not pins:
             raise failed
@@ -436,14 +445,43 @@ class ClusterClient(Handle):
     def _call_s(self, timeout_s: float | None) -> float:
         return self.nodes.reach.call_timeout_s if timeout_s is None else timeout_s
 
-    def _owned(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
-        """Which of these keys each node owns, at any rank."""
-        now = self.nodes.map
+    def _owned(
+        self, keys: Sequence[bytes], some: Iterable[int], called: Container[tuple[str, int]] = ()
+    ) -> dict[str, list[int]]:
+        """Which of the keys at these places each node owns, at any rank, and was not called for."""
+        now, wanted = self.nodes.map, list(some)
         parts: dict[str, list[int]] = defaultdict(list)
         for rank in range(self._replicas):
-            for node, some in self._split(now, keys, range(len(keys)), rank).items():
-                parts[node] += some
-        return parts
+            for node, own in self._split(now, keys, wanted, rank).items():
+                parts[node] += [at for at in own if (node, at) not in called]
+        return {node: own for node, own in parts.items() if own}
+
+    def _of_owners(
+        self,
+        keys: Sequence[bytes],
+        call: Callable[[Client, list[int]], R],
+        undo: Callable[[R], object] | None = None,
+    ) -> list[tuple[str, list[int], R | KvError]]:
+        """Call each key's owners, as `_each`; the keys of a node that has left the map go to their new owners."""
+        parts, answers = self._owned(keys, range(len(keys))), list[tuple[str, list[int], R | KvError]]()
+        called = {(node, at) for node, some in parts.items() for at in some}
+        while parts:
+            left = set[int]()
+            try:
+                told = self._each(parts, call, undo)
+            except UsageError:
+                for _, _, answer in answers:
+                    if undo is not None and not isinstance(answer, KvError):
+                        undo(answer)
+                raise
+            for node, answer in told.items():
+                if isinstance(answer, NodeUnavailable) and not self._is_there(node):
+                    left.update(parts[node])
+                else:
+                    answers.append((node, parts[node], answer))
+            parts = self._owned(keys, sorted(left), called)
+            called |= {(node, at) for node, some in parts.items() for at in some}
+        return answers
 
     def _split(self, now: Map, keys: Sequence[bytes], some: Iterable[int], rank: int) -> dict[str, list[int]]:
         """Which of these keys each node owns at this rank; a small map may have no such owner."""
@@ -533,7 +571,7 @@ class ClusterClient(Handle):
             try:
                 self._silent.check(node)
                 with self._silent.waiting((node,)):
-                    return call(self.nodes.at(node), parts[node])
+                    return call(self.nodes._called(node), parts[node])  # noqa: SLF001 - of this package
             except (NodeUnavailable, DeadlineExceeded) as error:
                 if error.was_tried:
                     self._silent.suspect(node)

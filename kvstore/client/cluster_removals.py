@@ -72,9 +72,13 @@ class Removals:
 
         while True:
             now = self._nodes.map
-            answers, digests = self._asked(now, ask)
+            answers, digests, failure = self._asked(now, ask)
             for answer in answers:
                 found = [had or has for had, has in zip(found, answer.found, strict=True)]
+            if failure is not None:
+                self._go_on_without(now, failure, until_s)
+                asked = 0
+                continue
             if digests <= {0} or (asked == now.digest and digests == {now.digest}):
                 return found
             self._go_on(until_s, "blocks were deleted", wait=asked == now.digest)
@@ -86,10 +90,13 @@ class Removals:
         erasures: list[Erasure] = []
         while True:
             now, began_s = self._nodes.map, self._now_s()
-            answers, digests = self._asked(
+            answers, digests, failure = self._asked(
                 now, lambda client: ask(client, max(0.001, until_s - self._now_s()))
             )
             erasures += [answer.erasure for answer in answers]
+            if failure is not None:
+                self._go_on_without(now, failure, until_s)
+                continue
             in_time = self._now_s() - began_s <= ERASE_ROUND_MS / 1000
             if digests <= {0} or (digests == {now.digest} and in_time):
                 return erasures
@@ -103,25 +110,35 @@ class Removals:
         if wait:
             self._closing.wait(_MAP_S)
 
-    def _asked(self, now: Map, ask: Callable[[Client], A]) -> tuple[list[A], set[int]]:
-        """Ask all nodes of a map; what they answer, and by which maps its members went."""
+    def _go_on_without(self, now: Map, failure: KvError, until_s: float) -> None:
+        """Raise the error of a node, unless the map has changed since: perhaps the node has left it."""
+        if not isinstance(failure, NodeUnavailable) or self._now_s() >= until_s:
+            raise failure
+        if self._nodes.map.revision == now.revision:
+            self._closing.wait(_MAP_S)  # the map may be a moment later than the end of the node
+        if self._nodes.map.revision == now.revision or self._closing.is_set():
+            raise failure
+
+    def _asked(self, now: Map, ask: Callable[[Client], A]) -> tuple[list[A], set[int], KvError | None]:
+        """Ask all nodes of a map; their answers, the maps that its members used, and an error of a node."""
         everywhere = {one.node: [0] for one in (*now.members, *now.absent)}
         answers: Mapping[str, A | KvError] = self._each(everywhere, lambda client, _: ask(client))
-        digests = set[int]()
+        digests, failure = set[int](), None
         for one in now.members:
             answer = answers[one.node]
             if isinstance(answer, KvError):
-                raise answer
+                failure = failure or answer
+                continue
             digests |= answer.digests
         for one in now.absent:
             answer = answers[one.node]
             if isinstance(answer, KvError) or answer.nodes - {one.name}:
-                raise NodeUnavailable(
+                failure = failure or NodeUnavailable(
                     f"{one.node} ({one.name}) is absent from the cluster and has not answered: what it has would come"
                     " back with it. Repeat the call when it is there, or, if it never will be, after `kvstore cluster"
                     f" forget {one.name}`."
                 )
-        return [answer for answer in answers.values() if not isinstance(answer, KvError)], digests
+        return [one for one in answers.values() if not isinstance(one, KvError)], digests, failure
 
     def _now_s(self) -> float:
         return self._clock.monotonic_ns() / 1e9

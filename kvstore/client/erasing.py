@@ -38,6 +38,7 @@ class Erasure:
     sessions: int
     keys: int  # destroyed; what was in the clear, or had another key, was overwritten: `how` in the receipt
     receipt: str  # one line of JSON, as it stands in the node's audit log
+    node: str = ""  # its address
 
 
 class Erased(NamedTuple):
@@ -59,20 +60,20 @@ class ErasingCalls:
     ) -> None:
         self._stub = erasing_pb2_grpc.ErasingStub(channel)  # type: ignore[no-untyped-call]
         self._calling = calling
-        self._tenant = reach.tenant
+        self._tenant, self._node = reach.tenant, reach.node
 
     def user(self, user: str, timeout_s: float) -> Erased:
         """As `Client.erase_user`."""
         check_name("A user", user)
         request = pb.EraseUserRequest(tenant=self._tenant, user=user)
         with self._until_its_end("Erasing a user"):
-            return _erased(self._stub.EraseUser(request, timeout=timeout_s).erased)
+            return _erased(self._node, self._stub.EraseUser(request, timeout=timeout_s).erased)
 
     def tenant(self, timeout_s: float) -> Erased:
         """As `Client.erase_tenant`."""
         request = pb.EraseTenantRequest(tenant=self._tenant)
         with self._until_its_end("Erasing a tenant"):
-            return _erased(self._stub.EraseTenant(request, timeout=timeout_s).erased)
+            return _erased(self._node, self._stub.EraseTenant(request, timeout=timeout_s).erased)
 
     @contextmanager
     def _until_its_end(self, doing: str) -> Iterator[None]:
@@ -86,8 +87,8 @@ class ErasingCalls:
             ) from error
 
 
-def _erased(answer: pb.Erased) -> Erased:
+def _erased(node: str, answer: pb.Erased) -> Erased:
     erasure = Erasure(
-        answer.at_unix_ms, answer.blocks, answer.bytes, answer.sessions, answer.keys, answer.receipt
+        answer.at_unix_ms, answer.blocks, answer.bytes, answer.sessions, answer.keys, answer.receipt, node
     )
     return Erased(erasure, {answer.members_digest}, {answer.node})

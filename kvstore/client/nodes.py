@@ -30,7 +30,7 @@ from kvstore.client.map_follower import Following
 from kvstore.client.sessions import AnyHome, Session
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member
-from kvstore.errors import Closed, ConfigError, RegionBusy
+from kvstore.errors import Closed, ConfigError, NodeUnavailable, RegionBusy
 from kvstore.limits import CLUSTER_LEFT_MS
 from kvstore.reach import Reach
 from nic_offload.errors import shown
@@ -83,7 +83,7 @@ class Nodes(Handle):
                 raise ConfigError(f"{shown(target)} has a weight but is not one of the nodes.")
         given = Map.of(0, (Member(one, one, weight_of.get(one, 1)) for one in self.reach.nodes))
         self._following = Following(self.reach, given)
-        self._seen = given
+        self._seen, self._main_node = given, ""
         self._of_clients = of_clients
         self._lock = threading.Lock()
         self._clients: dict[str, Client] = {}
@@ -103,7 +103,7 @@ class Nodes(Handle):
         members, now_s = {one.node for one in now.members}, _CLOCK.monotonic_ns() / 1e9
         with self._lock:
             self._seen = now
-            there = self._clients.keys() - members - {self.reach.nodes[0]}
+            there = self._clients.keys() - members - {self.reach.nodes[0], self._main_node}
             self._left_s = {one: self._left_s.get(one, now_s) for one in there}
             late = [one for one, left_s in self._left_s.items() if now_s - left_s > CLUSTER_LEFT_MS / 1000]
             gone = [self._clients.pop(one) for one in late]
@@ -146,6 +146,19 @@ class Nodes(Handle):
             raise ConfigError(f"{target!r} is not one of the nodes {', '.join(nodes)}.")
         return self._client(target)
 
+    def _has(self, target: str) -> bool:
+        """Whether this is the address of a node on the newest map, a member or one that is absent."""
+        now = self.map
+        return any(one.node == target for one in (*now.members, *now.absent))
+
+    def _called(self, target: str) -> Client:
+        """The client of a node of a map that may have changed since; NodeUnavailable if the node has left it."""
+        if not self._has(target):
+            refusal = NodeUnavailable(f"{target} has left the cluster.")
+            refusal.was_tried = False
+            raise refusal
+        return self._client(target)
+
     def _drop(self, target: str) -> None:
         """Close the client of a node: its calls end. The next call opens another."""
         with self._lock:
@@ -160,6 +173,14 @@ class Nodes(Handle):
         True
         """
         return self._client(self.reach.nodes[0])
+
+    def _main(self) -> Client:
+        """The client of a node that has answered, always the same; of the first configured one if none has."""
+        if not self._main_node:
+            _ = self.map  # waits for an answer
+            with self._lock:
+                self._main_node = self._main_node or self._following.node or self.reach.nodes[0]
+        return self._client(self._main_node)
 
     def _client(self, target: str) -> Client:
         with self._lock:

@@ -141,11 +141,13 @@ class Etcd:
         only_new: bool = False,
         lasting: bytes = b"",
         unless: bytes = b"",
+        was: int = 0,
+        lasting_was: int = 0,
     ) -> int:
         """Write a record under a lease; returns its revision, or 0 if a record existed and was kept.
 
         The same value is also written under the key `lasting`, without a lease. Nothing is written, and 0 returned, if
-        the key `unless` has a value.
+        the key `unless` has a value, or a record is not the one that the revision `was`, or `lasting_was`, wrote.
         """
         request = pb.EtcdTxnRequest()
         request.success.add(request_put=pb.EtcdPutRequest(key=key, value=value, lease=lease))
@@ -153,6 +155,10 @@ class Etcd:
             request.success.add(request_put=pb.EtcdPutRequest(key=lasting, value=value))
         if only_new:
             request.compare.add(key=key, create_revision=0, target=_CREATED)
+        if was:
+            request.compare.add(key=key, mod_revision=was, target=_WRITTEN)
+        if lasting_was:
+            request.compare.add(key=lasting, mod_revision=lasting_was, target=_WRITTEN)
         if unless:
             request.compare.add(key=unless, create_revision=0, target=_CREATED)
         answer = await self._call("KV/Txn", request, pb.EtcdTxnResponse)
@@ -306,7 +312,9 @@ class Etcd:
         except asyncio.CancelledError as error:
             if task is None or task.cancelling():
                 raise
-            raise self._failed(channel, "another call to it failed") from error  # and closed the channel
+            raise self._failed(
+                channel, "its connection was closed because another call had no answer"
+            ) from error
 
     def _failed(self, channel: grpc.aio.Channel, why: str) -> EtcdAway:
         """Switch to the next endpoint, with a new token, unless another call already has."""

@@ -17,6 +17,7 @@ import logging
 import math
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -81,6 +82,8 @@ class _Etcd(Protocol):
         only_new: bool = False,
         lasting: bytes = b"",
         unless: bytes = b"",
+        was: int = 0,
+        lasting_was: int = 0,
     ) -> int: ...
     async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool: ...
     def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
@@ -113,12 +116,19 @@ class Membership:
         self._away_since_ns: int | None = None
         self._lease = 0
         self._is_drained = False  # and recorded so
-        self._writing = asyncio.Lock()  # our records, one after the other
-        self.state: str | None = None  # in our record, as etcd confirmed it; None: unknown
         self._replicas: set[int] = set()  # other members', where they differ
         self.leases: set[int] = set()  # all that were ours
+        self._tenure, self._tenure_lease, self._is_tenure_over = 0, 0, True
+        self._known_at = (
+            0  # the revision of our last write of our lasting record; 0: unknown, or of another history
+        )
+        self._continued: set[int] = (
+            set()
+        )  # leases with which we joined while that record was as we had written it
         self._joined_at = 0  # the revision that had our record first
         self._found_lease = 0  # under which a record of our name stands
+        self._found_record = b""  # that record
+        self._writing = asyncio.Lock()  # our records, one after the other
         self._held_until_s = 0.0  # members are missing that may be back in a moment: the map stays until then
         self._is_holding = False  # what was listed last is not on the map for it
         self._missed_s = -math.inf  # when one was taken off the map last
@@ -131,6 +141,11 @@ class Membership:
     def name(self) -> str:
         """Our own name, "" before it is known."""
         return "" if self._member is None else self._member.name
+
+    @property
+    def state(self) -> str:
+        """Our state, as etcd confirmed it last."""
+        return "" if self._member is None else self._member.state
 
     @property
     def told_digest(self) -> int:
@@ -149,6 +164,14 @@ class Membership:
         return lease if lease in self.leases and not self.outside else 0
 
     @property
+    def tenure(self) -> int:
+        """The number of our present tenure, during which no deletion was acknowledged without us; 0 without a lease.
+
+        `docs/cluster.md` has the argument.
+        """
+        return self._tenure if self.lease else 0
+
+    @property
     def away_ms(self) -> int:
         """For how long etcd has not answered."""
         since_ns = self._away_since_ns
@@ -165,14 +188,24 @@ class Membership:
         self._tasks.append(asyncio.create_task(self._stay(member)))
 
     async def say(self, state: str) -> None:
-        """Change our state on the map; EtcdAway if etcd did not confirm it."""
+        """Change our state on the map; EtcdAway, and the state remains, if etcd did not confirm it.
+
+        etcd may have written it all the same: then `_stay` writes the former state again.
+        """
         async with self._writing:
             if self._member is None or not self.lease:
-                raise EtcdAway("The node is not on the map of its cluster.")
-            self._member = member = replace(self._member, state=state)
-            self.state, self._is_drained = None, False
-            await self._etcd.put(self._key(member), member.encoded(), self.lease, lasting=self._known(member))
-            self.state = state
+                raise EtcdAway(f"The node is not on the map of its cluster: {self.outside or 'not yet'}.")
+            member = replace(self._member, state=state)
+            key, known = self._key(member), self._known(member)
+            self._known_at = 0
+            try:
+                self._known_at = await self._etcd.put(key, member.encoded(), self.lease, lasting=known)
+            except EtcdAway as error:
+                raise EtcdAway(
+                    f"The node remains as it was, because etcd has not confirmed the change ({error}). Repeat it when"
+                    " `kvstore cluster status` no longer reports that etcd does not answer."
+                ) from error
+            self._member, self._is_drained = member, False
 
     async def note_drained(self) -> None:
         """Record that all blocks of this node are on others: if it is lost now, no deletion waits for it."""
@@ -180,6 +213,7 @@ class Membership:
             if self._member is None or self._is_drained or self.state != DRAINING:
                 return  # or the drain has been cancelled, and the map doesn't have it yet
             drained = replace(self._member, state=DRAINED)
+            self._known_at = 0  # deletions don't wait for it any more
             await self._etcd.put(self._known(drained), drained.encoded(), 0)
             self._is_drained = True
 
@@ -258,24 +292,53 @@ class Membership:
                     async with self._writing:
                         member = self._member or member  # it may be in another state by now
                         self._is_drained = False
-                        revision = await self._etcd.put(
-                            self._key(member),
-                            member.encoded(),
-                            lease,
-                            only_new=again,
-                            lasting=self._known(member),
-                            unless=self._gone(member),
-                        )
-                        self.state = member.state if revision else self.state
+                        revision = await self._write(member, lease, again=again)
                     self._joined_at = self._joined_at or revision
                     if not revision and (await self._etcd.value(self._gone(member))).value:
                         self.outside = _GONE
                         log.error("the node is no member of its cluster: %s", _GONE)
+                else:
+                    await self._correct()
                 self._answered()
                 wait_ms = CLUSTER_KEEP_MS if self._found_lease == lease else CLUSTER_RETRY_MS
                 await asyncio.sleep(wait_ms / 1000)
             except EtcdAway as error:
                 await self._retry(error)
+
+    async def _write(self, member: Member, lease: int, *, again: bool) -> int:
+        """Write our record under a lease; returns the revision, 0 if it was refused.
+
+        If our lasting record is still as we last wrote it, we were on every map meanwhile, if only as absent.
+        """
+        write = partial(
+            self._etcd.put,
+            self._key(member),
+            member.encoded(),
+            lease,
+            only_new=again,
+            lasting=self._known(member),
+            unless=self._gone(member),
+        )
+        known_at, self._known_at = self._known_at, 0
+        if known_at:
+            self._continued.add(lease)  # now: our record may be listed before the answer is here
+            if revision := await write(lasting_was=known_at):
+                self._known_at = revision
+                return revision
+        self._continued.discard(lease)
+        self._is_tenure_over = True
+        self._known_at = await write()
+        return self._known_at
+
+    async def _correct(self) -> None:
+        """Write our record again if it has another state: a call to change it failed, and etcd wrote it later."""
+        async with self._writing:
+            member = self._member
+            if member is not None and self._found_record != member.encoded():
+                key, known = self._key(member), self._known(member)
+                lease, was = self._found_lease, self._last.written[key]
+                self._is_drained, self._known_at = False, 0
+                self._known_at = await self._etcd.put(key, member.encoded(), lease, lasting=known, was=was)
 
     async def _agree_on_lots(self) -> None:
         """Wait for the number of lots, which a history has; write it where earlier versions find it."""
@@ -350,6 +413,7 @@ class Membership:
         before, self.map = self.map, now
         self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
         self.digest = digest_of(self.map.members, self.lease_of, self.map.absent)
+        self._note_tenure()
         if (before.members, before.absent) != (self.map.members, self.map.absent):
             there, absent = (
                 ", ".join(one.node for one in some) or "none" for some in (self.map.members, self.map.absent)
@@ -359,6 +423,13 @@ class Membership:
         self._compare_replicas()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def _note_tenure(self) -> None:
+        """Note whether we are on a new map with an unbroken tenure."""
+        lease = self.lease
+        if lease and (self._is_tenure_over or (lease != self._tenure_lease and lease not in self._continued)):
+            self._tenure += 1
+        self._tenure_lease, self._is_tenure_over = lease, not lease
 
     def _nodes_of(self, listed: Listed) -> tuple[list[Member], list[Member]]:
         """The members of a list, and all nodes that are known to have been members."""
@@ -405,6 +476,8 @@ class Membership:
         if self.memory.losses > losses:
             log.error("etcd has lost data; the node goes on with what its cluster had")
             self._joined_at = 0
+            self._known_at = 0
+            self._continued.clear()
             self._unrecorded = [*self.map.members, *self.map.absent]
         return True
 
@@ -440,7 +513,7 @@ class Membership:
 
     def _look_for_ourselves(self, member: Member, listed: Listed) -> None:
         """Check whether our record is there, or that of another process that came after ours."""
-        _, lease = listed.values.get(self._key(member), (b"", 0))
+        self._found_record, lease = listed.values.get(self._key(member), (b"", 0))
         self._found_lease = lease
         if lease in self.leases:
             self.outside = ""

@@ -169,7 +169,7 @@ def _erase(arguments: argparse.Namespace) -> int:
         print(
             one.receipt
             if arguments.json
-            else f"erased {counted(one.sessions, 'session')} and {counted(one.blocks, 'block')}"
+            else f"{one.node}: erased {counted(one.sessions, 'session')} and {counted(one.blocks, 'block')}"
             f" of {show_size(one.size_bytes)}: {how}"
         )
     return Status.DONE

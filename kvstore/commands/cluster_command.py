@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvstore.errors import KvError
     from kvstore.reach import Reach
 
-_OF_SCANS = ("one_copy", "unsure", "full")
+_OF_SCANS = ("one_copy", "unsure", "full", "age_ms")
 
 __all__ = ["drain", "forget", "members", "plan", "show"]
 
@@ -158,13 +158,16 @@ def _upkeep_lines(each: Mapping[str, pb.UpkeepState | None]) -> list[str]:
     if not each:
         return []
     states = [state for state in each.values() if state is not None]
-    one_copy, unsure, full = (sum(getattr(one, name) for one in states) for name in _OF_SCANS)
+    one_copy, unsure, full, _ = (sum(getattr(one, name) for one in states) for name in _OF_SCANS)
+    age_s = max((one.age_ms for one in states), default=0) // 1000
     looking, unknown = (sum(getattr(one, name) for one in states) for name in ("looking", "unknown"))
     silent = [node for node, state in each.items() if state is None]
-    why = [f"{unsure} may have been deleted while their node was away"] if unsure else []
+    why = [f"{unsure} may have been deleted while their node was away: put them again"] if unsure else []
     why += [f"for {full} another node has no room"] if full else []
     why += [f"{looking} {'node is' if looking == 1 else 'nodes are'} scanning"] if looking else []
     count = f"{one_copy} or more" if unknown or silent else f"{one_copy}"
+    if age_s:
+        why += [f"as of {age_s} s ago"]
     if unknown:
         why += [f"{unknown} of {len(each)} nodes have not scanned their blocks by this map"]
         count = count if one_copy else "unknown"
@@ -178,8 +181,8 @@ def _upkeep_lines(each: Mapping[str, pb.UpkeepState | None]) -> list[str]:
 def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
     """Drain a node: it copies its blocks to the others; wait until it may be stopped.
 
-    Or undo that. `NO` if the others have no room for some of its blocks. Blocks that may have been deleted while the
-    node was away are not copied.
+    Or undo that. `NO` if blocks would be lost with it: the others have no room for them, or they may have been deleted
+    while the node was away, so that they are not copied.
     """
     with open_channel(reach.at(node)) as channel:
         stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
@@ -201,10 +204,14 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
         print(json.dumps(said))  # noqa: T201
     elif told.left > told.unsure:
         print(f"{node} has {told.left - told.unsure} blocks for which the others have no room: add a node.")  # noqa: T201
+    elif told.unsure:
+        print(  # noqa: T201
+            f"The other nodes have all blocks of {node} except {told.unsure} that may have been deleted while it was"
+            " away. If it is stopped, these are lost unless they are put again."
+        )
     else:
-        but = f" except {told.unsure} that may have been deleted while it was away" if told.unsure else ""
-        print(f"The other nodes have all blocks of {node}{but}: it may be stopped.")  # noqa: T201
-    return Status.NO if told.left > told.unsure else Status.DONE
+        print(f"The other nodes have all blocks of {node}: it may be stopped.")  # noqa: T201
+    return Status.NO if told.left else Status.DONE
 
 
 def plan(reach: Reach, node: str, zone: str, *, as_json: bool) -> int:

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = ["document", "explain", "page"]
 
+_ELSEWHERE = (
+    "A block that one node misses is requested from its next owners: what to do about a miss applies only if none of"
+    " these has a hit."
+)
+
 
 def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, *, as_json: bool) -> int:
     """Print it; returns the exit status. If no node answers, the first one's error is raised."""
@@ -82,7 +87,14 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
         return Status.DONE
     for node, one in sorted(found.items(), key=lambda row: row[1][0].lookups[0].at_unix_ms):
         print(f"{node}:\n{page(*one)}\n" if len(names) > 1 else page(*one))  # noqa: T201 - its output
+    print(end=_elsewhere([one.lookups for one, _ in found.values()]))  # noqa: T201 - its output
     return Status.DONE
+
+
+def _elsewhere(lookups: Sequence[Sequence[Lookup]]) -> str:
+    """A line for look-ups of several nodes, if some missed and some hit."""
+    outcomes = {run.outcome in HITS for some in lookups for one in some for run in one.runs}
+    return f"{_ELSEWHERE}\n" if len(lookups) > 1 and len(outcomes) > 1 else ""
 
 
 def _documents(

@@ -243,7 +243,8 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         choices=("status", "plan", "drain", "join", "forget"),
         help="show the nodes; print what draining this member would move, or a new node at this address; copy a"
         " node's blocks to the others so that it may be stopped; make it a member again; or forget an absent"
-        " node that will not come back; where there are tenants, with the cluster's secret as the token",
+        " node that will not come back. Where there are tenants, the token of drain, join and forget is the"
+        " cluster's secret, and that of status and plan is a tenant's",
     )
     cluster.add_argument("member", nargs="?", metavar="HOST:PORT", help="the node; for forget, also its name")
     cluster.add_argument("--zone", help="plan: the zone of a node that would join (--cluster-zone)")

@@ -58,7 +58,7 @@ def _told(
     if upkeep is not None:
         found = upkeep.known or Found()
         told.upkeep.replicas, told.upkeep.looking = upkeep.replicas, upkeep.is_looking
-        told.upkeep.unknown = upkeep.known is None
+        told.upkeep.unknown, told.upkeep.age_ms = upkeep.known is None, upkeep.age_ms
         told.upkeep.one_copy, told.upkeep.unsure, told.upkeep.full = found.one_copy, found.unsure, found.full
         told.upkeep.copied_blocks, told.upkeep.copied_bytes = upkeep.copied_blocks, upkeep.copied_bytes
     if now.revision > known.revision:

@@ -289,6 +289,8 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
     secret, ca = told.secret, told.ca
     if secret is not None:
         gate.tenants.node_sha256 = token_digest(secret)
+        if told.is_secret_open:
+            log.warning("Any user of this machine can read or write %s: chmod 600 it.", told.secret_path)
     credentials = None if ca is None else grpc.ssl_channel_credentials(ca, **_shown_to_nodes(config))
     node.upkeep = Upkeep(node, gate.tenants, node.membership, told.replicas, Peers(secret, credentials))
 

@@ -94,12 +94,19 @@ class Caller:
     def check_node(self) -> None:
         """TenantDenied unless it is a node of the cluster."""
         if self.proved not in (None, _NODE):
-            raise TenantDenied("Only nodes of the cluster may copy blocks here.")
+            raise TenantDenied(
+                "This needs the secret of the cluster's nodes (--cluster-secret) as the token, not a tenant's token."
+            )
 
     def tenant(self, claimed: str) -> Tenant:
         """The caller's own tenant, TenantDenied if it claims another; on an open node, the claimed one."""
         if self.proved is None:
             return self.tenants.named(claimed or _DEFAULT)
+        if self.proved == _NODE:
+            raise TenantDenied(
+                "The token is the secret of the cluster's nodes, which is for draining and forgetting nodes: give a"
+                " tenant's token."
+            )
         if claimed not in ("", self.proved):
             raise TenantDenied(f"The caller is {self.proved} and may not act for {claimed[:64]!r}.")
         return self.tenants.named(self.proved)

@@ -76,6 +76,7 @@ class Found:
     one_copy: int = 0  # blocks that this node has not copied yet, or can't
     unsure: int = 0  # of these, those of which a deletion may have been missed
     full: int = 0  # of these, those for which the other owner has no room
+    ended_ns: int = 0  # when the scan ended
 
 
 class Block(NamedTuple):
@@ -125,7 +126,7 @@ class Upkeep:
         self.replicas = replicas
         self._node, self._tenants, self._membership = node, tenants, membership
         self.waited = Waited(node.clock)
-        self.sureness = Sureness(node.store.drives, lambda: membership.lease)
+        self.sureness = Sureness(node.store.drives, lambda: membership.tenure)
         self._peers = peers
         self.found = Found()  # by the current scan, so far
         self.ended = Found()  # by the last complete one
@@ -152,6 +153,12 @@ class Upkeep:
     def known(self) -> Found | None:
         """The results of the last complete scan; None if it was not by the present map."""
         return self.ended if self.looked and self.looked == self._membership.digest else None
+
+    @property
+    def age_ms(self) -> int:
+        """For how long the results have been known; 0 if they are not."""
+        ended_ns = 0 if self.known is None else self.known.ended_ns
+        return (self._node.clock.monotonic_ns() - ended_ns) // 1_000_000 if ended_ns else 0
 
     @property
     def has_drained(self) -> bool:
@@ -186,6 +193,7 @@ class Upkeep:
                 self.found.one_copy += 1
             finally:
                 self.is_looking = False
+            self.found.ended_ns = self._node.clock.monotonic_ns()
             self.looked, self.ended = digest, self.found
             retry_ms = min(2 * retry_ms, UPKEEP_EVERY_MS) if self.found.one_copy else UPKEEP_RETRY_MS // 2
             wait_ms = retry_ms if self.found.one_copy else UPKEEP_EVERY_MS
@@ -207,7 +215,7 @@ class Upkeep:
         until_s = loop.time() + within_ms / 1000
         while self._membership.digest == digest and (left_s := until_s - loop.time()) > 0:
             await self._membership.later_than(self._membership.map.revision, left_s)
-            self.sureness.note_lease()
+            self.sureness.note_tenure()
         return self._membership.digest != digest
 
     # --- scanning

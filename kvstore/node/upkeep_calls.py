@@ -218,6 +218,9 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
             membership, upkeep = self._node.membership, self._node.upkeep
             if membership is None or upkeep is None:
                 raise ProtocolError("The node does not replicate: it was started without --cluster-replicas.")
+            if not membership.lease:
+                why = membership.outside or "its lease has ended"
+                raise ProtocolError(f"The node is not on the map of its cluster: {why}.")
             refusal = "" if request.undo else upkeep.why_not_drained()
             state = "" if request.undo or refusal else DRAINING
             if membership.state != state:

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 8237bcebdcd994d66d924e8c6cbbfd60
+# Generated from proto sources with BLAKE2b ac63fade8dd32db75e52607d30013469
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -40,7 +40,7 @@ class MapResponse(_message.Message):
     def __init__(self, clustered: bool = ..., revision: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., etcd_away_ms: _Optional[int] = ..., outside: _Optional[str] = ..., members_digest: _Optional[int] = ..., placed_as: _Optional[str] = ..., absent: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., lots: _Optional[int] = ..., upkeep: _Optional[_Union[UpkeepState, _Mapping]] = ...) -> None: ...
 
 class UpkeepState(_message.Message):
-    __slots__ = ("replicas", "one_copy", "unsure", "full", "copied_blocks", "copied_bytes", "looking", "unknown")
+    __slots__ = ("replicas", "one_copy", "unsure", "full", "copied_blocks", "copied_bytes", "looking", "unknown", "age_ms")
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     ONE_COPY_FIELD_NUMBER: _ClassVar[int]
     UNSURE_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class UpkeepState(_message.Message):
     COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOOKING_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
     replicas: int
     one_copy: int
     unsure: int
@@ -57,7 +58,8 @@ class UpkeepState(_message.Message):
     copied_bytes: int
     looking: bool
     unknown: bool
-    def __init__(self, replicas: _Optional[int] = ..., one_copy: _Optional[int] = ..., unsure: _Optional[int] = ..., full: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., looking: bool = ..., unknown: bool = ...) -> None: ...
+    age_ms: int
+    def __init__(self, replicas: _Optional[int] = ..., one_copy: _Optional[int] = ..., unsure: _Optional[int] = ..., full: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., looking: bool = ..., unknown: bool = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class ClusterMember(_message.Message):
     __slots__ = ("name", "node", "weight", "version", "draining", "zone")

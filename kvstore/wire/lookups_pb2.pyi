@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 8237bcebdcd994d66d924e8c6cbbfd60
+# Generated from proto sources with BLAKE2b ac63fade8dd32db75e52607d30013469
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

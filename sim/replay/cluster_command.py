@@ -67,7 +67,8 @@ def run_cluster(arguments: argparse.Namespace) -> str:
 
 def _about(terms: Change, nodes: int) -> str:
     return (
-        f"Of {nodes:,} nodes {terms.lose} are lost and {terms.join} join, in {terms.trials} trials;"
+        f"Of {nodes:,} nodes {terms.lose} {'is' if terms.lose == 1 else 'are'} lost and {terms.join}"
+        f" {'joins' if terms.join == 1 else 'join'}, in {terms.trials} trials;"
         f" {terms.replicas} copies of each block, {bytes_label(terms.stored_bytes)} on a node."
     )
 

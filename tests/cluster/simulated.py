@@ -100,11 +100,22 @@ class FakeEtcd:
         return True
 
     async def put(
-        self, key: bytes, value: bytes, lease: int, *, only_new: bool, lasting: bytes, unless: bytes = b""
+        self,
+        key: bytes,
+        value: bytes,
+        lease: int,
+        *,
+        only_new: bool,
+        lasting: bytes,
+        unless: bytes = b"",
+        was: int = 0,
+        lasting_was: int = 0,
     ) -> int:
         if lease and lease not in self.leases:
             raise EtcdAway("etcd: requested lease not found")
-        if (only_new and key in self.values) or unless in self.gone:
+        if (only_new and key in self.values) or unless in self.gone or (was and self.written.get(key) != was):
+            return 0
+        if lasting_was and self.written.get(lasting) != lasting_was:
             return 0
         if not only_new:
             self.joined[key] = lease
@@ -230,9 +241,20 @@ class FakeClient:
         only_new: bool = False,
         lasting: bytes = b"",
         unless: bytes = b"",
+        was: int = 0,
+        lasting_was: int = 0,
     ) -> int:
         await self._reach()
-        revision = await self._etcd.put(key, value, lease, only_new=only_new, lasting=lasting, unless=unless)
+        revision = await self._etcd.put(
+            key,
+            value,
+            lease,
+            only_new=only_new,
+            lasting=lasting,
+            unless=unless,
+            was=was,
+            lasting_was=lasting_was,
+        )
         await self._reach()
         return revision
 

@@ -156,7 +156,7 @@ class Store:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.blocks: dict[Name, Entry] = {}
-        self.leases: dict[Name, int] = {}  # under which they arrived
+        self.tenures: dict[Name, object] = {}  # in which they arrived
         self.memory = EtcdMemory("test")
         self.is_full = False
         self._last = 0
@@ -191,10 +191,10 @@ class Store:
             takes_puts=True, free_bytes=0 if self.is_full else 1 << 40, capacity_bytes=1 << 40
         )
 
-    def put(self, name: Name, length: int, lease: int) -> None:
+    def put(self, name: Name, length: int, tenure: object) -> None:
         self._last += 1
         self.blocks[name] = Entry(0, length, 0, self._last, 0, bytes(16))
-        self.leases[name] = lease
+        self.tenures[name] = tenure
 
     def get(self, items: Sequence[Any], ended: Callable[[list[GetDone]], None]) -> None:
         (item,) = items
@@ -312,8 +312,8 @@ class Process:
 
     def put(self, name: Name, length: int) -> None:
         """Store a block, now."""
-        is_noted = self.upkeep.sureness._since_lease == self.membership.lease
-        self.store.put(name, length, self.membership.lease if is_noted else 0)
+        is_noted = self.upkeep.sureness._since_tenure == self.membership.tenure
+        self.store.put(name, length, self._tenure if is_noted else None)
 
     async def delete(self, name: Name) -> tuple[int, str]:
         """Delete a block; returns the digest of the node's map, and its name."""
@@ -325,8 +325,13 @@ class Process:
         return digest, self.member.name
 
     def is_sure(self, name: Name) -> bool:
-        """Whether the block arrived here under the present lease: then no deletion can have been missed."""
-        return bool(self.membership.lease) and self.store.leases.get(name) == self.membership.lease
+        """Whether the block arrived here in the present tenure: then no deletion can have been missed."""
+        return bool(self.membership.tenure) and self.store.tenures.get(name) == self._tenure
+
+    @property
+    def _tenure(self) -> object:
+        """The process and its tenure, whose number another process may have as well."""
+        return self.membership, self.membership.tenure
 
 
 async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -8,7 +8,8 @@ import signal
 import struct
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -196,6 +197,44 @@ def test_what_was_put_while_an_owner_was_off_the_map_is_found_without_the_other(
     world.kill(1)
     assert any(client.owners(key) == [lost.target, off] for key in world.keys)
     assert hits(world.got(client)) == COUNT
+
+
+def test_a_map_that_changes_during_a_call_reaches_no_caller(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call is split by the map with all nodes; one of them is on no later map."""
+    client = world.client(replicas=2)
+    whole, left = client.nodes.map, world.nodes[0].target
+    without = Map.of(1, [one for one in whole.members if one.node != left])
+    maps: Iterator[Map] = iter(())
+
+    @contextmanager
+    def changes() -> Iterator[None]:
+        nonlocal maps
+        maps = chain([whole], repeat(without))
+        with monkeypatch.context() as patched:
+            patched.setattr(Nodes, "map", property(lambda _: next(maps)))
+            yield
+
+    with changes():
+        assert {one.error for one in client.put_many_inline((key, bytes(BYTES)) for key in world.keys)} == {
+            None
+        }
+    assert counts(world, client) == {node.target: 0 if node.target == left else COUNT for node in world.nodes}
+    with changes():
+        assert set(client.get_many_inline([(key, BYTES) for key in world.keys[:64]])) == {bytes(BYTES)}
+    with changes(), client.pin(world.keys) as pin:
+        assert pin.pinned == [True] * COUNT
+    with changes():
+        assert client.delete(world.keys) == [True] * COUNT
+    with changes():
+        world.put(client)
+    with changes():
+        assert hits(world.got(client)) == COUNT
+    with changes(), client.register(world.source) as memory:
+        puts = client.arm(world.blocks(memory))
+        assert {one.error for one in puts.wait(WAIT_S)} == {None}
+        puts.abandon()
 
 
 def test_what_a_node_takes_that_joins_is_found_where_it_was(

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from kvstore.commands.cluster_command import _as_numbers, _upkeep_lines
 from kvstore.node.cluster_calls import _told
 from kvstore.node.metrics import _of_upkeep
 from kvstore.node.upkeep import Found, Upkeep
+from kvstore.node.upkeep_calls import UpkeepService
+from kvstore.wire import upkeep_pb2
 from kvstore.wire.cluster_pb2 import UpkeepState
 from kvstore.wire.upkeep_pb2 import DrainRequest, DrainResponse
 from tests.cluster.simulated import run
@@ -106,8 +108,29 @@ def test_what_may_have_been_deleted_does_not_keep_a_node_from_being_drained(tmp_
         world.settled()
         wait_until(lambda: told(away).upkeep.unsure == len(theirs), "it has scanned them", WAIT_S)
         drained = command("drain", away.target)
-        assert drained.returncode == 0
+        assert drained.returncode == 3
         assert f"except {len(theirs)} that may have been deleted while it was away" in drained.stdout
+        assert "these are lost unless they are put again" in drained.stdout
+
+
+def test_a_node_off_the_map_can_not_be_made_a_member_again_by_a_call() -> None:
+    """It was drained, or forgotten."""
+    membership: Any = SimpleNamespace(lease=0, outside="its folder's node was drained", state="")
+    node: Any = SimpleNamespace(membership=membership, upkeep=SimpleNamespace(), counters=None)
+    gate: Any = SimpleNamespace(enter_operator=lambda *_: None)
+    ended: list[str] = []
+
+    class Context:
+        async def abort(self, _code: object, why: str, _trailers: object) -> None:
+            ended.append(why)
+            raise ConnectionAbortedError
+
+    for undo in (True, False):
+        with suppress(ConnectionAbortedError):
+            asyncio.run(
+                UpkeepService(node, gate).Drain(upkeep_pb2.DrainRequest(undo=undo), Context())  # type: ignore[arg-type]
+            )
+    assert ended == ["The node is not on the map of its cluster: its folder's node was drained."] * 2
 
 
 def test_what_a_node_knows_of_its_blocks_is_of_a_whole_scan_by_the_present_map() -> None:
@@ -116,16 +139,18 @@ def test_what_a_node_knows_of_its_blocks_is_of_a_whole_scan_by_the_present_map()
     upkeep._membership, upkeep.replicas = membership, 2
     upkeep.is_looking, upkeep.copied_blocks, upkeep.copied_bytes = True, 0, 0
     upkeep.looked, upkeep.ended, upkeep.found = 0, Found(), Found(one_copy=1)
+    upkeep._node = SimpleNamespace(clock=SimpleNamespace(monotonic_ns=lambda: 9_000_000_000))  # type: ignore[assignment]
     for membership.digest, upkeep.looked, is_known in (
         (0, 0, False),
         (7, 0, False),
         (8, 7, False),
         (8, 8, True),
     ):
-        upkeep.ended = Found(one_copy=5)
+        upkeep.ended = Found(one_copy=5, ended_ns=2_000_000_000)
         assert (upkeep.known is not None) == is_known
         state = _told(membership, upkeep, Map(0), Map(0), "").upkeep
         assert (state.unknown, state.one_copy) == (not is_known, 5 if is_known else 0)
+        assert state.age_ms == (7_000 if is_known else 0)
         (metric,) = [one for one in _of_upkeep(upkeep) if one.name == "kvstore_cluster_one_copy_blocks"]
         assert math.isnan(metric.samples[0].value) != is_known
 
@@ -140,6 +165,10 @@ def test_unknown_counts_are_shown_as_unknown() -> None:
     assert _upkeep_lines({"a": known, "b": None}) == [
         "blocks with one copy: 3 or more",
         "Not reporting the state of its copies: b.",
+    ]
+    aged = UpkeepState(one_copy=3, unsure=1, age_ms=61_500)
+    assert _upkeep_lines({"a": aged, "b": UpkeepState(age_ms=5_000)}) == [
+        "blocks with one copy: 3 (1 may have been deleted while their node was away: put them again; as of 61 s ago)"
     ]
     assert _as_numbers(unknown)["one_copy"] is None  # type: ignore[index]
 

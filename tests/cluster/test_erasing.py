@@ -177,6 +177,10 @@ def test_the_command_erases_on_every_node_and_prints_each_receipt(world: World) 
     done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
     receipts = [json.loads(line) for line in done.stdout.splitlines()]
     assert len({one["node"] for one in receipts}) == len(receipts) == len(world.nodes)
+    asked.remove("--json")
+    again = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+    said = {line.partition(": erased ")[0] for line in again.stdout.splitlines()}
+    assert said == {node.target for node in world.nodes}
     assert anywhere(world, keys) == 0
 
 

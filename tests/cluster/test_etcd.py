@@ -73,7 +73,10 @@ def test_a_record_is_replaced_or_written_unless_another_is_there(etcd: RealEtcd)
         ours = Etcd(EtcdReach(etcd.endpoints, "test"))
         lease = await ours.grant(30)
         at, known, gone = FOLDER + b"c", b"/triggerkv/test/known/c", b"/triggerkv/test.gone/c"
-        await ours.put(at, b"one", lease, lasting=known)
+        written = await ours.put(at, b"zero", lease, lasting=known)
+        assert await ours.put(at, b"two", lease, lasting=known, was=written - 1) == 0
+        assert await ours.put(at, b"two", lease, lasting=known, lasting_was=written - 1) == 0
+        assert await ours.put(at, b"one", lease, lasting=known, was=written, lasting_was=written) > written
         assert (await ours.listed(b"/triggerkv/test/known/")).values == {known: (b"one", 0)}
         assert not await ours.replace(known, gone, b"one", unless=at)
         assert (await ours.value(gone)).value == b""

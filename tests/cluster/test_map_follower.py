@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import grpc
 import pytest
 
 from kvstore.client import map_follower
-from kvstore.client.map_follower import Following
+from kvstore.client.map_follower import Following, is_in_cluster
 from kvstore.cluster.map import Map, Member
 from kvstore.placement import LOTS
 from kvstore.reach import Reach
@@ -23,19 +25,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WAIT_S = 10.0
+WAIT_MS = 10_000
 
 
 class Teller(cluster_pb2_grpc.ClusterServicer):
     """A node that tells what the test has it tell."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, host: str = "127.0.0.1") -> None:
         self.answers: list[pb.MapResponse] = []
         self.goes_on = threading.Condition()
         self.is_over = False
         self.requests: list[pb.MapRequest] = []
         server = grpc.server(stack.enter_context(ThreadPoolExecutor(4)))
         cluster_pb2_grpc.add_ClusterServicer_to_server(self, server)  # type: ignore[no-untyped-call]
-        self.node = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        self.node = f"{host}:{server.add_insecure_port(f'{host}:0')}"
         server.start()
         stack.callback(lambda: server.stop(None).wait())
         stack.callback(self.end)
@@ -78,8 +81,8 @@ class World:
         # In the order in which they are asked.
         self.one, self.other = sorted((Teller(stack), Teller(stack)), key=lambda teller: teller.node)
 
-    def follow(self, call_timeout_ms: int = 10_000) -> Recorded:
-        nodes = self.one.node, self.other.node
+    def follow(self, call_timeout_ms: int = 10_000, nodes: tuple[str, ...] = ()) -> Recorded:
+        nodes = nodes or (self.one.node, self.other.node)
         given = Map.of(0, (Member(node, node) for node in nodes))
         found = Recorded(Reach(nodes, call_timeout_ms=call_timeout_ms), given)
         self._stack.callback(found.close)
@@ -159,3 +162,45 @@ def test_the_number_of_lots_is_that_of_the_map_and_of_earlier_nodes_maps_8192(wo
     world.one.tell(later)
     wait_until(lambda: found.map.lots == 4 * LOTS, "it is of the map", WAIT_S)
     assert world.one.requests[0].places_by_lots
+
+
+def hanging(stack: ExitStack) -> str:
+    """An address that accepts connections and never answers."""
+    listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_addresses_that_hang_do_not_make_a_list_of_nodes_the_map() -> None:
+    with ExitStack() as stack:
+        last = Teller(stack, "127.0.0.9")  # asked last
+        last.tell(told(7, "a:1", "b:1"))
+        nodes = (*(hanging(stack) for _ in range(3)), last.node)
+        found = World(stack).follow(WAIT_MS, nodes)
+        assert homes(found) == ["a:1", "b:1"]
+        began_s = time.monotonic()
+        assert is_in_cluster(Reach(nodes, call_timeout_ms=WAIT_MS))
+        assert time.monotonic() - began_s < WAIT_MS / 1000, "it waited for none of them to its end"
+
+
+def test_an_address_without_the_service_is_logged_once_and_others_are_followed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with ExitStack() as stack:
+        server = grpc.server(stack.enter_context(ThreadPoolExecutor(1)))
+        proxy = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        stack.callback(lambda: server.stop(None).wait())
+        last, later = Teller(stack, "127.0.0.8"), Teller(stack, "127.0.0.9")
+        found = World(stack).follow(WAIT_MS, (proxy, last.node, later.node))
+        wait_until(lambda: proxy in caplog.text, "asked", WAIT_S)
+        last.tell(told(7, last.node, proxy))
+        wait_until(lambda: found.map.revision == 7, "the other is followed", WAIT_S)
+        last.tell(told(8, "a:1"))
+        wait_until(lambda: homes(found) == ["a:1"], "and still is", WAIT_S)
+        later.tell(told(9, "b:1"))
+        last.end()
+        wait_until(lambda: homes(found) == ["b:1"], "and another after it", WAIT_S)
+        alone = World(stack).follow(WAIT_MS, (proxy,))
+        alone._thread.join(WAIT_S)
+        assert not alone._thread.is_alive(), "it is a node of an earlier version"
+    assert caplog.text.count(f"{proxy} is no node that knows of clusters") == 2, "once for each client"

@@ -541,6 +541,36 @@ def test_a_record_that_a_node_was_drained_does_not_overtake_its_return() -> None
         run(history(seed))
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_drain_that_etcd_has_not_confirmed_takes_no_effect(*, is_written: bool) -> None:
+    """Etcd writes the state and its answer is lost, or it does not even write it; then the node's lease ends."""
+
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(1)
+        leases = asyncio.create_task(etcd.run())
+        one, other = (Process(etcd, rng, name, port) for port, name in enumerate("ab", 1))
+        await asyncio.sleep(2)
+        one.way.is_away = not is_written
+        said, revision = asyncio.create_task(one.membership.say(DRAINING)), etcd.revision
+        while is_written and etcd.revision == revision:  # noqa: ASYNC110 - time is simulated
+            await asyncio.sleep(0.001)
+        one.way.is_away = True
+        with pytest.raises(EtcdAway, match="remains as it was"):
+            await said
+        assert one.membership.state == ""
+        await asyncio.sleep(0 if is_written else 20)
+        one.way.is_away = False
+        await asyncio.sleep(SETTLED_S)
+        assert other.told.names == {"a", "b"}
+        assert not other.told.draining
+        await one.membership.say(DRAINING)
+        await asyncio.sleep(SETTLED_S)
+        assert len(other.told.draining) == 1
+        leases.cancel()
+
+    run(history())
+
+
 def test_members_with_another_number_of_copies_are_reported_by_each_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

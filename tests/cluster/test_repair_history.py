@@ -265,7 +265,8 @@ class World:
                     assert total <= BYTES_PER_S * (now_s - first_s) + AT_ONCE * BYTES + 1
 
 
-async def history(seed: int) -> World:
+async def history(seed: int, *, pauses: bool = False) -> World:
+    """`pauses`: now and then all leases end at once."""
     world = World(seed)
     await world.etcd.put(b"/triggerkv/test/nodes/lots", lots_record(LOTS), 0, only_new=True, lasting=b"")
     background = [asyncio.create_task(world.etcd.run()), asyncio.create_task(world.watch_drains())]
@@ -275,6 +276,8 @@ async def history(seed: int) -> World:
     clients = [asyncio.create_task(world.client()) for _ in range(CLIENTS)]
     for _ in range(STEPS):
         await world.step()
+        if pauses and world.rng.random() < 0.4:
+            await world.etcd.drop(list(world.etcd.leases))
     await world.settle()
     await asyncio.gather(*clients)
     for task in background:
@@ -286,12 +289,15 @@ async def history(seed: int) -> World:
 
 @pytest.mark.timeout(120 + HISTORIES // 5)
 @pytest.mark.parametrize("tenth", range(10))
-def test_whatever_happened_blocks_are_on_their_owners_and_deleted_ones_are_nowhere(tenth: int) -> None:
+@pytest.mark.parametrize("pauses", [False, True])
+def test_whatever_happened_blocks_are_on_their_owners_and_deleted_ones_are_nowhere(
+    tenth: int, *, pauses: bool
+) -> None:
     async def one(seed: int) -> None:
-        done.append(await history(seed))
+        done.append(await history(seed, pauses=pauses))
 
     done: list[World] = []
-    for seed in range(tenth, HISTORIES, 10):
+    for seed in range(tenth, HISTORIES // 2 if pauses else HISTORIES, 10):
         try:
             run(one(seed))
         except AssertionError as error:
@@ -299,6 +305,25 @@ def test_whatever_happened_blocks_are_on_their_owners_and_deleted_ones_are_nowhe
             raise
     assert sum(len(sent) for world in done for sent in world.network.sent.values()) > 0
     assert any(world.deleted for world in done)
+
+
+def test_after_a_pause_of_etcd_blocks_with_one_copy_are_copied() -> None:
+    async def one() -> None:
+        world = World(1)
+        leases = asyncio.create_task(world.etcd.run())
+        for _ in range(2):
+            world.begin()
+        await asyncio.sleep(60)
+        here, there = world.processes.values()
+        name = next(iter(TENANTS)), b"k" * 32
+        here.put(name, BYTES)
+        await world.etcd.drop(list(world.etcd.leases))
+        await asyncio.sleep(60)
+        assert name in there.store.blocks
+        assert 0 < there.upkeep.age_ms <= 60_000
+        leases.cancel()
+
+    run(one())
 
 
 def test_a_copy_that_failed_is_tried_again_soon_also_after_a_clean_scan() -> None:
