@@ -114,7 +114,10 @@ class Following:
                 followed.append(first)
                 continue
             followed.clear()
-            self._settle()
+            if (
+                self._map.revision or not self.is_clustered
+            ):  # else the cluster's map will be there in a moment
+                self._settle()
             with self.changed:
                 self.changed.wait_for(lambda: self._closed, FOLLOW_RETRY_MS / 1000)
 
