@@ -143,15 +143,18 @@ class Region(Handle):
         access = (lib.TK_REMOTE_WRITE if remote_write else 0) | (lib.TK_REMOTE_READ if remote_read else 0)
         if fabric.binds_memory and endpoint is None:
             access = 0
-        code = lib.tk_region_open(fabric.handle, through, pointer, self.length, access, out)
-        if code:
-            raise FabricError.from_code(f"Registering {self.length} bytes of memory", code)
-        self.handle: Any = out[0]
-        self.pointer = int(ffi.cast("uintptr_t", self.handle))
-        self.key = int(lib.tk_region_key(self.handle))
-        self.base = int(lib.tk_region_base(self.handle))
-        self.registered_ns = time.monotonic_ns()
-        fabric.regions.add(self)
+        with fabric.closing:
+            if fabric.closed:
+                raise FabricError("The fabric is closed; no memory can be registered.")
+            code = lib.tk_region_open(fabric.handle, through, pointer, self.length, access, out)
+            if code:
+                raise FabricError.from_code(f"Registering {self.length} bytes of memory", code)
+            self.handle: Any = out[0]
+            self.pointer = int(ffi.cast("uintptr_t", self.handle))
+            self.key = int(lib.tk_region_key(self.handle))
+            self.base = int(lib.tk_region_base(self.handle))
+            self.registered_ns = time.monotonic_ns()
+            fabric.regions.add(self)
 
     def through(self, endpoint: Endpoint) -> Region:
         """The region as peers of this endpoint name it: itself, unless the NIC binds memory to endpoints."""
@@ -166,7 +169,7 @@ class Region(Handle):
     @property
     def is_idle(self) -> bool:
         """Whether no operation reads from it or writes to it, and it is not held."""
-        with self._lock:
+        with self._fabric.closing, self._lock:
             return not self._holds and (self.handle is None or not lib.tk_region_uses(self.handle))
 
     def hold(self) -> None:
@@ -187,7 +190,7 @@ class Region(Handle):
 
         >>> client.register(bytearray(4096)).close()
         """
-        with self._lock:
+        with self._fabric.closing, self._lock:
             if self.handle is None:
                 return
             if self._holds:
@@ -352,6 +355,8 @@ class Fabric(Handle):
                 )
             raise FabricError(f"The provider {chosen} of {library} did not open: {why}.")
         self.handle: Any = out[0]
+        # Held while the fabric is closed, and by calls of its regions, which any thread may make.
+        self.closing = threading.RLock()
         self.regions: set[Region] = set()
         self.endpoints: set[Endpoint] = set()
         self.counters: set[Counter] = set()
@@ -491,22 +496,23 @@ class Fabric(Handle):
         After this no peer can write to any of its regions, and nothing reads from them. If it raises `FabricStuck`
         that is not guaranteed, and the memory of the regions is kept until the process ends.
         """
-        if self.handle is None:
-            return
-        handle, self.handle = self.handle, None
-        _open.discard(self)
-        if not _open:
-            atexit.unregister(_close_at_exit)
-        code = lib.tk_fabric_close(handle)
-        if code == lib.TK_STUCK:
-            _given_up.append(self)
-        else:
-            self._words.clear()
-        for endpoint in tuple(self.endpoints):
-            endpoint.detach()
-        for region in tuple(self.regions):
-            region.detach(release=code != lib.TK_STUCK)
-        for counter in tuple(self.counters):
-            counter.detach()
+        with self.closing:
+            if self.handle is None:
+                return
+            handle, self.handle = self.handle, None
+            _open.discard(self)
+            if not _open:
+                atexit.unregister(_close_at_exit)
+            code = lib.tk_fabric_close(handle)
+            if code == lib.TK_STUCK:
+                _given_up.append(self)
+            else:
+                self._words.clear()
+            for endpoint in tuple(self.endpoints):
+                endpoint.detach()
+            for region in tuple(self.regions):
+                region.detach(release=code != lib.TK_STUCK)
+            for counter in tuple(self.counters):
+                counter.detach()
         if code:  # a forked child has neither the thread nor the connections, and must leave both alone
             raise FabricError.from_code("Closing a fabric", code)
