@@ -79,10 +79,14 @@ class LmcacheServer:
                 env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": str(ROOT)},
             )
         until = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
-            assert self._process.poll() is None, self.log()[-3000:]
-            assert time.monotonic() < until, self.log()[-3000:]
-            time.sleep(0.1)
+        try:
+            while not self._answers():
+                assert self._process.poll() is None, self.log()[-3000:]
+                assert time.monotonic() < until, self.log()[-3000:]
+                time.sleep(0.1)
+        except BaseException:
+            self.kill()
+            raise
 
     def _answers(self) -> bool:
         try:
