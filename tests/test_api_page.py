@@ -57,7 +57,7 @@ def test_all_that_users_import_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("name", kvstore.__all__)
-def test_what_most_programs_need_is_loaded_when_it_is_first_used(name: str) -> None:
+def test_common_modules_are_loaded_on_first_use(name: str) -> None:
     code = f"""
 import sys, kvstore
 assert not [one for one in sys.modules if one.startswith(("kvstore.", "nic_offload", "grpc"))]

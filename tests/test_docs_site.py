@@ -63,7 +63,7 @@ def test_nothing_is_fetched_when_it_is_read(tree: Path) -> None:
         ("docs/orphan.md", "# In no menu"),
     ],
 )
-def test_what_is_wrong_fails_the_build(tree: Path, tmp_path: Path, page: str, text: str) -> None:
+def test_mistakes_fail_the_build(tree: Path, tmp_path: Path, page: str, text: str) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(
         tree, copy, ignore=shutil.ignore_patterns("build", "tests", "kvstore", "nic_offload", "sim")

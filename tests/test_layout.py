@@ -114,7 +114,7 @@ def test_a_shard_that_lies_in_another_is_one_run_a_tensor_and_needs_no_other_sha
     assert LLAMA.sources(2) == [0, 1]
 
 
-def test_what_no_shard_splits_comes_from_the_first() -> None:
+def test_unsplit_pieces_come_from_the_first_shard() -> None:
     latent = replace(LLAMA, layers=(Layer(1, 512, 64, split=False),) * 3, shards=4, shard=2)
     assert latent.sources(8) == [0]
     assert latent.block_bytes == 3 * 576 * 16 * ELEMENT_BYTES["bfloat16"]
@@ -185,7 +185,7 @@ def test_the_names_are_the_same_in_every_process() -> None:
         ({"layers": (Layer(2, 2, 2), Layer(2, 2, 2, alias_of=0), Layer(2, 2, 2, alias_of=1))}, "has none"),
     ],
 )
-def test_what_cannot_be_a_layout_is_refused(change: dict[str, Any], why: str) -> None:
+def test_an_invalid_layout_is_refused(change: dict[str, Any], why: str) -> None:
     with pytest.raises(LayoutError, match=why):
         replace(LLAMA, **change)
 

@@ -88,7 +88,7 @@ def test_a_bug_that_ends_the_process_is_killed(tree: Tree) -> None:
         ("n < 3", "n <= 3", "test_of_another_name"),
     ],
 )
-def test_what_cannot_be_judged_is_an_error_and_no_death(tree: Tree, old: str, new: str, test: str) -> None:
+def test_an_error_of_the_judge_is_not_a_killed_bug(tree: Tree, old: str, new: str, test: str) -> None:
     assert tree.outcome(_mutant(old, new, test)).what == "error"
 
 

@@ -117,7 +117,7 @@ def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
         ({"node": NODE, "get_timeout_ms": True}, "a whole number of milliseconds, not True"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(given: dict[str, Any], why: str) -> None:
+def test_an_impossible_value_is_refused_in_a_sentence(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Reach.of(given)
 

@@ -149,7 +149,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def test_what_is_printed_is_what_holds_by_default(
+def test_the_printed_settings_are_the_defaults(
     told: Callable[..., Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "--print-defaults"]) == 0
@@ -293,7 +293,7 @@ def test_a_node_without_a_folder_is_refused(told: Callable[..., Settings]) -> No
         told().node()
 
 
-def test_what_changed_is_told_apart_by_when_it_counts() -> None:
+def test_changed_settings_are_listed_by_when_they_take_effect() -> None:
     before: Any = Settings.of({"data": Path("x"), "hot": 1})
     after = Settings.of({"data": Path("x"), "hot": 2, "log_level": "debug"})
     assert before.changed(after) == (["log_level"], ["hot"])

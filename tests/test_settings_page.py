@@ -33,7 +33,7 @@ def test_the_timeouts_that_hold_by_default_are_those_of_the_table() -> None:
     assert told == {name: getattr(default, name) for name in Reach.settings() if name.endswith("_ms")}
 
 
-def test_what_counts_at_once_is_named() -> None:
+def test_settings_that_take_effect_at_once_are_named() -> None:
     for option in OPTIONS:
         if option.reloads:
             assert f"`{option.name}`" in PAGE

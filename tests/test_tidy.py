@@ -127,7 +127,7 @@ def test_a_planted_breach_is_caught(rule: str, name: str, text: str, word: str, 
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), HARMLESS)
-def test_what_is_allowed_is_let_through(rule: str, name: str, text: str, tmp_path: Path) -> None:
+def test_permitted_calls_pass(rule: str, name: str, text: str, tmp_path: Path) -> None:
     _plant(tmp_path, name, text)
     assert list(RULES[rule](tmp_path)) == []
 

@@ -80,7 +80,7 @@ def test_a_person_gets_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert lines[2].split()[:4] == ["memory", "copy", "64", "1"]
 
 
-def test_what_is_no_part_and_no_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_part_or_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "disk", "--data", str(tmp_path)]) == 2
     assert "'disk' is not a part; choose from memory, link, drive" in capsys.readouterr().err
     assert main(["bench", "--data", str(tmp_path / "none")]) == 2

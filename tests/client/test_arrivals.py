@@ -189,7 +189,7 @@ def test_a_spoofed_five_tuple_is_denied_and_the_node_is_not_asked(rig: ArrivalsR
     assert rig.memory[:] == b"\xdd" * len(rig.memory)
 
 
-def test_who_is_unknown_is_a_miss_with_its_reason(rig: ArrivalsRig) -> None:
+def test_an_unknown_user_is_a_miss_with_its_reason(rig: ArrivalsRig) -> None:
     nobody = rig.arrivals.arrived(request("dora"), rig.place, timeout_s=WAIT_S)
     assert nobody.whole().miss == Miss(MissReason.UNKNOWN, "There is no such session.")
     ahead = rig.arrivals.arrived(request("dora"))

@@ -147,7 +147,7 @@ def test_a_session_is_forked_shortened_exported_and_imported(node: NodeProcess) 
     run(work())
 
 
-def test_what_the_node_does_is_seen(node: NodeProcess) -> None:
+def test_the_nodes_work_is_visible(node: NodeProcess) -> None:
     key = block_key(b"asyncio", b"seen")
 
     async def work() -> None:

@@ -408,7 +408,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1G", "1X", "1e9", "1GG"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         parse_size(text)
 

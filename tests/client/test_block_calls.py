@@ -94,7 +94,7 @@ def test_a_prefix_ends_at_the_first_block_that_could_not_be_got(node: NodeProces
 
 
 @pytest.mark.parametrize("durability", [Durability.LANDED, Durability.WRITTEN, Durability.SYNCED])
-def test_what_is_deleted_is_gone_and_is_explained(
+def test_a_deleted_block_is_gone_and_explained(
     node: NodeProcess, tenant: str, durability: Durability
 ) -> None:
     with small_client(node.target, tenant=tenant) as client:

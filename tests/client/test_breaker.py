@@ -109,7 +109,7 @@ def test_calls_that_were_under_way_together_are_one_failure(breaker: Breaker, cl
     assert not breaker.is_open
 
 
-def test_what_is_raised_by_others_says_nothing_of_the_node(breaker: Breaker, clock: HeldClock) -> None:
+def test_exceptions_of_others_do_not_mark_a_node_as_silent(breaker: Breaker, clock: HeldClock) -> None:
     fail(breaker)
     pass_ms(clock, BREAKER_MS_MIN)
     fail(breaker, KeyError("a bug"))

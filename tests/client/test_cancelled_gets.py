@@ -350,7 +350,7 @@ def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeIn
     rig.target.close()  # nobody keeps it
 
 
-def test_what_was_being_read_for_a_client_that_has_gone_is_not_sent(node: NodeInProcess) -> None:
+def test_blocks_read_for_a_client_that_has_gone_are_not_sent(node: NodeInProcess) -> None:
     rig = ClientWithBuffers(node)
     block = rig.block(0, 100_000)
     put(rig, [block])

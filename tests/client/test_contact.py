@@ -263,9 +263,7 @@ class _FailedCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
         (grpc.StatusCode.INVALID_ARGUMENT, "What the node says.", "What the node says."),
     ],
 )  # fmt: skip
-def test_what_grpc_says_of_its_inner_parts_is_told_to_nobody(
-    code: grpc.StatusCode, detail: str, words: str
-) -> None:
+def test_grpc_internals_do_not_reach_a_user(code: grpc.StatusCode, detail: str, words: str) -> None:
     failure = Mock(spec=_FailedCall)
     failure.code.return_value, failure.details.return_value = code, detail
     failure.trailing_metadata.return_value = ()

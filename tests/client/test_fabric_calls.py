@@ -205,7 +205,7 @@ def test_a_client_of_an_earlier_version_is_given_no_place(
 
 
 @pytest.mark.parametrize("by_grpc", [False, True])
-def test_what_is_refused_is_refused_the_same_way(rig: ClientWithBuffers, by_grpc: bool) -> None:  # noqa: FBT001
+def test_refusals_are_the_same_everywhere(rig: ClientWithBuffers, by_grpc: bool) -> None:  # noqa: FBT001
     link = link_of(rig.client)
     if by_grpc:
         link.calls = None
@@ -350,7 +350,7 @@ def test_a_block_that_was_deleted_while_it_was_read_does_not_come_onto_the_shelf
     assert miss.reason is MissReason.UNKNOWN
 
 
-def test_what_expires_is_not_on_the_shelf(inside: NodeInProcess, rig_inside: ClientWithBuffers) -> None:
+def test_an_expiring_block_is_not_on_the_shelf(inside: NodeInProcess, rig_inside: ClientWithBuffers) -> None:
     rig, block = rig_inside, rig_inside.block(0, 50_000)
     puts = rig.client.reserve([block], expires_unix_ms=int(time.time() * 1000) + 3_600_000).arm(rig.flags[0])
     rig.flags[0].store(1)
@@ -377,7 +377,7 @@ def test_another_tenants_block_is_not_served(inside: NodeInProcess, rig_inside: 
     assert served(inside) == before
 
 
-def test_whoever_asks_hears_of_what_was_answered_without_the_application(
+def test_queries_learn_of_calls_answered_without_the_application(
     inside: NodeInProcess, rig_inside: ClientWithBuffers
 ) -> None:
     rig, blocks = rig_inside, [rig_inside.block(number, 50_000) for number in range(4)]

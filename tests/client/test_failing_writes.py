@@ -65,7 +65,7 @@ def stored(rig: ClientWithBuffers, block: Block) -> bool:
 
 
 @pytest.mark.parametrize("reserved", [True, False])
-def test_what_is_acknowledged_is_stored_and_right_and_nothing_else_is(
+def test_acknowledged_blocks_are_stored_and_exact_and_no_others_are(
     rig: ClientWithBuffers, *, reserved: bool
 ) -> None:
     good = bad = 0

@@ -79,7 +79,7 @@ def test_blocks_are_written_and_read_back_while_the_nodes_python_stands_still(
         while_python_stands_still(node, rig)
 
 
-def test_what_a_lane_has_is_known_before_its_name_is_put_another_way(
+def test_a_lanes_block_is_known_before_its_name_is_put_another_way(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     rig.client.put([rig.block(0, 5000)])
@@ -192,7 +192,7 @@ def test_a_put_whose_flag_does_not_come_in_time_never_goes_out(
     assert connections(node) == 1, "the link is the same"
 
 
-def test_what_is_deleted_right_after_it_landed_is_gone_and_stays_gone(
+def test_a_block_deleted_right_after_it_landed_stays_gone(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     for number in range(60):
@@ -207,7 +207,7 @@ def test_what_is_deleted_right_after_it_landed_is_gone_and_stays_gone(
         assert isinstance(outcome, Miss), number
 
 
-def test_what_landed_stays_as_the_hot_copy(node: NodeInProcess, rig: ClientWithBuffers) -> None:
+def test_a_landed_block_stays_as_the_hot_copy(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(16)]
     assert all(one.error is None for one in rig.client.put(blocks))
     before = rig.client.statistics()
@@ -257,7 +257,7 @@ def connections(node: NodeInProcess) -> int:
     return int(node.call(len))
 
 
-def test_what_comes_into_a_slot_and_is_no_put_ends_that_connection_alone(node: NodeInProcess) -> None:
+def test_an_invalid_put_in_a_slot_ends_only_its_connection(node: NodeInProcess) -> None:
     bad, good = ClientWithBuffers(node), ClientWithBuffers(node)
     good.client.put([good.block(0, LENGTH)])
     bad.client.put([bad.block(0, LENGTH)])
@@ -290,7 +290,7 @@ def test_puts_under_way_when_the_node_goes_end_with_an_error(tmp_path: Path) -> 
     rig.close()
 
 
-def test_what_the_drive_has_not_taken_yet_is_read_and_deleted_all_the_same(
+def test_blocks_that_wait_for_the_drive_can_be_read_and_deleted(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:

@@ -105,7 +105,9 @@ def test_a_region_is_held_until_its_puts_have_ended(rig: GrpcClient) -> None:
         rig.client.put([Block(block_key(b"closed"), rig.kv, 0, SIZE)])
 
 
-def test_what_was_abandoned_is_not_read_any_more(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_an_abandoned_put_is_not_read_any_more(
+    rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = Held(rig, monkeypatch)
     rig.fill(1)
     puts = rig.client.arm([rig.block(0), rig.block(1)])
@@ -290,7 +292,7 @@ def test_puts_that_the_node_has_no_memory_for_are_sent_again(
     assert sum(sent) == 4
 
 
-def test_what_broke_a_stream_is_the_error_of_all_that_it_did_not_take(
+def test_blocks_that_a_broken_stream_did_not_take_have_its_error(
     rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = NotAuthenticated("The token is not valid.")

@@ -388,7 +388,7 @@ def test_tenants_read_again_lose_and_gain_without_a_restart(
         assert client.put_inline(KEY, b"x") is Durability.WRITTEN
 
 
-def test_the_audit_log_has_who_came_and_who_was_turned_away(
+def test_the_audit_log_has_accepted_and_refused_callers(
     guarded: NodeProcess, acme: Acme, tmp_path: Path
 ) -> None:
     with small_client(guarded.target, token="guess") as client, pytest.raises(NotAuthenticated):

@@ -28,7 +28,7 @@ def test_a_put_has_landed_before_it_has_ended(rig: ClientWithBuffers) -> None:
     assert rig.client.prefix([block.key for block in blocks]).blocks == 4
 
 
-def test_what_is_abandoned_never_goes_out_and_the_rest_is_stored(rig: ClientWithBuffers) -> None:
+def test_abandoned_puts_are_never_sent_and_the_rest_is_stored(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number) for number in range(16)]
     armed = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(8)
@@ -52,7 +52,7 @@ def takes_sixteen(rig: ClientWithBuffers) -> bool:
     return True
 
 
-def test_who_only_asks_or_goes_inside_grpc_opens_no_fabric(node: NodeProcess) -> None:
+def test_clients_that_only_query_or_use_grpc_open_no_fabric(node: NodeProcess) -> None:
     key = block_key(b"inline")
     with small_client(node.target, provider="no such provider") as client:
         client.put_inline(key, b"x" * 100)

@@ -168,7 +168,7 @@ def test_a_put_that_its_deadline_and_the_node_end_at_once_costs_no_link(pair: Pa
     assert armed.host.lost == []
 
 
-def test_what_failed_before_it_was_abandoned_costs_no_link(pair: Pair) -> None:
+def test_a_put_that_failed_before_it_was_abandoned_costs_no_link(pair: Pair) -> None:
     """The put is over already, and nobody has been told."""
     armed = Armed(pair, after_ms(100))
     wait_until(lambda: pair.near.fabric.statistics().expired == 1, "its deadline is over")

@@ -130,7 +130,7 @@ def test_a_time_to_live_that_ends_before_the_bytes_come_is_no_success(
     assert life(node) == []
 
 
-def test_what_lives_long_enough_is_already_stored(client: Client) -> None:
+def test_a_block_that_lives_long_enough_is_already_stored(client: Client) -> None:
     inline(client, Durability.WRITTEN, now_ms() + 60_000)
     with client.register(allocate(len(PAYLOAD))) as region:
         block = Block(KEY, region, 0, len(PAYLOAD), threshold=1)
@@ -186,7 +186,7 @@ def guarded(node: NodeInProcess) -> int:
 
 
 @pytest.mark.parametrize("index_survives", [True, False])
-def test_what_was_protected_is_protected_after_a_restart(data: Path, *, index_survives: bool) -> None:
+def test_protected_sessions_are_protected_after_a_restart(data: Path, *, index_survives: bool) -> None:
     with NodeInProcess(data) as node, small_client(node.target) as client:
         keys = fill(client, 8)
         client.session("ada", "chat").append(keys, 16)

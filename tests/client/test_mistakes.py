@@ -124,7 +124,7 @@ def test_a_layout_memory_or_part_of_a_key_of_another_type_is_named(client: Clien
         assert f"not {len(data)}" in says(client.put_many_inline, [(KEY, data)])
 
 
-def test_what_the_callers_own_blocks_raise_comes_out_of_the_put(client: Client) -> None:
+def test_an_exception_of_the_callers_iterator_is_raised_by_the_put(client: Client) -> None:
     def blocks() -> Iterator[tuple[bytes, bytes]]:
         yield KEY, b"the KV of a page"
         raise OSError("the caller's file is gone")
@@ -335,7 +335,7 @@ def test_memory_to_register_is_contiguous_and_writable(client: Client) -> None:
     assert "has no bytes" in says(client.register, bytearray())
 
 
-def test_what_a_callers_function_takes_and_returns_is_checked(client: Client) -> None:
+def test_arguments_and_results_of_a_callers_function_are_checked(client: Client) -> None:
     key = block_key(b"of a session")
     client.put_inline(key, b"12345678")
     chat = client.session("ada", "resumed")

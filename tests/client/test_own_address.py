@@ -99,19 +99,19 @@ GOOD = SocketAddress(ip_of("127.0.0.1"), 7071).told
 
 
 @pytest.mark.parametrize("family", [0, 1, 40])
-def test_what_a_node_tells_is_of_a_family_that_libfabric_takes(fabric: Fabric, family: int) -> None:
+def test_a_nodes_fabric_address_is_of_a_family_that_libfabric_accepts(fabric: Fabric, family: int) -> None:
     with pytest.raises(ProtocolError, match="fabric address is not valid"):
         OwnSide.add_peer(fabric, struct.pack("=H", family) + GOOD[2:])
 
 
 @pytest.mark.parametrize("told", [b"", GOOD[:-1], GOOD + b"\0"])
-def test_what_a_node_tells_has_the_length_of_its_family(fabric: Fabric, told: bytes) -> None:
+def test_a_nodes_fabric_address_has_the_length_of_its_family(fabric: Fabric, told: bytes) -> None:
     with pytest.raises(ProtocolError, match="fabric address is not valid"):
         OwnSide.add_peer(fabric, told)
 
 
 @pytest.mark.parametrize("ip", ["0.0.0.0", "::", "224.0.0.1", "fe80::1"])
-def test_what_a_node_tells_can_be_reached(fabric: Fabric, ip: str) -> None:
+def test_the_fabric_address_of_a_node_is_reachable(fabric: Fabric, ip: str) -> None:
     with pytest.raises(ProtocolError, match="give it a --fabric-address"):
         OwnSide.add_peer(fabric, SocketAddress(ip_of(ip), 7071).told)
 

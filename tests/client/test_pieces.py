@@ -136,7 +136,7 @@ def test_pieces_go_inside_grpc(rig: ClientWithBuffers) -> None:
     assert rig.client.get_inline(rig.key(2), 300_001) == b"k" + b"v" * 300_000
 
 
-def test_what_can_not_be_a_block_of_pieces_is_refused(rig: ClientWithBuffers) -> None:
+def test_an_invalid_block_of_pieces_is_refused(rig: ClientWithBuffers) -> None:
     pieces = Pool(rig.client, 2, 2, PAGE).pieces(0)
     key = rig.key(0)
     with pytest.raises(InvalidArgument, match="in total"):

@@ -129,7 +129,7 @@ def _until_a_slot_is_free(rig: ClientWithBuffers) -> None:
     pytest.fail("the slot did not come back")
 
 
-def test_what_was_acknowledged_as_written_is_not_sent_again(rig: ClientWithBuffers) -> None:
+def test_a_written_block_is_not_sent_again(rig: ClientWithBuffers) -> None:
     """However soon it is asked: the node's C core has told the client, and perhaps not the node's Python."""
     for first in range(20, 80, 3):
         blocks = [rig.block(number, 4096) for number in range(first, first + 3)]

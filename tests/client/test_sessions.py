@@ -208,7 +208,7 @@ def test_a_session_too_large_to_be_pinned_is_resumed_all_the_same(tmp_path: Path
         assert memory.has(range(250))
 
 
-def test_what_is_not_there_and_what_is_empty(node_here: NodeInProcess) -> None:
+def test_missing_and_empty_blocks(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         nothing = resume(client)[0]
         assert nothing == Resumed(0, 0, 0, 0, Miss(MissReason.UNKNOWN, "There is no such session."))
@@ -244,7 +244,7 @@ def test_a_place_under_another_key_is_refused(node_here: NodeInProcess) -> None:
         assert node_here.call(lambda one: one.pins.count) == 0
 
 
-def test_what_is_stored_is_neither_sent_nor_named_again(node: NodeProcess, tenant: str) -> None:
+def test_a_stored_block_is_neither_sent_nor_named_again(node: NodeProcess, tenant: str) -> None:
     """A prompt that was put before costs one call, and an append whose answer was lost is done once."""
     with (
         small_client(node.target, tenant=tenant, block_bytes_max=SIZE) as client,
@@ -268,7 +268,7 @@ def test_what_is_stored_is_neither_sent_nor_named_again(node: NodeProcess, tenan
         assert len(client.session("user", "chat").info().turns) == 1
 
 
-def test_who_has_not_seen_the_last_turn_is_refused_until_he_looks(node_here: NodeInProcess) -> None:
+def test_a_writer_that_missed_the_last_turn_is_refused_until_it_looks(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         put(client, range(4))
         one, other = client.session("user", "chat"), client.session("user", "chat")

@@ -72,7 +72,7 @@ def inside(inner: NodeInProcess) -> Iterator[ClientWithBuffers]:
         yield rig
 
 
-def test_what_landed_is_got_out_of_the_nodes_memory(rig: ClientWithBuffers) -> None:
+def test_a_landed_block_is_read_from_the_nodes_memory(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number, length) for number, length in enumerate((1, 4096, 100_000, MIB))]
     put(rig, blocks)
     assert get(rig, blocks) == [Hit(block.key) for block in blocks]
@@ -81,7 +81,9 @@ def test_what_landed_is_got_out_of_the_nodes_memory(rig: ClientWithBuffers) -> N
     assert rig.client.status().mapped == 1
 
 
-def test_what_only_the_drive_has_is_read_in_memory_too(rig: ClientWithBuffers, node: NodeProcess) -> None:
+def test_blocks_on_the_drive_only_are_read_beside_those_in_memory(
+    rig: ClientWithBuffers, node: NodeProcess
+) -> None:
     blocks = [rig.block(number) for number in range(4)]
     put(rig, blocks)
     node.stop()

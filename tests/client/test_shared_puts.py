@@ -132,7 +132,7 @@ def test_an_idle_end_is_woken(inside: ClientWithBuffers) -> None:
     assert fast >= 20
 
 
-def test_what_is_written_over_while_it_is_put_is_whole_or_refused(inside: ClientWithBuffers) -> None:
+def test_a_block_overwritten_while_it_is_put_is_whole_or_refused(inside: ClientWithBuffers) -> None:
     """The checksum is of the application's bytes: what was torn on its way to the slot is not stored."""
     ends = threading.Event()
 
@@ -185,7 +185,7 @@ def test_bytes_written_over_after_the_flag_are_refused_or_were_read_before(insid
     assert kept
 
 
-def test_what_is_no_put_costs_nobody_else_anything(inner: NodeInProcess) -> None:
+def test_an_invalid_put_costs_other_clients_nothing(inner: NodeInProcess) -> None:
     """Flags that are not its client's are not believed, as over the fabric; heads that are none are not looked at."""
     with rig_of(inner) as bad, rig_of(inner) as good:
         assert put(bad, bad.block(0)) is None
@@ -273,7 +273,7 @@ def test_a_pass_is_good_once_and_for_its_connection(
     assert passes(inner) == 0
 
 
-def test_nobody_changes_the_memorys_size(
+def test_the_size_of_the_memory_can_not_be_changed(
     offer: tuple[pb.SharedMemory, ClientWithBuffers], inner: NodeInProcess
 ) -> None:
     told, rig = offer
@@ -292,7 +292,7 @@ def test_nobody_changes_the_memorys_size(
     assert inner.call(len) == 1
 
 
-def test_whatever_a_client_does_to_the_doorbells_the_node_goes_on(inner: NodeInProcess) -> None:
+def test_the_node_survives_any_use_of_its_doorbells(inner: NodeInProcess) -> None:
     """Full, blocking, and never read: no call of the node's waits for them."""
     with rig_of(inner) as bad, rig_of(inner) as good:
         assert put(bad, bad.block(0)) is None

@@ -369,7 +369,7 @@ def test_a_block_inside_grpc_that_is_refused_is_an_error(both: Both) -> None:
 
 
 @pytest.mark.parametrize("provider", [Kept(sampler=ALWAYS_OFF).provider, NoOpTracerProvider()])
-def test_what_is_not_sampled_makes_no_spans_anywhere(tmp_path: Path, provider: Any) -> None:
+def test_unsampled_calls_make_no_spans(tmp_path: Path, provider: Any) -> None:
     of_node = Kept(of_node=True)
     node = NodeInProcess(tmp_path / "node", tracer_provider=of_node.provider)
     with Client(node.target, tracer_provider=provider) as client, FlagWords.create(1) as flags:

@@ -183,7 +183,7 @@ def test_with_two_replicas_nothing_is_lost_with_a_node(world: World) -> None:
     assert hits(world.got(fresh)) == COUNT
 
 
-def test_what_was_put_while_an_owner_was_off_the_map_is_found_without_the_other(
+def test_blocks_put_while_an_owner_was_off_the_map_are_found_without_the_other(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = world.client(replicas=2)
@@ -237,7 +237,7 @@ def test_a_map_that_changes_during_a_call_reaches_no_caller(
         puts.abandon()
 
 
-def test_what_a_node_takes_that_joins_is_found_where_it_was(
+def test_blocks_that_a_joining_node_takes_over_are_found_at_their_old_owner(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = world.client()
@@ -257,7 +257,7 @@ def test_what_a_node_takes_that_joins_is_found_where_it_was(
 
 
 @pytest.mark.parametrize("way", ["fabric", "grpc"])
-def test_what_is_got_from_a_second_owner_is_put_back_to_the_first(
+def test_a_block_got_from_the_second_owner_is_put_back_to_the_first(
     world: World, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = world.client(replicas=2)
@@ -287,7 +287,7 @@ def test_what_is_got_from_a_second_owner_is_put_back_to_the_first(
     ]
 
 
-def test_what_was_deleted_since_it_was_read_is_not_put_back(
+def test_a_block_deleted_after_it_was_read_is_not_put_back(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = world.client(replicas=2)
@@ -426,7 +426,7 @@ def test_a_deletion_that_a_member_has_not_heard_of_is_not_acknowledged(world: Wo
     assert [type(one) for one in client.exists(world.keys[:5])] == [Miss] * 5
 
 
-def test_what_is_pinned_is_pinned_on_each_owner(world: World) -> None:
+def test_a_pin_holds_on_each_owner(world: World) -> None:
     client = world.client(replicas=2)
     world.put(client)
     with client.pin([*world.keys[:3], block_key(b"none")], time_to_live_ms=10_000) as pin:

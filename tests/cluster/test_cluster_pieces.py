@@ -104,7 +104,7 @@ def test_a_part_of_a_block_comes_into_pieces_and_is_not_put_back_as_the_whole(wo
     assert whole.copied() == world.content(world.targets, 5)
 
 
-def test_what_an_owner_lacks_is_put_back_to_it_out_of_the_pieces(
+def test_a_block_that_an_owner_lacks_is_put_back_from_its_pieces(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = world.nodes[0].target

@@ -55,7 +55,7 @@ def test_a_node_that_was_drained_can_be_stopped_and_nothing_has_one_copy(tmp_pat
         assert world.on_two([*keys, *once, *more])
 
 
-def test_who_drains_is_asked_last_and_can_be_a_member_again(tmp_path: Path) -> None:
+def test_a_draining_node_is_asked_last_and_can_be_a_member_again(tmp_path: Path) -> None:
     with ExitStack() as stack:
         world = World(tmp_path, stack, 3)
         drains = world.nodes[0]
@@ -92,7 +92,7 @@ def test_a_drain_after_which_too_few_would_stay_is_refused_at_once(tmp_path: Pat
         assert sum(end == 0 for end in ends) == len(draining)
 
 
-def test_what_may_have_been_deleted_does_not_keep_a_node_from_being_drained(tmp_path: Path) -> None:
+def test_blocks_that_may_have_been_deleted_do_not_block_a_drain(tmp_path: Path) -> None:
     with ExitStack() as stack:
         world = World(tmp_path, stack, 3)
         keys = world.put()
@@ -133,7 +133,7 @@ def test_a_node_off_the_map_can_not_be_made_a_member_again_by_a_call() -> None:
     assert ended == ["The node is not on the map of its cluster: its folder's node was drained."] * 2
 
 
-def test_what_a_node_knows_of_its_blocks_is_of_a_whole_scan_by_the_present_map() -> None:
+def test_a_node_reports_counts_only_of_a_whole_scan_by_the_present_map() -> None:
     upkeep = Upkeep.__new__(Upkeep)
     membership: Any = SimpleNamespace(digest=0, away_ms=0, outside="")
     upkeep._membership, upkeep.replicas = membership, 2

@@ -39,7 +39,7 @@ async def until(following: AsyncIterator[Listed], values: set[bytes]) -> Listed:
     raise AssertionError
 
 
-def test_what_is_put_is_listed_and_followed_and_goes_with_its_lease(etcd: RealEtcd) -> None:
+def test_a_record_is_listed_and_followed_and_ends_with_its_lease(etcd: RealEtcd) -> None:
     async def doing() -> None:
         ours, theirs = Etcd(EtcdReach(etcd.endpoints, "test")), Etcd(EtcdReach(etcd.endpoints, "test"))
         following = theirs.follow(FOLDER)

@@ -128,7 +128,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_can_not_have_been_is_refused(name: str) -> None:
+def test_an_impossible_history_is_refused(name: str) -> None:
     why, history = BAD[name]
     found = faults(history)
     assert found
@@ -138,7 +138,7 @@ def test_what_can_not_have_been_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_may_have_been_is_let_pass(name: str) -> None:
+def test_a_possible_history_is_accepted(name: str) -> None:
     assert faults(GOOD[name]) == []
 
 

@@ -86,7 +86,7 @@ def test_other_numbers_of_lots_are_refused(lots: int) -> None:
 
 @EVERY_LOTS
 @pytest.mark.parametrize("count", [3, 10, 60])
-def test_who_joins_takes_its_share_and_moves_nobody_else(count: int, lots: int) -> None:
+def test_a_joining_node_takes_its_share_and_moves_no_other_user(count: int, lots: int) -> None:
     before, after = Map.of(1, members(count), lots=lots), Map.of(2, members(count + 1), lots=lots)
     (new,) = set(after.members) - set(before.members)
     moved = [(one, other) for one, other in zip(homes(before), homes(after), strict=True) if one != other]
@@ -129,7 +129,7 @@ def test_one_zone_is_none(zones: str, lots: int) -> None:
 
 @EVERY_LOTS
 @pytest.mark.parametrize("zones", ["aab", "aabbcc", "abcabcab"])
-def test_who_joins_a_zone_takes_copies_and_moves_none_between_others(zones: str, lots: int) -> None:
+def test_a_node_that_joins_a_zone_takes_copies_and_moves_none_between_others(zones: str, lots: int) -> None:
     all_of_them = zoned(zones)
     before, after = Map.of(1, all_of_them[:-1], lots=lots), Map.of(2, all_of_them, lots=lots)
     new = all_of_them[-1].name
@@ -185,6 +185,6 @@ def test_of_two_members_at_one_address_one_is_on_the_map() -> None:
     assert Map.of(1, [Member("b", "h:1"), Member("a", "h:1")]).members == (Member("a", "h:1"),)
 
 
-def test_nobody_is_at_home_where_there_is_nobody() -> None:
+def test_without_members_no_user_has_a_home() -> None:
     assert Map(0).home("acme", "user") is None
     assert Map(0).shares() == []

@@ -176,7 +176,7 @@ class World:
 
 
 @pytest.mark.parametrize("tenth", range(10))
-def test_whatever_happened_all_tell_the_same_map_a_moment_later(tenth: int) -> None:
+def test_all_nodes_agree_on_the_map_soon_after_failures(tenth: int) -> None:
     async def history(seed: int) -> None:
         world = World(seed)
         leases = asyncio.create_task(world.etcd.run())
@@ -223,7 +223,7 @@ def test_while_etcd_is_away_the_map_stays_and_for_how_long_is_told() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_who_comes_back_leaves_its_place_to_the_copy_that_took_it(seed: int) -> None:
+def test_a_returning_node_yields_to_the_copy_that_replaced_it(seed: int) -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         leases = asyncio.create_task(etcd.run())
@@ -291,7 +291,7 @@ def test_members_whose_leases_end_all_at_once_are_not_missed_and_those_that_are_
     run(history())
 
 
-def test_who_left_is_told_as_absent_until_it_is_back_or_forgotten_or_had_nothing_left() -> None:
+def test_a_node_that_left_is_absent_until_it_is_back_or_forgotten_or_empty() -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         leases = asyncio.create_task(etcd.run())

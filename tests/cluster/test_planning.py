@@ -49,7 +49,7 @@ def test_a_node_that_joins_in_a_zone_of_its_own_gets_a_copy_of_everything() -> N
     assert planned.receives["10.0.0.9:1"] == pytest.approx(200 * GIB, rel=0.01)
 
 
-def test_what_a_draining_member_has_is_not_counted_twice() -> None:
+def test_blocks_of_a_draining_member_are_not_counted_twice() -> None:
     node, joins = "10.0.0.2:1", "10.0.0.9:1"
     drains = with_change(FOUR, node)
     without = Map.of(1, (one for one in FOUR.members if one.node != node))

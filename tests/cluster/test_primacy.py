@@ -162,7 +162,7 @@ class World:
 
 
 @pytest.mark.parametrize("tenth", range(10))
-def test_whatever_happened_sessions_have_an_order_and_one_node_orders_them_a_moment_later(tenth: int) -> None:
+def test_one_node_orders_each_session_soon_after_failures(tenth: int) -> None:
     async def history(seed: int) -> int:
         world = World(seed)
         leases = asyncio.create_task(world.etcd.run())
@@ -291,7 +291,7 @@ def test_a_node_that_was_cut_off_waits_as_one_that_has_just_come() -> None:
 
 
 @pytest.mark.parametrize("was_restored", [False, True])
-def test_what_a_node_stored_before_etcd_lost_data_is_of_a_past_epoch(*, was_restored: bool) -> None:
+def test_blocks_stored_before_etcd_lost_data_are_of_a_past_epoch(*, was_restored: bool) -> None:
     """Another node ordered the user's sessions meanwhile, and etcd doesn't know it any more."""
 
     async def history() -> None:

@@ -290,7 +290,7 @@ async def history(seed: int, *, pauses: bool = False) -> World:
 @pytest.mark.timeout(120 + HISTORIES // 5)
 @pytest.mark.parametrize("tenth", range(10))
 @pytest.mark.parametrize("pauses", [False, True])
-def test_whatever_happened_blocks_are_on_their_owners_and_deleted_ones_are_nowhere(
+def test_blocks_are_on_their_owners_and_deleted_ones_are_nowhere_after_failures(
     tenth: int, *, pauses: bool
 ) -> None:
     async def one(seed: int) -> None:

@@ -203,7 +203,7 @@ def test_after_a_loss_and_after_a_join_all_is_on_two_nodes_again_and_nobody_has_
         assert COUNT // 3 < sum(world.there(empty, keys)) < COUNT
 
 
-def test_what_was_deleted_while_a_node_was_away_is_not_copied_from_it_and_what_was_not_is(
+def test_a_returned_node_gives_back_blocks_except_those_deleted_meanwhile(
     tmp_path: Path,
 ) -> None:
     with ExitStack() as stack:
@@ -302,7 +302,7 @@ def test_a_block_is_not_taken_that_was_not_offered_or_offered_before(pair: World
     assert pair.there(other.node, [first, second]) == [True, False]
 
 
-def test_who_is_not_on_the_map_under_its_lease_is_refused(other: Stranger) -> None:
+def test_a_node_that_is_not_on_the_map_under_its_lease_is_refused(other: Stranger) -> None:
     for stranger in (
         other._replace(lease=other.lease + 1),
         other._replace(name="nobody"),
@@ -431,7 +431,7 @@ def test_the_client_of_a_node_that_left_long_ago_is_closed(
 # --- by themselves
 
 
-def test_what_a_node_says_that_is_off_the_map_and_does_not_know_it_is_not_believed(
+def test_a_node_that_is_off_the_map_unknowingly_is_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     upkeep = Upkeep.__new__(Upkeep)
@@ -517,7 +517,7 @@ def test_only_what_came_under_the_lease_or_what_one_that_is_sure_has_is_sure() -
     assert not any(map(is_sure, range(20)))
 
 
-def test_what_is_waited_for_is_bounded_in_number_and_time() -> None:
+def test_waits_are_bounded_in_number_and_time() -> None:
     class Clock(SystemClock):
         now_ms = 0
 

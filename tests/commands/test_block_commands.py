@@ -154,7 +154,7 @@ def test_a_file_that_can_not_be_used_is_one_line(
 
 
 @pytest.mark.parametrize("text", ["", "00", "name", "zz" * 32, "00" * 33, " " + "00" * 32, "0 " + "00" * 31])
-def test_what_is_no_key_is_refused(text: str) -> None:
+def test_an_invalid_key_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="64 hexadecimal digits, or name:TEXT"):
         parse_key(text)
 

@@ -70,7 +70,7 @@ def test_keys_are_for_their_owner_alone_and_nothing_is_written_over(
         (("--client", "a", "--days", "0"), "--days"),
     ],
 )
-def test_what_cannot_be_made_is_refused_before_anything_is(
+def test_an_impossible_creation_is_refused_before_anything_is_made(
     tmp_path: Path, asked: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["certificates", str(tmp_path / "certs"), *asked]) == 2
@@ -78,7 +78,7 @@ def test_what_cannot_be_made_is_refused_before_anything_is(
     assert not (tmp_path / "certs").exists()
 
 
-def test_what_a_full_disk_cut_short_is_refused(
+def test_a_file_truncated_by_a_full_disk_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     certs = tmp_path / "certs"

@@ -98,9 +98,7 @@ def test_a_resume_is_explained_by_its_session(node: NodeProcess, client: Client)
     assert "What to do: Nothing was missed." in done.stdout
 
 
-def test_what_is_not_remembered_and_what_is_wrong_is_said_in_a_sentence(
-    node: NodeProcess, client: Client
-) -> None:
+def test_unknown_requests_and_mistakes_are_one_sentence(node: NodeProcess, client: Client) -> None:
     client.exists(KEYS[:1])
     for more, why in (
         (["no-such"], "has no look-up of no-such; it has 1 of this tenant's, the earliest of 20"),
@@ -158,7 +156,7 @@ def test_the_fetches_of_a_resume_are_numbered_on() -> None:
     assert "blocks 128-255  hit " in said
 
 
-def test_who_is_not_told_all_is_told_so() -> None:
+def test_a_shortened_answer_says_so() -> None:
     lookup = Lookup("r", Kind.EXISTS, 1, 5, 1, [Run(1, Outcome.STORED)])
     assert "There may be more: the last 256 are shown." in page(
         looked_up(*[lookup] * 256), StatisticsResponse()

@@ -46,7 +46,9 @@ def test_rules_are_shown_in_the_order_in_which_they_win(
     assert lines[-1] == "Rules: 5. Guards: 1. Masks: 6."
 
 
-def test_a_request_is_told_what_it_hits_and_who_lost(rules: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_shows_its_hit_and_the_entries_that_lost(
+    rules: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = _out(capsys, rules, "--request", ALICE)
     assert out.endswith(
         "\n"

@@ -145,7 +145,7 @@ def statistics(**more: Any) -> StatisticsResponse:
     return StatisticsResponse(memory_bytes=100, capacity_bytes=1000, free_bytes=250, **more)
 
 
-def test_what_an_interval_has_brought_is_what_counters_rose_by() -> None:
+def test_an_interval_shows_the_increase_of_its_counters() -> None:
     before = statistics(uptime_ms=1000, puts=5, hits_memory=10, misses=[ReasonCount(reason=9, blocks=4)])
     now = statistics(
         uptime_ms=3000,

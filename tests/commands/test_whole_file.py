@@ -65,7 +65,7 @@ def test_a_full_drive_is_a_failure_with_the_file_s_name() -> None:
     assert raised.value.filename == "/dev/full"
 
 
-def test_what_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_an_output_that_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no folder" / "out"):
         with pytest.raises(ConfigError, match="could not be written"):
             write(path, b"KV")

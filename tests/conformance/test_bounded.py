@@ -100,7 +100,7 @@ def test_a_full_queue_fires_at_one_store(backend: Backend) -> None:
         assert stage.far.bytes_at(0, 8 * QUEUE) == near.bytes_at(0, 8 * QUEUE)
 
 
-def test_what_a_full_nic_has_no_room_for_is_not_held_up(backend: Backend) -> None:
+def test_operations_beyond_a_full_nic_are_not_delayed(backend: Backend) -> None:
     """Thousands wait for a counter that never moves; another counter's are served."""
     with Stage(backend, work_max=QUEUE) as stage:
         never, gate = stage.gate(), stage.gate()

@@ -23,7 +23,7 @@ def ends(stage: Stage, tag: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("count", [20, 700])
-def test_what_is_cancelled_never_fires(stage: Stage, gate: Gate, count: int) -> None:
+def test_a_cancelled_operation_never_fires(stage: Stage, gate: Gate, count: int) -> None:
     """Every third one, of as many as any NIC holds, and of more."""
     near, far, there = stage.near, stage.far, stage.there
     threshold = {tag: random.Random(tag).randrange(5, 10) for tag in range(count)}
@@ -131,7 +131,7 @@ def test_a_cancel_that_races_the_counter_is_exact(stage: Stage) -> None:
     stage.holds_nothing()
 
 
-def test_what_others_wait_for_survives_a_cancel(stage: Stage, gate: Gate) -> None:
+def test_an_operation_that_others_wait_for_survives_a_cancel(stage: Stage, gate: Gate) -> None:
     """A NIC may have to give back everything to take back one: the others are handed over again, and fire once."""
     near, far, there = stage.near, stage.far, stage.there
     moved = stage.counter()

@@ -17,7 +17,7 @@ MS_NS = 1_000_000
 EXPIRED = (EventKind.FAILED, -errno.ETIMEDOUT)
 
 
-def test_what_never_fired_is_over_at_its_deadline(stage: Stage, gate: Gate) -> None:
+def test_an_operation_that_never_fired_ends_at_its_deadline(stage: Stage, gate: Gate) -> None:
     """Or late, where only a flush takes it back from the NIC: then its endpoint's close ends it. It never fires."""
     near, far = stage.near, stage.far
     way = through(near, far)
@@ -105,7 +105,7 @@ def test_a_deadline_over_before_arming_lets_nothing_out(stage: Stage, gate: Gate
     stage.holds_nothing()
 
 
-def test_what_is_on_the_wire_to_one_who_stands_still_is_late_and_ends_when_he_goes_on(
+def test_operations_to_a_stopped_peer_are_late_and_end_when_it_continues(
     backend: Backend, stage: Stage, gate: Gate
 ) -> None:
     """What the provider had no room for meanwhile has not gone out, and is over."""
@@ -142,7 +142,7 @@ def test_what_is_on_the_wire_to_one_who_stands_still_is_late_and_ends_when_he_go
     assert near.fabric.statistics().late == len(late)
 
 
-def test_what_is_late_ends_with_its_endpoint(backend: Backend, stage: Stage, gate: Gate) -> None:
+def test_late_operations_end_with_their_endpoint(backend: Backend, stage: Stage, gate: Gate) -> None:
     """A peer that stands still for good: the others are served, and closing the endpoint ends the chain as well."""
     near, there = stage.near, stage.there
     moved = stage.counter()

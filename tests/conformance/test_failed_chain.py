@@ -73,7 +73,7 @@ def is_as_new_once_reset(stage: Stage, counter: Counter, index: int) -> None:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_follows_a_refused_operation_never_happens(stage: Stage, gate: Gate, what: str) -> None:
+def test_operations_after_a_refused_one_never_happen(stage: Stage, gate: Gate, what: str) -> None:
     near, far, there = stage.near, stage.far, stage.there
     way = through(near, far)
     far.fill(0, CANARY)

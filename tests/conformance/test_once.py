@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 MARK = b"\xee"
 
 
-def test_what_has_landed_is_never_written_again(stage: Stage, gate: Gate) -> None:
+def test_a_landed_slot_is_never_written_again(stage: Stage, gate: Gate) -> None:
     """The target writes over all that came, and then the counter passes every threshold many times over."""
     near, far, there = stage.near, stage.far, stage.there
     count = 150

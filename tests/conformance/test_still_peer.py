@@ -83,7 +83,7 @@ def test_a_cancel_takes_back_nothing_that_has_fired(backend: Backend, stage: Sta
                 assert word == (7 if i in done else 0)
 
 
-def test_what_failed_with_its_counter_never_fires_however_that_moves(stage: Stage, gate: Gate) -> None:
+def test_an_operation_that_failed_with_its_counter_never_fires(stage: Stage, gate: Gate) -> None:
     """Ten are waited for, one fails; an eleventh takes its place too late."""
     near, far, there = stage.near, stage.far, stage.there
     way = through(near, far)

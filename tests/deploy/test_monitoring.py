@@ -138,7 +138,7 @@ def test_each_alert_has_its_section_and_each_section_its_alert() -> None:
         assert [word for word in ("**Means**", "**Look at**", "**Do**") if word not in section] == [], section
 
 
-def test_what_the_runbook_names_exists(exported: Exported) -> None:
+def test_every_name_in_the_runbook_exists(exported: Exported) -> None:
     text = RUNBOOK.read_text()
     # A histogram is spoken of by its family's name.
     names = set(re.findall(r"`((?:kvstore|process)_[a-z_]+)", text))

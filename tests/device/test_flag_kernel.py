@@ -88,7 +88,7 @@ def test_a_kernel_that_stores_wrongly_is_caught(name: str, tmp_path: Path) -> No
     assert any(word in breach for breach in breaches(compiled(90, planted).ptx))
 
 
-def test_what_the_compiler_says_is_in_the_error(tmp_path: Path) -> None:
+def test_the_error_has_the_compilers_message(tmp_path: Path) -> None:
     planted = tmp_path / "planted.cu"
     planted.write_text("this is no kernel")
     with pytest.raises(CudaUnavailable, match=r"did not compile planted.cu for sm_90 .*error"):

@@ -246,7 +246,7 @@ def test_a_load_that_the_device_refuses_is_missing_and_the_next_one_is_not(
         is_exact(engine, wanted, values)
 
 
-def test_what_the_node_does_not_have_is_missing_and_its_blocks_are_not_written(
+def test_pages_that_the_node_lacks_are_missing_and_their_blocks_are_not_written(
     engine: Engine, device: Refusing
 ) -> None:
     wanted, values = wanted_of(1, 2), random_values(SHAPE, [1, 2])

@@ -198,7 +198,7 @@ def test_a_page_larger_than_what_is_stored_in_one_goes_in_parts(node: Node) -> N
     storage.close()
 
 
-def test_what_was_stored_from_here_is_cleared(node: Node) -> None:
+def test_blocks_stored_from_here_are_cleared(node: Node) -> None:
     pools = [MHAHostPool(), MHAHostPool(heads=4)]
     storages = [attached(node.target, pool) for pool in pools]
     for storage, pool in zip(storages, pools, strict=True):

@@ -142,7 +142,7 @@ def test_a_sharded_pool_beside_a_latent_has_one_name_per_rank(node: Node) -> Non
         storage.close()
 
 
-def test_what_moved_is_told_once_as_sglang_s_metrics(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_are_reported_once_as_sglangs_metrics(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class StorageMetrics:  # SGLang's own; its module needs the whole run time
         prefetch_pgs: list[int] = field(default_factory=list)

@@ -307,7 +307,7 @@ def test_a_node_that_stands_still_in_a_put_never_stores_what_came_into_the_memor
                     assert not isinstance(got, bytes) or got == b"\x01" * size
 
 
-def test_what_is_no_sequence_of_this_model_is_refused(node: NodeProcess) -> None:
+def test_a_sequence_of_another_model_is_refused(node: NodeProcess) -> None:
     model, tokens = _model("full"), _tokens(20)
     cache = DynamicCache(config=model.config)
     _run(model, tokens, cache)

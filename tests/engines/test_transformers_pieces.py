@@ -32,7 +32,7 @@ def _shapes(rng: object, dtype: object) -> Shapes:
 
 @pytest.mark.parametrize("seed", range(_RNG_ROUNDS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_cut_is_whole_again(seed: int, dtype: object) -> None:
+def test_split_data_is_joined_exactly(seed: int, dtype: object) -> None:
     rng = torch.Generator().manual_seed(seed)
     shapes = _shapes(rng, dtype)
     turns = torch.randint(1, 40, (4,), generator=rng).cumsum(0).tolist()

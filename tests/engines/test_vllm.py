@@ -78,7 +78,7 @@ def test_a_salt_separates(engine: Engine, chats: Chats) -> None:
     assert engine.say(chats.last, tokens=24, salt="of one").cached > 0
 
 
-def test_what_a_user_said_goes_with_their_erase_domain(place: Path, model: Path, chats: Chats) -> None:
+def test_a_users_data_is_erased_with_their_domain(place: Path, model: Path, chats: Chats) -> None:
     master = place / "master.key"
     new_master_file(master)
     with Node(place / "encrypted", arguments=("--master-key", f"file:{master}")) as node:
@@ -221,7 +221,7 @@ def test_a_turn_becomes_one_of_its_session(node: Node, engine: Engine, chats: Ch
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_what_is_found_and_never_comes_is_computed(
+def test_blocks_that_are_found_and_never_arrive_are_computed(
     place: Path, model: Path, node: Node, chats: Chats, load: str
 ) -> None:
     broken = {"kv_connector": "BrokenConnector"}

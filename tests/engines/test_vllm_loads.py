@@ -56,7 +56,7 @@ def stored(monkeypatch: pytest.MonkeyPatch, folder: Path, *prompts: list[int]) -
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_what_is_loaded_is_not_computed(monkeypatch: pytest.MonkeyPatch, folder: Path, load: str) -> None:
+def test_loaded_tokens_are_not_computed(monkeypatch: pytest.MonkeyPatch, folder: Path, load: str) -> None:
     node = stored(monkeypatch, folder, prompt(1))
     engine = Pretend(monkeypatch, folder, node, load=load)
     engine.add("a", prompt(1), 4)
@@ -127,7 +127,7 @@ def test_a_request_that_shares_blocks_still_loading_waits_for_the_next_step(
     assert engine.check_pages(node, held(engine)) > 0
 
 
-def test_what_did_not_come_is_not_found_in_the_engines_own_cache(
+def test_a_block_that_did_not_arrive_is_not_in_the_engines_own_cache(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     node = stored(monkeypatch, folder, PREFIX)
@@ -178,7 +178,7 @@ def test_a_forward_pass_that_ends_in_the_middle_saves_nothing(
     assert engine.count("withheld_pages") > 0
 
 
-def test_what_there_is_no_room_to_copy_is_skipped_and_counted(
+def test_blocks_without_room_for_a_copy_are_skipped_and_counted(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     node = FakeNode()
@@ -242,7 +242,7 @@ def test_a_busy_engine_never_waits_for_an_answer(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("stored_blocks", [0, 8])
-def test_what_the_engine_has_itself_waits_for_no_answer_and_is_saved_again_only_if_it_is_not_stored(
+def test_blocks_of_the_engines_own_cache_wait_for_no_answer_and_are_saved_only_if_not_stored(
     monkeypatch: pytest.MonkeyPatch, folder: Path, stored_blocks: int
 ) -> None:
     node = FakeNode()

@@ -204,16 +204,16 @@ def test_every_process_names_alike(adapters: Path, named: dict[str, list[str] | 
         *("image", "other image", "image elsewhere"),
     ],
 )
-def test_what_decides_the_kv_decides_the_name(what: str, named: dict[str, list[str] | str]) -> None:
+def test_a_name_depends_on_everything_that_determines_the_kv(
+    what: str, named: dict[str, list[str] | str]
+) -> None:
     for other in ("chain", "salt", "lora", "image"):
         if other != what:
             assert not set(named[what]) & set(named[other]), other
 
 
 @pytest.mark.parametrize("what", ["later tokens", "late image"])
-def test_what_comes_later_does_not_change_what_was_before(
-    what: str, named: dict[str, list[str] | str]
-) -> None:
+def test_later_events_do_not_change_earlier_ones(what: str, named: dict[str, list[str] | str]) -> None:
     assert named[what][0] == named["chain"][0]
     assert named[what][1] != named["chain"][1]
 
@@ -293,10 +293,12 @@ def test_ranks_have_one_layout_and_pages_of_their_own(named: dict[str, list[str]
 
 
 @pytest.mark.parametrize("what", ["state", "stages", "context", "looks ahead", "latent without context"])
-def test_what_has_no_name_is_not_stored(what: str, named: dict[str, list[str] | str]) -> None:
+def test_a_block_without_a_name_is_not_stored(what: str, named: dict[str, list[str] | str]) -> None:
     assert isinstance(named[what], str)
 
 
 @pytest.mark.parametrize("what", ["latent", "no prefix cache"])
-def test_what_the_platform_can_compute_from_is_stored(what: str, named: dict[str, list[str] | str]) -> None:
+def test_blocks_that_the_platform_can_compute_from_are_stored(
+    what: str, named: dict[str, list[str] | str]
+) -> None:
     assert not isinstance(named[what], str)

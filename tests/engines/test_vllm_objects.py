@@ -60,7 +60,7 @@ def test_a_block_is_one_object_or_some_of_no_more_than_their_bound(objects_of_bl
     assert not set(group(1).objects(b"digest", 0)) & set(keys)
 
 
-def test_what_was_stored_by_the_page_or_in_other_runs_has_other_names(
+def test_blocks_of_pages_or_other_runs_have_other_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     named: list[set[bytes]] = []

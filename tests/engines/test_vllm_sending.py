@@ -55,7 +55,7 @@ def sender(client: FakeClient) -> PutSender:
     return PutSender(cast("Any", client), cast("Any", SimpleNamespace(length=512)), slots=8, timeout_s=5.0)
 
 
-def test_what_has_not_landed_in_time_is_ended_before_its_memory_is_used_again() -> None:
+def test_a_late_put_is_ended_before_its_memory_is_reused() -> None:
     client = FakeClient(lands=False)
     sender(client).send(PAGES)
     assert [one.abandoned for one in client.puts] == [1, 1]
@@ -72,7 +72,7 @@ def test_a_node_that_is_full_of_others_is_not_waited_for() -> None:
     assert sender(FakeClient(room=0)).send(PAGES).outcome(0) == [False] * 8
 
 
-def test_what_the_node_had_is_stored_and_was_not_sent() -> None:
+def test_blocks_that_the_node_had_count_as_stored_and_were_not_sent() -> None:
     client = FakeClient()
     sent = sender(client).send(PAGES)
     client.puts[0].results[1] = PutResult(b"", Durability.WRITTEN, None, already_stored=True)

@@ -254,7 +254,7 @@ def test_of_three_nodes_one_is_killed_in_the_middle_and_nothing_is_computed_agai
         assert "Traceback" not in engine.log()
 
 
-def test_what_was_stored_over_tls_by_a_token_file_is_found(
+def test_blocks_stored_over_tls_with_a_token_file_are_found(
     place: Path, model: Path, guarded: GuardedNode, chats: Chats
 ) -> None:
     with start(place, "tls", model, guarded.target, transport="fabric", **guarded.trust) as engine:

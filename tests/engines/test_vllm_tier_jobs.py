@@ -117,7 +117,7 @@ def keys(what: str, count: int, first: int = 0) -> list[bytes]:
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 9 << 20])
-def test_what_is_stored_comes_back_and_what_is_not_there_is_told_apart(
+def test_stored_blocks_come_back_and_missing_ones_are_distinguished(
     node: Node, transport: str, chunk_bytes: int
 ) -> None:
     what = f"{transport} {chunk_bytes}"
@@ -137,7 +137,7 @@ def test_what_is_stored_comes_back_and_what_is_not_there_is_told_apart(
     one.tier.shutdown()
 
 
-def test_what_did_not_come_is_not_promised_again(node: Node) -> None:
+def test_a_block_that_did_not_arrive_is_not_promised_again(node: Node) -> None:
     one = Tier(node.target)
     key = keys("gone", 1)
     assert one.ended(one.submit(key)).success

@@ -31,7 +31,7 @@ def changed(seed: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_whatever_comes_a_parser_ends_as_it_should(name: str) -> None:
+def test_parsers_end_properly_on_any_input(name: str) -> None:
     target: Callable[[bytes], None] = TARGETS[name]
     parts = st.one_of(st.binary(max_size=8), st.sampled_from(WORDS[name]))
     changes = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 8), parts), max_size=6)
@@ -57,7 +57,7 @@ def test_whatever_comes_a_parser_ends_as_it_should(name: str) -> None:
         ),
     ],
 )
-def test_what_reads_a_peers_bytes_in_c_stands_any(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+def test_c_parsers_stand_any_bytes_of_a_peer(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
     """Calls at the desk and puts by grants, built as the core is: inputs made by the harness itself."""
     core = [f"nic_offload/{part}.c" for part in parts]
     built = tmp_path / name

@@ -42,7 +42,7 @@ def seen(word: FlagWord, value: int) -> None:
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_whoever_sees_the_flag_sees_all_bytes(torch: Any, device: CudaDevice, *, by_kernel: bool) -> None:
+def test_a_visible_flag_implies_visible_bytes(torch: Any, device: CudaDevice, *, by_kernel: bool) -> None:
     """The last bytes of a large copy are looked at in the instant in which the flag is seen."""
     device._writes_values = not by_kernel
     memory, stream = mmap.mmap(-1, LARGE), device.open_stream()

@@ -100,7 +100,7 @@ def test_messages_that_are_sent_by_halves(beside: Beside, path: str) -> None:
     check_speed(alone, under)
 
 
-def test_who_floods_the_drive_and_the_memory_of_blocks_leaves_others_theirs(beside: Beside) -> None:
+def test_a_flood_of_drive_and_hot_memory_leaves_others_their_parts(beside: Beside) -> None:
     """More connections write and read than the hot memory has room for."""
     alone, under, did = beside.endure("flood", token="evil", connections=12)
     assert sum(did.values()) > 0
@@ -108,7 +108,7 @@ def test_who_floods_the_drive_and_the_memory_of_blocks_leaves_others_theirs(besi
 
 
 @pytest.mark.parametrize("name", ["attaches", "landing"])
-def test_who_takes_all_places_or_all_memory_leaves_others_theirs(beside: Beside, name: str) -> None:
+def test_taking_all_places_or_all_memory_leaves_others_theirs(beside: Beside, name: str) -> None:
     """Somebody who was not there before attaches and puts in the middle of it."""
     came: list[str] = []
 

@@ -97,7 +97,7 @@ def test_a_stream_ends_when_its_token_is_taken_out_of_the_file(beside: Beside, c
         assert took < 2
 
 
-def test_what_somebody_removes_is_in_the_audit_log_with_who_and_what(beside: Beside) -> None:
+def test_each_removal_is_in_the_audit_log_with_its_caller(beside: Beside) -> None:
     beside.client.delete(beside.keys[:2])
     session = beside.client.session("user", "chat")
     session.append(beside.keys[2:4], 32)
@@ -117,9 +117,7 @@ def test_what_somebody_removes_is_in_the_audit_log_with_who_and_what(beside: Bes
 
 
 @pytest.mark.parametrize("call", ["EraseUser", "EraseTenant"])
-def test_who_erases_without_end_is_told_to_come_later_and_each_receipt_is_in_the_audit_log(
-    beside: Beside, call: str
-) -> None:
+def test_endless_erasures_are_delayed_and_each_receipt_is_in_the_audit_log(beside: Beside, call: str) -> None:
     ask = erasing.EraseUserRequest(user="u") if call == "EraseUser" else erasing.EraseTenantRequest()
     ended: dict[str, int] = {}
     with grpc.insecure_channel(beside.node.target) as channel:
@@ -133,7 +131,7 @@ def test_who_erases_without_end_is_told_to_come_later_and_each_receipt_is_in_the
     assert len(receipts) == ended["OK"]
 
 
-def test_whatever_is_refused_to_a_tenant_is_in_the_audit_log(beside: Beside) -> None:
+def test_every_refusal_of_a_tenant_is_in_the_audit_log(beside: Beside) -> None:
     """A client of ours says itself that a key is none; others need not."""
     with grpc.insecure_channel(beside.node.target) as channel:
         exists = BlocksStub(channel).Exists  # type: ignore[no-untyped-call]

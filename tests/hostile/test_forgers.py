@@ -190,7 +190,7 @@ class Injecting(_InThread):
 
 
 @pytest.mark.parametrize("idle", [True, False], ids=["idle places", "all places"])
-def test_who_has_anothers_keys_of_memory_is_not_believed(
+def test_memory_keys_of_another_client_are_refused(
     beside: Beside, told: list[pb.AttachResponse], *, idle: bool
 ) -> None:
     """In places that its victim does not use just then it is not even noticed; in others it can spoil, and no more."""

@@ -46,7 +46,7 @@ def test_calls_over_the_fabric_without_end(putting: Beside, blocks: int) -> None
 
 
 @pytest.mark.parametrize("name", ["scribble", "ring"])
-def test_whatever_a_client_does_to_memory_that_it_maps(putting: Beside, name: str) -> None:
+def test_a_client_that_damages_mapped_memory(putting: Beside, name: str) -> None:
     alone, under, did = putting.endure(name, token="evil")
     assert did["rung"] > 0
     assert all_is_well(putting)

@@ -32,7 +32,7 @@ def test_more_are_too_slow_and_the_failure_says_by_how_much() -> None:
         check_speed(ALONE, times(CALLS // 50))
 
 
-def test_what_the_machine_takes_slows_both_and_is_not_the_nodes() -> None:
+def test_load_of_the_machine_slows_both_and_is_not_the_nodes() -> None:
     check_speed(ALONE, times(CALLS // 5, CALLS // 5))
     with pytest.raises(AssertionError):
         check_speed(ALONE, times(CALLS // 5, CALLS // 10))

@@ -46,7 +46,7 @@ def counted(history: Iterable[Call]) -> str:
 
 @pytest.mark.timeout(300 + 120 * A_WORLD)
 @pytest.mark.parametrize("seed", WORLDS)
-def test_whatever_goes_wrong_nothing_is_lost_and_no_deletion_undone(seed: int, tmp_path: Path) -> None:
+def test_failures_lose_nothing_and_undo_no_deletion(seed: int, tmp_path: Path) -> None:
     program()  # or there is none, and the test is skipped
     rounds = min(A_WORLD, ROUNDS - (seed - SEED) * A_WORLD)
     done = [f"seed {seed}"]

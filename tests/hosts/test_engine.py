@@ -92,7 +92,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_an_engine_has_computed_another_host_s_engine_loads(site: Site, model: Path) -> None:
+def test_an_engine_on_another_host_loads_computed_blocks(site: Site, model: Path) -> None:
     site.node.firewall(firewall_of("container"))
     node = site.start_node(SERVE.split())
     reach = {"node": "node:7070", "ca": CA, "token_file": TOKEN}

@@ -33,14 +33,14 @@ def test_the_bar_says_how_long_it_will_still_take(monkeypatch: pytest.MonkeyPatc
     assert terminal.getvalue().endswith("\r\033[K"), "it is gone when the work is done"
 
 
-def test_what_was_over_at_once_wipes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ended_at_once_wipes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     bar("replay", lambda: 0.0)(1.0)
     assert terminal.getvalue() == ""
 
 
-def test_what_is_piped_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piped_output_has_no_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)
     bar("replay")(0.5)

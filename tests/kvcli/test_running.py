@@ -73,7 +73,7 @@ def test_an_end_has_its_status_and_one_sentence(
     assert capfd.readouterr().err == says
 
 
-def test_what_standard_outputs_encoding_lacks_is_escaped() -> None:
+def test_characters_that_standard_output_lacks_are_escaped() -> None:
     script = (
         "from kvcli.running import run_command; run_command('x', lambda: print('ch\\u00e4t \\u2603') or 0)"
     )
@@ -159,7 +159,7 @@ def test_an_installed_command_imports_no_package_of_its_own_before_it_handles_ct
         assert packages & {"kvcli", "kvstore", "sim", "nic_offload"} == {"kvcli"}
 
 
-def test_what_python_m_imports_before_it_handles_ctrl_c_takes_no_time() -> None:
+def test_imports_before_ctrl_c_is_handled_take_no_time() -> None:
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import kvstore, kvcli.start; print(*sys.modules)"
     assert "typing" not in run(sys.executable, "-S", "-c", code).stdout.split()
 
@@ -302,7 +302,9 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
         (["pin", "name:a", "--seconds", "601"], 2, "1 to 600"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(arguments: list[str], status: int, says: str, tmp_path: Path) -> None:
+def test_an_impossible_value_is_one_sentence(
+    arguments: list[str], status: int, says: str, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
 
         def put_in(text: str) -> str:

@@ -32,7 +32,7 @@ def test_the_specifications_test_case_16() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 4096, 1 << 20])
-def test_what_is_sealed_comes_back_and_has_its_own_length(length: int) -> None:
+def test_sealed_data_can_be_opened_and_has_its_own_length(length: int) -> None:
     data = os.urandom(length)
     sealed = aead.seal(KEY, NONCE, b"", data)
     assert len(sealed) == length + aead.TAG_BYTES

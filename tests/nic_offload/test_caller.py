@@ -302,9 +302,7 @@ def test_a_call_whose_deadline_finds_it_waiting_is_told_before_its_block_and_nev
     assert caller.free_places == 1
 
 
-def test_what_waits_is_given_so_long_for_its_answer_as_if_it_had_gone_out_at_once(
-    pair: Pair, caller: Caller
-) -> None:
+def test_a_waiting_call_has_as_long_for_its_answer_as_one_sent_at_once(pair: Pair, caller: Caller) -> None:
     """Else one that had waited nearly all of its time would end the link, with nobody to blame."""
     near = pair.near
     fill(pair, caller)
@@ -342,7 +340,7 @@ def test_a_call_that_was_taken_back_while_it_waited_leaves_its_turn_to_the_next(
     assert number_in(pair, 3, GENERATION + 1) == 9
 
 
-def test_what_was_never_posted_has_used_up_neither_place_nor_generation() -> None:
+def test_a_put_that_was_never_posted_uses_neither_slot_nor_generation() -> None:
     """The other side stands still before it has answered who connects: nothing can be posted."""
     with Far("net", LENGTH) as far, Side("net", LENGTH) as near:
         there = way_to(near, far.said)
@@ -448,7 +446,7 @@ def test_nothing_is_kept_of_calls_that_are_over(way: str) -> None:
             assert pair.near.fabric.statistics().watches == 0
 
 
-def test_what_does_not_fit_into_a_place_is_not_begun(pair: Pair, caller: Caller) -> None:
+def test_a_call_too_large_for_its_place_is_not_begun(pair: Pair, caller: Caller) -> None:
     group = Group(pair.near.fabric, TAG, 2)
     call = Call(TAG, 0, 0, 0, group, 1, 1, 0, wire.CallKind.FETCH, 0, 0, 1, FINGERPRINT)
     rows = wire.rows_of_fetch(rows_of(1))

@@ -298,7 +298,7 @@ def test_a_block_whose_place_is_forgotten_while_it_is_read_is_not_sent(slow: Col
     assert not any(slow.got(8, LENGTH))
 
 
-def test_what_a_desk_reads_can_be_cancelled(slow: ColdRig) -> None:
+def test_reads_of_a_desk_can_be_cancelled(slow: ColdRig) -> None:
     for number in (1, 2):
         slow.place(number, 16 * number)
     call = Wanted(

@@ -127,7 +127,7 @@ def slot_watch(pair: Pair, slot: int, length: int, deadline_ns: int = 0) -> Land
     )
 
 
-def test_what_has_landed_stays_landed_and_what_has_not_fails(provider: str) -> None:
+def test_landed_puts_stay_landed_and_others_fail(provider: str) -> None:
     """Twenty blocks of 8 MiB to sum up: few are done when the endpoint is closed right after their flags.
 
     On a busy machine all may be, so there are some more chances.
@@ -218,7 +218,7 @@ with Pair(sys.argv[1]) as pair:
 
 
 @pytest.mark.parametrize("provider", ["net", "tcp;ofi_rxm"], indirect=True)
-def test_a_caller_who_never_said_who_he_is_does_no_harm_after_the_close(provider: str) -> None:
+def test_an_unidentified_caller_does_no_harm_after_the_close(provider: str) -> None:
     """The provider frees the endpoint's listener and keeps its request, which points to it."""
     environment = os.environ | {
         "MALLOC_PERTURB_": "165"

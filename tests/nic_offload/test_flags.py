@@ -107,7 +107,7 @@ for length in (0, 1 << 20):
 """
 
 
-def test_nobody_can_cut_the_words_off_under_those_who_look_at_them() -> None:
+def test_flag_words_can_not_be_truncated_under_their_readers() -> None:
     """Once whoever had the path could end the process of each that had the words mapped, by SIGBUS."""
     with FlagWords.create(2) as words:
         subprocess.run([sys.executable, "-c", CUT, words.path], check=True, timeout=30)

@@ -280,7 +280,7 @@ def test_more_puts_than_slots_take_turns(rig: GrantRig) -> None:
         assert rig.payload(came) == rig.data(int.from_bytes(came.key, "little"), 5000)
 
 
-def test_what_is_written_into_a_slot_after_its_flag_counts_for_nothing(net: GrantRig) -> None:
+def test_writes_into_a_slot_after_its_flag_have_no_effect(net: GrantRig) -> None:
     net.feed(1)
     _, group = net.put([3])
     assert net.codes(group, 1) == [LANDED]
@@ -355,7 +355,9 @@ def test_a_flag_whose_bytes_have_not_come_is_no_put(net: GrantRig) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_put_ends_all_and_says_nothing(net: GrantRig, slip: dict[str, int]) -> None:
+def test_an_invalid_put_ends_the_receiver_without_an_acknowledgement(
+    net: GrantRig, slip: dict[str, int]
+) -> None:
     net.feed(1)
     payload = os.urandom(500)
     net.forge(2, head_of(payload, **slip), payload)  # type: ignore[arg-type]
@@ -394,7 +396,7 @@ def test_a_room_of_the_right_size_is_taken_before_a_larger_one(net: GrantRig) ->
     assert [came.room // PAGE for came in net.came] == [9, 12]
 
 
-def test_what_was_taken_back_before_it_fired_uses_up_no_slot(net: GrantRig) -> None:
+def test_a_put_cancelled_before_it_fired_uses_no_slot(net: GrantRig) -> None:
     net.feed(8, pages=3)
     near = net.pair.near
     tag, group = net.put(list(range(50)), threshold=5)
@@ -438,7 +440,7 @@ def test_closing_the_endpoint_ends_all_of_it(rig: GrantRig) -> None:
     rig.receiver.close()
 
 
-def test_what_had_come_when_the_endpoint_is_closed_is_taken_as_far_as_there_is_room(net: GrantRig) -> None:
+def test_blocks_that_arrived_before_the_endpoint_closed_are_taken_while_there_is_room(net: GrantRig) -> None:
     _, group = net.put([1, 2, 3])
     net.pair.far.wait(lambda: len(net.pair.far.of(RECEIVER)) == 1, "somebody is asked for room")
     wait_until(lambda: net.pair.far.bytes_at(0, 24) == FIRST.to_bytes(8, "little") * 3, "all flags")
@@ -493,7 +495,7 @@ def test_a_name_that_fires_before_it_is_known_is_not_sent(net: GrantRig) -> None
     assert net.came[0].key == key_of(42)
 
 
-def test_nobody_is_woken_for_each_block_that_nobody_waits_for(net: GrantRig) -> None:
+def test_unawaited_blocks_do_not_wake_a_waiter(net: GrantRig) -> None:
     net.feed(40, pages=3)
     for number in range(20):
         assert net.codes(net.put([number])[1], 1) == [LANDED]
@@ -517,7 +519,7 @@ def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: GrantRig) -> Non
     assert len(net.shelf) == 0
 
 
-def test_what_landed_stays_listed_until_its_name_goes(net: GrantRig) -> None:
+def test_a_landed_block_stays_listed_until_its_name_is_removed(net: GrantRig) -> None:
     """As others of new names don't, whose records are not these; and once it is renamed it is one of them."""
     net.feed(1, pages=3)
     assert net.codes(net.put([1])[1], 1) == [LANDED]
@@ -532,7 +534,7 @@ def test_what_landed_stays_listed_until_its_name_goes(net: GrantRig) -> None:
     assert len(net.shelf) == 0
 
 
-def test_what_comes_under_a_name_that_is_stored_is_the_applications_to_answer(net: GrantRig) -> None:
+def test_a_put_of_a_stored_name_is_answered_by_the_application(net: GrantRig) -> None:
     """It knows the bytes that are there. Who waits for more than `landed` hears that all the same."""
     net.feed(6, pages=3)
     net.shelf.stored(OWNER + key_of(1) + OWNER + key_of(2), are_stored=True)

@@ -109,7 +109,7 @@ def test_a_watch_that_ends_in_vain_is_an_event(pair: Pair) -> None:
     assert group.open_rows == 1
 
 
-def test_who_waits_is_woken_and_gets_no_event(pair: Pair) -> None:
+def test_a_waiter_is_woken_and_gets_no_event(pair: Pair) -> None:
     group = watched(pair, 3)
     come: list[bool] = []
     waiting = threading.Thread(target=lambda: come.append(group.wait(3, WAIT_S)))

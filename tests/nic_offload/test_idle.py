@@ -117,7 +117,7 @@ def test_a_store_of_another_process_rings(pair: Pair) -> None:
     wait_until(lambda: flags[0].bell[0].sleepers == 0, "nobody waits for the words")
 
 
-def test_who_sleeps_is_counted_only_while_something_waits_for_the_words() -> None:
+def test_a_sleeper_is_counted_only_while_words_are_awaited() -> None:
     with Pair("net") as pair:
         bell, pipe_fd = pair.flags[0].bell
         pair.there.fence()

@@ -152,7 +152,7 @@ def test_a_block_is_written_and_told_of_without_the_application(drive: Drive) ->
     )
 
 
-def test_a_block_is_heard_of_before_its_end_only_by_who_asks(drive: Drive) -> None:
+def test_only_a_query_learns_of_a_block_before_its_end(drive: Drive) -> None:
     rig, lane = drive.rig, drive.lane
     rig.feed(3, pages=PAGES)
     drive.lend(is_clear=False)
@@ -207,7 +207,7 @@ def test_a_block_goes_to_the_lane_of_its_names_home(tmp_path: Path) -> None:
             drive.close()
 
 
-def test_who_asked_for_no_more_hears_no_more(drive: Drive) -> None:
+def test_unrequested_acknowledgements_are_not_sent(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(2, pages=PAGES)
     drive.lend()
@@ -322,7 +322,7 @@ def test_a_block_does_not_wait_for_ground_that_will_not_come(drive: Drive) -> No
     assert [came.under_way for came in rig.came] == [0]
 
 
-def test_nobody_is_told_before_all_that_came_before_is_on_the_drive(drive: Drive) -> None:
+def test_a_put_is_reported_after_all_earlier_ones_are_on_the_drive(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(4, pages=PAGES)
     drive.lend(is_clear=False)

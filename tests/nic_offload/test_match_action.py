@@ -149,7 +149,7 @@ def test_the_bound_of_a_mask_follows_what_leaves_it() -> None:
     assert hit(table, request()) == "mid"
 
 
-def test_plans_are_shared_and_leave_with_the_last_who_shares() -> None:
+def test_plans_are_shared_and_end_with_their_last_user() -> None:
     table = Table()
     entries = [table.add(rule(tenant="acme", user=str(number))) for number in range(3)]
     assert len({id(entry.plan) for entry in entries}) == 1
@@ -271,7 +271,7 @@ def test_a_rule_without_actions_is_refused() -> None:
         Rule(Pattern(), ())
 
 
-def test_explain_names_who_was_considered_and_why_he_lost() -> None:
+def test_explain_names_each_candidate_and_why_it_lost() -> None:
     table = table_of(
         rule(name="wins", priority=200, tenant="acme"),
         rule(name="low", priority=5, user="alice"),

@@ -38,7 +38,7 @@ def name_of(number: int) -> bytes:
     return number.to_bytes(NAME_BYTES, "little")
 
 
-def test_what_was_added_is_there_until_it_is_taken_out(library: Any, names: Any) -> None:
+def test_entries_stay_until_they_are_removed(library: Any, names: Any) -> None:
     dice = random.Random(5)
     there: set[int] = set()
     for step in range(60):

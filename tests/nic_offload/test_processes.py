@@ -57,7 +57,7 @@ def test_a_source_killed_in_a_stream_leaves_no_flag_without_its_bytes(provider: 
         assert check_slots(here) > after // 2
 
 
-def test_whoever_comes_after_a_killed_source_is_served(provider: str) -> None:
+def test_the_next_source_after_a_killed_one_is_served(provider: str) -> None:
     with Side(provider, SLOTS * SLOT_BYTES) as here, Far(provider, 4 << 20) as far:
         far.tell(**about(here), slots=SLOTS)
         word = here.word(100)

@@ -309,7 +309,7 @@ def test_another_record_is_not_sent_for_it(drive: Drive) -> None:
     assert drive.is_untouched()
 
 
-def test_what_lies_behind_the_drives_end_is_not_read(drive: Drive) -> None:
+def test_places_beyond_the_end_of_the_drive_are_not_read(drive: Drive) -> None:
     drive.write(4 * MIB - 2 * PAGE, record_of(4 * MIB - 2 * PAGE, GENERATION, payload_of(1))[: 2 * PAGE])
     drive.put(drive.reading(tag=1, offset=4 * MIB - 2 * PAGE), drive.reading(tag=2, offset=8 * MIB))
     assert {drive.wait_end(tag) for tag in (1, 2)} == {(EventKind.FAILED, -errno.ENODATA)}
@@ -404,7 +404,7 @@ def test_opening_on_a_closed_descriptor_fails_and_leaves_no_descriptor_open(
         assert ring_descriptors() <= before
 
 
-def test_what_does_not_lie_in_the_region_is_refused(drive: Drive) -> None:
+def test_memory_outside_the_region_is_refused(drive: Drive) -> None:
     near = drive.pair.near
     end = near.region.address + near.region.length
     wrongs: tuple[dict[str, int], ...] = (
@@ -465,7 +465,7 @@ def test_one_that_waits_for_its_turn_and_is_cancelled_is_never_read(slow: Slow) 
     slow.wait_over(101)  # and nobody has written what it would have read
 
 
-def test_what_comes_in_pieces_is_put_together(slow: Slow) -> None:
+def test_chunks_of_a_message_are_joined(slow: Slow) -> None:
     record = bytes(record_of(OFFSET, GENERATION, payload_of(1)))
     slow.put(slow.reading())
     for at in range(0, len(record), PAGE):

@@ -95,7 +95,9 @@ def drive(tmp_path: Path, vault: Vault) -> Iterator[EncryptedLane]:
 
 
 @pytest.mark.parametrize("length", [1, 4096, 5000, 262_144, 262_145, 524_288, LENGTH_MAX])
-def test_what_a_lane_writes_is_what_came_and_only_its_key_opens_it(drive: EncryptedLane, length: int) -> None:
+def test_a_lane_writes_the_bytes_that_arrived_and_only_their_key_decrypts_them(
+    drive: EncryptedLane, length: int
+) -> None:
     rig, pages = drive.rig, 1 + -(-length // PAGE)
     rig.feed(4, pages=pages)
     drive.lend(pages=4 * pages)

@@ -133,7 +133,7 @@ def test_a_miss_that_a_cancelled_get_reports_is_believed_by_the_next_fetch() -> 
     assert rig.requester.pump(0) == [Ended(2, ALICE, Ending.COMPLETE)]
 
 
-def test_what_is_replaced_or_dropped_while_it_waits_is_never_asked_for() -> None:
+def test_blocks_replaced_or_dropped_while_waiting_are_never_requested() -> None:
     rig = RequesterRig()
     rig.know(ALICE, 1, 2, 3)
     rig.requester.request(ALICE, 0, FAR)
@@ -162,7 +162,7 @@ def test_a_late_drop_of_an_older_generation_removes_nothing() -> None:
     assert rig.requester.statistics().users == 0
 
 
-def test_what_the_node_does_not_have_is_asked_for_where_it_is_by_now() -> None:
+def test_blocks_that_the_node_lacks_are_requested_from_their_present_owner() -> None:
     rig = RequesterRig()
     rig.know(ALICE, 1, 2)
     rig.requester.request(ALICE, 0, FAR)
@@ -178,7 +178,7 @@ def test_what_the_node_does_not_have_is_asked_for_where_it_is_by_now() -> None:
         rig.requester.finished(2)
 
 
-def test_what_failed_is_tried_again_by_the_next_request_only() -> None:
+def test_only_the_next_request_retries_a_failed_key() -> None:
     rig = RequesterRig()
     rig.know(ALICE, 1, 2)
     rig.requester.request(ALICE, 0, FAR)

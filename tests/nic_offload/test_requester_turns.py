@@ -40,7 +40,7 @@ def test_members_that_always_wait_are_never_far_apart(sizes: list[list[int]], se
         assert max(totals) - min(totals) <= 2 * QUANTUM
 
 
-def test_who_pauses_keeps_his_share_and_who_leaves_does_not() -> None:
+def test_a_pausing_tenant_keeps_its_share_and_a_leaving_one_does_not() -> None:
     for leave in (Turns.pause, Turns.discard):
         turns: Turns[str] = Turns(QUANTUM)
         had = Counter[str]()

@@ -48,7 +48,7 @@ def test_a_wiped_key_is_over_and_its_place_is_given_once() -> None:
     wipe(other)
 
 
-def test_what_is_moved_into_it_is_nowhere_else_and_a_bytearray_stays_usable() -> None:
+def test_a_secret_moved_into_it_is_nowhere_else_and_a_bytearray_stays_usable() -> None:
     secret = bytearray(os.urandom(KEY_BYTES))
     was = bytes(secret)
     key = key_of(secret)

@@ -264,7 +264,7 @@ def is_refused(client: Client, group: Group, blocks: Sequence[Wanted]) -> None:
 
 
 @pytest.mark.parametrize("change", ["spoilt", "kind", "short", "long"])
-def test_what_is_no_answer_is_not_taken_for_one(client: Client, change: str) -> None:
+def test_an_invalid_answer_is_not_accepted(client: Client, change: str) -> None:
     blocks = [Wanted(0, 5000), Wanted(8192, 5000)]
     group = client.get(blocks)
     client.asked()

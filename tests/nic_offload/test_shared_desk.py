@@ -104,7 +104,7 @@ def test_a_desk_that_is_closed_keeps_nothing(rig: ShelfRig) -> None:
     assert rig.shelf.take([1002])[0]
 
 
-def test_what_is_kept_counts_as_under_way(pair: Pair) -> None:
+def test_kept_bytes_count_as_under_way(pair: Pair) -> None:
     rig = ShelfRig(pair, bytes_max=5001, shares=True)
     rows = two(rig)
     rig.watch(FIRST, 1)

@@ -145,7 +145,7 @@ def test_one_that_is_never_read_is_kept_for_two_seconds(node: Node) -> None:
     assert 1.9 < time.monotonic() - began < 6
 
 
-def test_what_is_not_to_be_read_there_is_sent(node: Node) -> None:
+def test_a_block_that_must_not_be_read_there_is_sent(node: Node) -> None:
     node.put(shared=False)
     wait_until(node.came, "the bytes")
     assert node.rows.at(0).generation == 0
@@ -246,7 +246,7 @@ def test_parts_of_blocks_that_are_told(client: Client, rows: Rows) -> None:
         ({"offset": (1 << 64) - 1}, LATE),
     ],
 )
-def test_what_is_not_right_is_a_miss(client: Client, rows: Rows, other: dict[str, int], code: int) -> None:
+def test_a_wrong_answer_is_a_miss(client: Client, rows: Rows, other: dict[str, int], code: int) -> None:
     blocks = [Wanted(0, 5000), Wanted(8192, 5000)]
     group = begin(client, blocks)
     tell(client, rows, blocks, 0)

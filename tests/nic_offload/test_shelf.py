@@ -287,14 +287,14 @@ def test_a_call_of_another_generation_inside_is_the_applications(rig: ShelfRig) 
     assert not rig.answered()
 
 
-def test_what_was_unlisted_is_not_sent_any_more(rig: ShelfRig) -> None:
+def test_an_unlisted_block_is_not_sent_any_more(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.shelf.unlist(OWNER + key_of(2))
     assert len(rig.shelf) == 1
     rig.left_to_us(Wanted(rows))
 
 
-def test_what_was_taken_is_not_sent_any_more(rig: ShelfRig) -> None:
+def test_a_taken_block_is_not_sent_any_more(rig: ShelfRig) -> None:
     rows = two(rig)
     assert rig.shelf.take([1001])[0]
     assert rig.shelf.take([1001])[0], "and again"
@@ -375,7 +375,7 @@ def is_free(shelf: Shelf, number: int) -> bool:
     return shelf.take([number])[0]
 
 
-def test_what_is_being_sent_is_not_given_away(provider: str) -> None:
+def test_memory_being_sent_is_not_reused(provider: str) -> None:
     """Taken while the call is answered, which takes long; when `take` says yes, the bytes are all sent."""
     length, words, at = 8 << 20, range(1, 9), 1 << 20
     busy = 0
@@ -414,7 +414,7 @@ def test_an_endpoint_that_closes_lets_all_go(rig: ShelfRig) -> None:
     rig.desk.close()
 
 
-def test_nobody_takes_note_and_calls_come_to_the_application_again(rig: ShelfRig) -> None:
+def test_calls_go_to_the_application_again_if_reports_are_not_fetched(rig: ShelfRig) -> None:
     rig.store(1, 0, 1)
     wanted = Wanted((Row(1, 1, 1),), metadata=bytes(60_000))
     generation = FIRST

@@ -171,7 +171,7 @@ def test_a_call_that_waits_for_something_else_than_the_thread_is_not_counted(
     asyncio.run(come())
 
 
-def test_what_ends_a_call_from_outside_ends_it_inside() -> None:
+def test_an_end_from_outside_ends_a_call_inside() -> None:
     async def come() -> None:
         seen: list[str] = []
 

@@ -49,7 +49,7 @@ def test_a_fetch_older_than_the_remembered_ones_is_refused_and_confirmed_when_ca
     assert cancelled.by_rpc([9]) == [9], "its word was never put"
 
 
-def test_what_else_is_remembered_is_bounded(cancelled: Cancelled) -> None:
+def test_other_remembered_state_is_bounded(cancelled: Cancelled) -> None:
     for one in range(1, ACK_WORDS + 2):
         cancelled.take(one, called=True)
     assert cancelled.by_rpc([1, 2]) == [1], "the oldest is forgotten"

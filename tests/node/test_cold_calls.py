@@ -155,7 +155,7 @@ def test_a_look_up_says_that_the_drive_had_them_and_how_long_it_took(plain: Cold
     assert lookup.size_bytes == 8 * LENGTH
 
 
-def test_what_was_put_since_and_left_memory_is_found_on_the_drive(plain: Cold) -> None:
+def test_newer_blocks_that_left_memory_are_found_on_the_drive(plain: Cold) -> None:
     warmed(plain, next(iter(plain.blocks)))
     new = stored(plain.node, range(100, 104))
     plain.blocks |= new
@@ -243,7 +243,7 @@ def slow_drive(plain: Cold) -> int:
     return into
 
 
-def test_what_is_not_read_in_time_is_cancelled_and_the_memory_is_the_callers(plain: Cold) -> None:
+def test_a_late_read_is_cancelled_and_its_memory_returns_to_the_caller(plain: Cold) -> None:
     """The drive hangs: a get ends at its deadline, its connection stays, and nothing is written afterwards."""
     first, late, *_ = plain.blocks
     warmed(plain, first)

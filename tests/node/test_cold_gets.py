@@ -132,7 +132,7 @@ def state(node: NodeInProcess) -> tuple[int, int, int, int]:
     return found
 
 
-def test_what_was_handed_over_arrives_while_the_nodes_python_stands_still(
+def test_blocks_handed_over_arrive_while_the_nodes_python_is_stopped(
     node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(3)]
@@ -227,7 +227,7 @@ def test_a_block_deleted_while_it_is_read_is_not_kept_and_its_pages_are_not_reus
 
 
 @pytest.mark.parametrize("damage", ["another record", "a short read"])
-def test_what_a_reader_does_not_find_the_store_looks_for(
+def test_the_store_searches_for_a_block_that_a_reader_does_not_find(
     node: NodeInProcess, rig: ClientWithBuffers, held: Held, damage: str
 ) -> None:
     """Here it is all right on the drive: only the reader was told something else."""
@@ -280,7 +280,9 @@ def test_of_what_is_read_together_only_the_damaged_one_is_missed(
     assert node.call(lambda inside: inside.counters.hits_drive) == 2
 
 
-def test_what_the_fabric_does_not_take_the_store_reads(node: NodeInProcess, rig: ClientWithBuffers) -> None:
+def test_the_store_reads_blocks_that_the_fabric_does_not_take(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(2)]
     put(rig, blocks)
 

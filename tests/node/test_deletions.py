@@ -43,7 +43,7 @@ def test_a_copy_that_was_read_before_the_node_began_is_refused() -> None:
     assert deletions.may_be_since(NAME, 3)
 
 
-def test_what_is_remembered_is_bounded_and_what_is_forgotten_counts_for_all() -> None:
+def test_remembered_sources_are_bounded_and_forgotten_ones_count_together() -> None:
     clock = Clock()
     deletions = Deletions(clock)
     clock.now_ms += HOUR_MS

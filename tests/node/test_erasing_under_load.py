@@ -438,7 +438,7 @@ def test_an_erasure_that_passes_its_deadline_is_acknowledged_only_when_it_is_rep
 
 
 @pytest.mark.parametrize("is_leased", [False, True])
-def test_what_had_landed_and_waits_for_a_full_store_is_erased_too(
+def test_landed_blocks_that_wait_for_a_full_store_are_erased_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_leased: bool
 ) -> None:
     """It is acknowledged as landed, and the store takes no put before the erasure has ended."""

@@ -128,7 +128,7 @@ def test_a_peer_without_an_address_is_on_this_machine(fabric: Fabric) -> None:
         address.believed(SocketAddress(ip_of("10.0.0.7"), 7071).told, "unix:/run/socket", fabric)
 
 
-def test_what_is_told_is_the_listened_one_the_named_one_or_the_way_to_the_client() -> None:
+def test_the_fabric_address_is_the_listening_one_the_given_one_or_the_route_to_the_client() -> None:
     with Fabric("net", address=FabricAddress("0.0.0.0").fabric_opens_at("net")) as fabric:
         ports = Ports(17_071, 17_171)
         for address, client, told in (
@@ -240,13 +240,13 @@ def test_a_port_that_was_just_given_back_is_the_last_to_be_taken_again(fabric: F
 
 
 @pytest.mark.parametrize("text", ["", "x", "0-5", "5-4", "1-65536", "1-2-3", "-1"])
-def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
+def test_an_invalid_range_of_ports_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="range of ports"):
         Ports.of(text)
 
 
 @pytest.mark.parametrize("text", ["", "x", "10.0.0.1/8", "10.0.0.0/33", "10.0.0.0/8,,"])
-def test_what_is_no_list_of_networks_is_refused(text: str) -> None:
+def test_an_invalid_list_of_networks_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a list of networks"):
         parse_networks(text)
 

@@ -49,7 +49,7 @@ class Buggy(NodeProcess):
         self._command = plain
 
 
-def test_what_was_acknowledged_before_a_bug_ended_the_node_is_there_in_its_next_life(tmp_path: Path) -> None:
+def test_acknowledged_blocks_survive_a_bug_that_ends_the_node(tmp_path: Path) -> None:
     keys = [block_key(b"before a bug", bytes([at])) for at in range(16)]
     node = Buggy(tmp_path / "node", capacity=SMALL_DRIVE, arguments=("--hot", SMALL_HOT))
     try:

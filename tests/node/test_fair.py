@@ -101,7 +101,7 @@ def test_a_tenant_that_may_hold_no_more_is_passed_over_and_keeps_its_place() -> 
     assert [thing.number for thing in everything(queue)] == [2, 1, 4], "a has just had a turn"
 
 
-def test_what_is_put_back_comes_first_again_and_costs_its_turn_once() -> None:
+def test_an_item_put_back_comes_first_again_and_costs_its_turn_once() -> None:
     queue: FairQueue[Thing] = FairQueue()
     queue.add([Thing("a", 0, MIB, 1), Thing("a", 0, MIB, 2), Thing("b", 0, MIB, 3), Thing("b", 0, MIB, 4)])
     for _ in range(50):
@@ -112,7 +112,7 @@ def test_what_is_put_back_comes_first_again_and_costs_its_turn_once() -> None:
     assert sorted(thing.number for thing in everything(queue)[:2]) == [1, 3]
 
 
-def test_what_a_connection_waited_for_is_forgotten_with_it() -> None:
+def test_waits_of_a_connection_end_with_it() -> None:
     queue: FairQueue[Thing] = FairQueue()
     queue.add([Thing("a", 0, MIB, 1), Thing("a", 1, MIB, 2), Thing("b", 0, MIB, 3)])
     queue.drop("a", 0)
@@ -139,7 +139,7 @@ def test_a_tenant_that_releases_nothing_holds_at_most_an_eighth_or_one_item() ->
 
 
 @given(st.integers(1, 20), st.integers(1, 500), st.integers(0, 2**32))
-def test_what_is_held_adds_up(holders: int, most: int, seed: int) -> None:
+def test_guards_add_up(holders: int, most: int, seed: int) -> None:
     shares = Shares(2000)
     held = Counter[tuple[str, int]]()
     rng = random.Random(seed)
@@ -188,7 +188,7 @@ def test_one_connections_puts_may_hold_half_and_leave_the_next_a_quarter() -> No
     assert shares.may_hold_so_many(("t", "b"), 100, 1000) == 20
 
 
-def test_what_is_larger_than_all_there_is_may_be_held_alone() -> None:
+def test_a_request_larger_than_everything_may_be_held_alone() -> None:
     shares = Shares(100)
     assert shares.may_hold(("t", "a"), 500)
     shares.hold(("t", "a"), 500)
@@ -251,7 +251,7 @@ def test_each_tenant_keeps_a_share_of_long_held_places() -> None:
         assert sum(got) <= 100
 
 
-def test_what_is_given_back_can_be_taken_by_others() -> None:
+def test_a_place_given_back_can_be_taken_by_others() -> None:
     places = Places(8, lambda: 2)
     assert (filled(places, "first"), filled(places, "second")) == (4, 3)
     places.give_back("first", 4)
@@ -262,7 +262,7 @@ def test_what_is_given_back_can_be_taken_by_others() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-20, 20)), max_size=60))
-def test_whatever_others_do_a_tenants_own_part_can_be_had(steps: list[tuple[int, int]]) -> None:
+def test_a_tenants_own_part_is_available_beside_any_others(steps: list[tuple[int, int]]) -> None:
     places, held = Places(200, lambda: 5), [0] * 5
     for who, wanted in steps:
         change = min(wanted, places.left(who)) if wanted > 0 else max(wanted, -held[who])

@@ -79,9 +79,7 @@ def test_small_blocks_that_come_while_a_write_is_under_way_go_to_the_drive_toget
 
 
 @pytest.mark.parametrize("durability", [Durability.LANDED, Durability.WRITTEN])
-def test_what_was_acknowledged_is_found_beside_what_was_never_stored(
-    tmp_path: Path, durability: Durability
-) -> None:
+def test_an_acknowledged_block_is_found_beside_an_unknown_one(tmp_path: Path, durability: Durability) -> None:
     """A get of which all is in memory is answered by the core; these by Python, which hears of puts in batches."""
     with NodeInProcess(tmp_path / "laned") as node:
         rig = ClientWithBuffers(node)
@@ -127,7 +125,7 @@ def test_clients_that_put_nothing_cost_a_look_up_nothing(
             rig.close()
 
 
-def test_what_comes_along_with_what_a_lane_has_written_is_stored_as_well(
+def test_blocks_that_arrive_with_a_lanes_block_are_stored_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A receiver tells of a block once, and not when it was taken before on behalf of a lane's."""
@@ -168,7 +166,7 @@ def counted_by_python(monkeypatch: pytest.MonkeyPatch) -> list[PutItem]:
     [(1 << 30, 4096, 50, 3000), (1 << 30, 1 << 20, 20, 120), (64 << 20, 32 << 10, 50, 4000)],
     ids=["small", "large", "on a full drive"],
 )
-def test_what_comes_in_a_stream_is_all_written_by_the_lane(
+def test_a_stream_of_blocks_is_written_by_the_lane(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int, length: int, at_once: int, count: int
 ) -> None:
     """Ground comes in time, and what finds none, or a full lane, waits: Python writes none of them."""
@@ -198,7 +196,7 @@ def test_a_lane_that_took_nothing_for_a_while_is_used_again(
         rig.close()
 
 
-def test_what_is_deleted_before_its_put_has_ended_leaves_no_copy(
+def test_a_block_deleted_before_its_put_has_ended_leaves_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the core knows it still, because it is being sent."""

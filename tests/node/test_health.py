@@ -49,7 +49,7 @@ def test_health_of_the_node_and_of_each_service_is_told_to_anybody(guarded: Node
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_what_stays_open_or_tells_of_calls_needs_a_token(guarded: NodeProcess) -> None:
+def test_methods_that_stay_open_or_list_calls_need_a_token(guarded: NodeProcess) -> None:
     with grpc.insecure_channel(guarded.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         for call in (

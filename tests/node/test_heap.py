@@ -78,7 +78,7 @@ def test_the_end_of_another_threads_heap_is_given_back() -> None:
     assert ran.stdout == "True\n"
 
 
-def test_what_hangs_in_a_cycle_is_looked_for_when_the_heap_has_grown() -> None:
+def test_cycles_are_collected_when_the_heap_has_grown() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", IN_A_CYCLE], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
     )

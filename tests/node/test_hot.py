@@ -72,7 +72,7 @@ def pages_of_size(pages: int) -> HotPages:
     return HotPages(pages, lambda: None)
 
 
-def test_what_was_read_is_found_under_its_generation_alone() -> None:
+def test_a_record_is_found_under_its_generation_alone() -> None:
     hot = pages_of_size(8)
     piece = read(hot, 7)
     found = hot.find(7)
@@ -83,7 +83,7 @@ def test_what_was_read_is_found_under_its_generation_alone() -> None:
     assert statistics.kept_bytes == statistics.protected_bytes == PAGE_BYTES
 
 
-def test_what_is_in_use_is_never_given_away() -> None:
+def test_a_piece_in_use_is_never_given_away() -> None:
     hot = pages_of_size(4)
     used = hot.take(3)
     assert used is not None
@@ -302,7 +302,7 @@ def reads(hot: HotPages, tenant: bytes, generations: range, times: int = 1) -> N
 
 
 @pytest.mark.parametrize("wanted", [1, 2], ids=["scanned", "wanted again"])
-def test_what_one_tenant_reads_leaves_another_its_part(wanted: int) -> None:
+def test_reads_of_one_tenant_leave_another_its_part(wanted: int) -> None:
     hot = HotPages(80, lambda: None, tenants=lambda: 2)
     reads(hot, GOOD, range(1, 31))
     for first in range(1000, 3000, 100):
@@ -336,7 +336,7 @@ def test_a_block_that_needs_nearly_all_memory_finds_it_though_parts_of_others_li
     assert not hot.refused
 
 
-def test_what_was_erased_is_overwritten_as_soon_as_nobody_uses_it() -> None:
+def test_an_erased_block_is_overwritten_after_its_last_user() -> None:
     memory = Memory(8)
     hot = HotPages(8, lambda: None, address=memory.address)
     pieces = []
@@ -398,7 +398,7 @@ def test_owners_who_keep_nothing_are_forgotten() -> None:
     assert sum(hot.kept_pages_of(number.to_bytes(TENANT_BYTES)) for number in range(1000)) == 64
 
 
-def test_what_evicted_blocks_have_left_is_overwritten_in_steps_and_nothing_else() -> None:
+def test_bytes_of_evicted_blocks_are_overwritten_in_steps_and_nothing_else() -> None:
     memory = Memory(16)
     hot = HotPages(16, lambda: None, address=memory.address)
     pieces = [hot.take(2) for _ in range(6)]
@@ -415,7 +415,7 @@ def test_what_evicted_blocks_have_left_is_overwritten_in_steps_and_nothing_else(
     assert steps > 2
 
 
-def test_what_is_taken_beyond_a_pass_over_free_pages_is_overwritten_at_once() -> None:
+def test_pages_taken_ahead_of_a_pass_over_free_pages_are_overwritten_at_once() -> None:
     memory = Memory(16)
     hot = HotPages(16, lambda: None, address=memory.address)
     pieces = [hot.take(2) for _ in range(8)]
@@ -430,7 +430,7 @@ def test_what_is_taken_beyond_a_pass_over_free_pages_is_overwritten_at_once() ->
     assert memory.wiped == [0, 1, 8, 9, 10, 11]
 
 
-def test_what_is_read_while_it_is_erased_is_overwritten_when_the_read_is_over() -> None:
+def test_a_block_read_while_it_is_erased_is_overwritten_after_the_read() -> None:
     memory = Memory(8)
     hot = HotPages(8, lambda: None, address=memory.address)
     erased, kept, dropped, older = (hot.take(2) for _ in range(4))
@@ -483,7 +483,7 @@ def test_many_are_taken_at_once_from_the_oldest_of_their_size() -> None:
     assert hot.statistics().evicted == evicted, "free memory first"
 
 
-def test_what_is_guaranteed_to_a_tenant_is_not_taken_at_once_for_others() -> None:
+def test_the_guaranteed_part_of_a_tenant_is_not_taken_in_a_batch_for_others() -> None:
     hot = HotPages(80, lambda: None, tenants=lambda: 2)  # 20 pages are for certain
     for number in range(12):
         keep_named(hot, number, GOOD)

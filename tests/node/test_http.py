@@ -139,7 +139,7 @@ def guarded(audit: Path) -> Iterator[NodeProcess]:
         yield running
 
 
-def test_what_is_done_is_in_the_metrics_and_in_the_state(node: NodeProcess) -> None:
+def test_all_work_is_in_the_metrics_and_in_the_state(node: NodeProcess) -> None:
     rig, url = ClientWithBuffers(node), http_url(node)
     blocks = [rig.block(number) for number in range(4)]
     puts = rig.client.reserve(blocks).arm(rig.flags[0])
@@ -185,7 +185,7 @@ def test_a_put_of_a_session_is_shown_from_its_flag_on(node: NodeProcess) -> None
     rig.close()
 
 
-def test_what_a_call_ended_with_is_counted(node: NodeProcess) -> None:
+def test_the_status_of_each_call_is_counted(node: NodeProcess) -> None:
     with small_client(node.target) as client:
         client.put_inline(KEY, b"abc")
         with pytest.raises(Overloaded):
@@ -285,7 +285,9 @@ def raw(url: str, sent: bytes) -> bytes:
         (b"GET /../etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"404"),
     ],
 )
-def test_what_is_no_request_is_told_so(untouched: NodeProcess, sent: bytes, status: bytes) -> None:
+def test_an_invalid_request_is_refused_with_its_reason(
+    untouched: NodeProcess, sent: bytes, status: bytes
+) -> None:
     assert raw(http_url(untouched), sent).split(b" ")[1] == status
     assert raw(http_url(untouched), b"HEAD /healthz HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
 
@@ -385,7 +387,7 @@ def test_strangers_and_a_tenant_that_ask_too_often_use_up_nothing_of_what_others
     assert admitted(bearer("zeta")) == "zeta"
 
 
-def test_who_is_told_to_come_later_costs_the_nodes_thread_nothing_until_then() -> None:
+def test_a_delayed_caller_costs_the_nodes_thread_nothing() -> None:
     clock = FakeClock()
     server = HttpServer(Gate(Tenants(bytes(16), clock), Audit(clock, None)), clock, {}, {})
     told: list[object] = []

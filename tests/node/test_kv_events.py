@@ -150,7 +150,7 @@ def test_each_tenant_has_a_topic_and_the_sequence_is_one(events: KvEvents) -> No
     subscriber.close()
 
 
-def test_what_was_missed_can_be_had_again(events: KvEvents) -> None:
+def test_missed_events_can_be_replayed(events: KvEvents) -> None:
     for number in range(5):
         events.blocks(rows([(TENANT, bytes([number]))]), None)
     assert _dealt_again(events.endpoints[1], 0) == [0, 1, 2, 3, 4]
@@ -164,7 +164,7 @@ def test_a_block_whose_record_is_replaced_has_not_gone(events: KvEvents) -> None
     assert _dealt_again(events.endpoints[1], 0) == [0]
 
 
-def test_what_finds_no_room_is_counted_and_leaves_a_gap(events: KvEvents) -> None:
+def test_events_beyond_the_queue_are_counted_and_leave_a_gap(events: KvEvents) -> None:
     subscriber = _Subscriber(events.endpoints[0])
     subscriber.hears(events)
     events.blocks(rows([(TENANT, b"before")]), None)

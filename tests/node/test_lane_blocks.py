@@ -92,7 +92,7 @@ def test_many_are_taken_together_and_all_is_as_if_they_had_come_one_by_one(
     assert held_bytes(node) == 0
 
 
-def test_who_asks_in_between_hears_of_them(
+def test_a_query_in_between_learns_of_blocks_on_lanes(
     node: NodeInProcess, rig: ClientWithBuffers, together: list[int]
 ) -> None:
     """Each is asked for at once, many while their writes are under way."""

@@ -76,9 +76,7 @@ def test_blocks_are_written_while_python_stands_still_with_a_quota_too(
     assert told.quota_used_bytes == 41 * 3 * PAGE_BYTES
 
 
-def test_what_lanes_take_and_were_lent_stays_within_the_quota(
-    node: NodeInProcess, rig: ClientWithBuffers
-) -> None:
+def test_blocks_of_lanes_stay_within_the_quota(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     """Of two clients of the tenant, which put more than twice of what fits."""
     fit, puts = 4 * FIT, 10 * FIT
 
@@ -101,7 +99,7 @@ def test_what_lanes_take_and_were_lent_stays_within_the_quota(
         assert node.call(lambda inside: inside.granted._lanes._known) > puts // 4, "many went through lanes"
 
 
-def test_what_is_lent_is_recalled_before_a_put_is_refused(
+def test_lent_pages_are_recalled_before_a_put_is_refused(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(granted_puts, "ROOMS_IDLE_TICKS", 1 << 60)  # it doesn't come back by itself
@@ -116,7 +114,7 @@ def test_what_is_lent_is_recalled_before_a_put_is_refused(
     assert rig.client.statistics().quota_used_bytes == QUOTA
 
 
-def test_what_is_lent_comes_back_from_those_who_leave_or_put_nothing_or_lose_their_quota(
+def test_lent_pages_come_back_from_clients_that_leave_or_are_idle_or_lose_their_quota(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     put(rig, range(8))

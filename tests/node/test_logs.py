@@ -54,9 +54,7 @@ def test_for_programs_a_line_is_json(clock: FakeClock, capsys: pytest.CaptureFix
     assert told.keys() == {"time", "level", "from", "request", "message"}
 
 
-def test_what_comes_from_elsewhere_stays_in_its_line(
-    clock: FakeClock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_from_outside_stays_on_its_line(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     begin_logging(clock, "info", "text")
     log.info("%s", "a\nb\x1b[2Jc", extra=about(tenant="t\r\n2026-01-01T00:00:00.000Z info forged"))
     said = capsys.readouterr().err

@@ -221,7 +221,7 @@ def test_a_get_that_is_given_up_says_which_blocks_had_not_come(node: NodeInProce
     assert "did not arrive in time" in from_caller.detail
 
 
-def test_what_a_client_got_before_it_left_was_sent(node: NodeInProcess) -> None:
+def test_blocks_got_before_a_client_left_count_as_sent(node: NodeInProcess) -> None:
     # The node's thread learns in batches which bytes were sent, and a client can leave before it does.
     held: list[Event] = []
     is_held = True
@@ -268,7 +268,7 @@ def test_a_node_that_was_away_is_told_what_it_missed_when_it_is_back(tmp_path: P
     assert {(one.kind, tuple(one.runs)) for one in lookups} == {(Kind.PREFIX, (Run(5, Outcome.NODE_AWAY),))}
 
 
-def test_what_rode_on_a_call_that_failed_is_told_by_the_next(node: NodeInProcess, client: Client) -> None:
+def test_reports_of_a_failed_call_are_sent_by_the_next(node: NodeInProcess, client: Client) -> None:
     client._core.lookups.lost("lost", Kind.FETCH, 0, [object()], NodeUnavailable("It was away."))
 
     def fail() -> None:
@@ -294,7 +294,7 @@ def test_what_rode_on_a_call_that_failed_is_told_by_the_next(node: NodeInProcess
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\xff" * 4000, b""])
-def test_what_a_caller_tells_that_is_no_message_ends_nothing(
+def test_an_invalid_message_of_a_caller_ends_nothing(
     node: NodeInProcess, client: Client, data: bytes
 ) -> None:
     request = kvstore_pb2.GetRequest(

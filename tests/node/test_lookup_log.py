@@ -45,7 +45,7 @@ def loaded(folder: Path) -> list[str]:
         return [one.request_id.decode() for one in log.load()]
 
 
-def test_what_was_appended_is_read_again_as_it_was(tmp_path: Path) -> None:
+def test_appended_frames_are_read_back_exactly(tmp_path: Path) -> None:
     with LookupLog(tmp_path) as log:
         assert log.load() == []
         log.append(kept("one"))

@@ -53,7 +53,7 @@ def tenant_id(node: NodeInProcess, client: Client) -> bytes:
     return known  # type: ignore[no-any-return]
 
 
-def test_what_is_done_is_counted(client: Client) -> None:
+def test_all_work_is_counted(client: Client) -> None:
     client.put_inline(KEYS[0], b"abc")
     client.put_many_inline([(KEYS[1], b"abcd"), (KEYS[2], b"ab"), (KEYS[0], b"another length")])
     client.get_inline(KEYS[0], 3)
@@ -142,7 +142,7 @@ def test_a_watcher_that_reads_too_slowly_learns_how_many_events_it_missed(
     assert WATCH_EVENTS_SENT_MAX < WATCH_EVENTS_MAX
 
 
-def test_what_happens_one_by_one_comes_in_few_messages(
+def test_single_events_arrive_in_few_messages(
     node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each message costs a node what many events cost, for each that watches."""

@@ -118,7 +118,7 @@ def test_spans_reach_a_collector_and_are_the_client_s_children(tmp_path: Path, r
     assert put_of_client.start_time <= put.start_time_unix_nano <= write.end_time_unix_nano
 
 
-def test_what_waits_is_sent_when_the_node_stops(tmp_path: Path, receiver: Receiver) -> None:
+def test_waiting_messages_are_sent_when_the_node_stops(tmp_path: Path, receiver: Receiver) -> None:
     with start(tmp_path, receiver.endpoint) as node:
         with Client(node.target, tracer_provider=Kept().provider) as client:
             put_and_get(client)

@@ -52,7 +52,7 @@ def test_a_node_that_has_done_nothing_says_so(node: NodeProcess, browser: Browse
 
 
 @in_a_browser
-def test_what_was_done_is_shown_and_names_stay_text(node: NodeProcess, browser: Browser) -> None:
+def test_all_work_is_shown_and_names_stay_text(node: NodeProcess, browser: Browser) -> None:
     rig = ClientWithBuffers(node)
     evil = "<script>document.title='run'</script><img src=x onerror=alert(1)>"
     chat = rig.client.session("ada", evil)

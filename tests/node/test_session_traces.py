@@ -95,7 +95,7 @@ def test_a_tenant_with_many_traces_makes_room_for_one_with_few() -> None:
     assert all(traces._of.values()), "who has none is not remembered"
 
 
-def test_what_is_no_header_of_ours_is_refused_and_a_step_of_a_later_version_is_left_out() -> None:
+def test_a_foreign_header_is_refused_and_a_step_of_a_later_version_is_left_out() -> None:
     traces = Traces(HeldClock())
     many = told(*range(STEPS_REPORTED_MAX + 1))
     long = told(1)

@@ -201,7 +201,7 @@ def test_a_rate_lets_through_what_it_says_and_one_second_more(clock: HeldClock) 
     assert through == 100 + 499
 
 
-def test_what_is_refused_costs_nothing_and_comes_through_when_it_was_told(clock: HeldClock) -> None:
+def test_a_refused_call_costs_nothing_and_passes_at_the_announced_time(clock: HeldClock) -> None:
     rate = Rate(clock, 10)
     rate.take(10)
     for _ in range(100):

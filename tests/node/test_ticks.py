@@ -60,7 +60,7 @@ def test_an_idle_nodes_ticks_are_rare_until_something_happens() -> None:
 
 
 @pytest.mark.parametrize("what", WAITS)
-def test_what_waits_for_its_time_keeps_them_frequent(what: str) -> None:
+def test_pending_deadlines_keep_ticks_frequent(what: str) -> None:
     async def run() -> int:
         node, seen = quiet_node(), []
         WAITS[what](node)

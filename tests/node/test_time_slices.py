@@ -157,7 +157,7 @@ def test_single_and_slow_blocks_delay_no_other() -> None:
     run(done)
 
 
-def test_what_is_long_a_tenant_does_one_at_a_time_and_rests_as_long_while_others_call() -> None:
+def test_a_tenants_long_calls_run_one_at_a_time_and_rest_as_long_while_others_call() -> None:
     clock = Clock()
     turns = Turns(clock)
 
@@ -226,7 +226,7 @@ def test_a_single_tenant_never_pauses() -> None:
     assert not turns.rests(b"long")
 
 
-def test_what_is_to_be_done_again_is_done_once_and_as_early_as_anybody_asked() -> None:
+def test_a_repeated_task_runs_once_at_the_earliest_requested_time() -> None:
     done: list[float] = []
 
     async def ask() -> None:
@@ -247,7 +247,7 @@ def test_what_is_to_be_done_again_is_done_once_and_as_early_as_anybody_asked() -
     run(ask)
 
 
-def test_what_has_no_steps_waits_until_its_tenant_has_rested() -> None:
+def test_a_call_without_steps_waits_until_its_tenant_has_rested() -> None:
     async def done() -> None:
         turns = Turns(SystemClock())
         turns.heard(b"other")

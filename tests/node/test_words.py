@@ -116,9 +116,7 @@ def fail(rig: ClientWithBuffers, count: int) -> list[KvError]:
     return errors
 
 
-def test_what_the_node_knows_of_a_failed_put_reaches_its_client_in_words(
-    node: NodeInProcess, rig: ClientWithBuffers
-) -> None:
+def test_the_reason_of_a_failed_put_reaches_its_client(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     burn(node, *ERRORS)
     for _ in range(2):
         errors = fail(rig, len(ERRORS))

@@ -66,7 +66,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_it_encrypts_is_a_miss_that_says_so_and_stays(
+def test_an_encrypted_block_without_its_key_is_an_explained_miss_and_stays(
     rig: Ring,
     how: str,
     caplog: pytest.LogCaptureFixture,
@@ -189,7 +189,7 @@ def test_damaged_slots_are_given_up_once_it_was_said(rig: Ring, capsys: pytest.C
     assert rig.store.statistics().blocks == 2
 
 
-def test_what_an_older_copy_has_no_key_for_is_not_taken_for_erased(
+def test_a_block_without_a_key_in_an_older_copy_is_not_erased(
     rig: Ring, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = keyring_path(rig.data)

@@ -129,7 +129,7 @@ def test_keys_are_rotated_and_domains_keep_theirs(
         (["status", "--data", "D", "--master-key", "nonsense"], 2, "A master key is file:PATH"),
     ],
 )
-def test_what_is_missing_is_one_sentence(
+def test_a_missing_file_is_one_sentence(
     tmp_path: Path,
     key: str,
     keys: dict[Name, bytes | None],

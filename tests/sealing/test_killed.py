@@ -36,7 +36,7 @@ while True:
 """
 
 
-def test_what_a_killed_process_acknowledged_stands(tmp_path: Path) -> None:
+def test_acknowledgements_of_a_killed_process_hold(tmp_path: Path) -> None:
     path = keyring_path(tmp_path)
     Keyring.create(path, master(), STORE)
     chance = random.Random(5)

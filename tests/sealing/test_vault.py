@@ -155,7 +155,7 @@ def test_a_keyring_is_sealed_by_vault_and_its_key_may_be_rotated_there(
     assert {headers["X-Vault-Namespace"] for _, headers in vault.asked} == {"team"}
 
 
-def test_what_vault_answers_is_one_sentence_and_never_quoted(vault: FakeVault, token: Path) -> None:
+def test_an_answer_of_vault_is_one_sentence_and_never_quoted(vault: FakeVault, token: Path) -> None:
     master = master_at(vault, token)
     wrapped = master.wrap(b"for", bytearray(32))
     with pytest.raises(WrongMasterKey, match="vault:transit/kv did not wrap"):

@@ -33,5 +33,5 @@ def test_a_run_gives_a_row_and_each_request_one() -> None:
     json.dumps([rows, each])
 
 
-def test_what_is_listed_is_there() -> None:
+def test_every_listed_file_exists() -> None:
     assert all(hasattr(api, name) for name in api.__all__)

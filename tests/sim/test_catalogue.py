@@ -90,7 +90,7 @@ def test_lru_keeps_what_a_list_would(seed: int, capacity: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["lru", f"{__name__}:Fifo"])
-def test_what_is_left_of_a_sequence_is_a_prefix(name: str) -> None:
+def test_the_rest_of_a_sequence_is_a_prefix(name: str) -> None:
     tier = Catalogue(policy_maker(name)(5), 5)
     tier.admit([1, 2, 3, 4])
     tier.admit([11, 12, 13])
@@ -99,7 +99,7 @@ def test_what_is_left_of_a_sequence_is_a_prefix(name: str) -> None:
     assert tier.prefix([1, 2, 3, 4]) == 2
 
 
-def test_what_new_blocks_follow_on_goes_after_them() -> None:
+def test_blocks_before_new_ones_are_evicted_after_them() -> None:
     tier = Catalogue(Lru(), 4)
     tier.admit([1, 2])
     tier.admit([1, 2, 3], tier.prefix([1, 2, 3]))
@@ -194,7 +194,7 @@ def test_a_policy_that_cannot_be_made_is_refused_in_a_sentence() -> None:
 @pytest.mark.parametrize(
     "name", ["", "mru", "no_such_module:X", f"{__name__}:NoSuch", "json:loads:x", "os:getcwd", "json:loads"]
 )
-def test_what_is_no_policy_is_refused_by_name(name: str) -> None:
+def test_an_unknown_policy_is_refused_by_name(name: str) -> None:
     with pytest.raises(
         OutOfRange, match=r"--policy is .*; it takes an eviction policy, lru, s3fifo, or package"
     ):

@@ -75,7 +75,7 @@ def test_a_lost_node_takes_the_copies_that_the_products_map_has_there(replicas: 
         assert {one.asked_twice_share for one in trials} == {0}, "the second owner is the first one now"
 
 
-def test_what_the_others_have_to_do_afterwards_is_what_the_products_map_gives_them() -> None:
+def test_load_on_survivors_is_as_in_the_products_map() -> None:
     trials = _all_of(busy=0.5)
     shares = [_busiest(_map(5, gone)) for gone in range(5)]
     assert _rounded(one.busiest_after for one in trials) == _rounded(0.5 * 5 * share for share in shares)
@@ -108,7 +108,7 @@ def test_two_nodes_that_are_lost_take_what_only_they_had() -> None:
     assert all(min(abs(one - share) for share in shares) < 1e-12 for one in lost)
 
 
-def test_who_sends_which_copy() -> None:
+def test_each_copy_has_one_sender() -> None:
     before = np.array([[1, 2], [3, 1], [1, 3], [2, 3], [2, 3], [1, 2]])
     left = np.array([[False, True], [True, False], [False, False], [True, True], [True, True], [False, True]])
     after = np.array([[2, 4], [3, 4], [4, 5], [4, 2], [4, 5], [4, 5]])
@@ -169,6 +169,6 @@ def test_the_table_and_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
         ({"replicas": 3}, "--replicas is 3; it takes a number of copies, from 1 to 2"),
     ],
 )
-def test_what_cannot_change_is_refused(terms: dict[str, int], message: str) -> None:
+def test_a_change_of_a_fixed_setting_is_refused(terms: dict[str, int], message: str) -> None:
     with pytest.raises(OutOfRange, match=message):
         change(FIVE, Change(**terms))

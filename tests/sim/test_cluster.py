@@ -146,7 +146,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused_names_parameter_unit_and_range(text: str, message: str, tmp_path: Path) -> None:
+def test_a_refusal_names_parameter_unit_and_range(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(OutOfRange) as caught:

@@ -57,7 +57,7 @@ def test_the_whole_table_is_reproduced_to_its_printed_digits(name: str) -> None:
         assert abs(row.speedup - float(speedup)) <= 0.5 * 10**-decimals + 1e-9, where
 
 
-def test_what_the_paper_presets_caveats_say_is_true() -> None:
+def test_the_caveats_of_the_paper_preset_are_true() -> None:
     paper, both = preset("paper"), preset("paper-nvme-both")
     assert round(point(paper, 32_000, Setting(trigger_us=1)).speedup, 1) == 15.3
     gets = [row.speedup for row in curve(paper, setting=Setting(direction="get"))]

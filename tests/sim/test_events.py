@@ -178,7 +178,7 @@ def test_the_same_input_gives_the_same_times() -> None:
     assert runs[0].tobytes() == runs[1].tobytes()
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_nonsense_is_refused() -> None:
     with Events() as events:
         resource = events.add_resource()
         route = events.add_route([Step(resource)])

@@ -149,9 +149,7 @@ def test_a_config_is_read_with_its_name_and_type(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_says_too_little_is_refused_by_the_name_of_what_is_missing(
-    text: str, message: str, tmp_path: Path
-) -> None:
+def test_incomplete_input_is_refused_with_the_missing_name(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(OutOfRange) as caught:
@@ -237,7 +235,7 @@ def test_layers_of_several_kinds(config: dict[str, Any], token_bytes: int, long_
         ({"kv_lora_rank": "x"}, "kv_lora_rank is 'x'"),
     ],
 )
-def test_what_is_not_understood_is_refused_and_not_guessed(change: dict[str, Any], message: str) -> None:
+def test_unknown_input_is_refused_and_not_guessed(change: dict[str, Any], message: str) -> None:
     with pytest.raises(OutOfRange, match=message):
         layout_of({**_BASE, "num_hidden_layers": 2, **change})
 

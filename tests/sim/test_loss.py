@@ -97,7 +97,7 @@ def test_a_thousand_nodes_and_a_million_gets_take_seconds(capsys: pytest.Capture
         ({"busy": 1}, "--busy is 1; it takes a share of the time, from 0.001 to 0.95."),
     ],
 )
-def test_what_cannot_be_lost_is_refused(losses: dict[str, float], message: str) -> None:
+def test_an_impossible_loss_is_refused(losses: dict[str, float], message: str) -> None:
     with pytest.raises(OutOfRange, match=message):
         _lose(**losses)
 

@@ -120,7 +120,7 @@ def test_a_layer_with_a_window_keeps_its_tokens_only_and_half_bytes_are_rounded_
         (lambda: parse_ragged("1/2,x"), "--layout ragged is 'x'; it takes K/V widths of a layer in numbers"),
     ],
 )
-def test_what_is_refused_names_parameter_unit_and_range(act: object, message: str) -> None:
+def test_a_refusal_names_parameter_unit_and_range(act: object, message: str) -> None:
     with pytest.raises(OutOfRange) as caught:
         act()  # type: ignore[operator]
     assert message in str(caught.value)

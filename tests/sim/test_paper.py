@@ -40,7 +40,7 @@ def test_each_line_has_the_verdict_that_its_numbers_give() -> None:
     assert [one.where for one in findings() if one.theirs.startswith("23x")] == ["Fig. 7"]
 
 
-def test_what_is_ours_is_computed() -> None:
+def test_our_figures_are_computed() -> None:
     speedup = f"{point(PRESETS['paper'], 32_000).speedup:.2f}"
     line = next(one for one in findings() if one.theirs.startswith("23x"))
     assert f"{speedup} (paper)" in line.ours

@@ -112,7 +112,7 @@ def test_a_changed_preset_says_so_with_what_stood_there() -> None:
         ("nvme_on_cpu_path=2", "it takes 0 for no or 1 for yes, from 0 to 1."),
     ],
 )
-def test_what_is_refused_names_parameter_unit_and_range(text: str, message: str) -> None:
+def test_a_refusal_names_parameter_unit_and_range(text: str, message: str) -> None:
     with pytest.raises(OutOfRange) as caught:
         override(preset("fair"), [text])
     assert message in str(caught.value)

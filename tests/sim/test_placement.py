@@ -86,7 +86,7 @@ def test_capacity_grows_with_drives_beyond_the_models_layers() -> None:
     assert min(busy) > 0.5 * max(busy)
 
 
-def test_what_is_read_is_read_from_where_it_was_written() -> None:
+def test_reads_and_writes_of_a_record_have_one_place() -> None:
     cluster = replace(ONE, nodes=3, drives_per_node=8)
     blocks = (1, 2, 3)
     put = simulate([Request(0.0, 3 * BLOCK, 0, blocks, 5)], TINY, cluster, "triggered")

@@ -93,7 +93,7 @@ def test_each_count_is_the_largest_that_anything_asks_for() -> None:
         ({"drive_capacity_bytes": 1e9}, "nodes", "4 drives in each"),
     ],
 )
-def test_what_is_narrow_is_named(change: dict[str, float], what: str, why: str) -> None:
+def test_narrow_limits_are_named(change: dict[str, float], what: str, why: str) -> None:
     least = bounds(TINY, replace(BIG, **change), DEMAND)  # type: ignore[arg-type]
     assert {need.what: need.why for need in least.needs}[what] == why
 

@@ -100,7 +100,7 @@ def test_a_block_is_found_once_it_is_on_a_drive_and_no_earlier() -> None:
     assert early.put_bytes == 1024 * TOKEN_BYTES, "what is being put is not put twice"
 
 
-def test_what_another_put_still_writes_is_not_found_by_a_shorter_one_that_is_done() -> None:
+def test_a_shorter_put_does_not_complete_before_another_of_its_name() -> None:
     two = replace(ONE, engines=2, gpus_per_engine=1, gpus_per_root=1, decode_slots=8)
     long, short = [1, 2, 3, 4, 5, 6, 7, 8], [1, 9]
     work = requests((0, 4096, 0, long), (0.1, 1024, 0, short), (2.0, 1024, 0, short), (6.0, 1024, 0, short))
@@ -130,7 +130,7 @@ def test_the_drams_tier_answers_without_the_drive() -> None:
     assert warm.usage["drives"][0].served == 4 + 4, "the puts of two requests, no reads"
 
 
-def test_what_does_not_fit_is_evicted_from_the_tail() -> None:
+def test_blocks_beyond_the_capacity_are_evicted_from_the_tail() -> None:
     two_blocks = replace(ONE, drive_capacity_bytes=2.5 * 512 * TOKEN_BYTES)
     work = requests((0, 1536, 0, [1, 2, 3]), (10, 1536, 0, [1, 2, 3]))
     result = _run(work, two_blocks)

@@ -60,7 +60,7 @@ def test_answers_are_slower_while_a_prompt_is_computed() -> None:
     assert beside.token_s[0] == pytest.approx((90 * 2e-3 + 10 * 101e-3) / 100, rel=0.01)
 
 
-def test_what_an_engine_has_computed_it_does_not_compute_again() -> None:
+def test_an_engine_does_not_compute_stored_blocks_again() -> None:
     work = requests((0, 1024, 0, [1, 2]), (10, 1124, 0, [1, 2, 3]))
     result = _run(work)
     assert result.cached_tokens == 1024
@@ -91,7 +91,7 @@ def test_room_is_free_again_when_an_answer_is_written() -> None:
     assert result.ttft_s.min() > 0
 
 
-def test_what_the_gpus_forgot_is_fetched_from_the_store() -> None:
+def test_blocks_lost_from_gpus_are_fetched_from_the_store() -> None:
     small = replace(STEPS, gpu_memory_bytes=2e9 / 0.9 + 3.5 * 512 * 2000 / 0.9)
     work = requests((0, 1024, 0, [1, 2]), (10, 1500, 0, [7, 8, 9]), (20, 1124, 0, [1, 2, 3]))
     result = _run(work, small, "triggered")

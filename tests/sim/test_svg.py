@@ -62,7 +62,7 @@ def test_a_panel_without_data_says_so() -> None:
     assert "nothing to draw: no data" in _texts(figure([Bars("t", "x", ["g"], [("s", [math.nan])])]))
 
 
-def test_what_a_logarithm_cannot_show_is_left_out() -> None:
+def test_values_without_a_logarithm_are_left_out() -> None:
     svg = figure([Chart("t", "x", "y", [Series("s", [0, 1, 10], [1.0, -1.0, 5.0])], x_log=True, y_log=True)])
     (line,) = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}polyline")
     assert len(line.attrib["points"].split()) == 1

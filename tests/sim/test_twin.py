@@ -27,7 +27,7 @@ def _gets(*blocks: list[int], user: int = 0) -> list[tuple[int, list[int]]]:
     return [(user, one) for one in blocks]
 
 
-def test_what_was_measured_comes_out_and_between_it_straight_lines() -> None:
+def test_measured_points_are_exact_and_interpolated_linearly() -> None:
     profile = _profile()
     assert profile.median_s("put", 1, 5, KIB) == pytest.approx(6e-3)
     assert profile.median_s("put", 1, 7, 2 * KIB) == pytest.approx(8e-3)

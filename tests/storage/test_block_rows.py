@@ -152,7 +152,7 @@ def _changed_places(data: bytearray) -> None:
     "forge",
     [_name_twice, _generation_twice, _no_generation, _one_less, _one_more, _another_sum, _changed_places],
 )
-def test_what_no_table_writes_is_seen_though_each_check_is_right(
+def test_a_foreign_change_is_found_though_each_check_is_right(
     tmp_path: Path, forge: Callable[[bytearray], None]
 ) -> None:
     model = Model(tmp_path / "blocks", 3)

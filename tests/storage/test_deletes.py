@@ -39,7 +39,7 @@ def kill(rig: StoreRig) -> None:
     rig.disk = disk_of(rig).after_kill(1)
 
 
-def test_what_is_deleted_is_unknown_and_its_space_comes_back(fake: StoreRig) -> None:
+def test_a_deleted_block_is_unknown_and_its_space_is_free(fake: StoreRig) -> None:
     free = fake.store.statistics().free_bytes
     fake.put(1, b"payload")
     assert fake.delete(1) == DeleteDone(fake._next_tag - 1, None, found=True, size_bytes=8192)

@@ -65,7 +65,7 @@ def test_two_folders_do_not_share_a_device(tmp_path: Path, device: Path) -> None
         open_over(tmp_path / "other", device)
 
 
-def test_what_is_neither_file_nor_device_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_neither_file_nor_device_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(ConfigError, match="neither a file nor a block device"):

@@ -150,7 +150,7 @@ def test_the_doubt_of_a_block_goes_with_it(
     assert fake.store.explain(TENANT, key(2)).doubted
 
 
-def test_what_a_failed_sync_has_torn_settles_no_put_after_a_restart(fake: StoreRig) -> None:
+def test_a_block_torn_by_a_failed_sync_completes_no_put_after_a_restart(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     disk_of(fake).faults = {disk_of(fake).operations + 1: -errno.EIO}
     assert isinstance(fake.put(2, b"x", Durability.SYNCED).error, ReadOnly)
@@ -162,7 +162,7 @@ def test_what_a_failed_sync_has_torn_settles_no_put_after_a_restart(fake: StoreR
     assert fake.get(1)[1] == PAYLOAD
 
 
-def test_what_a_failed_sync_has_torn_settles_no_put_before_a_restart(fake: StoreRig) -> None:
+def test_a_block_torn_by_a_failed_sync_completes_no_put_before_a_restart(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     disk_of(fake).faults = {disk_of(fake).operations + 1: -errno.EIO}
     fake.put(2, b"x", Durability.SYNCED)
@@ -404,7 +404,9 @@ def test_a_header_inside_a_record_that_a_crash_brought_back_hides_none_behind_it
 
 
 @pytest.mark.parametrize("more", ["a longer life", "synced"])
-def test_what_a_failed_drive_has_refuses_other_bytes_whatever_they_ask(pair: StoreRig, more: str) -> None:
+def test_other_bytes_under_a_key_of_a_failed_drive_are_refused_at_any_durability(
+    pair: StoreRig, more: str
+) -> None:
     (number,) = homed(pair, 0)
     expires_ms = pair.clock.now_ms + 2_000 if more == "a longer life" else 0
     pair.put(number, PAYLOAD, expires_ms=expires_ms)

@@ -79,7 +79,7 @@ def test_a_step_that_a_failing_drive_took_with_it_is_not_begun_elsewhere(pair: S
     assert pair.append(2, [1]).error is None
 
 
-def test_what_a_step_without_room_has_written_is_doubted_until_its_wipe_is_synced(pair: StoreRig) -> None:
+def test_records_of_a_step_without_room_are_doubted_until_their_wipe_is_synced(pair: StoreRig) -> None:
     home = user_drive(pair)
     drive = pair.store.drives[home]
     named = homed(pair, home, 1)

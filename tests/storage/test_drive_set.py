@@ -152,7 +152,7 @@ def test_a_session_begun_anew_while_its_drive_was_away_is_the_one_that_counts(ri
     assert rig.append(1, [number]).blocks == 2
 
 
-def test_what_a_drive_that_comes_back_held_is_void_though_the_power_goes_at_any_write(tmp_path: Path) -> None:
+def test_the_old_blocks_of_a_returned_drive_are_void_after_power_loss_at_any_write(tmp_path: Path) -> None:
     """A fault at each write of the opening that takes it back, on either drive, and power loss."""
     for position in (0, 1):
         for number in range(12):

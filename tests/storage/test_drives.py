@@ -121,7 +121,7 @@ def test_a_failed_sync_takes_only_its_own_drive(pair: StoreRig) -> None:
     assert pair.store.statistics().takes_puts
 
 
-def test_what_a_failed_drive_will_never_sync_is_synced_elsewhere(pair: StoreRig) -> None:
+def test_blocks_that_a_failed_drive_will_never_sync_are_synced_elsewhere(pair: StoreRig) -> None:
     written, synced, failing = homed(pair, 0, 3)
     pair.put(synced, b"synced", Durability.SYNCED)
     pair.put(written, b"written")
@@ -203,7 +203,7 @@ def test_a_batch_of_deletions_with_one_tag_and_with_names_twice_is_answered_one_
     assert pair.store.statistics().blocks == 0
 
 
-def test_what_is_too_much_for_one_drive_is_refused_whole(pair: StoreRig) -> None:
+def test_a_batch_too_large_for_one_drive_is_refused_as_a_whole(pair: StoreRig) -> None:
     first, second = homed(pair, 0)[0], homed(pair, 1)[0]
     pair.put(second, b"x")
     pair.store.evict([pair.get(second)[0].generation])

@@ -166,7 +166,7 @@ def test_nothing_of_a_payload_a_key_or_a_label_is_on_the_drive_in_the_clear(real
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_what_was_put_comes_back_after_a_restart(sealed: StoreRig, *, scanned: bool) -> None:
+def test_blocks_come_back_after_a_restart(sealed: StoreRig, *, scanned: bool) -> None:
     for number in range(12):  # more domains than the vault has places
         assert sealed.put(number, MARK * (number + 1), domain=domain(number)).error is None
     sealed.append(1, range(12))
@@ -293,7 +293,7 @@ def test_a_longer_life_is_written_into_an_encrypted_header(sealed: StoreRig) -> 
         assert sealed.get(1)[1] == MARK
 
 
-def test_what_stands_in_a_slot_stays_in_the_clear_for_its_reader(sealed: StoreRig) -> None:
+def test_a_slot_stays_in_the_clear_for_its_reader(sealed: StoreRig) -> None:
     """The slot of a put is also the copy in memory that is sent to others."""
     tag = sealed.start_put(1, MARK)
     slot = sealed._slot_of[tag]

@@ -436,7 +436,7 @@ def test_sessions_change_meanwhile_and_chunks_move(tmp_path: Path) -> None:
     rig.store.close()
 
 
-def test_what_could_not_be_overwritten_is_tried_again_at_the_next_start(plain: StoreRig) -> None:
+def test_a_failed_overwrite_is_retried_at_the_next_start(plain: StoreRig) -> None:
     far = DRIVE_CAPACITY_BYTES_MIN // PAGE_BYTES - 1
     pages(plain)[far] = (MARK * PAGE_BYTES)[:PAGE_BYTES]  # as a deleted block leaves it
     rig = opened(plain)

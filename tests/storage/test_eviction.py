@@ -175,7 +175,7 @@ def test_room_is_made_ahead_so_that_a_put_finds_it(small: StoreRig) -> None:
     assert small.store.statistics().free_bytes >= marks.low_pages * PAGE_BYTES
 
 
-def test_what_is_left_of_a_session_is_its_beginning(small: StoreRig) -> None:
+def test_the_rest_of_a_session_is_its_beginning(small: StoreRig) -> None:
     fill(small, 0, 6)
     small.append(1, range(6))
     fill(small, 10, 6)
@@ -203,7 +203,7 @@ def test_a_fork_and_a_truncated_session_go_from_their_tails_too(small: StoreRig)
     assert stored(small, range(8)) == []
 
 
-def test_what_a_session_was_truncated_to_does_not_live_by_what_it_lost(small: StoreRig) -> None:
+def test_uses_of_truncated_blocks_keep_no_others_of_their_session(small: StoreRig) -> None:
     fill(small, 0, 5)
     small.append(1, range(5))
     small.truncate(1, 2)
@@ -233,7 +233,7 @@ def test_a_block_that_comes_back_takes_its_place_in_its_session_again(small: Sto
 
 
 @pytest.mark.parametrize("guard", [Guard.PIN, Guard.LEASE, Guard.PROTECTED])
-def test_what_is_held_never_goes_until_it_is_released(small: StoreRig, guard: Guard) -> None:
+def test_a_guarded_block_is_not_evicted_until_it_is_released(small: StoreRig, guard: Guard) -> None:
     fill(small, 0, 4)
     held = small.store.hold([(TENANT, key(number)) for number in (0, 1, 99)], guard)
     assert held[2] is None
@@ -244,7 +244,7 @@ def test_what_is_held_never_goes_until_it_is_released(small: StoreRig, guard: Gu
     assert stored(small, range(4)) == []
 
 
-def test_what_is_held_is_deleted_and_expires_with_its_guards_end(small: StoreRig) -> None:
+def test_a_guarded_block_is_deleted_or_expires_when_its_guards_end(small: StoreRig) -> None:
     small.put(1, PAYLOAD)
     small.put(2, PAYLOAD, expires_ms=small.clock.now_ms + 1000)
     held = small.store.hold([(TENANT, key(1)), (TENANT, key(2))], Guard.LEASE)
@@ -380,7 +380,7 @@ def test_a_put_waits_for_a_read_to_end(small: StoreRig) -> None:
     assert reason(small, 4) is Reason.SPACE
 
 
-def test_what_waits_for_a_sync_does_not_go(small: StoreRig) -> None:
+def test_blocks_that_wait_for_a_sync_are_not_evicted(small: StoreRig) -> None:
     held = hold_all(small, Guard.PROTECTED)
     small.delete(0)
     disk = disk_of(small)

@@ -106,7 +106,7 @@ def _holes(live: dict[int, int]) -> dict[int, int]:
     return holes
 
 
-def test_what_is_held_is_not_given_out() -> None:
+def test_held_pages_are_not_allocated() -> None:
     extents = Extents(10, 110)
     extents.hold(30, 20)
     assert extents.free_pages == 100
@@ -156,7 +156,7 @@ def test_a_piece_is_found_as_fast_after_many_of_its_length() -> None:
     assert min(cost_s(500) for _ in range(3)) < 3 * early + 0.0005
 
 
-def test_what_is_free_is_not_freed_again_and_nothing_has_changed() -> None:
+def test_a_second_free_is_refused_and_changes_nothing() -> None:
     extents = Extents.around([(2, 10), (20, 46)], FIRST, UNTIL)  # free: 12-20
     before = (extents.free_pages, extents.after(0))
     for start, length in [(12, 1), (19, 1), (8, 5), (19, 5), (11, 10), (60, 7), (0, 3), (5, 0), (1, 1)]:

@@ -72,7 +72,7 @@ def test_a_clean_folder_has_nothing_wrong_and_is_not_written(filled: StoreRig) -
     is_whole(filled)
 
 
-def test_what_a_killed_process_left_is_no_damage(filled: StoreRig) -> None:
+def test_leftovers_of_a_killed_process_are_no_damage(filled: StoreRig) -> None:
     filled.kill()
     assert check(filled.data, boot_id=BOOT).damage == []
     is_whole(filled)

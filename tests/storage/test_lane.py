@@ -78,7 +78,7 @@ def kill_and_open(rig: StoreRig, seed: int = 0) -> None:
     rig.open()
 
 
-def test_what_was_told_and_not_noted_is_found_after_sigkill(
+def test_unnoted_acknowledged_blocks_are_found_after_sigkill(
     rig: StoreRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.put(100, payload(100))
@@ -249,7 +249,7 @@ def test_nothing_waits_for_ground_while_others_wait_for_room(full: StoreRig) -> 
     assert lane.expects
 
 
-def test_what_is_free_in_pieces_is_not_lent_to_a_lane(rig: StoreRig) -> None:
+def test_fragmented_free_space_is_not_lent_to_a_lane(rig: StoreRig) -> None:
     lane, drive = lane_of(rig), rig.drive
     drive.seal()
     extents = drive._extents
@@ -277,7 +277,7 @@ def test_a_block_too_large_for_any_ground_does_not_wait_for_it(rig: StoreRig) ->
     assert lane.expects
 
 
-def test_what_is_written_by_both_is_told_in_one_order(rig: StoreRig) -> None:
+def test_writes_of_both_are_reported_in_one_order(rig: StoreRig) -> None:
     """The lane tells of nothing while one of ours with a lower generation is under way."""
     land(rig, 0)
     disk = rig.disk

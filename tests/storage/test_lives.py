@@ -447,7 +447,7 @@ def test_with_everything_protected_a_put_is_no_space_and_not_acknowledged_and_ev
     assert small.store.statistics().blocks == 400 - refused
 
 
-def test_what_protection_leaves_is_used_and_the_last_put_stays(small: StoreRig) -> None:
+def test_room_beside_protected_blocks_is_used_and_the_last_put_stays(small: StoreRig) -> None:
     fill_with_protected(small, FIT - 8)
     for number in range(1000, 1100):
         assert small.put(number, b"n" * 8000).error is None

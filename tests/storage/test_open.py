@@ -439,7 +439,7 @@ for number in range(10_000):
 
 
 @pytest.mark.parametrize("index_survives", [True, False])
-def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, *, index_survives: bool) -> None:
+def test_acknowledged_blocks_survive_kill_9(tmp_path: Path, *, index_survives: bool) -> None:
     data = tmp_path / "data"
     root = Path(__file__).parents[2]
     with subprocess.Popen(

@@ -135,7 +135,7 @@ def test_a_sync_stands_for_nothing_that_ended_behind_its_beginning(fake: StoreRi
     assert isinstance(fake.put(3, b"payload", Durability.SYNCED).error, ReadOnly)
 
 
-def test_what_was_written_while_a_sync_was_under_way_is_not_known_to_be_synced(fake: StoreRig) -> None:
+def test_writes_during_a_sync_do_not_count_as_synced(fake: StoreRig) -> None:
     fake.start_put(1, b"payload", Durability.SYNCED)
     until_it_syncs(fake)
     hold(fake)

@@ -200,7 +200,7 @@ def test_a_deletion_waits_for_an_erasure_of_its_name(rig: StoreRig) -> None:
     rig.close()
 
 
-def test_what_is_erased_is_overwritten_after_power_loss_though_its_name_is_in_use_again(
+def test_an_erased_block_is_overwritten_after_power_loss_though_its_name_is_in_use_again(
     rig: StoreRig,
 ) -> None:
     """The repeated erasure finds the new block, and no other."""

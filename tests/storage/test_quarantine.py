@@ -81,7 +81,7 @@ def test_another_records_header_in_front_of_a_bad_page_is_not_wiped(fake: StoreR
 
 
 @pytest.mark.parametrize("harm", ["unreadable", "crc"])
-def test_what_is_quarantined_counts_against_its_tenant_until_the_drive_has_overwritten_it(
+def test_a_quarantined_block_counts_against_its_tenant_until_it_is_overwritten(
     fake: StoreRig, harm: str
 ) -> None:
     fake.store.change_quotas({TENANT: 2 * BLOCK})

@@ -90,14 +90,14 @@ def test_a_tenant_at_his_quota_makes_room_with_his_own_oldest_block(rig: StoreRi
     assert done.miss.reason is MissReason.QUOTA
 
 
-def test_what_counts_is_whole_pages_with_the_header(rig: StoreRig) -> None:
+def test_quotas_count_whole_pages_and_the_header(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 10 * PAGE_BYTES})
     for number, size in enumerate((1, 4096, 4097)):
         assert rig.put(number, b"x" * size).error is None
     assert rig.store.quota(TENANT).used_bytes == (2 + 2 + 3) * PAGE_BYTES
 
 
-def test_what_is_stored_already_and_what_is_deleted_or_expires_is_counted_right(rig: StoreRig) -> None:
+def test_stored_deleted_and_expired_blocks_are_counted_right(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 9 * BLOCK})
     fill(rig, 3)
     fill(rig, 3)
@@ -230,7 +230,7 @@ def test_a_session_goes_from_its_tail_for_a_quota_too(rig: StoreRig) -> None:
     assert stored(rig) == [0, 1, 11, 20, 21]
 
 
-def test_what_stood_before_a_deleted_block_was_used_when_that_one_was(rig: StoreRig) -> None:
+def test_a_block_before_a_deleted_one_inherits_its_use(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 3 * BLOCK + SESSION})
     fill(rig, 2)
     rig.append(1, range(2))
@@ -241,7 +241,7 @@ def test_what_stood_before_a_deleted_block_was_used_when_that_one_was(rig: Store
     assert stored(rig) == [0, 10, 11], "0 was used with 1, after 5"
 
 
-def test_what_stood_before_a_deleted_block_keeps_a_later_use_of_its_own(rig: StoreRig) -> None:
+def test_a_block_before_a_deleted_one_keeps_its_own_later_use(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 3 * BLOCK + SESSION})
     fill(rig, 2)
     rig.append(1, range(2))

@@ -57,7 +57,7 @@ def handed(fake: StoreRig) -> Handed:
     return Handed(fake)
 
 
-def test_what_is_handed_on_stays_where_it_is_until_the_drive_is_done(handed: Handed) -> None:
+def test_reads_that_are_handed_on_keep_their_extents_until_the_drive_is_done(handed: Handed) -> None:
     rig, entry = handed.rig, handed.entry(1)
     free = rig.store.statistics().free_bytes
     one = handed.send(1, 2)
@@ -113,7 +113,7 @@ def test_tenants_take_turns_and_no_more_is_handed_on_than_may_be_under_way(hande
     assert handed.rig.store.statistics().drive_in_flight_bytes == 0
 
 
-def test_what_is_handed_on_is_not_given_to_the_drive_by_us(handed: Handed) -> None:
+def test_reads_that_are_handed_on_are_not_given_to_the_drive_by_us(handed: Handed) -> None:
     disk = handed.rig.disk
     assert disk is not None
     one = handed.send(1)

@@ -166,7 +166,7 @@ def test_an_append_of_the_same_chunk_many_times_writes_it_once(rig: StoreRig) ->
     assert free - rig.store.statistics().free_bytes == 2 * PAGES * PAGE_BYTES == pages(rig) * PAGE_BYTES
 
 
-def test_what_is_protected_can_be_given_free_at_the_quota(rig: StoreRig) -> None:
+def test_protected_blocks_can_be_unprotected_at_the_quota(rig: StoreRig) -> None:
     rig.append(1, CHUNK)
     assert rig.change_session(protect(len(CHUNK))).error is None
     sync(rig)

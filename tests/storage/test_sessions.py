@@ -68,7 +68,7 @@ def is_sound(rig: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 125, 126, 127, 300])
-def test_what_is_appended_is_named_in_order(filled: StoreRig, batch: int) -> None:
+def test_appended_blocks_are_named_in_order(filled: StoreRig, batch: int) -> None:
     for first in range(0, BLOCKS, batch):
         done = filled.append(1, range(first, min(first + batch, BLOCKS)))
         assert (done.error, done.blocks) == (None, min(first + batch, BLOCKS))
@@ -250,7 +250,7 @@ def test_a_session_has_a_bound(filled: StoreRig) -> None:
     is_sound(filled)
 
 
-def test_what_a_manifest_replaces_is_wiped_only_when_the_new_one_is_synced(filled: StoreRig) -> None:
+def test_a_replaced_manifest_is_wiped_only_when_the_new_one_is_synced(filled: StoreRig) -> None:
     filled.append(1, [1], Durability.SYNCED)
     syncs = filled.store.statistics().syncs
     filled.append(1, [2], Durability.WRITTEN)
@@ -345,7 +345,7 @@ def test_a_block_that_is_stored_is_stored_once(filled: StoreRig) -> None:
     assert filled.store.statistics().free_bytes == free
 
 
-def test_what_the_sync_under_way_will_free_is_waited_for(filled: StoreRig) -> None:
+def test_a_put_waits_for_space_that_the_sync_under_way_will_free(filled: StoreRig) -> None:
     """A session's old records come free with a sync; it is not over because that has begun."""
     filled.append(0, [1, 2])
     filled.append(0, [3])

@@ -38,7 +38,7 @@ def reason(rig: StoreRig, number: int, **more: object) -> MissReason | None:
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 32768, 60000])
-def test_what_was_put_is_got(fake: StoreRig, length: int) -> None:
+def test_a_put_block_can_be_got(fake: StoreRig, length: int) -> None:
     payload = random.Random(length).randbytes(length)
     assert fake.put(1, payload).error is None
     done, got = fake.get(1, length=length)
@@ -195,7 +195,7 @@ def test_one_sync_stands_for_many_puts(fake: StoreRig) -> None:
     assert fake.store.statistics().syncs < 15
 
 
-def test_what_stood_in_the_slot_does_not_reach_the_drive(fake: StoreRig) -> None:
+def test_old_bytes_of_a_slot_do_not_reach_the_drive(fake: StoreRig) -> None:
     assert fake.disk is not None
     fake.put(1, b"p" * 5000)
     offset, size = fake.record_at(1)

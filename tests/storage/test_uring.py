@@ -55,7 +55,7 @@ def results(disk: UringDisk, count: int) -> dict[int, int]:
     return done
 
 
-def test_what_is_written_from_memory_is_read_into_memory(disk: UringDisk, memory: Memory) -> None:
+def test_memory_is_written_and_read_back(disk: UringDisk, memory: Memory) -> None:
     area, address = memory
     area[: 3 * PAGE_BYTES] = os.urandom(3 * PAGE_BYTES)
     assert disk.submit([DiskOp(DiskOpKind.WRITE, address, 3 * PAGE_BYTES, PAGE_BYTES, 2**63 + 5)]) == 1
@@ -128,7 +128,7 @@ def test_long_blocking_transfers_go_in_parts(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_what_cannot_be_opened_directly_says_so(tmp_path: Path) -> None:
+def test_a_file_without_direct_io_is_refused_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="could not be opened"):
         UringDisk(tmp_path / "absent")
     with pytest.raises(StorageError, match="refuses O_DIRECT"):

@@ -285,7 +285,7 @@ def test_a_full_drive_evicts_the_same_blocks() -> None:
     assert told[0][0][0].startswith("MISS(evicted)")
 
 
-def test_what_was_put_is_there_after_a_restart_and_a_stopped_node_is_a_miss() -> None:
+def test_blocks_are_there_after_a_restart_and_a_stopped_node_is_a_miss() -> None:
     told: Told = []
     for kind in (MemoryNode, LocalNode):
         with kind() as node, node.client(get_timeout_ms=2_000) as client:

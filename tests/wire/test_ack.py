@@ -74,7 +74,7 @@ def test_a_taken_key_is_named_with_what_to_do() -> None:
     assert str(taken).endswith("put this one under another key, or delete that one.")
 
 
-def test_what_is_durable_is_no_error_and_what_is_unknown_is_one() -> None:
+def test_a_durable_put_is_no_error_and_an_unknown_one_is() -> None:
     assert all(error_of_code(durability, KEY) is None for durability in Durability)
     assert isinstance(error_of_code(AckCode.LEASE_EXPIRED, KEY), LeaseExpired)
     assert isinstance(error_of_code(0x7E, KEY), StorageError)  # of a newer node's

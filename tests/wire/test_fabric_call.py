@@ -135,7 +135,7 @@ def summed(data: bytes) -> bytes:
     [(8, "<Q", 8), (16, "<B", 3), (20, "<I", 8), (20, "<I", 1 << 31), (24, "<I", 0), (24, "<I", 2)],
     ids=["generation", "kind", "metadata", "much metadata", "no blocks", "more blocks"],
 )
-def test_what_contradicts_itself_is_refused_though_its_checksum_holds(
+def test_a_contradictory_record_is_refused_though_its_checksum_is_right(
     offset: int, form: str, value: int
 ) -> None:
     data = bytearray(packed(CALL, ROWS))
@@ -177,7 +177,7 @@ def test_an_answer_that_ends_in_the_middle_of_a_lease_is_refused(left_out: int) 
 
 
 @given(st.binary(min_size=48, max_size=400))
-def test_whatever_stands_behind_a_good_checksum_is_a_call_or_is_refused(rest: bytes) -> None:
+def test_data_with_a_right_checksum_is_a_call_or_is_refused(rest: bytes) -> None:
     data = summed(struct.pack("<IIQ", 0, 16 + len(rest), 7) + rest)
     with suppress(KvError):
         read_call(data, 7)

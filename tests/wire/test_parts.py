@@ -23,7 +23,7 @@ NAMES = st.none() | st.builds(
 
 
 @given(st.lists(st.tuples(NUMBERS, CHUNKS)))
-def test_what_is_made_of_gets_the_generated_class_reads(parts: list[tuple[int, bytes]]) -> None:
+def test_the_generated_class_reads_encoded_gets(parts: list[tuple[int, bytes]]) -> None:
     encoded = encoded_get(parts)
     assert [(one.number, one.chunk) for one in pb.GetBatchResponse.FromString(encoded).parts] == parts
     assert [(one.number, bytes(one.chunk)) for one in got_parts(encoded)] == parts

@@ -57,7 +57,7 @@ def test_the_present_files_keep_the_rules() -> None:
     assert list(flaws(PRESENT)) == []
 
 
-def test_what_has_landed_keeps_its_meaning() -> None:
+def test_a_landed_block_keeps_its_layout() -> None:
     assert len(landed().file) > 0
     assert list(breaks(landed(), PRESENT)) == []
 

@@ -17,7 +17,7 @@ def said(value: str | bytes, times: int = 1) -> TraceParent | None:
     return parent_in([("x-request-id", "a"), *((TRACEPARENT_HEADER, value),) * times])
 
 
-def test_what_is_written_as_it_should_be_is_read() -> None:
+def test_valid_input_is_read() -> None:
     assert said(GOOD) == TraceParent(int(TRACE, 16), int(SPAN, 16), sampled=True)
     assert said(f"00-{TRACE}-{SPAN}-00") == TraceParent(int(TRACE, 16), int(SPAN, 16), sampled=False)
     assert said(f"00-{TRACE}-{SPAN}-03") == said(GOOD)  # other flags are others' affair
@@ -47,7 +47,7 @@ def test_what_is_written_as_it_should_be_is_read() -> None:
         "'; drop table spans; --",
     ],
 )
-def test_what_is_not_is_no_parent(value: str | bytes) -> None:
+def test_an_invalid_header_is_no_parent(value: str | bytes) -> None:
     assert said(value) is None
 
 
@@ -56,7 +56,7 @@ def test_two_of_them_are_none() -> None:
 
 
 @given(st.integers(1, (1 << 128) - 1), st.integers(1, (1 << 64) - 1), st.booleans())
-def test_what_is_written_is_read_again(trace_id: int, span_id: int, sampled: bool) -> None:  # noqa: FBT001 - drawn
+def test_written_data_is_read_back(trace_id: int, span_id: int, sampled: bool) -> None:  # noqa: FBT001 - drawn
     parent = TraceParent(trace_id, span_id, sampled)
     assert said(str(parent)) == parent
 

@@ -135,7 +135,7 @@ def test_links_of_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert core.statistics().session_links == 10
 
 
-def test_what_stands_behind_a_gap_goes_before_everything_else(core: Evictor) -> None:
+def test_blocks_after_a_gap_are_evicted_first(core: Evictor) -> None:
     core.admitted([Record(50, 1)], T0)
     core.admitted(chain(1, range(1, 6)), T0)
     core.gone([2], Reason.DELETED, T0)
@@ -378,7 +378,7 @@ def test_a_long_session_is_not_walked_through_for_each_of_its_blocks(monkeypatch
         assert [victim.generation for victim in evict(core, 1).victims] == [generation]
 
 
-def test_what_is_gone_is_described_and_counted() -> None:
+def test_removed_blocks_are_described_and_counted() -> None:
     core = new()
     core.admitted([Record(generation, 2) for generation in range(1, 10)], T0)
     core.admitted(chain(7, range(20, 23)), T0)
