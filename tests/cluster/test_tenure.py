@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from kvstore.cluster.map import DRAINING
 from tests.cluster.simulated import FakeEtcd, run
 from tests.cluster.test_membership import SETTLED_S, Process
 
@@ -29,6 +30,7 @@ def test_a_tenure_goes_on_if_every_map_had_the_node(meanwhile: str, *, is_kept: 
         one.way.is_away = True  # until all has happened
         if meanwhile == "drained":
             one.way.is_away = False
+            await membership.say(DRAINING)
             await membership.note_drained()
             one.way.is_away = True
         backup = etcd.state()
