@@ -110,7 +110,7 @@ def test_a_closed_fabric_is_said_in_words_and_grpc_still_works(site: Site) -> No
     assert took_s < 1.0  # it is not tried again for a while
     assert client("inline", "a block over gRPC") == "a block over gRPC"
     site.node.firewall(firewall_of("container"))
-    until("a get over the fabric", SPARE_S, lambda: "unknown" in str(client("get", blocks(), 1)))
+    until("a get over the fabric", SPARE_S, lambda: "not stored" in str(client("get", blocks(), 1)))
     client.close()
 
 
