@@ -150,11 +150,6 @@ class Following:
                 one.cancel()
         for one in self._asked:
             one.thread.join()
-            if one.end is _End.UNKNOWN and one.node not in self._unknown:
-                self._unknown.add(one.node)
-                log.warning(
-                    "%s is no node that knows of clusters. Other nodes are asked for the map.", one.node
-                )
         return None if first is None else first.node
 
     def _is_decided(self) -> bool:

@@ -141,11 +141,6 @@ class HotPages:
         """Return whether a read was refused memory and has not been told yet that there may be some."""
         return bool(lib.keep_hot_has_refused(self._hot))
 
-    @property
-    def used_until(self) -> int:
-        """Return the page after the last one that was ever used."""
-        return int(lib.keep_hot_used_until(self._hot))
-
     def look_again(self) -> None:
         """Retry refused allocations: uses that are not counted here end without notice."""
         if lib.keep_hot_look_again(self._hot, self._ends()):

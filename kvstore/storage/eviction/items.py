@@ -146,11 +146,6 @@ class Evictions:
         """Return the pages of all of them."""
         return sum(self.words[1::EVICTION_WORDS])
 
-    @property
-    def reasons(self) -> list[Reason]:
-        """Return why each is gone."""
-        return list(map(Reason, self.words[4::EVICTION_WORDS]))
-
 
 def eviction_of(words: array[int], first: int) -> Eviction:
     """Return the eviction whose fields begin at this word."""

@@ -297,8 +297,3 @@ int keep_hot_has_refused(const keep_hot *h)
 {
 	return h->has_refused;
 }
-
-uint64_t keep_hot_used_until(const keep_hot *h)
-{
-	return h->used_until;
-}

@@ -74,7 +74,6 @@ uint64_t keep_hot_sum(const keep_hot *h, const uint32_t *pieces, uint64_t count)
 uint64_t keep_hot_generation(const keep_hot *h, uint32_t piece);
 uint64_t keep_hot_users(const keep_hot *h, uint32_t piece);
 int keep_hot_has_refused(const keep_hot *h);
-uint64_t keep_hot_used_until(const keep_hot *h);
 void keep_hot_say(const keep_hot *h, struct keep_hot_said *out);
 /* cdef end */
 
