@@ -10,7 +10,7 @@
 #   TRIGGERKV_CRASH_SEEDS=n        `make crash`: runs on a simulated drive, with four crashes each
 #   TRIGGERKV_PEERS_ROUNDS=n       `make bench-peers`: rounds (5); 1 for a first look
 #   TRIGGERKV_TWIN_ROUNDS=n        `make bench-twin`: rounds (3)
-#   TRIGGERKV_KEYRING_ENDS=n       `make test-keyring`: interruptions of each step of a keyring (12)
+#   TRIGGERKV_KEYRING_ENDS=n       `make test-keyring`: interruptions of each step of a keyring (6)
 #   TRIGGERKV_HOSTILE_S=n          `make test-hostile`: seconds for each attack (2.4)
 #   TRIGGERKV_SOAK_S=n             `make soak`: seconds of puts
 #   TRIGGERKV_CHAOS_ROUNDS=n       `make test-cluster`: rounds between hosts (300), fifteen for each cluster
@@ -46,7 +46,7 @@ demo: setup-engines ## puts blocks by a flag store and reads them back; then a c
 	@.venv-engines/bin/python -m kvstore chat
 
 .PHONY: test
-test: setup etcd ## all tests, three parts at a time; with PYTEST_ARGS one pytest with these
+test: setup etcd ## all tests, four parts at a time; with PYTEST_ARGS one pytest with these
 	@tools/test.sh $(PYTEST_ARGS)
 
 .PHONY: setup-engines
@@ -97,6 +97,7 @@ test-keyring: setup ## tests/sealing: a keyring interrupted at each step, in man
 .PHONY: crash
 crash: setup ## the long form: 20,000 runs on a simulated drive that loses unflushed data, 1,000 SIGKILLs at the worst moments
 	@TRIGGERKV_CRASH_SEEDS=$(or $(TRIGGERKV_CRASH_SEEDS),20000) $(py) -m pytest tests/storage/test_crashes.py $(PYTEST_ARGS)
+	@TRIGGERKV_INDEX_CASES=20000 TRIGGERKV_LANE_SEEDS=2000 $(py) -m pytest tests/storage/test_index_damage.py tests/storage/test_lane.py $(PYTEST_ARGS)
 	@TRIGGERKV_RANDOM_EXAMPLES=1 TRIGGERKV_MACHINE_EXAMPLES=$(or $(TRIGGERKV_MACHINE_EXAMPLES),10000) $(py) -m pytest tests/storage/test_state_machine.py $(PYTEST_ARGS) --timeout 7200
 	@TRIGGERKV_KILL_ROUNDS=$(or $(TRIGGERKV_KILL_ROUNDS),1000) $(py) -m pytest tests/crash $(PYTEST_ARGS)
 
@@ -131,19 +132,19 @@ lint-fix: setup ## fix and format what ruff can
 .PHONY: bench
 bench: setup ## every benchmark; results in build/bench/
 	-@tools/peers.sh
-	@$(py) -m tests.bench all
+	@$(py) -m benchmarks all
 
-bench-%: setup ## one benchmark: tests/bench/bench_NAME.py
-	@$(py) -m tests.bench $*
+bench-%: setup ## one benchmark: benchmarks/bench_NAME.py
+	@$(py) -m benchmarks $*
 
 .PHONY: bench-peers
 bench-peers: setup peers ## triggerkv beside Redis, the bare fabric and the bare drive, in one run (six minutes)
-	@$(py) -m tests.bench peers
+	@$(py) -m benchmarks peers
 
 .PHONY: bench-engines
 bench-engines: setup-engines ## a real engine: time to first token, computed, cached and from our node; the cost of a step
-	@.venv-engines/bin/python -m tests.bench engines
-	@.venv-engines/bin/python -m tests.bench steps
+	@.venv-engines/bin/python -m benchmarks engines
+	@.venv-engines/bin/python -m benchmarks steps
 
 .PHONY: proto
 proto: setup ## generate kvstore/wire/*_pb2* from proto/

@@ -7,7 +7,8 @@
 What most programs need can be imported from here, and is loaded when it is first used, so `import kvstore` is fast and
 needs no fabric library:
 
-- `Client`, `AsyncClient` (asyncio), `ClusterClient` (several nodes); `help(kvstore.Client)` has examples of all calls;
+- `Client`, `ClusterClient` (several nodes), `AsyncClient` and `AsyncClusterClient` (both for asyncio);
+  `help(kvstore.Client)` has examples of all calls;
 - `Block` and `block_key`: a block, and its key; `FlagWords`: words whose values fire puts;
 - `Hit`, `Miss` and `MissReason`: what a get gives; `Durability`: what a put reaches; `KvError`: all errors.
 
@@ -26,7 +27,7 @@ TYPE_CHECKING = False  # to import it takes longest of all, and kvcli/version.py
 if TYPE_CHECKING:
     from typing import Any
 
-    from kvstore.client import AsyncClient, Block, Client, ClusterClient, Hit
+    from kvstore.client import AsyncClient, AsyncClusterClient, Block, Client, ClusterClient, Hit
     from kvstore.durability import Durability
     from kvstore.errors import KvError
     from kvstore.miss import Miss, MissReason
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient",
+    "AsyncClusterClient",
     "Block",
     "Client",
     "ClusterClient",
@@ -51,6 +53,7 @@ __version__ = VERSION
 
 _HOMES = {
     "AsyncClient": "kvstore.client",
+    "AsyncClusterClient": "kvstore.client",
     "Block": "kvstore.client",
     "Client": "kvstore.client",
     "ClusterClient": "kvstore.client",

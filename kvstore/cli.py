@@ -86,7 +86,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from kvstore.demo.chat import run
+    from kvstore.demo.chat_demo import run
 
     return run(arguments.turns, arguments.tokens, as_json=arguments.json)
 

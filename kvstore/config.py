@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore.cluster.etcd_options import EtcdReach
+from kvstore.config_files import read_file
+from kvstore.endpoints import is_wildcard
 from kvstore.errors import ConfigError
-from kvstore.input_file import read_file
 from kvstore.limits import (
     DRIVE_CAPACITY_BYTES_DEFAULT,
     DRIVE_CAPACITY_BYTES_MAX,
@@ -60,7 +61,6 @@ __all__ = [
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE)
 _OTHERS = 0o007  # permissions of users other than the owner and the group
-_WILDCARDS = ("::", "0.0.0.0")  # noqa: S104 - for comparison
 _OF_ETCD = {"_cert": "certificate"}
 _COLLECTOR = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}/?", re.ASCII)
 
@@ -224,13 +224,13 @@ class NodeConfig:
             )
 
     def _check_cluster(self) -> None:
-        if self.cluster is not None and self.cluster.address is None and self.host in _WILDCARDS:
+        if self.cluster is not None and self.cluster.address is None and is_wildcard(self.host):
             raise ConfigError(
                 f"The node listens on {self.host}, which is no address for clients: set --cluster-address."
             )
         if self.cluster is not None and self.cluster.address is not None:
             host, _ = split_target(self.cluster.address)
-            if host in _WILDCARDS:
+            if is_wildcard(host):
                 raise ConfigError(
                     f"{self.cluster.address} is no address for clients: --cluster-address is one of this host."
                 )
@@ -288,7 +288,7 @@ def _is_loopback(host: str) -> bool:
 def _are_one(one: tuple[str, int], other: tuple[str, int]) -> bool:
     """Whether two addresses conflict: a wildcard covers both families, and the port on every address."""
     hosts = {one[0], other[0]}
-    return one[1] == other[1] != 0 and (len(hosts) == 1 or not hosts.isdisjoint(_WILDCARDS))
+    return one[1] == other[1] != 0 and (len(hosts) == 1 or any(map(is_wildcard, hosts)))
 
 
 def _check_stays_here(endpoint: str) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "interface_addresses",
     "is_ours",
     "is_reachable",
+    "is_wildcard",
     "open_endpoint",
     "source_towards",
     "wildcard",
@@ -107,6 +108,16 @@ def wildcard() -> str:
         trial.bind(("::", 0))
         return "::"
     return "0.0.0.0"  # noqa: S104 - the wildcard is intended
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether to listen there means every address, however it is spelled: `::`, `0.0.0.0`, `0`, `::ffff:0.0.0.0`."""
+    with suppress(ValueError):
+        ip = ipaddress.ip_address(host)
+        return ip.is_unspecified or ip == ipaddress.ip_address("::ffff:0.0.0.0")
+    with suppress(OSError, ValueError):
+        return not any(socket.inet_aton(host))  # the spellings that only the C library reads
+    return False
 
 
 def source_towards(ip: Ip) -> Ip | None:

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import LayoutError
 from kvstore.limits import LAYERS_MAX, SHARDS_MAX
-from kvstore.names import block_key, layout_fingerprint
+from kvstore.names import block_key, block_keys, layout_fingerprint
 from nic_offload.errors import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["ELEMENT_BYTES", "Layer", "Layout", "Order", "Run"]
 
@@ -166,6 +166,14 @@ class Layout:
         32
         """
         return block_key(self._name, chained_hash)
+
+    def keys(self, chained_hashes: Iterable[bytes]) -> list[bytes]:
+        """The keys of many blocks, as by `key`.
+
+        >>> layout.keys([b"hash of the tokens"]) == [layout.key(b"hash of the tokens")]
+        True
+        """
+        return block_keys(self._name, chained_hashes)
 
     # --- bytes
 

@@ -448,6 +448,8 @@ INDEX_GROWTHS_MAX = 4  # doublings of the map within one transaction
 READS_AHEAD_MAX = 32  # of one scan of a drive
 EVICTION_USES_MAX = 3  # of a block that S3-FIFO counts
 CLUSTER_MAP_AGAIN_MS = 50  # before members with different maps are called again
+CLUSTER_AHEAD_LOOK_MS = 100  # between looks at puts that wait for their flag: is their owner still the owner?
+CLUSTER_AHEAD_AGAIN_MS = 500  # before a put is tried again whose owner could not be reached
 CLUSTER_PUTS_SLICE_MS = 20  # of a wait for one node's puts, before those of the others are checked
 IMPORT_UNFINISHED_MS = 600_000  # after which an interrupted import expires
 REPORTS_SLICE_MS = 100  # of a wait for reports, before deadlines are checked
@@ -479,12 +481,17 @@ VLLM_TURNS_QUEUED_MAX = 256  # that wait for the node; while it is down further 
 VLLM_TURN_TRIES = 5  # because a turn's last blocks may still be on their way to the drive
 VLLM_TURN_AGAIN_MS = 100  # between two tries
 VLLM_SAVING_MAX = 65_536  # blocks that are being saved
+VLLM_STEP_LOAD_BYTES = 64 << 20  # of one rank's blocks in shared memory, for which a step may wait,
+VLLM_STEP_LOAD_MS = 200  # and for how long; copying them takes milliseconds
 VLLM_LOADING_WAIT_S = 0.005  # of an idle thread, between two looks for work
 VLLM_SAVING_WAIT_S = 0.002
 VLLM_LOOKUP_FIRST_WAIT_S = (
     0.01  # a look-up takes a millisecond or two, while the engine's scheduler would spin
 )
 VLLM_LOOKUP_NEXT_WAIT_S = 0.001
+VLLM_ATTACH_MS = (
+    1_000  # between two attempts of a scheduler to attach, so that its look-ups go over the fabric
+)
 VLLM_WEIGHTS_HASHED_BYTES_MAX = 256 << 20  # of a model's folder, for its name
 VLLM_WEIGHTS_CACHED = 256  # such names
 BREAKER_LATE_MS = 500  # without any answer, after which a node counts as down

@@ -28,6 +28,7 @@ __all__ = [
     "TENANTS_NAME",
     "UNSAID",
     "block_key",
+    "block_keys",
     "check_domain_name",
     "domain_of",
     "domain_tag",
@@ -49,6 +50,7 @@ TENANTS_NAME: Final = "A tenant's name has 1 to 64 letters, digits, dots, dashes
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NOBODYS: Final = (UNSAID, SHARED)
 _MARK: Final = b"tkvdom"  # the end of the keys of blocks in other domains
+_OF_KEYS: Final = b"triggerkv key"
 _TAG_BYTES: Final = 6  # before it: which domain
 
 
@@ -80,7 +82,26 @@ def block_key(*parts: bytes) -> bytes:
     >>> len(block_key(b"my model", b"hash of the tokens"))
     32
     """
-    return _digest(b"triggerkv key", KEY_BYTES, parts)
+    return _digest(_OF_KEYS, KEY_BYTES, parts)
+
+
+def block_keys(first: bytes, others: Iterable[bytes]) -> list[bytes]:
+    """`block_key` of the first part and each of the others, for many blocks at less cost.
+
+    >>> block_keys(b"my model", [b"a", b"b"]) == [block_key(b"my model", b"a"), block_key(b"my model", b"b")]
+    True
+    """
+    state = blake2b(digest_size=KEY_BYTES, person=_OF_KEYS)
+    keys = []
+    try:
+        state.update(len(first).to_bytes(8, "little") + first)
+        for other in others:
+            one = state.copy()
+            one.update(len(other).to_bytes(8, "little") + other)
+            keys.append(one.digest())
+    except TypeError:
+        raise InvalidArgument("The parts of names are bytes, one part for each name.") from None
+    return keys
 
 
 def layout_fingerprint(*parts: bytes) -> bytes:

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
+from kvstore.config_files import read_file, read_pem, read_toml
 from kvstore.errors import ConfigError
-from kvstore.input_file import read_file, read_pem, read_toml
 from kvstore.limits import (
     CONNECT_TIMEOUT_MS,
     DIGITS_MAX,
@@ -37,6 +37,7 @@ from kvstore.limits import (
     REACH_TIMEOUT_MS_MAX,
     RPC_TIMEOUT_MS,
     TOKEN_CHARACTERS_MAX,
+    ZONE_CHARACTERS_MAX,
 )
 from kvstore.names import SHARED, TENANTS_NAME, UNSAID, domain_of, is_tenant
 from nic_offload.errors import shown
@@ -91,6 +92,7 @@ class Reach:
     shared: bool = (
         False  # or: all users of the tenant share these blocks, and erasing a user doesn't erase them
     )
+    zone: str = ""  # this client's: of a block's two copies in a cluster, one in this zone is read first
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -134,6 +136,8 @@ class Reach:
             raise ConfigError(f"transport is {', '.join(others)} or {last}, not {self.transport!r}.")
         if self.tenant and not is_tenant(self.tenant):
             raise ConfigError(f"{TENANTS_NAME[:-1]}, not {self.tenant!r}.")
+        if len(self.zone) > ZONE_CHARACTERS_MAX or not self.zone.isprintable():
+            raise ConfigError(f"zone has at most {ZONE_CHARACTERS_MAX} printable characters.")
         if self.user and self.shared:
             raise ConfigError("Blocks are those of a user or shared, not both: set user or shared.")
         if self.user:
@@ -352,6 +356,7 @@ _KINDS: Final = {
     "get_timeout_ms": _MS,
     "user": _TEXT,
     "shared": _FLAG,
+    "zone": _TEXT,
 }
 assert set(_KINDS) == {one.name for one in fields(Reach)} | {"node"}
 

@@ -27,9 +27,9 @@ from kvstore.config import (
     shown_apart,
     variables,
 )
+from kvstore.config_files import read_toml
 from kvstore.endpoints import Ports
 from kvstore.errors import ConfigError, KvError, NoSpace
-from kvstore.input_file import read_toml
 from kvstore.limits import DIGITS_MAX, FABRIC_PORT_FIRST, FABRIC_PORT_LAST
 from kvstore.node.fabric_address import parse_networks
 from kvstore.storage.eviction.policies import POLICY_DEFAULT, POLICY_NAMES

@@ -64,6 +64,7 @@ struct tk_served {
 	uint32_t corrupt; /* blocks found damaged: their callers got a miss */
 	uint32_t failed;  /* blocks of which it is not known whether they arrived */
 	uint32_t cold;	  /* blocks that were not in memory */
+	uint32_t is_prefix, zero; /* the blocks were looked up, not sent: there are no ids */
 };
 int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out);
 int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int count);

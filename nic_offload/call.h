@@ -8,6 +8,7 @@
 
 #define CALL_FETCH 1
 #define CALL_FETCH_PARTS 3
+#define CALL_PREFIX 5 /* its rows are keys; DONE: all of these blocks are in memory */
 #define CALL_TELLS 1 /* flag: the metadata must be processed before the call is answered */
 #define CALL_SHARES 2 /* flag: the caller has the node's memory mapped, and accepts locations in it */
 #define CALL_ROWS 4 /* flag: the caller accepts locations of single blocks, in their rows */
@@ -63,12 +64,24 @@ struct shared_row {
 	uint32_t crc32c, zero[7];
 };
 
-/* Bytes per block of a fetch; 0: the call is not a fetch. */
+static inline int call_fetches(uint8_t kind)
+{
+	return kind == CALL_FETCH || kind == CALL_FETCH_PARTS;
+}
+
+/* Bytes per block of a call that a desk may answer; 0: it answers no calls of this kind. */
 static inline size_t call_row_bytes(uint8_t kind)
 {
-	if (kind == CALL_FETCH_PARTS)
+	switch (kind) {
+	case CALL_FETCH:
+		return sizeof(struct call_fetch_row);
+	case CALL_FETCH_PARTS:
 		return sizeof(struct call_part_row);
-	return kind == CALL_FETCH ? sizeof(struct call_fetch_row) : 0;
+	case CALL_PREFIX:
+		return TK_KEY_BYTES;
+	default:
+		return 0;
+	}
 }
 
 _Static_assert(sizeof(struct call_part_row) == 72, "as fabric_call.py packs them");

@@ -243,7 +243,7 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 	int status = fabric_refusal(fabric);
 	if (status)
 		return status;
-	int is_fetch = !!call_row_bytes(call->kind);
+	int is_fetch = call_fetches(call->kind);
 	if (is_fetch && rows_bytes != call->blocks * call_row_bytes(call->kind))
 		return -EINVAL;
 	if (sizeof(struct call_head) + call->metadata_bytes + CALL_ALIGN + rows_bytes + TK_TAG_BYTES > TK_CALL_BYTES)

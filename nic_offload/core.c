@@ -1,18 +1,14 @@
 /*
- * The progress thread.
- *
- * One round: take the inbox, drain completions, check flag words and watched words, compute a bounded piece of CRC,
- * post what is ready, report. After a round that found nothing to do, the thread idles (idle.c).
+ * What the progress thread does with queued work: takes it in, cancels it, ends it at its deadline, and drops it with its
+ * endpoint.
  */
 #define _GNU_SOURCE
 #include "call.h"
 #include "progress.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <sched.h>
 #include <stdlib.h>
-#include <sys/prctl.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -215,7 +211,7 @@ static void close_regions_of(struct tk_fabric *fabric, const struct tk_endpoint 
 /* The endpoint's operations are not reported: its owner, which closes it, knows that all are over. The provider may have
  * put completions into the queue before the endpoint went, and those are taken before the items go; one whose
  * completions may come later still (it has a thread of its own) keeps the items until they come. */
-static int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
+int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint) && nic_flush(fabric) == NOT_YET)
 		return NOT_YET;
@@ -280,7 +276,7 @@ static void too_late(struct tk_fabric *fabric, struct work *work)
 	}
 }
 
-static int expire(struct tk_fabric *fabric)
+int expire(struct tk_fabric *fabric)
 {
 	uint64_t now_ns = fabric->now_ns;
 	if (now_ns < fabric->next_deadline_ns)
@@ -302,22 +298,24 @@ static int expire(struct tk_fabric *fabric)
 }
 
 /* Returns whether there was anything; -1 when the fabric is being closed. */
-static int take_inbox(struct tk_fabric *fabric)
+int take_inbox(struct tk_fabric *fabric)
 {
 	if (!__atomic_exchange_n(&fabric->posted_something, 0, __ATOMIC_SEQ_CST))
 		return 0;
 	pthread_mutex_lock(&fabric->inbox_lock);
 	struct work *work = fabric->inbox.head;
 	fabric->inbox = (struct queue){0};
-	struct command *command = fabric->command;
-	fabric->command = NULL;
-	if (command) /* the next caller may give one */
+	struct command *command = fabric->caller_runs ? NULL : fabric->command;
+	int stop = fabric->stop;
+	fabric->is_recalled = fabric->caller_runs && (fabric->command || stop);
+	if (command) { /* the next caller may give one */
+		fabric->command = NULL;
 		pthread_cond_broadcast(&fabric->command_done);
+	}
 	if (command && command->abandoned) {
 		free(command);
 		command = NULL;
 	}
-	int stop = fabric->stop;
 	pthread_mutex_unlock(&fabric->inbox_lock);
 
 	for (struct work *next; work; work = next) {
@@ -327,58 +325,4 @@ static int take_inbox(struct tk_fabric *fabric)
 	if (command)
 		run_command(fabric, command);
 	return stop ? -1 : 1;
-}
-
-void *core_progress(void *argument)
-{
-	struct tk_fabric *fabric = argument;
-	prctl(PR_SET_TIMERSLACK, 1000UL); /* naps as short as they should be */
-	uint64_t busy_ns = tk_now_ns();
-	for (;;) {
-		fabric->now_ns = tk_now_ns();
-		int busy = run_put_off(fabric), taken = take_inbox(fabric);
-		if (taken < 0)
-			break;
-		busy |= taken;
-		int moved = progress_wire(fabric);
-		if (__atomic_load_n(&fabric->stuck, __ATOMIC_ACQUIRE))
-			break; /* the fabric was given up meanwhile: the caller counts this command as lost */
-		moved |= poll_landings(fabric);
-		moved |= poll_receivers(fabric);
-		moved |= poll_lanes(fabric);
-		moved |= poll_readers(fabric);
-		moved |= poll_shared_reads(fabric);
-		moved |= poll_acks(fabric);
-		if (moved && fabric->overslept)
-			rest_look_again(fabric);
-		fabric->overslept = 0;
-		busy |= moved;
-		busy |= nic_poll(fabric);
-		busy |= poll_counters(fabric);
-		busy |= poll_senders(fabric);
-		busy |= poll_callers(fabric);
-		busy |= post_ready(fabric);
-		busy |= make_checksums(fabric);
-		ring_doorbells(fabric);
-		poll_desks(fabric);
-		poll_cold(fabric);
-		busy |= expire(fabric);
-		publish_soon(fabric);
-		give_back_finished(fabric);
-		free_closed_counters(fabric);
-		fabric->statistics.loops++;
-		if (busy || rest(fabric, fabric->now_ns - busy_ns))
-			busy_ns = tk_now_ns();
-	}
-	nic_flush_at_last(fabric);
-	for (struct tk_endpoint *endpoint = fabric->endpoints; endpoint; endpoint = endpoint->next)
-		close_endpoint(fabric, endpoint);
-	refuse_put_off(fabric);
-	lanes_end(fabric);
-	readers_end(fabric);
-	pthread_mutex_lock(&fabric->inbox_lock);
-	fabric->ended = 1;
-	pthread_cond_broadcast(&fabric->command_done);
-	pthread_mutex_unlock(&fabric->inbox_lock);
-	return NULL;
 }

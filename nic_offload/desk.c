@@ -4,8 +4,8 @@
  * `kvstore/wire/fabric_call.py` describes a call. It is copied before it is examined, because the caller can still
  * write to it. If it is a valid fetch that requests nothing but blocks, and all of these are on the shelf, each
  * block goes out like any put with a checksum, followed by its acknowledgement, and the desk waits for the next call.
- * A record of what was served is kept for the application. Any other call becomes an ordinary landing, and the
- * application answers it. A peer on this machine that has mapped the shelf's region may request the blocks' locations
+ * A record of what was served is kept for the application. A call that asks how many blocks of a list are stored is
+ * answered if all are on the shelf. Any other call becomes an ordinary landing, and the application answers it. A peer on this machine that has mapped the shelf's region may request the blocks' locations
  * instead of their bytes (shared.c). Blocks that are not in memory, but whose places on the drives are known, are read
  * from there (desk_cold.c).
  *
@@ -162,7 +162,8 @@ uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint6
 struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
 			 uint32_t cold)
 {
-	size_t ids_bytes = head->blocks * sizeof(uint64_t);
+	uint32_t ids = call_fetches(head->kind) ? head->blocks : 0;
+	size_t ids_bytes = ids * sizeof(uint64_t);
 	size_t rows_bytes = cold ? sizeof(struct tk_cold_head) + head->blocks * sizeof(struct tk_cold_row) : 0;
 	size_t told_bytes = sizeof(struct tk_served) + ids_bytes + head->metadata_bytes + rows_bytes;
 	if (shelf->served_bytes + told_bytes > SERVED_BYTES_MAX)
@@ -181,10 +182,11 @@ struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, con
 		.blocks = head->blocks,
 		.metadata_bytes = head->metadata_bytes,
 		.cold = cold,
+		.is_prefix = head->kind == CALL_PREFIX,
 	};
-	for (uint32_t i = 0; i < head->blocks; i++)
+	for (uint32_t i = 0; i < ids; i++)
 		served->rest[i] = shelf->found[i] ? shelf->found[i]->block.id : 0;
-	memcpy(served->rest + head->blocks, head + 1, head->metadata_bytes);
+	memcpy(served->rest + ids, head + 1, head->metadata_bytes);
 	shelf->served_bytes += told_bytes;
 	return served;
 }
@@ -252,6 +254,36 @@ void desk_list_served(struct tk_shelf *shelf, struct served *served)
 		cold_tell(shelf, served);
 }
 
+/* Under the shelf's lock: whether a fetch of any length would find all of these blocks here. */
+static int are_here(const struct tk_desk *desk, const struct call_head *head)
+{
+	for (uint32_t i = 0; i < head->blocks; i++) {
+		struct call_part_row row = desk_row(head, i);
+		const struct shelved *block = shelf_find(desk->shelf, desk->setup.owner, row.row.key);
+		if (!block || memcmp(block->block.fingerprint, head->fingerprint, TK_FINGERPRINT_BYTES))
+			return 0;
+	}
+	return 1;
+}
+
+/* Only if all are here; else the application finds out how many are stored, and why the next one is not. */
+static int answer_prefix(struct tk_fabric *fabric, struct tk_desk *desk, const struct call_head *head)
+{
+	struct tk_shelf *shelf = desk->shelf;
+	pthread_mutex_lock(&shelf->lock);
+	struct served *served = are_here(desk, head) ? desk_note(shelf, desk, head, 0, 0) : NULL;
+	struct work *work = served ? take_free_work(fabric, 1) : NULL;
+	if (work)
+		desk_list_served(shelf, served);
+	else if (served)
+		desk_forget_note(shelf, served);
+	pthread_mutex_unlock(&shelf->lock);
+	if (!work)
+		return 0;
+	desk_send_word(fabric, work, desk, head->ack_word, head->generation, CALL_DONE);
+	return 1;
+}
+
 int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 {
 	struct tk_desk *desk = landing->desk;
@@ -262,6 +294,8 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 	const struct call_head *head = read_call(shelf, landing);
 	if (!head || !may_be_acked(desk, head->ack_word, head->generation))
 		return 0;
+	if (head->kind == CALL_PREFIX)
+		return answer_prefix(fabric, desk, head);
 	if (desk->setup.shares && head->flags & CALL_SHARES && desk_answer_where(fabric, desk, landing, head))
 		return 1;
 	uint64_t sent_bytes = 0;

@@ -3,6 +3,7 @@
  */
 #define _GNU_SOURCE
 #include "progress.h"
+#include "turn.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -94,6 +95,8 @@ static void free_fabric(struct tk_fabric *fabric)
 	pthread_mutex_destroy(&fabric->inbox_lock);
 	pthread_mutex_destroy(&fabric->event_lock);
 	pthread_cond_destroy(&fabric->command_done);
+	if (fabric->turn)
+		turn_let_go(fabric->turn);
 	free(fabric);
 }
 
@@ -128,13 +131,19 @@ static int open_provider(struct tk_fabric *fabric, const char *provider, const c
 	return deferred ? nic_open(fabric) : 0;
 }
 
-static void init_condition(pthread_cond_t *condition)
+void init_condition(pthread_cond_t *condition)
 {
 	pthread_condattr_t attributes;
 	pthread_condattr_init(&attributes);
 	pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
 	pthread_cond_init(condition, &attributes);
 	pthread_condattr_destroy(&attributes);
+}
+
+int wait_for_condition(pthread_cond_t *condition, pthread_mutex_t *lock, uint64_t until_ns)
+{
+	struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u), .tv_nsec = (long)(until_ns % 1000000000u)};
+	return pthread_cond_timedwait(condition, lock, &until);
 }
 
 int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, uint64_t answer_ns, uint32_t flags,
@@ -162,11 +171,12 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 	fabric->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	fabric->event_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
 	fabric->chunks = calloc(fabric->chunks_max, sizeof *fabric->chunks);
+	fabric->turn = turn_open(fabric);
 
 	int status = 0;
 	if (fabric->wake_fd < 0 || fabric->event_fd < 0)
 		status = -errno;
-	else if (!fabric->chunks)
+	else if (!fabric->chunks || !fabric->turn)
 		status = -ENOMEM;
 	else if (!(status = rest_open(fabric)))
 		status = open_provider(fabric, provider, node, flags, message);
@@ -183,21 +193,24 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 	return 0;
 }
 
+void fabric_rouse(struct tk_fabric *fabric)
+{
+	uint64_t one = 1;
+	ssize_t ignored = write(fabric->wake_fd, &one, sizeof one);
+	(void)ignored;
+}
+
 void fabric_wake(struct tk_fabric *fabric)
 {
 	__atomic_store_n(&fabric->posted_something, 1, __ATOMIC_SEQ_CST);
-	if (__atomic_load_n(&fabric->sleeping, __ATOMIC_SEQ_CST)) {
-		uint64_t one = 1;
-		ssize_t ignored = write(fabric->wake_fd, &one, sizeof one);
-		(void)ignored;
-	}
+	if (__atomic_load_n(&fabric->sleeping, __ATOMIC_SEQ_CST))
+		fabric_rouse(fabric);
 }
 
 /* Waits for the thread, under the inbox's lock; false once it is too late. */
 static int waited(struct tk_fabric *fabric, uint64_t until_ns)
 {
-	struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u), .tv_nsec = (long)(until_ns % 1000000000u)};
-	return pthread_cond_timedwait(&fabric->command_done, &fabric->inbox_lock, &until) != ETIMEDOUT;
+	return wait_for_condition(&fabric->command_done, &fabric->inbox_lock, until_ns) != ETIMEDOUT;
 }
 
 /* The same for an answer; after the first one that did not arrive in time, no caller waits again. */

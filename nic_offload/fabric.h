@@ -289,6 +289,8 @@ struct tk_fabric {
 	int shows_breaks; /* it accepts nothing only if there is no connection */
 	int confirms; /* delivery must be requested: otherwise a completion means only that the write was sent */
 	int wake_fd, event_fd;
+	struct turn *turn; /* who runs the rounds: what is the thread's own belongs to whoever has it */
+	int is_serving;	   /* atomic: it has a receiver, lanes or a shelf */
 	int sleep_fd; /* the descriptors the thread sleeps on: `wake_fd`, bells, and known sockets */
 	pthread_t thread;
 	int thread_started;
@@ -342,6 +344,10 @@ struct tk_fabric {
 	struct tk_reader *readers;
 	uint32_t reading; /* records that the readers have */
 	struct watches landings, acks;
+	int caller_runs;	/* this round is a caller's, who sleeps no longer than until: */
+	uint64_t rest_until_ns;
+	int is_recalled, wire_is_quiet; /* a caller's round found what only the thread does; no socket woke the thread */
+	int asleep;		/* whoever runs the next round calls `stop_sleeping` first */
 	uint64_t held_until_ns; /* the earliest time at which a block that a desk holds for a peer may be released */
 	uint64_t cold_tell_ns; /* when calls that desks answered from drives are reported */
 	uint32_t in_flight;
@@ -353,7 +359,10 @@ struct tk_fabric {
 	uint32_t sockets; /* those that wake the thread */
 	uint64_t looked_ns, look_until_ns; /* the last search for sockets (0: one is due), and the end of the searches */
 	uint64_t look_next_ns;		   /* none begins before */
-	uint64_t started_ns;
+	uint64_t doubt_ns, doubt_next_ns;  /* the pause between searches after a movement without a wakeup, and its end */
+	int doubts;			   /* the next search is one of these */
+	int sockets_found;		   /* new ones, in the last search */
+	uint64_t started_ns, busy_ns; /* the latter: when a round last found something to do */
 	struct work *finished;
 	struct tk_event *pending;
 	uint32_t pending_count, pending_capacity;

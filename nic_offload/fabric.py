@@ -110,6 +110,8 @@ class Statistics:
     asleep_ns: int
     cpu_ns: int
     alive_ns: int
+    searches: int
+    turns: int
 
 
 @made_by("`Client.register`")

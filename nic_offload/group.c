@@ -11,11 +11,11 @@
  */
 #define _GNU_SOURCE
 #include "progress.h"
+#include "turn.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 struct tk_group {
 	pthread_mutex_t lock;
@@ -29,6 +29,7 @@ struct tk_group {
 	uint32_t waiters;
 	uint32_t wanted_prefix; /* the smallest number that a waiter waits for */
 	int told;	/* TK_OVER was reported, or a waiter knows */
+	struct turn *turn;
 	uint8_t *copies; /* of each row: its block is being read from the node's memory */
 	struct tk_row rows[];
 };
@@ -39,12 +40,9 @@ int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int aw
 	if (!group)
 		return -ENOMEM;
 	group->copies = (uint8_t *)(group->rows + count);
-	pthread_condattr_t attributes;
-	pthread_condattr_init(&attributes);
-	pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
 	pthread_mutex_init(&group->lock, NULL);
-	pthread_cond_init(&group->changed, &attributes);
-	pthread_condattr_destroy(&attributes);
+	init_condition(&group->changed);
+	turn_use(group->turn = fabric->turn);
 	group->tag = tag;
 	group->users = 1;
 	group->told = awaited;
@@ -75,6 +73,7 @@ void group_let_go(struct tk_group *group)
 		return;
 	pthread_mutex_destroy(&group->lock);
 	pthread_cond_destroy(&group->changed);
+	turn_let_go(group->turn);
 	free(group);
 }
 
@@ -128,6 +127,7 @@ int tk_group_land(struct tk_group *group, uint32_t row, uint64_t now_ns)
 	pthread_mutex_lock(&group->lock);
 	land_row(group, &group->rows[row], now_ns);
 	pthread_mutex_unlock(&group->lock);
+	turn_rouse(group->turn);
 	return 0;
 }
 
@@ -166,6 +166,7 @@ int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code)
 	group->told |= !group->open; /* its owner has ended it */
 	int open = (int)group->open;
 	pthread_mutex_unlock(&group->lock);
+	turn_rouse(group->turn);
 	return open;
 }
 
@@ -174,21 +175,50 @@ static int has_come(const struct tk_group *group, uint32_t first, int landed)
 	return landed ? !group->unlanded : group->prefix >= first;
 }
 
-int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t timeout_ns)
+struct awaited {
+	struct tk_group *group;
+	uint32_t first;
+	int landed;
+};
+
+static int has_come_meanwhile(void *argument)
 {
-	uint64_t until_ns = tk_now_ns() + timeout_ns;
-	struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u), .tv_nsec = (long)(until_ns % 1000000000u)};
+	struct awaited *awaited = argument;
+	pthread_mutex_lock(&awaited->group->lock);
+	int come = has_come(awaited->group, awaited->first, awaited->landed);
+	pthread_mutex_unlock(&awaited->group->lock);
+	return come;
+}
+
+/* Under the lock. */
+static void sleep_until(struct tk_group *group, uint32_t first, int landed, uint64_t until_ns)
+{
 	int status = 0;
-	pthread_mutex_lock(&group->lock);
-	group->waiters++;
 	while (!has_come(group, first, landed) && status != ETIMEDOUT) {
 		if (!landed && first < group->wanted_prefix)
 			group->wanted_prefix = first;
-		status = pthread_cond_timedwait(&group->changed, &group->lock, &until);
+		status = wait_for_condition(&group->changed, &group->lock, until_ns);
+	}
+}
+
+int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t timeout_ns)
+{
+	uint64_t until_ns = tk_now_ns() + timeout_ns;
+	struct awaited awaited = {group, first, landed};
+	pthread_mutex_lock(&group->lock);
+	group->waiters++;
+	int come = has_come(group, first, landed);
+	if (!come && timeout_ns) {
+		pthread_mutex_unlock(&group->lock);
+		turn_run(group->turn, has_come_meanwhile, &awaited, until_ns);
+		pthread_mutex_lock(&group->lock);
+		turn_waits(group->turn, 1);
+		sleep_until(group, first, landed, until_ns);
+		turn_waits(group->turn, -1);
+		come = has_come(group, first, landed);
 	}
 	if (!--group->waiters)
 		group->wanted_prefix = UINT32_MAX;
-	int come = has_come(group, first, landed);
 	group->told |= !group->open;
 	pthread_mutex_unlock(&group->lock);
 	return come;

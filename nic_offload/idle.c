@@ -7,9 +7,10 @@
  *
  * Providers over TCP have a descriptor to wait for, but it is useless: that of net (1.17) is always readable once
  * something is connected. So their sockets are found as in streams.c: those at the ports of our endpoints, and those
- * connected to our peers. The search is repeated for a second each time endpoints or peers change, or the wire moves
- * without a wakeup, and takes a sixteenth of the thread's time at most. A socket that is missed until then costs no more
- * than a nap.
+ * connected to our peers. The search is repeated for a second each time endpoints or peers change. If something moves
+ * without a wakeup there is one more search; as long as these find nothing, they are made more and more rarely, because
+ * words in shared memory move without sockets. Searches take a sixteenth of the thread's time at most. A socket that is
+ * missed until then costs no more than a nap.
  *
  * A flag word's bell is a pipe and a count of sleeping threads. A store reads the count, and writes to the pipe if it
  * is not zero. A GPU stores without ringing: while a word is waited for that a GPU may store to, no sleep is longer
@@ -21,6 +22,7 @@
  */
 #define _GNU_SOURCE
 #include "progress.h"
+#include "turn.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -46,6 +48,7 @@
 #define SLEEP_SHARE 16	       /* of the idleness before it, between the two */
 #define LOOK_EVERY_NS 5000000u
 #define LOOK_FOR_NS 1000000000u
+#define DOUBT_NS_MAX 10000000000u /* between two searches that nothing but a movement without a wakeup asked for */
 #define LOOK_SHARE 16 /* the thread searches for at most one part in so many of its time: there may be thousands of sockets */
 #define PORTS 65536
 #define PORTS_A_WORD 64
@@ -59,10 +62,16 @@ static uint64_t event_of(int kind, int fd)
 	return (uint64_t)kind << 32 | (uint32_t)fd;
 }
 
-static int watch_fd(struct tk_fabric *fabric, int kind, int fd, uint32_t events)
+static int watch_new(struct tk_fabric *fabric, int kind, int fd, uint32_t events)
 {
 	struct epoll_event event = {.events = events, .data.u64 = event_of(kind, fd)};
-	return epoll_ctl(fabric->sleep_fd, EPOLL_CTL_ADD, fd, &event) && errno != EEXIST ? -errno : 0;
+	return epoll_ctl(fabric->sleep_fd, EPOLL_CTL_ADD, fd, &event) ? -errno : 0;
+}
+
+static int watch_fd(struct tk_fabric *fabric, int kind, int fd, uint32_t events)
+{
+	int status = watch_new(fabric, kind, fd, events);
+	return status == -EEXIST ? 0 : status;
 }
 
 int rest_open(struct tk_fabric *fabric)
@@ -146,8 +155,29 @@ static void look_at(struct tk_fabric *fabric, const struct ports *ports, int fd)
 	int listens = 0;
 	length = sizeof listens;
 	getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length);
-	if (!watch_fd(fabric, listens ? WAKES_LISTENER : WAKES_SOCKET, fd, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET))
-		fabric->sockets++;
+	int status = watch_new(fabric, listens ? WAKES_LISTENER : WAKES_SOCKET, fd, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
+	fabric->sockets += !status || status == -EEXIST;
+	fabric->sockets_found += !status;
+}
+
+/* Something moved without a wakeup: one search is due, unless such searches have found nothing. */
+void rest_overslept(struct tk_fabric *fabric)
+{
+	if (fabric->now_ns < fabric->doubt_next_ns)
+		return;
+	fabric->looked_ns = 0;
+	fabric->doubts = 1;
+}
+
+/* After a search. */
+static void doubt_less(struct tk_fabric *fabric, uint64_t now_ns)
+{
+	if (fabric->sockets_found)
+		fabric->doubt_ns = 0;
+	else if (fabric->doubts)
+		fabric->doubt_ns = fabric->doubt_ns * 2 > DOUBT_NS_MAX ? DOUBT_NS_MAX : fabric->doubt_ns * 2 + LOOK_EVERY_NS;
+	fabric->doubt_next_ns = now_ns + fabric->doubt_ns;
+	fabric->doubts = 0;
 }
 
 static void look_for_sockets(struct tk_fabric *fabric)
@@ -168,23 +198,28 @@ static void look_for_sockets(struct tk_fabric *fabric)
 	struct ports ports;
 	list_ports(fabric, &ports);
 	uint64_t began_ns = tk_now_ns();
+	fabric->statistics.searches++;
 	fabric->sockets = 0;
+	fabric->sockets_found = 0;
 	for (struct dirent *entry; (entry = readdir(folder));)
 		if (entry->d_name[0] != '.')
 			look_at(fabric, &ports, atoi(entry->d_name));
 	closedir(folder);
 	uint64_t ended_ns = tk_now_ns();
+	doubt_less(fabric, ended_ns);
 	fabric->look_next_ns = ended_ns + (LOOK_SHARE - 1) * (ended_ns - began_ns);
 }
 
-/* Drains whatever woke the thread, bells and calls, so that they can ring again. Returns whether there was anything. */
+/* Drains whatever woke the thread, bells and calls, so that they can ring again. Returns whether there was anything. If none
+ * of it was a socket, the next round leaves the provider alone: what has come is in our memory. */
 static int hear(struct tk_fabric *fabric)
 {
 	struct epoll_event events[EVENTS_A_TIME];
 	char ignored[BELL_BYTES];
-	int count = epoll_wait(fabric->sleep_fd, events, EVENTS_A_TIME, 0);
+	int count = epoll_wait(fabric->sleep_fd, events, EVENTS_A_TIME, 0), sockets = 0;
 	for (int i = 0; i < count; i++) {
 		int kind = (int)(events[i].data.u64 >> 32), fd = (int)(uint32_t)events[i].data.u64;
+		sockets += kind == WAKES_SOCKET || kind == WAKES_LISTENER;
 		if (kind == WAKES_LISTENER) {
 			rest_look_again(fabric);
 		} else if (kind == WAKES_CALL || kind == WAKES_BELL) {
@@ -192,6 +227,7 @@ static int hear(struct tk_fabric *fabric)
 			(void)got;
 		}
 	}
+	fabric->wire_is_quiet = count > 0 && !sockets;
 	return count > 0;
 }
 
@@ -236,6 +272,8 @@ static uint64_t sleep_ns(struct tk_fabric *fabric, uint64_t idle_ns, int working
 	} else if (fabric->active_count || working) {
 		longest_ns = NAP_NS_MAX;
 	}
+	if (fabric->caller_runs && fabric->rest_until_ns < now_ns + longest_ns)
+		longest_ns = fabric->rest_until_ns > now_ns ? fabric->rest_until_ns - now_ns : 0;
 	if (fabric->next_deadline_ns < now_ns + longest_ns)
 		longest_ns = fabric->next_deadline_ns > now_ns + NAP_NS_MIN ? fabric->next_deadline_ns - now_ns : NAP_NS_MIN;
 	return longest_ns;
@@ -266,6 +304,15 @@ static int something_came(struct tk_fabric *fabric)
 	return 0;
 }
 
+void stop_sleeping(struct tk_fabric *fabric)
+{
+	if (!fabric->asleep)
+		return;
+	fabric->asleep = 0;
+	count_sleeper(fabric, -1);
+	__atomic_store_n(&fabric->sleeping, 0, __ATOMIC_SEQ_CST);
+}
+
 int rest(struct tk_fabric *fabric, uint64_t idle_ns)
 {
 	int working = is_working(fabric);
@@ -280,16 +327,22 @@ int rest(struct tk_fabric *fabric, uint64_t idle_ns)
 	if (fabric->streams)
 		look_for_sockets(fabric);
 	uint64_t before_ns = tk_now_ns(), nap_ns = sleep_ns(fabric, idle_ns, working);
-	int woken = 1;
+	int woken = 1, is_thread = !fabric->caller_runs;
+	fabric->asleep = 1;
 	__atomic_store_n(&fabric->sleeping, 1, __ATOMIC_SEQ_CST);
 	count_sleeper(fabric, 1);
 	if (!something_came(fabric)) {
 		struct pollfd wait = {.fd = fabric->sleep_fd, .events = POLLIN};
 		struct timespec timeout = {.tv_nsec = (long)nap_ns};
-		woken = ppoll(&wait, 1, &timeout, NULL) > 0 && hear(fabric);
+		if (is_thread)
+			turn_sleeps(fabric->turn);
+		woken = ppoll(&wait, 1, &timeout, NULL) > 0;
+		if (is_thread)
+			turn_wakes(fabric->turn);
+		woken = woken && hear(fabric);
 	}
-	count_sleeper(fabric, -1);
-	__atomic_store_n(&fabric->sleeping, 0, __ATOMIC_SEQ_CST);
+	woken |= !fabric->asleep; /* a caller has run rounds meanwhile */
+	stop_sleeping(fabric);
 	fabric->rested = 1;
 	fabric->overslept = !woken;
 	fabric->statistics.sleeps++;

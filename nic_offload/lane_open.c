@@ -32,6 +32,7 @@ static int add_lane(struct tk_fabric *fabric, void *argument)
 		return status;
 	lane->next = fabric->lanes;
 	fabric->lanes = lane;
+	__atomic_store_n(&fabric->is_serving, 1, __ATOMIC_RELAXED);
 	return 0;
 }
 

@@ -178,6 +178,8 @@ struct tk_statistics {
 	uint64_t slots_lost;	/* places at the NIC that can't be used before a flush or the end */
 	uint64_t in_flight, watches;
 	uint64_t loops, sleeps, asleep_ns, cpu_ns, alive_ns;
+	uint64_t searches; /* for sockets */
+	uint64_t turns;	   /* of callers, which ran rounds while they waited */
 };
 
 uint32_t tk_crc32c(const void *data, size_t length, uint32_t seed);

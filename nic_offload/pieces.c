@@ -115,16 +115,14 @@ uint32_t gather_some(struct work *work, uint32_t bytes_max)
 	return bytes;
 }
 
-/* Scatters the next bytes of a block, no more than are left of it; `crc`, if given, is updated with the copy. */
-void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, uint32_t *crc)
+/* Scatters the next bytes of a block, no more than are left of it. */
+void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, copy_bytes copy)
 {
 	while (bytes) {
 		const struct placed *piece = &pieces->pieces[end->piece];
 		uint64_t left = piece->length - end->done, some = left < bytes ? left : bytes;
 		char *to = (char *)piece->address + end->done;
-		memcpy(to, from, some);
-		if (crc)
-			*crc = tk_crc32c(to, some, *crc);
+		copy(to, from, some);
 		from += some;
 		bytes -= some;
 		end->done = some == left ? 0 : end->done + (uint32_t)some;
@@ -136,7 +134,7 @@ void tk_scatter(const struct tk_scattered *blocks, uint32_t count)
 {
 	for (uint32_t i = 0; i < count; i++) {
 		struct pieces_end end = {0};
-		pieces_fill(blocks[i].pieces, &end, (const char *)blocks[i].source, blocks[i].pieces->bytes, NULL);
+		pieces_fill(blocks[i].pieces, &end, (const char *)blocks[i].source, blocks[i].pieces->bytes, copy_plain);
 	}
 }
 

@@ -129,7 +129,25 @@ int rest_hear(struct tk_fabric *fabric, int pipe_fd);
 int rest_hear_writes(struct tk_fabric *fabric, int event_fd);
 int rest_ignore(struct tk_fabric *fabric, int event_fd);
 void rest_look_again(struct tk_fabric *fabric);
+void rest_overslept(struct tk_fabric *fabric);
 int rest(struct tk_fabric *fabric, uint64_t idle_ns); /* returns whether something woke the thread */
+void stop_sleeping(struct tk_fabric *fabric);
+
+/* fabric.c: any thread */
+void fabric_rouse(struct tk_fabric *fabric); /* also if the thread isn't known to sleep */
+void init_condition(pthread_cond_t *condition); /* its timeouts are of CLOCK_MONOTONIC */
+int wait_for_condition(pthread_cond_t *condition, pthread_mutex_t *lock, uint64_t until_ns); /* 0 or ETIMEDOUT */
+
+/* core.c */
+int take_inbox(struct tk_fabric *fabric); /* whether there was anything; -1 when the fabric is being closed */
+int expire(struct tk_fabric *fabric);
+int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
+
+/* rounds.c: those of a caller, which has the turn */
+int callers_may_run(const struct tk_fabric *fabric); /* any thread's */
+void rounds_begin(struct tk_fabric *fabric, uint64_t until_ns);
+int rounds_go_on(struct tk_fabric *fabric); /* runs one; false: it is the last */
+int rounds_end(struct tk_fabric *fabric); /* whether the thread is wanted: for a command, or to end */
 
 /* watch.c: watched words, checksums */
 uint64_t flag_awaited(const struct tk_landing *landing);
@@ -201,7 +219,10 @@ void ring_doorbells(struct tk_fabric *fabric);
 /* pieces.c; any thread for all but the last */
 void pieces_use(struct tk_pieces *pieces);
 void pieces_let_go(struct tk_pieces *pieces);
-void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, uint32_t *crc);
+typedef void (*copy_bytes)(void *to, const void *from, size_t length);
+void copy_plain(void *to, const void *from, size_t length);
+void copy_past_cache(void *to, const void *from, size_t length);
+void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, copy_bytes copy);
 uint32_t gather_some(struct work *work, uint32_t bytes_max);
 
 /* receiver.c: the node's side */

@@ -43,6 +43,7 @@ static int add_receiver(struct tk_fabric *fabric, void *argument)
 	struct tk_receiver *receiver = *(struct tk_receiver **)argument;
 	receiver->next = fabric->receivers;
 	fabric->receivers = receiver;
+	__atomic_store_n(&fabric->is_serving, 1, __ATOMIC_RELAXED);
 	return 0;
 }
 

@@ -4,7 +4,7 @@
  * The client requests blocks as usual, and adds that it accepts locations. A node whose desk finds all of them
  * on the shelf answers with locations and checksums (desk.c), and keeps the blocks there until the place of the call
  * is reused, or for `hold_ns`. Each block is then copied to its destination, a bounded piece per round, with its
- * checksum computed from the copy. A node that can't answer this way answers as it would any other client.
+ * checksum computed from what is written there. A node that can't answer this way answers as it would any other client.
  *
  * Blocks that must first be read from a drive, or are sent by the application, are reported one by one: a block's
  * word says that its location is in a row of memory that both ends have mapped (shared_reads.c).
@@ -24,6 +24,7 @@
 #include <string.h>
 
 #define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
+#define MANY_BYTES (2u << 20)	 /* of a fetch: more than its caller would find in its cache */
 
 struct shared_block {
 	struct shared_row *told; /* the node's row for this block alone; NULL: the answer to the call has its location */
@@ -40,6 +41,7 @@ struct shared_block {
 struct shared_fetch {
 	struct tk_caller *caller;
 	const struct tk_shared *shared;
+	copy_bytes copy;
 	uint64_t asked_ns;
 	uint32_t blocks, place, watches;
 	int is_answered; /* by the blocks' places, and so the call's place is in use until the end */
@@ -55,9 +57,11 @@ struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shar
 	fetch->caller = caller;
 	fetch->shared = shared;
 	fetch->blocks = blocks;
+	uint64_t bytes = 0;
 	for (uint32_t i = 0; i < blocks; i++) {
 		struct call_part_row row = {.part = 0};
 		memcpy(&row, (const char *)rows + i * row_bytes, row_bytes);
+		bytes += row.part ? row.part : row.row.length;
 		struct tk_pieces *pieces = (struct tk_pieces *)(uintptr_t)wanted[i].pieces;
 		if (pieces && tk_pieces_bytes(pieces) != (row.part ? row.part : row.row.length))
 			pieces = NULL;
@@ -71,6 +75,7 @@ struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shar
 			.part = row.part,
 		};
 	}
+	fetch->copy = bytes < MANY_BYTES ? copy_plain : copy_past_cache;
 	return fetch;
 }
 
@@ -220,28 +225,21 @@ int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region 
 	return 1;
 }
 
-/* All of a block's bytes are checksummed; if only a part is wanted, the others are not copied. */
-static void copy_step(struct shared_block *block, struct work *work, uint32_t bytes)
+/* The next bytes of a block: copied once, checksummed, and brought from there to where they are wanted. All of its bytes
+ * are checksummed, even if only a part is wanted. */
+static void copy_step(const struct shared_fetch *fetch, struct shared_block *block, struct work *work, uint32_t bytes)
 {
-	char step[BYTES_A_STEP], *to = (char *)(uintptr_t)block->to;
-	const char *from = (const char *)(uintptr_t)block->from + work->summed;
-	if (block->pieces && !block->part) {
-		pieces_fill(block->pieces, &block->end, from, bytes, &work->crc);
-		work->summed += bytes;
-		return;
-	}
-	char *copy = block->part ? step : to + work->summed;
-	memcpy(copy, from, bytes);
-	work->crc = tk_crc32c(copy, bytes, work->crc);
-	uint32_t first = work->summed < block->skip ? block->skip : work->summed;
-	uint32_t end = block->skip + block->part < work->summed + bytes ? block->skip + block->part : work->summed + bytes;
-	if (block->part && first < end) {
-		const char *wanted = step + (first - work->summed);
-		if (block->pieces)
-			pieces_fill(block->pieces, &block->end, wanted, end - first, NULL);
-		else
-			memcpy(to + (first - block->skip), wanted, end - first);
-	}
+	char step[BYTES_A_STEP];
+	memcpy(step, (const char *)(uintptr_t)block->from + work->summed, bytes);
+	work->crc = tk_crc32c(step, bytes, work->crc);
+	uint32_t skip = block->part ? block->skip : 0, wanted = block->part ? block->part : block->length;
+	uint32_t first = work->summed < skip ? skip : work->summed;
+	uint32_t end = skip + wanted < work->summed + bytes ? skip + wanted : work->summed + bytes;
+	const char *from = step + (first - work->summed);
+	if (first < end && block->pieces)
+		pieces_fill(block->pieces, &block->end, from, end - first, fetch->copy);
+	else if (first < end)
+		fetch->copy((char *)(uintptr_t)block->to + (first - skip), from, end - first);
 	work->summed += bytes;
 }
 
@@ -265,7 +263,7 @@ uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes
 	uint32_t before = work->summed;
 	while (work->summed < block->length && work->summed - before < bytes_max) {
 		uint32_t left = block->length - work->summed;
-		copy_step(block, work, left < BYTES_A_STEP ? left : BYTES_A_STEP);
+		copy_step(fetch, block, work, left < BYTES_A_STEP ? left : BYTES_A_STEP);
 	}
 	uint32_t copied = work->summed - before;
 	if (work->summed < block->length)

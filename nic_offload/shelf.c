@@ -298,6 +298,7 @@ int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_
 	pthread_mutex_lock(&fabric->handle_lock);
 	shelf->next = fabric->shelves;
 	fabric->shelves = shelf;
+	__atomic_store_n(&fabric->is_serving, 1, __ATOMIC_RELAXED);
 	pthread_mutex_unlock(&fabric->handle_lock);
 	*out = shelf;
 	return 0;

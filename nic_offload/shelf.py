@@ -3,7 +3,8 @@
 A `Shelf` lists blocks of one registered region by owner and name. A peer's calls arrive at a `Desk`. Calls that
 request only blocks on the shelf are answered by the progress thread: each block is sent if its checksum still
 matches, followed by its acknowledgement. Calls for blocks whose places on the drives are known are answered too, if
-there are rooms for readers (`nic_offload.reader`) to read them into. All other calls are landings, as without a desk.
+there are rooms for readers (`nic_offload.reader`) to read them into, and so are look-ups of blocks that are all listed.
+All other calls are landings, as without a desk.
 
 What always holds: a block that is not listed is not sent; `take` says whether a block's memory may be reused; an
 answered call is reported once, by `served`, and if these reports aren't fetched, calls go to the application again.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["IN_MEMORY", "ColdCall", "ColdRow", "Desk", "Served", "Shelf", "Shelved", "place_of"]
 
 _SHELVED = struct.Struct("=16s32s16sQQII")
-_SERVED = struct.Struct("=4Q6I")
+_SERVED = struct.Struct("=4Q8I")
 _COLD_HEAD = struct.Struct("=16sI4x")
 _COLD_ROW = struct.Struct("=32s2I3Q3Ii")
 assert _SHELVED.size == ffi.sizeof("struct tk_shelved")
@@ -87,7 +88,9 @@ class Served(NamedTuple):
     began_ns: int
     ended_ns: int
     size_bytes: int
-    ids: Sequence[int]
+    blocks: int
+    ids: Sequence[int]  # of these; none of a look-up, which sends nothing
+    is_prefix: bool  # it was a look-up
     metadata: bytes
     corrupt: int  # blocks that were found corrupt: their caller got a miss
     failed: int  # blocks of which it is not known whether they arrived
@@ -258,18 +261,32 @@ class Shelf:
 def _served_in(data: bytes) -> Iterator[Served]:
     at = 0
     while at < len(data):
-        desk, began_ns, ended_ns, size_bytes, length, blocks, metadata_bytes, corrupt, failed, cold = (
-            _SERVED.unpack_from(data, at)
-        )
+        (
+            desk,
+            began_ns,
+            ended_ns,
+            size_bytes,
+            length,
+            blocks,
+            metadata_bytes,
+            corrupt,
+            failed,
+            cold,
+            is_prefix,
+            _,
+        ) = _SERVED.unpack_from(data, at)
         ids_at = at + _SERVED.size
-        metadata_at = ids_at + 8 * blocks
+        ids = 0 if is_prefix else blocks
+        metadata_at = ids_at + 8 * ids
         rows_at = metadata_at + metadata_bytes
         yield Served(
             desk,
             began_ns,
             ended_ns,
             size_bytes,
-            struct.unpack_from(f"={blocks}Q", data, ids_at),
+            blocks,
+            struct.unpack_from(f"={ids}Q", data, ids_at),
+            bool(is_prefix),
             data[metadata_at:rows_at],
             corrupt,
             failed,

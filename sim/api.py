@@ -25,14 +25,14 @@ from sim.models import MODELS, Model, model
 from sim.paper import findings
 from sim.presets import PRESETS, preset
 from sim.replay.change import Change, Changed, change
-from sim.replay.cluster import PATHS, Cluster, read_cluster
+from sim.replay.cluster_hardware import PATHS, Cluster, read_cluster
 from sim.replay.least_cost import WAYS, Plan, best, highest_users, make_plan, trial
 from sim.replay.loss import Losses, Told, lose
 from sim.replay.plan import Demand
+from sim.replay.prefill_times import read_timings
 from sim.replay.report import as_document
 from sim.replay.run import Terms
 from sim.replay.simulate import Result, simulate
-from sim.replay.timings import read_timings
 from sim.replay.workload import Chats, Request, chats, read_trace
 from sim.units import OutOfRange
 

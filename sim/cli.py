@@ -333,7 +333,7 @@ _COMMANDS = {
         "lose or slow down nodes or drives of a large cluster",
     ),
     "cluster": (
-        "sim.replay.cluster_command",
+        "sim.replay.cluster_change_command",
         "run_cluster",
         _change,
         "lose or add nodes of a cluster with replicas: copies, time to safety, load",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING
 
-from sim.input_file import read_rows
+from sim.parameter_files import read_rows
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:

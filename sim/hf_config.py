@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from sim.input_file import read_text
-from sim.layout import DTYPE_BITS, Layer, Layout, dtype_bits
+from sim.kv_layout import DTYPE_BITS, Layer, Layout, dtype_bits
 from sim.models import Model
+from sim.parameter_files import read_text
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:

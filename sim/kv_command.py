@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sim import gpu_cost, hf_config, layout, models, units
+from sim import gpu_cost, hf_config, kv_layout, models, units
 from sim.output import as_csv, as_json, save_plot, table
 from sim.svg import Bars, figure, si
 
@@ -40,7 +40,7 @@ def _rows(arguments: argparse.Namespace) -> list[tuple[Footprint, float]]:
                     "with --config, ragged:K/V,...",
                     "or none: the file's own",
                 )
-            kept = layout.parse_ragged(arguments.layout[len("ragged:") :])
+            kept = kv_layout.parse_ragged(arguments.layout[len("ragged:") :])
         entry = models.Model(name, len(kept.layers), 1, 1, 1, 0.0)
         row = models.footprint(entry, arguments.tokens, arguments.batch, dtype, kept)
         found.append((row, 0.0))

@@ -1,6 +1,6 @@
 """KV bytes of the models of the paper's Fig. 1, from their architecture.
 
-What always holds: nothing here is a stored result; bytes are computed from the layout (`sim.layout`). Weights count
+What always holds: nothing here is a stored result; bytes are computed from the layout (`sim.kv_layout`). Weights count
 with 16 bits.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sim.layout import Layout, dtype_bits, parse_ragged, uniform
+from sim.kv_layout import Layout, dtype_bits, parse_ragged, uniform
 from sim.units import OutOfRange, require
 
 __all__ = ["MODELS", "WEIGHT_BYTES", "Footprint", "Model", "footprint", "model", "relaid"]

@@ -126,11 +126,12 @@ class ClientWithBuffers:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nodes_start_warm() -> Iterator[None]:
+def warm() -> Iterator[Warm]:
+    """The process that nodes are forked from, and commands that tests run with it."""
     warm = Warm()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_process, "subprocess", warm_subprocess(warm))
-        yield
+        yield warm
     warm.close()
 
 

@@ -115,6 +115,9 @@ def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
         ({"node": NODE, "ca": "a\0"}, "ca in the call contains a NUL"),
         ({"node": NODE, "get_timeout_ms": 1.5}, "a whole number of milliseconds, not 1.5"),
         ({"node": NODE, "get_timeout_ms": True}, "a whole number of milliseconds, not True"),
+        ({"node": NODE, "zone": 7}, "zone in the call is a text, not 7, which is of type int"),
+        ({"node": NODE, "zone": "z" * 65}, "zone has at most 64 printable characters"),
+        ({"node": NODE, "zone": "rack\n1"}, "zone has at most 64 printable characters"),
     ],
 )
 def test_an_impossible_value_is_refused_in_a_sentence(given: dict[str, Any], why: str) -> None:
@@ -187,6 +190,20 @@ def test_timeouts_are_said_in_every_place(file: Path, monkeypatch: pytest.Monkey
     assert told(EngineSettings.of({"get_timeout_ms": 50}, where="an engine").reach) == (20, 21, 50)
     asked = ["stats", "--connect-timeout-ms", "60", "--call-timeout-ms", "61", "--get-timeout-ms", "62"]
     assert told(of_command(_parser().parse_args(asked))) == (60, 61, 62)
+
+
+def test_a_zone_has_one_name_in_every_place(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Reach((NODE,)).zone == ""
+    file.write_text(f'node = "{NODE}"\nzone = "rack of the file"\n')
+    assert Reach.of().zone == "rack of the file"
+    monkeypatch.setenv("TRIGGERKV_ZONE", "rack 1")
+    with Nodes(zone="rack 2") as nodes:
+        assert nodes.reach.zone == "rack 2"
+    assert EngineSettings.of({"replicas": 2}, where="an engine").reach.zone == "rack 1"
+    assert EngineSettings.of({"zone": "rack 3"}, where="an engine").reach.zone == "rack 3"
+    assert of_command(_parser().parse_args(["cluster", "status"])).zone == "rack 1"
+    planned = ["cluster", "plan", "10.0.0.9:7070", "--zone", "rack 4"]
+    assert of_command(_parser().parse_args(planned)).zone == "rack 1", "rack 4 is that of the planned node"
 
 
 @pytest.mark.parametrize("text", ["", " \n", "two\nlines"], ids=["empty", "blank", "lines"])

@@ -100,6 +100,13 @@ def test_the_first_that_says_it_counts(
             ("--cluster", "e:1/x", "--listen", "127.0.0.1:1", "--cluster-address", "0.0.0.0:7070"),
             "0.0.0.0:7070 is no address for clients: --cluster-address is one of this host",
         ),
+        *(
+            (
+                ("--cluster", "e:1/x", "--listen", "127.0.0.1:1", "--cluster-address", f"{every}:7070"),
+                "is no address for clients: --cluster-address is one of this host",
+            )
+            for every in ("[::]", "[::0]", "[::ffff:0.0.0.0]", "0", "0x0.0")
+        ),
     ],
 )
 def test_a_cluster_that_can_not_be_is_refused_in_one_sentence(

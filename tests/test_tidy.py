@@ -41,6 +41,10 @@ PLANTED = [
     ),
     ("imports_run_one_way", "kvstore/a.py", "from kvstore.client import Client", "kvstore must not import"),
     ("imports_run_one_way", "kvstore/cli.py", "import tools.mutants", "must not import tools"),
+    ("imports_run_one_way", "kvstore/bench/a.py", "import benchmarks.form", "must not import benchmarks"),
+    ("benchmarks_stand_apart", "tests/node/a.py", "from benchmarks.form import Form", "benchmarks.form"),
+    ("benchmarks_stand_apart", "examples/a.py", "import benchmarks", "import benchmarks"),
+    ("benchmarks_stand_apart", "benchmarks/a.py", "from tests.node.rig import Rig", "tests.node.rig"),
     ("no_pickle", "kvstore/a.py", "import pickle", "pickle"),
     ("no_pickle", "tests/a.py", "from marshal import loads", "marshal"),
     ("no_builtin_hash", "kvstore/a.py", "key = hash(b'x')", "hash()"),
@@ -73,6 +77,7 @@ PLANTED = [
     ("bounds_are_in_limits", "kvstore/commands/a.py", "_S_MIN, _S_MAX = 0.1, 3600.0", "_S_MIN belongs in"),
     ("bounds_are_in_limits", "kvstore/a.py", "@lru_cache(maxsize=8)\ndef a(): ...", "the size of a cache"),
     ("no_file_is_dead", "kvstore/node/a.py", "", "not used"),
+    ("no_file_is_dead", "benchmarks/a.py", "", "not used"),
     ("no_file_is_dead", "tools/a.sh", "", "not used"),
     ("no_file_is_dead", "nic_offload/a.c", "", "not used"),
     ("no_path_of_somebodys_machine", "docs/a.md", "see /ho" + "me/me/x", "docs/a.md:2"),
@@ -85,6 +90,9 @@ PLANTED = [
 HARMLESS = [
     ("imports_run_one_way", "kvstore/a.py", "import nic_offload"),
     ("imports_run_one_way", "kvstore/node/a.py", "from kvstore.storage.store import Store"),
+    ("benchmarks_stand_apart", "tests/benchmarks/a.py", "from benchmarks.form import Form"),
+    ("benchmarks_stand_apart", "benchmarks/bench_a.py", "from tests.engines.node import Node"),
+    ("no_file_is_dead", "benchmarks/bench_a.py", ""),
     (
         "bounds_are_in_limits",
         "kvstore/a.py",
@@ -138,15 +146,25 @@ def test_a_module_without_a_docstring_is_caught(tmp_path: Path) -> None:
     assert list(tidy.modules_have_docstrings(tmp_path)) == ["sim/a.py: no docstring"]
 
 
+def test_a_second_module_of_one_name_is_caught(tmp_path: Path) -> None:
+    for name in ("kvstore/node/gets.py", "sim/gets.py", "sim/cli.py", "kvstore/cli.py", "tests/sim/gets.py"):
+        _plant(tmp_path, name, "")
+    breaches = list(tidy.a_name_has_one_meaning(tmp_path))
+    assert breaches == ["sim/gets.py: kvstore/node/gets.py has this name already"]
+
+
 def test_every_rule_has_a_planted_breach() -> None:
-    assert set(RULES) - {rule for rule, *_ in PLANTED} == {"modules_have_docstrings"}
+    planted = {rule for rule, *_ in PLANTED}
+    assert set(RULES) - planted == {"modules_have_docstrings", "a_name_has_one_meaning"}
 
 
 def test_every_exception_has_a_reason() -> None:
     for allowed in (
+        tidy.BENCHMARKS_USED_BY,
         tidy.BOUNDS_ALLOWED,
         tidy.CLOCK_ALLOWED,
         tidy.ENVIRONMENT_ALLOWED,
         tidy.LAYERS_ALLOWED,
+        tidy.NAMES_ALLOWED,
     ):
         assert all(len(reason) > 10 for reason in allowed.values())

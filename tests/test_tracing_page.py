@@ -12,7 +12,7 @@ from tests.node.test_otel import Receiver, start
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs/tracing.md").read_text()
-SOURCES = [ROOT / "kvstore/client/spans.py", ROOT / "kvstore/node/spans.py"]
+SOURCES = [ROOT / "kvstore/client/spans.py", ROOT / "kvstore/node/call_spans.py"]
 
 
 def test_the_example_runs_and_its_trace_is_what_the_page_draws(tmp_path: Path) -> None:

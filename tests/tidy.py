@@ -23,6 +23,7 @@ __all__ = ["RULES", "Breach"]
 Breach = str
 LINES_MAX = 600
 PACKAGES = ("kvcli", "kvstore", "nic_offload", "sim")
+BESIDE = ("benchmarks", "tests", "tools")
 
 # What each package may import of this project, beside itself; types count too. "kvstore" is its modules at the top.
 _BASE = {"kvcli", "kvstore", "kvstore.wire", "nic_offload"}
@@ -48,6 +49,20 @@ LAYERS_ALLOWED = {
     "kvstore/cli.py": "the command: it imports what it calls",
     "kvstore/config.py": "it makes the settings of the node, of its drives and of its cluster out of text",
     "kvstore/serve_options.py": "the same, for the options of the command",
+}
+BENCHMARKS_USED_BY = {
+    "benchmarks/": "they share their form and their ceilings",
+    "tests/benchmarks/": "it tests them",
+    "tools/profile_node.py": "it profiles a node under the load of one",
+}
+BENCHMARKS_USE = ("tests.engines.",)  # of the tests: real engines, and nothing else
+NAMES_ALLOWED = {
+    "__init__.py": "Python's name for a package",
+    "__main__.py": "Python's name for what `python -m` runs",
+    "_build.py": "each builds the C of its own folder",
+    "cli.py": "each is the entry of one command",
+    "connector.py": "engines are told the module's path, and call it a connector",
+    "errors.py": "one error tree, in two packages",
 }
 C_LINES_MAX = 400
 BOUND = re.compile(
@@ -139,25 +154,36 @@ def _layer(module: str) -> str:
     """The layer of a module by its dotted name; "" for what is none of ours."""
     parts = module.split(".")
     under = ".".join(parts[:2])
-    return under if under in LAYERS else parts[0] if parts[0] in {*LAYERS, "tests", "tools"} else ""
+    return under if under in LAYERS else parts[0] if parts[0] in {*LAYERS, *BESIDE} else ""
 
 
 def imports_run_one_way(root: Path) -> Iterator[Breach]:
-    """A package imports what LAYERS says, and no module imports tests or tools."""
+    """A package imports what LAYERS says, and no module imports benchmarks, tests or tools."""
     for name, tree in _modules(root, *PACKAGES):
         layer = _layer(name.removesuffix(".py").replace("/", "."))
         for line, module in _imported(name, tree):
             other = _layer(module)
-            is_stranger = other in {"tests", "tools"} or not _allowed(name, LAYERS_ALLOWED)
+            is_stranger = other in BESIDE or not _allowed(name, LAYERS_ALLOWED)
             if other and other != layer and other not in LAYERS[layer] and is_stranger:
                 yield f"{name}:{line}: {layer} must not import {module}"
+
+
+def benchmarks_stand_apart(root: Path) -> Iterator[Breach]:
+    """Nothing needs the benchmarks, except what BENCHMARKS_USED_BY lists; of the tests, they import engines only."""
+    for name, tree in _modules(root, *BESIDE, "examples"):
+        for line, module in _imported(name, tree):
+            top = module.split(".")[0]
+            if top == "benchmarks" and not _allowed(name, BENCHMARKS_USED_BY):
+                yield f"{name}:{line}: only benchmarks, and what tests them, import {module}"
+            elif top == "tests" and name.startswith("benchmarks/") and not module.startswith(BENCHMARKS_USE):
+                yield f"{name}:{line}: benchmarks must not import {module}"
 
 
 def no_pickle(root: Path) -> Iterator[Breach]:
     """What comes from a peer or a drive is never executed."""
     banned = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
     words = re.compile("|".join(banned))
-    for name, tree in _modules(root, *PACKAGES, "tests", "tools", having=words):
+    for name, tree in _modules(root, *PACKAGES, *BESIDE, having=words):
         for line, module in _imported(name, tree):
             if module.split(".")[0] in banned:
                 yield f"{name}:{line}: {module} is banned"
@@ -197,7 +223,7 @@ def time_only_through_the_clock(root: Path) -> Iterator[Breach]:
 def no_bare_except(root: Path) -> Iterator[Breach]:
     """A bare `except` also catches what ends the process."""
     bare = re.compile(r"\bexcept[\s\\]*:")
-    for name, tree in _modules(root, *PACKAGES, "tests", "tools", having=bare):
+    for name, tree in _modules(root, *PACKAGES, *BESIDE, having=bare):
         for node in _nodes(tree):
             if isinstance(node, ast.ExceptHandler) and node.type is None:
                 yield f"{name}:{node.lineno}: bare except"
@@ -222,9 +248,7 @@ def environment_only_in_config(root: Path) -> Iterator[Breach]:
 def nothing_left_undone(root: Path) -> Iterator[Breach]:
     """What is not done is not there, or stands in the README's status."""
     words = re.compile("Not" + r"ImplementedError|\bTO" + r"DO\b|\bFIX" + r"ME\b|\bXX" + "X\b")
-    patterns = [
-        f"{top}/**/*.{end}" for top in (*PACKAGES, "tests", "tools") for end in ("py", "c", "h", "sh")
-    ]
+    patterns = [f"{top}/**/*.{end}" for top in (*PACKAGES, *BESIDE) for end in ("py", "c", "h", "sh")]
     for name, path in _files(root, *patterns):
         whole = path.read_text()
         if not words.search(whole):
@@ -234,10 +258,23 @@ def nothing_left_undone(root: Path) -> Iterator[Breach]:
                 yield f"{name}:{line}: {found[0]}"
 
 
+def a_name_has_one_meaning(root: Path) -> Iterator[Breach]:
+    """A module's name says what it holds, so no two have the same; tests have the names of what they test."""
+    first: dict[str, str] = {}
+    for name, path in _files(
+        root, *(f"{top}/**/*.py" for top in (*PACKAGES, "benchmarks", "examples", "tools"))
+    ):
+        if path.name in NAMES_ALLOWED:
+            continue
+        if path.name in first:
+            yield f"{name}: {first[path.name]} has this name already"
+        first.setdefault(path.name, name)
+
+
 def modules_have_docstrings(root: Path) -> Iterator[Breach]:
     """A module says what it is; an empty `__init__` has nothing to say."""
     begins = re.compile(r'(?:\s*#[^\n]*\n)*\s*r?"""[^"\s][^"]*"""\n')
-    for name, tree in _modules(root, *PACKAGES, "tests", "tools", without=begins):
+    for name, tree in _modules(root, *PACKAGES, *BESIDE, without=begins):
         if tree.body and not ast.get_docstring(tree):
             yield f"{name}: no docstring"
 
@@ -291,7 +328,7 @@ def all_says_what_is_public(root: Path) -> Iterator[Breach]:
 
 def files_are_short(root: Path) -> Iterator[Breach]:
     """About 400 lines is the aim; this is where it stops."""
-    patterns = [f"{top}/**/*.py" for top in (*PACKAGES, "tests", "tools")]
+    patterns = [f"{top}/**/*.py" for top in (*PACKAGES, *BESIDE)]
     for name, path in _files(root, *patterns):
         lines = path.read_text().count("\n")
         if lines > LINES_MAX:
@@ -306,7 +343,7 @@ def c_files_are_short(root: Path) -> Iterator[Breach]:
         "kvstore/storage/keep/_keep.c",
         "sim/replay/_events.c",
     )
-    for name, path in _files(root, *(f"{package}/**/*.{end}" for package in PACKAGES for end in "ch")):
+    for name, path in _files(root, *(f"{top}/**/*.{end}" for top in (*PACKAGES, *BESIDE) for end in "ch")):
         lines = path.read_text().count("\n")
         if lines > C_LINES_MAX and name not in generated:
             yield f"{name}: {lines} lines, at most {C_LINES_MAX}"
@@ -348,23 +385,24 @@ def no_file_is_dead(root: Path) -> Iterator[Breach]:
             root,
             *(
                 f"{top}/**/*.{end}"
-                for top in (*PACKAGES, "tests", "tools", "examples")
+                for top in (*PACKAGES, *BESIDE, "examples")
                 for end in ("py", "c", "h", "sh")
             ),
             *("Makefile", "*.toml", "setup.py", ".ci/*", "deploy/**/*", "docs/**/*.md", "*.md"),
         )
     }
+    packages = (*PACKAGES, "benchmarks")
     words = {name: set(re.findall(r"[\w./-]*\w", text)) for name, text in sources.items()}
     for name in sources:
         stem = re.sub(r"\.\w+$", "", name)
         folder, _, short = stem.rpartition("/")
-        if name.endswith(".py") and name.startswith(PACKAGES) and not short.startswith("__"):
+        if name.endswith(".py") and name.startswith(packages) and not short.startswith(("__", "bench_")):
             names = {stem.replace("/", "."), name}
             imported = re.compile(rf"from {folder.replace('/', '.')} import [^\n]*\b{short}\b")
         elif name.startswith("tools/") and not short.startswith("__"):
             names, imported = {name, stem.replace("/", ".")}, None
-        elif name.endswith((".c", ".h")) and name.startswith(PACKAGES):
-            names, imported = {short, f"{short}.h", name}, None
+        elif name.endswith((".c", ".h")) and name.startswith(packages):
+            names, imported = {short, f"{short}.h", f"{short}.c", name}, None
         else:
             continue
         others = (other for other in sources if other != name)
@@ -403,12 +441,14 @@ def readme_links_lead_somewhere(root: Path) -> Iterator[Breach]:
 
 RULES: tuple[Callable[[Path], Iterator[Breach]], ...] = (
     imports_run_one_way,
+    benchmarks_stand_apart,
     no_pickle,
     no_builtin_hash,
     time_only_through_the_clock,
     no_bare_except,
     environment_only_in_config,
     nothing_left_undone,
+    a_name_has_one_meaning,
     modules_have_docstrings,
     all_says_what_is_public,
     files_are_short,

@@ -6,6 +6,8 @@ and it allocates memory when it is first used, and the pages of a new drive when
 drives of more than 2 GiB. With another interpreter, another command, or other variables that a process reads before its
 own code (`_SETTLED_EARLY`), it is started as usual.
 
+A test may run another command of `kvstore` in the same way (`Warm.run`), if its start is not what the test is about.
+
 It doesn't do anything for processes that tests start by themselves: what imports cost or break is seen there.
 """
 
@@ -26,6 +28,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -37,7 +40,8 @@ from nic_offload.library import expect_no_messages, load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMAND: Final = ("-m", "kvstore", "serve")
+_COMMAND: Final = ("-m", "kvstore")
+_NODE: Final = (*_COMMAND, "serve")
 _PRELOADED: Final = ("kvstore.cli", "kvstore.node.server")
 _OTHER_LIBFABRIC: Final = "TRIGGERKV_LIBFABRIC"
 _SETTLED_EARLY: Final = (
@@ -53,6 +57,7 @@ _SETTLED_EARLY: Final = (
     "GLIBC_",
     "MALLOC_",
 )
+_SET_BY_COMMANDS: Final = ("GRPC_VERBOSITY", "NONE")  # also by one that a test runs in its own process
 _REQUEST_BYTES_MAX: Final = 1 << 18
 _INT_BYTES: Final = 4
 _THREADS_END_S: Final = 5.0
@@ -77,7 +82,11 @@ def allocate_later() -> None:
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_SETTLED_EARLY)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_SETTLED_EARLY) and (name, value) != _SET_BY_COMMANDS
+    }
 
 
 class Warm:
@@ -98,14 +107,41 @@ class Warm:
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # no thread may be there when it forks
             )
 
-    def popen(self, command: Sequence[str], **more: Any) -> subprocess.Popen[str] | Started:
-        """Like `subprocess.Popen`."""
-        is_node = command[0] == sys.executable and tuple(command[1:4]) == _COMMAND
-        if not is_node or "LD_PRELOAD" in self._early or self._early != _early(dict(os.environ)):
-            return subprocess.Popen(command, **more)
+    def _can_fork(self, command: Sequence[str], what: tuple[str, ...]) -> bool:
+        """Whether it is this command, in the environment that the process to fork from has; that is there then."""
+        is_it = command[0] == sys.executable and tuple(command[1 : 1 + len(what)]) == what
+        if not is_it or "LD_PRELOAD" in self._early or self._early != _early(dict(os.environ)):
+            return False
         if self._process is None:
             self._start()
+        return True
+
+    def popen(self, command: Sequence[str], **more: Any) -> subprocess.Popen[str] | Started:
+        """Like `subprocess.Popen`."""
+        if not self._can_fork(command, _NODE):
+            return subprocess.Popen(command, **more)
         return Started(self._socket, command, more["stderr"])
+
+    def run(self, command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """Like `subprocess.run` of any command of `kvstore`, without standard input, its output captured as text."""
+        if not self._can_fork(command, _COMMAND):
+            return subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        with Path(os.devnull).open() as none, TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+            one = Forked(self._socket, command, none.fileno(), out.fileno(), err.fileno())
+            try:
+                status = one.wait(timeout_s)
+            finally:
+                one.kill()
+            for file in (out, err):
+                file.seek(0)
+            return subprocess.CompletedProcess(command, status, out.read(), err.read())
 
     def close(self) -> None:
         """End it. Nodes that are left end with their streams."""
@@ -115,21 +151,16 @@ class Warm:
             self._process.wait()
 
 
-class Started:
-    """What `kvstore.demo.node_process` uses of a `subprocess.Popen`."""
+class Forked:
+    """A process that was forked, with these standard streams."""
 
-    def __init__(self, warm: socket.socket, command: Sequence[str], stderr: IO[str]) -> None:
+    def __init__(self, warm: socket.socket, command: Sequence[str], *streams: int) -> None:
         self.args = command
         self.returncode: int | None = None
-        to_read, stdin = os.pipe()
-        stdout, to_write = os.pipe()
         self._ended, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         request = json.dumps((list(command[3:]), dict(os.environ), str(Path.cwd()))).encode()
-        socket.send_fds(warm, [request], [to_read, to_write, stderr.fileno(), told.fileno()])
-        told.close()
-        os.close(to_read)
-        os.close(to_write)
-        self.stdin, self.stdout = os.fdopen(stdin, "w"), os.fdopen(stdout)
+        with told:
+            socket.send_fds(warm, [request], [*streams, told.fileno()])
         self.pid = self._number()
 
     def _number(self) -> int:
@@ -168,6 +199,18 @@ class Started:
     def kill(self) -> None:
         """SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+class Started(Forked):
+    """A node: what `kvstore.demo.node_process` uses of a `subprocess.Popen`."""
+
+    def __init__(self, warm: socket.socket, command: Sequence[str], stderr: IO[str]) -> None:
+        to_read, stdin = os.pipe()
+        stdout, to_write = os.pipe()
+        super().__init__(warm, command, to_read, to_write, stderr.fileno())
+        os.close(to_read)
+        os.close(to_write)
+        self.stdin, self.stdout = os.fdopen(stdin, "w"), os.fdopen(stdout)
 
 
 def warm_subprocess(warm: Warm) -> SimpleNamespace:

@@ -45,8 +45,8 @@ _HEAD = """\
 Generated from the docstrings by `make api`; do not edit. [client.md](client.md) shows how the parts go together.
 
 What is not on this page is not public, and may change without notice. `kvstore.__version__` is the version.
-`AsyncClient`, `Block`, `Client`, `ClusterClient`, `Durability`, `FlagWords`, `Hit`, `KvError`, `Miss`, `MissReason` and
-`block_key` can be imported from `kvstore` too.
+`AsyncClient`, `AsyncClusterClient`, `Block`, `Client`, `ClusterClient`, `Durability`, `FlagWords`, `Hit`, `KvError`,
+`Miss`, `MissReason` and `block_key` can be imported from `kvstore` too.
 
 A test runs all examples against a real node. A method's example continues the one of its class, and that one continues
 the example of the class that makes its objects: `Session` that of `Client`, `Resuming` that of `Session`. Those with

@@ -21,8 +21,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.peers.client_process import Worker, settled_cpu_ns
 from kvstore.demo.node_process import NodeProcess
-from tests.bench.peers.worker import Worker, settled_cpu_ns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="."))).resolve()
         node = stack.enter_context(NodeProcess(home / "node"))
-        client = stack.enter_context(Worker([sys.executable, "-m", "tests.bench.peers.ours", node.target]))
+        client = stack.enter_context(Worker([sys.executable, "-m", "benchmarks.peers.ours", node.target]))
         client.ask("open", given.size, given.batch)
         _load(client, given.what, given.batch, calls, time.monotonic() + 1.0)
         settled_cpu_ns(node.pid)

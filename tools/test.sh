@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests, in parts, three of them beside each other: many wait for other processes, and leave the cores to the others.
 # The next part begins when one has ended. The longest come first, and the shortest last: so all cores have work until
-# shortly before the end.
+# shortly before the end. tests/cluster waits most, and is one of the first three for that.
 #
 # What always holds: each test runs once, in one of the parts; the exit status is 0 only if each has passed. All failures
 # are listed at the end.
@@ -18,11 +18,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=.venv/bin/python
 # Hundreds of processes are started, and each would compile every module anew: half of what its start costs.
 unset PYTHONDONTWRITEBYTECODE
+# Each that imports numpy would start threads for matrices, which spin for a while without work: a third of that import.
+export OPENBLAS_NUM_THREADS=1
 if (($#)) && [[ $1 != hostile && $1 != engines ]]; then exec "$py" -m pytest "$@"; fi
 
 beside=3
-parts=(client storage conformance cluster node nic_offload programs sim)
-declare -A paths=([programs]="tests/bench tests/crash tests/examples")
+parts=(client cluster storage conformance nic_offload node programs sim)
+declare -A paths=([programs]="tests/benchmarks tests/crash tests/examples")
 for name in "${parts[@]}"; do paths[$name]=${paths[$name]:-tests/$name}; done
 paths[rest]=$(for name in "${parts[@]}"; do printf -- '--ignore=%s ' ${paths[$name]}; done)" --ignore=tests/hostile"
 parts=(client rest "${parts[@]:1}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.bench.bare import BareDrive, BareFabric
-from kvstore.bench.blocks import PathBlocks
+from kvstore.bench.path_blocks import PathBlocks
 from kvstore.client import Client
 from kvstore.config import parse_size
 from kvstore.demo.node_process import NodeProcess

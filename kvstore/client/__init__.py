@@ -19,20 +19,21 @@ True
 True
 
 `Client` has all calls of one node, `Session` those of one session, `ClusterClient` spreads blocks over a cluster,
-`AsyncClient` is for asyncio. A get gives a `Hit` or a `Miss` with its reason for each block; `Client.explain` and
-`Client.looked_up` say more about a miss. `kvstore.errors` has the errors, `kvstore.testing` nodes for tests,
-`help(...)` an example of each method: it continues the example of its class, and that one continues the example of
-`Client`, or of the class that makes its objects.
+`AsyncClient` and `AsyncClusterClient` are for asyncio. A get gives a `Hit` or a `Miss` with its reason for each block;
+`Client.explain` and `Client.looked_up` say more about a miss. `kvstore.errors` has the errors, `kvstore.testing` nodes
+for tests, `help(...)` an example of each method: it continues the example of its class, and that one continues the
+example of `Client`, or of the class that makes its objects.
 """
 
 from kvstore.client.arrivals import Arrival, Arrivals
 from kvstore.client.async_client import AsyncClient
+from kvstore.client.async_cluster import AsyncClusterClient, AsyncClusterPuts
 from kvstore.client.async_session import AsyncPuts, AsyncSession
 from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
 from kvstore.client.blocks import Block, Hit, PutResult
 from kvstore.client.client import Client
-from kvstore.client.cluster import ClusterClient
 from kvstore.client.cluster_blocks import ClusterBlock
+from kvstore.client.cluster_client import ClusterClient
 from kvstore.client.cluster_puts import ClusterPin, ClusterPuts
 from kvstore.client.erasing import Erasure
 from kvstore.client.nodes import Nodes, RegisteredMemory
@@ -53,6 +54,8 @@ __all__ = [
     "Arrival",
     "Arrivals",
     "AsyncClient",
+    "AsyncClusterClient",
+    "AsyncClusterPuts",
     "AsyncPuts",
     "AsyncSession",
     "Block",

@@ -14,26 +14,23 @@ the method of the same name of `Client` or `Session` does, deadlines included. F
 client.call(client.sync.reserve, blocks)` calls any function in one of the threads.
 
 What always holds: when an awaited call returns, nothing reads or writes its memory any more. That includes a cancelled
-call: the cancellation is delivered after the call has ended, at its deadline at the latest. `as_request` applies to the
-calls made inside it. `close` waits for calls that are under way.
-What it doesn't do: make calls faster. At most `ASYNC_CALLS_MAX` run at a time; further ones wait.
+call: the cancellation is delivered after the call has ended, at its deadline at the latest, and a region or pin that it
+has made is closed before. `as_request` applies to the calls made inside it. `close` waits for calls under way.
+What it doesn't do: make calls faster. At most `ASYNC_CALLS_MAX` run at a time; further ones wait. It is a client of one
+node; `AsyncClusterClient` is one of a cluster.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from contextvars import copy_context
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, cast
 
+from kvstore.client.async_calls import CallThreads
 from kvstore.client.async_session import AsyncPuts, AsyncSession
 from kvstore.client.client import Client
 from kvstore.durability import Durability
-from kvstore.errors import Closed
-from kvstore.limits import ASYNC_CALLS_MAX, ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS
+from kvstore.limits import ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS
 from kvstore.names import UNSAID
 
 if TYPE_CHECKING:
@@ -46,7 +43,7 @@ if TYPE_CHECKING:
     from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
     from kvstore.client.blocks import Block, Hit, PutResult
     from kvstore.client.erasing import Erasure
-    from kvstore.client.inline import Data
+    from kvstore.client.grpc_blocks import Data
     from kvstore.client.observing import Happened, LookedUp
     from kvstore.client.session_export import Progress
     from kvstore.client.session_info import ListedSession
@@ -106,7 +103,7 @@ class AsyncClient:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         """The arguments are those of `Client`. The node is not called yet."""
         self.sync = Client(*arguments, **named)
-        self._threads = ThreadPoolExecutor(ASYNC_CALLS_MAX, "kvstore-async")
+        self._threads = CallThreads()
 
     async def call(self, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
         """Call a function that may wait, such as a method of `sync`, in a thread, and await its result.
@@ -114,21 +111,7 @@ class AsyncClient:
         >>> reservation = await client.call(client.sync.reserve, [block])
         >>> await client.call(reservation.give_back)
         """
-        work = partial(copy_context().run, partial(function, *arguments, **named))
-        loop = asyncio.get_running_loop()
-        try:
-            under_way = loop.run_in_executor(self._threads, work)
-        except RuntimeError as error:  # its threads have ended
-            raise Closed("The client is closed.") from error
-        try:
-            return await asyncio.shield(under_way)
-        except asyncio.CancelledError:
-            while not under_way.done():  # its memory is in use until then
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([under_way])
-            with suppress(Exception):
-                under_way.result()
-            raise
+        return await self._threads.call(partial(function, *arguments, **named))
 
     async def attach(self) -> None:
         """As `Client.attach`.
@@ -144,7 +127,7 @@ class AsyncClient:
         ...     region.length
         8192
         """
-        return await self.call(self.sync.register, memory)
+        return await self._threads.call(partial(self.sync.register, memory), lambda region: region.close())
 
     # --- over the fabric
 
@@ -306,7 +289,9 @@ class AsyncClient:
         ...     pin.pinned
         [True]
         """
-        return await self.call(partial(self.sync.pin, time_to_live_ms=time_to_live_ms), keys)
+        return await self._threads.call(
+            partial(self.sync.pin, keys, time_to_live_ms=time_to_live_ms), lambda pin: pin.close()
+        )
 
     async def prefetch(self, keys: Sequence[bytes]) -> ReadAhead:
         """As `Client.prefetch`.
@@ -437,11 +422,7 @@ class AsyncClient:
 
         >>> await AsyncClient(client.sync.target).close()
         """
-        await asyncio.get_running_loop().run_in_executor(None, self._close)
-
-    def _close(self) -> None:
-        self.sync.close()
-        self._threads.shutdown()
+        await self._threads.close(self.sync.close)
 
     async def __aenter__(self) -> Self:
         return self

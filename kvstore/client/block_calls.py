@@ -52,6 +52,7 @@ class Prefix:
 
     blocks: int
     miss: Miss | None
+    is_shared: bool = False  # all of them are in memory that this client shares with the node
 
 
 @dataclass(frozen=True, slots=True)

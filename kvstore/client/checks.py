@@ -28,7 +28,7 @@ from nic_offload.flags import FlagWord, FlagWords
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvstore.client.inline import Data
+    from kvstore.client.grpc_blocks import Data
     from nic_offload.fabric import Fabric
 
 __all__ = [

@@ -18,10 +18,11 @@ from kvstore.client.blocks import fingerprint_of
 from kvstore.client.checks import check_slots
 from kvstore.client.core import Core
 from kvstore.client.erasing import ErasingCalls
+from kvstore.client.fabric_prefix import Prefixes
 from kvstore.client.fabric_transport import FabricTransport
 from kvstore.client.gets import Ended, survivable
+from kvstore.client.grpc_blocks import InlineCalls
 from kvstore.client.grpc_transport import GrpcTransport
-from kvstore.client.inline import InlineCalls
 from kvstore.client.observing import ObservingCalls
 from kvstore.client.sessions import SessionCalls
 from kvstore.client.step_calls import StepCalls
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block, HasFingerprint, Hit, PutResult
     from kvstore.client.erasing import Erasure
     from kvstore.client.gets import Get, NoGet
+    from kvstore.client.grpc_blocks import Data
     from kvstore.client.grpc_gets import GrpcGet
-    from kvstore.client.inline import Data
     from kvstore.client.observing import Happened, LookedUp
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.reserved import Reservation
@@ -144,6 +145,7 @@ class Client(Handle):
         self._blocks = BlockCalls(core.channel, core.calling, reach, fingerprint, core.lookups)
         self._inline = InlineCalls(core.channel, core.calling, reach, fingerprint, core.lookups, core.spans)
         self._by_fabric, self._by_grpc = FabricTransport(core), GrpcTransport(core, self._inline)
+        self._prefixes = Prefixes(core, self._blocks)
         self._observing = ObservingCalls(core.channel, core.calling, reach)
         self._erasing = ErasingCalls(core.channel, core.calling, reach)
         self._steps = StepCalls(core.channel, core.calling, reach)
@@ -433,7 +435,7 @@ class Client(Handle):
         >>> client.prefix([key, block_key(b"never put"), key]).blocks
         1
         """
-        return self._blocks.prefix(keys, timeout_s=timeout_s)
+        return self._prefixes.prefix(keys, timeout_s=timeout_s)
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """Report where each block is, or why it was removed, as far as the node remembers.

@@ -1,17 +1,19 @@
 """What `ClusterClient.arm` and `ClusterClient.pin` return: the puts to all owners of blocks, and their pins.
 
 What always holds: a block's result is that of all its owners: a put succeeds once as many have the block as copies are
-wanted.
+wanted, and fails with `KeyTaken` if an owner that answered has another block under the key.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvstore.client.arguments import checks_arguments
 from kvstore.client.blocks import PutResult
 from kvstore.clock import SystemClock
-from kvstore.errors import KvError, NodeUnavailable
+from kvstore.errors import DeadlineExceeded, FabricError, NodeUnavailable
 from kvstore.limits import CLUSTER_LAST_COPY_MS, CLUSTER_PUTS_SLICE_MS
 from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.client.block_calls import Pin
-    from kvstore.client.puts import ArmedPuts
+    from kvstore.client.cluster_ahead import PutPlaces
     from kvstore.client.silent_nodes import SilentNodes
 
 __all__ = ["ClusterPin", "ClusterPuts", "merged", "now_s", "seconds_until"]
@@ -42,18 +44,16 @@ class ClusterPuts:
     def __init__(
         self,
         keys: Sequence[bytes],
-        parts: Sequence[tuple[str, list[int], ArmedPuts | KvError]],
+        places: PutPlaces,
         copies: int,
         silent: SilentNodes,
     ) -> None:
-        """Each part is a node, the places of its keys, and what arming their puts returned."""
-        self._keys, self._parts, self._copies, self._silent = keys, parts, copies, silent
-        self._armed = [puts for _, _, puts in parts if not isinstance(puts, KvError)]
+        self._keys, self._places, self._copies, self._silent = keys, places, copies, silent
 
     @property
     def has_ended(self) -> bool:
         """Whether every put has ended."""
-        return all(puts.has_ended for puts in self._armed)
+        return self._places.has_ended
 
     def wait(self, timeout_s: float) -> list[PutResult]:
         """As `ArmedPuts.wait`: one result for each block, for all its owners.
@@ -65,28 +65,29 @@ class ClusterPuts:
         """
         until_s = now_s() + timeout_s
         is_enough = False
-        pending = [
-            node for node, _, puts in self._parts if not isinstance(puts, KvError) and not puts.has_ended
-        ]
-        with self._silent.waiting(pending):
-            while not self.has_ended and seconds_until(until_s):
-                for puts in self._armed:
+        with ExitStack() as watched:
+            watches: set[str] = set()
+            while not self._places.has_ended and seconds_until(until_s):
+                pending = self._places.open_parts()
+                if watches != pending.keys():
+                    watches = set(pending)
+                    watched.close()
+                    watched.enter_context(self._silent.waiting(list(pending)))
+                for puts in chain.from_iterable(pending.values()):
                     puts.wait(min(seconds_until(until_s), _LOOK_S))
-                if not is_enough and all(one.error is None for one in self._told()):
+                if not pending:
+                    self._places.wait_for_owners(min(seconds_until(until_s), _LOOK_S))
+                if not is_enough and all(one.error is None for one in self._now()):
                     is_enough = True
                     until_s = min(until_s, now_s() + CLUSTER_LAST_COPY_MS / 1000)
-        return self._told()
+        with self._places.lock:
+            told = self._now()
+            self._places.note_told(told)
+        return told
 
-    def _told(self) -> list[PutResult]:
-        told: list[list[PutResult]] = [[] for _ in self._keys]
-        for _, some, puts in self._parts:
-            if isinstance(puts, KvError):
-                results = [PutResult(self._keys[at], None, puts) for at in some]
-            else:
-                results = puts.wait(0)
-            for at, result in zip(some, results, strict=True):
-                told[at].append(result)
-        return [merged(key, each, self._copies) for key, each in zip(self._keys, told, strict=True)]
+    def _now(self) -> list[PutResult]:
+        each = self._places.each()
+        return [merged(key, some, self._copies) for key, some in zip(self._keys, each, strict=True)]
 
     def wait_landed(self, timeout_s: float) -> bool:
         """As `ArmedPuts.wait_landed`.
@@ -95,22 +96,30 @@ class ClusterPuts:
         True
         """
         until_s = now_s() + timeout_s
-        return all(puts.wait_landed(seconds_until(until_s)) for puts in self._armed)
+        while not self._places.have_landed():
+            if not seconds_until(until_s):
+                return False
+            for puts in chain.from_iterable(self._places.open_parts().values()):
+                puts.wait_landed(min(seconds_until(until_s), _LOOK_S))
+            self._places.wait_for_owners(min(seconds_until(until_s), _LOOK_S))
+        return True
 
     def cancel(self) -> int:
-        """Withdraw the puts that have not been sent, to all owners; returns how many.
+        """Withdraw the puts that have not been sent, to all owners; returns how many. The others stay where they are.
 
         >>> puts.cancel()  # nothing is left to withdraw
         0
         """
-        return sum(puts.cancel() for puts in self._armed)
+        unarmed = self._places.stop(FabricError("The put was cancelled before it was sent."))
+        return unarmed + sum(puts.cancel() for puts in self._places.all_parts())
 
     def abandon(self) -> None:
         """As `ArmedPuts.abandon`: when this returns, nothing reads the sources any more.
 
         >>> puts.abandon()
         """
-        for puts in self._armed:
+        self._places.stop(FabricError("The put was cancelled before it was sent."))
+        for puts in self._places.all_parts():
             puts.abandon()
 
 
@@ -149,13 +158,19 @@ def seconds_until(until_s: float) -> float:
 def merged(key: bytes, each: Sequence[PutResult], copies: int) -> PutResult:
     """The result for a block with this many wanted copies, from the results of its puts."""
     good = [one for one in each if one.error is None]
+    taken = [one for one in each if one.has_block and one.error is not None]
+    # Also if enough owners have this block: a get from the others would return another one.
+    if taken and len(good) + len(taken) >= copies:
+        return taken[0]
     if len(good) < copies:
-        taken = [one for one in each if one.has_block and one.error is not None]
-        if taken and len(good) + len(taken) >= copies:
-            return taken[0]
-        for one in each:
-            if one.error is not None:
-                return one
+        bad = [one for one in each if one.error is not None]
+        if bad:
+            late = [one for one in bad if isinstance(one.error, DeadlineExceeded)]
+            # What may still succeed is not told as failed, and what can't is not told as under way.
+            told = late if len(good) + len(late) >= copies else [one for one in bad if one not in late]
+            one = (told or bad)[0]
+            # The source is in use until all of them have landed.
+            return one if all(other.landed_ns for other in each) else one._replace(landed_ns=0)
         there = len(each)
         return PutResult(
             key, None, NodeUnavailable(f"{copies} copies are wanted, and {there} nodes are there.")

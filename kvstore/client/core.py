@@ -290,6 +290,12 @@ class Core(Handle):
         """Whether there is a link to the node now."""
         return self.link is not None
 
+    @property
+    def proved(self) -> Link | None:
+        """The link, if something has been sent over it."""
+        link = self.link
+        return link if link is self._proved else None
+
     def attach(self) -> None:
         """As `Client.attach`."""
         if self.transport == GRPC:
@@ -299,8 +305,8 @@ class Core(Handle):
 
     def attached(self, timeout_s: float) -> Link:
         """The existing link, or a new one, within this time."""
-        link = self.link
-        if link is not None and link is self._proved and link.error is None:
+        link = self.proved
+        if link is not None and link.error is None:
             return link
         until_s = time.monotonic() + timeout_s
         if not self._attaching.acquire(timeout=max(0.0, timeout_s)):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.client.blocks import Block
-    from kvstore.client.fabric_calls import FabricCall
+    from kvstore.client.fabric_caller import FabricCall
     from kvstore.client.link import Host, Link
     from nic_offload.fabric import Event, Region
 

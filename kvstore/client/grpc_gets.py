@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block
     from kvstore.client.core import Core
     from kvstore.client.gets import Ended
-    from kvstore.client.inline import InlineCalls
+    from kvstore.client.grpc_blocks import InlineCalls
 
 __all__ = ["Again", "GrpcGet", "get_inside"]
 

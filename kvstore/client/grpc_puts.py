@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block
     from kvstore.client.core import Core
-    from kvstore.client.inline import InlineCalls
+    from kvstore.client.grpc_blocks import InlineCalls
     from kvstore.client.link import Link
     from kvstore.client.transfer_watch import Watch
     from kvstore.durability import Durability

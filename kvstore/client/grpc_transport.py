@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvstore.client.blocks import Block, Hit
     from kvstore.client.core import Core
     from kvstore.client.gets import Ended
-    from kvstore.client.inline import InlineCalls
+    from kvstore.client.grpc_blocks import InlineCalls
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.transfer_watch import Watch
     from kvstore.durability import Durability

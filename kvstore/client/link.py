@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import grpc
 
-from kvstore.client.fabric_calls import MEMORY_BYTES, FabricCalls
+from kvstore.client.fabric_caller import MEMORY_BYTES, FabricCalls
 from kvstore.client.failures import Failures
 from kvstore.client.shared import MappedMemory, map_shared
 from kvstore.durability import Durability
@@ -223,7 +223,8 @@ class Link:
         self.number = answer.connection
         self.landing_key = answer.landing_key
         self.slots = answer.slots
-        self.sends_parts = answer.parts  # a node of an earlier version does not
+        self.sends_parts = answer.parts  # a node of an earlier version does not,
+        self.answers_prefixes = answer.prefixes  # nor this
         self.encrypts = answer.encrypts
         if answer.HasField("calls"):
             start = _WORDS_BYTES + _HEADS_BYTES

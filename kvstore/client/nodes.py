@@ -30,7 +30,7 @@ from kvstore.client.map_follower import Following
 from kvstore.client.sessions import AnyHome, Session
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member
-from kvstore.errors import Closed, ConfigError, NodeUnavailable, RegionBusy
+from kvstore.errors import Closed, ConfigError, NodeUnavailable, NotRegistered, RegionBusy
 from kvstore.limits import CLUSTER_LEFT_MS
 from kvstore.reach import Reach
 from nic_offload.errors import shown
@@ -244,6 +244,7 @@ class RegisteredMemory(Handle):
         self._memory = memory
         self._lock = threading.Lock()
         self._regions: dict[Client, Region] = {}
+        self._is_closed = False
 
     def at(self, client: Client) -> Region:
         """The region registered with this client.
@@ -252,6 +253,8 @@ class RegisteredMemory(Handle):
         16384
         """
         with self._lock:
+            if self._is_closed:
+                raise NotRegistered("The memory was closed: register it again.")
             region = self._regions.get(client)
             if region is None or region.handle is None:
                 for other in [one for one, its in self._regions.items() if its.handle is None]:
@@ -270,6 +273,7 @@ class RegisteredMemory(Handle):
         """
         busy: RegionBusy | None = None
         with self._lock:
+            self._is_closed = True
             for client, region in list(self._regions.items()):
                 try:
                     region.close()

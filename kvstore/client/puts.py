@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.arguments import checks_arguments
 from kvstore.client.blocks import PutResult
@@ -37,7 +37,7 @@ from nic_offload.made_by import made_by
 from nic_offload.sender import GrantedPut, Heads, send
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
@@ -47,11 +47,19 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Event
     from nic_offload.group import Row
 
-__all__ = ["ArmedPuts"]
+__all__ = ["ArmedPuts", "FailedPut"]
 
 _CODE_BITS = 8
 _CODE_MASK = (1 << _CODE_BITS) - 1
 _REACHED = (None, *Durability)  # by code
+
+
+class FailedPut(NamedTuple):
+    """A put that has ended with an error."""
+
+    error: KvError
+    has_fired: bool
+    was_withdrawn: bool  # it was never sent, and never will be
 
 
 @made_by("`Client.arm`")
@@ -97,6 +105,7 @@ class ArmedPuts:
         self._keys: dict[int, bytes] = {i: b"" for i, one in enumerate(blocks) if not one.key}  # named later
         self._failures: dict[int, KvError] = {}  # failed by code; they end once the node gave the reason
         self._errors: dict[int, KvError] = {}  # of puts that have ended with one
+        self._withdrawn: set[int] = set()  # those of them that were cancelled before they were sent
         self._results: list[PutResult] | None = None
         self._counter: Counter | None = None
         with client.lock:
@@ -196,6 +205,7 @@ class ArmedPuts:
             )
         elif status == -errno.ECANCELED:
             error = FabricError("The put was cancelled before it was sent.")
+            self._withdrawn.add(i)
         else:
             error = FabricError.from_code("A put", status)
         self._end(i, error)
@@ -318,6 +328,28 @@ class ArmedPuts:
             waiting = [self._tag + 2 * i for i, row in enumerate(self._group.rows()) if not row.over]
             return self._client.fabric.cancel(waiting) if waiting else 0
 
+    def _withdraw(self, numbers: Iterable[int]) -> None:
+        """Withdraw these puts unless they have been sent; afterwards `_failed_puts` has those that were withdrawn."""
+        settled = threading.Event()
+        with self._client.lock:
+            rows = list(self._group.rows())
+            waiting = [self._tag + 2 * i for i in sorted(numbers) if not rows[i].over]
+            if not waiting or not self._client.fabric.cancel(waiting):
+                return
+            self._client.settle(settled.set)
+        settled.wait(self._client.reach.call_timeout_s)
+
+    def _failed_puts(self, known: Collection[int] = ()) -> dict[int, FailedPut]:
+        """The puts that have ended with an error, by number, but the known ones. Once `has_ended` is true, it's all."""
+        if len(self._errors) <= len(known):
+            return {}
+        with self._client.lock:
+            return {
+                i: FailedPut(error, self._group.row(i).fired_ns > 0, i in self._withdrawn)
+                for i, error in self._errors.items()
+                if i not in known
+            }
+
     @property
     def has_ended(self) -> bool:
         """Whether every put has ended."""
@@ -354,11 +386,12 @@ class ArmedPuts:
                 for i, row in enumerate(self._group.rows())
                 if not row.over and not row.landed_ns
             ]
-            if not reading or self._client.fabric.cancel(reading) == len(reading):
+            if not reading:
                 return
+            are_unsent = self._client.fabric.cancel(reading) == len(reading)
             # Some may have failed or landed without the event having been handled yet: no reason to lose the link.
-            self._client.settle(lose_unless_landed)
-        if not settled.wait(self._client.reach.call_timeout_s):
+            self._client.settle(settled.set if are_unsent else lose_unless_landed)
+        if not settled.wait(self._client.reach.call_timeout_s) and not are_unsent:
             with self._client.lock:
                 lose_unless_landed()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvstore.config_files import read_file
 from kvstore.errors import ConfigError
-from kvstore.input_file import read_file
 from kvstore.limits import CLUSTER_NAME_CHARACTERS_MAX, ETCD_ENDPOINTS_MAX
 from kvstore.reach import split_target
 

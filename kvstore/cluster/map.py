@@ -8,6 +8,7 @@ What it doesn't do: make calls. `kvstore.cluster.membership` follows etcd, `kvst
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -150,6 +151,14 @@ class Map:
     def names(self) -> frozenset[str]:
         """The names of its members."""
         return frozenset(one.name for one in self.members)
+
+    @cached_property
+    def in_zone(self) -> dict[str, frozenset[int]]:
+        """The indices of the members of each zone."""
+        zones: dict[str, set[int]] = defaultdict(set)
+        for at, one in enumerate(self.members):
+            zones[one.zone].add(at)
+        return {zone: frozenset(places) for zone, places in zones.items()}
 
     @cached_property
     def draining(self) -> tuple[int, ...]:

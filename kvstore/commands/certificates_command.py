@@ -21,8 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvstore.config_files import read_file
 from kvstore.errors import ConfigError
-from kvstore.input_file import read_file
 from kvstore.limits import OPENSSL_TIMEOUT_S
 from kvstore.writable_folder import writable_folder
 

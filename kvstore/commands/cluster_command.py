@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _OF_SCANS = ("one_copy", "unsure", "full", "age_ms")
 
-__all__ = ["drain", "forget", "members", "plan", "show"]
+__all__ = ["drain", "forget", "plan", "show", "zones"]
 
 
 def show(reach: Reach, *, as_json: bool) -> int:
@@ -65,6 +65,7 @@ def show(reach: Reach, *, as_json: bool) -> int:
             "lots": now.lots,
             "members": members,
             "absent": [{"name": one.name, "node": one.node, "version": one.version} for one in now.absent],
+            "read_first": {"zone": reach.zone, "nodes": _read_first(reach, now)},
             "etcd_away_ms": told.etcd_away_ms,
             "outside": told.outside,
         }
@@ -72,14 +73,16 @@ def show(reach: Reach, *, as_json: bool) -> int:
     elif not told.clustered:
         print("The node is in no cluster.")  # noqa: T201
     else:
-        print(_text(now, told, each))  # noqa: T201
+        print(_text(reach, now, told, each))  # noqa: T201
     return Status.NO if not told.clustered or told.outside else Status.DONE
 
 
-def members(reach: Reach) -> list[str]:
-    """The members of the cluster of the first node that answers; if it is in none, the nodes that were named."""
+def zones(reach: Reach) -> dict[str, str]:
+    """The zone of each member of the cluster of the first node that answers; if it is in none, of the named nodes."""
     told = _ask_any(reach)
-    return [one.node for one in told.members] if told.clustered and told.members else list(reach.nodes)
+    if told.clustered and told.members:
+        return {one.node: one.zone for one in told.members}
+    return dict.fromkeys(reach.nodes, "")
 
 
 def _ask_any(reach: Reach) -> pb.MapResponse:
@@ -129,7 +132,20 @@ def _as_numbers(state: pb.UpkeepState | None) -> dict[str, int | bool | None] | 
     return numbers | (dict.fromkeys(_OF_SCANS) if state.unknown else {})
 
 
-def _text(now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | None]) -> str:
+def _read_first(reach: Reach, now: Map) -> list[str]:
+    """The members whose copies a client with these settings reads first; none if it has stated no zone."""
+    places = now.in_zone.get(reach.zone, frozenset()) if reach.zone else ()
+    return [now.members[at].node for at in sorted(places) if at not in now.draining]
+
+
+def _zone_line(reach: Reach, now: Map) -> str:
+    """What this client's `zone` does."""
+    if nodes := _read_first(reach, now):
+        return f"zone {reach.zone}, set for this client: copies on {', '.join(nodes)} are read first"
+    return f"zone {reach.zone}, set for this client, has no node to read from: reads ask the first owners"
+
+
+def _text(reach: Reach, now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | None]) -> str:
     rows = [("node", "name", "weight", "users", "version", "zone")]
     rows += [
         (one.node, one.name, str(one.weight), one.state or f"{share:.1%}", one.version, one.zone)
@@ -140,6 +156,8 @@ def _text(now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | No
         f"absent: {one.node} ({one.name}); no deletion is acknowledged without it" for one in now.absent
     ]
     lines += _upkeep_lines(each)
+    if reach.zone:
+        lines.append(_zone_line(reach, now))
     if told.outside:
         lines.append(f"The contacted node is not a member: {told.outside}.")
     if told.etcd_away_ms:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.running import Status
 from kvstore.client import Client
-from kvstore.commands.cluster_command import members
+from kvstore.commands.cluster_command import zones
 from kvstore.config import printable, show_size
 from kvstore.errors import KvError
 from kvstore.explanations import ASKED, advice, lookup_document, numbered, placed, said
@@ -49,7 +49,8 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
         except KvError as error:
             return error
 
-    names = members(reach)
+    zone_of = zones(reach)
+    names = list(zone_of)
     with ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE) as threads:
         answers = dict(zip(names, threads.map(ask, names), strict=True))
     silent = {node: one for node, one in answers.items() if isinstance(one, KvError)}
@@ -86,7 +87,8 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
         print(json.dumps(_documents(found, names), indent=2))  # noqa: T201 - its output
         return Status.DONE
     for node, one in sorted(found.items(), key=lambda row: row[1][0].lookups[0].at_unix_ms):
-        print(f"{node}:\n{page(*one)}\n" if len(names) > 1 else page(*one))  # noqa: T201 - its output
+        head = f"{node}, zone {zone_of[node]}" if zone_of[node] else node
+        print(f"{head}:\n{page(*one)}\n" if len(names) > 1 else page(*one))  # noqa: T201 - its output
     print(end=_elsewhere([one.lookups for one, _ in found.values()]))  # noqa: T201 - its output
     return Status.DONE
 

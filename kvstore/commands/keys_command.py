@@ -25,10 +25,10 @@ from kvstore.commands.keyring_check import marks_of
 from kvstore.config import show_size
 from kvstore.errors import ConfigError
 from kvstore.limits import TENANT_BYTES
-from kvstore.sealing.control import find_control, proof
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.keyring_state import read_root, read_status, why_not_the_drives
+from kvstore.sealing.keys_protocol import find_control, proof
 from kvstore.sealing.masters import check_master, new_master_file, open_master
 from kvstore.storage.giving_up import EncryptedStore
 from nic_offload.aead import wipe

@@ -13,8 +13,8 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from kvstore.config_files import read_text
 from kvstore.errors import RuleError
-from kvstore.input_file import read_text
 from nic_offload.match_action import Outcome, Request, Table
 from nic_offload.match_fields import FIELDS
 from nic_offload.match_file import parse_rules

@@ -143,7 +143,7 @@ def _drives(arguments: argparse.Namespace) -> int:
 def _cluster(arguments: argparse.Namespace) -> int:
     from kvstore.commands.cluster_command import drain, forget, plan, show
 
-    if arguments.zone is not None and arguments.action != "plan":
+    if arguments.planned_zone is not None and arguments.action != "plan":
         raise ConfigError(
             f"kvstore cluster {arguments.action} takes no --zone: it is that of a node to plan for."
         )
@@ -156,7 +156,7 @@ def _cluster(arguments: argparse.Namespace) -> int:
     if arguments.action == "forget":
         return forget(reach(arguments), arguments.member, as_json=arguments.json)
     if arguments.action == "plan":
-        return plan(reach(arguments), arguments.member, arguments.zone or "", as_json=arguments.json)
+        return plan(reach(arguments), arguments.member, arguments.planned_zone or "", as_json=arguments.json)
     undo = arguments.action == "join"
     return drain(reach(arguments), arguments.member, undo=undo, as_json=arguments.json)
 
@@ -247,7 +247,13 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         " cluster's secret, and that of status and plan is a tenant's",
     )
     cluster.add_argument("member", nargs="?", metavar="HOST:PORT", help="the node; for forget, also its name")
-    cluster.add_argument("--zone", help="plan: the zone of a node that would join (--cluster-zone)")
+    # Not `zone`: that is the client's own.
+    cluster.add_argument(
+        "--zone",
+        dest="planned_zone",
+        metavar="ZONE",
+        help="plan: the zone of a node that would join (--cluster-zone)",
+    )
     reach_node(cluster)
     cluster.set_defaults(run=_cluster)
 

@@ -103,6 +103,10 @@ class Store(Protocol):
         """Protect blocks from eviction."""
         ...
 
+    def attach(self) -> None:
+        """Attach to its nodes, so that look-ups go over the fabric."""
+        ...
+
     def close(self) -> None:
         """Close it."""
         ...

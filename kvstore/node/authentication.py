@@ -74,6 +74,10 @@ class Door(grpc.aio.ServerInterceptor):
         self._messages = Messages(gate.tenants.known)
         self._answers = Places(DOOR_ANSWERS_BYTES_MAX, gate.tenants.known)
 
+    def drops(self, peer: Callable[[], str]) -> bool:
+        """Whether a call is dropped: its connection has been closed."""
+        return self._gate.has_closed(peer)
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],

@@ -47,6 +47,8 @@ class Gate:
         self.presses: Callable[[str], object] = lambda _: None  # a call was not begun: overload, or cancelled
         self.brought: Callable[[str, int], object] = lambda *_: None  # with the size of a message
         self.floods: Callable[[str], object] = lambda _: None  # a call had too much metadata
+        # Whether a peer's connection has been closed; with what finds the peer.
+        self.has_closed: Callable[[Callable[[], str]], bool] = lambda _: False
         self.heard: Callable[[bytes], object] = lambda _: None  # with the tenant's id: it made a call
         self.tenants = tenants
         self.audit = audit

@@ -157,6 +157,7 @@ class Doorkeeper:
         self.is_busy = False  # the machine has received much since the last look
         self._unproved = 0  # connections without an admitted call, at the last look
         self._expects_more = False  # an endpoint was added since then
+        self._closed: dict[tuple[Ip, int], int] = {}  # peers, and when they were found to be disconnected
         self._filter_failed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-door", daemon=True)
@@ -205,6 +206,12 @@ class Doorkeeper:
     def floods(self, peer: str) -> None:
         """Note that this peer sent a call as costly as a hundred others: it is disconnected, and its source barred."""
         self._flooding.append(peer)
+        if (place := _ip_and_port(peer)) is not None:
+            self._closed[place] = self._clock.monotonic_ns()
+
+    def has_closed(self, peer: Callable[[], str]) -> bool:
+        """Whether this peer's connection has been closed here, although calls of it may still come out of gRPC."""
+        return bool(self._closed) and _ip_and_port(peer()) in self._closed
 
     def expects(self, listener: int, client: Ip, *, shuts: bool) -> None:
         """Allow only this client at an endpoint's listening socket, from now on until the endpoint is closed.
@@ -280,6 +287,9 @@ class Doorkeeper:
         for source, links in self._grouped(lambda link: link.own_port == self._port, lambda one: one.source):
             self._keep_calls(source, links, peers, now_ns)
         self._keep_fabric()
+        for place, since_ns in self._closed.copy().items():
+            if now_ns - since_ns > DOOR_BARRED_MS * _MS:
+                self._closed.pop(place, None)
         here = {(link.ip, link.port) for link in self._links.values() if link is not None}
         # A list of pairs allocates objects that may trigger the garbage collector, and with it another thread.
         for peer, since_ns in self._proved.copy().items():
@@ -387,6 +397,7 @@ class Doorkeeper:
                 link = _link(ours, fd, name, now_ns)
             if isinstance(link, _Link):
                 new.append(link)
+                self._closed.pop((link.ip, link.port), None)  # another one
                 self._links[name] = link
             elif link is not None:
                 self._listening[name], self._at[name] = link, fd  # few, so they are examined each time
@@ -464,6 +475,7 @@ class Doorkeeper:
 
     def _hang_up(self, links: Iterable[_Link]) -> None:
         for link in links:
+            self._closed[link.ip, link.port] = self._clock.monotonic_ns()
             with _Copy(link.fd, link.name) as ours, suppress(OSError):
                 if ours is not None:
                     ours.shutdown(socket.SHUT_RDWR)

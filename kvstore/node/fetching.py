@@ -39,7 +39,7 @@ from kvstore.node.fair import FairQueue, Places
 from kvstore.node.fetch import Fetch
 from kvstore.node.readers import Readers
 from kvstore.node.time_slices import Again
-from kvstore.storage.gets import mismatch
+from kvstore.storage.block_reads import mismatch
 from kvstore.storage.items import GetItem
 from kvstore.wire.ack import AckCode, ack_word, code_of_miss
 from nic_offload.fabric import EventKind

@@ -28,6 +28,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
+from kvstore.endpoints import is_wildcard
 from kvstore.errors import CannotListen, KvError, NotAuthenticated, Overloaded, ProtocolError, TenantDenied
 from kvstore.limits import (
     HTTP_ACCEPT_AGAIN_MS,
@@ -163,7 +164,7 @@ class HttpServer:
     def listen(self, host: str, port: int) -> str:
         """Bind the port; returns the address for people. Call it on the node's loop."""
         # Like gRPC, it takes either wildcard to mean both families.
-        every = host in ("::", "0.0.0.0") and socket.has_dualstack_ipv6()  # noqa: S104
+        every = is_wildcard(host) and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server(

@@ -20,7 +20,7 @@ from kvstore.names import UNSAID
 from kvstore.node.connection import check_block, check_domain, refuse_expired, stored_domain
 from kvstore.node.fair import Shares
 from kvstore.node.landing import pages_of
-from kvstore.storage.gets import mismatch
+from kvstore.storage.block_reads import mismatch
 from kvstore.storage.items import GetDone, GetItem, PutItem
 from nic_offload.checksum import crc32c_at
 

@@ -24,7 +24,7 @@ import zmq
 
 from kvstore.errors import CannotListen
 from kvstore.limits import EVENTS_QUEUED_MAX, EVENTS_REPLAYED_MAX, EVENTS_UNREAD_MAX
-from kvstore.storage.eviction.items import Reason
+from kvstore.storage.eviction.types import Reason
 from kvstore.storage.index_layout import names_of
 
 if TYPE_CHECKING:

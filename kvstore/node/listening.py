@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvstore.config_files import read_pem
 from kvstore.errors import CannotListen, ConfigError
-from kvstore.input_file import read_pem
 
 if TYPE_CHECKING:
     from kvstore.config import NodeConfig

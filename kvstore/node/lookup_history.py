@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.lookups import Kind
+    from kvstore.node.call_spans import NodeSpans
     from kvstore.node.calls import HasMetadata
     from kvstore.node.lookup_log import LookupLog
-    from kvstore.node.spans import NodeSpans
     from kvstore.storage.manifests import SessionName
     from kvstore.storage.store import Store
 

@@ -13,7 +13,7 @@ from kvstore.limits import LOOKUP_MISSES_EXPLAINED_MAX
 from kvstore.lookups import Lookup, Outcome, outcome_of_miss, runs_of
 from kvstore.miss import MissReason
 from kvstore.node.span_notes import LookupTimes
-from kvstore.storage.eviction.items import Reason
+from kvstore.storage.eviction.types import Reason
 
 if TYPE_CHECKING:
     from kvstore.lookups import Kind

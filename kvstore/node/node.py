@@ -36,7 +36,7 @@ from kvstore.node.connection import Connection, check_block_length, check_count,
 from kvstore.node.connection_calls import already_stored
 from kvstore.node.deletions import Deletions, Erasures
 from kvstore.node.fabric_address import FabricAddress, check_length, fabric_domain
-from kvstore.node.fabric_calls import FabricCalls
+from kvstore.node.fabric_answers import FabricCalls
 from kvstore.node.fail_stop import or_stop
 from kvstore.node.fair import FairQueue, Places
 from kvstore.node.fetching import Fetches
@@ -56,7 +56,7 @@ from kvstore.node.time_slices import Turns
 from kvstore.node.timings import Timings
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
-from kvstore.storage.eviction.items import Reason
+from kvstore.storage.eviction.types import Reason
 from kvstore.storage.items import PutDone
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
@@ -71,11 +71,11 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.cluster.membership import Membership
     from kvstore.errors import KvError
+    from kvstore.node.call_spans import NodeSpans
     from kvstore.node.connection import AckArea, BlockRequest
     from kvstore.node.landing import Lease
     from kvstore.node.lookup_log import LookupLog
     from kvstore.node.same_machine import Sharing
-    from kvstore.node.spans import NodeSpans
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.node.upkeep import Upkeep
     from kvstore.storage.eviction_events import Listener

@@ -27,7 +27,7 @@ from kvstore.limits import (
     SPANS_SENT_MAX,
     SPANS_STOP_MS,
 )
-from kvstore.node.spans import NodeSpans
+from kvstore.node.call_spans import NodeSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,7 +22,7 @@ from kvstore.limits import (
     PINS_MAX,
     PINS_OF_TENANT_MAX,
 )
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.storage.index_layout import names_of
 from kvstore.wire.record import record_bytes
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.clock import Clock
-    from kvstore.storage.eviction.items import Reason
+    from kvstore.storage.eviction.types import Reason
     from kvstore.storage.eviction_events import Held
     from kvstore.storage.index import Name
     from kvstore.storage.store import Store

@@ -21,9 +21,9 @@ from kvcli.version import VERSION
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Member
 from kvstore.config import show_size
+from kvstore.config_files import read_pem
 from kvstore.endpoints import ONE_CONNECTION
 from kvstore.errors import ConfigError, KvError
-from kvstore.input_file import read_pem
 from kvstore.limits import (
     CALLS_PENDING_MAX,
     DOOR_HANDSHAKE_MS,
@@ -38,28 +38,28 @@ from kvstore.node import fail_stop
 from kvstore.node.audit import Audit
 from kvstore.node.authentication import Door
 from kvstore.node.authorization import Gate
-from kvstore.node.batches import add_batches
-from kvstore.node.block_calls import BlocksService
-from kvstore.node.cluster_calls import ClusterService
+from kvstore.node.batches_service import add_batches
+from kvstore.node.blocks_service import BlocksService
+from kvstore.node.cluster_service import ClusterService
 from kvstore.node.connection_guard import Doorkeeper
-from kvstore.node.control import ControlSocket
 from kvstore.node.core_dumps import keep_out_of_dumps
-from kvstore.node.erasing import ErasingService
+from kvstore.node.erasing_service import ErasingService
 from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.health import add_standard_services
+from kvstore.node.keys_socket import ControlSocket
 from kvstore.node.listening import Certificates, check_port, listen
 from kvstore.node.logs import begin_logging
-from kvstore.node.lookup_calls import LookupsService
 from kvstore.node.lookup_log import LookupLog
+from kvstore.node.lookups_service import LookupsService
 from kvstore.node.node import Node
-from kvstore.node.observing import ObservingService
+from kvstore.node.observing_service import ObservingService
 from kvstore.node.readiness import reach_itself
 from kvstore.node.same_machine import Sharing
 from kvstore.node.service import KvStoreService
-from kvstore.node.session_calls import SessionsService
-from kvstore.node.step_calls import StepsService
+from kvstore.node.sessions_service import SessionsService
+from kvstore.node.steps_service import StepsService
 from kvstore.node.tenants import Tenants, token_digest
-from kvstore.node.upkeep_calls import UpkeepService
+from kvstore.node.upkeep_service import UpkeepService
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import open_master
 from kvstore.sealing.store_keys import StoreKeys, keys_opener
@@ -76,6 +76,7 @@ from kvstore.wire import (
     steps_pb2_grpc,
     upkeep_pb2_grpc,
 )
+from kvstore.wire.dropped_calls import drop_calls
 from kvstore.wire.failed_batches import free_failed_batches
 from kvstore.wire.keepalive import server_keepalive_options
 from nic_offload.fabric import Fabric
@@ -137,6 +138,7 @@ def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
 def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
     """Open a node's server with its interceptor; it doesn't listen yet."""
     free_failed_batches()
+    drop_calls()
     server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(Door(gate, node.counters, node.timings),))
     return server, add_services(server, node, gate)
 
@@ -251,6 +253,7 @@ def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) ->
     keeper = Doorkeeper(node.clock, port, turned_away, clients)
     gate.let_in, gate.turned_away, gate.stands_still = keeper.proved, keeper.refused, keeper.stands_still
     gate.presses, gate.floods, gate.brought = keeper.presses, keeper.floods, keeper.brought
+    gate.has_closed = keeper.has_closed
     node.at_endpoint = at_endpoint
     keeper.start()
     return keeper

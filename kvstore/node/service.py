@@ -109,6 +109,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     slots=connection.layout.slots,
                     landing_key=connection.landing_key,
                     parts=True,
+                    prefixes=True,
                     encrypts=self._node.store.keys is not None,
                 )
                 if connection.seal is not None:

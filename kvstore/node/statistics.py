@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvstore.errors import KvError
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
-    from kvstore.storage.eviction.items import Reason
+    from kvstore.storage.eviction.types import Reason
 
 __all__ = ["Counters", "collected"]
 

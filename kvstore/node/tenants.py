@@ -27,8 +27,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from kvstore.config_files import read_toml
 from kvstore.errors import ConfigError, NotAuthenticated, TenantDenied
-from kvstore.input_file import read_toml
 from kvstore.limits import REPLICAS_MAX, TENANTS_MAX
 from kvstore.names import TENANTS_NAME, is_tenant, tenant_name
 from kvstore.node.rates import Rate

@@ -44,7 +44,7 @@ from kvstore.limits import (
 from kvstore.names import SHARED, UNSAID, fits_domain
 from kvstore.node.copy_eligibility import Sureness
 from kvstore.node.landing import pages_of
-from kvstore.node.upkeep_calls import UPKEEP, Waited
+from kvstore.node.upkeep_service import UPKEEP, Waited
 from kvstore.storage.items import GetItem
 from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.wire import kvstore_pb2

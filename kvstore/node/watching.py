@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.clock import Clock
-    from kvstore.storage.eviction.items import Reason
+    from kvstore.storage.eviction.types import Reason
 
 __all__ = ["Watcher", "Watchers"]
 

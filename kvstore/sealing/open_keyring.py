@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import Corrupt, ReadOnly, StorageError, WrongKeyring
 from kvstore.limits import KEYRING_LOAD_PAGES, KEYRING_TENANTS_UNSEALED_MAX, PAGE_BYTES
-from kvstore.sealing.control import proof
 from kvstore.sealing.domain_key import DomainKey
 from kvstore.sealing.keyring_state import (
     TenantKey,
@@ -24,6 +23,7 @@ from kvstore.sealing.keyring_state import (
     status_of,
     unwrapped_root,
 )
+from kvstore.sealing.keys_protocol import proof
 from kvstore.sealing.slot_check import are_authentic
 from kvstore.sealing.slot_table import SlotTable, marked
 from kvstore.sealing.slots import (

@@ -22,8 +22,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from kvstore.config_files import read_pem, read_text
 from kvstore.errors import ConfigError, MasterKeyUnavailable, WrongMasterKey
-from kvstore.input_file import read_pem, read_text
 from kvstore.limits import (
     MASTER_ID_BYTES_MAX,
     MASTER_WRAPPED_BYTES_MAX,

@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.durability import Durability
 from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES
-from kvstore.storage.eviction.items import Reason
+from kvstore.storage.eviction.types import Reason
 from kvstore.storage.index_layout import record_pages
 from kvstore.storage.items import DeleteDone, DeleteItem, DeletesDone
 from kvstore.storage.outbox import Outbox
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.storage.block_writes import Puts
     from kvstore.storage.eviction_events import Keeping
-    from kvstore.storage.puts import Puts
     from kvstore.storage.scrubs import Scrubs
     from kvstore.storage.writes import Writes
 

@@ -11,7 +11,7 @@ Always holds:
 - A doubted block is served like any other, because its CRC is checked then. But no put is acknowledged because of it,
   and a reserve does not report it as stored, since that would be a promise.
 
-It checks nothing: `kvstore.storage.checks` does.
+It checks nothing: `kvstore.storage.record_checks` does.
 """
 
 from __future__ import annotations

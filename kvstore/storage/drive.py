@@ -32,28 +32,28 @@ from kvstore.limits import (
     STORE_QUEUED_MAX,
 )
 from kvstore.miss import Miss, MissReason
-from kvstore.storage.batches import check_batch, check_steps
-from kvstore.storage.checks import Checks
+from kvstore.storage.batch_bounds import check_batch, check_steps
+from kvstore.storage.block_reads import Gets
+from kvstore.storage.block_writes import Puts
 from kvstore.storage.deletes import Deletes
 from kvstore.storage.encrypting import Encrypting
-from kvstore.storage.eviction.items import Guard, Reason
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
+from kvstore.storage.eviction.types import Guard, Reason
 from kvstore.storage.eviction_events import Explanation, Held, Keeping
 from kvstore.storage.folder import kernel_boot_id
-from kvstore.storage.gets import Gets
 from kvstore.storage.index_layout import record_pages
 from kvstore.storage.index_opening import open_index
 from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.lending import Lending
 from kvstore.storage.manifests import Manifests
-from kvstore.storage.puts import Puts
 from kvstore.storage.quotas import QuotaQueue, Quotas
+from kvstore.storage.record_checks import Checks
 from kvstore.storage.renewals import Renewals
 from kvstore.storage.room import Room
 from kvstore.storage.scrubs import Scrubs
 from kvstore.storage.sends import Sends
 from kvstore.storage.session_rewrites import SessionRewrites
-from kvstore.storage.sessions import Sessions
+from kvstore.storage.session_writes import Sessions
 from kvstore.storage.traffic import Traffic
 from kvstore.storage.wipes import Wipes
 from kvstore.storage.writes import Writes
@@ -65,8 +65,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.clock import Clock
+    from kvstore.storage.block_writes import LaneEnd
     from kvstore.storage.disk import Progress
-    from kvstore.storage.eviction.items import Refusal
+    from kvstore.storage.eviction.types import Refusal
     from kvstore.storage.folder import NotePlace
     from kvstore.storage.index import Entry, Name, NamesAndLives
     from kvstore.storage.index_opening import OpenedIndex
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     from kvstore.storage.lane_ground import Lane
     from kvstore.storage.manifests import SessionName
     from kvstore.storage.outbox import Outbox
-    from kvstore.storage.puts import LaneEnd
     from kvstore.storage.sends import Send
     from kvstore.storage.volume import Volume
     from kvstore.storage.wipes import Wiped

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore.clock import Clock
+    from kvstore.storage.block_writes import Puts
     from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.extents import Extents
     from kvstore.storage.index import Entry, Index, Name
-    from kvstore.storage.puts import Puts
     from kvstore.storage.session_rewrites import SessionRewrites
     from kvstore.storage.traffic import Traffic
     from kvstore.storage.volume import Volume

@@ -34,9 +34,9 @@ from kvstore.limits import (
 )
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import EVICTION_WORDS, Eviction, Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.eviction.removals import History
+from kvstore.storage.eviction.types import EVICTION_WORDS, Eviction, Guard, Reason, Record, Watermarks
 from kvstore.storage.index import entries_in
 from kvstore.storage.index_layout import names_in, names_of, record_pages, rows_of_entries
 from kvstore.storage.leaving_blocks import LeavingBlocks
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.storage.deadlines import Deadlines
     from kvstore.storage.doubts import Doubts
-    from kvstore.storage.eviction.items import Evictions, Refusal
+    from kvstore.storage.eviction.types import Evictions, Refusal
     from kvstore.storage.index import Entry, Index, Name
     from kvstore.storage.manifests import Manifests, SessionName
     from kvstore.storage.scrubs import Scrubs

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvstore.durability import Durability
     from kvstore.errors import KvError, StorageError
     from kvstore.miss import Miss
-    from kvstore.storage.eviction import items as eviction
+    from kvstore.storage.eviction import types as eviction
     from kvstore.storage.index import Name
     from kvstore.storage.manifests import SessionName
 

@@ -39,8 +39,8 @@ from kvstore.limits import (
     ROOM_WAIT_MS_MAX,
 )
 from kvstore.storage.eviction.evictor import NEVER, Uses
-from kvstore.storage.eviction.items import Evictions
 from kvstore.storage.eviction.policy import Steps
+from kvstore.storage.eviction.types import Evictions
 from kvstore.storage.writes import RecordWrite
 
 if TYPE_CHECKING:

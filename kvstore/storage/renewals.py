@@ -14,7 +14,7 @@ Always holds:
   not even the zeros of a deletion.
 - A block that was removed by the time its header is written was not renewed: this is reported, and the caller puts it.
 
-It decides nothing about puts: `kvstore.storage.puts` does.
+It decides nothing about puts: `kvstore.storage.block_writes` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES
 from kvstore.storage.disk import DiskOp, DiskOpKind
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.storage.index_layout import is_header_of
 from kvstore.storage.writes import write_error
 

@@ -19,7 +19,7 @@ from kvstore.config import show_size
 from kvstore.errors import NoSpace
 from kvstore.limits import EVICTION_URGENT_BLOCKS, PAGE_BYTES, ROOM_WAIT_MS_MAX, TIMER_TICK_MS
 from kvstore.storage.eviction.clearing import clearings
-from kvstore.storage.eviction.items import Stuck
+from kvstore.storage.eviction.types import Stuck
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,7 +4,7 @@ Always holds: the extents are pinned and the blocks guarded from before they are
 done with them; they are handed over at their tenant's turn at the drive, and count as its work until then.
 
 It checks nothing and reports nothing: the reader checks header and payload, and a record that is corrupt or could not
-be read is read again the usual way (`kvstore.storage.gets`), which handles the failure.
+be read is read again the usual way (`kvstore.storage.block_reads`), which handles the failure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvstore.limits import PAGE_BYTES
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.storage.traffic import Elsewhere
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.errors import KvError, StorageError
     from kvstore.storage.items import SessionDone
     from kvstore.storage.manifests import Manifests, Place
-    from kvstore.storage.sessions import Sessions
+    from kvstore.storage.session_writes import Sessions
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import RecordWrite, Writes
 

@@ -1,6 +1,6 @@
 """A step of a session that has not been reported yet, and the records that it writes.
 
-`kvstore.storage.sessions` decides their order.
+`kvstore.storage.session_writes` decides their order.
 """
 
 from __future__ import annotations

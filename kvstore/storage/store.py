@@ -36,10 +36,10 @@ from kvstore.errors import Overloaded, StorageError
 from kvstore.limits import GENERATIONS_PER_DRIVE, PREFIX_STEP_BLOCKS, SESSION_BLOCKS_MAX
 from kvstore.placement import Placement
 from kvstore.storage.all_drives import AllManifests, Deletions, SessionSteps
-from kvstore.storage.batches import check_batch, check_steps
+from kvstore.storage.batch_bounds import check_batch, check_steps
 from kvstore.storage.drive_files import FolderBay
-from kvstore.storage.eviction.items import together
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
+from kvstore.storage.eviction.types import together
 from kvstore.storage.eviction_events import restore_sessions, with_erased
 from kvstore.storage.folder import FolderLock
 from kvstore.storage.items import DriveState, GetDone, Statistics
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from kvstore.storage.disk import Progress
     from kvstore.storage.drive import Drive
     from kvstore.storage.drive_files import Bay
-    from kvstore.storage.eviction.items import Guard, Refusal
+    from kvstore.storage.eviction.types import Guard, Refusal
     from kvstore.storage.eviction_events import Explanation, Held, Listener, Placed
     from kvstore.storage.index import Entry, Name, NamesAndLives
     from kvstore.storage.items import (

@@ -1,8 +1,8 @@
-"""Calls over the fabric: the two that every batch of blocks needs, without gRPC's half millisecond.
+"""Calls over the fabric: the three that batches of blocks need, without gRPC's half millisecond.
 
 A client puts a call into one of its places in the node's memory, followed by the flag; the node answers with an 8-byte
 word in the client's memory, preceded by bytes if the answer has any. The calls are `Fetch` and `Reserve` of
-`kvstore.proto`, with the same meaning.
+`kvstore.proto` and `Prefix` of `blocks.proto`, with the same meaning.
 
 A place of the node holds one call: `head | metadata | rows`. Before all places is a page with their flags.
 
@@ -13,9 +13,11 @@ A place of the node holds one call: `head | metadata | rows`. Before all places 
                of parts:      the same, and of the block's bytes how many to skip and how many to send
                of a reserve:  key, length, ack word
                of one into erase domains: the same, and the domain; zeros: none was named
+               of a prefix:   key
 
 A place of the client holds one answer: `crc32c, length, generation, kind`, then rows (slot, already stored, generation,
-payload, flag) or an error (bytes of its name, retry_after_ms; name; sentence).
+payload, flag), for a prefix how many blocks are stored, why the next one is not (0: all are) and details, or an error
+(bytes of its name, retry_after_ms; name; sentence). A prefix of blocks that are all in memory has no such bytes.
 
 Where the connection is sealed (`kvstore.wire.seal`), a tag of 8 bytes follows a call or an answer; the length does not
 count it.
@@ -40,6 +42,7 @@ from kvstore.limits import (
     FABRIC_CALL_PLACES,
     PAGE_BYTES,
 )
+from kvstore.miss import Miss, MissReason
 from kvstore.names import UNSAID
 from kvstore.wire.status import error_named
 from nic_offload.checksum import crc32c
@@ -64,6 +67,8 @@ __all__ = [
     "ReserveRow",
     "Rows",
     "call_offset",
+    "count_bytes",
+    "count_of",
     "error_bytes",
     "flag_offset",
     "header_bytes",
@@ -87,13 +92,15 @@ _FETCH = struct.Struct("<32sIIQQQ")
 _PART = struct.Struct("<32sIIQQQII")
 _RESERVE = struct.Struct("<32sII")
 _RESERVE_IN = struct.Struct("<32sII16s")
+_PREFIX = struct.Struct("<32s")
 _ANSWER = struct.Struct("<IIQB7x")
 _LEASE = struct.Struct("<IIQQQ")
 _ERROR = struct.Struct("<HI")
+_COUNT = struct.Struct("<IB")
 _CRC_BYTES = 4
 TAG_BYTES = 8
 LENGTH_END = 8
-_ROWS, _REFUSED = 1, 2  # kinds of answers that have bytes
+_ROWS, _REFUSED, _COUNTED = 1, 2, 4  # kinds of answers that have bytes
 
 assert _HEAD.size + BATCH_BLOCKS_MAX * max(_FETCH.size, _RESERVE_IN.size) + TAG_BYTES < FABRIC_CALL_BYTES
 assert _ANSWER.size + BATCH_BLOCKS_MAX * _LEASE.size + TAG_BYTES <= FABRIC_ANSWER_BYTES
@@ -106,11 +113,19 @@ class CallKind(enum.IntEnum):
     RESERVE = 2
     FETCH_PARTS = 3  # only for a node that has announced that it sends parts
     RESERVE_IN_DOMAINS = 4  # for blocks that name their domains
+    PREFIX = 5  # only for a node that has announced that it answers these
 
     @property
     def reserves(self) -> bool:
         """Whether it requests slots rather than blocks."""
         return self in (CallKind.RESERVE, CallKind.RESERVE_IN_DOMAINS)
+
+    @property
+    def name_in_proto(self) -> str:
+        """The call over gRPC that means the same."""
+        if self is CallKind.PREFIX:
+            return "Prefix"
+        return "Reserve" if self.reserves else "Fetch"
 
 
 ROWS = 4  # flag of a call: its client accepts locations of single blocks in memory that it has mapped
@@ -129,6 +144,7 @@ _ROW_OF = {
     CallKind.RESERVE: _RESERVE,
     CallKind.FETCH_PARTS: _PART,
     CallKind.RESERVE_IN_DOMAINS: _RESERVE_IN,
+    CallKind.PREFIX: _PREFIX,
 }
 
 
@@ -181,13 +197,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The blocks of a call, in the list of its kind; the other list is empty."""
+    """The blocks of a call, in the list of its kind; the other lists are empty."""
 
     fetch: Sequence[FetchRow] = ()
     reserve: Sequence[ReserveRow] = ()
+    keys: Sequence[bytes] = ()  # of a prefix
 
     def __len__(self) -> int:
-        return len(self.fetch) + len(self.reserve)
+        return len(self.fetch) + len(self.reserve) + len(self.keys)
 
 
 def flag_offset(place: int) -> int:
@@ -243,6 +260,8 @@ def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
     row = _ROW_OF.get(kind)
     if row is None:
         raise ProtocolError(f"There is no call {kind} over the fabric.")
+    if blocks > BATCH_BLOCKS_MAX:
+        raise ProtocolError(f"A call over the fabric takes {BATCH_BLOCKS_MAX} blocks, not {blocks}.")
     if len(data) - rows_at != blocks * row.size:
         raise ProtocolError(f"The length of a call over the fabric does not match its {blocks} blocks.")
     call = Call(
@@ -257,6 +276,8 @@ def read_call(data: bytes, generation: int) -> tuple[Call, Rows]:
         expires_unix_ms,
     )
     unpacked = row.iter_unpack(memoryview(data)[rows_at:])
+    if call.kind is CallKind.PREFIX:
+        return call, Rows(keys=[key for (key,) in unpacked])
     if not call.kind.reserves:
         return call, Rows(fetch=[FetchRow(*fields) for fields in unpacked])
     if call.kind is CallKind.RESERVE:
@@ -310,6 +331,14 @@ def leases_bytes(generation: int, leases: Sequence[Leased]) -> bytes:
     return _summed(_ANSWER.pack(0, length, generation, _ROWS) + b"".join(rows))
 
 
+def count_bytes(generation: int, blocks: int, miss: Miss | None) -> bytes:
+    """The answer to a prefix: how many blocks are stored, and why the next one is not."""
+    room = FABRIC_ANSWER_BYTES - TAG_BYTES - _ANSWER.size - _COUNT.size
+    reason, detail = (0, b"") if miss is None else (miss.reason, miss.detail.encode()[:room])
+    length = _ANSWER.size + _COUNT.size + len(detail)
+    return _summed(_ANSWER.pack(0, length, generation, _COUNTED) + _COUNT.pack(blocks, reason) + detail)
+
+
 def error_bytes(generation: int, error: KvError) -> bytes:
     """The answer to a call that was refused."""
     name = type(error).__name__.encode()
@@ -322,16 +351,34 @@ def error_bytes(generation: int, error: KvError) -> bytes:
 
 
 def leases_of(data: bytes, generation: int) -> list[Leased]:
-    """Parse an answer: return the leases, or raise the error."""
-    _check(data, generation, _ANSWER.size + _ERROR.size)
-    kind = _ANSWER.unpack_from(data)[3]
-    if kind == _ROWS:
-        if (len(data) - _ANSWER.size) % _LEASE.size:
-            raise ProtocolError("An answer over the fabric ends in the middle of a lease.")
-        rows = _LEASE.iter_unpack(memoryview(data)[_ANSWER.size :])
-        return [Leased(slot, bool(stored), *rest) for slot, stored, *rest in rows]
-    name_bytes, retry_after_ms = _ERROR.unpack_from(data, _ANSWER.size)
+    """Parse the answer to a reserve: return the leases, or raise the error."""
+    if _kind_of(data, generation) != _ROWS:
+        raise ProtocolError("An answer over the fabric has no leases.")
+    if (len(data) - _ANSWER.size) % _LEASE.size:
+        raise ProtocolError("An answer over the fabric ends in the middle of a lease.")
+    rows = _LEASE.iter_unpack(memoryview(data)[_ANSWER.size :])
+    return [Leased(slot, bool(stored), *rest) for slot, stored, *rest in rows]
+
+
+def count_of(data: bytes, generation: int) -> tuple[int, Miss | None]:
+    """Parse the answer to a prefix: return the number of blocks and the next one's miss, or raise the error."""
+    if _kind_of(data, generation) != _COUNTED or len(data) < _ANSWER.size + _COUNT.size:
+        raise ProtocolError("An answer over the fabric does not say how many blocks are stored.")
+    blocks, reason = _COUNT.unpack_from(data, _ANSWER.size)
+    detail = data[_ANSWER.size + _COUNT.size :].decode("utf-8", "replace")
+    return blocks, Miss(MissReason(reason), detail) if reason else None
+
+
+def _kind_of(data: bytes, generation: int) -> int:
+    """Check an answer; return its kind, or raise the error that it has."""
+    _check(data, generation, _ANSWER.size)
+    kind = int(_ANSWER.unpack_from(data)[3])
+    if kind != _REFUSED:
+        return kind
     at = _ANSWER.size + _ERROR.size
+    if len(data) < at:
+        raise ProtocolError("An error in an answer over the fabric is truncated.")
+    name_bytes, retry_after_ms = _ERROR.unpack_from(data, _ANSWER.size)
     name = data[at : at + name_bytes].decode("ascii", "replace")
     raise error_named(name, data[at + name_bytes :].decode("utf-8", "replace"), retry_after_ms)
 

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b ac63fade8dd32db75e52607d30013469
+# Generated from proto sources with BLAKE2b b3ce45c83c5047dd67665f8fc3cb2f59
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -122,7 +122,7 @@ class AttachRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ..., puts_by_grants: bool = ..., seals: bool = ..., shares: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts", "parts", "seal", "shared", "encrypts")
+    __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts", "parts", "seal", "shared", "encrypts", "prefixes")
     CONNECTION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class AttachResponse(_message.Message):
     SEAL_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     ENCRYPTS_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     connection: int
     node: str
     fabric_address: bytes
@@ -145,7 +146,8 @@ class AttachResponse(_message.Message):
     seal: bytes
     shared: SharedMemory
     encrypts: bool
-    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ..., parts: bool = ..., seal: _Optional[bytes] = ..., shared: _Optional[_Union[SharedMemory, _Mapping]] = ..., encrypts: bool = ...) -> None: ...
+    prefixes: bool
+    def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ..., parts: bool = ..., seal: _Optional[bytes] = ..., shared: _Optional[_Union[SharedMemory, _Mapping]] = ..., encrypts: bool = ..., prefixes: bool = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("socket", "pass_once", "size_bytes", "slots_bytes", "words_offset", "rows_offset")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from sim.calibrate.fit import Line, fit
-from sim.input_file import read_toml
+from sim.parameter_files import read_toml
 from sim.presets import Fit, Preset, Stages
 from sim.units import OutOfRange, format_bytes
 

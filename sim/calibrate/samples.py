@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from sim.input_file import read_text
+from sim.parameter_files import read_text
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:

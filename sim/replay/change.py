@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sim.replay.placement import CLUSTER_LOTS, cluster_orders
+from sim.replay.kv_homes import CLUSTER_LOTS, cluster_orders
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from sim.replay.cluster import Cluster
+    from sim.replay.cluster_hardware import Cluster
 
     Integers = npt.NDArray[np.int64]
     Flags = npt.NDArray[np.bool_]

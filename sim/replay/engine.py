@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sim.models import Model
-    from sim.replay.cluster import Cluster
-    from sim.replay.timings import Timings
+    from sim.replay.cluster_hardware import Cluster
+    from sim.replay.prefill_times import Timings
 
 __all__ = ["Chunk", "Engine", "Memory", "Speeds", "Work"]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from sim.models import Model
-    from sim.replay.cluster import Cluster, PathName
+    from sim.replay.cluster_hardware import Cluster, PathName
     from sim.replay.plan import Bounds, Demand
     from sim.replay.simulate import Result
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sim.replay.events import Events, Step
-from sim.replay.placement import homes, lot_of
+from sim.replay.kv_homes import homes, lot_of
 from sim.replay.run import prefill_s
 from sim.units import OutOfRange, require
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sim.models import Model
-    from sim.replay.cluster import Cluster
+    from sim.replay.cluster_hardware import Cluster
 
     Floats = npt.NDArray[np.float64]
     Integers = npt.NDArray[np.int64]

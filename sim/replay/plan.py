@@ -21,7 +21,7 @@ from sim.units import require
 
 if TYPE_CHECKING:
     from sim.models import Model
-    from sim.replay.cluster import Cluster, PathName
+    from sim.replay.cluster_hardware import Cluster, PathName
 
 __all__ = [
     "Bounds",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sim.models import Model
-    from sim.replay.cluster import Cluster
+    from sim.replay.cluster_hardware import Cluster
     from sim.replay.least_cost import Plan, Way
     from sim.replay.simulate import Result
 

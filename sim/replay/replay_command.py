@@ -12,11 +12,11 @@ from sim.hf_config import read_model
 from sim.models import model
 from sim.output import as_csv, as_json, save, save_plot, table
 from sim.replay import report
-from sim.replay.cluster import PATHS, Cluster, read_cluster
+from sim.replay.cluster_hardware import PATHS, Cluster, read_cluster
+from sim.replay.prefill_times import read_timings
 from sim.replay.run import Terms
 from sim.replay.simulate import simulate
 from sim.replay.sweep import pareto, points
-from sim.replay.timings import read_timings
 from sim.replay.workload import Chats, chats, read_trace, write_mooncake
 from sim.svg import Chart, Series, figure, seconds_label
 from sim.units import OutOfRange
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sim.models import Model
-    from sim.replay.cluster import PathName
+    from sim.replay.cluster_hardware import PathName
     from sim.replay.simulate import Result
 
 __all__ = ["cluster_of", "cost_plot", "model_of", "run_generate", "run_replay", "side_by_side"]

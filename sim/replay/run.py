@@ -33,9 +33,9 @@ import numpy as np
 
 from sim.models import WEIGHT_BYTES
 from sim.replay.catalogue import Catalogue, policy_maker
-from sim.replay.cluster import Plant
+from sim.replay.cluster_hardware import Plant
 from sim.replay.events import LOTS, MESSAGE, scatter
-from sim.replay.placement import drive_homes, home_of_user
+from sim.replay.kv_homes import drive_homes, home_of_user
 from sim.replay.workload import BLOCK_TOKENS
 from sim.units import OutOfRange, require
 
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sim.models import Model
-    from sim.replay.cluster import Cluster, PathName
+    from sim.replay.cluster_hardware import Cluster, PathName
     from sim.replay.events import Events
-    from sim.replay.timings import Timings
+    from sim.replay.prefill_times import Timings
     from sim.replay.workload import Request
 
     Array = npt.NDArray[np.float64]

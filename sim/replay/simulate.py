@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sim.replay.events import Events
-from sim.replay.placement import home_of_user
+from sim.replay.kv_homes import home_of_user
 from sim.replay.run import PUTS, Run, Terms
 from sim.replay.stepped import SteppedRun
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from sim.models import Model
-    from sim.replay.cluster import Cluster, PathName
+    from sim.replay.cluster_hardware import Cluster, PathName
     from sim.replay.events import Usage
     from sim.replay.run import Deadline
     from sim.replay.workload import Request

@@ -19,7 +19,7 @@ import numpy as np
 
 from sim.replay.engine import Engine, Memory, Speeds, Work
 from sim.replay.events import MESSAGE
-from sim.replay.placement import home_of_user
+from sim.replay.kv_homes import home_of_user
 from sim.replay.run import TIMERS, Get, Put, Run
 from sim.units import OutOfRange
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sim.models import Model
-    from sim.replay.cluster import Cluster, PathName
+    from sim.replay.cluster_hardware import Cluster, PathName
     from sim.replay.events import Events
     from sim.replay.run import Terms
     from sim.replay.workload import Request

@@ -23,7 +23,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from sim.replay.catalogue import Catalogue, policy_maker
-from sim.replay.placement import homes, lot_of
+from sim.replay.kv_homes import homes, lot_of
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from sim.input_file import open_text
+from sim.parameter_files import open_text
 from sim.units import OutOfRange, require
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@
 #include <sched.h>
 #include <time.h>
 
-#define IDLE_TURNS 64
+#define IDLE_TURNS 16 /* each costs a part of a core that others would have */
 #define LONG_IDLE_TURNS 256 /* 10 ms and more */
 #define NAP_NS 50000
 #define LONG_NAP_NS 400000

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import kvstore.client
-from kvstore.client import AsyncClient, Block, Client, ClusterClient, Nodes
+from kvstore.client import AsyncClient, AsyncClusterClient, Block, Client, ClusterClient, Nodes
 from kvstore.errors import Closed, KvError, StorageError, UsageError
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
@@ -70,7 +70,7 @@ class Shell:
     def close(self) -> None:
         for names in reversed(self._names_of.values()):
             for one in names.values():
-                if isinstance(one, AsyncClient):
+                if isinstance(one, AsyncClient | AsyncClusterClient):
                     self._loop.run_until_complete(one.close())
                 elif isinstance(one, Client | ClusterClient | Nodes | FlagWords):
                     one.close()

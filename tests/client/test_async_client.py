@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.client import AsyncClient, AsyncSession, Block, Client, Hit, Stored, as_request
+from kvstore.client import (
+    AsyncClient,
+    AsyncClusterClient,
+    AsyncClusterPuts,
+    AsyncSession,
+    Block,
+    Client,
+    ClusterClient,
+    ClusterPuts,
+    Hit,
+    Stored,
+    as_request,
+)
 from kvstore.client.sessions import Session
 from kvstore.errors import Closed, DeadlineExceeded, NodeUnavailable
 from kvstore.miss import Miss
@@ -186,6 +198,8 @@ def test_the_nodes_work_is_visible(node: NodeProcess) -> None:
     [
         (AsyncClient, Client, {"reserve", "getting"}),
         (AsyncSession, Session, {"manifest", "reserve", "resuming", "resume_span"}),
+        (AsyncClusterClient, ClusterClient, set()),
+        (AsyncClusterPuts, ClusterPuts, set()),
     ],
 )
 def test_it_has_each_method_of_the_client_with_the_same_parameters(
@@ -246,6 +260,40 @@ def test_one_that_is_cancelled_is_over_when_the_await_is() -> None:
             await calling
         assert ended.is_set()
         await client.close()
+
+    run(work())
+
+
+def test_a_region_or_a_pin_of_a_call_that_is_cancelled_is_closed(node: NodeProcess) -> None:
+    key = block_key(b"asyncio", b"cancelled")
+
+    async def work() -> None:
+        async with client_of(node) as client:
+            await client.put_inline(key, key)
+            for name, given in (("register", allocate(BYTES)), ("pin", [key])):
+                (made,) = await cancelled(client, name, given)
+                assert made.handle is None if name == "register" else not made._numbers
+
+    async def cancelled(client: AsyncClient, name: str, given: object) -> list[Any]:
+        """What a call has made that was cancelled before it returned."""
+        does, made = getattr(client.sync, name), list[Any]()
+        has_made, goes_on = threading.Event(), threading.Event()
+
+        def slow(*given: object, **more: object) -> object:
+            made.append(does(*given, **more))
+            has_made.set()
+            goes_on.wait(WAIT_S)
+            return made[0]
+
+        setattr(client.sync, name, slow)
+        calling = asyncio.ensure_future(getattr(client, name)(given))
+        await asyncio.to_thread(has_made.wait, WAIT_S)
+        calling.cancel()
+        await asyncio.sleep(0.05)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        return made
 
     run(work())
 

@@ -15,7 +15,7 @@ from kvstore.errors import KeyTaken, NodeUnavailable, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX, HOT_BYTES_MIN
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key, layout_fingerprint
-from kvstore.node import batches, inline
+from kvstore.node import batches_service, inline
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import batches_pb2_grpc, kvstore_pb2
 from tests.conftest import small_client
@@ -173,9 +173,9 @@ def test_a_break_lets_the_message_go_out_that_is_being_sent(
             await self._context.write(message)
             told.append("ended")
 
-    made = batches._Puts.__init__
+    made = batches_service._Puts.__init__
     monkeypatch.setattr(
-        batches._Puts,
+        batches_service._Puts,
         "__init__",
         lambda puts, at, context, *more: made(puts, at, Slow(context), *more),  # type: ignore[arg-type] # what is used of one
     )

@@ -14,7 +14,7 @@ from kvstore.errors import NodeUnavailable, Overloaded
 from kvstore.limits import BATCH_BLOCKS_MAX, PIN_TIMEOUT_MS, PIN_TIMEOUT_MS_MAX, PINS_OF_TENANT_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.wire import blocks_pb2 as pb
 from kvstore.wire import blocks_pb2_grpc
 from kvstore.wire.kvstore_pb2 import BlockName

@@ -171,7 +171,7 @@ def test_a_put_into_another_domain_than_its_keys_is_refused(
 def test_the_node_refuses_it_as_well(
     client: Client, monkeypatch: pytest.MonkeyPatch, key: bytes, domain: bytes, _: str
 ) -> None:
-    monkeypatch.setattr("kvstore.client.inline.check_domain", lambda *_: None)
+    monkeypatch.setattr("kvstore.client.grpc_blocks.check_domain", lambda *_: None)
     monkeypatch.setattr("kvstore.client.checks._check_domains", lambda _: None)
     for put in (put_inline, put_in_a_stream, put_reserved, put_reserved_by_grpc):
         with pytest.raises((ProtocolError, AssertionError), match="domain"):
@@ -253,7 +253,7 @@ def test_a_cluster_does_not_put_a_block_of_a_domain_back(
         added: list[bytes] = []
         monkeypatch.setattr(cluster._repairs, "add", lambda _, key, *__: added.append(key))
         for key in (in_domain(block_key(b"back"), ADA), block_key(b"back")):
-            cluster._put_back([client.target], key, 0, lambda: b"its bytes")
+            cluster._reads._put_back([client.target], key, 0, lambda: b"its bytes")
         assert added == [block_key(b"back")]
 
 

@@ -13,7 +13,7 @@ from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, Expired, NoSpace, SessionRefused
 from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES, SESSION_BLOCKS_MAX
 from kvstore.names import block_key
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from tests.conftest import small_client

@@ -18,6 +18,7 @@ import pytest
 from kvstore.client import (
     Arrivals,
     AsyncClient,
+    AsyncClusterClient,
     Block,
     Client,
     ClusterBlock,
@@ -47,6 +48,7 @@ from tools.generate_api import public_classes, public_methods
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvstore.client import RegisteredMemory
     from nic_offload.fabric import Region
 
 PAGE = 4096
@@ -78,10 +80,13 @@ class Bench:
         self.arrivals = undo.enter_context(Arrivals(self.nodes, Table(), tenant=""))
         self.asynchronous = AsyncClient(node.target, **few)
         undo.callback(lambda: asyncio.run(self.asynchronous.close()))
+        self.async_cluster = AsyncClusterClient([node.target], **few)
+        undo.callback(lambda: asyncio.run(self.async_cluster.close()))
         self.flags = undo.enter_context(FlagWords.create(2))
         self.region = self.client.register(bytearray(16 * PAGE))
         self.async_region = self.asynchronous.sync.register(bytearray(PAGE))
         self.everywhere = self.cluster.register(bytearray(16 * PAGE))
+        self.async_everywhere = self.async_cluster.sync.register(bytearray(PAGE))
         self.client.put_inline(KEY, b"KV" * (PAGE // 2))
         self.chat = self.client.session("ada", "chat")
         self.chat.append([KEY], 1)
@@ -96,6 +101,7 @@ class Bench:
             "block_bytes_max": lambda: PAGE,
             "blocks": lambda: [self.block()],
             "chained_hash": lambda: KEY,
+            "chained_hashes": lambda: [KEY],
             "client": lambda: self.client,
             "context": lambda: "chat",
             "count": lambda: 1,
@@ -162,6 +168,7 @@ class Bench:
             "Block": {"pieces": lambda: None},
             "ClusterBlock": {"memory": lambda: self.everywhere, "pieces": lambda: None},
             "ClusterClient": {"blocks": lambda: [self.cluster_block()]},
+            "AsyncClusterClient": {"blocks": lambda: [self.cluster_block(self.async_everywhere)]},
             "Pieces": {"pieces": lambda: [(0, PAGE)]},
             "AsyncClient": {"blocks": lambda: [self.block(self.async_region)]},
             "AsyncSession": {"file": io.BytesIO, "blocks": lambda: 0},
@@ -173,6 +180,10 @@ class Bench:
             "Arrival": lambda: self.arrivals.arrived(REQUEST),
             "Arrivals": lambda: self.arrivals,
             "AsyncClient": lambda: self.asynchronous,
+            "AsyncClusterClient": lambda: self.async_cluster,
+            "AsyncClusterPuts": lambda: asyncio.run(
+                self.async_cluster.arm([self.cluster_block(self.async_everywhere)])
+            ),
             "AsyncPuts": lambda: self.asynchronous.arm([self.block(self.async_region)]),
             "AsyncSession": lambda: self.asynchronous.session("ada", "chat"),
             "Block": lambda: Block,
@@ -197,8 +208,8 @@ class Bench:
     def block(self, region: Region | None = None) -> Block:
         return Block(KEY, region or self.region, 0, PAGE)
 
-    def cluster_block(self) -> ClusterBlock:
-        return ClusterBlock(KEY, self.everywhere, 0, PAGE)
+    def cluster_block(self, memory: RegisteredMemory | None = None) -> ClusterBlock:
+        return ClusterBlock(KEY, memory or self.everywhere, 0, PAGE)
 
     def arguments(self, kind: str, method: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
         """A good value for each argument; a method that takes something new fails here."""
@@ -267,7 +278,7 @@ METHODS = [
     for name, kind in public_classes()
     if name != "LocalNode"
     for method, one in public_methods(name, kind)
-    if set(inspect.signature(one).parameters) - {"self"} and (name, method) != ("AsyncClient", "call")
+    if set(inspect.signature(one).parameters) - {"self"} and method != "call"
 ]
 
 
@@ -299,6 +310,7 @@ def made_of(kind: type, bench: Bench) -> dict[str, Any]:
         "Block": {"key": KEY, "region": bench.region, "offset": 0, "length": PAGE},
         "ClusterBlock": {"key": KEY, "memory": bench.everywhere, "offset": 0, "length": PAGE},
         "ClusterClient": {"nodes": [bench.target]},
+        "AsyncClusterClient": {"nodes": [bench.target]},
         "Layout": {name: getattr(bench.layout, name) for name in Layout.__dataclass_fields__},
         "MemoryNode": {},
         "Nodes": {"nodes": [bench.target]},
@@ -326,7 +338,7 @@ def use(made: Any, bench: Bench) -> None:
     elif isinstance(made, ClusterBlock):
         bench.cluster.get([made], timeout_s=1)
         bench.cluster.arm([made]).abandon()
-    elif isinstance(made, AsyncClient):
+    elif isinstance(made, AsyncClient | AsyncClusterClient):
         asyncio.run(made.close())
     elif hasattr(made, "close"):
         made.close()
@@ -335,7 +347,7 @@ def use(made: Any, bench: Bench) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(AsyncClient, Block, Client, ClusterBlock, ClusterClient, Layout),
+        *(AsyncClient, AsyncClusterClient, Block, Client, ClusterBlock, ClusterClient, Layout),
         *(MemoryNode, Nodes, Pieces, Reach, ShardReader),
     ],
 )

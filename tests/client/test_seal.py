@@ -26,7 +26,7 @@ from nic_offload.checksum import crc32c
 from nic_offload.fabric import EventKind, Fabric
 from nic_offload.memory import allocate
 from nic_offload.trigger import TriggeredNotify, TriggeredPut, arm
-from tests.client.test_fabric_calls import get, link_of
+from tests.client.test_fabric_caller import get, link_of
 from tests.client.test_promises import put
 from tests.conftest import MIB, ClientWithBuffers
 from tests.nic_offload.rig import wait_until

@@ -31,7 +31,7 @@ from kvstore.limits import (
 )
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.wire import sessions_pb2 as pb
 from kvstore.wire import sessions_pb2_grpc
 from nic_offload.flags import FlagWords

@@ -25,7 +25,7 @@ from kvstore.durability import Durability
 from kvstore.limits import SHARE_CALLERS_MAX, SHARE_PASS_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.node.tenants import token_digest
-from tests.client.test_fabric_calls import get, link_of
+from tests.client.test_fabric_caller import get, link_of
 from tests.client.test_seal import areas
 from tests.conftest import MIB, ClientWithBuffers, small_node
 from tests.nic_offload.rig import wait_until

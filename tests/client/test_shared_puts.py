@@ -28,7 +28,7 @@ from kvstore.node.fair import Places
 from kvstore.node.shared_slots import SharedSlots
 from kvstore.wire.ack import ack_word
 from kvstore.wire.sharing import HAS_SLOTS
-from tests.client.test_fabric_calls import link_of
+from tests.client.test_fabric_caller import link_of
 from tests.client.test_seal import areas
 from tests.conftest import MIB, ClientWithBuffers, small_node
 from tests.nic_offload.rig import wait_until

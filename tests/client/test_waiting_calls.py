@@ -17,7 +17,7 @@ from kvstore.client.gets import Get
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
 from kvstore.limits import FABRIC_CALL_PLACES, FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
-from tests.client.test_fabric_calls import forbid_grpc, get, link_of, served
+from tests.client.test_fabric_caller import forbid_grpc, get, link_of, served
 from tests.client.test_promises import put
 from tests.conftest import ClientWithBuffers
 from tests.nic_offload.rig import wait_until

@@ -21,12 +21,12 @@ from grpc.aio import AioRpcError, Metadata
 from kvstore.cluster.etcd_history import EtcdMemory
 from kvstore.cluster.membership import Membership
 from kvstore.miss import Miss, MissReason
-from kvstore.node.block_calls import BlocksService
+from kvstore.node.blocks_service import BlocksService
 from kvstore.node.calls import Ends
 from kvstore.node.deletions import Deletions
 from kvstore.node.time_slices import Turns
 from kvstore.node.upkeep import Upkeep
-from kvstore.node.upkeep_calls import UpkeepService
+from kvstore.node.upkeep_service import UpkeepService
 from kvstore.storage.index import Entry
 from kvstore.storage.items import DeleteDone, DeleteItem, GetDone
 from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -23,10 +21,12 @@ from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.wire import cluster_pb2, cluster_pb2_grpc
 from tests.cluster.real_etcd import RealEtcd
+from tests.commands.here import run_here
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -248,13 +248,11 @@ def test_a_node_by_itself_is_in_no_cluster(tmp_path: Path) -> None:
 
 
 def explained(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str]:
-    asked = [sys.executable, "-m", "kvstore", "explain", *words, "--node", node.target]
-    return subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    return run_here("explain", *words, "--node", node.target)
 
 
 def command(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str]:
-    asked = [sys.executable, "-m", "kvstore", "cluster", *(words or ("status",)), "--node", node.target]
-    return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
+    return run_here("cluster", *(words or ("status",)), "--node", node.target)
 
 
 def test_a_client_that_does_not_place_by_lots_gets_members_that_can_not_be_reached(cluster: Cluster) -> None:

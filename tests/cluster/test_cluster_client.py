@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvstore.client import ClusterBlock, ClusterClient, Hit, Nodes
-from kvstore.client.inline import InlineCalls
+from kvstore.client.grpc_blocks import InlineCalls
 from kvstore.cluster.map import Map
 from kvstore.durability import Durability
 from kvstore.engines.carrier import Carrier, Place
@@ -398,6 +398,23 @@ def test_where_one_owner_is_away_and_the_other_has_another_block_the_key_is_take
     (result,) = client.put_many_inline([(key, b"one")])
     assert isinstance(result.error, KeyTaken)
     assert result.has_block
+
+
+@pytest.mark.parametrize("acks", ["all", "any"])
+def test_a_put_fails_if_an_owner_has_another_block_though_one_copy_is_enough(world: World, acks: str) -> None:
+    """Else a client that reads from that owner would get bytes that are older than an acknowledged put."""
+    client = world.client(replicas=2, acks=acks)
+    for at in range(2):
+        key = block_key(secrets.token_bytes(8), b"taken")
+        client.nodes.at(client.owners(key)[at]).put_inline(key, b"another")
+        (result,) = client.put_many_inline([(key, b"one")])
+        assert isinstance(result.error, KeyTaken)
+        assert result.has_block
+        assert client.delete([key]) == [True]
+        assert client.put_inline(key, b"one") is Durability.WRITTEN
+        with client.register(bytearray(b"two")) as memory:
+            (armed,) = client.put([ClusterBlock(key, memory, 0, 3)])
+        assert isinstance(armed.error, KeyTaken)
 
 
 def test_where_one_node_is_left_two_copies_are_not_promised(tmp_path: Path) -> None:

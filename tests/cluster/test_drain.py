@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from subprocess import DEVNULL
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +17,10 @@ from grpc.aio import AioRpcError
 
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.commands.cluster_command import _as_numbers, _upkeep_lines
-from kvstore.node.cluster_calls import _told
+from kvstore.node.cluster_service import _told
 from kvstore.node.metrics import _of_upkeep
 from kvstore.node.upkeep import Found, Upkeep
-from kvstore.node.upkeep_calls import UpkeepService
+from kvstore.node.upkeep_service import UpkeepService
 from kvstore.wire import upkeep_pb2
 from kvstore.wire.cluster_pb2 import UpkeepState
 from kvstore.wire.upkeep_pb2 import DrainRequest, DrainResponse
@@ -85,8 +87,11 @@ def test_a_drain_after_which_too_few_would_stay_is_refused_at_once(tmp_path: Pat
         assert "can't be drained: too few others would stay (1, and blocks should be on 2)" in refused.stderr
         assert not any(one.draining for one in told(third).members if one.node == second.target)
         assert command("join", first.target).returncode == 0
-        with ThreadPoolExecutor(3) as threads:  # all at once
-            ends = list(threads.map(lambda node: command("drain", node.target).returncode, world.nodes))
+        asked = [sys.executable, "-m", "kvstore", "cluster", "drain"]
+        at_once = [
+            subprocess.Popen([*asked, one.target], stdout=DEVNULL, stderr=DEVNULL) for one in world.nodes
+        ]
+        ends = [one.wait(WAIT_S) for one in at_once]
         draining = [one.node for one in told(third).members if one.draining]
         assert len(draining) <= 1
         assert sum(end == 0 for end in ends) == len(draining)

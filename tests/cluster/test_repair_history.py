@@ -20,7 +20,7 @@ from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import DRAINING, Map, Member, lots_record
 from kvstore.limits import UPKEEP_EVERY_MS
 from kvstore.node import upkeep
-from kvstore.node.cluster_calls import _told
+from kvstore.node.cluster_service import _told
 from tests.cluster.reports import all_copies_are_made, members_are
 from tests.cluster.simulated import FakeEtcd, run
 from tests.cluster.simulated_nodes import CLIENT, TENANTS, Network, Process, Store, all_of
@@ -49,7 +49,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class World:
     def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+        self.rng, self.reader_rng = random.Random(seed), random.Random(f"reader {seed}")
+        self.read = 0  # blocks that a reader found
+        self.read_deleted: list[str] = []
         self.etcd, self.network = FakeEtcd(), Network(self.rng)
         self.stores: dict[Member, Store] = {}  # of members that may live again
         self.stored: dict[Name, float] = {}  # acknowledged and not deleted since, and when
@@ -144,6 +146,32 @@ class World:
                 self.deleted.add(name)
                 return
             asked = digest
+
+    async def reader(self) -> None:
+        """Read blocks by maps that may be old, the second owner first in half of the reads."""
+        rng = self.reader_rng
+        while not self.is_over:
+            await asyncio.sleep(rng.random())
+            names, maps = sorted(self.deleted), [one.membership.map for one in self.processes.values()]
+            if rng.random() < 0.3:
+                names = sorted(self.stored)
+            if not names or not (now := rng.choice(maps) if maps else None) or not now.members:
+                continue
+            name = rng.choice(names)
+            is_deleted = name in self.deleted
+            order = list(now.owners(TENANTS[name[0]][0].encode(), name[1]))
+            order[:2] = order[:2] if rng.random() < 0.5 else order[1::-1]
+            for at in order:
+                await asyncio.sleep(rng.random() * 0.3)
+                node = now.members[at]
+                process = self.processes.get(node.node)
+                if process is None or frozenset((CLIENT, node.node)) in self.network.is_cut:
+                    continue
+                if name in process.store.blocks:
+                    self.read += 1
+                    if is_deleted and (node.name, name) not in self.from_elsewhere:
+                        self.read_deleted.append(f"{name} on {node.name}")
+                    break
 
     # --- what happens to nodes
 
@@ -253,6 +281,7 @@ class World:
 
     def check(self) -> None:
         assert not self.missing()
+        assert not self.read_deleted, "a read returned a deleted block"
         there = {(member.name, name) for member, store in self.stores.items() for name in store.blocks}
         undone = {(node, name) for node, name in there - self.from_elsewhere if name in self.deleted}
         assert not undone, "a deletion was undone"
@@ -274,6 +303,7 @@ async def history(seed: int, *, pauses: bool = False) -> World:
         world.begin()
     await asyncio.sleep(2)
     clients = [asyncio.create_task(world.client()) for _ in range(CLIENTS)]
+    clients.append(asyncio.create_task(world.reader()))
     for _ in range(STEPS):
         await world.step()
         if pauses and world.rng.random() < 0.4:
@@ -305,6 +335,7 @@ def test_blocks_are_on_their_owners_and_deleted_ones_are_nowhere_after_failures(
             raise
     assert sum(len(sent) for world in done for sent in world.network.sent.values()) > 0
     assert any(world.deleted for world in done)
+    assert any(world.read for world in done)
 
 
 def test_after_a_pause_of_etcd_blocks_with_one_copy_are_copied() -> None:

@@ -112,12 +112,19 @@ def test_of_what_is_on_two_nodes_nothing_is_lost_with_one(tmp_path: Path) -> Non
         etcd = stack.enter_context(RealEtcd(tmp_path / "etcd"))
         told = ("--cluster", f"{etcd.endpoints[0]}/storm")
         nodes = [
-            stack.enter_context(small_node(tmp_path / f"node{at}", arguments=told, capacity="512MiB"))
+            stack.enter_context(
+                small_node(
+                    tmp_path / f"node{at}",
+                    arguments=(*told, "--cluster-zone", f"rack-{at}"),
+                    capacity="512MiB",
+                )
+            )
             for at in range(3)
         ]
         more: dict[str, Any] = {"slots": 16, "block_bytes_max": 1 << 20, "call_timeout_ms": 2_000}
-        clients = [
-            stack.enter_context(ClusterClient([nodes[at].target], replicas=2, **more)) for at in range(2)
+        clients = [  # the second reads the copies of the last node first
+            stack.enter_context(ClusterClient([nodes[at].target], replicas=2, zone=zone, **more))
+            for at, zone in enumerate(("", "rack-2"))
         ]
         for client in clients:
             wait_until(lambda: len(client.nodes.map.members) == 3, "all are members", 30)  # noqa: B023

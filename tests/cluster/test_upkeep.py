@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -27,7 +25,7 @@ from kvstore.names import SHARED, block_key
 from kvstore.node.copy_eligibility import Sureness
 from kvstore.node.tenants import token_digest
 from kvstore.node.upkeep import Block, Pace, Upkeep, lacking
-from kvstore.node.upkeep_calls import Waited
+from kvstore.node.upkeep_service import Waited
 from kvstore.storage.index import Entry
 from kvstore.wire import cluster_pb2, cluster_pb2_grpc, kvstore_pb2, upkeep_pb2_grpc
 from kvstore.wire import upkeep_pb2 as pb
@@ -35,10 +33,12 @@ from nic_offload.checksum import crc32c
 from tests.cluster.real_etcd import RealEtcd
 from tests.cluster.reports import have_scanned
 from tests.cluster.simulated import run
+from tests.commands.here import run_here
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
@@ -258,8 +258,7 @@ def test_members_that_drain_are_owners_when_nobody_else_is_left() -> None:
 
 
 def command(*said: str) -> subprocess.CompletedProcess[str]:
-    asked = [sys.executable, "-m", "kvstore", "cluster", *said]
-    return subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    return run_here("cluster", *said)
 
 
 @pytest.fixture(scope="module")

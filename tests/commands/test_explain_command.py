@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,9 +16,11 @@ from kvstore.lookups import HITS, Kind, Lookup, Outcome, Run
 from kvstore.names import block_key
 from kvstore.wire.observing_pb2 import StatisticsResponse
 from nic_offload.memory import allocate
+from tests.commands.here import run_here
 from tests.conftest import small_client
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Iterator
 
     from kvstore.demo.node_process import NodeProcess
@@ -31,8 +31,7 @@ KEYS = [block_key(b"explain", bytes([number])) for number in range(8)]
 
 
 def run(node: NodeProcess, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvstore", "explain", "--node", node.target, "--tenant", "acme", *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_here("explain", "--node", node.target, "--tenant", "acme", *more)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from kvstore.wire.kvstore_pb2 import StatusResponse
 from kvstore.wire.observing_pb2 import ReasonCount, StatisticsResponse
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
+from tests.commands.here import run_here
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.test_tenants import HeldClock
@@ -35,13 +36,7 @@ KEYS = [block_key(b"show", bytes([number])) for number in range(4)]
 
 
 def run(node: NodeProcess, command: str, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore", command, "--node", node.target, *more],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_here(command, "--node", node.target, *more)
 
 
 def test_stats_are_shown_and_told(node: NodeProcess) -> None:

@@ -25,7 +25,7 @@ from kvstore.miss import MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
 from nic_offload.memory import allocate
 from tests.conftest import MIB, small_client, small_node, with_master_key
-from tests.node.test_erasing import files_with
+from tests.node.test_erasing_service import files_with
 from tests.node.test_proof_of_erasure import EXACT, WRONG, keys_of
 
 if TYPE_CHECKING:

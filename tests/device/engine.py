@@ -11,8 +11,8 @@ import numpy as np
 from kvstore.engines.vllm.device_memory import DeviceMemory
 from kvstore.engines.vllm.groups import Load, Wanted
 from kvstore.engines.vllm.loading import Loads
+from kvstore.engines.vllm.page_transport import Transport, open_transport
 from kvstore.engines.vllm.settings import Settings
-from kvstore.engines.vllm.transport import Transport, open_transport
 from nic_offload.host_device import HostDevice
 from tests.device.tensors import BLOCKS, LAYERS, PAGE_BYTES, caches_of, identity_of, pages
 
@@ -62,7 +62,7 @@ class Engine:
         given = {"node": node.target, "host_bytes": 64 * LAYERS * PAGE_BYTES, **settings}
         self.settings = Settings.of_vllm(given)
         self.transport: Transport = open_transport(self.settings, self.identity, self.memory)
-        self.loads = Loads(self.transport, self.memory, WAIT_S)
+        self.loads = Loads(self.transport, self.memory, WAIT_S, WAIT_S)
         self.outcomes: list[Saved] = []
 
     def compute(self, cache: HostTensor, block: int, values: np.ndarray[Any, Any]) -> None:

@@ -46,6 +46,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvstore.client import Prefix
 from kvstore.engines.vllm import loading, lookup, saving, scheduler, worker
 from kvstore.engines.vllm.chain import Chain
 from kvstore.engines.vllm.connector import TriggerKvConnector
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.engines.vllm.kv_memory import KvMemory
-    from kvstore.engines.vllm.transport import Object
+    from kvstore.engines.vllm.page_transport import Object
 
 __all__ = [
     "BLOCK",
@@ -128,11 +129,13 @@ class FakeNode:
     losing: float = 0.0
     dice: random.Random = field(default_factory=lambda: random.Random(1))
     objects: dict[bytes, bytes] = field(default_factory=dict)
+    shares: bool = False  # its memory, with the engine
     lost: int = 0
 
     def prefix(self, keys: Sequence[bytes], timeout_s: float) -> Any:  # noqa: ARG002
         missing = (at for at, key in enumerate(keys) if key not in self.objects)
-        return SimpleNamespace(blocks=next(missing, len(keys)))
+        found = next(missing, len(keys))
+        return Prefix(found, None, is_shared=self.shares and found == len(keys))
 
     def exists(self, keys: Sequence[bytes], timeout_s: float) -> list[Any]:  # noqa: ARG002
         return [None for _ in keys]
@@ -418,7 +421,7 @@ class Pretend:
         sampled = [
             self._forward(name, begins[name], tokens) for name, tokens in order.num_scheduled_tokens.items()
         ]
-        if sampled:
+        if sampled and worker.has_connector_metadata():  # as vLLM's layers ask
             for layer in range(self.layers_run):
                 worker.save_kv_layer(self.names[layer], None, None)
         if not order.has_sync_kv_loads:
@@ -470,7 +473,7 @@ class Pretend:
                 mm_features=[],
             )
             for number, digest in enumerate(Chain(fake, BLOCK).grow()):
-                (key,) = group.objects(digest, 0)
+                (key,) = group.objects([digest], 0)
                 pages = [layer[number * BLOCK : (number + 1) * BLOCK] for layer in rows]
                 clean[key] = torch.tensor(pages, dtype=torch.int64).numpy().tobytes()
         assert not set(node.objects) - set(clean), "objects of unknown names"

@@ -13,9 +13,9 @@ import numpy as np
 
 from kvstore.client import RegisteredMemory
 from kvstore.engines.vllm.connector import TriggerKvConnector
+from kvstore.engines.vllm.connector_metadata import Plan
 from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.offloading import TriggerKvOffloadingSpec
-from kvstore.engines.vllm.plan import Plan
 from kvstore.engines.vllm.tier import TriggerKvTier
 from kvstore.engines.vllm.worker import Working
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvstore.engines.vllm.connector_metadata import Wanted
     from kvstore.engines.vllm.loading import Loaded
-    from kvstore.engines.vllm.plan import Wanted
-    from kvstore.engines.vllm.transport import Object
+    from kvstore.engines.vllm.page_transport import Object
 
 __all__ = [
     "BrokenConnector",
@@ -78,7 +78,7 @@ class RecordingConnector(TriggerKvConnector):
             for wanted in blocks:
                 group = memory.groups[wanted.group]
                 (rows,) = memory.pieces(wanted.group, [wanted.block])
-                for key, run in zip(group.objects(wanted.digest, 0), group.runs, strict=True):
+                for key, run in zip(group.objects([wanted.digest], 0), group.runs, strict=True):
                     pages = [
                         memory.bytes_of(buffer, offset, length)
                         for buffer, length, offset in rows[run.start : run.stop].tolist()

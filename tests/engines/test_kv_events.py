@@ -14,7 +14,7 @@ import zmq  # noqa: E402
 from kvstore.clock import SystemClock  # noqa: E402
 from kvstore.config import EventsConfig  # noqa: E402
 from kvstore.node.kv_events import KvEvents  # noqa: E402
-from kvstore.storage.eviction.items import Reason  # noqa: E402
+from kvstore.storage.eviction.types import Reason  # noqa: E402
 from tests.storage.index_rows import rows  # noqa: E402
 
 TENANT = b"t" * 16

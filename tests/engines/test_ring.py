@@ -38,3 +38,20 @@ def test_an_empty_ring_takes_as_much_as_it_has_wherever_the_last_piece_ended() -
         assert ring.take(10) is None
         ring.give_back(got[1])
     assert ring.take(11) is None
+
+
+def test_an_empty_ring_begins_anew_and_has_all_of_its_room() -> None:
+    ring = Ring(100)
+    for _ in range(3):
+        pieces = [ring.take(10) for _ in range(10)]
+        assert [piece and piece[0] for piece in pieces[:3]] == [0, 10, 20]
+        assert None not in pieces
+        for piece in pieces[:3]:
+            assert piece is not None
+            ring.give_back(piece[1])
+        again = ring.take(10)
+        assert again is not None
+        assert again[0] == 0, "the oldest room, while others are still in use"
+        for piece in [*pieces[3:], again]:
+            assert piece is not None
+            ring.give_back(piece[1])

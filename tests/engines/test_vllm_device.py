@@ -13,8 +13,8 @@ import tests.engines.pretend  # noqa: F401  # isort: skip - it is how vLLM is im
 import torch
 
 from kvstore.engines.vllm import worker
+from kvstore.engines.vllm.connector_metadata import Load, Plan, Wanted
 from kvstore.engines.vllm.device_memory import DeviceMemory
-from kvstore.engines.vllm.plan import Load, Plan, Wanted
 from kvstore.engines.vllm.settings import Settings
 from kvstore.errors import DeviceError, LayoutError
 from kvstore.testing import MemoryNode
@@ -113,7 +113,7 @@ def test_steps_save_from_a_device_and_load_into_it(monkeypatch: pytest.MonkeyPat
 
         until(are_stored)
         targets = [Wanted(0, 20, saved[0].digest), Wanted(0, 5, saved[1].digest), Wanted(0, 6, b"x" * 32)]
-        step(one, device, tensors, Plan(loads=[Load("r", targets)]), kv=kv)
+        step(one, device, tensors, Plan(loads=[Load("r", targets, load == "sync")]), kv=kv)
         if load == "async":
             ended: set[str] = set()
             until_loads_end(one, ended)
@@ -131,7 +131,7 @@ def test_steps_save_from_a_device_and_load_into_it(monkeypatch: pytest.MonkeyPat
         for at, name in enumerate(names()):
             assert torch.equal(seen[name], kv[at][:, [3, 4]]), name
         device.is_refusing = True
-        step(one, device, tensors, Plan(loads=[Load("s", targets[:2])]), kv=kv)
+        step(one, device, tensors, Plan(loads=[Load("s", targets[:2], load == "sync")]), kv=kv)
         if load == "async":
             ended.clear()
             until_loads_end(one, ended)

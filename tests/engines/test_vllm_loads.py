@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.engines.vllm.lookup import Usable
 from tests.engines.pretend import (
     BLOCK,
     LAYERS,
@@ -36,6 +37,9 @@ def folder(place: Path) -> Path:
     return model_folder(place / "pretended")
 
 
+LOADS = ["sync", "async", "shared"]
+
+
 def prompt(number: int, tokens: int = 3 * BLOCK) -> list[int]:
     return PREFIX + [(number * 31 + at * 11) % 900 + 5 for at in range(tokens)]
 
@@ -55,23 +59,29 @@ def stored(monkeypatch: pytest.MonkeyPatch, folder: Path, *prompts: list[int]) -
     return node
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
+def of(node: FakeNode, load: str) -> str:
+    """The setting. "shared" is "async" with a node that shares its memory: an idle engine's step waits for the copy."""
+    node.shares = load == "shared"
+    return "async" if node.shares else load
+
+
+@pytest.mark.parametrize("load", LOADS)
 def test_loaded_tokens_are_not_computed(monkeypatch: pytest.MonkeyPatch, folder: Path, load: str) -> None:
     node = stored(monkeypatch, folder, prompt(1))
-    engine = Pretend(monkeypatch, folder, node, load=load)
+    engine = Pretend(monkeypatch, folder, node, load=of(node, load))
     engine.add("a", prompt(1), 4)
     engine.run()
     engine.check_answers()
     assert engine.count("loaded_bytes") == 8 * LAYERS * BLOCK * 8
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("load", LOADS)
 def test_a_block_evicted_between_lookup_and_load_poisons_nothing(
     monkeypatch: pytest.MonkeyPatch, folder: Path, load: str
 ) -> None:
     node = stored(monkeypatch, folder, prompt(1))
     node.losing = 0.3
-    engine = Pretend(monkeypatch, folder, node, load=load)
+    engine = Pretend(monkeypatch, folder, node, load=of(node, load))
     engine.add("a", prompt(1, 5 * BLOCK), 40)
     engine.run()
     assert node.lost
@@ -96,12 +106,12 @@ def test_a_step_whose_load_failed_saves_nothing_and_the_next_ones_do(
     assert engine.check_pages(node, held(engine)) >= 9 * LAYERS
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("load", LOADS)
 def test_a_request_that_fails_for_its_load_leaves_nothing_wrong_behind(
     monkeypatch: pytest.MonkeyPatch, folder: Path, load: str
 ) -> None:
     node = stored(monkeypatch, folder, PREFIX)
-    engine = Pretend(monkeypatch, folder, node, load=load, policy="fail")
+    engine = Pretend(monkeypatch, folder, node, load=of(node, load), policy="fail")
     node.losing = 1.0
     engine.add("a", prompt(1), 4)
     engine.run()
@@ -158,9 +168,12 @@ def test_nor_if_its_request_is_aborted_while_it_is_computed(
     engine.check_pages(node, held(engine))
 
 
-def test_an_engine_that_plans_ahead_waits_for_no_load(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+@pytest.mark.parametrize("load", ["sync", "shared"])
+def test_an_engine_that_plans_ahead_waits_for_no_load(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, load: str
+) -> None:
     node = stored(monkeypatch, folder, prompt(1))
-    engine = Pretend(monkeypatch, folder, node, load="sync", plans_ahead=True)
+    engine = Pretend(monkeypatch, folder, node, load=of(node, load), plans_ahead=True)
     engine.add("a", prompt(1), 1)
     engine.step()
     assert engine.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -215,14 +228,14 @@ def test_a_request_built_on_blocks_that_another_connector_lost_is_not_saved(
     assert engine.check_pages(node, held(engine)) > 0
 
 
-class _Slow(Future[int]):
+class _Slow(Future[Usable]):
     """An answer that does not come, and how long it was waited for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[float] = []
 
-    def result(self, timeout: float | None = None) -> int:
+    def result(self, timeout: float | None = None) -> Usable:
         assert timeout is not None
         self.waits.append(timeout)
         raise TimeoutError
@@ -250,7 +263,7 @@ def test_blocks_of_the_engines_own_cache_wait_for_no_answer_and_are_saved_only_i
     engine.add("first", prompt(1), 1)
     engine.run()
     node.objects.clear()
-    answer: Future[int] = Future()
+    answer: Future[Usable] = Future()
     engine.scheduling._lookups.begin = lambda *_: answer
     monkeypatch.setattr(answer, "result", lambda *_: 1 / 0)
     engine.scheduling._lookup_ns = 60_000_000_000
@@ -260,7 +273,7 @@ def test_blocks_of_the_engines_own_cache_wait_for_no_answer_and_are_saved_only_i
     assert len(engine.answers["again"]) == 4
     assert not node.objects  # it is not known yet whether they are missing
     monkeypatch.undo()
-    answer.set_result(stored_blocks * BLOCK)
+    answer.set_result(Usable(stored_blocks * BLOCK, is_shared=False))
     engine.run()
     engine.check_answers()
     assert engine.check_pages(node, held(engine)) == (11 - stored_blocks) * LAYERS
@@ -308,7 +321,7 @@ def test_a_node_that_takes_nothing_holds_up_no_step(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("load", LOADS)
 def test_under_random_failures_every_stored_page_is_a_clean_engines(
     monkeypatch: pytest.MonkeyPatch, folder: Path, load: str, *, beside: bool
 ) -> None:
@@ -324,7 +337,7 @@ def test_under_random_failures_every_stored_page_is_a_clean_engines(
                 monkeypatch,
                 folder,
                 node,
-                load=load,
+                load=of(node, load),
                 beside=beside,
                 blocks=dice.choice([24, 64]),
                 step_tokens=dice.choice([32, 48, 128]),

@@ -100,7 +100,7 @@ def ident(
     except LayoutError as error:
         return str(error)
     return [one_.layout.hex(), block_key(chunks, b"d").hex()] + [
-        key.hex() for key in one_.groups[0].objects(b"d", rank or 0)]
+        key.hex() for key in one_.groups[0].objects([b"d"], rank or 0)]
 
 yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 2048}
 window = SlidingWindowSpec(block_size=32, num_kv_heads=4, head_size=64, dtype=torch.bfloat16, sliding_window=64)

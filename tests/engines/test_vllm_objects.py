@@ -9,10 +9,10 @@ from tests.engines.pretend import FakeNode, FakeTransport  # isort: skip - it is
 import torch
 
 from kvstore.engines.vllm import groups
+from kvstore.engines.vllm.connector_metadata import Load, Wanted
 from kvstore.engines.vllm.groups import Group
 from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.loading import Loads
-from kvstore.engines.vllm.plan import Load, Wanted
 from kvstore.layout import Layer, Layout, Order
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -54,10 +54,10 @@ def test_a_block_is_one_object_or_some_of_no_more_than_their_bound(objects_of_bl
     one = group()
     assert [len(run) for run in one.runs] == ([3, 3, 1] if objects_of_block == 3 else [LAYERS])
     assert [layer for run in one.runs for layer in run] == list(range(LAYERS))
-    keys = one.objects(b"digest", 0)
+    keys = one.objects([b"digest"], 0)
     assert len(set(keys)) == len(keys) == objects_of_block
-    assert one.all_objects([b"digest", b"other"]) == keys + one.objects(b"other", 0)
-    assert not set(group(1).objects(b"digest", 0)) & set(keys)
+    assert one.all_objects([b"digest", b"other"]) == keys + one.objects([b"other"], 0)
+    assert not set(group(1).objects([b"digest"], 0)) & set(keys)
 
 
 def test_blocks_of_pages_or_other_runs_have_other_names(
@@ -68,7 +68,7 @@ def test_blocks_of_pages_or_other_runs_have_other_names(
     named.append({LAYOUT.key(b"%b0/%d" % (block, layer)) for layer in range(LAYERS)})
     for pages in (1, 2, 3, 7):
         monkeypatch.setattr(groups, "OBJECT_BYTES_MAX", pages * PAGE)
-        keys = set(group().objects(b"digest", 0))
+        keys = set(group().objects([b"digest"], 0))
         named.append(keys)
     last_of_two_and_three = {LAYOUT.key(b"%b0/6-7" % block)}
     for number, keys in enumerate(named):
@@ -95,8 +95,8 @@ def test_blocks_come_back_where_they_belong(objects_of_block: int) -> None:
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     source = caches(1)
     other = KvMemory(tensors, [group()], 0, BLOCKS)
-    gone = node.objects.pop(group().objects(bytes([11]), 0)[-1])
-    loads = Loads(FakeTransport(node, other), other, 5.0)
+    gone = node.objects.pop(group().objects([bytes([11])], 0)[-1])
+    loads = Loads(FakeTransport(node, other), other, 5.0, 5.0)
     load = Load(
         "r", [Wanted(0, block, bytes([digest])) for block, digest in ((5, 3), (6, 0), (1, 11), (2, 7))]
     )

@@ -23,7 +23,8 @@ from vllm.v1.kv_offload.base import ReqContext
 from kvstore.engines.vllm import plugin
 from kvstore.engines.vllm.groups import Group, Identity
 from kvstore.engines.vllm.offloading import Engine, TriggerKvOffloadingSpec, _Manager
-from kvstore.engines.vllm.plan import Load, Plan, Wanted
+from kvstore.engines.vllm.lookup import Usable
+from kvstore.engines.vllm.connector_metadata import Load, Plan, Wanted
 from kvstore.engines.vllm.scheduler import Scheduling
 from kvstore.engines.vllm.settings import ENGINE, Settings
 from kvstore.reach import Reach
@@ -32,9 +33,9 @@ from kvstore.engines.vllm.worker import Absent
 from kvstore.errors import ConfigError
 from kvstore.layout import Layer, Layout, Order
 
-def absent(is_async):
-    side = Absent(is_async=is_async)
-    side.begin_step(Plan([Load("r", [Wanted(0, 5, b"d")])]))
+def absent(waits):
+    side = Absent()
+    side.begin_step(Plan([Load("r", [Wanted(0, 5, b"d")], waits)]))
     side.load()
     ended, _ = side.finished_loads()
     return [sorted(ended), sorted(side.failed_blocks())]
@@ -43,11 +44,13 @@ layout = Layout(model="m", weights="w", dtype="float32", block_tokens=32, layers
     order=Order.OPAQUE, engine="e")
 identity = Identity((Group(0, 32, 0, ("a",), (layout,), 4096),), b"layout")
 
+here, away = Usable(64, is_shared=True), Usable(64, is_shared=False)
+
 def side(loads, saves):
     it = Scheduling(Settings(Reach(("127.0.0.1:9",))), identity, with_events=False, loads=loads, saves=saves)
     told = []
     it._turns = Fake(arrived=lambda request: told.append("arrived"), finished=lambda *_: told.append("finished"))
-    it._lookups = Fake(step_tokens=32, begin=lambda *_: told.append("asked") or Fake(result=lambda _: 64))
+    it._lookups = Fake(step_tokens=32, begin=lambda *_: told.append("asked") or Fake(result=lambda _: away))
     it.bind(Fake(get_block_ids=lambda _: ([1, 2, 3, 4],)))
     request = Fake(request_id="r", all_token_ids=list(range(100)), num_tokens=100, num_computed_tokens=0,
         num_preemptions=0, kv_transfer_params=None,
@@ -58,6 +61,26 @@ def side(loads, saves):
     saved = len(it.plan(Fake(num_scheduled_tokens={"r": 100})).saves)
     it.finished(request)
     return [list(matched), saved, told]
+
+def waits(*found, busy=False, layers=1):
+    # Of each of some requests that arrive at once, whether its load runs beside the steps.
+    group = Group(0, 32, 0, tuple(map(str, range(layers))), (layout,), 4096)
+    it = Scheduling(Settings(Reach(("127.0.0.1:9",))), Identity((group,), b"layout"), with_events=False)
+    it._turns = Fake(arrived=lambda _: None)
+    it.plan(Fake(num_scheduled_tokens={"another": 1} if busy else {}))
+    beside = []
+    for number, one in enumerate(found):
+        it._lookups = Fake(step_tokens=32, begin=lambda *_: Fake(result=lambda _: one))
+        request = Fake(request_id=str(number), all_token_ids=list(range(100)), num_tokens=100, num_preemptions=0,
+            cache_salt=None, lora_request=None, prompt_embeds=None, mm_features=[], kv_transfer_params=None)
+        it.new_request(request)
+        tokens, is_beside = it.matched(request, 0)
+        beside.append(is_beside)
+        blocks = Fake(blocks=[[Fake(block_id=at, is_null=False) for at in range(4)]])
+        it.allocated(request, blocks, tokens)
+    planned = it.plan(Fake(num_scheduled_tokens={})).loads
+    assert [not load.waits for load in planned] == beside
+    return beside
 
 def session(params, header):
     client = Fake(session=lambda user, name: [user, name])
@@ -87,8 +110,9 @@ other = spec({ENGINE: Engine(b"l"), "tenant": "another"})
 for one in (first, other):
     one.get_manager().shutdown()
 print(json.dumps({
-    "absent": [absent(is_async=True), absent(is_async=False)],
+    "absent": [absent(waits=False), absent(waits=True)],
     "both": side(True, True), "producer": side(False, True), "consumer": side(True, False),
+    "waits": [waits(here, here), waits(away), waits(here, busy=True), waits(here, layers=8193), waits(away, here)],
     "sessions": [session({"user": "ada", "session": "s"}, "h"), session(None, "h"), session({"user": "ada"}, "h"),
         session({"session": "s"}, None), session(None, None)],
     "managers": [manager(True, True), manager(False, True), manager(True, False)],
@@ -123,6 +147,13 @@ def test_a_producer_asks_for_nothing_and_a_consumer_saves_nothing(told: dict[str
     assert told["both"] == [[64, True], 3, ["arrived", "asked", "finished"]]
     assert told["producer"] == [[0, False], 3, ["finished"]]
     assert told["consumer"] == [[64, True], 0, ["arrived", "asked"]]
+
+
+def test_a_step_waits_for_one_load_that_is_a_short_copy_while_nothing_else_is_computed(
+    told: dict[str, Any],
+) -> None:
+    """Not for a second one, one from elsewhere, one beside a request that decodes, or a long one."""
+    assert told["waits"] == [[False, True], [True], [True], [True], [True, True]]
 
 
 def test_roles_hold_for_chunks_too(told: dict[str, Any]) -> None:

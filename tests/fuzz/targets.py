@@ -54,6 +54,8 @@ def fabric_calls(data: bytes) -> None:
             assert all(isinstance(name, str) for name, _ in call.metadata)
         with suppress(KvError):
             fabric_call.leases_of(told, 1)
+        with suppress(KvError):
+            fabric_call.count_of(told, 1)
     assert 0 <= fabric_call.length_said(data[: fabric_call.LENGTH_END]) <= FABRIC_CALL_BYTES
     with suppress(KvError):
         fabric_call.metadata_of(data)

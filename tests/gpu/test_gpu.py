@@ -15,8 +15,8 @@ from kvstore.client import Block
 from kvstore.engines.vllm.device_memory import DeviceMemory
 from kvstore.engines.vllm.groups import Load, Wanted
 from kvstore.engines.vllm.loading import Loads
+from kvstore.engines.vllm.page_transport import open_transport
 from kvstore.engines.vllm.settings import Settings
-from kvstore.engines.vllm.transport import open_transport
 from kvstore.names import block_key
 from nic_offload.device import Copy
 from nic_offload.flags import FlagWord, FlagWords
@@ -162,7 +162,7 @@ def test_blocks_of_vllms_layouts_come_back_exact(
         wait_for(came, "the acknowledgement")
         assert len(outcomes[0].stored) == len(wanted)
         transport.before_loads()
-        loaded = Loads(transport, memory, 20).load(Load("r", wanted))
+        loaded = Loads(transport, memory, 20, 20).load(Load("r", wanted))
         transport.after_loads()
         assert loaded.missing == []
         for name, cache in before.items():

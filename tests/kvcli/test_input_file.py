@@ -10,8 +10,8 @@ import pytest
 import kvstore.cli
 import sim.cli
 from kvcli.input_file import open_input, read_input
+from kvstore.config_files import read_toml
 from kvstore.errors import ConfigError
-from kvstore.input_file import read_toml
 from kvstore.limits import INPUT_FILE_BYTES_MAX
 
 SERVE = ["serve", "--data", "{}/node", "--listen", "127.0.0.1:0"]

@@ -24,6 +24,8 @@ from kvcli.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.warm_start import Warm
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "commands.md").read_text()
 KVSTORE = (sys.executable, "-m", "kvstore")
@@ -303,7 +305,7 @@ def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
     ],
 )
 def test_an_impossible_value_is_one_sentence(
-    arguments: list[str], status: int, says: str, tmp_path: Path
+    arguments: list[str], status: int, says: str, tmp_path: Path, warm: Warm
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
 
@@ -311,7 +313,7 @@ def test_an_impossible_value_is_one_sentence(
             port = taken.getsockname()[1]
             return text.replace("{}", str(tmp_path)).replace("{taken}", f"127.0.0.1:{port}")
 
-        done, says = run(*KVSTORE, *map(put_in, arguments)), put_in(says)
+        done, says = warm.run([*KVSTORE, *map(put_in, arguments)], WAIT_S), put_in(says)
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith("kvstore: ")
     assert says in done.stderr

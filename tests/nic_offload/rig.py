@@ -11,6 +11,7 @@ import os
 import select
 import time
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from nic_offload.errors import FabricError
@@ -35,6 +36,7 @@ FENCE_TAG = 1 << 62
 FINAL = {EventKind.DONE, EventKind.FAILED, EventKind.LANDED, EventKind.WATCH_FAILED}
 
 
+@cache
 def offered() -> set[str]:
     """The providers with remote writes that this machine's libfabric has."""
     return {provider.name for provider in load().providers() if provider.rma}

@@ -14,6 +14,7 @@ import pytest
 from nic_offload.errors import KvError
 from nic_offload.fabric import EventKind, Fabric
 from nic_offload.flags import FlagWords
+from nic_offload.trigger import AckWatch, watch_acks
 from tests.nic_offload.rig import Pair, Side, Way, wait_until
 
 if TYPE_CHECKING:
@@ -183,3 +184,25 @@ def test_the_search_for_sockets_takes_little_of_the_threads_time_however_many_th
         after = fabric.statistics()
         share = (after.cpu_ns - before.cpu_ns) / (after.alive_ns - before.alive_ns)
         assert share < 0.2
+
+
+def test_words_that_move_without_a_wakeup_cause_few_searches_for_sockets(pair: Pair) -> None:
+    """Such as those that a node stores in memory that it shares. Each cost a second of searches."""
+    fabric, word = pair.near.fabric, pair.near.word(0)
+    wait_until(lambda: fabric.statistics().searches > 0, "it has looked for its sockets")
+    select.select([], [], [], 1.2)  # the searches after the connection was made end
+    before = fabric.statistics().searches
+    for generation in range(1, MANY):
+        watch = AckWatch(
+            tag=generation,
+            endpoint=pair.near.endpoint,
+            word=pair.near.region.address + pair.near.word_offset(0),
+            generation=generation,
+            final_code=1,
+            deadline_ns=0,
+        )
+        watch_acks(fabric, [watch])
+        falls_asleep(fabric, 1)
+        word.store(generation << 8 | 1)  # rings no bell
+        pair.near.wait(lambda tag=generation: EventKind.ACKED in pair.near.kinds(tag), "it is seen")  # type: ignore[misc]
+    assert fabric.statistics().searches - before < MANY / 5

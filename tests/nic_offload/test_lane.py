@@ -257,7 +257,7 @@ def test_it_goes_on_to_the_next_ground_when_a_record_does_not_fit(drive: Drive) 
     put_one(drive, 2)
     after = (Ground(60 + PAGES, 111, 30 - PAGES, 9), NO_GROUND.next, Ground(2 * PAGES, 102, 1, 8), 1, 2, 0)
     assert drive.lane.state() == after
-    assert asked(drive), "it has no next one now"
+    wait_until(lambda: asked(drive) > 0, "it asks for a next one")
     rig.wait_came(3)
     assert [one[2:4] for one in drive.wait_written(3)] == [
         (100, 0),

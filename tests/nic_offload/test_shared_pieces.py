@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from nic_offload.fabric import Region
 
-PAGES_BYTES = 1 << 20
+PAGES_BYTES = 4 << 20
 
 
 class Pages:
@@ -81,6 +81,35 @@ def test_they_come_into_their_pieces_and_nowhere_else(
     assert near.bytes_at(first, 700) == client.node[:700]
     assert near.bytes_at(base, size) == bytes(size), "the run was written to as well"
     assert near.bytes_at(last, 5000) == client.node[900_000:905_000]
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_many_bytes_come_into_pieces_at_any_address_and_nowhere_else(
+    client: Client, *, is_part: bool
+) -> None:
+    """They are written past the cache, a line at a time, and what is left of a line as usual."""
+    dice = random.Random(5)
+    places: list[tuple[int, int]] = []
+    for page in range(0, PAGES_BYTES, 4096):
+        size = dice.choice([1, 63, 64, 65, 127, 128, 3000, 4000])
+        places.append((page + dice.randrange(4096 - size + 1), size))
+    places += [(4 * 4096 + PAGES_BYTES, 3 << 20)]
+    dice.shuffle(places)
+    memory = mmap.mmap(-1, 2 * PAGES_BYTES)
+    pieces = Pieces.of(client.pair.near.fabric.register(memory), places)
+    skip = 321 if is_part else 0
+    block = Wanted(12_345, pieces.length + 2 * skip, skip, pieces.length if is_part else 0)
+    group = client.get([block], pieces=[pieces])
+    client.asked()
+    client.answer(client.rows([block]))
+    assert group.wait(2, 20)
+    assert client.codes(group, 2) == [SCATTERED, DONE]
+    at = block.offset + skip
+    wanted = bytearray(len(memory))
+    for place, size in places:
+        wanted[place : place + size] = client.node[at : at + size]
+        at += size
+    assert memory[:] == wanted
 
 
 def test_other_bytes_are_no_hit(client: Client, pages: Pages) -> None:

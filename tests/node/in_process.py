@@ -1,29 +1,38 @@
-"""A node in a thread of the test's own process, for tests that must reach into it."""
+"""A node in a thread of the test's own process, for tests that must reach into it.
+
+As with nodes of `tests.warm_start`, its hot memory is allocated when it is first used, and the pages of a new drive
+when they are first written.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc.aio
+import pytest
 
+import nic_offload.memory
 from kvstore.clock import SystemClock
 from kvstore.config import DriveSpec
 from kvstore.node.audit import Audit
 from kvstore.node.authorization import Gate
+from kvstore.node.call_spans import NodeSpans
 from kvstore.node.fabric_address import FabricAddress
 from kvstore.node.node import Node
 from kvstore.node.same_machine import Sharing
 from kvstore.node.server import add_services
-from kvstore.node.spans import NodeSpans
 from kvstore.node.tenants import Tenants
+from kvstore.storage import superblock
 from kvstore.storage.store import Store
 from kvstore.wire.keepalive import server_keepalive_options
 from nic_offload.fabric import Fabric
+from tests.warm_start import allocate_later
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from opentelemetry.trace import TracerProvider
@@ -34,6 +43,16 @@ if TYPE_CHECKING:
 
 WAIT_S = 30.0
 HOT_BYTES = 48 << 20  # fewer than `kvstore serve` takes: enough for the blocks of most tests
+
+
+@contextmanager
+def _used_later() -> Iterator[None]:
+    """Memory and drives that are made meanwhile cost nothing until they are used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(superblock, "ZERO_FILL_BYTES_MAX", 0)
+        patch.setattr(nic_offload.memory, "populate", nic_offload.memory.populate)  # as it will be again
+        allocate_later()
+        yield
 
 
 class NodeInProcess:
@@ -68,20 +87,22 @@ class NodeInProcess:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         clock = SystemClock()
-        with (
-            Store.open(
-                self._data,
-                capacity_bytes=None if self._specs else self._capacity_bytes,
-                clock=clock,
-                drives=self._specs,
-                open_keys=self._open_keys,
-            ) as store,
-            Fabric("net", address=self._host) as fabric,
-        ):
-            spans = None if self._provider is None else NodeSpans(self._provider, clock)
-            self.node = Node(
-                store, fabric, clock, self._hot_bytes, spans=spans, address=FabricAddress(self._host)
-            )
+        spans = None if self._provider is None else NodeSpans(self._provider, clock)
+        with ExitStack() as stack:
+            with _used_later():
+                store = stack.enter_context(
+                    Store.open(
+                        self._data,
+                        capacity_bytes=None if self._specs else self._capacity_bytes,
+                        clock=clock,
+                        drives=self._specs,
+                        open_keys=self._open_keys,
+                    )
+                )
+                fabric = stack.enter_context(Fabric("net", address=self._host))
+                self.node = Node(
+                    store, fabric, clock, self._hot_bytes, spans=spans, address=FabricAddress(self._host)
+                )
             if self._shares:
                 self.node.sharing = Sharing(self.node.hot, lambda: 1)
             server = grpc.aio.server(options=self._options)

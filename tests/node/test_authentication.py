@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvstore.node.calls import Context
 
 WAIT_S = 20.0
+CALLS_BEHIND = 20
 PATHS = ("KvStore/Attach", "KvStore/Status", "Batches/PutBatch", "Observing/Watch", "Blocks/Exists")
 
 
@@ -93,6 +94,32 @@ def test_a_call_with_too_much_metadata_is_refused_and_its_source_has_to_do_witho
         link.sendall(h2.headers(1, "/kvstore.v1.KvStore/Status", ("authorization", "Bearer acme"), *more))
         assert b"grpc-status\x013" in answered(link, WAIT_S).replace(b"\x00\x0b", b"")
         assert h2.goes_away(link, 5.0)
+
+
+def test_calls_behind_one_with_too_much_metadata_are_dropped(tmp_path: Path) -> None:
+    """Each of them may be as costly, and gRPC has accepted hundreds before the connection is closed."""
+    log = tmp_path / "audit.jsonl"
+    arguments = ("--tenants", str(tmp_path / "tenants.toml"), "--audit", str(log))
+    (tmp_path / "tenants.toml").write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\n')
+
+    def refused(host: str, *metadata: tuple[str, str]) -> int:
+        """How many of some calls are in the audit log, behind one with this metadata."""
+        first = h2.headers(1, "/kvstore.v1.KvStore/Status", *metadata)
+        calls = [h2.headers(3 + 2 * n, "/kvstore.v1.KvStore/Status") for n in range(CALLS_BEHIND)]
+        with h2.connected("127.0.0.1", port, host) as link:
+            link.sendall(b"".join((first, *calls)))
+            while not metadata and log.read_text().count(host) < CALLS_BEHIND:
+                time.sleep(0.05)
+            assert not metadata or h2.goes_away(link, WAIT_S)
+        return log.read_text().count(f"{host}:")
+
+    with small_node(tmp_path / "node", arguments=arguments) as node:
+        port = int(node.target.rpartition(":")[2])
+        assert refused("127.0.0.8") >= CALLS_BEHIND
+        assert (
+            refused("127.0.0.9", *(("x", str(number)) for number in range(METADATA_MAX + 1)))
+            < CALLS_BEHIND / 2
+        )
 
 
 def test_a_message_that_need_not_be_large_is_not_read_if_it_is(guarded: NodeProcess) -> None:

@@ -318,6 +318,30 @@ def test_calls_that_are_refused_are_knocks(door: Door) -> None:
     assert not stays(link)
 
 
+def test_calls_of_a_connection_that_was_closed_count_as_such_until_its_port_is_used_again(door: Door) -> None:
+    """More of them had been accepted than the one that closed it."""
+
+    def has_closed(name: str) -> bool:
+        return door.keeper.has_closed(lambda: name)
+
+    floods, honest, late = door.come(THERE), door.come(), door.come()
+    door.keeper.proved(peer(honest))
+    door.look()
+    name = peer(floods)
+    door.keeper.floods(name)
+    assert has_closed(name)  # at once: each such call takes milliseconds
+    door.look(DOOR_TIMEOUT_MS)
+    assert [has_closed(peer(link)) for link in (floods, late, honest)] == [True, True, False]
+    place = late.getsockname()
+    late.close()
+    door.theirs.close()
+    with socket.create_connection((HERE, door.port), 5.0, place) as again, door.listener.accept()[0]:
+        door.look()
+        assert not has_closed(peer(again))
+    door.look(DOOR_BARRED_MS + 1)
+    assert not has_closed(name)
+
+
 def test_a_call_with_too_much_metadata_ends_its_connection_and_bars_its_source(door: Door) -> None:
     floods, gone, honest = door.come(THERE), door.come(THERE), door.come()
     for link in (floods, honest):

@@ -13,7 +13,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
 from kvstore.node.tenants import token_digest
 from kvstore.sealing.masters import new_master_file
-from tests.node.test_erasing import MARK, node_of
+from tests.node.test_erasing_service import MARK, node_of
 from tests.sealing.rig import at
 
 if TYPE_CHECKING:

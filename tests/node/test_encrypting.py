@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client import Client
 from kvstore.demo.node_process import NodeProcess
-from kvstore.sealing.control import find_control
+from kvstore.sealing.keys_protocol import find_control
 from kvstore.sealing.masters import new_master_file
 from kvstore.sealing.store_keys import keys_opener
 from kvstore.storage.encrypting import Encrypting
 from tests.node.in_process import NodeInProcess
-from tests.node.test_erasing import BOTH, MARK, WHOLE, files_with, got, keys_of, put
+from tests.node.test_erasing_service import BOTH, MARK, WHOLE, files_with, got, keys_of, put
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from kvstore.lookups import Outcome
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
 from nic_offload.memory import allocate
-from tests.node.test_erasing import node_of
+from tests.node.test_erasing_service import node_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ from kvstore.errors import BeingErased, DeadlineExceeded, KvError, Overloaded, R
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, block_key, domain_of, in_domain
 from kvstore.node.audit import Audit
-from kvstore.node.erasing import _Erasure
+from kvstore.node.erasing_service import _Erasure
 from kvstore.sealing.masters import new_master_file
 from kvstore.sealing.store_keys import keys_opener
 from kvstore.storage.items import SessionItem
@@ -30,7 +30,7 @@ from nic_offload.receiver import Room, packed_rooms
 from tests.conftest import small_client
 from tests.node.in_process import NodeInProcess, kept_in
 from tests.node.test_encrypting import clear_bytes
-from tests.node.test_erasing import files_with, node_of
+from tests.node.test_erasing_service import files_with, node_of
 from tests.node.test_proof_of_erasure import ADA, BOB, COUNT, EXACT, SIZE, WORDS, WRONG, got, put
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def test_a_block_that_a_session_names_in_the_middle_of_the_erasure_goes_before_t
             stored.append(node.node.store.lookup([(name.tenant, key) for key in keys]))
             return SessionItem(name, *rest, **more)
 
-        monkeypatch.setattr("kvstore.node.erasing.SessionItem", removal)
+        monkeypatch.setattr("kvstore.node.erasing_service.SessionItem", removal)
         for key in keys:
             client.put_inline(key, key)
         session = client.session(ADA, "chat")

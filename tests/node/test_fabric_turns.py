@@ -11,8 +11,8 @@ import pytest
 
 from kvstore.clock import SystemClock
 from kvstore.limits import FABRIC_REST
-from kvstore.node import fabric_calls
-from kvstore.node.fabric_calls import FabricCalls
+from kvstore.node import fabric_answers
+from kvstore.node.fabric_answers import FabricCalls
 from kvstore.node.time_slices import Turns
 
 REST: Any = {
@@ -34,7 +34,7 @@ class Of:
 def test_a_tenant_with_many_calls_does_not_hold_up_one_with_one(
     monkeypatch: pytest.MonkeyPatch, round_ms: int
 ) -> None:
-    monkeypatch.setattr(fabric_calls, "FABRIC_CALLS_MS", round_ms)
+    monkeypatch.setattr(fabric_answers, "FABRIC_CALLS_MS", round_ms)
     clock = SystemClock()
     node: Any = SimpleNamespace(clock=clock, turns=Turns(clock), **REST)
     done: list[int] = []

@@ -12,7 +12,7 @@ from kvstore.durability import Durability
 from kvstore.miss import Miss
 from kvstore.node.drive_lanes import LANE_TAG
 from kvstore.node.granted_puts import Granted
-from kvstore.storage.puts import Puts
+from kvstore.storage.block_writes import Puts
 from nic_offload.shelf import Shelf
 from tests.conftest import ClientWithBuffers
 from tests.nic_offload.rig import wait_until

@@ -45,6 +45,7 @@ from kvstore.node.pages import _health
 from kvstore.node.tenants import Tenants, token_digest
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
 from tests.conftest import SMALL_DRIVE, ClientWithBuffers, pin_too_much, small_client, small_node
+from tests.nic_offload.rig import wait_until
 from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
@@ -190,8 +191,10 @@ def test_the_status_of_each_call_is_counted(node: NodeProcess) -> None:
         client.put_inline(KEY, b"abc")
         with pytest.raises(Overloaded):
             pin_too_much(client)
+    failed = ("kvstore_calls_failed_total", "Pin", "RESOURCE_EXHAUSTED")
+    wait_until(lambda: failed in values(http_url(node)), "the end of the call is counted")
     told = values(http_url(node))
-    assert told["kvstore_calls_failed_total", "Pin", "RESOURCE_EXHAUSTED"] == 1
+    assert told[failed] == 1
     assert told["kvstore_refused_total",] == 1
 
 

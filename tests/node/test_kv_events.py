@@ -21,7 +21,7 @@ from kvstore.node import server
 from kvstore.node.kv_events import KvEvents
 from kvstore.node.node import Node
 from kvstore.serve_options import Settings
-from kvstore.storage.eviction.items import Reason
+from kvstore.storage.eviction.types import Reason
 from tests.conftest import small_client, small_node
 from tests.storage.fakes import FakeClock
 from tests.storage.index_rows import padded, rows

@@ -105,6 +105,7 @@ def test_only_a_read_of_the_drive_has_a_drive_time(node: NodeInProcess, client: 
     with as_request("reads"):
         list(client.get_many_inline([(KEYS[9], PAGE), (KEYS[0], PAGE)]))
         client.get([Block(key, kv, at * PAGE, PAGE) for at, key in enumerate(KEYS[:2])], timeout_s=WAIT_S)
+        wait_until(lambda: node.call(lambda one: one.hot.pages.statistics().kept) == 2, "they are kept")
         client.get([Block(key, kv, at * PAGE, PAGE) for at, key in enumerate(KEYS[:2])], timeout_s=WAIT_S)
     assert [one.drive_us for one in told(node, "misses")] == [0, 0, 0]
     assert [one.drive_us > 0 for one in told(node, "reads")] == [True, True, False]

@@ -20,7 +20,7 @@ from kvstore.sealing.slots import State
 from nic_offload.memory import allocate
 from tests.conftest import small_client
 from tests.node.memory_image import mappings_of, search
-from tests.node.test_erasing import files_with, node_of
+from tests.node.test_erasing_service import files_with, node_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

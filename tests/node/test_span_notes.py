@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvstore.durability import Durability
 from kvstore.limits import SPAN_GROUPS_MAX
+from kvstore.node.call_spans import NodeSpans
 from kvstore.node.landing import Lease
 from kvstore.node.otel import Collector
 from kvstore.node.span_notes import End
-from kvstore.node.spans import NodeSpans
 from kvstore.wire.traceparent import TraceParent
 from tests.storage.fakes import FakeClock
 from tests.tracing import Kept, attributes_of, children_of, named

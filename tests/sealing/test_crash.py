@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kvstore.sealing.keyring import Name
 
-ENDS = int(os.environ.get("TRIGGERKV_KEYRING_ENDS", "12"))  # of each step, by different chances
+ENDS = int(os.environ.get("TRIGGERKV_KEYRING_ENDS", "6"))  # of each step, by different chances
 SLOTS_MAX = 1024
 OLD = [*users(*range(40)), *users(1, 2, tenant=ZETA)]  # over two pages
 ERASED = users(3, 17, 18)

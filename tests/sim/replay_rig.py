@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sim.models import Model
-from sim.replay.cluster import Cluster
+from sim.replay.cluster_hardware import Cluster
 from sim.replay.workload import Request
 
 __all__ = ["ONE", "TINY", "requests"]

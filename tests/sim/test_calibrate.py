@@ -29,7 +29,7 @@ from sim.calibrate.samples import Measured, Sample, dump, parse
 from sim.cli import main
 from sim.curve import Setting, stages
 from sim.hardware import changed
-from sim.replay.cluster import Cluster
+from sim.replay.cluster_hardware import Cluster
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from kvstore.cluster.planning import Plan
 from kvstore.limits import CLUSTER_LOTS, UPKEEP_BYTES_PER_S
 from sim.cli import main
 from sim.replay.change import Change, Trial, _copies, _made_s, change
-from sim.replay.cluster import Cluster
+from sim.replay.cluster_hardware import Cluster
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:

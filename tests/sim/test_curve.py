@@ -14,13 +14,13 @@ import pytest
 from sim.curve import SIZES_BYTES, Setting, curve, point
 from sim.hardware import HARDWARE, SPREADS
 from sim.presets import PRESETS, Preset, preset
-from sim.replay.cluster import Cluster, Plant
+from sim.replay.cluster_hardware import Cluster, Plant
 from sim.replay.events import MESSAGE, Events
 from sim.units import OutOfRange, format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from sim.curve import Direction
-    from sim.replay.cluster import PathName
+    from sim.replay.cluster_hardware import PathName
 
 # CPU s / triggered s / S, for 32 KB, 1 MB, 128 MB, 256 MB, 512 MB, 1 GB, 5 TB.
 TABLE = {

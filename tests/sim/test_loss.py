@@ -10,9 +10,9 @@ import pytest
 
 from sim.cli import main
 from sim.models import model
-from sim.replay.cluster import Cluster
+from sim.replay.cluster_hardware import Cluster
+from sim.replay.kv_homes import home_of_user
 from sim.replay.loss import Losses, lose
-from sim.replay.placement import home_of_user
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.layout import Layer, Layout, dtype_bits, parse_ragged
+from sim.kv_layout import Layer, Layout, dtype_bits, parse_ragged
 from sim.models import MODELS, footprint, model, relaid
 from sim.units import OutOfRange
 

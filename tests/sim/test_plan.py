@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sim.models import model
-from sim.replay.cluster import Cluster
+from sim.replay.cluster_hardware import Cluster
 from sim.replay.least_cost import WAYS, best, highest_users, make_plan, trial
 from sim.replay.plan import Demand, bounds, break_even, turns
 from sim.replay.run import Deadline, Terms, prefill_s

@@ -14,7 +14,7 @@ from sim.units import OutOfRange
 from tests.sim.replay_rig import ONE, TINY, requests
 
 if TYPE_CHECKING:
-    from sim.replay.cluster import Cluster, PathName
+    from sim.replay.cluster_hardware import Cluster, PathName
 
 TOKEN_BYTES = 2 * 125 * 2 * 4  # K and V, 2 bytes, 4 layers
 

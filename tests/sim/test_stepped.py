@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.models import model
-from sim.replay.cluster import Cluster
+from sim.replay.cluster_hardware import Cluster
 from sim.replay.engine import Engine, Memory, Speeds, Work
 from sim.replay.run import Terms
 from sim.replay.simulate import Result, simulate
@@ -22,7 +22,7 @@ from sim.units import OutOfRange
 from tests.sim.replay_rig import ONE, TINY, requests
 
 if TYPE_CHECKING:
-    from sim.replay.cluster import PathName
+    from sim.replay.cluster_hardware import PathName
 
 # 1,000 tokens a second, 1 ms a step, memory that costs nothing: a step's length can be added up by hand.
 STEPS = replace(

@@ -11,7 +11,7 @@ lies on it is lost, and stays so when it comes back; everything else holds as be
 
 Half of the seeds encrypt. Of these, no sector of a payload is ever written as it was put, whatever becomes of it.
 
-TRIGGERKV_CRASH_SEEDS=n runs n seeds instead of 100 (a fifth as many with two drives), TRIGGERKV_CRASH_FIRST=n begins at
+TRIGGERKV_CRASH_SEEDS=n runs n seeds instead of 60 (a fifth as many with two drives), TRIGGERKV_CRASH_FIRST=n begins at
 another one.
 """
 
@@ -30,7 +30,7 @@ import pytest
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken, NoSpace
 from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, PAGE_BYTES, SECTOR_BYTES
-from kvstore.storage.eviction.items import Eviction, Reason
+from kvstore.storage.eviction.types import Eviction, Reason
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionStep
 from tests.storage.fake_keys import FakeKeyring
@@ -40,7 +40,7 @@ from tests.storage.rig import TENANT, Slots, StoreRig, key
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-SEEDS = int(os.environ.get("TRIGGERKV_CRASH_SEEDS", "100"))
+SEEDS = int(os.environ.get("TRIGGERKV_CRASH_SEEDS", "60"))
 FIRST = int(os.environ.get("TRIGGERKV_CRASH_FIRST", "0"))
 BATCH = 20
 LIVES = 4
@@ -390,7 +390,7 @@ def check_watches(watches: dict[int, Watch]) -> None:
 
 def slice_sessions(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Let steps of sessions be done in many slices, or in one; a crash comes between any two of them."""
-    monkeypatch.setattr("kvstore.storage.sessions.SESSION_SLICE_BLOCKS", (1, 2, 252)[seed % 3])
+    monkeypatch.setattr("kvstore.storage.session_writes.SESSION_SLICE_BLOCKS", (1, 2, 252)[seed % 3])
 
 
 def run(data: Path, seed: int, drives: int = 1) -> Watch:

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.durability import Durability
 from kvstore.errors import NoSpace, ReadOnly
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
 from tests.storage.fakes import FakeDisk

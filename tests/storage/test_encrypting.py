@@ -14,7 +14,7 @@ from kvstore.durability import Durability
 from kvstore.errors import KeyTaken
 from kvstore.limits import DRIVE_CAPACITY_BYTES_MIN, ENCRYPT_REST_MS, ENCRYPT_SHARE, HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.encrypting import Encrypting
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.manifests import SessionName
 from tests.storage.fake_keys import FakeKeyring

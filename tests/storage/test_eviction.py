@@ -13,7 +13,7 @@ from kvstore.errors import NoSpace, ProtocolError, ReadOnly
 from kvstore.limits import PAGE_BYTES, ROOM_WAIT_MS_MAX, SESSION_BLOCKS_MAX, TIMER_TICK_MS
 from kvstore.miss import MissReason
 from kvstore.storage.disk import DiskOpKind
-from kvstore.storage.eviction.items import Guard, Reason, Refusal
+from kvstore.storage.eviction.types import Guard, Reason, Refusal
 from kvstore.storage.eviction_events import Held, watermarks
 from kvstore.storage.manifests import SessionName
 from kvstore.wire.record import record_bytes, records_begin

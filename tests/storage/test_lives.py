@@ -13,7 +13,7 @@ from kvstore.errors import Expired, NoSpace, ReadOnly
 from kvstore.limits import PAGE_BYTES
 from kvstore.miss import MissReason
 from kvstore.storage.disk import DiskOpKind
-from kvstore.storage.eviction.items import Guard, Reason
+from kvstore.storage.eviction.types import Guard, Reason
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName

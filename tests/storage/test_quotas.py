@@ -21,7 +21,7 @@ from kvstore.errors import ConfigError, QuotaExceeded
 from kvstore.limits import PAGE_BYTES, ROOM_WAIT_MS_MAX, TIMER_TICK_MS
 from kvstore.miss import MissReason
 from kvstore.storage.disk import DiskOpKind
-from kvstore.storage.eviction.items import Guard, Reason
+from kvstore.storage.eviction.types import Guard, Reason
 from kvstore.storage.manifests import SessionName
 from kvstore.wire.record import record_bytes
 from tests.storage.fakes import FakeDisk

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.limits import DRIVE_INFLIGHT_READ_BYTES_MAX, PAGE_BYTES, TURN_BYTES
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.storage.sends import Send
 from kvstore.wire.record import record_bytes
 from tests.storage.rig import TENANT, StoreRig, key

@@ -11,7 +11,7 @@ import pytest
 from kvstore.errors import NoSession
 from kvstore.limits import SESSIONS_EXPIRED_AT_ONCE
 from kvstore.storage.deadlines import Deadlines
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionStep
 from kvstore.storage.manifests import SessionName

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvstore.durability import Durability
 from kvstore.errors import NoSpace, QuotaExceeded
 from kvstore.limits import PAGE_BYTES, SESSION_CHUNK_BLOCKS, SESSIONS_SHARE
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
 from tests.storage.fakes import FakeDisk

@@ -12,7 +12,7 @@ from kvstore.errors import SessionRefused, StorageError
 from kvstore.limits import SESSION_CHUNK_BLOCKS
 from kvstore.storage import manifests
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import Guard, Refusal
+from kvstore.storage.eviction.types import Guard, Refusal
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
@@ -31,7 +31,7 @@ SLICE: Final = 10
 @pytest.fixture
 def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
     """A store with blocks, in which a slice is of ten."""
-    monkeypatch.setattr("kvstore.storage.sessions.SESSION_SLICE_BLOCKS", SLICE)
+    monkeypatch.setattr("kvstore.storage.session_writes.SESSION_SLICE_BLOCKS", SLICE)
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number in range(BLOCKS):

@@ -24,7 +24,7 @@ from kvstore.durability import Durability
 from kvstore.errors import NoSpace
 from kvstore.limits import PAGE_BYTES, ROOM_WAIT_MS_MAX, TIMER_TICK_MS
 from kvstore.miss import MissReason
-from kvstore.storage.eviction.items import Guard, Reason
+from kvstore.storage.eviction.types import Guard, Reason
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionStep
 from kvstore.storage.manifests import SessionName

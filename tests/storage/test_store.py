@@ -21,7 +21,7 @@ from kvstore.limits import (
     STORE_QUEUED_MAX,
 )
 from kvstore.miss import MissReason
-from kvstore.storage.eviction.items import Guard
+from kvstore.storage.eviction.types import Guard
 from kvstore.storage.index import Index
 from kvstore.storage.items import GetDone, GetItem, PutDone, PutItem
 from kvstore.wire.record import record_bytes

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import KvError, Overloaded, ProtocolError, QuotaExceeded
 from kvstore.limits import BATCH_BLOCKS_MAX, FABRIC_ANSWER_BYTES, FABRIC_CALL_BYTES
+from kvstore.miss import Miss, MissReason
 from kvstore.wire.fabric_call import (
     LENGTH_END,
     TAG_BYTES,
@@ -21,6 +22,8 @@ from kvstore.wire.fabric_call import (
     Leased,
     ReserveRow,
     Rows,
+    count_bytes,
+    count_of,
     error_bytes,
     leases_bytes,
     leases_of,
@@ -183,3 +186,38 @@ def test_data_with_a_right_checksum_is_a_call_or_is_refused(rest: bytes) -> None
         read_call(data, 7)
     with suppress(KvError):
         leases_of(data, 7)
+    with suppress(KvError):
+        count_of(data, 7)
+
+
+KEYS_OF_A_PREFIX = [bytes([number]) * 32 for number in range(5)]
+
+
+def test_a_prefix_comes_out_as_it_went_in() -> None:
+    call = replace(CALL, kind=CallKind.PREFIX)
+    data = call_bytes(call, len(KEYS_OF_A_PREFIX), b"".join(KEYS_OF_A_PREFIX))
+    assert data is not None
+    assert read_call(data, 7) == (call, Rows(keys=KEYS_OF_A_PREFIX))
+
+
+@pytest.mark.parametrize("miss", [None, Miss(MissReason.UNKNOWN, "it was deleted"), Miss(MissReason.LAYOUT)])
+def test_the_outcome_of_a_prefix_comes_out_as_it_went_in(miss: Miss | None) -> None:
+    assert count_of(count_bytes(7, 1024, miss), 7) == (1024, miss)
+    with pytest.raises(ProtocolError, match="does not belong to this call"):
+        count_of(count_bytes(7, 1024, miss), 8)
+    with pytest.raises(ProtocolError, match="no leases"):
+        leases_of(count_bytes(7, 1024, miss), 7)
+    with pytest.raises(ProtocolError, match="how many"):
+        count_of(leases_bytes(7, [Leased(1, False, 2, 3, 4)]), 7)
+    with pytest.raises(QuotaExceeded):
+        count_of(error_bytes(7, QuotaExceeded("Nothing may go.")), 7)
+    long = count_bytes(7, 1, Miss(MissReason.UNKNOWN, "x" * 100_000))
+    assert len(long) == FABRIC_ANSWER_BYTES - TAG_BYTES
+
+
+def test_a_call_of_too_many_blocks_is_refused() -> None:
+    keys = [bytes(32)] * (BATCH_BLOCKS_MAX + 1)
+    data = call_bytes(replace(CALL, kind=CallKind.PREFIX), len(keys), b"".join(keys))
+    assert data is not None
+    with pytest.raises(ProtocolError, match="takes 1024 blocks"):
+        read_call(data, 7)

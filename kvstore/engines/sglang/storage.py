@@ -27,7 +27,7 @@ from kvstore.engines.carrier import Carrier, Place, part_keys
 from kvstore.engines.common_settings import EngineSettings
 from kvstore.engines.sglang.hits import Found, usable
 from kvstore.engines.sglang.pools import Pool, anchor_layout
-from kvstore.engines.sglang.stats import Moved
+from kvstore.engines.sglang.storage_metrics import Moved
 from kvstore.errors import FabricError, LayoutError
 from kvstore.limits import SGLANG_REMEMBERED_MAX
 

@@ -25,7 +25,7 @@ from kvstore.engines.transformers.copies import Gathered, scatter
 from kvstore.engines.transformers.moving import Mover, batches
 from kvstore.engines.transformers.shapes import Shapes
 from kvstore.engines.transformers.token_blocks import Piece, pieces, usable
-from kvstore.engines.transformers.weights import weights_digest
+from kvstore.engines.transformers.weights_digest import weights_digest
 from kvstore.errors import (
     DomainRequired,
     InvalidArgument,

@@ -27,8 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvstore.engines.vllm.connector_metadata import Plan, Told
 from kvstore.engines.vllm.identity import identify
-from kvstore.engines.vllm.plan import Plan, Told
 from kvstore.engines.vllm.scheduler import Scheduling
 from kvstore.engines.vllm.settings import Settings
 from kvstore.engines.vllm.stats import PromMetrics, Stats
@@ -102,6 +102,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._settings,
                 self._identity,
                 with_events=with_events,
+                may_wait=not _is_known_late(vllm_config),
                 loads=loads,
                 saves=self._kv_transfer_config.is_kv_producer,
             )
@@ -140,7 +141,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Exception
         ) as reason:  # whatever the error, requests that were promised blocks must not wait for ever
             log.warning("KV is not stored: %s", reason, exc_info=not isinstance(reason, KvError))
-            self._working = Absent(is_async=self._settings.is_async(len(self._identity.groups)))
+            self._working = Absent()
 
     @_or(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -148,6 +149,10 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         if self._working is not None and isinstance(connector_metadata, Plan):
             self._working.begin_step(connector_metadata)
+
+    def has_connector_metadata(self) -> bool:
+        """Whether this step's layers are to be reported: only if it saves blocks."""
+        return super().has_connector_metadata() and self._working is not None and self._working.is_saving
 
     @_or(_nothing)
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:  # noqa: ARG002

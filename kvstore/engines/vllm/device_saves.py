@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Iterator, Sequence
 
+    from kvstore.engines.vllm.connector_metadata import Wanted
     from kvstore.engines.vllm.device_memory import DeviceMemory
-    from kvstore.engines.vllm.plan import Wanted
     from kvstore.engines.vllm.saving import Sender
     from nic_offload.device import Device
 

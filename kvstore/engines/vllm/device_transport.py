@@ -4,7 +4,7 @@ Objects are fetched into windows of page-locked memory; those that arrived, whol
 engine's blocks on a stream for loads. That stream waits for the engine's earlier work, and the compute stream waits for
 it (`before_loads`, `after_loads`); a thread waits for copies only before it reuses a window.
 
-What always holds: the guarantees of `transport`, except that fetched bytes are in place after `after_loads`, in the
+What always holds: what `page_transport` guarantees, except that fetched bytes are in place after `after_loads`, in the
 order of the compute stream. A window is filled again only after it was copied. Page-locked memory is bounded:
 `host_bytes` for saves, and a few windows.
 What it doesn't do: register a device's memory with the fabric.
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from kvstore.client import Client, ClusterClient
     from kvstore.engines.stores import Store
     from kvstore.engines.vllm.device_memory import DeviceMemory
+    from kvstore.engines.vllm.page_transport import Object
     from kvstore.engines.vllm.settings import Settings
-    from kvstore.engines.vllm.transport import Object
 
 __all__ = ["DeviceTransport"]
 

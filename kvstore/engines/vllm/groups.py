@@ -7,20 +7,21 @@ needs no engine.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.limits import OBJECT_BYTES_MAX
 from kvstore.names import UNSAID, in_domain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kvstore.layout import Layout
 
 __all__ = ["Group", "Identity", "Load", "Wanted"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """A KV cache group: layers whose blocks are allocated together."""
 
@@ -31,7 +32,7 @@ class Group:
     shards: tuple[Layout, ...]  # each tensor-parallel rank's part of it
     page_bytes: int
 
-    @property
+    @cached_property
     def runs(self) -> list[range]:
         """The layers of each of a block's objects."""
         layers, most = len(self.layer_names), max(1, OBJECT_BYTES_MAX // self.page_bytes)
@@ -47,22 +48,28 @@ class Group:
         """The length of its longest object."""
         return len(self.runs[0]) * self.page_bytes
 
-    def objects(self, digest: bytes, shard: int, domain: bytes = UNSAID) -> list[bytes]:
-        """The keys of a block's objects; the digest covers its tokens and all before them."""
+    def objects(self, digests: Iterable[bytes], shard: int, domain: bytes = UNSAID) -> list[bytes]:
+        """The keys of blocks' objects on one rank, block by block; a digest covers a block's tokens and all before."""
         layout = self.shards[shard]
         # A key includes everything in the layout, so different engines store side by side without refusals.
-        block = layout.fingerprint + digest
-        keys = [layout.key(b"%b%d/%d-%d" % (block, self.number, run.start, run.stop)) for run in self.runs]
-        return [in_domain(key, domain) for key in keys]
+        parts = [b"%d/%d-%d" % (self.number, run.start, run.stop) for run in self.runs]
+        keys = layout.keys([layout.fingerprint + digest + part for digest in digests for part in parts])
+        return keys if domain == UNSAID else [in_domain(key, domain) for key in keys]
+
+    def keys_of(self, blocks: Sequence[Wanted], shard: int) -> list[bytes]:
+        """The keys of these blocks' objects on one rank, block by block."""
+        if len({block.domain for block in blocks}) == 1:  # those of one request
+            return self.objects([block.digest for block in blocks], shard, blocks[0].domain)
+        return [key for block in blocks for key in self.objects([block.digest], shard, block.domain)]
 
     def all_objects(self, digests: Iterable[bytes], domain: bytes = UNSAID) -> list[bytes]:
         """The keys of blocks' objects on all ranks, block by block."""
-        return [
-            key
-            for digest in digests
-            for shard in range(len(self.shards))
-            for key in self.objects(digest, shard, domain)
-        ]
+        of_ranks = [self.objects(digests, shard, domain) for shard in range(len(self.shards))]
+        if len(of_ranks) == 1:
+            return of_ranks[0]
+        size = len(self.runs)
+        blocks = range(0, len(of_ranks[0]), size)
+        return [key for first in blocks for keys in of_ranks for key in keys[first : first + size]]
 
     @property
     def objects_of_block(self) -> int:
@@ -95,3 +102,4 @@ class Load:
 
     request: str
     blocks: list[Wanted]
+    waits: bool = False  # the step waits for it, and computes with its blocks

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import as_request
 from kvstore.clock import SystemClock
-from kvstore.engines.vllm.transport import Object
+from kvstore.engines.vllm.page_transport import Object
 from kvstore.limits import VLLM_LOADING_WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.engines.vllm.connector_metadata import Load, Wanted
     from kvstore.engines.vllm.device_memory import DeviceMemory
     from kvstore.engines.vllm.kv_memory import KvMemory
-    from kvstore.engines.vllm.plan import Load, Wanted
-    from kvstore.engines.vllm.transport import Transport
+    from kvstore.engines.vllm.page_transport import Transport
 
 __all__ = ["Loaded", "Loads"]
 
@@ -51,8 +51,12 @@ class Loaded:
 class Loads:
     """The loads of a worker."""
 
-    def __init__(self, transport: Transport, memory: KvMemory | DeviceMemory, timeout_s: float) -> None:
-        self._transport, self._memory, self._timeout_s = transport, memory, timeout_s
+    def __init__(
+        self, transport: Transport, memory: KvMemory | DeviceMemory, timeout_s: float, step_timeout_s: float
+    ) -> None:
+        """`step_timeout_s`: for a load that a step waits for."""
+        self._transport, self._memory = transport, memory
+        self._timeout_s, self._step_timeout_s = timeout_s, step_timeout_s
         self._threads = ThreadPoolExecutor(_THREADS, "kvstore-load")
         self._news = threading.Condition()
         self._ended: deque[Loaded] = deque()
@@ -84,7 +88,8 @@ class Loads:
         began_ns = self._clock.monotonic_ns()
         try:
             with as_request(load.request):  # for `kvstore explain`
-                missing, size = self._fetch(load.blocks)
+                timeout_s = self._step_timeout_s if load.waits else self._timeout_s
+                missing, size = self._fetch(load.blocks, timeout_s)
         except Exception:  # no error may stop the engine
             log.exception("Loading blocks failed; they are computed.")
             missing, size = list(load.blocks), 0
@@ -98,21 +103,20 @@ class Loads:
             self._ended.append(loaded)
             self._news.notify_all()
 
-    def _fetch(self, blocks: Sequence[Wanted]) -> tuple[list[Wanted], int]:
+    def _fetch(self, blocks: Sequence[Wanted], timeout_s: float) -> tuple[list[Wanted], int]:
         objects: list[Object] = []
         places: list[tuple[Wanted, int, int]] = []  # the positions of each block's objects
         for number, group in enumerate(self._memory.groups):
             of_group = [wanted for wanted in blocks if wanted.group == number]
+            if not of_group:
+                continue
             pieces = self._memory.pieces(number, [wanted.block for wanted in of_group])
-            runs = group.runs
+            runs = [(run.start, run.stop, len(run) * group.page_bytes) for run in group.runs]
+            keys = iter(group.keys_of(of_group, self._memory.shard))
             for wanted, rows in zip(of_group, pieces, strict=True):
                 places.append((wanted, len(objects), len(objects) + len(runs)))
-                keys = group.objects(wanted.digest, self._memory.shard, wanted.domain)
-                objects += [
-                    Object(key, rows[run.start : run.stop], len(run) * group.page_bytes)
-                    for key, run in zip(keys, runs, strict=True)
-                ]
-        here = self._transport.fetch(objects, self._timeout_s)
+                objects += [Object(next(keys), rows[start:stop], length) for start, stop, length in runs]
+        here = self._transport.fetch(objects, timeout_s)
         missing, size = [], 0
         for wanted, first, end in places:
             if all(here[first:end]):

@@ -19,6 +19,7 @@ import logging
 import mmap
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -27,12 +28,13 @@ from kvstore.engines.vllm.ring import Ring
 from kvstore.errors import LayoutError
 from kvstore.limits import SAVE_BATCH_PAGES_MAX, VLLM_ACK_SLICE_MS
 from kvstore.names import UNSAID
+from nic_offload.memory import undumped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvstore.engines.vllm.connector_metadata import Wanted
     from kvstore.engines.vllm.kv_memory import KvMemory
-    from kvstore.engines.vllm.plan import Wanted
 
 __all__ = ["Batch", "Copied", "Saved", "Saves", "Sender", "Sent", "staging"]
 
@@ -187,22 +189,15 @@ class Saves:
 
     def _objects(self, batch: Batch) -> list[Copied]:
         group = self._memory.groups[batch.blocks[0].group]
-        runs, size = group.runs, group.page_bytes
+        runs = [(run.start * group.page_bytes, len(run) * group.page_bytes) for run in group.runs]
+        keys = iter(group.keys_of(batch.blocks, self._memory.shard))
+        thresholds = batch.thresholds or [1] * len(runs)
         return [
             Copied(
-                key,
-                batch.offset + at * group.block_bytes + run.start * size,
-                len(run) * size,
-                wanted.domain,
-                threshold,
+                next(keys), batch.offset + at * group.block_bytes + begin, length, wanted.domain, threshold
             )
             for at, wanted in enumerate(batch.blocks)
-            for key, run, threshold in zip(
-                group.objects(wanted.digest, self._memory.shard, wanted.domain),
-                runs,
-                batch.thresholds or [1] * len(runs),
-                strict=True,
-            )
+            for (begin, length), threshold in zip(runs, thresholds, strict=True)
         ]
 
     def _outcome(self, batch: Batch, results: list[bool | None]) -> Saved:
@@ -224,4 +219,7 @@ def staging(memory: KvMemory | DeviceMemory, size: int) -> mmap.mmap:
     for group in memory.groups:
         if (needed := group.block_bytes) > size:
             raise LayoutError(f"host_bytes is {size}; one block has {needed} bytes.")
-    return mmap.mmap(-1, size)
+    copies = undumped(size)
+    with suppress(OSError):  # a kernel without huge pages
+        copies.madvise(mmap.MADV_HUGEPAGE)  # else a step waits for a fault at each page that it copies first
+    return copies

@@ -2,7 +2,8 @@
 
 What always holds: an offer is less than the whole prompt, in blocks that every group has whole; blocks that were
 offered and did not arrive are not offered again; a block is saved once, when all its tokens are known and computed, and
-nothing it depends on is missing; a request's state ends with it. No call waits while the engine has work.
+nothing it depends on is missing; a request's state ends with it. No call waits while the engine has work: a step waits
+for a load only if nothing else is computed and all of it is a copy of memory that the node shares, or by the settings.
 """
 
 from __future__ import annotations
@@ -16,17 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import SystemClock
 from kvstore.engines.vllm.chain import Chain
-from kvstore.engines.vllm.lookup import Lookups
-from kvstore.engines.vllm.plan import Load, Plan, Told, Wanted
+from kvstore.engines.vllm.connector_metadata import Load, Plan, Told, Wanted
+from kvstore.engines.vllm.lookup import NOTHING, Lookups
+from kvstore.engines.vllm.page_transport import open_client
 from kvstore.engines.vllm.session_turns import Turns, domain_named
 from kvstore.engines.vllm.stats import Stats
-from kvstore.engines.vllm.transport import open_client
-from kvstore.limits import VLLM_LOOKUP_FIRST_WAIT_S, VLLM_LOOKUP_NEXT_WAIT_S, VLLM_SAVING_MAX
+from kvstore.limits import (
+    VLLM_LOOKUP_FIRST_WAIT_S,
+    VLLM_LOOKUP_NEXT_WAIT_S,
+    VLLM_SAVING_MAX,
+    VLLM_STEP_LOAD_BYTES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.engines.vllm.groups import Identity
+    from kvstore.engines.vllm.lookup import Usable
     from kvstore.engines.vllm.settings import Settings
 
 __all__ = ["Scheduling"]
@@ -39,9 +46,9 @@ class _Request:
     request: Any
     chains: dict[int, Chain]
     domain: bytes  # the erase domain of its blocks
-    lookup: Future[int] | None = None
+    lookup: Future[Usable] | None = None
     lookup_until_ns: int = 0
-    unread: Future[int] | None = (
+    unread: Future[Usable] | None = (
         None  # a look-up that nothing waited for, because the engine had all blocks itself
     )
     asked: bool = False  # whether the answer was waited for
@@ -51,6 +58,7 @@ class _Request:
     is_spoilt: bool = False  # it was computed from blocks that did not arrive
     offers: int = 0  # loads that were begun
     known_tokens: int = 0  # stored on the node, from the first on
+    waits: bool = False  # the step that computes its other tokens waits for its load
     saved: list[int] = field(default_factory=list)  # blocks, group by group, that need not be saved
 
 
@@ -63,9 +71,11 @@ class Scheduling:
         identity: Identity,
         *,
         with_events: bool,
+        may_wait: bool = True,
         loads: bool = True,
         saves: bool = True,
     ) -> None:
+        """`may_wait`: a step may wait for a load, because its failure is known before the next step is planned."""
         object_bytes = max(group.object_bytes_max for group in identity.groups)
         self._client = open_client(settings, identity, object_bytes)
         self._groups = identity.groups
@@ -74,6 +84,7 @@ class Scheduling:
         self._lookups = Lookups(self._client, identity, settings.lookup_timeout_ms / 1000)
         self._domain = settings.reach.domain  # of requests that name none
         self._turns = Turns(self._client, identity.groups, self._domain)
+        self._may_wait_for_copy = may_wait and len(self._groups) == 1
         self._is_async = settings.is_async(len(self._groups))
         self._workers = len(identity.groups[0].shards)
         self._requests: dict[str, _Request] = {}
@@ -139,17 +150,29 @@ class Scheduling:
             known.unread = known.lookup
             return 0, False
         try:
-            known.known_tokens = known.lookup.result(self._patience_s(known))
+            found = known.lookup.result(self._patience_s(known))
         except NotYet:
             known.asked = True
             if self._clock.monotonic_ns() < known.lookup_until_ns:
                 return None, False
-            known.known_tokens = 0
+            found = NOTHING
             self.stats.add("lookups_late")
-        usable = min(known.known_tokens, most)
+        known.known_tokens = found.tokens
+        usable = min(found.tokens, most)
         if usable <= computed_tokens:
             return 0, False
-        return usable - computed_tokens, self._is_async
+        known.waits = not self._is_async or self._may_wait(usable - computed_tokens, found)
+        return usable - computed_tokens, not known.waits
+
+    def _may_wait(self, tokens: int, found: Usable) -> bool:
+        """Whether the step may wait for this load, which takes two steps otherwise.
+
+        Nothing else is computed, and the blocks are copied from memory that the node shares, in milliseconds.
+        """
+        if not self._may_wait_for_copy or not self._is_idle or self._loads or not found.is_shared:
+            return False
+        (group,) = self._groups
+        return tokens // group.block_tokens * group.block_bytes <= VLLM_STEP_LOAD_BYTES
 
     def _patience_s(self, known: _Request) -> float:
         """While others compute, nothing waits here; an idle engine that is told to retry would spin."""
@@ -189,10 +212,10 @@ class Scheduling:
             ]
         known.offers += 1
         known.told_tokens += external_tokens
-        if not self._is_async:
+        if known.waits:
             self._awaited.update(one.digest for one in wanted)
             self._loading.append([block.block_id for block in blocks.blocks[0]])
-        self._loads.append(Load(request.request_id, wanted))
+        self._loads.append(Load(request.request_id, wanted, known.waits))
         self.stats.add("hit_tokens", external_tokens)
 
     def _are_stored(self, known: _Request, tokens: int) -> None:
@@ -206,7 +229,7 @@ class Scheduling:
             return True
         if not known.unread.done() and self._clock.monotonic_ns() < known.lookup_until_ns:
             return False
-        self._are_stored(known, known.unread.result() if known.unread.done() else 0)
+        self._are_stored(known, known.unread.result().tokens if known.unread.done() else 0)
         known.unread = None
         return True
 

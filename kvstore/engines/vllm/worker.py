@@ -11,13 +11,14 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvstore.engines.vllm.connector_metadata import Load, Plan, Told
 from kvstore.engines.vllm.device_memory import DeviceMemory
 from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.loading import Loaded, Loads
-from kvstore.engines.vllm.plan import Load, Plan, Told
+from kvstore.engines.vllm.page_transport import open_transport
 from kvstore.engines.vllm.stats import Stats
-from kvstore.engines.vllm.transport import open_transport
 from kvstore.errors import DeviceError, LayoutError
+from kvstore.limits import VLLM_STEP_LOAD_MS
 from nic_offload.cuda_device import CudaDevice
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ class Working:
         self.memory = _memory(caches, identity.groups, shard, blocks)
         transport = open_transport(settings, identity, self.memory)
         self._transport, self._saves = transport, transport.saves
-        self._loads = Loads(transport, self.memory, settings.load_timeout_ms / 1000)
-        self._is_async = settings.is_async(len(identity.groups))
+        timeout_s = settings.load_timeout_ms / 1000
+        is_async = settings.is_async(len(identity.groups))
+        step_timeout_s = min(timeout_s, VLLM_STEP_LOAD_MS / 1000) if is_async else timeout_s
+        self._loads = Loads(transport, self.memory, timeout_s, step_timeout_s)
         self._plan = Plan()
         self._is_sound = True  # whether this step's results can be relied on
         self._failed_blocks: set[int] = set()
@@ -64,8 +67,13 @@ class Working:
     def begin_step(self, plan: Plan) -> None:
         """Called before anything is computed."""
         self._plan = plan
-        self._is_sound = self._is_async or not plan.loads
+        self._is_sound = not any(load.waits for load in plan.loads)
         self._saves.begin(plan.saves)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether this step saves blocks."""
+        return bool(self._plan.saves)
 
     def load(self) -> None:
         """Start the plan's loads, or make them now."""
@@ -77,11 +85,10 @@ class Working:
             begin, make = self._loads.give_up, Loaded.none_of
         else:
             begin, make = self._loads.begin, self._loads.load
-        if self._is_async:
-            for load in loads:
+        for load in loads:
+            if not load.waits:
                 begin(load)
-            return
-        loaded = self._arrived([make(load) for load in loads])
+        loaded = self._arrived([make(load) for load in loads if load.waits])
         for one in loaded:
             self._take(one)
         # Results computed from missing blocks must not be saved. Only vLLM knows which requests share them, so the
@@ -158,9 +165,10 @@ def _memory(
 class Absent:
     """The worker's side if blocks can't be moved: all promised blocks are missing, and computed."""
 
-    def __init__(self, *, is_async: bool) -> None:
+    is_saving = False
+
+    def __init__(self) -> None:
         self.stats = Stats()
-        self._is_async = is_async
         self._loads: list[Load] = []
         self._ended: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -174,7 +182,7 @@ class Absent:
         loads, self._loads = self._loads, []
         for load in loads:
             # The end of a load that a step waits for is not reported: vLLM's scheduler would treat that as a bug.
-            if self._is_async:
+            if not load.waits:
                 self._ended.add(load.request)
             self._failed_blocks.update(wanted.block for wanted in load.blocks)
             self.stats.add("missing_blocks", len(load.blocks))

@@ -27,7 +27,8 @@ from kvstore.limits import (
     SESSION_LINKS_PER_BLOCK,
     TIMER_TICK_MS,
 )
-from kvstore.storage.eviction.items import (
+from kvstore.storage.eviction.pressure import Pressure
+from kvstore.storage.eviction.types import (
     EVICTION_WORDS,
     EvictionPlan,
     Evictions,
@@ -42,7 +43,6 @@ from kvstore.storage.eviction.items import (
     Tally,
     Watermarks,
 )
-from kvstore.storage.eviction.pressure import Pressure
 from kvstore.storage.keep._keep import ffi, lib
 from kvstore.storage.keep.outcome import check
 

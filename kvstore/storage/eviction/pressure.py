@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvstore.storage.eviction.items import Mode, Watermarks
+from kvstore.storage.eviction.types import Mode, Watermarks
 
 __all__ = ["Goal", "Pressure"]
 

@@ -10,11 +10,11 @@ import secrets
 from array import array
 from typing import TYPE_CHECKING
 
-from kvstore.storage.eviction.items import EVICTION_WORDS, eviction_of
+from kvstore.storage.eviction.types import EVICTION_WORDS, eviction_of
 from kvstore.storage.keep._keep import ffi, lib
 
 if TYPE_CHECKING:
-    from kvstore.storage.eviction.items import Eviction, Evictions
+    from kvstore.storage.eviction.types import Eviction, Evictions
 
 __all__ = ["History"]
 

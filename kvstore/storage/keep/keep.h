@@ -60,7 +60,7 @@ int64_t keep_policy_candidate(keep_policy *p, int64_t *steps);
 uint64_t keep_policy_ghosts(const keep_policy *p);
 
 /* The blocks of one drive, and the order in which they are evicted (core.c). Numbers of guards, reasons and refusals
- * are those of kvstore/storage/eviction/items.py. */
+ * are those of kvstore/storage/eviction/types.py. */
 typedef struct keep_core keep_core;
 
 struct keep_limits {

@@ -1,6 +1,6 @@
 """What the policies and the core promise, in the plainest code there is: lists that are searched.
 
-It shares nothing with what it judges but the values in `items`.
+It shares nothing with what it judges but the values in `types`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.limits import TIMER_TICK_MS
-from kvstore.storage.eviction.items import Guard, Mode, Reason, Record, Refusal, Stuck, Watermarks
+from kvstore.storage.eviction.types import Guard, Mode, Reason, Record, Refusal, Stuck, Watermarks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -11,10 +11,10 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.storage.eviction.clearing import Clearing, clearings
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import Eviction, Evictions, Guard, Reason, Record, Standing, Watermarks
 from kvstore.storage.eviction.lru import Lru
 from kvstore.storage.eviction.policies import POLICY_NAMES, new_policy
 from kvstore.storage.eviction.removals import History
+from kvstore.storage.eviction.types import Eviction, Evictions, Guard, Reason, Record, Standing, Watermarks
 from kvstore.storage.extents import Extents
 
 FIRST, UNTIL = 4, 124

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.lru import Lru
 from kvstore.storage.eviction.s3fifo import S3Fifo
+from kvstore.storage.eviction.types import Guard, Reason, Record, Watermarks
 from tests.storage.eviction.reference import PlainCore
 
 if TYPE_CHECKING:

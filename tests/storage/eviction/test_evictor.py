@@ -17,7 +17,9 @@ from kvstore.limits import (
     SESSION_BLOCKS_MAX,
 )
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import (
+from kvstore.storage.eviction.lru import Lru
+from kvstore.storage.eviction.s3fifo import S3Fifo
+from kvstore.storage.eviction.types import (
     Eviction,
     EvictionPlan,
     Guard,
@@ -29,8 +31,6 @@ from kvstore.storage.eviction.items import (
     Tally,
     Watermarks,
 )
-from kvstore.storage.eviction.lru import Lru
-from kvstore.storage.eviction.s3fifo import S3Fifo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import Reason, Record, Refusal, Standing, Watermarks
 from kvstore.storage.eviction.lru import Lru
+from kvstore.storage.eviction.types import Reason, Record, Refusal, Standing, Watermarks
 
 NUMBERS = st.one_of(st.integers(1, 300), st.integers(0, 2**64 - 1), st.integers(0, 20).map(lambda n: n << 40))
 STEPS = st.lists(st.tuples(st.sampled_from(["add", "add", "remove", "find"]), NUMBERS), max_size=150)

@@ -13,9 +13,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import Record, Watermarks
 from kvstore.storage.eviction.lru import Lru
 from kvstore.storage.eviction.s3fifo import S3Fifo
+from kvstore.storage.eviction.types import Record, Watermarks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,7 +115,7 @@ def guarded(name, *rest):
 builtins.__import__ = guarded
 
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import Record, Watermarks
+from kvstore.storage.eviction.types import Record, Watermarks
 from kvstore.storage.eviction.policies import POLICY_NAMES, new_policy
 
 for name in POLICY_NAMES:

@@ -10,8 +10,8 @@ import pytest
 from kvstore.limits import EVICTION_URGENT_BLOCKS, TIMER_TICK_MS
 from kvstore.storage.eviction import evictor
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import Guard, Reason, Record, Watermarks
 from kvstore.storage.eviction.lru import Lru
+from kvstore.storage.eviction.types import Guard, Reason, Record, Watermarks
 
 T0 = 1_700_000_000_000
 WEEK_MS = 7 * 24 * 3_600_000

@@ -11,7 +11,7 @@ import resource
 from pathlib import Path
 
 from kvstore.storage.eviction.evictor import Evictor
-from kvstore.storage.eviction.items import Guard, Reason, Refusal, Watermarks
+from kvstore.storage.eviction.types import Guard, Reason, Refusal, Watermarks
 from kvstore.storage.eviction.policies import new_policy
 from kvstore.storage.extents import Extents
 

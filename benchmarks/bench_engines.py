@@ -1,0 +1,214 @@
+"""Time to first token of vLLM engines, computed and found again in each of the ways that a user can choose from.
+
+The engine's own prefix cache, vLLM's pool of host memory, that pool with vLLM's file tier and with our node behind it,
+our connector, and LMCache's server, with memory shared with the engine and files behind. One engine for each, side by
+side, one thread, greedy, random weights in bf16. In each round each engine gets a new prompt that ends in the middle
+of a block: it computes and stores it, finds it in its own cache, and then with that cache emptied, twice, and, where
+there is a pool, with the pool emptied too. At last nodes and server are restarted, which empties their memory, and
+every prompt is found once more. Each answer is compared with that of the engine without anything.
+
+Written down are medians of the rounds, and how much longer than the bare engine's own cache each takes in the same
+round. vLLM's worker for GPUs is replaced by copies of the CPU (`tests.engines.cpu_pool`).
+It needs `.venv-engines` (`make bench-engines`); elsewhere it measures nothing, and says so.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+from collections import defaultdict
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.engines.engine import PATIENT, Engine, Said, tiered
+from tests.engines.lmcache_server import LmcacheServer
+from tests.engines.model import make_llama
+from tests.engines.node import Node, until
+
+if TYPE_CHECKING:
+    from benchmarks.form import Form
+
+_ROUNDS = 5
+_TOKENS = 4136
+_POOL_BYTES = 256 << 20
+_MANY_LAYERS = {
+    "num_hidden_layers": 32,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+_FEW_LAYERS = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1024}
+# Tokens of a block, and the model: 34 MB in 256 and in 1,032 pages, and 17 MB in 4,128.
+_SHAPES: dict[str, tuple[int, dict[str, int]]] = {
+    "8 layers, block 128": (128, _FEW_LAYERS),
+    "8 layers, block 32": (32, _FEW_LAYERS),
+    "32 layers, block 32": (32, _MANY_LAYERS),
+}
+_OWN, _POOL, _FILES, _TIER, _CONNECTOR, _LMCACHE = (
+    "own cache",
+    "pool",
+    "pool and files",
+    "pool and node",
+    "connector",
+    "LMCache",
+)
+_OURS = {"kv_connector": "TriggerKvConnector", "kv_connector_module_path": None}
+_LMCACHE_CHUNK_TOKENS = 128
+# Milliseconds longer than the bare engine's own cache.
+_GOALS = {
+    (_TIER, "own"): 1,
+    (_CONNECTOR, "own"): 1,
+    (_TIER, "first re-read"): 8,
+    (_TIER, "hot"): 8,
+    (_TIER, "pool emptied"): 8,
+    (_CONNECTOR, "first re-read"): 8,
+    (_CONNECTOR, "hot"): 8,
+}
+_STORED_GOALS = {"TTFT": 1.02, "CPU": 1.05}
+
+
+def run(form: Form) -> None:
+    """Measure, and write down."""
+    if find_spec("vllm") is None:
+        print("There is no vLLM in this environment; make bench-engines has one.")
+        return
+    for name, (block_tokens, config) in _SHAPES.items():
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            place = Path(folder)
+            node = stack.enter_context(Node(place / "node", capacity="2GiB", arguments=("--hot", "1GiB")))
+            shape = _Shape(stack, place, node, block_tokens, make_llama(place / "model", **config))
+            shape.measure()
+            shape.note(form, name)
+
+
+class _Shape:
+    """The engines of one shape, and their times by way and state, round by round."""
+
+    def __init__(self, stack: ExitStack, place: Path, node: Node, block_tokens: int, model: Path) -> None:
+        self._node, self._block_tokens = node, block_tokens
+        self._dice = random.Random(block_tokens)
+        files = tiered(pool_bytes=_POOL_BYTES)
+        extra = files["kv_connector_extra_config"]
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(place / "files")}]
+        kept = {"type": "fs_native", "base_path": str(place / "of LMCache")}
+        self._server = stack.enter_context(
+            LmcacheServer(
+                place, kept, l1_size_gb=1, chunk_size=_LMCACHE_CHUNK_TOKENS, shm_name=f"bench-{place.name}"
+            )
+        )
+        pool = tiered(pool_bytes=_POOL_BYTES)
+        behind = tiered(node.target, pool_bytes=_POOL_BYTES, tier="triggerkv", **PATIENT)
+        given: dict[str, dict[str, Any]] = {
+            _OWN: {},
+            _POOL: {"kv_transfer_config": pool},
+            _FILES: {"kv_transfer_config": files},
+            _TIER: {"kv_transfer_config": behind},
+            _CONNECTOR: {"node": node.target, "transfer": _OURS, "extra": PATIENT},
+            _LMCACHE: {"kv_transfer_config": self._server.transfer},
+        }
+        arguments: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "max_model_len": 8192,
+            "kv_cache_memory_bytes": 256 << 20,
+        }
+        self._engines = {
+            way: stack.enter_context(Engine(place, way, model, **how, **arguments, block_size=block_tokens))
+            for way, how in given.items()
+        }
+        self._said: dict[tuple[str, str], list[Said]] = defaultdict(list)
+
+    def measure(self) -> None:
+        """All rounds, after one that warms up, and the restart."""
+        prompts = [[[self._dice.randrange(3, 999) for _ in range(_TOKENS)]] for _ in range(1 + _ROUNDS)]
+        answers = [self._round(number, prompt) for number, prompt in enumerate(prompts)]
+        self._restart(prompts[0])
+        for number, prompt in enumerate(prompts):
+            for way in self._in_turns(number):
+                if way not in (_OWN, _POOL):
+                    self._say(number, way, "after a restart", prompt, answers[number])
+
+    def _in_turns(self, number: int) -> list[str]:
+        """The ways, beginning with another one in each round; the bare engine always begins."""
+        ways = [way for way in self._engines if way != _OWN]
+        first = number % len(ways)
+        return [_OWN, *ways[first:], *ways[:first]]
+
+    def _round(self, number: int, prompt: list[list[int]]) -> list[list[int]]:
+        """One prompt in every way; returns the bare engine's answer."""
+        answer: list[list[int]] | None = None
+        for way in self._in_turns(number):
+            computed = self._engines[way].say(prompt)
+            answer = answer or computed.answers
+            assert (computed.answers, computed.cached) == (answer, 0), f"{way}: {computed}, not {answer}"
+            if number:
+                self._said[way, "computed"].append(computed)
+            self._say(number, way, "own", prompt, answer)
+            if way == _OWN:
+                continue
+            for state in ("first re-read", "hot"):
+                self._engines[way].forget()
+                self._say(number, way, state, prompt, answer)
+            if way in (_FILES, _TIER):
+                self._say(number, way, "pool emptied", prompt, answer)
+        assert answer is not None
+        return answer
+
+    def _say(
+        self, number: int, way: str, state: str, prompt: list[list[int]], answer: list[list[int]]
+    ) -> None:
+        engine = self._engines[way]
+        if state in ("pool emptied", "after a restart"):
+            (engine.drop_pool if way in (_FILES, _TIER) else engine.forget)()
+        said = engine.say(prompt)
+        assert said.answers == answer, f"{way}, {state}: {said.answers}, not {answer}"
+        assert said.cached >= _TOKENS - 2 * _LMCACHE_CHUNK_TOKENS, f"{way}, {state}: {said.cached} tokens"
+        if number:
+            self._said[way, state].append(said)
+
+    def _restart(self, probe: list[list[int]]) -> None:
+        """Nothing is in a node's or a server's memory afterwards, and the engines have found them again."""
+        self._node.restart()
+        self._server.kill()
+        self._server.start()
+        for way in (_TIER, _CONNECTOR, _LMCACHE):
+            engine = self._engines[way]
+
+            def is_found(way: str = way, engine: Engine = engine) -> bool:
+                (engine.drop_pool if way == _TIER else engine.forget)()
+                return engine.say(probe).cached > 0
+
+            until(is_found, f"{way} works again")
+
+    def note(self, form: Form, name: str) -> None:
+        """Write down the medians, beside the bare engine's; and what each adds to a hit in its own cache."""
+        for (way, state), said in self._said.items():
+            bare = self._said[_OWN, "computed" if state == "computed" else "own"]
+            is_ours = state == "computed" and way in (_TIER, _CONNECTOR)
+            for what in ("TTFT", "CPU"):
+                form.pairs(
+                    f"{name}: {way}, {state}, {what}",
+                    "ms",
+                    [_ms(one, what) for one in said],
+                    [_ms(one, what) for one in bare],
+                    goal=_STORED_GOALS[what] if is_ours else None,
+                    lower_is_better=True,
+                )
+            if state != "computed" and way != _OWN:
+                for what in ("TTFT", "CPU"):
+                    form.note(
+                        f"{name}: {way}, {state}, added {what}",
+                        statistics.median(
+                            _ms(one, what) - _ms(other, what) for one, other in zip(said, bare, strict=True)
+                        ),
+                        "ms",
+                        goal=_GOALS.get((way, state)) if what == "TTFT" else None,
+                        lower_is_better=True,
+                    )
+
+
+def _ms(said: Said, what: str) -> float:
+    return 1e3 * (said.seconds if what == "TTFT" else said.cpu_seconds)

@@ -1,0 +1,208 @@
+"""The match-action table at 1,000,000 exact and 1,000 wildcard entries, against a bare dict of the same keys.
+
+The bare dict is asked for (tenant, user, context) and knows no wildcards, priorities or counters. Requests are
+parsed beforehand, and new ones for each run, so that their strings are hashed in it, as in life. Rates are of one
+thread. An unknown user's request is probed against every mask: that depends on how many masks the 1,000
+wildcards have, so it is measured at 24 (the goal's) and at more.
+
+Memory is what a process grows by while it fills the table and hits every entry, less what another grows by
+while it makes and keeps the same keys.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nic_offload.match_action import Action, ActionKind, Pattern, Request, Rule, Table
+from nic_offload.match_fields import FiveTuple, Prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.form import Form
+
+_EXACT, _WILDCARDS = 1_000_000, 1_000
+_MASKS, _MASKS_MORE = 24, (64, 120)
+_BATCH = 50_000
+_GOAL_PER_S = 200_000.0
+_GOAL_BYTES = 200.0
+_REPLACEMENTS = 20
+
+_TENANTS, _MODEL = 50, "llama-3-70b"
+_V4 = 1 << 32
+_FETCH = (Action(ActionKind.FETCH),)
+_EXACT_PRIORITY = 1000
+_MISSING = "bench-"  # begins the users that no exact entry knows
+
+Names = tuple[str, str, str]
+
+
+def _names(number: int) -> Names:
+    """Tenant, user, context of an exact entry; two contexts a user."""
+    return f"tenant-{number % _TENANTS}", f"user-{number // 2}@example.org", f"context-{number:012x}"
+
+
+def _fill() -> Table:
+    table = Table()
+    for number in range(_EXACT):
+        table.add(Rule(Pattern(*_names(number)), _FETCH, _EXACT_PRIORITY))
+    return table
+
+
+def _wildcards(masks: int, lowest: int) -> list[Rule]:
+    """Wildcards, evenly over this many masks: prefixes of the source, some of the destination, some a tenant."""
+    dice = random.Random(masks)
+    rules: dict[tuple[Pattern, int], Rule] = {}
+    while len(rules) < _WILDCARDS:
+        mask = len(rules) % masks
+        length = 9 + mask // 2 % 16
+        source = Prefix(1 << length | dice.getrandbits(length), 32 - length)
+        destination = Prefix((_V4 | 192 << 24) >> 8 * (mask // 32), 8 * (mask // 32)) if mask // 32 else None
+        tenant = f"tenant-{dice.randrange(_TENANTS)}" if mask % 2 else None
+        rule = Rule(Pattern(tenant, five=FiveTuple(source, destination)), _FETCH, lowest + mask)
+        rules[rule.pattern, rule.priority] = rule
+    return list(rules.values())
+
+
+def _requests(dice: random.Random, *, known: bool) -> list[Request]:
+    """Requests from anywhere, of users with or without exact entries; every string is a new one."""
+    requests = []
+    for _ in range(_BATCH):
+        tenant, user, context = _names(dice.randrange(_EXACT))
+        user = user if known else _MISSING + user
+        source, destination = _V4 | dice.getrandbits(32), _V4 | 192 << 24
+        port = 1024 + dice.getrandbits(14)
+        requests.append(Request(tenant, user, context, _MODEL, source, destination, port, 443, 6))
+    return requests
+
+
+def _rate(work: Callable[[list[Request]], None], dice: random.Random, *, known: bool) -> float:
+    requests = _requests(dice, known=known)
+    start_ns = time.perf_counter_ns()
+    work(requests)
+    return len(requests) / (time.perf_counter_ns() - start_ns) * 1e9
+
+
+class _Rates:
+    """The table and the bare dict, asked for fresh requests."""
+
+    def __init__(self, form: Form, table: Table) -> None:
+        self._form, self._table = form, table
+        self._bare = {_names(number): number for number in range(_EXACT)}
+        self._dice = random.Random(1)
+
+    def compare(self, metric: str, *, known: bool, goal: float | None = None) -> None:
+        point = self._form.compare(
+            metric,
+            "matches/s",
+            lambda: _rate(self._match, self._dice, known=known),
+            lambda: _rate(self._look_up, self._dice, known=known),
+        )
+        if goal is not None:
+            self._form.note(f"{metric}, alone", point.value, "matches/s", goal=goal)
+
+    def _match(self, requests: list[Request]) -> None:
+        match = self._table.match
+        for request in requests:
+            match(request, 1)
+
+    def _look_up(self, requests: list[Request]) -> None:
+        get = self._bare.get
+        for request in requests:
+            get((request.tenant, request.user, request.context))
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def table_bytes() -> int:
+    """What this process grows by while it fills a table; every entry gets counts that fit no small integer."""
+    before = _resident_bytes()
+    table = _fill()
+    for entry in table:
+        pattern = entry.pattern
+        names = (pattern.tenant or "", pattern.user or "", pattern.context or "")
+        table.match(Request(*names, _MODEL, _V4, _V4, 1, 443, 6), 1 << 62)
+        table.add_bytes(entry, 1 << 40)
+    return _resident_bytes() - before
+
+
+def keys_bytes() -> int:
+    """What this process grows by while it makes the keys alone, less the list that holds them."""
+    before = _resident_bytes()
+    keys = []
+    for number in range(_EXACT):
+        tenant, user, context = _names(number)
+        keys.append((sys.intern(tenant), user, context))
+    return _resident_bytes() - before - sys.getsizeof(keys)
+
+
+def _in_a_process_of_its_own(name: str) -> int:
+    code = f"from benchmarks import bench_match; print(bench_match.{name}())"
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300
+    )
+    return int(run.stdout)
+
+
+def _longest_gap_ms(table: Table, requests: list[Request], *, replacing: bool) -> float:
+    """The longest time from one match to the next, while rules are replaced over and over or are not."""
+    rules = [_wildcards(_MASKS, lowest) for lowest in (0, 1)]
+
+    def replace() -> None:
+        for turn in range(_REPLACEMENTS):
+            table.replace(rules[turn % 2])
+
+    thread = threading.Thread(target=replace if replacing else lambda: time.sleep(1))
+    gap_ns, last_ns = 0, time.perf_counter_ns()
+    thread.start()
+    while thread.is_alive():
+        for request in requests[:1000]:
+            table.match(request, 1)
+            now_ns = time.perf_counter_ns()
+            gap_ns, last_ns = max(gap_ns, now_ns - last_ns), now_ns
+    thread.join()
+    return gap_ns / 1e6
+
+
+def run(form: Form) -> None:
+    """All points."""
+    keys = _in_a_process_of_its_own("keys_bytes") / _EXACT
+    whole = _in_a_process_of_its_own("table_bytes") / _EXACT
+    form.note("memory of a key", keys, "B an entry")
+    form.note("memory beyond the key", whole - keys, "B an entry", goal=_GOAL_BYTES, lower_is_better=True)
+
+    start_ns = time.perf_counter_ns()
+    table = _fill()
+    form.note("adding exact entries", _EXACT / (time.perf_counter_ns() - start_ns) * 1e9, "entries/s")
+    rates = _Rates(form, table)
+
+    took_ms = [1e3 * form.seconds(lambda: table.replace(_wildcards(_MASKS, 0))) for _ in range(5)]
+    form.note(f"replacing {_WILDCARDS} rules", statistics.median(took_ms), "ms")
+    rates.compare("exact hit above the wildcards", known=True, goal=_GOAL_PER_S)
+    rates.compare(f"unknown user, {_MASKS} masks", known=False, goal=_GOAL_PER_S)
+    table.replace(_wildcards(_MASKS, 2 * _EXACT_PRIORITY))
+    rates.compare(f"exact hit below {_MASKS} masks", known=True, goal=_GOAL_PER_S)
+    for masks in _MASKS_MORE:
+        table.replace(_wildcards(masks, 0))
+        rates.compare(f"unknown user, {masks} masks", known=False)
+
+    requests = _requests(random.Random(2), known=True)
+    for replacing, when in ((False, "while nothing changes"), (True, "while rules are replaced")):
+        form.note(
+            f"longest gap between matches, {when}",
+            _longest_gap_ms(table, requests, replacing=replacing),
+            "ms",
+        )
+    form.note("a full collection of Python's garbage", 1e3 * form.seconds(gc.collect), "ms")

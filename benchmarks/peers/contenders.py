@@ -1,0 +1,147 @@
+"""The contenders: each does a round of everything that it has, for blocks of one size, and writes it into the cells."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from benchmarks.peers.client_process import Timed, cpu_ns, settled_cpu_ns
+from kvstore.limits import HEADER_BYTES
+from kvstore.storage.disk import DiskOpKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.peers.cells import Cells, Shape
+    from benchmarks.peers.client_process import Worker
+    from benchmarks.peers.redis import Redis
+    from benchmarks.plain import PlainFabric
+    from kvstore.bench.bare import BareDrive
+    from kvstore.demo.node_process import NodeProcess
+
+__all__ = ["Contender", "Drive", "OnFabric", "Ours", "Redises"]
+
+
+class Contender(Protocol):
+    """One of those who take turns."""
+
+    def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
+        """Everything once."""
+
+
+class _Served:
+    """A server in a process, and a client in another."""
+
+    def __init__(self, name: str, server: NodeProcess | Redis, client: Worker) -> None:
+        self._name, self._server, self._client = name, server, client
+
+    def _measure(self, cells: Cells, shape: Shape, kind: str, *words: object) -> None:
+        """The server's time includes what it still does after its last answer."""
+        before_ns = settled_cpu_ns(self._server.pid)
+        timed = self._client.timed(*words)
+        server_ns = settled_cpu_ns(self._server.pid) - before_ns
+        cells.at(self._name, shape, kind).took(shape.bytes, timed, server_ns)
+
+    def _put(self, cells: Cells, shape: Shape, kind: str) -> None:
+        self._measure(cells, shape, kind, *self._put_words(shape, kind))
+
+    def _get(self, cells: Cells, shape: Shape, kind: str) -> None:
+        self._measure(cells, shape, kind, *self._get_words(shape))
+
+    def _forget(self, shape: Shape) -> None:
+        self._client.ask("forget", shape.name)
+
+    @staticmethod
+    def _put_words(shape: Shape, kind: str) -> tuple[object, ...]:
+        return "put", shape.name, kind, shape.batch, shape.window, shape.calls
+
+    @staticmethod
+    def _get_words(shape: Shape) -> tuple[object, ...]:
+        return "get", shape.name, shape.batch, shape.window
+
+
+class Ours(_Served):
+    """A node, restarted before what is cold is read."""
+
+    def __init__(self, node: NodeProcess, client: Worker) -> None:
+        super().__init__("us", node, client)
+        self._node = node
+
+    def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
+        """Each shape landed, written and hot; then all of them cold."""
+        for shape in shapes:
+            self._put(cells, shape, "landed")
+            self._forget(shape)
+            self._put(cells, shape, "written")
+            self._client.ask(*self._get_words(shape))  # hot from here on, if it was not before
+            self._get(cells, shape, "hot")
+            self._forget(shape)
+        for shape in shapes:
+            self._client.ask(*self._put_words(shape, "written"))
+        self._node.stop()
+        self._node.start()
+        self._client.ask("ready")
+        for shape in shapes:
+            self._get(cells, shape, "cold")
+            self._forget(shape)
+
+
+class Redises(_Served):
+    """A server of Redis. One that keeps a file stands beside `written`, one that doesn't beside the others."""
+
+    def __init__(self, name: str, server: Redis, client: Worker) -> None:
+        super().__init__(name, server, client)
+        self._redis = server
+
+    def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
+        """Each shape set and got, or set only."""
+        for shape in shapes:
+            self._put(cells, shape, "written" if self._redis.keeps else "landed")
+            if not self._redis.keeps:
+                self._get(cells, shape, "hot")
+            self._forget(shape)
+        self._redis.flush()
+
+
+class OnFabric:
+    """Plain writes and a word back: one block at a time, and a batch."""
+
+    def __init__(self, fabric: PlainFabric) -> None:
+        self._fabric = fabric
+
+    def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
+        """Each shape that keeps one call under way."""
+        near, far = self._fabric.pids
+        for shape in shapes:
+            if shape.window > 1:
+                continue
+            before_ns = cpu_ns(near), cpu_ns(far)
+            calls_ns = [self._fabric.write_ns(shape.size, shape.batch) for _ in range(shape.calls)]
+            timed = Timed(0, sum(calls_ns), cpu_ns(near) - before_ns[0], calls_ns)
+            cells.at("fabric", shape, "landed").took(shape.bytes, timed, cpu_ns(far) - before_ns[1])
+
+
+class Drive:
+    """io_uring over a file beside the node's, in records as large as its own."""
+
+    def __init__(self, drive: BareDrive) -> None:
+        self._drive = drive
+
+    def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
+        """One operation at a time, and at depth 16."""
+        for shape in shapes:
+            record = shape.size + HEADER_BYTES
+            for kind, name in ((DiskOpKind.WRITE, "written"), (DiskOpKind.READ, "cold")):
+                if shape.window > 1:
+                    continue
+                cell = cells.at("drive", shape, name)
+                start_ns, start_cpu_ns = time.monotonic_ns(), time.process_time_ns()
+                if shape.batch == 1:
+                    one_ns = self._drive.operation_ns(kind, record, 1)
+                    cell.gbps.append(shape.size / one_ns)
+                    cell.calls_us.append(one_ns / 1e3)
+                else:
+                    cell.gbps.append(self._drive.gbps(kind, record))
+                    spent_ns = time.monotonic_ns() - start_ns
+                    moved_gb = cell.gbps[-1] * spent_ns / 1e9
+                    cell.client_s_per_gb.append((time.process_time_ns() - start_cpu_ns) / 1e9 / moved_gb)

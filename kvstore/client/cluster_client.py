@@ -1,0 +1,572 @@
+"""A client of a whole cluster: each block is stored on one node or on two.
+
+    with ClusterClient(["10.0.0.5:7070", "10.0.0.6:7070"], replicas=2) as client:
+        kv = client.register(buffer)
+        blocks = [ClusterBlock(key, kv, offset, length, threshold=n), ...]
+        puts = client.arm(blocks, flags[0])      # a put to each owner of a block, all fired by the one flag
+        results = puts.wait(timeout_s=10)
+        outcomes = client.get(blocks, timeout_s=10)
+
+A block's owners are the first `replicas` members in the order that the map gives for its tenant and key
+(`kvstore.cluster.map`), so every client with the same map finds them. A call is split by owner, and its parts run at
+the same time.
+
+What always holds: for each block what `Client` promises, with one deadline for the whole call. A put with two replicas
+succeeds only if both owners have the block; with `acks="any"`, if one has. If an owner lacks a block, or doesn't send
+it in its share of the time, the next node in that order is asked, up to one more than there are replicas. So no block
+is missed while one member is away, or has just come back or joined. Of the owners, one in this client's `zone` is asked
+first (`kvstore.client.cluster_reads`). A deletion goes to all members, and fails unless
+each has answered. A node that stops answering costs one short wait in all (`kvstore.client.silent_nodes`). A change of
+the map during a call is no error: blocks for a node that has left go to their new owners; a get from it is a miss.
+Puts that wait for their flag follow the map (`kvstore.client.cluster_ahead`).
+A block that an owner lacked and another node had is put back to it in the background (`kvstore.client.repairs`).
+What it doesn't do: copy blocks that nobody reads. Nodes do, if configured to (`kvstore.node.upkeep`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from kvstore.client.arguments import checks_arguments
+from kvstore.client.block_calls import Prefix, Stored
+from kvstore.client.blocks import PutResult
+from kvstore.client.checks import check_between, check_lengths, check_wanted, checked_puts
+from kvstore.client.cluster_ahead import Ahead, ArmedAhead, PutPlaces
+from kvstore.client.cluster_blocks import blocks_of, keys_of
+from kvstore.client.cluster_puts import ClusterPin, ClusterPuts, merged, now_s, seconds_until
+from kvstore.client.cluster_reads import Reads, by_owner
+from kvstore.client.cluster_removals import Removals
+from kvstore.client.nodes import Nodes
+from kvstore.client.repairs import Repairs
+from kvstore.client.silent_nodes import SilentNodes
+from kvstore.clock import SystemClock
+from kvstore.durability import Durability
+from kvstore.errors import DeadlineExceeded, InvalidArgument, KvError, NodeUnavailable, UsageError
+from kvstore.limits import (
+    CLUSTER_CALLS_AT_ONCE,
+    CLUSTER_FIRST_TRY_MS,
+    CLUSTER_INLINE_AT_ONCE,
+    ERASE_TIMEOUT_S,
+    LEASE_TIMEOUT_MS,
+    LEASE_TIMEOUT_MS_MAX,
+    REPLICAS_MAX,
+)
+from kvstore.miss import Miss
+from kvstore.names import UNSAID
+from nic_offload.errors import shown
+from nic_offload.flags import FlagWord
+from nic_offload.handle import Handle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+
+    from typing_extensions import Buffer
+
+    from kvstore.client.block_calls import Pin
+    from kvstore.client.blocks import Hit
+    from kvstore.client.client import Client
+    from kvstore.client.cluster_blocks import ClusterBlock
+    from kvstore.client.erasing import Erasure
+    from kvstore.client.grpc_blocks import Data
+    from kvstore.client.nodes import RegisteredMemory
+    from kvstore.client.puts import ArmedPuts
+    from kvstore.cluster.map import Map
+    from kvstore.reach import Reach
+    from nic_offload.counter import Counter
+    from nic_offload.fabric import Fabric
+
+__all__ = ["ClusterClient"]
+
+_CLOCK = SystemClock()
+R = TypeVar("R")
+
+
+@checks_arguments
+class ClusterClient(Handle):
+    """A client of a cluster, whose nodes store each block once or twice. Its methods may be called from any thread.
+
+    >>> from kvstore.client import ClusterBlock, ClusterClient
+    >>> cluster = ClusterClient(["127.0.0.1:7070"], layout=b"my model, bf16")  # one of its nodes is enough
+    >>> everywhere = cluster.register(memory)
+    >>> block = ClusterBlock(key, everywhere, offset=0, length=4096)
+    >>> [result.durability.name for result in cluster.put([block])]
+    ['WRITTEN']
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[str] | Reach | None = None,
+        *,
+        replicas: int = 1,
+        acks: Literal["all", "any"] = "all",
+        **of_clients: Any,
+    ) -> None:
+        """`nodes` are one or more of the cluster's nodes; `of_clients` are the arguments of each `Client`.
+
+        Each block is stored on `replicas` nodes, 1 or 2. A put succeeds once all of them have the block, or, with
+        `acks="any"`, once one has.
+        """
+        check_between("The number of a block's replicas", replicas, 1, REPLICAS_MAX)
+        if acks not in ("all", "any"):
+            raise InvalidArgument(f'`acks` is "all" or "any", not {shown(acks)}.')
+        self.nodes = Nodes(nodes, **of_clients)
+        self._replicas, self._copies = replicas, replicas if acks == "all" else 1
+        self._repairs = Repairs(self.nodes._called)  # noqa: SLF001 - of this package
+        self._closing = threading.Event()
+        self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
+        self._is_there = self.nodes._has  # noqa: SLF001 - of this package
+        self._removals = Removals(self.nodes, self._each, self._closing, _CLOCK)
+        self._silent = SilentNodes(self.nodes.reach.at, self.nodes._drop)  # noqa: SLF001 - of this package
+        self._ahead = ArmedAhead(lambda: self.nodes.map)
+        self._reads = Reads(self.nodes, replicas, self._each, self._silent, self._repairs, _CLOCK)
+
+    def register(self, memory: Buffer) -> RegisteredMemory:
+        """Register memory for puts to and gets from any node. Close it before the memory is freed.
+
+        FabricError if there is no fabric here, or the memory can't be registered with it.
+
+        >>> with cluster.register(bytearray(8192)) as everywhere:
+        ...     block = ClusterBlock(key, everywhere, offset=0, length=8192)
+        """
+        everywhere = self.nodes.register(memory)
+        everywhere.at(self.nodes._main())  # noqa: SLF001 - of this package
+        return everywhere
+
+    def attach(self) -> None:
+        """Attach now to each node that can be reached, so that later calls don't have to.
+
+        >>> cluster.attach()
+        """
+        self._each({member.node: [] for member in self.nodes.map.members}, lambda client, _: client.attach())
+
+    @property
+    def transport(self) -> str:
+        """As `Client.transport`."""
+        return self.nodes._main().transport  # noqa: SLF001 - of this package
+
+    @property
+    def fabric(self) -> Fabric:
+        """As `Client.fabric`, of a node that answered; each node's client has its own of the same kind."""
+        return self.nodes._main().fabric  # noqa: SLF001 - of this package
+
+    def owners(self, key: bytes) -> list[str]:
+        """The nodes that store a block, as the map has them now, the first owner first.
+
+        >>> cluster.owners(key) == [client.target]
+        True
+        """
+        return self._owners_on(self.nodes.map, key)
+
+    # --- over the fabric
+
+    def put(
+        self,
+        blocks: Sequence[ClusterBlock],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[PutResult]:
+        """As `Client.put`, on each owner. When it returns, nothing reads the memory any more.
+
+        >>> [result.durability.name for result in cluster.put([block])]
+        ['WRITTEN']
+        """
+        timeout_s = self._get_s(timeout_s)
+        lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
+        until_s = now_s() + timeout_s
+        revision = self.nodes.map.revision
+        arm = partial(self.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
+        puts = arm(blocks, expires_unix_ms=expires_unix_ms)
+        results = puts.wait(seconds_until(until_s))
+        puts.abandon()
+        again = [at for at, one in enumerate(results) if isinstance(one.error, NodeUnavailable)]
+        if again and self.nodes.map.revision != revision and (left_s := seconds_until(until_s)):
+            put = partial(self.put, durability=durability, expires_unix_ms=expires_unix_ms, timeout_s=left_s)
+            for at, result in zip(again, put([blocks[at] for at in again]), strict=True):
+                results[at] = result
+        return results
+
+    def arm(
+        self,
+        blocks: Sequence[ClusterBlock],
+        flag: FlagWord | Counter | None = None,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
+        expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> ClusterPuts:
+        """As `Client.arm`: a put to each owner, all of them fired by the one flag.
+
+        If an owner leaves the cluster before the flag is stored, its puts are withdrawn and armed at the new owners.
+
+        >>> puts = cluster.arm([block])
+        >>> [result.durability.name for result in puts.wait(timeout_s=10)]
+        ['WRITTEN']
+        """
+        given, context = list(blocks), copy_context()
+        keys = keys_of(given)
+        attach_s = min(self._call_s(timeout_s), CLUSTER_FIRST_TRY_MS / 1000)
+        deadline_ns = _CLOCK.monotonic_ns() + lease_ms * 1_000_000
+
+        def arm(
+            client: Client, some: list[int], flag: FlagWord | Counter | None = flag, lease_ms: int = lease_ms
+        ) -> ArmedPuts:
+            return client.arm(
+                blocks_of(client, [given[at] for at in some]),
+                flag,
+                durability=durability,
+                lease_ms=lease_ms,
+                expires_unix_ms=expires_unix_ms,
+                timeout_s=attach_s,
+            )
+
+        def again(parts: Mapping[str, list[int]], at_once: bool) -> dict[str, ArmedPuts | KvError]:  # noqa: FBT001
+            left_ms = max(1, (deadline_ns - _CLOCK.monotonic_ns()) // 1_000_000)
+            late = partial(arm, flag=None if at_once else flag, lease_ms=left_ms)
+            return context.run(self._each, parts, late, lambda puts: puts.abandon())
+
+        def owners(now: Map, at: int) -> list[str]:
+            return self._owners_on(now, keys[at])
+
+        def threshold(at: int) -> int:
+            return given[at].threshold
+
+        ahead: Ahead | None = None
+        armed = self._of_owners(keys, arm, lambda puts: puts.abandon())
+        if isinstance(flag, FlagWord) and self.nodes.map.revision:
+            ahead = Ahead(flag, deadline_ns, threshold, owners, again, self._silent.suspect)
+        places = PutPlaces(keys, armed, self._copies, ahead)
+        if ahead is not None:
+            self._ahead.add(places)
+        return ClusterPuts(keys, places, self._copies, self._silent)
+
+    def get(self, blocks: Sequence[ClusterBlock], *, timeout_s: float | None = None) -> list[Hit | Miss]:
+        """As `Client.get`, of the first owner that has it, or the nearest: one in this client's `zone` is asked first.
+
+        >>> [type(outcome).__name__ for outcome in cluster.get([block])]
+        ['Hit']
+        """
+
+        def get(client: Client, some: list[int], left_s: float) -> list[Hit | Miss]:
+            return client.get(blocks_of(client, [blocks[at] for at in some]), timeout_s=left_s)
+
+        def copied(at: int, _: object) -> bytes | None:
+            return blocks[at].copied()
+
+        return self._reads.found(keys_of(blocks), get, self._get_s(timeout_s), copied)
+
+    # --- over gRPC
+
+    def put_inline(
+        self,
+        key: bytes,
+        data: Data,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        domain: bytes = UNSAID,
+        timeout_s: float | None = None,
+    ) -> Durability:
+        """As `Client.put_inline`, on each owner; returns the lowest durability reached.
+
+        >>> cluster.put_inline(block_key(b"inline"), b"the KV of a page").name
+        'WRITTEN'
+        """
+        (result,) = self.put_many_inline(
+            [(key, data)],
+            durability=durability,
+            expires_unix_ms=expires_unix_ms,
+            domain=domain,
+            timeout_s=timeout_s,
+        )
+        if result.error is not None:
+            raise result.error
+        assert result.durability is not None, "a put has an error or a durability"
+        return result.durability
+
+    def get_inline(self, key: bytes, length: int, *, timeout_s: float | None = None) -> bytes | Miss:
+        """As `Client.get_inline`, of the first owner that has it.
+
+        >>> _ = cluster.put_inline(block_key(b"inline"), b"the KV of a page")
+        >>> cluster.get_inline(block_key(b"inline"), length=16)
+        b'the KV of a page'
+        """
+        (found,) = self.get_many_inline([(key, length)], timeout_s=timeout_s)
+        return found
+
+    def put_many_inline(
+        self,
+        blocks: Iterable[tuple[bytes, Data]],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        domain: bytes = UNSAID,
+        timeout_s: float | None = None,
+    ) -> list[PutResult]:
+        """As `Client.put_many_inline`, on each owner; every block has a result.
+
+        >>> pages = [(block_key(b"inline"), b"the KV of a page")]
+        >>> [result.durability.name for result in cluster.put_many_inline(pages)]
+        ['WRITTEN']
+        """
+        given = list(checked_puts(blocks))
+        keys = [key for key, _ in given]
+        until_s = None if timeout_s is None else now_s() + timeout_s
+
+        def put(client: Client, some: list[int]) -> list[PutResult]:
+            results = client.put_many_inline(
+                (given[at] for at in some),
+                durability=durability,
+                expires_unix_ms=expires_unix_ms,
+                domain=domain,
+                timeout_s=None if until_s is None else max(0.001, seconds_until(until_s)),
+            )
+            for one in results:
+                if isinstance(one.error, NodeUnavailable) and not self._is_there(client.target):
+                    raise one.error  # the new owners get all of them
+            return results
+
+        told: list[list[PutResult]] = [[] for _ in keys]
+        for node, some, answer in self._of_owners(keys, put):
+            results, broken = ([], answer) if isinstance(answer, KvError) else (answer, _broke(node))
+            for at, result in zip_longest(some, results):
+                told[at].append(result or PutResult(keys[at], None, broken))
+        return [merged(key, some, self._copies) for key, some in zip(keys, told, strict=True)]
+
+    def get_many_inline(
+        self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
+    ) -> Iterator[bytes | Miss]:
+        """As `Client.get_many_inline`, of the first owner that has it; the timeout is for all of them.
+
+        >>> [len(page) for page in cluster.get_many_inline([(key, 4096)])]
+        [4096]
+        """
+        check_wanted(wanted)
+        until_s = now_s() + self._get_s(timeout_s)
+        for first in range(0, len(wanted), CLUSTER_INLINE_AT_ONCE):
+            part = wanted[first : first + CLUSTER_INLINE_AT_ONCE]
+
+            def get(
+                client: Client, some: list[int], left_s: float, part: Sequence[tuple[bytes, int]] = part
+            ) -> list[bytes | Miss]:
+                return list(client.get_many_inline([part[at] for at in some], timeout_s=left_s))
+
+            yield from self._reads.found(
+                [key for key, _ in part], get, seconds_until(until_s), lambda _, found: found
+            )
+
+    # --- what is stored
+
+    def exists(
+        self, keys: Sequence[bytes], *, lengths: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> list[Stored | Miss]:
+        """As `Client.exists`, of the first owner that has it. If none can be reached, the Miss says so.
+
+        >>> [type(found).__name__ for found in cluster.exists([key, block_key(b"never put")])]
+        ['Stored', 'Miss']
+        """
+        check_lengths(lengths, keys)
+        sizes = lengths or [0] * len(keys)
+
+        def ask(client: Client, some: list[int], left_s: float) -> list[Stored | Miss]:
+            return client.exists(
+                [keys[at] for at in some], lengths=[sizes[at] for at in some], timeout_s=left_s
+            )
+
+        return self._reads.found(keys, ask, self._call_s(timeout_s))
+
+    def prefix(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Prefix:
+        """As `Client.prefix`.
+
+        >>> cluster.prefix([key, block_key(b"never put")]).blocks
+        1
+        """
+        are_shared: list[bool] = []
+
+        def ask(client: Client, some: list[int], left_s: float) -> list[Literal[True] | Miss]:
+            """Mostly a node has all of its blocks; only after a gap they are looked up one by one."""
+            until_s = now_s() + left_s
+            first = client.prefix([keys[at] for at in some], timeout_s=left_s)
+            are_shared.append(first.is_shared)
+            here: list[Literal[True] | Miss] = [True] * first.blocks
+            if first.miss is None:
+                return here
+            left = [keys[at] for at in some[first.blocks + 1 :]]
+            others = client.exists(left, timeout_s=seconds_until(until_s)) if left else []
+            return [*here, first.miss, *(one if isinstance(one, Miss) else True for one in others)]
+
+        for blocks, found in enumerate(self._reads.found(keys, ask, self._call_s(timeout_s))):
+            if isinstance(found, Miss):
+                return Prefix(blocks, found)
+        return Prefix(len(keys), None, is_shared=bool(keys) and all(are_shared))
+
+    def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
+        """As `Client.delete`, on every member and every node that is absent from the map.
+
+        Raises the error of a node that has not answered, because its blocks would reappear when it returns. Remove an
+        absent node that won't return with `kvstore cluster forget`. A copy between nodes may overtake the deletion, so
+        all nodes are called twice, the second time with the same map as this client's; NodeUnavailable if the maps
+        don't agree within the time of a call.
+
+        >>> cluster.delete([block_key(b"never put")])
+        [False]
+        """
+        return self._removals.delete(keys, durability, self._call_s(None))
+
+    def erase_user(self, user: str, *, timeout_s: float = ERASE_TIMEOUT_S) -> list[Erasure]:
+        """As `Client.erase_user`, on every member and every node that is absent from the map, as `delete`.
+
+        Returns the result of each node, with its receipt.
+
+        >>> [erasure.sessions for erasure in cluster.erase_user("nobody")]  # of each node
+        [0]
+        """
+        return self._removals.erase(
+            lambda client, left_s: client._erasing.user(user, left_s),  # noqa: SLF001 - of this package
+            timeout_s,
+        )
+
+    def erase_tenant(self, *, timeout_s: float = ERASE_TIMEOUT_S) -> list[Erasure]:
+        """As `Client.erase_tenant`, on the same nodes as `erase_user`.
+
+        >>> with ClusterClient([client.target], tenant="initech") as other:
+        ...     [erasure.sessions for erasure in other.erase_tenant()]
+        [0]
+        """
+        return self._removals.erase(
+            lambda client, left_s: client._erasing.tenant(left_s),  # noqa: SLF001 - of this package
+            timeout_s,
+        )
+
+    def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> ClusterPin:
+        """As `Client.pin`, on each owner that answers; raises if none does.
+
+        >>> with cluster.pin([key]) as pin:
+        ...     pin.pinned
+        [True]
+        """
+        answers = self._of_owners(
+            keys, lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms)
+        )
+        pins: list[Pin] = []
+        pinned = [False] * len(keys)
+        failed: KvError | None = None
+        for _, some, answer in answers:
+            if isinstance(answer, KvError):
+                failed = answer
+                continue
+            pins.append(answer)
+            for at, is_pinned in zip(some, answer.pinned, strict=True):
+                pinned[at] |= is_pinned
+        if failed is not None and not pins:
+            raise failed
+        return ClusterPin(pins, pinned)
+
+    def close(self) -> None:
+        """Close the clients. Calls under way end by their deadlines.
+
+        >>> ClusterClient([client.target]).close()
+        """
+        self._closing.set()
+        self._ahead.close()
+        self._silent.close()
+        self.nodes.close()
+        self._repairs.close()
+        self._threads.shutdown()
+
+    # --- how calls are split
+
+    def _get_s(self, timeout_s: float | None) -> float:
+        return self.nodes.reach.get_timeout_s if timeout_s is None else timeout_s
+
+    def _call_s(self, timeout_s: float | None) -> float:
+        return self.nodes.reach.call_timeout_s if timeout_s is None else timeout_s
+
+    def _owners_on(self, now: Map, key: bytes) -> list[str]:
+        owners = now.owners(self.nodes.placed_as(now).encode(), key)
+        return [now.members[at].node for at in owners[: self._replicas]]
+
+    def _owned(
+        self, keys: Sequence[bytes], some: Iterable[int], called: Container[tuple[str, int]] = ()
+    ) -> dict[str, list[int]]:
+        """Which of the keys at these places each node owns, at any rank, and was not called for."""
+        now, wanted = self.nodes.map, list(some)
+        tenant = self.nodes.placed_as(now).encode()
+        parts: dict[str, list[int]] = defaultdict(list)
+        for rank in range(self._replicas):
+            for node, own in by_owner(now, tenant, keys, wanted, rank).items():
+                parts[node] += [at for at in own if (node, at) not in called]
+        return {node: own for node, own in parts.items() if own}
+
+    def _of_owners(
+        self,
+        keys: Sequence[bytes],
+        call: Callable[[Client, list[int]], R],
+        undo: Callable[[R], object] | None = None,
+    ) -> list[tuple[str, list[int], R | KvError]]:
+        """Call each key's owners, as `_each`; the keys of a node that has left the map go to their new owners."""
+        parts, answers = self._owned(keys, range(len(keys))), list[tuple[str, list[int], R | KvError]]()
+        called = {(node, at) for node, some in parts.items() for at in some}
+        while parts:
+            left = set[int]()
+            try:
+                told = self._each(parts, call, undo)
+            except UsageError:
+                for _, _, answer in answers:
+                    if undo is not None and not isinstance(answer, KvError):
+                        undo(answer)
+                raise
+            for node, answer in told.items():
+                if isinstance(answer, NodeUnavailable) and not self._is_there(node):
+                    left.update(parts[node])
+                else:
+                    answers.append((node, parts[node], answer))
+            parts = self._owned(keys, sorted(left), called)
+            called |= {(node, at) for node, some in parts.items() for at in some}
+        return answers
+
+    def _each(
+        self,
+        parts: Mapping[str, list[int]],
+        call: Callable[[Client, list[int]], R],
+        undo: Callable[[R], object] | None = None,
+    ) -> dict[str, R | KvError]:
+        """Call all nodes at the same time and return their results; a caller's mistake is raised, and all is undone."""
+
+        def one(node: str) -> R | KvError:
+            try:
+                self._silent.check(node)
+                with self._silent.waiting((node,)):
+                    return call(self.nodes._called(node), parts[node])  # noqa: SLF001 - of this package
+            except (NodeUnavailable, DeadlineExceeded) as error:
+                if error.was_tried:
+                    self._silent.suspect(node)
+                return error
+            except KvError as error:
+                return error
+
+        first, *others = parts or [""]
+        if not first:
+            return {}
+        # Each call carries the caller's request id (`as_request`), so that `kvstore explain` finds it on every node.
+        waiting = {node: self._threads.submit(copy_context().run, one, node) for node in others}
+        answers = {first: one(first)} | {node: future.result() for node, future in waiting.items()}
+        mistakes = [answer for answer in answers.values() if isinstance(answer, UsageError)]
+        if mistakes:
+            for answer in answers.values():
+                if undo is not None and not isinstance(answer, KvError):
+                    undo(answer)
+            raise mistakes[0]
+        return answers
+
+
+def _broke(node: str) -> KvError:
+    return NodeUnavailable(f"The stream to {node} broke before this block.")

@@ -1,1 +1,0 @@
-"""Benchmarks, all in one form (`tests.bench.form`). They measure; they assert no speed."""

@@ -1,0 +1,277 @@
+"""Puts that are armed ahead while the map changes: real nodes, on a real etcd and on maps that a test sets."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from kvstore.client import AsyncClusterClient, ClusterBlock, ClusterClient, Hit, Nodes
+from kvstore.cluster.map import Map
+from kvstore.durability import Durability
+from kvstore.errors import DeadlineExceeded, FabricError, NotRegistered
+from kvstore.names import block_key
+from nic_offload.flags import FlagWord, FlagWords
+from tests.cluster.test_async_cluster import run
+from tests.cluster.test_upkeep import World as Cluster
+from tests.cluster.test_upkeep import command
+from tests.conftest import small_node
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kvstore.client import ArmedPuts, ClusterPuts, RegisteredMemory
+    from kvstore.demo.node_process import NodeProcess
+
+COUNT, BYTES, WAIT_S = 24, 4096, 20.0
+
+
+class World:
+    """Three nodes, a client that goes by the maps that a test sets, and blocks behind a flag."""
+
+    def __init__(self, nodes: list[NodeProcess], stack: ExitStack, patched: pytest.MonkeyPatch) -> None:
+        self.nodes, self._stack, self._patched = nodes, stack, patched
+        self.source = bytearray(secrets.token_bytes(COUNT * BYTES))
+        name = secrets.token_bytes(8)
+        self.keys = [block_key(name, bytes([number])) for number in range(COUNT)]
+        self.flags = stack.enter_context(FlagWords.create(1))
+        self.revision = 0
+        with Nodes([node.target for node in nodes]) as given:
+            self._whole = given.map
+        self.set_map()
+
+    @property
+    def flag(self) -> FlagWord:
+        return self.flags[0]
+
+    def set_map(self, *without: NodeProcess) -> None:
+        self.revision += 1
+        left = {node.target for node in without}
+        now = Map.of(self.revision, [one for one in self._whole.members if one.node not in left])
+        self._patched.setattr(Nodes, "map", now)
+
+    def client(self, replicas: int = 1, **more: object) -> ClusterClient:
+        targets = [node.target for node in self.nodes]
+        client = ClusterClient(targets, replicas=replicas, slots=16, block_bytes_max=1 << 20, **more)  # type: ignore[arg-type]
+        return self._stack.enter_context(client)
+
+    def memory(self, client: ClusterClient) -> RegisteredMemory:
+        return client.register(self.source)
+
+    def blocks(self, memory: RegisteredMemory) -> list[ClusterBlock]:
+        return [ClusterBlock(key, memory, at * BYTES, BYTES) for at, key in enumerate(self.keys)]
+
+    def armed(self, client: ClusterClient, lease_ms: int = 30_000) -> ClusterPuts:
+        return client.arm(self.blocks(self.memory(client)), self.flag, lease_ms=lease_ms)
+
+    def there(self, client: ClusterClient, node: NodeProcess) -> set[bytes]:
+        """The blocks that a node has, which it has exactly."""
+        got = client.nodes._client(node.target).get_many_inline([(key, BYTES) for key in self.keys])
+        found = {key: data for key, data in zip(self.keys, got, strict=True) if isinstance(data, bytes)}
+        for key, data in found.items():
+            at = self.keys.index(key) * BYTES
+            assert data == self.source[at : at + BYTES]
+        return set(found)
+
+    def owned(self, client: ClusterClient, node: NodeProcess) -> set[bytes]:
+        return {key for key in self.keys if node.target in client.owners(key)}
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NodeProcess]]:
+    folder = tmp_path_factory.mktemp("ahead")
+    with ExitStack() as stack:
+        yield [stack.enter_context(small_node(folder / f"node{number}")) for number in range(3)]
+
+
+@pytest.fixture
+def world(nodes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(nodes, stack, monkeypatch)
+
+
+def armed_at(puts: ClusterPuts) -> dict[str, int]:
+    """How many puts have not ended at each node."""
+    parts = puts._places.open_parts()
+    return {
+        node: sum(cast("ArmedPuts", one)._group.open_rows for one in some) for node, some in parts.items()
+    }
+
+
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_puts_that_wait_for_their_flag_follow_the_map(world: World, replicas: int, transport: str) -> None:
+    client = world.client(replicas, transport=transport)
+    puts = world.armed(client)
+    left, *stay = world.nodes
+    assert world.owned(client, left)
+    world.set_map(left)
+    wait_until(lambda: left.target not in armed_at(puts), "nothing is armed at the node that left")
+    wait_until(lambda: sum(armed_at(puts).values()) == replicas * COUNT, "all is armed at the others")
+    assert not puts.has_ended
+    world.flag.store(1)
+    results = puts.wait(WAIT_S)
+    assert [(one.key, one.error, one.durability) for one in results] == [
+        (key, None, Durability.WRITTEN) for key in world.keys
+    ]
+    assert puts.wait_landed(0)
+    assert puts.has_ended
+    assert not world.there(client, left)
+    for node in stay:
+        assert world.there(client, node) == world.owned(client, node)
+
+
+def test_puts_go_back_with_a_node_that_comes_back(world: World) -> None:
+    client = world.client(2)
+    puts = world.armed(client)
+    before = armed_at(puts)
+    world.set_map(world.nodes[1], world.nodes[2])
+    wait_until(lambda: armed_at(puts) == {world.nodes[0].target: COUNT}, "one node is left for one copy")
+    assert not puts.has_ended, "the other copy waits for an owner"
+    world.set_map()
+    wait_until(lambda: armed_at(puts) == before, "each is where it was")
+    world.flag.store(1)
+    assert {one.error for one in puts.wait(WAIT_S)} == {None}
+    assert sum(len(world.there(client, node)) for node in world.nodes) == 2 * COUNT
+
+
+def test_what_waits_for_an_owner_ends_by_its_deadline(world: World) -> None:
+    client = world.client(2)
+    puts = world.armed(client, lease_ms=2_000)
+    world.set_map(world.nodes[1], world.nodes[2])
+    (late, *_) = puts.wait(0.3)
+    assert isinstance(late.error, DeadlineExceeded)
+    assert "continues" in str(late.error)
+    began = time.monotonic()
+    results = puts.wait(WAIT_S)
+    assert time.monotonic() - began < 4
+    assert {type(one.error) for one in results} == {DeadlineExceeded}
+    assert "did not reach the put's threshold" in str(results[0].error)
+    world.set_map()
+    world.flag.store(1)
+    time.sleep(0.3)
+    assert not any(world.there(client, node) for node in world.nodes), "what was told as failed stays so"
+
+
+def test_cancelled_and_abandoned_puts_follow_nothing(world: World) -> None:
+    client = world.client(2)
+    first, second = world.armed(client), world.armed(client)
+    world.set_map(world.nodes[1], world.nodes[2])
+    wait_until(lambda: armed_at(first) == armed_at(second) == {world.nodes[0].target: COUNT}, "they follow")
+    assert first.cancel() == 2 * COUNT
+    second.abandon()
+    world.set_map()
+    time.sleep(0.3)
+    assert armed_at(first) == armed_at(second) == {}
+    for puts in (first, second):
+        wait_until(lambda puts=puts: puts.has_ended, "they have ended")  # type: ignore[misc]
+        assert {type(one.error) for one in puts.wait(0)} == {FabricError}
+    world.flag.store(1)
+    time.sleep(0.2)
+    assert not any(world.there(client, node) for node in world.nodes)
+
+
+def test_memory_that_was_closed_is_not_registered_again(world: World) -> None:
+    client = world.client(1)
+    memory = world.memory(client)
+    memory.close()
+    with pytest.raises(NotRegistered, match="closed"):
+        client.arm(world.blocks(memory), world.flag)
+
+
+def test_a_put_whose_node_restarts_is_armed_there_again(world: World) -> None:
+    """Its owner is the same all the time; the flag is stored while the node is away."""
+    client = world.client(1)
+    puts = world.armed(client)
+    owned = world.owned(client, world.nodes[0])
+    world.nodes[0].kill()
+    world.flag.store(1)
+    assert not puts.wait_landed(0.5), "the sources are in use"
+    assert {type(one.error) for one in puts.wait(0)} <= {DeadlineExceeded, type(None)}
+    world.nodes[0].start()
+    assert {one.error for one in puts.wait(WAIT_S)} == {None}
+    assert world.there(client, world.nodes[0]) == owned
+
+
+def test_where_one_copy_is_enough_nobody_waits_for_the_node_of_the_other(world: World) -> None:
+    client = world.client(2, acks="any")
+    puts, same = world.armed(client), world.armed(client)
+    world.nodes[0].kill()
+    try:
+        world.flag.store(1)
+        began = time.monotonic()
+        assert puts.wait_landed(WAIT_S)
+        assert {one.error for one in puts.wait(WAIT_S)} == {None}
+        assert {one.error for one in same.wait(WAIT_S)} == {None}
+        assert time.monotonic() - began < 5
+        wait_until(lambda: same.has_ended, "what was told as done is not put again")
+    finally:
+        world.nodes[0].start()
+    time.sleep(0.7)
+    assert not world.there(client, world.nodes[0])
+
+
+# --- on a real etcd
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_owner_is_killed_before_its_flag_or_drained(tmp_path: Path, replicas: int) -> None:
+    """Three batches: a flag is stored when a node was killed, one when it is off the map, one after a drain."""
+    source = bytearray(secrets.token_bytes(3 * COUNT * BYTES))
+    keys = [block_key(b"ahead", number.to_bytes(4)) for number in range(3 * COUNT)]
+    parts = [slice(at * COUNT, (at + 1) * COUNT) for at in range(3)]
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path, stack, 3)
+        lost, drained, _ = cluster.nodes
+        reach = [node.target for node in cluster.nodes]
+        client = stack.enter_context(
+            ClusterClient(reach, replicas=replicas, slots=16, block_bytes_max=1 << 20)
+        )
+        flags = stack.enter_context(FlagWords.create(3))
+        memory = client.register(source)
+        blocks = [ClusterBlock(key, memory, at * BYTES, BYTES) for at, key in enumerate(keys)]
+        puts = [client.arm(blocks[part], flags[at], lease_ms=120_000) for at, part in enumerate(parts)]
+        for part in parts:
+            assert any(lost.target in client.owners(key) for key in keys[part])
+        lost.kill()
+        flags[0].store(1)
+        assert {one.error for one in puts[0].wait(60)} == {None}
+        cluster.nodes.remove(lost)
+        cluster.settled()
+        flags[1].store(1)
+        assert {one.error for one in puts[1].wait(60)} == {None}
+        lost.start()
+        cluster.nodes.append(lost)
+        cluster.settled()
+        assert command("drain", drained.target).returncode == 0
+        wait_until(lambda: drained.target not in armed_at(puts[2]), "no put is at the drained node")
+        flags[2].store(1)
+        assert {one.error for one in puts[2].wait(60)} == {None}
+        assert not any(cluster.there(drained, keys[parts[2]]))
+        drained.stop()
+        target = bytearray(len(source))
+        got = client.register(target)
+        outcomes = client.get([ClusterBlock(key, got, at * BYTES, BYTES) for at, key in enumerate(keys)])
+        assert {type(one) for one in outcomes} == {Hit}
+        assert target == source
+
+
+def test_with_asyncio_it_is_the_same(world: World) -> None:
+    async def work() -> None:
+        targets = [node.target for node in world.nodes]
+        async with AsyncClusterClient(targets, replicas=2, slots=16, block_bytes_max=1 << 20) as client:
+            puts = await client.arm(world.blocks(await client.register(world.source)), world.flag)
+            world.set_map(world.nodes[0])
+            await client.call(
+                wait_until, lambda: world.nodes[0].target not in armed_at(puts.armed), "they follow"
+            )
+            world.flag.store(1)
+            assert {one.error for one in await puts.wait(WAIT_S)} == {None}
+            assert not await client.call(world.there, client.sync, world.nodes[0])
+
+    run(work())

@@ -1,0 +1,201 @@
+"""Callers that wait run the fabric's rounds themselves, and the progress thread whenever none does."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from nic_offload._core import lib
+
+from nic_offload.group import Group
+from nic_offload.trigger import AckWatch, watch_acks
+from tests.nic_offload.rig import PAGE, Pair, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TAG = 1 << 16
+WRITTEN = 2
+WAIT_S = 20.0
+SOON_S = 2.0
+ASLEEP_S, ASLEEP_FOR_S = 3.5, 0.2  # after so long an idle thread sleeps for so long at a time
+TRIES = 15
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with Pair("net", PAGE) as both:
+        yield both
+
+
+def watched(pair: Pair, word: int) -> Group:
+    """A group of one watch, which ends when this word is stored."""
+    group = Group(pair.near.fabric, TAG + word, 1, is_awaited=True)
+    watch_acks(
+        pair.near.fabric,
+        [
+            AckWatch(
+                tag=TAG + word,
+                endpoint=pair.near.endpoint,
+                word=pair.near.region.address + pair.near.word_offset(word),
+                generation=1,
+                deadline_ns=0,
+                final_code=WRITTEN,
+                group=group,
+                good_max=WRITTEN,
+            )
+        ],
+    )
+    return group
+
+
+def say(pair: Pair, word: int) -> None:
+    pair.near.word(word).store(1 << 8 | WRITTEN)
+
+
+def turns(pair: Pair) -> int:
+    return pair.near.fabric.statistics().turns
+
+
+class Waiting:
+    """A thread that waits for a group in one call of the C core; `Group.wait` looks again now and then."""
+
+    def __init__(self, group: Group, seconds: float = WAIT_S) -> None:
+        self._group, self._seconds = group, seconds
+        self.come: bool | None = None
+        self.took_s = 0.0
+        self._thread = threading.Thread(target=self._wait)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        began = time.monotonic()
+        self.come = bool(lib.tk_group_wait(self._group._handle, 1, 0, int(self._seconds * 1e9)))
+        self.took_s = time.monotonic() - began
+
+    def ended(self) -> bool:
+        """Whether what it waited for has come; it must not take long any more."""
+        self._thread.join(SOON_S)
+        assert not self._thread.is_alive()
+        assert self.come is not None
+        return self.come
+
+
+def running(pair: Pair, word: int = 0, seconds: float = WAIT_S) -> Waiting:
+    """One that runs the rounds."""
+    before = turns(pair)
+    waiting = Waiting(watched(pair, word), seconds)
+    wait_until(lambda: turns(pair) > before, "it has the turn")
+    return waiting
+
+
+def test_a_caller_runs_the_rounds_while_it_waits(pair: Pair) -> None:
+    for word in range(5):
+        waiting = running(pair, word)
+        say(pair, word)
+        assert waiting.ended()
+    before = turns(pair)
+    assert not watched(pair, 5).wait(1, 0)
+    assert turns(pair) == before, "a caller that doesn't wait"
+
+
+def test_what_others_have_queued_is_done_in_the_rounds_of_a_caller(pair: Pair) -> None:
+    waiting = running(pair)
+    pair.near.fill(0, b"from another")
+    pair.there.arm(pair.there.put(7, 12))
+    pair.near.final(7)
+    say(pair, 0)
+    assert waiting.ended()
+
+
+def test_a_second_caller_is_told_by_the_first_ones_rounds_and_by_the_thread_after_them(pair: Pair) -> None:
+    first = running(pair, 0)
+    second, third = Waiting(watched(pair, 1)), Waiting(watched(pair, 2))
+    time.sleep(0.05)  # so that they wait
+    say(pair, 1)
+    assert second.ended()
+    say(pair, 0)
+    assert first.ended()
+    say(pair, 2)
+    assert third.ended()
+
+
+def test_a_caller_stays_no_longer_than_its_deadline(pair: Pair) -> None:
+    waiting = running(pair, 0, 0.3)
+    assert not waiting.ended()
+    assert 0.3 <= waiting.took_s < 0.3 + SOON_S
+    say(pair, 0)
+    wait_until(lambda: pair.near.fabric.statistics().watches == 0, "the thread goes on")
+
+
+def test_a_row_that_another_thread_ends_wakes_the_caller(pair: Pair) -> None:
+    group = watched(pair, 0)
+    before = turns(pair)
+    waiting = Waiting(group)
+    wait_until(lambda: turns(pair) > before, "it has the turn")
+    time.sleep(ASLEEP_S)
+    began = time.monotonic()
+    group.end(0, 7)
+    assert waiting.ended()
+    assert time.monotonic() - began < ASLEEP_FOR_S / 4
+
+
+def test_commands_are_the_threads_and_do_not_wait_for_a_caller(pair: Pair) -> None:
+    waiting = running(pair)
+    began = time.monotonic()
+    for _ in range(3):
+        pair.near.fabric.flush()
+    assert time.monotonic() - began < SOON_S
+    say(pair, 0)
+    assert waiting.ended()
+
+
+def test_what_is_queued_after_a_caller_left_does_not_wait_until_the_thread_has_slept_enough(
+    pair: Pair,
+) -> None:
+    took_s = []
+    group = watched(pair, 0)
+    for tag in range(TRIES):
+        time.sleep(0.03)  # until it sleeps for 20 ms at a time
+        assert not group.wait(1, 0.0003)
+        began = time.monotonic()
+        pair.there.arm(pair.there.put(tag, 8))
+        pair.near.final(tag)
+        took_s.append(time.monotonic() - began)
+    assert statistics.median(took_s) < 0.005
+
+
+def test_a_flag_that_is_stored_right_after_a_caller_left_fires_soon(pair: Pair) -> None:
+    took_ns = []
+    for tag in range(TRIES):
+        group = Group(pair.near.fabric, TAG + 1, 1)
+        armed = pair.there.put(tag, 8, fires=(pair.flags[0], tag + 1), group=group, row=0)
+        waiting = running(pair, tag)
+        pair.there.arm(armed)
+        say(pair, tag)
+        assert waiting.ended()
+        stored_ns = time.monotonic_ns()
+        pair.flags[0].store(tag + 1)
+        pair.near.final(tag)
+        took_ns.append(group.row(0).fired_ns - stored_ns)
+    assert statistics.median(took_ns) < 5_000_000
+
+
+def test_a_fabric_is_closed_under_a_caller_that_runs_its_rounds() -> None:
+    with Pair("net", PAGE) as pair:
+        waiting = running(pair, 0, 1.0)
+        began = time.monotonic()
+        pair.near.fabric.close()
+        assert time.monotonic() - began < SOON_S
+        assert not waiting.ended()
+
+
+def test_a_child_of_fork_runs_no_rounds(pair: Pair) -> None:
+    group = watched(pair, 0)
+    child = os.fork()
+    if not child:
+        os._exit(group.wait(1, 0.05))
+    assert os.waitpid(child, 0)[1] == 0

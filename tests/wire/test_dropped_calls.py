@@ -1,0 +1,66 @@
+"""A call that its server's interceptor drops is never looked at, and its server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from kvstore.wire.dropped_calls import drop_calls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Dropper(grpc.aio.ServerInterceptor):
+    """Drops the calls of the peers that it has been told."""
+
+    def __init__(self) -> None:
+        self.peers: set[str] = set()
+        self.looked_at: list[str] = []
+
+    def drops(self, peer: Callable[[], str]) -> bool:
+        return bool(self.peers) and peer() in self.peers
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        self.looked_at.append(handler_call_details.method)
+        return await continuation(handler_call_details)
+
+
+def test_a_dropped_call_is_not_looked_at_and_ends_with_its_connection() -> None:
+    async def serve() -> None:
+        drop_calls()
+        drop_calls()  # once is enough
+
+        async def answer(_: bytes, context: Any) -> bytes:
+            return str(context.peer()).encode()
+
+        dropper = Dropper()
+        server = grpc.aio.server(interceptors=(dropper,))
+        handler: Any = grpc.unary_unary_rpc_method_handler(answer)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Send": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            own = [("grpc.use_local_subchannel_pool", 1)]
+            async with (
+                grpc.aio.insecure_channel(f"127.0.0.1:{port}", own) as bad,
+                grpc.aio.insecure_channel(f"127.0.0.1:{port}", own) as good,
+            ):
+                send: Any = bad.unary_unary("/test/Send")
+                of_others: Any = good.unary_unary("/test/Send")
+                peer = (await send(b"", timeout=10)).decode()
+                dropper.peers.add(peer)
+                dropper.looked_at.clear()
+                with pytest.raises(grpc.aio.AioRpcError) as failed:
+                    await send(b"", timeout=0.2)
+                assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                assert not dropper.looked_at
+                assert await of_others(b"", timeout=10)
+                assert len(dropper.looked_at) == 1
+        finally:
+            await server.stop(None)
+
+    asyncio.run(serve())
