@@ -47,7 +47,7 @@ from kvstore.client.repairs import Repairs
 from kvstore.client.silent_nodes import SilentNodes
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, InvalidArgument, KvError, NodeUnavailable, UsageError
+from kvstore.errors import Closed, DeadlineExceeded, InvalidArgument, KvError, NodeUnavailable, UsageError
 from kvstore.limits import (
     CLUSTER_CALLS_AT_ONCE,
     CLUSTER_FIRST_TRY_MS,
@@ -65,6 +65,7 @@ from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     from typing_extensions import Buffer
 
@@ -117,7 +118,8 @@ class ClusterClient(Handle):
             raise InvalidArgument(f'`acks` is "all" or "any", not {shown(acks)}.')
         self.nodes = Nodes(nodes, **of_clients)
         self._replicas, self._copies = replicas, replicas if acks == "all" else 1
-        self._repairs = Repairs(self.nodes._called)  # noqa: SLF001 - of this package
+        self._calling = self.nodes._calling  # noqa: SLF001 - of this package
+        self._repairs = Repairs(self._calling)
         self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
         self._is_there = self.nodes._has  # noqa: SLF001 - of this package
@@ -544,8 +546,8 @@ class ClusterClient(Handle):
         def one(node: str) -> R | KvError:
             try:
                 self._silent.check(node)
-                with self._silent.waiting((node,)):
-                    return call(self.nodes._called(node), parts[node])  # noqa: SLF001 - of this package
+                with self._silent.waiting((node,)), self._calling(node) as client:
+                    return call(client, parts[node])
             except (NodeUnavailable, DeadlineExceeded) as error:
                 if error.was_tried:
                     self._silent.suspect(node)
@@ -556,8 +558,7 @@ class ClusterClient(Handle):
         first, *others = parts or [""]
         if not first:
             return {}
-        # Each call carries the caller's request id (`as_request`), so that `kvstore explain` finds it on every node.
-        waiting = {node: self._threads.submit(copy_context().run, one, node) for node in others}
+        waiting = {node: self._begun(one, node) for node in others}
         answers = {first: one(first)} | {node: future.result() for node, future in waiting.items()}
         mistakes = [answer for answer in answers.values() if isinstance(answer, UsageError)]
         if mistakes:
@@ -566,6 +567,15 @@ class ClusterClient(Handle):
                     undo(answer)
             raise mistakes[0]
         return answers
+
+    def _begun(self, call: Callable[[str], R], node: str) -> Future[R]:
+        """A call in another thread, with its caller's request id: so `kvstore explain` finds it on every node."""
+        try:
+            return self._threads.submit(copy_context().run, call, node)
+        except RuntimeError:
+            if self._closing.is_set():
+                raise Closed("The client is closed.") from None
+            raise
 
 
 def _broke(node: str) -> KvError:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client.arguments import checks_arguments
@@ -38,7 +39,7 @@ from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -151,13 +152,23 @@ class Nodes(Handle):
         now = self.map
         return any(one.node == target for one in (*now.members, *now.absent))
 
-    def _called(self, target: str) -> Client:
-        """The client of a node of a map that may have changed since; NodeUnavailable if the node has left it."""
+    @contextmanager
+    def _calling(self, target: str) -> Iterator[Client]:
+        """Call a node of a map that may have changed since.
+
+        NodeUnavailable if the node has left the map, or if its client is closed meanwhile because the node is silent.
+        """
         if not self._has(target):
-            refusal = NodeUnavailable(f"{target} has left the cluster.")
-            refusal.was_tried = False
-            raise refusal
-        return self._client(target)
+            raise _not_called(f"{target} has left the cluster.")
+        client = self._client(target)
+        try:
+            yield client
+        except Closed as error:
+            with self._lock:
+                is_mistake = self._closed or self._clients.get(target) is client
+            if is_mistake:
+                raise
+            raise _not_called(f"{target} stopped answering before this call was made.") from error
 
     def _drop(self, target: str) -> None:
         """Close the client of a node: its calls end. The next call opens another."""
@@ -220,6 +231,12 @@ class Nodes(Handle):
         self._following.close()
         for client in clients.values():
             client.close()
+
+
+def _not_called(why: str) -> NodeUnavailable:
+    refusal = NodeUnavailable(why)
+    refusal.was_tried = False
+    return refusal
 
 
 class _HomeOnMap(AnyHome):

@@ -22,6 +22,7 @@ from kvstore.limits import REPAIR_BYTES_MAX, REPAIR_CALL_MS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from kvstore.client.client import Client
 
@@ -40,8 +41,8 @@ class _Repair(NamedTuple):
 class Repairs:
     """A client's repairs, in a thread that starts with the first one. Safe to use from any thread."""
 
-    def __init__(self, at: Callable[[str], Client]) -> None:
-        self._at = at
+    def __init__(self, calling: Callable[[str], AbstractContextManager[Client]]) -> None:
+        self._calling = calling
         self._changed = threading.Condition()
         self._waiting: deque[_Repair] = deque()
         self._names: set[tuple[str, bytes]] = set()  # bytes of those, and of the one under way
@@ -75,9 +76,10 @@ class Repairs:
                     return
                 one = self._waiting.popleft()
             try:
-                self._at(one.node)._inline.put(  # noqa: SLF001 - of this package
-                    one.key, one.data, timeout_s=REPAIR_CALL_MS / 1000, read_ns=one.read_ns
-                )
+                with self._calling(one.node) as client:
+                    client._inline.put(  # noqa: SLF001 - of this package
+                        one.key, one.data, timeout_s=REPAIR_CALL_MS / 1000, read_ns=one.read_ns
+                    )
             except KvError as error:
                 log.debug("A block was not restored to %s: %s", one.node, error)
             with self._changed:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore.client import ClusterBlock, ClusterClient
-from kvstore.errors import KvError
+from kvstore.errors import Closed, KvError
 from kvstore.limits import CLUSTER_PROBE_AFTER_MS, CLUSTER_PROBE_MS
 from kvstore.miss import Miss
 from kvstore.names import block_key
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from kvstore.client import Client
     from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 20.0
@@ -129,3 +130,35 @@ def test_a_node_that_only_takes_long_is_no_silent_one(rig: Rig) -> None:
             flags[0].store(7)
             assert rig.failed(puts.wait(WAIT_S)) == 0
         assert dropped == []
+
+
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
+@pytest.mark.parametrize("name", ["get", "get_inline", "exists", "pin", "put"])
+def test_a_node_that_is_given_up_right_before_the_call_is_no_mistake_of_the_caller(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its client is closed between the look at the map and the call."""
+    nodes, lost = rig.client.nodes, rig.nodes[1].target
+    client_of, dropped = nodes._client, list[str]()
+
+    def given_up_late(target: str) -> Client:
+        client = client_of(target)
+        if target == lost and not dropped:
+            dropped.append(target)
+            nodes._drop(target)
+        return client
+
+    monkeypatch.setattr(nodes, "_client", given_up_late)
+    assert rig.failed(getattr(rig, name)()) == 0 or name == "put", "the other copy is there"
+    assert dropped == [lost]
+    assert rig.failed(getattr(rig, name)()) == 0, "it is called again"
+
+
+@pytest.mark.parametrize("transport", ["auto"])
+def test_calls_of_a_client_that_its_user_closed_say_so(rig: Rig) -> None:
+    rig.client.nodes.at(rig.nodes[1].target).close()
+    with pytest.raises(Closed):
+        rig.exists()
+    rig.client.close()
+    with pytest.raises(Closed):
+        rig.exists()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
+from kvstore.wire import dropped_calls
 from kvstore.wire.dropped_calls import drop_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
 
 class Dropper(grpc.aio.ServerInterceptor):
@@ -64,3 +66,26 @@ def test_a_dropped_call_is_not_looked_at_and_ends_with_its_connection() -> None:
             await server.stop(None)
 
     asyncio.run(serve())
+
+
+def test_the_traceback_of_an_error_keeps_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what the call was to send, which may be megabytes until the next garbage collection."""
+
+    class Call:
+        """gRPC's own can't be made here."""
+
+    async def fail() -> None:
+        raise ValueError("it failed")
+
+    def handle(interceptors: Any, rpc_state: Call, loop: Any) -> Awaitable[None]:  # noqa: ARG001 - gRPC's names
+        return fail()
+
+    monkeypatch.setattr(dropped_calls.cygrpc, "_ServicerContext", lambda *_: None)
+    call = Call()
+    kept = weakref.ref(call)
+    handling: Any = dropped_calls._dropping(handle)((), call, None)
+    del call
+    with pytest.raises(ValueError, match="it failed") as failed:
+        asyncio.run(handling)
+    assert len(failed.traceback) > 1, "the error still has its frames"
+    assert kept() is None
