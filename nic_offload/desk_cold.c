@@ -2,8 +2,8 @@
  * A desk's answers from the drives: to calls for blocks some of which are not in memory, but have known places.
  *
  * Each such block is read (reader.c) into a room, a piece of the shelf's region that the application has provided in
- * advance, and sent from there. The application gets the call afterwards, with a row for each block: it keeps the
- * rooms' bytes in its hot memory, or reuses the rooms.
+ * advance, and sent from there. The application gets the call afterwards, when no drive uses its rooms any more, with a
+ * row for each block: it keeps the rooms' bytes in its hot memory, or reuses the rooms.
  *
  * What always holds: a call is answered completely or not at all, except that a block that could not be read, or is the
  * wrong one, is left to the application, which is notified at once. A block is sent only if its header has the
@@ -231,11 +231,11 @@ static void read_block(struct tk_fabric *fabric, struct work *work, struct tk_de
 	reader_begin(work);
 }
 
-static struct batch *open_batch(const struct tk_shelf *shelf, uint32_t blocks)
+static struct batch *open_batch(struct tk_shelf *shelf, uint32_t blocks)
 {
 	struct batch *batch = malloc(sizeof *batch + blocks * sizeof *batch->readings);
 	if (batch)
-		*batch = (struct batch){.region = shelf->region, .unread = blocks, .not_over = blocks, .is_cold = 1};
+		*batch = (struct batch){.region = shelf->region, .shelf = shelf, .unread = blocks, .not_over = blocks};
 	return batch;
 }
 
@@ -268,6 +268,8 @@ int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struc
 	struct served *served = batch ? desk_note(shelf, desk, head, sizes.sent, sizes.cold_blocks) : NULL;
 	struct work *work = served ? take_free_work(fabric, head->blocks + 1) : NULL;
 	if (work) {
+		batch->served = served;
+		served->left += sizes.cold_blocks; /* the drive uses their rooms */
 		fill_in_rows(served, shelf, head);
 		shelf->cold.bytes += sizes.cold;
 		shelf->cold.bytes_of[desk->setup.owner[0]] += sizes.cold;
@@ -278,12 +280,12 @@ int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struc
 	if (served && !work)
 		desk_forget_note(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
-	if (!work)
-		return 0;
-	desk->under_way_bytes += sizes.all;
-	fabric->statistics.served += head->blocks;
-	begin_all(fabric, work, desk, head, batch, served);
-	return 1;
+	if (work) {
+		desk->under_way_bytes += sizes.all;
+		fabric->statistics.served += head->blocks;
+		begin_all(fabric, work, desk, head, batch, served);
+	}
+	return work != NULL;
 }
 
 int cold_is_there(struct work *work, uint64_t place, uint64_t generation)
@@ -296,6 +298,15 @@ int cold_is_there(struct work *work, uint64_t place, uint64_t generation)
 	int is_there = names_place(&shelf->stored, name) == place;
 	pthread_mutex_unlock(&shelf->lock);
 	return is_there;
+}
+
+/* A block has ended, or the drive no longer uses its room, which it may do for longer than anybody wants the block. */
+void cold_let_go(struct tk_shelf *shelf, struct served *served)
+{
+	pthread_mutex_lock(&shelf->lock);
+	if (!--served->left)
+		desk_list_served(shelf, served);
+	pthread_mutex_unlock(&shelf->lock);
 }
 
 /* A block has ended, successfully or not. The application handles a block that was not read, or is the wrong one. */
@@ -313,9 +324,8 @@ void cold_over(struct work *work)
 	row->status = is_left ? work->failed : 0;
 	served->has_unsent |= is_left;
 	served->told.failed += work->failed && !is_left;
-	if (!--served->left)
-		desk_list_served(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
+	cold_let_go(shelf, served);
 }
 
 void poll_cold(struct tk_fabric *fabric)
@@ -336,13 +346,6 @@ void poll_cold(struct tk_fabric *fabric)
 }
 
 /* --- the application's side; any thread */
-
-void tk_shelf_use_readers(struct tk_shelf *shelf, const struct tk_cold_setup *setup)
-{
-	pthread_mutex_lock(&shelf->lock);
-	shelf->cold.setup = *setup;
-	pthread_mutex_unlock(&shelf->lock);
-}
 
 void tk_shelf_place(struct tk_shelf *shelf, const struct tk_place *places, size_t count)
 {

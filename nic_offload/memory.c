@@ -8,6 +8,12 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25 /* since Linux 6.1 */
+#endif
+#define SMALL_PAGE 4096u
+#define HUGE_PAGE (2u << 20)
+
 void copy_plain(void *to, const void *from, size_t length)
 {
 	memcpy(to, from, length);
@@ -50,6 +56,28 @@ int tk_memory_populate(void *address, size_t length)
 	madvise(address, length, MADV_HUGEPAGE);
 	madvise(address, length, MADV_DONTDUMP); /* keeps users' data out of core dumps */
 	return madvise(address, length, MADV_POPULATE_WRITE) ? -errno : 0;
+}
+
+/* Puts shared memory that is not used yet into huge pages, as far as the kernel has them; returns how much is in them.
+ *
+ * By default Linux gives shared memory small pages, whatever `madvise` says. They take nine times as long to allocate, and
+ * drives may be half as fast with them. But it collapses a range in which one page is there, if the range is mapped at an
+ * address of a huge page: so it is here, for this time. */
+size_t tk_memory_collapse(int fd, size_t length)
+{
+	size_t done = 0;
+	size_t reserved = length + HUGE_PAGE;
+	char *range = mmap(NULL, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (range == MAP_FAILED)
+		return 0;
+	char *memory = range + -(uintptr_t)range % HUGE_PAGE;
+	if (mmap(memory, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED)
+		for (; done + HUGE_PAGE <= length; done += HUGE_PAGE)
+			if (madvise(memory + done, SMALL_PAGE, MADV_POPULATE_WRITE) ||
+			    madvise(memory + done, HUGE_PAGE, MADV_COLLAPSE))
+				break;
+	munmap(range, reserved);
+	return done;
 }
 
 void tk_copy_runs(const struct tk_run *runs, size_t count, const uint64_t *sources, uint64_t target)

@@ -22,13 +22,16 @@ __all__ = [
     "allocate",
     "allocate_mapped",
     "allocate_shared",
+    "collapse",
     "copy_runs",
     "hide_from_dumps",
     "populate",
     "set_aside",
+    "shares_huge_pages",
     "undumped",
 ]
 
+_HUGE_PAGE_BYTES = 2 << 20
 _F_SEAL_FUTURE_WRITE = 0x10  # existing writable mappings stay, and no new ones are allowed
 
 
@@ -49,7 +52,10 @@ def allocate(length: int) -> mmap.mmap:
 
 
 def allocate_shared(length: int) -> tuple[mmap.mmap, int]:
-    """The same, and a descriptor through which other processes can map it read-only."""
+    """The same, and a descriptor through which other processes can map it read-only.
+
+    It is in huge pages, whatever the system's setting for shared memory is, if the kernel is 6.1 or later.
+    """
     try:
         fd = os.memfd_create("triggerkv-hot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -61,6 +67,7 @@ def allocate_shared(length: int) -> tuple[mmap.mmap, int]:
         os.close(fd)
         raise _not_had(length, error) from error
     try:
+        collapse(fd, length)
         populate(memory, 0, length)
         fcntl.fcntl(
             fd,
@@ -127,6 +134,21 @@ def populate(memory: mmap.mmap, start: int, length: int) -> None:
     ffi.release(view)
     if code:
         raise FabricError.from_code(f"Getting {length} bytes of memory", code)
+
+
+def collapse(fd: int, length: int) -> int:
+    """Allocate shared memory, which must not be in use yet, in huge pages; returns how much is in them."""
+    return int(lib.tk_memory_collapse(fd, length))
+
+
+def shares_huge_pages() -> bool:
+    """Whether shared memory can be in huge pages here."""
+    fd = os.memfd_create("triggerkv-page", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, _HUGE_PAGE_BYTES)
+        return collapse(fd, _HUGE_PAGE_BYTES) == _HUGE_PAGE_BYTES
+    finally:
+        os.close(fd)
 
 
 def hide_from_dumps(memory: mmap.mmap) -> None:

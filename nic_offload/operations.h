@@ -203,6 +203,7 @@ struct tk_bell {
 void tk_word_ring(void *address, uint64_t value, struct tk_bell *bell, int pipe_fd);
 uint64_t tk_now_ns(void);
 int tk_memory_populate(void *address, size_t length);
+size_t tk_memory_collapse(int fd, size_t length);
 struct tk_run {
 	uint64_t piece; /* of which of the sources */
 	uint64_t source, target, length;

@@ -166,6 +166,7 @@ void poll_desks(struct tk_fabric *fabric);
 /* desk_cold.c: blocks of such calls that a reader reads */
 int cold_is_there(struct work *work, uint64_t place, uint64_t generation); /* the name of what was read still has that place */
 void cold_over(struct work *work);
+void cold_let_go(struct tk_shelf *shelf, struct served *served);
 void poll_cold(struct tk_fabric *fabric);
 
 /* sender.c: puts by grants, the client's side */

@@ -4,19 +4,18 @@
  * For each block the application gives the location of its record, what its header must contain, the pages to read it
  * into and the destination of its payload; it has already decided on the order and on how much may be under way. From
  * there on the block is an operation like any other (`tk_operation`) whose bytes have not arrived yet. The progress
- * thread reads header and payload through the reader's own io_uring, in pieces, into memory of the reader's own in huge
- * pages: drives are up to one and a half times as fast with these as with the small pages of shared memory. As pieces
- * arrive it compares the header, and copies the payload to its final place, computing the CRC on the way; then it fires
- * the operation, which sends the bytes followed by the flag. So one block is read while others are copied and sent. An
- * encrypted record is decrypted instead of copied, and its tag is compared instead of the CRC.
+ * thread reads header and payload through the reader's own io_uring, in pieces, to their final place. As pieces arrive it
+ * compares the header, and computes the payload's CRC; then it fires the operation, which sends the bytes followed by the
+ * flag. So one block is read while others are checked and sent. With encryption pieces are read into memory of the reader's
+ * own and decrypted from there, and a record's tag is compared instead of the CRC.
  *
  * What always holds: nothing of a record is sent unless its header is the expected one, bit by bit, including its tag
  * for this place on this drive (except its expiry, which may have been extended), and its payload has the expected
  * CRC, or, if it is encrypted, its tag. An operation that is cancelled or late, or whose endpoint is closed, ends at
- * once, as it would without a reader, and nothing more is copied for it; but the drive may still be reading its extent.
- * So records are read in batches, and the pages and extents of a batch may be reused after its TK_READ, which is
- * reported once, whatever became of the operations. The pieces of one record are copied in order; those of different
- * records as they arrive.
+ * once, as it would without a reader; but the drive may still be reading into its pages. So records are read in batches,
+ * and the pages and extents of a batch may be reused after its TK_READ, which is reported once, whatever became of the
+ * operations; those of a desk's call, after the report about the call. The pieces of one record are checked in order; those
+ * of different records as they arrive.
  *
  * What it doesn't do: read anything twice. If a read failed or found another record, the operation fails with
  * -ENODATA, and the application finds out why. It doesn't keep extents from being freed: the application does, from
@@ -30,7 +29,7 @@
 #include <string.h>
 
 #define APART_NS 50000u /* the end of a batch's reads is reported with that of its puts, or after this time */
-#define COPIED_A_ROUND (256u << 10) /* small, so that the network doesn't wait */
+#define CHECKED_A_ROUND (256u << 10) /* small, so that the network doesn't wait */
 
 static void free_reader(struct tk_reader *reader)
 {
@@ -69,7 +68,7 @@ int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup
 	status = drive_ring_open(&reader->ring, &reader->event_fd, setup->fd, setup->depth);
 	if (!status && (!reader->scratch || !reader->pieces))
 		status = -ENOMEM;
-	if (!status)
+	if (!status && setup->encryption.vault)
 		status = staged_open(&reader->staged, STAGED_BYTES);
 	if (!status)
 		status = on_the_thread(fabric, add_reader, &reader, sizeof reader);
@@ -229,12 +228,14 @@ void reading_over(struct tk_reader *reader, struct reading *reading)
 {
 	struct batch *batch = reading->batch;
 	reader->fabric->reading--;
+	if (batch->served)
+		cold_let_go(batch->shelf, batch->served);
 	if (--batch->unread)
 		return;
 	__atomic_sub_fetch(&batch->region->uses, 1, __ATOMIC_RELEASE);
 	batch->read_ns = tk_now_ns();
-	batch->read_is_told = batch->is_cold;
-	if (batch->is_cold) {
+	batch->read_is_told = batch->served != NULL;
+	if (batch->served) {
 		free_if_over(batch);
 	} else if (!batch->not_over) {
 		tell_read(reader, batch);
@@ -249,13 +250,13 @@ void reader_put_over(struct work *work)
 {
 	struct batch *batch = work->batch;
 	struct tk_reader *reader = batch->readings->reader; /* of all of them, unless they are cold */
-	if (batch->is_cold)
+	if (batch->served)
 		cold_over(work);
 	if (work->posted_ns > batch->posted_ns)
 		batch->posted_ns = work->posted_ns;
 	if (--batch->not_over)
 		return;
-	if (batch->is_cold) {
+	if (batch->served) {
 		free_if_over(batch);
 		return;
 	}
@@ -289,7 +290,7 @@ int poll_readers(struct tk_fabric *fabric)
 		busy |= reap_reads(reader);
 		busy |= start_readings(reader);
 		submit_reads(reader);
-		busy |= copy_read(reader, COPIED_A_ROUND);
+		busy |= check_read(reader, CHECKED_A_ROUND);
 		tell_in_time(reader);
 	}
 	return busy;
@@ -304,7 +305,7 @@ void readers_end(struct tk_fabric *fabric)
 			submit_reads(reader);
 			if (reader->in_ring && !io_uring_wait_cqe(&reader->ring, &cqe))
 				reap_reads(reader);
-			copy_read(reader, UINT32_MAX);
+			check_read(reader, UINT32_MAX);
 		}
 	}
 }

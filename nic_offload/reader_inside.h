@@ -12,7 +12,7 @@
 #include "staged.h"
 
 #define PAGE TK_TAGGED_PAGE
-#define STAGED_BYTES (8u << 20)	 /* pieces being read, or read and waiting to be copied */
+#define STAGED_BYTES (8u << 20)	 /* pieces of encrypted records being read, or waiting to be decrypted */
 
 /* A record that is being read. The progress thread's own once it has taken in the work. */
 struct reading {
@@ -49,7 +49,9 @@ struct batch {
 	uint32_t unread;   /* records whose pages the drive still uses */
 	uint32_t not_over; /* puts */
 	int read_is_told;
-	int is_cold; /* blocks of a call that a desk answers, from any drives; the application gets no event */
+	/* Blocks of a call that a desk answers, from any drives: the call's report, which waits for them; there are no events. */
+	struct served *served;
+	struct tk_shelf *shelf;
 	struct reading readings[];
 };
 
@@ -65,7 +67,7 @@ struct tk_reader {
 	struct piece *pieces; /* as many as the ring is deep, by number */
 	uint64_t begun, freed; /* the numbers of the next piece, and of the oldest one whose memory is in use */
 	struct staged staged;
-	struct piece *read_first_piece, *read_last_piece; /* to be copied */
+	struct piece *read_first_piece, *read_last_piece; /* to be checked */
 	uint32_t in_ring, in_ring_bytes;
 	int unsubmitted;
 	struct batch *read_first; /* batches whose TK_READ waits for the end of their puts */
@@ -80,6 +82,6 @@ void reading_over(struct tk_reader *reader, struct reading *reading); /* the dri
 int start_readings(struct tk_reader *reader);
 void submit_reads(struct tk_reader *reader);
 int reap_reads(struct tk_reader *reader);
-int copy_read(struct tk_reader *reader, uint32_t budget);
+int check_read(struct tk_reader *reader, uint32_t budget);
 
 #endif

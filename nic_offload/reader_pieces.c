@@ -1,8 +1,8 @@
 /*
- * A reader's pieces: read from the drive through its io_uring, compared, and copied or decrypted to where they stay.
+ * A reader's pieces: read from the drive through its io_uring to where they stay, or decrypted to there, and checked.
  *
- * What always holds: pieces begin, and give back their staged memory, in one order; those of one record are copied in order.
- * Bytes of an encrypted record that turn out to be wrong are wiped.
+ * What always holds: pieces begin, and give back their staged memory, in one order; those of one record are checked in order.
+ * Bytes that turn out to be wrong are wiped.
  */
 #define _GNU_SOURCE
 #include "reader_inside.h"
@@ -13,9 +13,9 @@
 #define HEADER_BYTES (TK_TAGGED_FIXED + TK_TAGGED_TAG) /* the rest of its page is not read */
 #define STUMBLES_MAX 16u /* attempts at one read: EINTR and EAGAIN are not errors of the drive */
 #define DIRECT_ALIGN 512u
-#define PIECE_BYTES (256u << 10) /* of a payload that are read together; the header comes with the first */
-#define READ_BYTES (STAGED_BYTES / 2) /* at a time: the drive continues to read while the others are copied */
-#define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
+#define PIECE_BYTES (512u << 10) /* of a payload that are read together; the header comes with the first */
+#define READ_BYTES (STAGED_BYTES / 2) /* at a time: the drive continues to read while the others are checked */
+#define BYTES_A_STEP (16u << 10) /* checked between two looks at whether they are still wanted */
 
 /* Of a cold block only name and place are known beforehand: the rest is taken from its header, which has a tag. */
 static int learns(struct reading *reading, const struct header_fixed *found)
@@ -82,11 +82,24 @@ static void prepare(struct tk_reader *reader, struct piece *piece)
 	reader->unsubmitted = 1;
 }
 
+static int is_staged(const struct tk_reader *reader)
+{
+	return reader->setup.encryption.vault != NULL;
+}
+
+/* The pages for a record that is still wanted. */
+static char *room_of(const struct reading *reading)
+{
+	return (char *)(uintptr_t)reading->work->op.local - PAGE;
+}
+
 /* The drive no longer uses a record, and neither does the thread. */
 static void ended(struct tk_reader *reader, struct reading *reading)
 {
 	struct work *work = reading->work;
 	aead_close(reading->aead);
+	if (work && reading->failed && !is_staged(reader))
+		wipe(room_of(reading), reading->size);
 	if (work) {
 		reader_let_go(work);
 		if (reading->failed || (reading->place && !cold_is_there(work, reading->place, reading->header.generation)))
@@ -100,11 +113,11 @@ static void ended(struct tk_reader *reader, struct reading *reading)
 /* Begins to read the next piece of a record; 0: not now. */
 static int begin_piece(struct tk_reader *reader, struct reading *reading)
 {
-	uint32_t left = reading->size - reading->begun, most = reading->begun ? PIECE_BYTES : PAGE + PIECE_BYTES, taken;
+	uint32_t left = reading->size - reading->begun, most = reading->begun ? PIECE_BYTES : PAGE + PIECE_BYTES, taken = 0;
 	uint32_t size = left < most ? left : most;
 	if (reader->in_ring && reader->in_ring_bytes + size > READ_BYTES)
 		return 0;
-	char *memory = staged_take(&reader->staged, size, &taken);
+	char *memory = is_staged(reader) ? staged_take(&reader->staged, size, &taken) : room_of(reading) + reading->begun;
 	if (!memory)
 		return 0;
 	struct piece *piece = piece_of(reader, reader->begun);
@@ -196,13 +209,14 @@ int reap_reads(struct tk_reader *reader)
 	return busy;
 }
 
-/* Copies some bytes of a payload to their target; 0: they differ from those written. */
+/* Takes some bytes of a payload to their target, unless they are there; 0: they differ from those written. */
 static int take_bytes(struct reading *reading, const char *from, uint32_t length)
 {
 	struct work *work = reading->work;
 	char *payload = (char *)(uintptr_t)work->op.local, *to = payload + work->summed;
 	if (!reading->aead) {
-		memcpy(to, from, length);
+		if (to != from)
+			memcpy(to, from, length);
 		work->crc = tk_crc32c(to, length, work->crc);
 		work->summed += length;
 		return 1;
@@ -218,8 +232,8 @@ static int take_bytes(struct reading *reading, const char *from, uint32_t length
 	return !status;
 }
 
-/* Processes a piece that was read: checks the header, and copies the part of the payload that is still needed. */
-static void copy_out(struct tk_reader *reader, struct piece *piece)
+/* Processes a piece that was read: checks the header, and the part of the payload that is still needed. */
+static void take_in(struct tk_reader *reader, struct piece *piece)
 {
 	struct reading *reading = piece->reading;
 	struct work *work = reading->work;
@@ -242,12 +256,12 @@ static void copy_out(struct tk_reader *reader, struct piece *piece)
 
 /* The pieces of a record that are due: this one, if it is the next, and those behind it that were read before. Returns how
  * many bytes they had. */
-static uint32_t copy_due(struct tk_reader *reader, struct piece *piece)
+static uint32_t check_due(struct tk_reader *reader, struct piece *piece)
 {
 	struct reading *reading = piece->reading;
 	uint32_t bytes = 0;
 	while (piece->state == PIECE_READ && piece->reading == reading && piece->at == reading->over) {
-		copy_out(reader, piece);
+		take_in(reader, piece);
 		piece->state = PIECE_OVER;
 		reading->over += piece->size;
 		bytes += piece->size;
@@ -260,7 +274,7 @@ static uint32_t copy_due(struct tk_reader *reader, struct piece *piece)
 	return bytes;
 }
 
-int copy_read(struct tk_reader *reader, uint32_t budget)
+int check_read(struct tk_reader *reader, uint32_t budget)
 {
 	int busy = reader->read_first_piece != NULL;
 	while (budget && reader->read_first_piece) {
@@ -269,7 +283,7 @@ int copy_read(struct tk_reader *reader, uint32_t budget)
 		if (!piece->next)
 			reader->read_last_piece = NULL;
 		piece->is_listed = 0;
-		uint32_t bytes = copy_due(reader, piece);
+		uint32_t bytes = check_due(reader, piece);
 		free_staged(reader);
 		budget -= bytes < budget ? bytes : budget;
 	}

@@ -224,6 +224,13 @@ uint64_t tk_shelf_came(struct tk_shelf *shelf)
 	return __atomic_load_n(&shelf->came, __ATOMIC_ACQUIRE);
 }
 
+void tk_shelf_use_readers(struct tk_shelf *shelf, const struct tk_cold_setup *setup)
+{
+	pthread_mutex_lock(&shelf->lock);
+	shelf->cold.setup = *setup;
+	pthread_mutex_unlock(&shelf->lock);
+}
+
 int tk_shelf_count(struct tk_shelf *shelf)
 {
 	pthread_mutex_lock(&shelf->lock);

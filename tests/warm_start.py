@@ -69,7 +69,7 @@ def allocate_later() -> None:
 
     To clear all pages of a node's memory is half of what its start costs, and few tests use more than a few.
     """
-    at_once = nic_offload.memory.populate
+    at_once, collapse_at_once = nic_offload.memory.populate, nic_offload.memory.collapse
 
     def populate(memory: mmap.mmap, start: int, length: int) -> None:
         if length > _LATER_BYTES_MAX:
@@ -78,7 +78,11 @@ def allocate_later() -> None:
         memory.madvise(mmap.MADV_HUGEPAGE, start, length)
         memory.madvise(mmap.MADV_DONTDUMP, start, length)
 
+    def collapse(fd: int, length: int) -> int:
+        return collapse_at_once(fd, length) if length > _LATER_BYTES_MAX else 0
+
     nic_offload.memory.populate = populate
+    nic_offload.memory.collapse = collapse
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:

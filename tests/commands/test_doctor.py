@@ -50,21 +50,24 @@ def _raising(error: Exception) -> Callable[[], FakeLibrary]:
 
 
 @pytest.mark.parametrize(
-    ("text", "found", "advice"),
+    ("text", "is_huge", "found", "advice"),
     [
-        ("always within_size advise [never] deny force\n", "never", "echo advise"),
-        ("always within_size [advise] never deny force\n", "advise", ""),
-        (None, "not in this kernel", ""),
+        ("always within_size advise [never] deny force\n", False, "not", "echo advise"),
+        ("always within_size advise [never] deny force\n", True, "also", ""),
+        ("always within_size [advise] never deny force\n", False, "also", ""),
+        (None, False, "not", ""),
     ],
 )
 def test_shared_memory_in_small_pages_is_told_with_what_to_do(
-    tmp_path: Path, text: str | None, found: str, advice: str
+    tmp_path: Path, text: str | None, *, is_huge: bool, found: str, advice: str
 ) -> None:
     pages = tmp_path / "shmem_enabled"
     if text is not None:
         pages.write_text(text)
-    *_, huge = doctor.check_memory(_proc(tmp_path, 30 << 20), 8 << 20, shared_pages=pages)
-    assert (huge.check, huge.status, huge.found) == ("huge pages", "ok", f"for shared memory: {found}")
+    *_, huge = doctor.check_memory(
+        _proc(tmp_path, 30 << 20), 8 << 20, shared_pages=pages, is_huge=lambda: is_huge
+    )
+    assert (huge.check, huge.status, huge.found) == ("huge pages", "ok", f"{found} for shared memory")
     assert huge.do.startswith(advice)
     assert bool(huge.do) is bool(advice)
 

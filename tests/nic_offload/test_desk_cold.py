@@ -314,18 +314,26 @@ def test_reads_of_a_desk_can_be_cancelled(slow: ColdRig) -> None:
     assert slow.pair.near.word(2).load() == 0
 
 
-def test_when_the_endpoint_closes_the_rooms_come_back(slow: ColdRig) -> None:
+def test_when_the_endpoint_closes_the_rooms_come_back_once_the_drive_is_done_with_them(slow: ColdRig) -> None:
     slow.place(1, 16)
     slow.call(wanted(1))
     wait_until(slow.answered, "the call is answered")
     slow.pair.far.endpoint.close()
+    assert not list(slow.shelf.served()), "the drive may still write there"
+    slow.give(slow.record(1, 16))
     served = slow.told()
     assert served.cold is not None
     assert [row.room for row in served.cold.rows] == [ROOMS - 1]
-    slow.give(slow.record(1, 16))  # what is read now has nobody, and touches nothing
     wait_until(lambda: slow.shelf.wanted == (0, ROOMS - 1), "the rest of the rooms")
+
+
+def test_nothing_of_another_record_stays_in_the_room(rig: ColdRig) -> None:
+    rig.on_drive(2, 16)
+    rig.place(1, 16)
+    rig.call(wanted(1))
+    assert rig.unsent() == {key_of(1): -errno.ENODATA}
     at = ROOMS_AT + (ROOMS - 1) * ROOM_PAGES * PAGE
-    assert not any(slow.pair.far.bytes_at(at, ROOM_PAGES * PAGE))
+    assert not any(rig.pair.far.bytes_at(at, ROOM_PAGES * PAGE))
 
 
 def test_rooms_outside_of_the_region_are_refused(rig: ColdRig) -> None:
